@@ -1,0 +1,51 @@
+"""The errors a user can mend. Each message is one line: the argument, the value it got, what to pass instead.
+
+All are `ValueError`s, so that plain `except ValueError` works; the command line turns them into exit code 2 and never
+prints a traceback for them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class OnelaunchError(ValueError):
+    """A mistake in what was passed in, with its remedy."""
+
+
+class ArgumentTypeError(OnelaunchError, TypeError):
+    """A value of the wrong type."""
+
+
+class DataError(OnelaunchError):
+    """A data file that is missing, damaged or not what it says it is."""
+
+
+class CheckpointError(OnelaunchError):
+    """A checkpoint that is missing, damaged, or of another run."""
+
+
+class UnsupportedError(OnelaunchError):
+    """An engine or precision that cannot run this model on this machine."""
+
+
+class DivergedError(OnelaunchError):
+    """The loss or the weights are no longer finite."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
+def suggest(value: object, options: Iterable[str]) -> str:
+    """`"; did you mean 'adam'?"` when an option is close to `value`, else an empty string."""
+    close = difflib.get_close_matches(str(value), list(options), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def require_option(argument: str, value: object, options: Iterable[str]) -> None:
+    options = list(options)
+    if value not in options:
+        known = ", ".join(repr(option) for option in options)
+        raise OnelaunchError(f"{argument}={value!r} is not known: pass one of {known}{suggest(value, options)}")

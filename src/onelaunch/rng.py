@@ -1,0 +1,145 @@
+"""The random numbers of a run: counter-based, so that every engine and device draws the same ones.
+
+Nothing here has state. A number is a function of the seed and of *what it is for*: the row order of an epoch, or the
+dropout bit of one unit of one row at one step. An engine may compute any of them at any time, in any order, in any tile.
+
+Row order. `permutation(n, seed, epoch)[i] = walk(i)`, a bijection on `[0, n)` that needs no sort and no memory:
+  * an eight-round Feistel network over `k = max(8, bits(n - 1))` bits, left half `k // 2` bits wide, right half the rest;
+    a round maps (L, R) to (R, L ^ F(R, key)), F truncated to L's width, so the widths trade places every round;
+  * `F(r, key)`: h = r ^ key;  h *= 0x85EBCA6B;  h ^= h >> 13;  h *= 0xC2B2AE35;  h ^= h >> 16   (all modulo 2**32);
+  * the eight keys are the words of Philox(counter = (0 and 1, epoch, epoch >> 32, 0xFFFFFFFF), key = seed);
+  * a result of n or more is sent through the network again until it falls below n (fewer than two rounds on average
+    once n > 128).
+
+Dropout. Unit u of row r (its place in the batch) at step s in dropout layer l is kept when
+`bits16(seed, l, s, r, u) < round((1 - p) * 65536)`, and is then scaled by 1 / (1 - p). The bits are those of
+Philox(counter = (u // 8, r, s, l), key = seed), whose four words serve eight units: unit 2i of a group takes the low half
+of word i, unit 2i + 1 its high half (the order of eight uint16 in memory on a little-endian machine).
+
+Philox is Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); the key is the seed's low
+and high word.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError
+
+MASK32 = 0xFFFFFFFF
+PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+FEISTEL_ROUNDS = 8
+FEISTEL_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
+PERMUTATION_STREAM = MASK32  # the last counter word of the row order; dropout layers count up from 0
+UNITS_PER_CALL = 8
+
+Word = torch.Tensor | int
+
+
+def check_seed(seed: object) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ArgumentTypeError(f"seed={seed!r} is not an integer: pass one from 0 to 2**64 - 1")
+    if not 0 <= seed < 2**64:
+        raise OnelaunchError(f"seed={seed} is out of range: pass an integer from 0 to 2**64 - 1")
+    return seed
+
+
+def _multiply(word: Word, factor: int) -> tuple[Word, Word]:
+    """High and low 32 bits of a 32 x 32 product, both held in int64 (whose product wraps, leaving the bits right)."""
+    product = word * factor
+    return (product >> 32) & MASK32, product & MASK32
+
+
+def philox(counter: tuple[Word, Word, Word, Word], seed: int) -> tuple[Word, Word, Word, Word]:
+    """Philox4x32-10 of 32-bit words, given as ints or as int64 tensors that broadcast together."""
+    c0, c1, c2, c3 = counter
+    key0, key1 = seed & MASK32, seed >> 32
+    for _ in range(10):
+        high0, low0 = _multiply(c0, PHILOX_MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, PHILOX_MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + PHILOX_KEY_STEPS[0]) & MASK32, (key1 + PHILOX_KEY_STEPS[1]) & MASK32
+    return c0, c1, c2, c3
+
+
+def permutation_bits(n: int) -> int:
+    """Width of the Feistel network for n rows; eight at least, since narrower halves mix badly."""
+    return max(8, (n - 1).bit_length())
+
+
+def permutation_keys(seed: int, epoch: int) -> list[int]:
+    """The eight round keys of an epoch's row order."""
+    words: list[int] = []
+    for call in range(2):
+        for word in philox((call, epoch & MASK32, epoch >> 32, PERMUTATION_STREAM), seed):
+            assert isinstance(word, int)
+            words.append(word)
+    return words
+
+
+def _feistel(index: torch.Tensor, keys: list[int], bits: int) -> torch.Tensor:
+    left_bits, right_bits = bits // 2, bits - bits // 2
+    left, right = index >> right_bits, index & ((1 << right_bits) - 1)
+    for key in keys:
+        mixed = ((right ^ key) * FEISTEL_MULTIPLIERS[0]) & MASK32
+        mixed = mixed ^ (mixed >> 13)
+        mixed = (mixed * FEISTEL_MULTIPLIERS[1]) & MASK32
+        mixed = (mixed ^ (mixed >> 16)) & ((1 << left_bits) - 1)
+        left, right = right, left ^ mixed
+        left_bits, right_bits = right_bits, left_bits
+    return (left << right_bits) | right
+
+
+def permutation(n: int, seed: int, epoch: int, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """The order in which epoch `epoch` (counted from 0) of a run with this seed visits its n rows.
+
+    The same numbers on every device and in every engine: batch b of an epoch is
+    `x[permutation(n, seed, epoch)[b * batch_size : (b + 1) * batch_size]]`.
+    """
+    for argument, value in (("n", n), ("epoch", epoch)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ArgumentTypeError(f"{argument}={value!r} is not an integer: pass a whole number, 0 or more")
+        if not 0 <= value < 2**62:
+            raise OnelaunchError(f"{argument}={value} is out of range: pass a whole number from 0 to 2**62 - 1")
+    keys, bits = permutation_keys(check_seed(seed), epoch), permutation_bits(n)
+    order = _feistel(torch.arange(n, dtype=torch.int64, device=device), keys, bits)
+    outside = torch.nonzero(order >= n).flatten()
+    while outside.numel():
+        walked = _feistel(order[outside], keys, bits)
+        order[outside] = walked
+        outside = outside[walked >= n]
+    return order
+
+
+def keep_threshold(p: float) -> int:
+    """A unit is kept when its 16 bits are below this: p is honoured to 1/65536."""
+    return round((1 - p) * 65536)
+
+
+def keep_scale(p: float) -> float:
+    return 0.0 if p == 1 else 1 / (1 - p)
+
+
+def dropout_bits(
+    seed: int, layer: int, steps: range, rows: int, units: int, *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """The 16 random bits of every unit, as int32 `[len(steps), rows, units]`."""
+    groups = -(-units // UNITS_PER_CALL)
+    group = torch.arange(groups, dtype=torch.int64, device=device)
+    row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
+    step = torch.arange(steps.start, steps.stop, dtype=torch.int64, device=device)[:, None, None]
+    words = philox((group, row, step, layer), seed)
+    halves = []
+    for word in words:
+        assert isinstance(word, torch.Tensor)
+        halves += [(word & 0xFFFF).to(torch.int32), (word >> 16).to(torch.int32)]
+    bits = torch.stack(halves, dim=-1).expand(len(steps), rows, groups, UNITS_PER_CALL)
+    return bits.reshape(len(steps), rows, groups * UNITS_PER_CALL)[..., :units]
+
+
+def dropout_keep(
+    p: float, seed: int, layer: int, step: int, rows: int, units: int, *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """The boolean keep mask `[rows, units]` of dropout layer `layer` at step `step`."""
+    return dropout_bits(seed, layer, range(step, step + 1), rows, units, device=device)[0] < keep_threshold(p)

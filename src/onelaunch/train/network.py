@@ -1,0 +1,170 @@
+"""What a model is made of, for the engines that compile it: an `nn.Sequential` as a tuple of plain layers.
+
+`describe(model)` either names every layer or says, in one line, what it cannot take. Only exact `torch.nn` types count: a
+subclass, a hook or a frozen weight may mean anything, and such a model trains on the eager engine instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu")
+
+
+@dataclass(frozen=True)
+class Flatten:
+    """All of a row's values in one vector."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    path: str  # the module's name: its tensors are `path + ".weight"` and `path + ".bias"` in the state_dict
+    inputs: int
+    outputs: int
+    bias: bool
+
+
+@dataclass(frozen=True)
+class Activation:
+    name: str  # one of ACTIVATIONS
+    slope: float = 0.0  # of leaky_relu below zero
+
+
+@dataclass(frozen=True)
+class Dropout:
+    p: float
+    layer: int  # its number among the model's dropout layers: the `layer` of onelaunch.rng
+
+
+@dataclass(frozen=True)
+class BatchNorm:
+    path: str
+    features: int
+    eps: float
+    momentum: float | None  # None: running statistics are plain averages over all steps
+    affine: bool
+    tracks: bool  # keeps running statistics; without them evaluation normalises by the batch
+
+
+Layer = Flatten | Linear | Activation | Dropout | BatchNorm
+
+
+class NotPlainError(Exception):
+    """The model is not a plain MLP; the message says why."""
+
+
+@dataclass(frozen=True)
+class Network:
+    layers: tuple[Layer, ...]
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return tuple(layer for layer in self.layers if isinstance(layer, Linear))
+
+    @property
+    def inputs(self) -> int:
+        return self.linears[0].inputs
+
+    @property
+    def outputs(self) -> int:
+        return self.linears[-1].outputs
+
+    @property
+    def flattens(self) -> bool:
+        return any(isinstance(layer, Flatten) for layer in self.layers)
+
+    def __str__(self) -> str:
+        """`784-128-10` for a chain of Linears of these widths."""
+        return "-".join(str(width) for width in [self.inputs, *(linear.outputs for linear in self.linears)])
+
+
+def describe(model: nn.Module) -> Network:
+    """The layers of `model`, or NotPlainError with the reason."""
+    if type(model) is not nn.Sequential:
+        raise NotPlainError(f"the model is a {type(model).__name__}, not an nn.Sequential")
+    layers: list[Layer] = []
+    seen: set[int] = set()
+    dropouts = 0
+    for path, module in _leaves(model, ""):
+        _refuse_extras(path, module)
+        if id(module) in seen and any(True for _ in module.parameters()):
+            raise NotPlainError(f"layer {path!r} is used twice")
+        seen.add(id(module))
+        layer = _layer(path, module, dropouts)
+        dropouts += isinstance(layer, Dropout)
+        if layer is not None:
+            layers.append(layer)
+    _refuse_misfits(layers)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_floating_point() and tensor.dtype != torch.float32:
+            raise NotPlainError(f"{name} is {tensor.dtype}, not torch.float32")
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            raise NotPlainError(f"{name} is frozen (requires_grad=False)")
+    return Network(tuple(layers))
+
+
+def _leaves(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of everything inside nested Sequentials, in order."""
+    _refuse_extras(prefix, module)
+    for name, child in module._modules.items():
+        path = f"{prefix}.{name}" if prefix else name
+        if type(child) is nn.Sequential:
+            yield from _leaves(child, path)
+        elif child is not None:
+            yield path, child
+
+
+def _refuse_extras(path: str, module: nn.Module) -> None:
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    )  # fmt: skip
+    if any(hooks) or "forward" in vars(module) or hasattr(module, "parametrizations"):
+        raise NotPlainError(f"layer {path or 'the model itself'!r} has a hook, a parametrization or its own forward")
+
+
+def _layer(path: str, module: nn.Module, dropouts: int) -> Layer | None:
+    match module:
+        case nn.Linear() if type(module) is nn.Linear:
+            return Linear(path, module.in_features, module.out_features, module.bias is not None)
+        case nn.Flatten() if type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
+            return Flatten()
+        case nn.Dropout() if type(module) is nn.Dropout:
+            return Dropout(module.p, dropouts)
+        case nn.BatchNorm1d() if type(module) is nn.BatchNorm1d:
+            tracks = module.running_mean is not None
+            return BatchNorm(path, module.num_features, module.eps, module.momentum, module.affine, tracks)
+        case nn.Identity() if type(module) is nn.Identity:
+            return None
+        case _ if type(module) in _ACTIVATION_NAMES:
+            slope = module.negative_slope if isinstance(module, nn.LeakyReLU) else 0.0
+            tanh = isinstance(module, nn.GELU) and module.approximate == "tanh"
+            return Activation("gelu_tanh" if tanh else _ACTIVATION_NAMES[type(module)], slope)
+    raise NotPlainError(f"layer {path!r} is {module}, which only the eager engine takes")
+
+
+_ACTIVATION_NAMES: dict[type[nn.Module], str] = {
+    nn.ReLU: "relu",
+    nn.LeakyReLU: "leaky_relu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+    nn.GELU: "gelu",
+    nn.SiLU: "silu",
+}
+
+
+def _refuse_misfits(layers: list[Layer]) -> None:
+    """Widths that do not chain, or a model with nothing to learn."""
+    if not any(isinstance(layer, Linear) for layer in layers):
+        raise NotPlainError("the model has no Linear layer")
+    width: int | None = None
+    for position, layer in enumerate(layers):
+        if isinstance(layer, Flatten) and any(not isinstance(before, Flatten) for before in layers[:position]):
+            raise NotPlainError("a Flatten stands after another layer")
+        takes = layer.inputs if isinstance(layer, Linear) else layer.features if isinstance(layer, BatchNorm) else width
+        if width is not None and takes != width:
+            raise NotPlainError(f"a layer of {takes} inputs follows one of {width} outputs")
+        width = layer.outputs if isinstance(layer, Linear) else takes
