@@ -1,0 +1,78 @@
+"""What this machine is and can do: its processors and the versions of what onelaunch stands on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "llvmlite", "cuda-core", "numpy", "safetensors")
+
+
+def default_device() -> torch.device:
+    """Where a new model should live: the first CUDA device, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def cuda_capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container are often fewer than the machine's."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+
+
+def versions() -> dict[str, str]:
+    """Versions of onelaunch, Python and the packages it uses; "absent" for what is not installed."""
+    found = {"onelaunch": _version("onelaunch"), "python": platform.python_version()}
+    return found | {package: _version(package) for package in PACKAGES}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Versions and processors, as the run folder and every benchmark record them."""
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+                "multiprocessors": properties.multi_processor_count,
+            }
+        )
+    return {
+        "system": platform.platform(),
+        "cpu": {"name": cpu_name(), "cores": usable_cores(), "torch_threads": torch.get_num_threads()},
+        "gpus": gpus,
+        "cuda": torch.version.cuda,
+        "versions": versions(),
+    }

@@ -1,0 +1,150 @@
+"""Checkpoints: one safetensors file with the weights, the optimizer's state, the history and the run's description.
+
+No pickle: a checkpoint from a stranger cannot run code. Written atomically; a checksum over everything is verified on load,
+because safetensors itself does not notice a flipped bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import nn
+
+from onelaunch.errors import CheckpointError, OnelaunchError
+from onelaunch.files import write_atomic
+from onelaunch.train.engines.contract import Run, State
+from onelaunch.train.spec import Spec
+
+FORMAT = 1
+FREE_TO_CHANGE = {"engine", "memory", "precision"}  # how a run is executed, not what it computes
+SAMPLED_ROWS = 1024
+
+
+@dataclass
+class Checkpoint:
+    model: State
+    state: State  # the optimizer's, in the engines' common form
+    losses: torch.Tensor
+    about: dict[str, Any]  # spec, data, engine, precision, epochs, partial, seconds
+
+    @property
+    def step(self) -> int:
+        return len(self.losses)
+
+
+def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    tensors = {
+        **{f"model.{name}": tensor for name, tensor in checkpoint.model.items()},
+        **{f"state.{name}": tensor for name, tensor in checkpoint.state.items()},
+        "losses": checkpoint.losses,
+    }
+    # Clones: safetensors refuses tensors that share memory, as tied weights do.
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    about = json.dumps({"format": FORMAT, **checkpoint.about})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
+    except OSError as error:
+        raise CheckpointError(f"checkpoint={str(path)!r} cannot be written: {error.strerror}; pass a writable path") from error
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    remedy = "pass the checkpoint of a run, or start anew without resume"
+    if not path.is_file():
+        raise CheckpointError(f"checkpoint={str(path)!r} is not there: {remedy}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"checkpoint={str(path)!r} is damaged or not a safetensors file ({error}): {remedy}") from error
+    about_text = metadata.get("onelaunch")
+    if about_text is None or "losses" not in tensors:
+        raise CheckpointError(f"checkpoint={str(path)!r} was not written by onelaunch: {remedy}")
+    if metadata.get("sha256") != _digest(tensors, about_text):
+        raise CheckpointError(f"checkpoint={str(path)!r} is damaged (its checksum does not match): {remedy}")
+    about = json.loads(about_text)
+    if about.get("format") != FORMAT:
+        raise CheckpointError(f"checkpoint={str(path)!r} has format {about.get('format')}, this version reads {FORMAT}")
+    return Checkpoint(_part(tensors, "model."), _part(tensors, "state."), tensors["losses"], about)
+
+
+def _part(tensors: State, prefix: str) -> State:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _digest(tensors: State, about: str) -> str:
+    digest = hashlib.sha256(about.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def set_aside(path: Path) -> None:
+    """Move a file that a new run would overwrite to the first free `name.1`, `name.2`, …: nothing saved is lost."""
+    number = 1
+    while (kept := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(kept)
+
+
+def fingerprint(run: Run) -> str:
+    """Tells one data set from another: a checksum of up to 1,024 evenly spaced rows and their targets."""
+    rows = torch.linspace(0, run.spec.rows - 1, min(SAMPLED_ROWS, run.spec.rows), dtype=torch.float64).long()
+    checksum = 0
+    for tensor in (run.x, run.y):
+        sample = tensor[rows.to(tensor.device)].cpu().contiguous()
+        checksum = zlib.crc32(sample.flatten().view(torch.uint8).numpy().tobytes(), checksum)
+    return f"{list(run.x.shape)} {checksum:08x}"
+
+
+def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
+    """Refuse the checkpoint of another model, other data or another run, naming what differs."""
+    _check_model(path, checkpoint.model, run.model)
+    if checkpoint.about["data"] != fingerprint(run):
+        raise CheckpointError(f"checkpoint={str(path)!r} was made with other data: pass the x and y of that run")
+    was, now = checkpoint.about["spec"], run.spec.to_dict()
+    length_may_change = run.spec.schedule == "constant"  # another schedule depends on the run's length at every step
+    for argument in sorted(now.keys() - FREE_TO_CHANGE):
+        if was[argument] == now[argument] or (argument in ("epochs", "steps") and length_may_change):
+            continue
+        hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} was made with {argument}={was[argument]!r}, not {now[argument]!r}{hint}: "
+            f"pass {argument}={was[argument]!r} to resume, or start anew"
+        )
+    if checkpoint.step > run.spec.total_steps:
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} is at step {checkpoint.step}, past the end of this run ({run.spec.total_steps} steps): "
+            "pass more epochs or steps"
+        )
+
+
+def _check_model(path: Path, saved: State, model: nn.Module) -> None:
+    have = model.state_dict()
+    for name in sorted(saved.keys() | have.keys()):
+        there = list(saved[name].shape) if name in saved else "none"
+        here = list(have[name].shape) if name in have else "none"
+        if there != here:
+            raise CheckpointError(
+                f"checkpoint={str(path)!r} is of another model: its {name} is {there}, this model's is {here}; "
+                "build the model it was made with, or start anew"
+            )
+
+
+def spec_of(checkpoint: Checkpoint) -> Spec:
+    about = dict(checkpoint.about["spec"])
+    try:
+        return Spec(**{**about, "betas": tuple(about["betas"])})
+    except (TypeError, OnelaunchError) as error:
+        raise CheckpointError(f"the checkpoint's description of its run cannot be read ({error})") from error

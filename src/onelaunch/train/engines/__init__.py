@@ -1,0 +1,56 @@
+"""The engines and the choice among them: the fastest that can run this model here, and why."""
+
+from __future__ import annotations
+
+import torch
+
+from onelaunch.errors import UnsupportedError
+from onelaunch.train.engines.contract import Engine, Run
+
+FASTEST_FIRST = ("resident", "graph", "cpu", "eager")
+NOT_YET = {
+    "resident": "the resident engine is not in this version",
+    "graph": "the graph engine is not in this version",
+}
+
+
+def engine_or_reason(name: str, device: torch.device) -> Engine | str:
+    """The engine called `name`, or why it cannot run on this machine and device."""
+    if name in NOT_YET:
+        return NOT_YET[name]
+    engine = _load(name)
+    return engine.here(device) or engine
+
+
+def _load(name: str) -> Engine:
+    if name == "cpu":
+        from onelaunch.train.engines.cpu import ENGINE as cpu
+
+        return cpu
+    from onelaunch.train.engines.eager import ENGINE as eager
+
+    return eager
+
+
+def choose(run: Run) -> tuple[Engine, str]:
+    """The engine for `run`, with the reason in one line; UnsupportedError where none can do what was asked."""
+    wanted = run.spec.engine
+    names = FASTEST_FIRST if wanted == "auto" else (wanted,)
+    passed_over: list[str] = []
+    for name in names:
+        found = engine_or_reason(name, run.device)
+        reason = found if isinstance(found, str) else found.refuses(run)
+        if not reason and not isinstance(found, str):
+            return found, _reason(name, wanted, passed_over)
+        passed_over.append(f"{name}: {reason}")
+    if wanted != "auto":
+        raise UnsupportedError(f"engine={wanted!r} cannot run this: {passed_over[0].split(': ', 1)[1]}")
+    # The eager engine runs every model, so what it refuses is the precision or the memory asked for.
+    raise UnsupportedError(passed_over[-1].split(": ", 1)[1])
+
+
+def _reason(name: str, wanted: str, passed_over: list[str]) -> str:
+    if wanted != "auto":
+        return f"{name}, as asked"
+    others = f" ({'; '.join(passed_over)})" if passed_over else ""
+    return f"{name}, the fastest that can run this here{others}"

@@ -1,0 +1,68 @@
+"""Dropout by the run's own masks inside any nn.Module, while an eager run lasts.
+
+Every `nn.Dropout` draws the mask of `onelaunch.rng`: a function of (seed, layer, step, row, unit). `layer` is the module's
+number among the model's dropout modules in `model.modules()` order; the k-th further call of one module within a step
+counts as layer `number + k * (how many there are)`, so that a shared module does not repeat its mask. `row` is the index
+along the first dimension, `unit` the place in the rest of the row. `F.dropout` and other kinds of dropout draw from
+PyTorch's generator, which the run seeds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from onelaunch.rng import dropout_bits, keep_scale, keep_threshold
+
+CHUNK_ELEMENTS = 2**20  # masks are drawn for many steps at once: about 150 small tensor operations a draw
+
+
+class RunDropout:
+    """Takes over the model's nn.Dropout modules until `release`. Set `step` before each forward."""
+
+    def __init__(self, model: nn.Module, seed: int, batch_size: int, device: torch.device) -> None:
+        self.modules = [module for module in model.modules() if type(module) is nn.Dropout]
+        self.seed, self.batch_size, self.device = seed, batch_size, device
+        self._chunks: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._calls: dict[int, int] = {}
+        self._step = 0
+        for number, module in enumerate(self.modules):
+            module.forward = _Masked(self, module, number)  # type: ignore[method-assign]
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+        self._calls.clear()
+
+    def release(self) -> None:
+        for module in self.modules:
+            vars(module).pop("forward", None)
+
+    def apply(self, x: torch.Tensor, p: float, number: int) -> torch.Tensor:
+        call = self._calls.get(number, 0)
+        self._calls[number] = call + 1
+        units = x[0].numel() if len(x) else 0
+        bits = self._bits(number + call * len(self.modules), len(x), units)
+        keep = (bits < keep_threshold(p)).view(x.shape)
+        return x * (keep.to(x.dtype) * keep_scale(p))
+
+    def _bits(self, layer: int, rows: int, units: int) -> torch.Tensor:
+        first, chunk = self._chunks.get((layer, units), (0, None))
+        if chunk is None or not first <= self._step < first + len(chunk) or chunk.shape[1] < rows:
+            height = max(rows, self.batch_size)
+            steps = max(1, CHUNK_ELEMENTS // max(1, height * units))
+            first = self._step
+            chunk = dropout_bits(self.seed, layer, range(first, first + steps), height, units, device=self.device)
+            self._chunks[layer, units] = (first, chunk)
+        return chunk[self._step - first, :rows]
+
+
+class _Masked:
+    """The forward of one nn.Dropout during the run."""
+
+    def __init__(self, owner: RunDropout, module: nn.Dropout, number: int) -> None:
+        self.owner, self.module, self.number = owner, module, number
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.module.training or self.module.p == 0:
+            return x
+        return self.owner.apply(x, self.module.p, self.number)

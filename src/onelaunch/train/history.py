@@ -1,0 +1,102 @@
+"""What a run did: the loss of every step, the metrics of every epoch, which engine and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onelaunch.train.engines.contract import Metrics, Segment
+from onelaunch.train.objective import predictions_per_row
+from onelaunch.train.spec import Spec
+
+
+@dataclass
+class History:
+    """`epochs` holds a dict each: epoch (from 0, as `ol.permutation` counts), step (steps done at its end), loss (mean over
+    the epoch's rows), accuracy (of the training batches as they were seen; None for mse), validation (a dict with loss and
+    accuracy, or None), lr (of the last step), seconds.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    epochs: list[dict[str, Any]] = field(default_factory=list)
+    engine: str = ""
+    reason: str = ""
+    precision: str = ""
+    device: str = ""
+    plan: str = ""
+    allocations: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0  # of training and validation, without start-up
+    startup_seconds: float = 0.0  # from the call of fit to the first step
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw loss and accuracy into an image file; its ending chooses the format."""
+        from onelaunch.train.curves import draw
+
+        return draw(self, Path(path))
+
+    def __repr__(self) -> str:
+        last = self.epochs[-1] if self.epochs else None
+        result = f", last epoch {summary(last)}" if last else ""
+        return f"<History: {len(self.losses)} steps on {self.engine} in {self.seconds:.3g} s{result}>"
+
+
+def summary(epoch: dict[str, Any]) -> str:
+    """`loss 0.0312, accuracy 99.12 %, validation loss 0.0627, accuracy 98.11 %`"""
+    parts = [f"loss {epoch['loss']:.4g}"]
+    if epoch["accuracy"] is not None:
+        parts.append(f"accuracy {epoch['accuracy']:.2%}".replace("%", " %"))
+    if epoch["validation"]:
+        parts.append("validation " + summary({**epoch["validation"], "validation": None}))
+    return ", ".join(parts)
+
+
+class Recorder:
+    """Adds segments to a History; an epoch cut by a stop is put together again when the run goes on."""
+
+    def __init__(self, spec: Spec, outputs: int, history: History) -> None:
+        self.spec, self.outputs, self.history = spec, outputs, history
+        self.correct = 0
+        self.epoch_seconds = 0.0
+
+    def add(self, segment: Segment, seconds: float) -> dict[str, Any] | None:
+        """Returns the epoch's record when this segment ends one."""
+        self.history.losses += segment.losses.tolist()
+        self.history.seconds += seconds
+        self.correct += segment.correct or 0
+        self.epoch_seconds += seconds
+        done = len(self.history.losses)
+        if done != self.spec.epoch_end(segment.first_step):
+            return None
+        record = self._record(done, segment.correct is not None, segment.validation)
+        self.history.epochs.append(record)
+        self.correct, self.epoch_seconds = 0, 0.0
+        return record
+
+    def _record(self, done: int, counts: bool, validation: Metrics | None) -> dict[str, Any]:
+        spec, epoch = self.spec, self.spec.epoch_of(done - 1)
+        steps = range(epoch * spec.steps_per_epoch, done)
+        rows = [spec.rows_of(step) for step in steps]
+        weighted = math.fsum(self.history.losses[step] * count for step, count in zip(steps, rows, strict=True))
+        predictions = sum(rows) * predictions_per_row(spec, self.outputs)
+        return {
+            "epoch": epoch,
+            "step": done,
+            "loss": weighted / sum(rows),
+            "accuracy": self.correct / predictions if counts else None,
+            "validation": dataclasses.asdict(validation) if validation else None,
+            "lr": spec.lr_at(done - 1),
+            "seconds": self.epoch_seconds,
+        }
+
+    def partial(self) -> dict[str, Any]:
+        """What a checkpoint in the middle of an epoch must remember."""
+        return {"correct": self.correct, "epoch_seconds": self.epoch_seconds}
+
+    def restore(self, partial: dict[str, Any]) -> None:
+        self.correct, self.epoch_seconds = int(partial["correct"]), float(partial["epoch_seconds"])

@@ -1,0 +1,189 @@
+"""From what the user passed to `fit` to a checked Run: tensors on the model's device, shapes and labels that fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.train.engines.contract import Run
+from onelaunch.train.network import BatchNorm, Network, NotPlainError, describe
+from onelaunch.train.objective import as_features
+from onelaunch.train.spec import Spec
+
+
+def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[str, Any]) -> Run:
+    """Check everything that can be checked before the first step. `options` are the fields of Spec but `rows`."""
+    parameters = _trainable(model)
+    device = parameters[0].device
+    x, y = to_tensor("x", x), to_tensor("y", y)
+    _check_lengths("x", x, "y", y)
+    spec = Spec(rows=len(x), **options)
+    try:
+        network, not_plain = describe(model), ""
+    except NotPlainError as reason:
+        network, not_plain = None, str(reason)
+    dtype = torch.float32 if network else parameters[0].dtype
+    x = _features("x", x, network, dtype).to(device)
+    output = _output_shape(model, network, x, spec, dtype)
+    y = _targets("y", y, spec, output, dtype).to(device)
+    if validation is not None:
+        validation = _validation(validation, x, y, spec, network, output, dtype)
+    _check_batch_norm(network, spec)
+    outputs = int(np.prod(output))
+    return Run(spec, model, network, not_plain, x, y, validation, outputs)
+
+
+def to_tensor(argument: str, value: Any) -> torch.Tensor:
+    """A dense CPU or CUDA tensor of numbers from a tensor, an array or nested lists; no copy where none is needed."""
+    if not isinstance(value, torch.Tensor):
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            raise ArgumentTypeError(f"{argument} has rows of different lengths: pass a rectangular array") from None
+        if array.dtype.kind not in "buif":
+            raise ArgumentTypeError(f"{argument} has dtype {array.dtype}: pass numbers (float, integer or uint8)")
+        if array.dtype in (np.uint16, np.uint32, np.uint64):
+            array = array.astype(np.int64)
+        # PyTorch warns about read-only memory and cannot take negative strides or foreign byte order.
+        if not array.flags.writeable or any(s < 0 for s in array.strides) or not array.dtype.isnative:
+            array = array.astype(array.dtype.newbyteorder("="), copy=True)
+        value = torch.from_numpy(array)
+    if value.is_sparse or value.layout != torch.strided or value.is_complex():
+        raise ArgumentTypeError(f"{argument} must be a dense tensor of real numbers, not {value.layout} {value.dtype}")
+    if value.ndim == 0:
+        raise OnelaunchError(f"{argument} is a single number: pass one row a sample")
+    return value.detach()
+
+
+def _trainable(model: Any) -> list[nn.Parameter]:
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model={model!r:.80} is not an nn.Module: pass for example nn.Sequential(...)")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise OnelaunchError("model has no parameter to train (none has requires_grad=True)")
+    devices = {p.device for p in parameters}
+    if len(devices) > 1:
+        raise OnelaunchError(f"model lies on several devices ({', '.join(map(str, devices))}): move it to one")
+    return parameters
+
+
+def _check_lengths(x_name: str, x: torch.Tensor, y_name: str, y: torch.Tensor) -> None:
+    if len(x) != len(y):
+        raise OnelaunchError(f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass as many of one as of the other")
+    if len(x) == 0:
+        raise OnelaunchError(f"{x_name} is empty: pass at least one row")
+
+
+def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: torch.dtype) -> torch.Tensor:
+    if x.is_floating_point():
+        x = x.to(dtype)
+        finite = torch.isfinite(x)
+        if not finite.all():
+            row = int((~finite).nonzero()[0, 0])
+            raise OnelaunchError(f"{argument} holds NaN or Inf (first in row {row}): fill in or drop such rows")
+    if network is None:
+        return x
+    if x.dtype != torch.uint8 and not x.is_floating_point():
+        x = x.to(dtype)
+    shape = tuple(x.shape[1:])
+    if not network.flattens and len(shape) != 1:
+        raise OnelaunchError(f"{argument} has rows of shape {shape}: put nn.Flatten() first in the model, or flatten them")
+    if int(np.prod(shape)) != network.inputs:
+        raise OnelaunchError(
+            f"{argument} has {int(np.prod(shape))} values a row, the model's first Linear takes {network.inputs}: "
+            "make the two equal"
+        )
+    return x.contiguous()
+
+
+def _output_shape(
+    model: nn.Module, network: Network | None, x: torch.Tensor, spec: Spec, dtype: torch.dtype
+) -> tuple[int, ...]:
+    """Shape of one row of the model's output: from the layers, or by trying two rows in evaluation mode."""
+    if network is not None:
+        return (network.outputs,)
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = model(as_features(x[:2], dtype))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise OnelaunchError(f"model cannot take x with rows of shape {tuple(x.shape[1:])}: {reason}") from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not isinstance(output, torch.Tensor) or len(output) != len(x[:2]):
+        raise OnelaunchError(f"model must return one tensor with a row a sample, not {type(output).__name__}")
+    if spec.loss == "cross_entropy" and output.ndim != 2:
+        raise OnelaunchError(f"loss='cross_entropy' needs outputs [rows, classes], the model's are {list(output.shape)}")
+    return tuple(output.shape[1:])
+
+
+def _targets(argument: str, y: torch.Tensor, spec: Spec, output: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    if spec.loss == "cross_entropy":
+        return _classes(argument, y, output[0])
+    y = y.to(dtype)
+    if not torch.isfinite(y).all():
+        raise OnelaunchError(f"{argument} holds NaN or Inf: fill in or drop such rows")
+    if tuple(y.shape[1:]) != output:
+        if y[0].numel() != int(np.prod(output)):
+            raise OnelaunchError(
+                f"{argument} has {y[0].numel()} values a row, the model puts out {int(np.prod(output))}: make the two equal"
+            )
+        y = y.reshape(len(y), *output)
+    if spec.loss == "bce_with_logits" and not ((y >= 0) & (y <= 1)).all():
+        raise OnelaunchError(f"{argument} must lie in [0, 1] for loss='bce_with_logits' (got {y.min()} to {y.max()})")
+    return y.contiguous()
+
+
+def _classes(argument: str, y: torch.Tensor, classes: int) -> torch.Tensor:
+    if y.is_floating_point():
+        raise ArgumentTypeError(
+            f"{argument} is {y.dtype}, loss='cross_entropy' takes class numbers: "
+            f"pass {argument} as integers, or loss='mse' for regression"
+        )
+    if y.ndim == 2 and y.shape[1] == 1:
+        y = y[:, 0]
+    if y.ndim != 1:
+        raise OnelaunchError(f"{argument} has shape {list(y.shape)}, loss='cross_entropy' takes one class number a row")
+    y = y.to(torch.int64)
+    wrong = (y < 0) | (y >= classes)
+    if wrong.any():
+        row = int(wrong.nonzero()[0, 0])
+        raise OnelaunchError(
+            f"{argument}[{row}]={int(y[row])} is not a class of this model: its {classes} outputs take 0 to {classes - 1}"
+        )
+    return y.contiguous()
+
+
+def _validation(
+    validation: Any, x: torch.Tensor, y: torch.Tensor, spec: Spec, network: Network | None, output: tuple[int, ...],
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    if not isinstance(validation, tuple | list) or len(validation) != 2:
+        raise ArgumentTypeError("validation must be a pair (x, y), such as validation=(test_x, test_y)")
+    names = ("validation[0]", "validation[1]")
+    check_x, check_y = to_tensor(names[0], validation[0]), to_tensor(names[1], validation[1])
+    _check_lengths(names[0], check_x, names[1], check_y)
+    check_x = _features(names[0], check_x, network, dtype)
+    if network is None and check_x.shape[1:] != x.shape[1:]:
+        raise OnelaunchError(f"{names[0]} has rows of shape {tuple(check_x.shape[1:])}, x of {tuple(x.shape[1:])}")
+    if (check_x.dtype == torch.uint8) != (x.dtype == torch.uint8):
+        raise OnelaunchError(f"{names[0]} is {check_x.dtype} and x is {x.dtype}: uint8 means value / 255, so pass both alike")
+    return check_x.to(x.device), _targets(names[1], check_y, spec, output, dtype).to(x.device)
+
+
+def _check_batch_norm(network: Network | None, spec: Spec) -> None:
+    """BatchNorm1d cannot normalise one row; PyTorch would say so in the middle of the run."""
+    last = spec.steps_per_epoch - 1
+    if network and spec.total_steps > last and spec.rows_of(last) == 1:
+        if any(isinstance(layer, BatchNorm) for layer in network.layers):
+            raise OnelaunchError(
+                f"batch_size={spec.batch_size} leaves a batch of one row among {spec.rows}, which BatchNorm1d cannot "
+                "normalise: pass drop_last=True or another batch_size"
+            )

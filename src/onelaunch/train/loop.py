@@ -1,0 +1,153 @@
+"""The driver: what is the same whichever engine trains. History, checkpoints, progress, Ctrl-C, the stop on NaN."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from onelaunch.device import device_name
+from onelaunch.errors import DivergedError
+from onelaunch.train.checkpoint import Checkpoint, check_fits, fingerprint, load_checkpoint, save_checkpoint, set_aside
+from onelaunch.train.engines import choose, engine_or_reason
+from onelaunch.train.engines.contract import Engine, Run, State
+from onelaunch.train.history import History, Recorder
+from onelaunch.train.progress import Progress
+
+Listener = Callable[[History, dict[str, Any]], None]
+
+
+class StopSwitch:
+    """The engines' Monitor: carries progress out and the wish to stop in."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.stop = False
+        self._progress = progress
+
+    def report(self, step: int, loss: float, correct: int | None) -> None:
+        self._progress.update(step, loss, correct)
+
+
+def drive(
+    run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, on_epoch: Listener, started: float
+) -> History:
+    """Train `run` to its end. Ctrl-C ends it at a step boundary: saved, the model usable, KeyboardInterrupt raised."""
+    resumed = _resume(run, checkpoint) if resume and checkpoint else None
+    engine, reason = _choose(run, resumed)
+    history = History(engine=engine.name, reason=reason, device=device_name(run.device))
+    recorder = Recorder(run.spec, run.outputs, history)
+    state: State = {}
+    if resumed:
+        run.model.load_state_dict(resumed.model)
+        state = resumed.state
+        history.losses, history.epochs = resumed.losses.tolist(), resumed.about["epochs"]
+        history.seconds = resumed.about["seconds"]
+        recorder.restore(resumed.about["partial"])
+    elif checkpoint and checkpoint.exists():
+        set_aside(checkpoint)
+    session = engine.start(run, state)
+    try:
+        history.plan, history.precision = session.plan, session.precision
+        if checkpoint and not resumed:  # a run killed in its first epoch can be resumed too
+            _save(checkpoint, run, recorder, session.snapshot())
+        switch = StopSwitch(progress)
+        with _interruptible(switch), progress.running(run.spec, history, run.outputs):
+            history.startup_seconds = time.perf_counter() - started
+            clock = time.perf_counter()
+            for segment in session.segments(len(history.losses), switch):
+                seconds, clock = time.perf_counter() - clock, time.perf_counter()
+                _refuse_divergence(segment.first_step, segment.losses, checkpoint)
+                record = recorder.add(segment, seconds)
+                history.allocations = dict(session.allocations)
+                if checkpoint:
+                    state = session.snapshot()
+                    _refuse_bad_weights(run, len(history.losses), checkpoint)
+                    _save(checkpoint, run, recorder, state)
+                if record:
+                    progress.epoch(record)
+                    on_epoch(history, record)
+                if switch.stop and len(history.losses) < run.spec.total_steps:
+                    raise KeyboardInterrupt
+                clock = time.perf_counter()
+        session.snapshot()
+        _refuse_bad_weights(run, len(history.losses), checkpoint)
+    finally:
+        session.close()
+    return history
+
+
+def _resume(run: Run, path: Path) -> Checkpoint:
+    found = load_checkpoint(path)
+    check_fits(path, found, run)
+    return found
+
+
+def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
+    """A resumed run stays on its engine, for the same bits, unless another was asked for."""
+    if resumed and run.spec.engine == "auto":
+        name = resumed.about["engine"]
+        found = engine_or_reason(name, run.device)
+        if not isinstance(found, str) and not found.refuses(run):
+            return found, f"{name}, which the resumed run used"
+    return choose(run)
+
+
+def _save(path: Path, run: Run, recorder: Recorder, state: State) -> None:
+    history = recorder.history
+    about = {
+        "spec": run.spec.to_dict(),
+        "data": fingerprint(run),
+        "engine": history.engine,
+        "precision": history.precision,
+        "epochs": history.epochs,
+        "partial": recorder.partial(),
+        "seconds": history.seconds,
+    }
+    losses = torch.tensor(history.losses, dtype=torch.float32)
+    save_checkpoint(path, Checkpoint(run.model.state_dict(), state, losses, about))
+
+
+def _refuse_divergence(first_step: int, losses: torch.Tensor, checkpoint: Path | None) -> None:
+    finite = torch.isfinite(losses)
+    if not finite.all():
+        offset = int((~finite).nonzero()[0, 0])
+        raise _diverged(f"the loss is {losses[offset].item()} at step {first_step + offset}", first_step + offset, checkpoint)
+
+
+def _refuse_bad_weights(run: Run, step: int, checkpoint: Path | None) -> None:
+    """A last update can overflow while its loss was still finite: such weights must not replace a good checkpoint."""
+    for name, tensor in run.model.state_dict().items():
+        if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float64).item()):
+            raise _diverged(f"{name} is no longer finite after step {step - 1}", step - 1, checkpoint)
+
+
+def _diverged(what: str, step: int, checkpoint: Path | None) -> DivergedError:
+    kept = f"; the last good checkpoint is {str(checkpoint)!r}" if checkpoint else ""
+    return DivergedError(f"{what}: pass a smaller lr{kept}", step)
+
+
+@contextmanager
+def _interruptible(switch: StopSwitch) -> Iterator[None]:
+    """The first Ctrl-C asks for a stop at the next step, a second one does not wait for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_interrupt(signum: int, frame: FrameType | None) -> None:
+        if switch.stop:
+            raise KeyboardInterrupt
+        switch.stop = True
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)

@@ -1,0 +1,87 @@
+"""The progress bar of a run: loss, accuracy, samples a second, time left. Silent where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from onelaunch.train.history import History, summary
+from onelaunch.train.objective import predictions_per_row
+from onelaunch.train.spec import Spec
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+
+class Progress:
+    """Shows nothing; the base of the bar, and what `progress=False` uses."""
+
+    @contextmanager
+    def running(self, spec: Spec, history: History, outputs: int) -> Iterator[None]:
+        yield
+
+    def update(self, step: int, loss: float, correct: int | None) -> None:
+        """`correct` counts right predictions since the epoch began, or since the run went on within it."""
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """An epoch is over."""
+
+
+class TerminalProgress(Progress):
+    def __init__(self, bar: RichProgress) -> None:
+        self._bar = bar
+
+    @contextmanager
+    def running(self, spec: Spec, history: History, outputs: int) -> Iterator[None]:
+        self._spec = spec
+        self._epochs = spec.epoch_of(spec.total_steps - 1) + 1
+        self._per_row = predictions_per_row(spec, outputs)
+        self._first = len(history.losses)  # where this epoch's counts begin
+        self._begin_step, self._begin = self._first, time.perf_counter()
+        with self._bar:
+            self._task = self._bar.add_task(
+                self._title(self._first), total=spec.total_steps, completed=self._first, loss="", accuracy="", rate=""
+            )
+            yield
+
+    def _title(self, step: int) -> str:
+        epoch = self._spec.epoch_of(min(step, self._spec.total_steps - 1))
+        return f"epoch {epoch + 1}/{self._epochs}"
+
+    def _rows(self, first: int, step: int) -> int:
+        """Rows of the steps [first, step), counting a partial last batch as a whole one: good enough for a bar."""
+        return (step - first) * min(self._spec.batch_size, self._spec.rows)
+
+    def update(self, step: int, loss: float, correct: int | None) -> None:
+        rate = self._rows(self._begin_step, step) / max(1e-9, time.perf_counter() - self._begin)
+        predictions = self._rows(self._first, step) * self._per_row
+        accuracy = "" if correct is None or not predictions else f"accuracy {min(1, correct / predictions):.1%}"
+        self._bar.update(
+            self._task, completed=step, description=self._title(step), loss=f"loss {loss:.4f}", accuracy=accuracy,
+            rate=f"{rate:,.0f} samples/s",
+        )  # fmt: skip
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        self._first = record["step"]
+        self.update(record["step"], record["loss"], None)
+        number = record["epoch"] + 1
+        self._bar.console.print(
+            f"epoch {number}/{self._epochs}  {summary(record)}  [dim]{record['seconds']:.2f} s[/dim]", highlight=False
+        )
+
+
+def make_progress(wanted: bool) -> Progress:
+    if not wanted:
+        return Progress()
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    console = Console(stderr=True)
+    if not console.is_terminal and not console.is_jupyter:
+        return Progress()
+    text = "{task.fields[%s]}"
+    columns = (TextColumn("{task.description}"), BarColumn(), *(TextColumn(text % f) for f in ("loss", "accuracy", "rate")))
+    return TerminalProgress(RichProgress(*columns, TimeRemainingColumn(), console=console, transient=True))
