@@ -1,0 +1,1 @@
+"""Measure: benchmark cases, each with its peers and its correctness check."""

@@ -1,0 +1,61 @@
+"""A benchmark case: our way, the peers' ways, and the check that must pass before any of them is timed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from onelaunch.errors import OnelaunchError, suggest
+
+Work = Callable[[], object]
+GROUPS = ("ops", "train", "cpu", "memory", "fuse")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A case made ready to run. Each Work does the same job once; what it returns is thrown away."""
+
+    ours: Work
+    check: Work  # compares ours with a reference on fresh inputs; raises AssertionError saying what differs
+    peers: Mapping[str, Work] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)  # peers that cannot run here, and why
+    units: int = 1  # steps (or whatever Case.unit says) that one call does: times are given per unit
+    floor_seconds: float | None = None  # the time a call's bytes or FLOPs must take on this device, when it is known
+    cuda: bool = False  # time with CUDA events
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    group: str
+    about: str  # one line: what is computed
+    setup: Callable[[], Trial]
+    unit: str = "step"
+
+
+_REGISTRY: dict[str, Case] = {}
+
+
+def case(name: str, group: str, about: str, unit: str = "step") -> Callable[[Callable[[], Trial]], Callable[[], Trial]]:
+    """Register the decorated set-up function as a case."""
+    assert group in GROUPS and name not in _REGISTRY, name
+
+    def register(setup: Callable[[], Trial]) -> Callable[[], Trial]:
+        _REGISTRY[name] = Case(name, group, about, setup, unit)
+        return setup
+
+    return register
+
+
+def select(group: str, name_contains: str = "") -> list[Case]:
+    """The cases of a group (or "all") whose name contains a string."""
+    from onelaunch.bench import cases  # noqa: F401  the import fills the registry
+
+    if group != "all" and group not in GROUPS:
+        known = ", ".join(("all", *GROUPS))
+        raise OnelaunchError(f"group={group!r} is not known: pass one of {known}{suggest(group, ('all', *GROUPS))}")
+    chosen = [c for c in _REGISTRY.values() if group in ("all", c.group) and name_contains in c.name]
+    if not chosen:
+        names = ", ".join(_REGISTRY) or "none"
+        raise OnelaunchError(f"no case of group {group!r} has {name_contains!r} in its name; there are: {names}")
+    return chosen

@@ -1,0 +1,74 @@
+"""Timing that can be believed: warm-up, contenders interleaved so that a noisy moment hits all of them, quantiles."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from onelaunch.bench.case import Work
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a unit. `spread` is the relative difference between the medians of the first and the second half."""
+
+    median: float
+    minimum: float
+    quartiles: tuple[float, float]
+    n: int
+    spread: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarise(samples: list[float]) -> Timing:
+    """Statistics of samples in the order they were taken; at least two."""
+    half = len(samples) // 2
+    first, second = statistics.median(samples[:half]), statistics.median(samples[half:])
+    median = statistics.median(samples)
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(median, min(samples), (low, high), len(samples), abs(first - second) / median)
+
+
+def measure(
+    contenders: Mapping[str, Work], *, units: int, cuda: bool, seconds: float, repeats: int
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Time all contenders in turn, `repeats` times or until `seconds` a contender are spent (at least four times each).
+
+    Returns the timings and, for contenders that raised, the reason; one that fails does not stop the others.
+    """
+    failed: dict[str, str] = {}
+    for name, work in contenders.items():
+        try:
+            _time_once(work, cuda)  # warm-up: compilation, caches, allocator pools
+            _time_once(work, cuda)
+        except Exception as error:  # a peer may raise anything
+            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    running = {name: work for name, work in contenders.items() if name not in failed}
+    samples: dict[str, list[float]] = {name: [] for name in running}
+    begin = time.perf_counter()
+    for repeat in range(repeats):
+        if repeat >= 4 and time.perf_counter() - begin > seconds * len(running):
+            break
+        for name, work in running.items():
+            samples[name].append(_time_once(work, cuda) / units)
+    return {name: summarise(taken) for name, taken in samples.items()}, failed
+
+
+def _time_once(work: Work, cuda: bool) -> float:
+    if cuda:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin

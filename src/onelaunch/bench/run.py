@@ -1,0 +1,86 @@
+"""Runs cases: the check first, then the times; a case that fails its check has no times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from onelaunch.bench.case import Case
+from onelaunch.bench.measure import measure
+from onelaunch.device import describe_machine
+from onelaunch.errors import OnelaunchError
+from onelaunch.files import write_atomic
+
+OURS = "onelaunch"
+
+
+def run_cases(cases: Iterable[Case], *, quick: bool, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run each case and show it at once; Ctrl-C keeps what is done."""
+    results: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        for one in cases:
+            results.append(run_case(one, quick=quick))
+            show(results[-1])
+    except KeyboardInterrupt:
+        interrupted = True
+    return {
+        "machine": describe_machine(),
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "quick": quick,
+        "interrupted": interrupted,
+        "cases": results,
+    }
+
+
+def run_case(one: Case, *, quick: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {"name": one.name, "group": one.group, "about": one.about, "unit": one.unit}
+    try:
+        trial = one.setup()
+        trial.check()
+    except Exception as error:  # whatever went wrong, the case is red and has no time
+        reason = str(error).strip().splitlines()
+        return result | {"check": f"failed: {type(error).__name__}: {reason[0] if reason else ''}", "times": {}}
+    seconds, repeats = (0.5, 20) if quick else (3.0, 200)
+    contenders = {OURS: trial.ours, **trial.peers}
+    times, failed = measure(contenders, units=trial.units, cuda=trial.cuda, seconds=seconds, repeats=repeats)
+    if OURS in failed:
+        return result | {"check": f"failed: {failed[OURS]}", "times": {}}
+    ours = times[OURS].median
+    return result | {
+        "check": "passed",
+        "times": {name: timing.to_dict() for name, timing in times.items()},
+        "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
+        "floor_share": trial.floor_seconds / trial.units / ours if trial.floor_seconds else None,
+        "absent": {**trial.absent, **failed},
+    }
+
+
+def failures(results: dict[str, Any]) -> list[str]:
+    return [result["name"] for result in results["cases"] if result["check"] != "passed"]
+
+
+def save_results(results: dict[str, Any], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(results, indent=1) + "\n")
+    except OSError as error:
+        raise OnelaunchError(f"out={str(path)!r} cannot be written: {error.strerror}; pass a writable path") from error
+
+
+def commit() -> str:
+    """The commit of the checkout this package lies in, "+" added when files differ from it; empty when installed."""
+    folder = Path(__file__).resolve().parent
+    try:
+        name = subprocess.run(
+            ["git", "-C", folder, "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return name.stdout.strip()

@@ -1,0 +1,44 @@
+"""What all tests share: the one table of tolerances, the GPU marker, and where full data sets may lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+# (relative, absolute) tolerance against a float64 reference, by dtype. Never loosened to get green.
+TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
+    torch.float64: (1e-10, 1e-12),
+    torch.float32: (1e-5, 1e-6),
+    torch.float16: (2e-3, 2e-3),
+    torch.bfloat16: (1.6e-2, 1.6e-2),
+}
+LOSS_TOLERANCE = 1e-5  # relative, fp32, every one of 200 steps
+WEIGHT_TOLERANCE = 1e-4  # absolute, fp32, after 200 steps
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def full_mnist() -> Path:
+    """The folder of the full MNIST files, where this machine has it."""
+    folder = SHARED_DATA / "mnist"
+    if not folder.is_dir():
+        pytest.skip("the full MNIST is not beside the project")
+    return folder
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
