@@ -38,7 +38,8 @@ _REGISTRY: dict[str, Case] = {}
 
 def case(name: str, group: str, about: str, unit: str = "step") -> Callable[[Callable[[], Trial]], Callable[[], Trial]]:
     """Register the decorated set-up function as a case."""
-    assert group in GROUPS and name not in _REGISTRY, name
+    assert group in GROUPS, group
+    assert name not in _REGISTRY, name
 
     def register(setup: Callable[[], Trial]) -> Callable[[], Trial]:
         _REGISTRY[name] = Case(name, group, about, setup, unit)

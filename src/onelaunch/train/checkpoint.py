@@ -1,7 +1,8 @@
 """Checkpoints: one safetensors file with the weights, the optimizer's state, the history and the run's description.
 
 No pickle: a checkpoint from a stranger cannot run code. Written atomically; a checksum over everything is verified on load,
-because safetensors itself does not notice a flipped bit.
+because safetensors itself does not notice a flipped bit. (It is imported only here and when used: training without a
+checkpoint needs PyTorch alone.)
 """
 
 from __future__ import annotations
@@ -14,14 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import nn
 
-from onelaunch.errors import CheckpointError, OnelaunchError
+from onelaunch.errors import CheckpointError
 from onelaunch.files import write_atomic
 from onelaunch.train.engines.contract import Run, State
-from onelaunch.train.spec import Spec
 
 FORMAT = 1
 FREE_TO_CHANGE = {"engine", "memory", "precision"}  # how a run is executed, not what it computes
@@ -41,6 +39,8 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
+    from safetensors.torch import save
+
     tensors = {
         **{f"model.{name}": tensor for name, tensor in checkpoint.model.items()},
         **{f"state.{name}": tensor for name, tensor in checkpoint.state.items()},
@@ -53,10 +53,14 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
     except OSError as error:
-        raise CheckpointError(f"checkpoint={str(path)!r} cannot be written: {error.strerror}; pass a writable path") from error
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} cannot be written: {error.strerror}; pass a writable path"
+        ) from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
+    from safetensors import SafetensorError, safe_open
+
     remedy = "pass the checkpoint of a run, or start anew without resume"
     if not path.is_file():
         raise CheckpointError(f"checkpoint={str(path)!r} is not there: {remedy}")
@@ -65,7 +69,9 @@ def load_checkpoint(path: Path) -> Checkpoint:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint={str(path)!r} is damaged or not a safetensors file ({error}): {remedy}") from error
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} is damaged or not a safetensors file ({error}): {remedy}"
+        ) from error
     about_text = metadata.get("onelaunch")
     if about_text is None or "losses" not in tensors:
         raise CheckpointError(f"checkpoint={str(path)!r} was not written by onelaunch: {remedy}")
@@ -140,11 +146,3 @@ def _check_model(path: Path, saved: State, model: nn.Module) -> None:
                 f"checkpoint={str(path)!r} is of another model: its {name} is {there}, this model's is {here}; "
                 "build the model it was made with, or start anew"
             )
-
-
-def spec_of(checkpoint: Checkpoint) -> Spec:
-    about = dict(checkpoint.about["spec"])
-    try:
-        return Spec(**{**about, "betas": tuple(about["betas"])})
-    except (TypeError, OnelaunchError) as error:
-        raise CheckpointError(f"the checkpoint's description of its run cannot be read ({error})") from error

@@ -62,6 +62,8 @@ def _draw_loss(axes: Axes, history: History) -> None:
 
 
 def _draw_accuracy(axes: Axes, history: History) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     numbers = [epoch["epoch"] + 1 for epoch in history.epochs]
     axes.plot(numbers, [100 * epoch["accuracy"] for epoch in history.epochs], "o-", markersize=3, label="training")
     checked = [epoch for epoch in history.epochs if epoch["validation"]]
@@ -71,6 +73,6 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
         label = f"validation ({last:.2f} % at the end)"
         axes.plot([epoch["epoch"] + 1 for epoch in checked], values, "s-", markersize=3, label=label)
     axes.set(xlabel="epoch", ylabel="accuracy, %")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -73,7 +73,9 @@ def _trainable(model: Any) -> list[nn.Parameter]:
 
 def _check_lengths(x_name: str, x: torch.Tensor, y_name: str, y: torch.Tensor) -> None:
     if len(x) != len(y):
-        raise OnelaunchError(f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass as many of one as of the other")
+        raise OnelaunchError(
+            f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass as many of one as of the other"
+        )
     if len(x) == 0:
         raise OnelaunchError(f"{x_name} is empty: pass at least one row")
 
@@ -91,7 +93,9 @@ def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: to
         x = x.to(dtype)
     shape = tuple(x.shape[1:])
     if not network.flattens and len(shape) != 1:
-        raise OnelaunchError(f"{argument} has rows of shape {shape}: put nn.Flatten() first in the model, or flatten them")
+        raise OnelaunchError(
+            f"{argument} has rows of shape {shape}: put nn.Flatten() first in the model, or flatten them"
+        )
     if int(np.prod(shape)) != network.inputs:
         raise OnelaunchError(
             f"{argument} has {int(np.prod(shape))} values a row, the model's first Linear takes {network.inputs}: "
@@ -120,7 +124,9 @@ def _output_shape(
     if not isinstance(output, torch.Tensor) or len(output) != len(x[:2]):
         raise OnelaunchError(f"model must return one tensor with a row a sample, not {type(output).__name__}")
     if spec.loss == "cross_entropy" and output.ndim != 2:
-        raise OnelaunchError(f"loss='cross_entropy' needs outputs [rows, classes], the model's are {list(output.shape)}")
+        raise OnelaunchError(
+            f"loss='cross_entropy' needs outputs [rows, classes], the model's are {list(output.shape)}"
+        )
     return tuple(output.shape[1:])
 
 
@@ -174,16 +180,18 @@ def _validation(
     if network is None and check_x.shape[1:] != x.shape[1:]:
         raise OnelaunchError(f"{names[0]} has rows of shape {tuple(check_x.shape[1:])}, x of {tuple(x.shape[1:])}")
     if (check_x.dtype == torch.uint8) != (x.dtype == torch.uint8):
-        raise OnelaunchError(f"{names[0]} is {check_x.dtype} and x is {x.dtype}: uint8 means value / 255, so pass both alike")
+        raise OnelaunchError(
+            f"{names[0]} is {check_x.dtype} and x is {x.dtype}: uint8 means value / 255, so pass both alike"
+        )
     return check_x.to(x.device), _targets(names[1], check_y, spec, output, dtype).to(x.device)
 
 
 def _check_batch_norm(network: Network | None, spec: Spec) -> None:
     """BatchNorm1d cannot normalise one row; PyTorch would say so in the middle of the run."""
     last = spec.steps_per_epoch - 1
-    if network and spec.total_steps > last and spec.rows_of(last) == 1:
-        if any(isinstance(layer, BatchNorm) for layer in network.layers):
-            raise OnelaunchError(
-                f"batch_size={spec.batch_size} leaves a batch of one row among {spec.rows}, which BatchNorm1d cannot "
-                "normalise: pass drop_last=True or another batch_size"
-            )
+    normalises = network is not None and any(isinstance(layer, BatchNorm) for layer in network.layers)
+    if normalises and spec.total_steps > last and spec.rows_of(last) == 1:
+        raise OnelaunchError(
+            f"batch_size={spec.batch_size} leaves a batch of one row among {spec.rows}, which BatchNorm1d cannot "
+            "normalise: pass drop_last=True or another batch_size"
+        )

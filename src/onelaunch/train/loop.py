@@ -119,7 +119,9 @@ def _refuse_divergence(first_step: int, losses: torch.Tensor, checkpoint: Path |
     finite = torch.isfinite(losses)
     if not finite.all():
         offset = int((~finite).nonzero()[0, 0])
-        raise _diverged(f"the loss is {losses[offset].item()} at step {first_step + offset}", first_step + offset, checkpoint)
+        raise _diverged(
+            f"the loss is {losses[offset].item()} at step {first_step + offset}", first_step + offset, checkpoint
+        )
 
 
 def _refuse_bad_weights(run: Run, step: int, checkpoint: Path | None) -> None:

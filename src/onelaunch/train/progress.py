@@ -83,5 +83,9 @@ def make_progress(wanted: bool) -> Progress:
     if not console.is_terminal and not console.is_jupyter:
         return Progress()
     text = "{task.fields[%s]}"
-    columns = (TextColumn("{task.description}"), BarColumn(), *(TextColumn(text % f) for f in ("loss", "accuracy", "rate")))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        *(TextColumn(text % f) for f in ("loss", "accuracy", "rate")),
+    )
     return TerminalProgress(RichProgress(*columns, TimeRemainingColumn(), console=console, transient=True))

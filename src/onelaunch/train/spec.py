@@ -61,7 +61,9 @@ class Spec:
                 f"momentum={self.momentum} belongs to optimizer='sgd': leave it out, {self.optimizer!r} takes betas"
             )
         if self.label_smoothing and self.loss != "cross_entropy":
-            raise OnelaunchError(f"label_smoothing={self.label_smoothing} needs loss='cross_entropy', not {self.loss!r}")
+            raise OnelaunchError(
+                f"label_smoothing={self.label_smoothing} needs loss='cross_entropy', not {self.loss!r}"
+            )
         if self.steps_per_epoch == 0:
             raise OnelaunchError(
                 f"batch_size={self.batch_size} with drop_last=True leaves no batch in {self.rows} rows: "

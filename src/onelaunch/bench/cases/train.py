@@ -54,7 +54,9 @@ def small_classifier() -> Trial:
     return Trial(
         ours=lambda: fit(ours, x, y, steps=STEPS, batch_size=BATCH, lr=LR, progress=False),
         peers={
-            "eager engine": lambda: fit(eager, x, y, steps=STEPS, batch_size=BATCH, lr=LR, engine="eager", progress=False),
+            "eager engine": lambda: fit(
+                eager, x, y, steps=STEPS, batch_size=BATCH, lr=LR, engine="eager", progress=False
+            ),
             "PyTorch loop": lambda: _plain_loop(theirs, x, y, STEPS),
         },
         check=_check,

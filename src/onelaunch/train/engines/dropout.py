@@ -27,7 +27,7 @@ class RunDropout:
         self._calls: dict[int, int] = {}
         self._step = 0
         for number, module in enumerate(self.modules):
-            module.forward = _Masked(self, module, number)  # type: ignore[method-assign]
+            module.forward = _Masked(self, module, number)  # type: ignore[method-assign, assignment]
 
     def begin_step(self, step: int) -> None:
         self._step = step

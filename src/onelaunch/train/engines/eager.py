@@ -84,7 +84,7 @@ class EagerSession:
             x, y = as_features(run.x[rows], self.dtype), run.y[rows]
             loss, right = self._step(step, x, y)
             losses[step - first_step] = loss
-            if counts:
+            if right is not None:
                 correct += right
             now = time.perf_counter()
             if now - reported > REPORT_SECONDS or monitor.stop:
@@ -154,7 +154,9 @@ class EagerSession:
     def _restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot, or begin with a generator that follows the run's seed alone."""
         for name, parameter in self.parameters.items():
-            found = {theirs: state[f"{ours}.{name}"] for ours, theirs in STATE_NAMES.items() if f"{ours}.{name}" in state}
+            found = {
+                theirs: state[f"{ours}.{name}"] for ours, theirs in STATE_NAMES.items() if f"{ours}.{name}" in state
+            }
             if found:
                 copies = {theirs: tensor.to(parameter).clone() for theirs, tensor in found.items()}
                 if f"engine.step.{name}" in state:

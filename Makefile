@@ -1,0 +1,32 @@
+# make train   set up .venv if needed, train on what this machine has, end with the path of the run folder
+# make test    the same set-up, then the linters and the whole test suite
+# Pass flags with ARGS, for example: make train ARGS="--data-dir ~/mnist --epochs 2"
+
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+
+.PHONY: train test lint bench clean
+
+train: $(READY)
+	$(VENV)/bin/onelaunch train configs/default.toml $(ARGS)
+
+test: $(READY) lint
+	$(VENV)/bin/python -m pytest --timeout 300 $(ARGS)
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(READY)
+	$(VENV)/bin/onelaunch bench $(ARGS)
+
+# Rebuilt only when what is installed would change; the package itself is installed editable.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,47 @@
+"""The command line: parses and prints. Bad input ends with exit code 2, Ctrl-C with 130, a failed run with 1."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import typer
+
+from onelaunch.errors import DivergedError, OnelaunchError
+
+
+def main() -> None:
+    _app()(prog_name="onelaunch")
+
+
+def _app() -> typer.Typer:
+    from onelaunch.cli.bench import bench
+    from onelaunch.cli.info import info
+    from onelaunch.cli.train import train
+
+    app = typer.Typer(
+        help="Fuses neural networks: one op, one model, one whole training run in one launch.",
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        add_completion=False,
+    )
+    for command in (train, bench, info):
+        app.command()(_with_exit_codes(command))
+    return app
+
+
+def _with_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def guarded(*args: object, **kwargs: object) -> None:
+        try:
+            command(*args, **kwargs)
+        except OnelaunchError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1 if isinstance(error, DivergedError) else 2) from error
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    guarded.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
+    return guarded

@@ -1,0 +1,56 @@
+"""`onelaunch bench`: run benchmark cases and show them beside their peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from onelaunch.bench.case import GROUPS, select
+from onelaunch.bench.run import OURS, failures, run_cases, save_results
+
+
+def bench(
+    group: Annotated[str, typer.Argument(help=f"all, {', '.join(GROUPS)}")] = "all",
+    filter: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
+    quick: Annotated[bool, typer.Option(help="Fewer repeats: half a second a contender.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Save the results as JSON.")] = None,
+) -> None:
+    """Time onelaunch and its peers on the same work; what fails its check is not timed."""
+    console = Console()
+    results = run_cases(select(group, filter), quick=quick, show=lambda result: _show(console, result))
+    if out is not None:
+        save_results(results, out)
+        typer.echo(f"saved    {out}")
+    failed = failures(results)
+    if failed:
+        typer.echo(f"failed   {', '.join(failed)}", err=True)
+    if results["interrupted"]:
+        raise KeyboardInterrupt
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show(console: Console, result: dict[str, Any]) -> None:
+    if result["check"] != "passed":
+        console.print(f"{result['name']}: check {result['check']}; not timed", style="red", markup=False)
+        return
+    table = Table(title=f"{result['name']}: {result['about']}", title_justify="left", title_style="")
+    table.add_column("")
+    for column in (f"median, µs a {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"):
+        table.add_column(column, justify="right")
+    for name, timing in result["times"].items():
+        ratio = "" if name == OURS else f"{result['ratio'][name]:.2f}× faster"
+        low, high = (f"{1e6 * value:.4g}" for value in timing["quartiles"])
+        table.add_row(
+            name, f"{1e6 * timing['median']:.4g}", f"{1e6 * timing['minimum']:.4g}", f"{low} – {high}",
+            str(timing["n"]), f"{timing['spread']:.1%}", ratio,
+        )  # fmt: skip
+    for name, reason in result["absent"].items():
+        table.add_row(name, f"absent: {reason}")
+    console.print(table)
+    if result["floor_share"] is not None:
+        console.print(f"{result['floor_share']:.0%} of the floor's speed")

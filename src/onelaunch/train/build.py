@@ -1,0 +1,46 @@
+"""The MLP that a config describes, as an ordinary nn.Sequential."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from onelaunch.errors import OnelaunchError, require_option
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "silu": nn.SiLU,
+}
+
+
+def mlp(
+    widths: Sequence[int], *, activation: str = "relu", dropout: float = 0.0, batch_norm: bool = False, seed: int = 0
+) -> nn.Sequential:
+    """Flatten, then Linear [→ BatchNorm1d] → activation [→ Dropout] for each hidden width, then Linear.
+
+    Weights are PyTorch's defaults, drawn from a generator seeded with `seed`; the global one is left alone.
+    """
+    require_option("activation", activation, MODULES)
+    if len(widths) < 2 or any(width < 1 for width in widths):
+        raise OnelaunchError(f"layers={list(widths)} must be two or more widths, each 1 or more, such as 784,128,10")
+    if not 0 <= dropout <= 1:
+        raise OnelaunchError(f"dropout={dropout} must lie between 0 and 1")
+    layers: list[nn.Module] = [nn.Flatten()]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for inputs, outputs in zip(widths[:-2], widths[1:-1], strict=True):
+            layers.append(nn.Linear(inputs, outputs))
+            if batch_norm:
+                layers.append(nn.BatchNorm1d(outputs))
+            layers.append(MODULES[activation]())
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+        layers.append(nn.Linear(widths[-2], widths[-1]))
+    return nn.Sequential(*layers)
