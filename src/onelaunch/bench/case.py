@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from onelaunch.errors import OnelaunchError, suggest
-
 Work = Callable[[], object]
 GROUPS = ("ops", "train", "cpu", "memory", "fuse")
 
@@ -33,30 +31,16 @@ class Case:
     unit: str = "step"
 
 
-_REGISTRY: dict[str, Case] = {}
+REGISTRY: dict[str, Case] = {}
 
 
 def case(name: str, group: str, about: str, unit: str = "step") -> Callable[[Callable[[], Trial]], Callable[[], Trial]]:
     """Register the decorated set-up function as a case."""
     assert group in GROUPS, group
-    assert name not in _REGISTRY, name
+    assert name not in REGISTRY, name
 
     def register(setup: Callable[[], Trial]) -> Callable[[], Trial]:
-        _REGISTRY[name] = Case(name, group, about, setup, unit)
+        REGISTRY[name] = Case(name, group, about, setup, unit)
         return setup
 
     return register
-
-
-def select(group: str, name_contains: str = "") -> list[Case]:
-    """The cases of a group (or "all") whose name contains a string."""
-    from onelaunch.bench import cases  # noqa: F401  the import fills the registry
-
-    if group != "all" and group not in GROUPS:
-        known = ", ".join(("all", *GROUPS))
-        raise OnelaunchError(f"group={group!r} is not known: pass one of {known}{suggest(group, ('all', *GROUPS))}")
-    chosen = [c for c in _REGISTRY.values() if group in ("all", c.group) and name_contains in c.name]
-    if not chosen:
-        names = ", ".join(_REGISTRY) or "none"
-        raise OnelaunchError(f"no case of group {group!r} has {name_contains!r} in its name; there are: {names}")
-    return chosen

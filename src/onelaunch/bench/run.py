@@ -9,13 +9,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from onelaunch.bench.case import Case
+from onelaunch.bench.case import GROUPS, REGISTRY, Case
 from onelaunch.bench.measure import measure
 from onelaunch.device import describe_machine
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, require_option
 from onelaunch.files import write_atomic
 
 OURS = "onelaunch"
+
+
+def select(group: str, name_contains: str = "") -> list[Case]:
+    """The cases of a group (or "all") whose name contains a string."""
+    from onelaunch.bench import cases  # noqa: F401  the import fills the registry
+
+    require_option("group", group, ("all", *GROUPS))
+    chosen = [c for c in REGISTRY.values() if group in ("all", c.group) and name_contains in c.name]
+    if not chosen:
+        names = ", ".join(REGISTRY) or "none"
+        raise OnelaunchError(f"no case of group {group!r} has {name_contains!r} in its name; there are: {names}")
+    return chosen
 
 
 def run_cases(cases: Iterable[Case], *, quick: bool, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from onelaunch.bench.case import GROUPS, select
-from onelaunch.bench.run import OURS, failures, run_cases, save_results
+from onelaunch.bench.case import GROUPS
+from onelaunch.bench.run import OURS, failures, run_cases, save_results, select
 
 
 def bench(

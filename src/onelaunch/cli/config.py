@@ -56,7 +56,8 @@ class TrainConfig(BaseModel):
         """All that describes the run, but not where it went; relative paths made absolute, so that it runs from anywhere."""
         values = self.model_dump(exclude_none=True, exclude={"out"})
         for key in ("data", "data_dir"):
-            if key in values and Path(values[key]).exists():
+            named = key == "data" and not Path(values[key]).suffix  # "mnist" stays, even beside a folder of that name
+            if key in values and not named and Path(values[key]).exists():
                 values[key] = str(Path(values[key]).resolve())
         return tomli_w.dumps(values)
 

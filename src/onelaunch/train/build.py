@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def mlp(
     layers: list[nn.Module] = [nn.Flatten()]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for inputs, outputs in zip(widths[:-2], widths[1:-1], strict=True):
+        for inputs, outputs in pairwise(widths[:-1]):
             layers.append(nn.Linear(inputs, outputs))
             if batch_norm:
                 layers.append(nn.BatchNorm1d(outputs))
