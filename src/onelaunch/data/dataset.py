@@ -1,0 +1,60 @@
+"""What every source of data hands over, and how a test part is held out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onelaunch.errors import ArgumentTypeError, DataError
+from onelaunch.rng import permutation
+
+SPLIT_EPOCH = 2**61  # the split draws its order from an epoch that no run reaches
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows to learn from. Every array is contiguous, writable, of native byte order, finite and not empty."""
+
+    name: str
+    """What was asked for: `mnist`, or the name of a file."""
+    source: str
+    """One line for people: which data this is and where it came from."""
+    x: np.ndarray
+    """uint8 images, which mean value / 255, or float32 features; a row each."""
+    y: np.ndarray
+    """int64 classes `[n]`, or float32 targets `[n]` or `[n, k]`."""
+    test_x: np.ndarray | None = None
+    test_y: np.ndarray | None = None
+    """None where the data has no split of its own: see `split`."""
+    classes: tuple[str, ...] | None = None
+    """The name of each class, in the order of the labels; None where y are values and not classes."""
+    fallback: bool = False
+    """True when this is not the full set that was asked for; `source` then says why."""
+
+
+def split(dataset: Dataset, fraction: float, seed: int) -> Dataset:
+    """The same data with round(n * fraction) of its rows held out for testing, one at least on each side.
+
+    The test rows are the first of `permutation(n, seed, 2**61)`, the training rows the others, both in that order.
+    """
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float):
+        raise ArgumentTypeError(f"fraction={fraction!r} is not a number: pass one between 0 and 1")
+    if not 0 < fraction < 1:
+        raise DataError(f"fraction={fraction} is out of range: pass a number between 0 and 1")
+    if dataset.test_x is not None:
+        raise DataError(f"{dataset.name}: already has a test part of its own: use that one, do not split it again")
+    rows = len(dataset.x)
+    if rows < 2:
+        raise DataError(f"{dataset.name}: {rows} row cannot be split into a training and a test part: pass 2 at least")
+    held_out = min(max(round(rows * fraction), 1), rows - 1)
+    order = permutation(rows, seed, SPLIT_EPOCH).numpy()
+    test, rest = order[:held_out], order[held_out:]
+    return replace(
+        dataset,
+        source=f"{dataset.source}, split {len(rest):,}/{held_out:,}",
+        x=dataset.x[rest],
+        y=dataset.y[rest],
+        test_x=dataset.x[test],
+        test_y=dataset.y[test],
+    )
