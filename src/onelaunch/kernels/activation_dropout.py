@@ -1,0 +1,198 @@
+"""`dropout(act(z + bias))` over a matrix in one pass, and its gradient with the bias gradient in one pass.
+
+This is what stands behind a library GEMM when that beats a fused one. Backward reads the gradient, the keep bits and, for
+activations whose slope the bits do not tell, one saved matrix; it writes dz and per-program column sums, which a
+second, tiny step adds up in a fixed order: the same bits every run.
+
+Bits are stored per row, `[m, ceil(n / 8)]`, and an element's number is `row * 8 * ceil(n / 8) + column`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from onelaunch.kernels.dropout_key import DropoutKey
+from onelaunch.kernels.launch import launch
+from onelaunch.kernels.tiles import (
+    activate,
+    activation_gradient,
+    activation_gradient_from_output,
+    load_key,
+    pack_bits,
+    random_16_bits,
+    unpack_bits,
+)
+from onelaunch.rng import keep_scale, keep_threshold
+
+GROUPS_PER_TILE = 256  # of 8 elements: 2048 elements for 128 threads, two 16-byte loads each in bf16
+BACKWARD_PROGRAMS = 132 * 8  # enough to fill the largest chips; more only lengthen the sum over programs
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "threshold"])
+def activation_dropout_forward_kernel(
+    z_ptr,
+    bias_ptr,
+    y_ptr,
+    keep_ptr,
+    key_ptr,
+    seed: tl.int64,
+    offset: tl.int64,
+    threshold: tl.int32,
+    scale,
+    m,
+    n,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    STORE_Z: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = (row < m)[:, None, None] & (column < n)[None, :, :]
+    element = row[:, None, None] * n + column[None, :, :]
+
+    z = tl.load(z_ptr + element, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :, :]
+    if STORE_Z:
+        tl.store(z_ptr + element, z.to(z_ptr.dtype.element_ty), mask=inside)
+    y = activate(z, ACTIVATION)
+    if keep_ptr is not None:
+        seed, offset = load_key(key_ptr, seed, offset)
+        groups_per_row = tl.cdiv(n, 8)
+        number = row[:, None] * groups_per_row + group[None, :]
+        keep = random_16_bits(seed, offset, number).to(tl.int32) < threshold
+        if ACTIVATION == "relu":
+            keep = keep & ((z <= 0) == 0)
+        y = tl.where(keep, y * scale, 0.0)
+        tl.store(keep_ptr + number, pack_bits(keep), mask=(row < m)[:, None] & (group < groups_per_row)[None, :])
+    tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activation_dropout_backward_kernel(
+    dy_ptr,
+    saved_ptr,
+    keep_ptr,
+    dz_ptr,
+    sums_ptr,
+    scale,
+    inverse_scale,
+    m,
+    n,
+    steps,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FROM_OUTPUT: tl.constexpr,
+):
+    """A program walks `steps` tiles down its columns; its column sums go to row `program_id(0)` of `sums`."""
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    column = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    groups_per_row = tl.cdiv(n, 8)
+    sums = tl.zeros((ROWS, GROUPS, 8), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * steps * ROWS
+    for step in range(steps):
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        inside = (row < m)[:, None, None] & (column < n)[None, :, :]
+        element = row[:, None, None] * n + column[None, :, :]
+        dz = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
+        if saved_ptr is not None:
+            saved = tl.load(saved_ptr + element, mask=inside, other=0.0).to(tl.float32)
+            if FROM_OUTPUT:
+                dz *= activation_gradient_from_output(saved * inverse_scale, ACTIVATION)
+            else:
+                dz *= activation_gradient(saved, ACTIVATION)
+        if keep_ptr is not None:
+            within = (row < m)[:, None] & (group < groups_per_row)[None, :]
+            bits = tl.load(keep_ptr + row[:, None] * groups_per_row + group[None, :], mask=within, other=0)
+            dz = tl.where(unpack_bits(bits), dz * scale, 0.0)
+        tl.store(dz_ptr + element, dz.to(dz_ptr.dtype.element_ty), mask=inside)
+        if sums_ptr is not None:
+            sums += dz
+    if sums_ptr is not None:
+        target = sums_ptr + tl.program_id(0).to(tl.int64) * n + column
+        tl.store(target, tl.sum(sums, axis=0), mask=column < n)
+
+
+@triton.jit
+def column_sum_kernel(sums_ptr, out_ptr, parts, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, parts, ROWS):
+        part = start + tl.arange(0, ROWS)
+        inside = (part < parts)[:, None] & (column < n)[None, :]
+        total += tl.load(sums_ptr + part.to(tl.int64)[:, None] * n + column[None, :], mask=inside, other=0.0)
+    tl.store(out_ptr + column, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=column < n)
+
+
+def tile_shape(n: int, groups_per_tile: int = GROUPS_PER_TILE) -> tuple[int, int]:
+    """(rows, groups) of a tile over a matrix with n columns."""
+    groups = min(64, triton.next_power_of_2(triton.cdiv(n, 8)))
+    return groups_per_tile // groups, groups
+
+
+def activation_dropout_forward(
+    z: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    keep: torch.Tensor | None,
+    *,
+    activation: str | None,
+    p: float,
+    key: DropoutKey,
+    store_z: bool = False,
+) -> None:
+    """Fills y (may be z) and keep from contiguous matrices; with `store_z`, z becomes z + bias."""
+    m, n = z.shape
+    if not z.numel():
+        return
+    rows, groups = tile_shape(n)
+    launch(
+        activation_dropout_forward_kernel,
+        (triton.cdiv(m, rows), triton.cdiv(n, groups * 8)),
+        (z, bias, y, keep, key.memory),
+        (key.seed, key.offset, keep_threshold(p), keep_scale(p)),
+        (m, n),
+        (rows, groups, activation, store_z),
+    )
+
+
+def activation_dropout_backward(
+    dy: torch.Tensor,
+    saved: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    dz: torch.Tensor,
+    dbias: torch.Tensor | None,
+    *,
+    activation: str | None,
+    from_output: bool,
+    p: float,
+) -> None:
+    """Fills dz (may be dy) and dbias. `saved` is the output (`from_output`) or z; relu with bits needs neither."""
+    m, n = dy.shape
+    if not dy.numel():
+        if dbias is not None:
+            dbias.zero_()
+        return
+    rows, groups = tile_shape(n)
+    column_blocks = triton.cdiv(n, groups * 8)
+    tiles = triton.cdiv(m, rows)
+    # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
+    steps = triton.next_power_of_2(triton.cdiv(tiles * column_blocks, BACKWARD_PROGRAMS))
+    parts = triton.cdiv(tiles, steps)
+    sums = None if dbias is None else dy.new_empty((parts, n), dtype=torch.float32)
+    launch(
+        activation_dropout_backward_kernel,
+        (parts, column_blocks),
+        (dy, saved, keep, dz, sums),
+        (keep_scale(p), 1 - p),
+        (m, n, steps),
+        (rows, groups, activation, from_output),
+    )
+    if dbias is not None and sums is not None:
+        columns = 32
+        launch(column_sum_kernel, (triton.cdiv(n, columns),), (sums, dbias), (), (parts, n), (64, columns))

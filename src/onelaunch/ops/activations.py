@@ -1,0 +1,63 @@
+"""The activations in plain PyTorch: the reference for the kernels, and the CPU path."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Activations whose slope follows from their output: it is saved (the next layer keeps it anyway) instead of the input.
+FROM_OUTPUT = ("relu", "leaky_relu", "sigmoid", "tanh")
+
+
+def activate(z: Tensor, activation: str | None) -> Tensor:
+    match activation:
+        case None:
+            return z
+        case "relu":
+            return torch.relu(z)
+        case "leaky_relu":
+            return F.leaky_relu(z)
+        case "sigmoid":
+            return torch.sigmoid(z)
+        case "tanh":
+            return torch.tanh(z)
+        case "gelu":
+            return F.gelu(z)
+        case "gelu_tanh":
+            return F.gelu(z, approximate="tanh")
+        case _:
+            return F.silu(z)
+
+
+def activation_gradient(z: Tensor, activation: str | None) -> Tensor:
+    """act'(z)"""
+    match activation:
+        case None:
+            return torch.ones_like(z)
+        case "relu" | "leaky_relu" | "sigmoid" | "tanh":
+            return activation_gradient_from_output(activate(z, activation), activation)
+        case "gelu":
+            density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
+            return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * density
+        case "gelu_tanh":
+            s = torch.sigmoid(math.sqrt(8 / math.pi) * z * (1 + 0.044715 * z * z))
+            return s + z * s * (1 - s) * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * z * z)
+        case _:
+            s = torch.sigmoid(z)
+            return s * (1 + z * (1 - s))
+
+
+def activation_gradient_from_output(a: Tensor, activation: str) -> Tensor:
+    """act'(z) from a = act(z)."""
+    match activation:
+        case "relu":
+            return (~(a <= 0)).to(a.dtype)
+        case "leaky_relu":
+            return torch.where(a > 0, 1.0, 0.01).to(a.dtype)
+        case "sigmoid":
+            return a * (1 - a)
+        case _:
+            return 1 - a * a

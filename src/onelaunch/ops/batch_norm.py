@@ -1,0 +1,396 @@
+"""Batch norm, activation and dropout: 3 passes over memory forward and 5 backward, with one bit an element saved for dropout.
+
+`F.dropout(F.relu(F.batch_norm(x)))` takes 3 + 2 + 2 passes and a mask forward, 2 + 2 and 5 backward, and keeps x, the normalised
+tensor and the mask. Here x is the one tensor kept: the slope of the activation is computed again from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.kernels.dropout_key import NO_KEY
+from onelaunch.ops.activations import activate, activation_gradient
+from onelaunch.ops.arguments import (
+    KERNEL_DTYPES,
+    check_activation,
+    check_beside,
+    check_float,
+    check_probability,
+    plain_eager,
+    refuse_vmap,
+    wants_gradient,
+)
+from onelaunch.ops.dropout import bytes_for, draw_keep, draw_key, pack, unpack
+from onelaunch.rng import keep_scale
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def batch_norm_reference(
+    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None, training: bool,
+    eps: float, activation: str | None, keep: Tensor | None, p: float,
+) -> Tensor:  # fmt: skip
+    """What the op computes, given the dropout mask; differentiable."""
+    y = activate(F.batch_norm(x, mean, var, weight, bias, training, 0.0, eps), activation)
+    return y if keep is None else torch.where(keep, y * keep_scale(p), 0)
+
+
+def _channels_last(x: Tensor) -> Tensor | None:
+    """x as a contiguous `[..., channels]` tensor where its memory lies so, else None."""
+    view = x.movedim(1, -1)
+    return view if view.is_contiguous() else None
+
+
+def _lines_and_inner(x: Tensor) -> tuple[int, int]:
+    """The rows of x's memory and their length: `[rows, channels]`, or `[samples * channels, length]`."""
+    channels = x.shape[1]
+    if x.dim() == 2 or _channels_last(x) is not None:
+        return x.numel() // max(1, channels), channels
+    lines = x.shape[0] * channels
+    return lines, x.numel() // max(1, lines)
+
+
+def _outputs(x: Tensor, p: float) -> Outputs:
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
+    bits = x.new_empty(bytes_for(*_lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8)
+    return y, x.new_empty(x.shape[1], dtype=exact), x.new_empty(x.shape[1], dtype=exact), bits
+
+
+def _per_channel(statistic: Tensor, x: Tensor) -> Tensor:
+    return statistic.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements of `tensor` as lines of `like`'s memory."""
+    last = _channels_last(like) is not None
+    return (tensor.movedim(1, -1) if last else tensor).reshape(_lines_and_inner(like))
+
+
+def _forward_cpu(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, eps: float, activation: str | None, p: float,
+) -> Outputs:  # fmt: skip
+    y, mean, rstd, bits = _outputs(x, p)
+    exact = x.to(mean.dtype)
+    if training:
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        var, average = torch.var_mean(exact, axes, correction=0)
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        var, average = running_var, running_mean
+    mean.copy_(average)
+    rstd.copy_((var.to(mean.dtype) + eps).rsqrt())
+    z = _affine(x, mean, rstd, weight, bias)
+    value = activate(z, activation)
+    if p:
+        keep = draw_keep(z, p)
+        value = torch.where(keep, value * keep_scale(p), 0)
+        if activation == "relu":
+            keep = keep & ~(z <= 0)
+        bits.copy_(pack(_in_memory_order(keep, y)))
+    y.copy_(value)
+    return y, mean, rstd, bits
+
+
+def _affine(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    z = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(rstd, x)
+    if weight is not None:
+        z = z * _per_channel(weight, x)
+    return z if bias is None else z + _per_channel(bias, x)
+
+
+def _backward_cpu(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    training: bool, activation: str | None, p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dz = dy.to(mean.dtype)
+    if p:
+        keep = torch.empty_like(x, dtype=torch.bool)
+        lines, inner = _lines_and_inner(x)
+        flat = unpack(bits, inner)
+        if _channels_last(x) is not None:
+            keep.movedim(1, -1).copy_(flat.view(x.movedim(1, -1).shape))
+        else:
+            keep.copy_(flat.view(x.shape))
+        dz = torch.where(keep, dz * keep_scale(p), 0)
+    if activation is not None and not (p and activation == "relu"):
+        dz = dz * activation_gradient(_affine(x, mean, rstd, weight, bias), activation)
+    x_hat = _affine(x, mean, rstd, None, None)
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    dbias, dweight = dz.sum(axes), (dz * x_hat).sum(axes)
+    dx = dz
+    if training:
+        count = x.numel() // max(1, x.shape[1])
+        dx = dz - _per_channel(dbias / count, x) - x_hat * _per_channel(dweight / count, x)
+    dx = dx * _per_channel(rstd, x)
+    if weight is not None:
+        dx = dx * _per_channel(weight, x)
+    return torch.empty_like(x).copy_(dx), dweight, dbias
+
+
+def _layout(x: Tensor) -> Any:
+    from onelaunch.kernels.batch_norm import Layout
+
+    lines, inner = _lines_and_inner(x)
+    if inner == x.shape[1] and (x.dim() == 2 or _channels_last(x) is not None):
+        return Layout(lines, inner, 0)
+    return Layout(x.shape[0], x.shape[1], inner)
+
+
+def _forward_cuda(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, eps: float, activation: str | None, p: float, momentum: float | None = None,
+) -> Outputs:  # fmt: skip
+    """With a momentum the running statistics are moved by the kernel; without, they are only read."""
+    if x.dtype not in KERNEL_DTYPES or not x.numel():
+        return _forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+    from onelaunch.kernels import batch_norm as kernels
+
+    y, mean, rstd, bits = _outputs(x, p)
+    if x.stride() != y.stride():
+        x = torch.empty_like(y).copy_(x)
+    layout = _layout(x)
+    if training:
+        moved = (running_mean, running_var) if momentum is not None else (None, None)
+        kernels.batch_statistics(x, layout, mean, rstd, *moved, momentum=momentum or 0.0, eps=eps)
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        mean.copy_(running_mean)
+        torch.rsqrt(running_var.to(torch.float32) + eps, out=rstd)
+    key = draw_key(x.device) if p else NO_KEY
+    kept = bits if p else None
+    kernels.normalise(x, layout, mean, rstd, weight, bias, y, kept, activation=activation, p=p, key=key)
+    return y, mean, rstd, bits
+
+
+def _backward_cuda(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    training: bool, activation: str | None, p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if x.dtype not in KERNEL_DTYPES or not x.numel():
+        return _backward_cpu(dy, x, mean, rstd, bits, weight, bias, training, activation, p)
+    from onelaunch.kernels.batch_norm_backward import batch_norm_backward
+
+    dx = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
+    if x.stride() != dx.stride():
+        x = torch.empty_like(dx).copy_(x)
+    if dy.stride() != dx.stride():
+        dy = torch.empty_like(dx).copy_(dy)
+    dweight, dbias = torch.empty_like(mean), torch.empty_like(mean)
+    batch_norm_backward(
+        dy, x, _layout(x), bits if p else None, mean, rstd, weight, bias, dx, dweight, dbias,
+        training=training, activation=activation, p=p,
+    )  # fmt: skip
+    return dx, dweight, dbias
+
+
+@torch.library.custom_op(
+    "onelaunch::batch_norm", mutates_args=(), device_types="cpu", tags=torch.Tag.nondeterministic_seeded
+)
+def batch_norm_op(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, eps: float, activation: str | None, p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+
+
+@batch_norm_op.register_kernel("cuda")
+def _(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, eps: float, activation: str | None, p: float,
+) -> Outputs:  # fmt: skip
+    return _forward_cuda(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+
+
+@batch_norm_op.register_fake
+def _(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, eps: float, activation: str | None, p: float,
+) -> Outputs:  # fmt: skip
+    return _outputs(x, p)
+
+
+@torch.library.custom_op("onelaunch::batch_norm_backward", mutates_args=(), device_types="cpu")
+def batch_norm_backward_op(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    training: bool, activation: str | None, p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _backward_cpu(dy, x, mean, rstd, bits, weight, bias, training, activation, p)
+
+
+batch_norm_backward_op.register_kernel("cuda")(_backward_cuda)
+
+
+@batch_norm_backward_op.register_fake
+def _(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    training: bool, activation: str | None, p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dx = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
+    return dx, torch.empty_like(mean), torch.empty_like(mean)
+
+
+def _save(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, output: Outputs, options: Any) -> None:
+    _, mean, rstd, bits = output
+    ctx.options = options
+    ctx.save_for_backward(x, mean, rstd, bits, weight, bias)
+
+
+def _gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    x, mean, rstd, bits, weight, bias = ctx.saved_tensors
+    dx, dweight, dbias = backward(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
+    return (
+        dx,
+        None if weight is None else dweight.to(weight.dtype),
+        None if bias is None else dbias.to(bias.dtype),
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    x, _, _, weight, bias, training, _, activation, p = inputs
+    ctx.mark_non_differentiable(output[1], output[2])
+    _save(ctx, x, weight, bias, output, (training, activation, p))
+
+
+def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+    dx, dweight, dbias = _gradients(ctx, dy, batch_norm_backward_op)
+    return dx, None, None, dweight, dbias, None, None, None, None
+
+
+batch_norm_op.register_autograd(_backward, setup_context=_setup)
+
+
+@batch_norm_op.register_vmap
+def _(*_: Any) -> None:
+    refuse_vmap("batch_norm")
+
+
+class _EagerBatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Any, training: bool, momentum: float,
+        eps: float, activation: str | None, p: float,
+    ) -> Tensor:  # fmt: skip
+        output = _forward_cuda(x, *running, weight, bias, training, eps, activation, p, momentum)
+        _save(ctx, x, weight, bias, output, (training, activation, p))
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        backward = batch_norm_backward_op if torch.is_grad_enabled() else _backward_cuda
+        return *_gradients(ctx, dy, backward), None, None, None, None, None, None
+
+
+def _check(x: Tensor, running: dict[str, Tensor | None], training: bool) -> None:
+    check_float("x", x)
+    if x.dim() < 2:
+        raise OnelaunchError(f"x has shape {tuple(x.shape)}: pass [batch, channels] or [batch, channels, ...]")
+    for name, tensor in running.items():
+        check_beside(name, tensor, "x", x)
+        if tensor is not None and tensor.shape != x.shape[1:2]:
+            raise OnelaunchError(
+                f"{name} has shape {tuple(tensor.shape)}: pass {tuple(x.shape[1:2])}, one a channel of x"
+            )
+    if training and x.numel() == x.shape[1]:
+        raise OnelaunchError(f"x has shape {tuple(x.shape)}, one value a channel: pass more rows, or training=False")
+    if not training:
+        for name in ("running_mean", "running_var"):
+            if running[name] is None:
+                raise OnelaunchError(f"{name}=None needs training=True: pass the running statistics to evaluate with")
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are moved as torch moves them."""
+    named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    _check(x, named, training)
+    check_activation(activation)
+    p = check_probability("dropout", dropout) if training else 0.0
+    running = (running_mean, running_var)
+    if plain_eager(x) and x.dtype in KERNEL_DTYPES and x.numel():
+        if wants_gradient(x, weight, bias):
+            y = _EagerBatchNorm.apply(x, weight, bias, running, training, momentum, eps, activation, p)
+        else:
+            y = _forward_cuda(x, *running, weight, bias, training, eps, activation, p, momentum)[0]
+        if training and running_mean is not None and running_var is not None:
+            torch.autograd.graph.increment_version((running_mean, running_var))
+        return y
+    y, mean, rstd, _ = batch_norm_op(x, *running, weight, bias, training, eps, activation, p)
+    if training and x.numel():
+        count = x.numel() // x.shape[1]
+        with torch.no_grad():
+            if running_mean is not None:
+                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            if running_var is not None:
+                var = (rstd.pow(-2) - eps).clamp_min(0) * (count / (count - 1))
+                running_var.lerp_(var.to(running_var.dtype), momentum)
+    return y
+
+
+class BatchNorm1d(nn.BatchNorm1d):
+    """`nn.BatchNorm1d` with the activation and the dropout that follow it."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        check_activation(activation)
+        self.activation = activation
+        self.dropout = check_probability("dropout", dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1 / float(self.num_batches_tracked)
+        batch_statistics = self.training or self.running_mean is None
+        moved = not self.training or self.track_running_stats
+        return batch_norm(
+            x,
+            self.running_mean if moved else None,
+            self.running_var if moved else None,
+            self.weight,
+            self.bias,
+            training=batch_statistics,
+            momentum=momentum,
+            eps=self.eps,
+            activation=self.activation,
+            dropout=self.dropout if self.training else 0.0,
+        )
+
+    def extra_repr(self) -> str:
+        fused = " + ".join(
+            ["batch_norm", *([self.activation] if self.activation else []), *(["dropout"] if self.dropout else [])]
+        )
+        return f"{super().extra_repr()}, activation={self.activation!r}, dropout={self.dropout}, fused: {fused}"

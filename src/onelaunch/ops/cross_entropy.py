@@ -1,0 +1,287 @@
+"""Cross-entropy with its gradient in the same pass: the logits are read once and their gradient written once.
+
+`F.cross_entropy` writes the log-softmax (read + write), reads it for the loss, and reads it again to write the gradient: five
+passes over a logits-sized tensor, two such tensors alive. Here forward writes the gradient for an upstream gradient of one,
+and the backward of `loss.backward()` finds that factor on the device and touches nothing: two passes, one tensor.
+
+fp16 logits, rows over 65,536 classes and the compiled path save one number a row instead and read the logits again in the
+backward: three passes. (fp16 because a gradient divided by the batch and rounded before the loss scale multiplies it underflows.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
+from onelaunch.ops.arguments import KERNEL_DTYPES, autocast_dtype, check_float, plain_eager, refuse_vmap, wants_gradient
+
+REDUCTIONS = ("mean", "sum", "none")
+# From this many classes on, rows are counted before the pass (two launches, microseconds), so that a batch with ignored rows needs
+# no second pass over its gradient; below it, that second pass costs less than the count.
+COUNT_FIRST_CLASSES = 512
+
+
+def cross_entropy_reference(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str
+) -> Tensor:
+    return F.cross_entropy(
+        logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction
+    )
+
+
+def _outputs(logits: Tensor, reduction: str, fp32_loss: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty (loss, log-sum-exp of each row, number of rows that count)."""
+    exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    shape = (logits.shape[0],) if reduction == "none" else ()
+    loss = logits.new_empty(shape, dtype=exact if fp32_loss else logits.dtype)
+    return loss, logits.new_empty(logits.shape[0], dtype=exact), logits.new_empty((), dtype=exact)
+
+
+def _forward_cpu(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, lse, count = _outputs(logits, reduction, fp32_loss)
+    exact = logits.to(lse.dtype)
+    loss.copy_(cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction))
+    lse.copy_(exact.logsumexp(1))
+    count.copy_((target != ignore_index).sum())
+    return loss, lse, count
+
+
+def _gradient_cpu(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
+    reduction: str,
+) -> Tensor:  # fmt: skip
+    counts = target != ignore_index
+    wanted = torch.full_like(logits, label_smoothing / logits.shape[1], dtype=lse.dtype)
+    wanted.scatter_add_(1, torch.where(counts, target, 0)[:, None], torch.full_like(lse[:, None], 1 - label_smoothing))
+    upstream = dloss.to(lse.dtype) / count if reduction == "mean" else dloss.to(lse.dtype)
+    gradient = (torch.exp(logits.to(lse.dtype) - lse[:, None]) - wanted) * upstream.reshape(-1, 1)
+    return torch.where(counts[:, None], gradient, 0).to(logits.dtype)
+
+
+def _forward_cuda(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if logits.dtype not in KERNEL_DTYPES or not logits.numel():
+        return _forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
+    from onelaunch.kernels import cross_entropy as kernels
+
+    loss, lse, count = _outputs(logits, reduction, fp32_loss)
+    kernels.cross_entropy_forward(
+        logits if logits.stride(1) == 1 else logits.contiguous(), target, loss=loss, count=count, lse=lse, dx=None,
+        smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction,
+    )  # fmt: skip
+    return loss, lse, count
+
+
+def _gradient_cuda(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
+    reduction: str,
+) -> Tensor:  # fmt: skip
+    if logits.dtype not in KERNEL_DTYPES or not logits.numel():
+        return _gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
+    from onelaunch.kernels import cross_entropy as kernels
+
+    dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    kernels.cross_entropy_gradient(
+        logits if logits.stride(1) == 1 else logits.contiguous(), target, lse, dloss.contiguous(),
+        count if reduction == "mean" else None, dx, smoothing=label_smoothing, ignore_index=ignore_index,
+    )  # fmt: skip
+    return dx
+
+
+@torch.library.custom_op("onelaunch::cross_entropy", mutates_args=(), device_types="cpu")
+def cross_entropy_op(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
+
+
+cross_entropy_op.register_kernel("cuda")(_forward_cuda)
+
+
+@cross_entropy_op.register_fake
+def _(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _outputs(logits, reduction, fp32_loss)
+
+
+@torch.library.custom_op("onelaunch::cross_entropy_gradient", mutates_args=(), device_types="cpu")
+def cross_entropy_gradient_op(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
+    reduction: str,
+) -> Tensor:  # fmt: skip
+    return _gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
+
+
+cross_entropy_gradient_op.register_kernel("cuda")(_gradient_cuda)
+
+
+@cross_entropy_gradient_op.register_fake
+def _(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
+    reduction: str,
+) -> Tensor:  # fmt: skip
+    return logits.new_empty(logits.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, target, *ctx.options, _ = inputs
+    _, lse, count = output
+    ctx.mark_non_differentiable(lse, count)
+    ctx.save_for_backward(logits, target, lse, count)
+
+
+def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
+    return cross_entropy_gradient_op(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+cross_entropy_op.register_autograd(_backward, setup_context=_setup)
+
+
+@cross_entropy_op.register_vmap
+def _(*_: Any) -> None:
+    refuse_vmap("cross_entropy")
+
+
+@cross_entropy_gradient_op.register_vmap
+def _(*_: Any) -> None:
+    refuse_vmap("cross_entropy")
+
+
+class _EagerCrossEntropy(torch.autograd.Function):
+    """Writes the gradient in the forward; backward rescales it in place, so it must not be kept for a second backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
+    ) -> Tensor:
+        from onelaunch.kernels import cross_entropy as kernels
+
+        if logits.stride(1) != 1:
+            logits = logits.contiguous()
+        loss, _, count = _outputs(logits, reduction, fp32_loss)
+        precounted = None
+        if reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES:
+            precounted = (target != ignore_index).sum()
+        dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        kernels.cross_entropy_forward(
+            logits, target, loss=loss, count=count, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,
+            reduction=reduction, precounted=precounted,
+        )  # fmt: skip
+        ctx.save_for_backward(dx, count)
+        ctx.deferred = reduction == "mean" and precounted is None
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+        from onelaunch.kernels import cross_entropy as kernels
+
+        dx, count = ctx.saved_tensors
+        if dloss.dim() == 1:
+            dx = dx * dloss[:, None]
+        else:
+            if torch._C._autograd._get_current_graph_task_keep_graph():
+                dx = dx.clone()
+            kernels.rescale(dx, dloss, count if ctx.deferred else None, dx, dx.shape[0])
+        return dx, None, None, None, None, None
+
+
+def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
+    check_float("logits", logits)
+    require_option("reduction", reduction, REDUCTIONS)
+    if not 0 <= label_smoothing <= 1:
+        raise OnelaunchError(f"label_smoothing={label_smoothing} is out of range: pass a number from 0 to 1")
+    if not isinstance(target, Tensor):
+        raise ArgumentTypeError(f"target is a {type(target).__name__}: pass a torch.Tensor of class indices")
+    if target.device != logits.device:
+        raise OnelaunchError(
+            f"target is on {target.device} and logits on {logits.device}: move one, as in target.to(logits.device)"
+        )
+    if target.dtype.is_floating_point:
+        if target.shape != logits.shape:
+            raise OnelaunchError(
+                f"target (class probabilities) has shape {tuple(target.shape)} and logits {tuple(logits.shape)}: pass equal shapes"
+            )
+        return
+    if target.dtype not in (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8):
+        raise ArgumentTypeError(f"target has dtype {target.dtype}: pass class indices (int64) or probabilities (float)")
+    if logits.dim() == 0:
+        raise OnelaunchError("logits has no dimension: pass [classes], [batch, classes] or [batch, classes, ...]")
+    expected = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
+    if target.shape != expected:
+        raise OnelaunchError(
+            f"target has shape {tuple(target.shape)}, which does not fit logits {tuple(logits.shape)}: pass {tuple(expected)}"
+        )
+
+
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """`F.cross_entropy`, with the gradient written in the forward pass.
+
+    `target` holds class indices; class probabilities (a float tensor) are passed on to `F.cross_entropy`. Under `torch.autocast`
+    the loss is float32, and the logits need no copy in it.
+    """
+    _check(logits, target, label_smoothing, reduction)
+    if target.dtype.is_floating_point:
+        return F.cross_entropy(logits, target, label_smoothing=label_smoothing, reduction=reduction)
+    fp32_loss = autocast_dtype(logits.device) is not None
+    flat = logits
+    if logits.dim() > 2:
+        flat = logits.movedim(1, -1).flatten(0, -2)
+    elif logits.dim() == 1:
+        flat = logits[None]
+    rows = target.reshape(-1).to(torch.int64)
+    options = (float(label_smoothing), ignore_index, reduction, fp32_loss)
+    in_one_pass = (
+        plain_eager(logits)
+        and flat.dtype in (torch.float32, torch.bfloat16)
+        and 0 < flat.shape[1] <= 65536
+        and flat.shape[0] > 0
+    )
+    if in_one_pass and wants_gradient(flat):
+        loss = _EagerCrossEntropy.apply(flat, rows, *options)
+    elif in_one_pass:
+        loss = _forward_cuda(flat, rows, *options)[0]
+    else:
+        loss = cross_entropy_op(flat, rows, *options)[0]
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+class CrossEntropyLoss(nn.Module):
+    """Replaces `nn.CrossEntropyLoss` without class weights."""
+
+    def __init__(self, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0) -> None:
+        super().__init__()
+        require_option("reduction", reduction, REDUCTIONS)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(
+            logits,
+            target,
+            label_smoothing=self.label_smoothing,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, fused: loss + gradient in one pass"
+        )

@@ -1,0 +1,49 @@
+"""Where dropout keys come from, and dropout in plain PyTorch: the reference and the CPU path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from onelaunch.kernels.dropout_key import DropoutKey
+
+# PyTorch counts its Philox offset in units of four words a thread; a call of ours takes one unit.
+OFFSET_STEP = 4
+
+
+def draw_key(device: torch.device) -> DropoutKey:
+    """A new key from the device's default generator, so that `torch.manual_seed` and checkpointing govern it.
+
+    While a CUDA graph is captured the key is drawn into memory on the device: each replay draws another.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return DropoutKey(torch.randint(-(2**63), 2**63 - 1, (2,), device=device), 0, 0)
+    generator = torch.cuda.default_generators[device.index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + OFFSET_STEP)
+    seed = generator.initial_seed()
+    return DropoutKey(None, seed - 2**64 if seed >= 2**63 else seed, offset)
+
+
+def draw_keep(like: Tensor, p: float) -> Tensor:
+    """A boolean keep mask from the default generator of the tensor's device."""
+    return torch.empty_like(like, dtype=torch.bool).bernoulli_(1 - p)
+
+
+def bytes_for(lines: int, inner: int) -> tuple[int, int]:
+    """Shape of the keep bits of `lines` rows of `inner` elements."""
+    return lines, (inner + 7) // 8
+
+
+def pack(keep: Tensor) -> Tensor:
+    """Booleans `[..., n]` -> bytes `[..., ceil(n / 8)]`, the first element in the lowest bit."""
+    groups = (keep.shape[-1] + 7) // 8
+    padded = torch.nn.functional.pad(keep.to(torch.uint8), (0, groups * 8 - keep.shape[-1]))
+    lane = torch.arange(8, dtype=torch.uint8, device=keep.device)
+    return (padded.unflatten(-1, (groups, 8)) << lane).sum(-1, dtype=torch.uint8)
+
+
+def unpack(bits: Tensor, n: int) -> Tensor:
+    """The booleans `[..., n]` that `pack` took."""
+    lane = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits.unsqueeze(-1) >> lane) & 1).bool().flatten(-2)[..., :n]

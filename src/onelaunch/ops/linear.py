@@ -1,0 +1,285 @@
+"""Linear, activation and dropout in one op: `dropout(act(x · Wᵀ + b))`.
+
+Forward is one of three things, whichever a measurement on this chip found fastest for the shape (see `linear_choice`): a Triton GEMM
+that finishes its tiles on the accumulators; cuBLASLt's own epilogue; or cuBLAS and one pass that does the rest. Backward is one
+pass for the slope, the mask and the bias gradient, and two library GEMMs. What is kept for it: nothing but 1/8 byte an element for
+relu with dropout; the output for relu, leaky_relu, sigmoid and tanh; the value before the activation for gelu and silu.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.kernels.dropout_key import NO_KEY
+from onelaunch.ops.activations import FROM_OUTPUT, activate, activation_gradient, activation_gradient_from_output
+from onelaunch.ops.arguments import (
+    KERNEL_DTYPES,
+    autocast_dtype,
+    check_activation,
+    check_beside,
+    check_float,
+    check_probability,
+    plain_eager,
+    refuse_vmap,
+    wants_gradient,
+)
+from onelaunch.ops.dropout import bytes_for, draw_keep, draw_key, pack, unpack
+from onelaunch.rng import keep_scale
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+
+
+def linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, keep: Tensor | None, p: float
+) -> Tensor:
+    """What the op computes, given the dropout mask; differentiable."""
+    y = activate(F.linear(x, weight, bias), activation)
+    return y if keep is None else torch.where(keep, y * keep_scale(p), 0)
+
+
+def _saves_z(activation: str | None) -> bool:
+    return activation is not None and activation not in FROM_OUTPUT
+
+
+def _outputs(x: Tensor, weight: Tensor, activation: str | None, p: float, save: bool) -> Outputs:
+    """Empty (y, z, keep bits), without elements where the backward needs none."""
+    m, n = x.shape[0], weight.shape[0]
+    z = x.new_empty((m, n) if save and _saves_z(activation) else (0, 0))
+    bits = x.new_empty(bytes_for(m, n) if p else (0, 0), dtype=torch.uint8)
+    return x.new_empty((m, n)), z, bits
+
+
+def _forward_cpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
+) -> Outputs:
+    y, z, bits = _outputs(x, weight, activation, p, save)
+    before = F.linear(x, weight, bias)
+    value = activate(before, activation)
+    if p:
+        keep = draw_keep(before, p)
+        value = torch.where(keep, value * keep_scale(p), 0)
+        bits.copy_(pack(keep & ~(before <= 0) if activation == "relu" else keep))
+    y.copy_(value)
+    if z.numel():
+        z.copy_(before)
+    return y, z, bits
+
+
+def _forward_cuda(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
+) -> Outputs:
+    if x.dtype not in KERNEL_DTYPES or not (x.numel() and weight.numel()):
+        return _forward_cpu(x, weight, bias, activation, p, save)
+    from onelaunch.ops import linear_choice
+
+    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+        x = x.contiguous()
+    if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
+        weight = weight.contiguous()
+    y, z, bits = _outputs(x, weight, activation, p, save)
+    call = linear_choice.Call(
+        x, weight, bias, y, z if z.numel() else None, bits if p else None, activation, p,
+        draw_key(x.device) if p else NO_KEY,
+    )  # fmt: skip
+    linear_choice.choose(call).run(call)
+    return y, z, bits
+
+
+def _needs(activation: str | None, p: float) -> str:
+    """What the backward pass reads beside the gradient and the bits: "output", "z" or "nothing"."""
+    if activation is None or (activation == "relu" and p):
+        return "nothing"
+    return "output" if activation in FROM_OUTPUT else "z"
+
+
+def _backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
+    dz = dy * keep_scale(p) if p else dy
+    needs = _needs(activation, p)
+    if activation is not None and needs == "output":
+        dz = dz * activation_gradient_from_output(saved * (1 - p), activation)
+    elif needs == "z":
+        dz = dz * activation_gradient(saved, activation)
+    if p:
+        dz = torch.where(unpack(bits, dy.shape[1]), dz, 0)
+    return dz.clone() if dz is dy else dz, dz.sum(0)
+
+
+def _backward_cuda(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
+    if dy.dtype not in KERNEL_DTYPES or not dy.numel():
+        return _backward_cpu(dy, saved, bits, activation, p)
+    from onelaunch.kernels.activation_dropout import activation_dropout_backward
+
+    dy = dy.contiguous()
+    dz, dbias = torch.empty_like(dy), dy.new_empty(dy.shape[1])
+    needs = _needs(activation, p)
+    activation_dropout_backward(
+        dy, saved.contiguous() if needs != "nothing" else None, bits if p else None, dz, dbias,
+        activation=None if needs == "nothing" else activation, from_output=needs == "output", p=p,
+    )  # fmt: skip
+    return dz, dbias
+
+
+@torch.library.custom_op(
+    "onelaunch::linear", mutates_args=(), device_types="cpu", tags=torch.Tag.nondeterministic_seeded
+)
+def linear_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _forward_cpu(x, weight, bias, activation, p, save)
+
+
+linear_op.register_kernel("cuda")(_forward_cuda)
+
+
+@linear_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool) -> Outputs:
+    return _outputs(x, weight, activation, p, save)
+
+
+@torch.library.custom_op("onelaunch::linear_slope", mutates_args=(), device_types="cpu")
+def linear_slope_op(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
+    """(dz, dbias): the gradient before activation and dropout, and its column sums."""
+    dz, dbias = _backward_cpu(dy, saved, bits, activation, p)
+    return dz.contiguous(), dbias
+
+
+linear_slope_op.register_kernel("cuda")(_backward_cuda)
+
+
+@linear_slope_op.register_fake
+def _(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
+    return dy.new_empty(dy.shape), dy.new_empty(dy.shape[1])
+
+
+def _save(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, out: Outputs
+) -> None:
+    y, z, bits = out
+    ctx.activation, ctx.p, ctx.bias_dtype = activation, p, None if bias is None else bias.dtype
+    saved = {"output": y, "z": z, "nothing": bits}[_needs(activation, p)]
+    ctx.save_for_backward(x, weight, saved, bits)
+
+
+def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    x, weight, saved, bits = ctx.saved_tensors
+    dz, dbias = slope(dy, saved, bits, ctx.activation, ctx.p)
+    return (
+        dz @ weight if ctx.needs_input_grad[0] else None,
+        dz.t() @ x if ctx.needs_input_grad[1] else None,
+        dbias.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
+    )
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    x, weight, bias, activation, p, _ = inputs
+    ctx.mark_non_differentiable(output[1])
+    _save(ctx, x, weight, bias, activation, p, output)
+
+
+def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
+    return *_gradients(ctx, dy, linear_slope_op), None, None, None
+
+
+linear_op.register_autograd(_backward, setup_context=_setup)
+
+
+@linear_op.register_vmap
+def _(*_: Any) -> None:
+    refuse_vmap("linear")
+
+
+class _EagerLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float) -> Tensor:
+        out = _forward_cuda(x, weight, bias, activation, p, True)
+        _save(ctx, x, weight, bias, activation, p, out)
+        return out[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        slope = linear_slope_op if torch.is_grad_enabled() else _backward_cuda
+        return *_gradients(ctx, dy, slope), None, None
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_float("x", x)
+    check_beside("weight", weight, "x", x)
+    check_beside("bias", bias, "x", x)
+    if weight.dim() != 2:
+        raise OnelaunchError(f"weight has shape {tuple(weight.shape)}: pass [out_features, in_features]")
+    if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        raise OnelaunchError(
+            f"x has shape {tuple(x.shape)}, which does not fit weight {tuple(weight.shape)}: pass [..., {weight.shape[1]}]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise OnelaunchError(f"bias has shape {tuple(bias.shape)}: pass {tuple(weight.shape[:1])}, one a row of weight")
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    dropout: float = 0.0,
+    training: bool = True,
+) -> Tensor:
+    """`F.dropout(act(F.linear(x, weight, bias)), dropout, training)`."""
+    _check(x, weight, bias)
+    check_activation(activation)
+    p = check_probability("dropout", dropout) if training else 0.0
+    if activation is None and p == 0:
+        return F.linear(x, weight, bias)
+    dtype = autocast_dtype(x.device)
+    if dtype is not None and x.dtype != torch.float64:
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    for argument, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype:
+            raise OnelaunchError(
+                f"{argument} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast"
+            )
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    save = wants_gradient(x, weight, bias)
+    if not plain_eager(x):
+        y = linear_op(flat, weight, bias, activation, p, save)[0]
+    elif save:
+        y = _EagerLinear.apply(flat, weight, bias, activation, p)
+    else:
+        y = _forward_cuda(flat, weight, bias, activation, p, False)[0]
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with the activation and the dropout that follow it."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        check_activation(activation)
+        self.activation = activation
+        self.dropout = check_probability("dropout", dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(
+            x, self.weight, self.bias, activation=self.activation, dropout=self.dropout, training=self.training
+        )
+
+    def extra_repr(self) -> str:
+        fused = " + ".join(
+            ["linear", *([self.activation] if self.activation else []), *(["dropout"] if self.dropout else [])]
+        )
+        return f"{super().extra_repr()}, activation={self.activation!r}, dropout={self.dropout}, fused: {fused}"

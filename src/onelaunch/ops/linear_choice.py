@@ -1,0 +1,220 @@
+"""Which implementation of linear + activation + dropout runs: the one that was fastest on this chip for this shape.
+
+The candidates of a shape class are timed once, as CUDA graphs (so that launch cost does not mislead), and the result is kept in a
+file under the user's cache directory, by chip and by the versions of torch and Triton. While a graph is being captured nothing can be
+measured: the library GEMM and one pass stand in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from onelaunch.kernels.dropout_key import DropoutKey
+
+TIMED_SECONDS = 2e-3  # of GPU time for each sample of a candidate
+SAMPLES = 5
+
+
+class Call(NamedTuple):
+    """One call of the op: inputs, outputs to fill, and what to compute."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    y: Tensor
+    z: Tensor | None
+    keep: Tensor | None
+    activation: str | None
+    p: float
+    key: DropoutKey
+
+
+class Implementation(NamedTuple):
+    name: str
+    run: Callable[[Call], None]
+
+
+def _allows_tf32(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+
+
+def run_library(call: Call) -> None:
+    """cuBLAS, then one pass over its result."""
+    from onelaunch.kernels.activation_dropout import activation_dropout_forward
+
+    z = call.y if call.z is None else call.z
+    if call.bias is None:
+        torch.mm(call.x, call.weight.t(), out=z)
+    else:
+        torch.addmm(call.bias, call.x, call.weight.t(), out=z)
+    activation_dropout_forward(z, None, call.y, call.keep, activation=call.activation, p=call.p, key=call.key)
+
+
+def run_epilogue(call: Call) -> None:
+    """cuBLASLt with bias and activation in its epilogue; relu and tanh-gelu only."""
+    gelu = call.activation == "gelu_tanh"
+    torch._addmm_activation(call.bias, call.x, call.weight.t(), use_gelu=gelu, out=call.y)
+
+
+LIBRARY = Implementation("library + pass", run_library)
+EPILOGUE = Implementation("cuBLASLt epilogue", run_epilogue)
+
+
+def fused(*tile: Any) -> Implementation:
+    """A Triton GEMM with this tile (m, n, k, warps, stages[, tma])."""
+    from onelaunch.kernels.linear import TileShape, linear_forward
+
+    shape = TileShape(*tile)
+
+    def run(call: Call) -> None:
+        linear_forward(
+            call.x, call.weight, call.bias, call.y, call.z, call.keep, activation=call.activation, p=call.p,
+            key=call.key, tile=shape, tf32=_allows_tf32(call.x),
+        )  # fmt: skip
+
+    return Implementation(str(shape), run)
+
+
+def candidates(call: Call) -> list[Implementation]:
+    """What is worth timing for a shape: small outputs want small tiles (to fill the chip), large ones large tiles."""
+    from onelaunch.kernels.linear import can_use_tma
+
+    m, n = call.y.shape
+    found = [LIBRARY]
+    plain = call.keep is None and call.z is None and call.bias is not None
+    if plain and call.activation in ("relu", "gelu_tanh"):
+        found.append(EPILOGUE)
+    if call.x.dtype == torch.float32 and not _allows_tf32(call.x):
+        return found  # Triton's exact fp32 product runs without tensor cores and never beats cuBLAS
+    tma = can_use_tma(call.x, call.weight)
+    if m * n <= 256 * 1024:
+        found += [fused(16, 32, 128, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
+    elif m * n <= 4 * 2**20:
+        found += [fused(64, 64, 64, 4, 4), fused(64, 128, 64, 4, 4), fused(128, 128, 64, 8, 3)]
+        if tma:
+            found += [fused(128, 64, 64, 4, 4, True), fused(128, 128, 64, 8, 3, True)]
+    else:
+        found += [fused(128, 128, 64, 8, 3)]
+        if tma:
+            found += [fused(128, 256, 64, 8, 3, True), fused(128, 128, 64, 8, 4, True), fused(128, 256, 64, 8, 4, True)]
+    return found
+
+
+def seconds(implementation: Implementation, call: Call) -> float:
+    """Median GPU time of one call, inside a CUDA graph."""
+    implementation.run(call)  # compiles, loads, creates handles
+    torch.cuda.synchronize()
+    repeats = 10
+    while True:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(repeats):
+                implementation.run(call)
+        graph.replay()
+        samples = []
+        for _ in range(SAMPLES):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end) * 1e-3)
+        median = statistics.median(samples)
+        if median > TIMED_SECONDS / 2 or repeats >= 200:
+            return median / repeats
+        repeats = min(200, int(repeats * TIMED_SECONDS / median) + 1)
+
+
+class Table:
+    """The measured choices of one chip and one set of versions, in memory and in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.choices: dict[str, dict[str, float]] = self._read()
+
+    def _read(self) -> dict[str, dict[str, float]]:
+        try:
+            content = json.loads(self.path.read_text())
+            return content if isinstance(content, dict) else {}
+        except (OSError, ValueError):
+            return {}  # none yet, or damaged: measured again
+
+    def add(self, key: str, times: dict[str, float]) -> None:
+        self.choices = {**self._read(), **self.choices, key: times}
+        with contextlib.suppress(OSError):  # a read-only home costs a measurement a process, nothing else
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
+            with os.fdopen(descriptor, "w") as file:
+                json.dump(self.choices, file, indent=1)
+            os.replace(name, self.path)  # a reader sees the old table or the new one, never half of one
+
+
+def cache_directory() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onelaunch"
+
+
+_tables: dict[int, Table] = {}
+_chosen: dict[tuple[Any, ...], Implementation] = {}
+_forced: list[Implementation] = []
+
+
+def table(device: int) -> Table:
+    if device not in _tables:
+        import triton
+
+        chip = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
+        name = f"linear-{chip}-torch{torch.__version__}-triton{triton.__version__}.json"
+        _tables[device] = Table(cache_directory() / name)
+    return _tables[device]
+
+
+def shape_class(m: int) -> int:
+    """Batches are classed by powers of two from 16."""
+    return max(16, 1 << (m - 1).bit_length())
+
+
+def choose(call: Call) -> Implementation:
+    """The implementation for this call; measured if its class is new and the stream is not capturing."""
+    if _forced:
+        return _forced[-1]
+    x, weight = call.x, call.weight
+    m, k = x.shape
+    device = x.device.index
+    key = (
+        device, x.dtype, shape_class(m), weight.shape[0], k, call.activation, call.keep is not None,
+        call.z is not None, call.bias is not None, _allows_tf32(x), x.stride(0) % 8, weight.stride(0) % 8,
+    )  # fmt: skip
+    known = _chosen.get(key)
+    if known is not None:
+        return known
+    options = candidates(call)
+    name = " ".join(str(part) for part in key[1:])
+    times = table(device).choices.get(name)
+    if times is None:
+        if torch.cuda.is_current_stream_capturing():
+            return LIBRARY
+        times = {option.name: seconds(option, call) for option in options}
+        table(device).add(name, times)
+    best = min(options, key=lambda option: times.get(option.name, float("inf")))
+    _chosen[key] = best
+    return best
+
+
+@contextlib.contextmanager
+def force(implementation: Implementation) -> Iterator[None]:
+    """Every call inside runs this implementation, whatever was measured."""
+    _forced.append(implementation)
+    try:
+        yield
+    finally:
+        _forced.pop()

@@ -1,0 +1,193 @@
+"""ReLU and dropout in one pass, saving one bit an element.
+
+`F.dropout(F.relu(x))` reads and writes x twice, writes a mask, and keeps two tensors and the mask for its backward. Here x is read
+once and y written once, and the backward reads the gradient and 1/8 byte an element. For fp32 that is 8.1 bytes an element
+forward and 8.1 backward, against 17 and 17; what stays alive between the two is 1/8 byte instead of 5.
+
+Elements are numbered in the order of x's memory, so a channels-last tensor is as fast as a contiguous one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_probability, plain_eager, wants_gradient
+from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
+from onelaunch.rng import keep_scale
+
+
+def relu_dropout_reference(x: Tensor, keep: Tensor, p: float) -> Tensor:
+    """What the op computes, given the dropout mask; differentiable."""
+    return torch.where(keep, torch.relu(x) * keep_scale(p), 0)
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Whether the elements fill a stretch of memory, each place once, in some order of the axes."""
+    return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
+
+
+def _forward_cpu(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    keep = draw_keep(x, p)
+    y = torch.empty_like(x).copy_(relu_dropout_reference(x, keep, p))
+    return y, pack((keep & ~(x <= 0)).reshape(-1))
+
+
+def _backward_cpu(dy: Tensor, bits: Tensor, p: float) -> Tensor:
+    keep = unpack(bits, dy.numel()).view(dy.shape)
+    return torch.where(keep, dy * keep_scale(p), 0)
+
+
+def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    if x.dtype not in KERNEL_DTYPES:
+        return _forward_cpu(x, p)
+    from onelaunch.kernels import relu_dropout as kernels
+
+    if y is None:
+        y = torch.empty_like(x)
+        if x.stride() != y.stride():
+            x = y.copy_(x)
+    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    kernels.relu_dropout_forward(x, y, bits, p, draw_key(x.device))
+    return y, bits
+
+
+def _backward_cuda(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+    if dy.dtype not in KERNEL_DTYPES:
+        return _backward_cpu(dy, bits, p)
+    from onelaunch.kernels import relu_dropout as kernels
+
+    dx = torch.empty_strided(dy.shape, stride, dtype=dy.dtype, device=dy.device)
+    if dy.stride() != dx.stride():
+        dy = dx.copy_(dy)
+    kernels.relu_dropout_backward(dy, bits, dx, p)
+    return dx
+
+
+@torch.library.custom_op(
+    "onelaunch::relu_dropout", mutates_args=(), device_types="cpu", tags=torch.Tag.nondeterministic_seeded
+)
+def relu_dropout_op(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    return _forward_cpu(x, p)
+
+
+@relu_dropout_op.register_kernel("cuda")
+def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    return _forward_cuda(x, p)
+
+
+@relu_dropout_op.register_fake
+def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
+
+
+@torch.library.custom_op("onelaunch::relu_dropout_backward", mutates_args=(), device_types="cpu")
+def relu_dropout_backward_op(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+    return torch.empty_strided(dy.shape, stride, dtype=dy.dtype).copy_(_backward_cpu(dy, bits, p))
+
+
+@relu_dropout_backward_op.register_kernel("cuda")
+def _(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+    return _backward_cuda(dy, bits, p, stride)
+
+
+@relu_dropout_backward_op.register_fake
+def _(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+    return dy.new_empty_strided(dy.shape, stride)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.p = inputs[1]
+    ctx.stride = output[0].stride()
+    ctx.save_for_backward(output[1])
+
+
+def _backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
+    return relu_dropout_backward_op(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None
+
+
+def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, bits, ctx.p, ctx.stride = inputs
+    ctx.save_for_backward(bits)
+
+
+def _double_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None, None]:
+    # The gradient is linear in dy, so its own gradient is the same map.
+    return relu_dropout_backward_op(ddx, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None, None
+
+
+relu_dropout_op.register_autograd(_backward, setup_context=_setup)
+relu_dropout_backward_op.register_autograd(_double_backward, setup_context=_setup_backward)
+
+
+@relu_dropout_op.register_vmap
+def _(info: Any, in_dims: tuple[Any, ...], x: Tensor, p: float) -> tuple[tuple[Tensor, Tensor], tuple[int, None]]:
+    if info.randomness != "different":
+        raise OnelaunchError(
+            f"randomness={info.randomness!r} is not supported by onelaunch.relu_dropout: pass vmap(..., randomness='different')"
+        )
+    return relu_dropout_op(x.movedim(in_dims[0], 0).contiguous(), p), (0, None)
+
+
+@relu_dropout_backward_op.register_vmap
+def _(
+    info: Any, in_dims: tuple[Any, ...], dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]
+) -> tuple[Tensor, int]:
+    dy = dy.movedim(in_dims[0], 0).contiguous()
+    return relu_dropout_backward_op(dy, bits, p, dy.stride()), 0
+
+
+class _EagerReluDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, inplace: bool) -> Tensor:
+        y, bits = _forward_cuda(x, p, x if inplace else None)
+        if inplace:
+            ctx.mark_dirty(x)
+        ctx.p, ctx.stride = p, y.stride()
+        ctx.save_for_backward(bits)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        backward = relu_dropout_backward_op if torch.is_grad_enabled() else _backward_cuda
+        return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None
+
+
+def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`F.dropout(F.relu(x), p, training)` in one kernel that saves one bit an element for the backward.
+
+    `inplace` writes over x, under the rules of `F.relu(x, inplace=True)`.
+    """
+    check_float("x", x)
+    p = check_probability("p", p)
+    if not training or p == 0:
+        return torch.relu_(x) if inplace else torch.relu(x)
+    eager = plain_eager(x)
+    if not inplace:
+        if not eager:
+            return relu_dropout_op(x, p)[0]
+        return _EagerReluDropout.apply(x, p, False) if wants_gradient(x) else _forward_cuda(x, p)[0]
+    if wants_gradient(x) and x.is_leaf:
+        raise RuntimeError("x is a leaf that requires grad and cannot be changed in place: pass inplace=False")
+    if eager and x.dtype in KERNEL_DTYPES and _is_dense(x):
+        return _EagerReluDropout.apply(x, p, True)
+    return x.copy_(relu_dropout(x, p))
+
+
+class ReLUDropout(nn.Module):
+    """Replaces `nn.Sequential(nn.ReLU(), nn.Dropout(p))`."""
+
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        super().__init__()
+        self.p = check_probability("p", p)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_dropout(x, self.p, self.training, self.inplace)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}{', inplace=True' if self.inplace else ''}, fused: relu + dropout in one kernel"

@@ -1,0 +1,124 @@
+"""Compiles every kernel for a GPU that need not be there: `python compile_all.py 90 [bfloat16]`. Prints what it compiled.
+
+The launchers run as usual on CPU tensors, but in the place of a launch the kernel is compiled for exactly these arguments.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from triton import compile as triton_compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from onelaunch.kernels import activation_dropout, batch_norm, batch_norm_backward, cross_entropy, linear, relu_dropout
+from onelaunch.kernels.dropout_key import DropoutKey
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int64: "*i64",
+}
+
+
+class Compiler:
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.done: list[str] = []
+
+    def __call__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tensors: tuple[torch.Tensor | None, ...],
+        values: tuple[int | float, ...],
+        sizes: tuple[int, ...],
+        constants: tuple[Any, ...],
+        *,
+        num_warps: int = 4,
+        num_stages: int = 3,
+    ) -> None:
+        signature: dict[str, str] = {}
+        constexprs: dict[tuple[int], Any] = {}
+        attributes: dict[tuple[int], Any] = {}
+        arguments = (*tensors, *values, *sizes, *constants)
+        for index, (name, argument) in enumerate(zip(kernel.arg_names, arguments, strict=True)):
+            first_constant = len(arguments) - len(constants)
+            if argument is None or index >= first_constant or (type(argument) is int and argument == 1):
+                signature[name] = "constexpr"
+                constexprs[(index,)] = argument
+            elif isinstance(argument, torch.Tensor):
+                signature[name] = TYPES[argument.dtype]
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(argument, float):
+                signature[name] = "fp32"
+            else:
+                signature[name] = "i64" if name in ("seed", "offset") else "i32"
+                if argument % 16 == 0 and index >= len(tensors) + len(values):
+                    attributes[(index,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constexprs, attributes)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled = triton_compile(source, target=self.target, options=options)
+        assert compiled.asm["cubin"]
+        self.done.append(f"{kernel.__name__} shared={compiled.metadata.shared}")
+
+
+def run_launchers(dtype: torch.dtype) -> None:
+    key = DropoutKey(None, 3, 4)
+    in_memory = DropoutKey(torch.zeros(2, dtype=torch.int64), 0, 0)
+    x, y = torch.empty(64, 256, dtype=dtype), torch.empty(64, 256, dtype=dtype)
+    keep = torch.empty(64, 32, dtype=torch.uint8)
+    for one in (key, in_memory):
+        relu_dropout.relu_dropout_forward(x, y, keep, 0.5, one)
+    relu_dropout.relu_dropout_backward(x, keep, y, 0.5)
+
+    bias, dbias = torch.empty(256, dtype=dtype), torch.empty(256, dtype=dtype)
+    for activation in ("relu", "gelu"):
+        activation_dropout.activation_dropout_forward(x, bias, y, keep, activation=activation, p=0.5, key=key)
+        from_output = activation == "relu"
+        activation_dropout.activation_dropout_backward(
+            x, y, keep, y, dbias, activation=activation, from_output=from_output, p=0.5
+        )
+    w = torch.empty(256, 256, dtype=dtype)
+    tile = linear.TileShape(64, 128, 32, 4, 3)
+    for p, bits in ((0.0, None), (0.5, keep)):
+        linear.linear_forward(x, w, bias, y, None, bits, activation="silu", p=p, key=key, tile=tile, tf32=True)
+
+    weight = torch.empty(256)
+    statistics = torch.empty(256), torch.empty(256)
+    for layout in (batch_norm.Layout(64, 256, 0), batch_norm.Layout(2, 32, 256)):
+        bits = torch.empty(layout.lines, -(-layout.inner // 8), dtype=torch.uint8)
+        batch_norm.batch_statistics(x, layout, *statistics, weight, weight, momentum=0.1, eps=1e-5)
+        batch_norm.normalise(x, layout, *statistics, weight, weight, y, bits, activation="relu", p=0.5, key=key)
+        for training in (True, False):
+            batch_norm_backward.batch_norm_backward(
+                x, x, layout, bits, *statistics, weight, weight, y, weight, weight,
+                training=training, activation="relu", p=0.5,
+            )  # fmt: skip
+
+    target = torch.empty(64, dtype=torch.int64)
+    loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(64)
+    for classes in (10, 256, 100_000):
+        logits = torch.empty(64, classes, dtype=dtype)
+        dx = torch.empty_like(logits) if classes <= cross_entropy.REGISTER_CLASSES else None
+        cross_entropy.cross_entropy_forward(
+            logits, target, loss=loss, count=count, lse=lse, dx=dx, smoothing=0.1, ignore_index=-100, reduction="mean"
+        )
+    cross_entropy.rescale(x, loss, count, x, 64)
+    cross_entropy.cross_entropy_gradient(x, target, lse, loss, count, y, smoothing=0.1, ignore_index=-100)
+
+
+def main() -> None:
+    compiler = Compiler(int(sys.argv[1]))
+    for module in (activation_dropout, batch_norm, batch_norm_backward, cross_entropy, linear, relu_dropout):
+        module.launch = compiler  # type: ignore[attr-defined]
+    run_launchers(getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16"))
+    print("\n".join(compiler.done))
+
+
+if __name__ == "__main__":
+    main()
