@@ -1,0 +1,153 @@
+"""The whole program of a plan: phases in order, executed by one thread or by one thread a share.
+
+    train_alone(arena)     all shares of every phase in turn, on the calling thread
+    train_share_<t>(arena) share t only, a barrier after each phase
+    check_...              the same for evaluation
+    row_order(...)         an epoch's permutation
+
+Both ways of running give the same bits: a phase never reads what another share writes in the same phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from onelaunch.train.engines.cpu import backward, forward, random_bits
+from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.phase import PHASE_PARAMETERS, Phase
+from onelaunch.train.engines.cpu.plan import CONTROL, Plan
+from onelaunch.train.engines.cpu.threads import barrier
+
+Emit = Callable[[Phase], None]
+
+
+def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
+    """The phases of a step. Between two of them lies a barrier, and each comment says which data it hands over."""
+    phases: list[tuple[str, Emit]] = []
+    stages, last = plan.stages, plan.last
+    if not stages[0].is_plain:
+        phases.append(("input", forward.prepare_input))  # columns of the prepared input
+    for stage in stages[1:-1]:
+        phases.append((f"forward_{stage.index}", lambda phase, stage=stage: forward.product(phase, stage)))  # activations
+    if last.norms:
+        phases.append((f"forward_{last.index}", lambda phase: forward.product(phase, last)))  # columns of the outputs
+        phases.append(("loss", backward.loss_and_gradient))  # rows of the gradient
+        phases.append((f"norms_{last.index}", lambda phase: backward.through_norms(phase, last)))  # columns of it
+    else:
+        phases.append((f"forward_{last.index}_loss", _forward_and_loss))  # rows of the gradient
+    works: list[list[Emit]] = [[]]
+    for stage in reversed(stages[1:]):
+        if plan.needs_input_gradient(stage):
+            works[-1].append(lambda phase, stage=stage: backward.input_gradient(phase, stage))
+        works[-1].append(lambda phase, stage=stage: backward.weight_update(phase, stage))
+        if plan.needs_input_gradient(stage):
+            if stage is not last:
+                works.append([])  # partial sums of dX; the last stage's are whole and stay with their share
+            below = stages[stage.index - 1]
+            works[-1].append(lambda phase, below=below: backward.reduce_gradient(phase, below))
+    works[-1].append(_gather_next)  # the next batch
+    for number, work in enumerate(works):
+        phases.append((f"backward_{number}", lambda phase, work=work: [emit(phase) for emit in work]))  # type: ignore[misc]
+    return phases
+
+
+def _forward_and_loss(phase: Phase) -> None:
+    forward.product(phase, phase.plan.last)
+    backward.loss_and_gradient(phase)
+
+
+def _gather_next(phase: Phase) -> None:
+    f, plan = phase.f, phase.plan
+    following = f.i64(f.add(phase.first_row, plan.batch, "following"))
+    rows = f.minimum(f.sub(phase.control("rows"), following), plan.batch)
+    number = f.add(f["j"], 1)
+    is_last = f.compare("slt", f.i64(number), phase.control("count"), "more")
+    target = phase.input_buffer(next_step=True)
+    order = f.at(phase.order, plan.batch, "i32", "order")
+    f.when(is_last, lambda: forward.gather(phase, target, order, following, rows))
+
+
+def _gather_first(phase: Phase) -> None:
+    forward.gather(phase, phase.input_buffer(), phase.order, phase.first_row, phase.rows)
+
+
+def checking_phases(plan: Plan) -> list[tuple[str, Emit]]:
+    """The phases of an evaluation batch."""
+
+    def gather(phase: Phase) -> None:
+        forward.gather(phase, phase.output(plan.stages[0]), phase.order, phase.first_row, phase.rows)
+
+    phases: list[tuple[str, Emit]] = [("gather", gather)]
+    if not plan.stages[0].is_plain:
+        phases.append(("input", forward.prepare_input))
+    for stage in plan.stages[1:-1]:
+        phases.append((f"forward_{stage.index}", lambda phase, stage=stage: forward.product(phase, stage)))
+    if any(group.norm and not group.norm.tracks for group in plan.last.groups):
+        phases.append((f"forward_{plan.last.index}", lambda phase: forward.product(phase, plan.last)))
+        phases.append(("loss", backward.loss_and_gradient))
+    else:
+        phases.append((f"forward_{plan.last.index}_loss", _forward_and_loss))
+    return phases
+
+
+class Program:
+    """The IR of a plan. `text` is the whole module."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.module = Module(plan.target)
+        random_bits.row_order(self.module)
+        self._entry_points("train", training_phases(plan), training=True)
+        if plan.settings.checks:
+            self._entry_points("check", checking_phases(plan), training=False)
+        self.text = self.module.text()
+
+    def _phase(self, name: str, emit: Emit, share: int, training: bool) -> str:
+        def make(f: Function) -> None:
+            emit(Phase(f, self.plan, share, training=training))
+
+        return self.module.function(name, PHASE_PARAMETERS, make)
+
+    def _entry_points(self, kind: str, phases: list[tuple[str, Emit]], *, training: bool) -> None:
+        plan = self.plan
+        names = [
+            [self._phase(f"{kind}_{name}_{share}", emit, share, training) for share in range(plan.shares)]
+            for name, emit in phases
+        ]
+        first: list[str] = []
+        if training:
+            first = [self._phase(f"gather_first_{share}", _gather_first, share, True) for share in range(plan.shares)]
+
+        def steps(f: Function, body: Callable[[Value, list[str]], None]) -> None:
+            control = f.at(f["arena"], plan.offset("control"), "i8", "control")
+            name = "count" if training else "check_rows"
+            count: Int = f.load("i64", control, CONTROL.index(name), element="i64", hint=name)
+            if not training:
+                rows = plan.settings.evaluation
+                more = f.add(count, rows - 1)
+                count = f.op("i64", f"udiv i64 {f.i64(more).text}, {rows}", "batches")
+            if first:
+                body(f.i64(0), first)
+
+            def step(number: Int) -> None:
+                for row in names:
+                    body(f.i64(number), row)
+
+            f.loop(count, step, index="step")
+
+        def alone(f: Function) -> None:
+            steps(f, lambda j, row: [f.call(name, f["arena"], j) for name in row])  # type: ignore[func-returns-value, arg-type, return-value]
+
+        self.module.function(f"{kind}_alone", "ptr %arena", alone, public=True)
+        if plan.shares > 1:
+            for share in range(plan.shares):
+                wait = barrier(self.module, plan, share)
+
+                def together(f: Function, share: int = share, wait: str = wait) -> None:
+                    def body(j: Value, row: list[str]) -> None:
+                        f.call(row[share], f["arena"], j)
+                        f.call(wait, f["arena"])
+
+                    steps(f, body)
+
+                self.module.function(f"{kind}_share_{share}", "ptr %arena", together, public=True)

@@ -1,0 +1,80 @@
+"""The machine the code is made for: how many floats a vector register holds and how many registers there are.
+
+Everything else about the processor is LLVM's business; the emitters ask only for `lanes`, `registers` and `has_fma`.
+`llvmlite` is imported inside the functions, so that importing the engine costs nothing until it starts.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+MINIMUM_LANES = 4
+
+
+@dataclass(frozen=True)
+class Target:
+    triple: str
+    cpu: str
+    features: str  # LLVM's "+avx2,-sse4a,..."
+    lanes: int  # floats in a vector
+    registers: int  # vector registers
+    has_fma: bool
+    splats: bool  # this LLVM reads "splat (float 1.0)" (version 19 and later)
+    llvm: str  # version, part of the cache key
+
+    def most_rows(self, vectors: int) -> int:
+        """Rows of a tile `vectors` registers wide: accumulators, one row of the vector operand and two broadcasts fit.
+
+        13 x 2 with 32 registers is the trial's best: 12 x 2 and 14 x 2 were slower, 8 x 3 and 6 x 4 much.
+        """
+        if vectors == 1:
+            return self.registers - 8 if self.registers >= 32 else self.registers - 4
+        return (self.registers - 4) // vectors - (self.registers >= 32)
+
+    def __str__(self) -> str:
+        return f"{self.cpu} ({self.triple.split('-')[0]}), {self.lanes} floats a vector, {self.registers} registers"
+
+
+def _shape(architecture: str, features: dict[str, bool]) -> tuple[int, int, bool]:
+    """(lanes, registers, has_fma) of an architecture with these features."""
+    if architecture in ("x86_64", "amd64", "i686", "i386"):
+        if features.get("avx512f"):
+            return 16, 32, True
+        if features.get("avx2") and features.get("fma"):
+            return 8, 16, True
+        return 4, 16, False
+    if architecture.startswith(("aarch64", "arm64")):
+        return 4, 32, True
+    return MINIMUM_LANES, 16, False
+
+
+def _llvm_version() -> tuple[int, ...]:
+    import llvmlite.binding as llvm
+
+    return tuple(llvm.llvm_version_info)
+
+
+@functools.cache
+def host() -> Target:
+    """This machine."""
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features()
+    triple = llvm.get_process_triple()
+    lanes, registers, has_fma = _shape(triple.split("-")[0], dict(features))
+    version = _llvm_version()
+    return Target(
+        triple, llvm.get_host_cpu_name(), features.flatten(), lanes, registers, has_fma, version[0] >= 19,
+        ".".join(map(str, version)),
+    )  # fmt: skip
+
+
+def named(triple: str, cpu: str = "", features: tuple[str, ...] = ()) -> Target:
+    """A target by name, such as `named("aarch64-unknown-linux-gnu")` or `named(triple, "haswell", ("avx2", "fma"))`."""
+    lanes, registers, has_fma = _shape(triple.split("-")[0], dict.fromkeys(features, True))
+    version = _llvm_version()
+    flattened = ",".join(f"+{feature}" for feature in features)
+    return Target(
+        triple, cpu, flattened, lanes, registers, has_fma, version[0] >= 19, ".".join(map(str, version))
+    )  # fmt: skip

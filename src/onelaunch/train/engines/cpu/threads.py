@@ -1,0 +1,146 @@
+"""Threads that hold the shares of a run, and the barrier between its phases.
+
+The calling thread takes share 0; the others wait in Python between native calls and cost nothing there. Inside a call they
+meet at barriers made of one counter a share: a share raises its own and waits for the others'. Counters only grow, so a
+barrier needs no reset. Waiting spins a bounded number of times, then gives the processor away with each further look.
+
+`Team` also decides, call by call, whether the other threads help: the bits are the same either way, so it compares the time
+a step takes with and without them, and looks again when the machine seems to have changed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+from onelaunch.train.engines.cpu.emit import Function, Module, Value
+from onelaunch.train.engines.cpu.plan import CONTROL, Plan
+
+PATIENCE = 1000  # looks (about 40 ns each) before a waiting thread yields
+SLOWER = 1.5  # times the best step so far, at which the team looks again whether threads help
+LOOK_AGAIN = 64  # calls after which it looks again anyway
+SAMPLES = 2  # calls in each way before the first decision
+
+
+def barrier(module: Module, plan: Plan, share: int) -> str:
+    """`barrier_<t>(arena)`: returns when every share has called its own as often. Release and acquire: what was written
+    before one share's barrier is seen by all after theirs."""
+
+    def make(f: Function) -> None:
+        def flag(number: int) -> Value:
+            return f.at(f["arena"], plan.offset(f"flag.{number}"), "i8", f"flag_{number}")
+
+        control = f.at(f["arena"], plan.offset("control"), "i8", "control")
+        mine = f.i64(f.add(f.load("i64", flag(share)), 1, "mine"))
+        f.emit(f"store atomic i64 {mine.text}, ptr {flag(share).text} release, align 8")
+        patience = f.load("i64", control, CONTROL.index("patience"), element="i64", hint="patience")
+        give_way = f.load("ptr", control, CONTROL.index("yield_thread"), element="i64", hint="give_way")
+        for other in range(plan.shares):
+            if other == share:
+                continue
+            theirs = flag(other)
+
+            def behind(theirs: Value = theirs) -> Value:
+                seen = f.op("i64", f"load atomic i64, ptr {theirs.text} acquire, align 8", "theirs")
+                return f.compare("slt", seen, mine, "behind")
+
+            def wait(times: Value) -> None:
+                _pause(f)
+                f.when(f.compare("sgt", times, patience), lambda: f.emit(f"call void {give_way.text}()"))
+
+            f.wait_while(behind, wait)
+
+    return module.function(f"barrier_{share}", "ptr %arena", make)
+
+
+def _pause(f: Function) -> None:
+    """Tell the processor that this is a spin loop."""
+    architecture = f.module.target.triple.split("-")[0]
+    if architecture == "x86_64":
+        f.intrinsic("void", "x86.sse2.pause")
+    elif architecture.startswith(("aarch64", "arm64")):
+        f.intrinsic("void", "aarch64.hint", Value("i32", "1"))
+
+
+def yield_address() -> int:
+    """The address of the operating system's "let others run"."""
+    if sys.platform == "win32":
+        function = ctypes.WinDLL("kernel32").SwitchToThread
+    else:
+        function = ctypes.CDLL(None).sched_yield
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class Team:
+    """The threads of one session. Not shared between sessions; `close` ends them."""
+
+    def __init__(self, shares: int) -> None:
+        self.shares = shares
+        self.helps = shares > 1  # whether the other threads take part in the next call
+        self._calls = 0
+        self._best: dict[bool, float] = {}
+        self._recent: dict[bool, list[float]] = {True: [], False: []}
+        self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
+        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def call(self, alone: Callable[[], None], together: list[Callable[[], None]]) -> None:
+        """Run one native call the way that is faster now. Returns when every share is done."""
+        if not self.helps:
+            alone()
+            return
+        self._start()
+        for tasks, work in zip(self._tasks, together[1:], strict=True):
+            tasks.put(work)
+        try:
+            together[0]()
+        finally:
+            for _ in self._tasks:
+                self._done.get()
+
+    def note(self, seconds_per_step: float) -> None:
+        """What a step of the last call took; decides how the next call runs."""
+        if self.shares == 1:
+            return
+        self._calls += 1
+        recent = self._recent[self.helps]
+        recent.append(seconds_per_step)
+        best = self._best[self.helps] = min(self._best.get(self.helps, seconds_per_step), seconds_per_step)
+        if len(recent) < SAMPLES:
+            return
+        other = self._recent[not self.helps]
+        if len(other) < SAMPLES:
+            self.helps = not self.helps
+            return
+        self.helps = min(self._recent[True]) <= min(self._recent[False])
+        if self._calls % LOOK_AGAIN == 0 or min(recent[-SAMPLES:]) > SLOWER * best:
+            for samples in self._recent.values():
+                samples.clear()
+            self._best.clear()
+
+    def _start(self) -> None:
+        if self._threads:
+            return
+        for number in range(1, self.shares):
+            tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._serve, args=(tasks,), name=f"onelaunch-{number}", daemon=True)
+            self._tasks.append(tasks)
+            self._threads.append(thread)
+            thread.start()
+
+    def _serve(self, tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+        while (work := tasks.get()) is not None:
+            try:
+                work()
+            finally:
+                self._done.put(None)
+
+    def close(self) -> None:
+        for tasks in self._tasks:
+            tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._tasks, self._threads = [], []

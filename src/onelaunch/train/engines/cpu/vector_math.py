@@ -1,0 +1,126 @@
+"""exp, log, tanh, erf and their kin on whole vectors, in plain arithmetic: no call of a C library, any target.
+
+Each is within a few units in the last place of float32 (the tests hold them against float64 and state the bound). NaN in
+gives NaN out; infinities give what they should up to the smallest normal float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onelaunch.train.engines.cpu.emit import Function, Value
+
+LOG2_E = 1.44269504088896341
+# ln 2 in two parts: the first has so few bits that its product with an exponent is exact.
+LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+# Polynomial of Cephes' expf: (exp(r) - 1 - r) / r**2 on [-ln2/2, ln2/2], highest power first.
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+EXP_LEAST, EXP_MOST = -87.33654, 88.72283  # exp of less is no normal float; of more, infinite
+# Polynomial of Cephes' logf: (log(1 + r) - r + r**2 / 2) / r**3 on [sqrt(1/2) - 1, sqrt(2) - 1].
+LOG = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+# Rational approximations in x**2, as in Eigen: x * numerator / denominator.
+TANH_MOST = 7.90531110763549805
+TANH_NUMERATOR = (
+    -2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08, 1.48572235717979e-05,
+    6.37261928875436e-04, 4.89352455891786e-03,
+)  # fmt: skip
+TANH_DENOMINATOR = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+ERF_MOST = 3.9
+ERF_NUMERATOR = (
+    -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05, -7.34990630326855e-04,
+    -2.95459980854025e-03, -1.60960333262415e-02,
+)  # fmt: skip
+ERF_DENOMINATOR = (
+    -1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02,
+)  # fmt: skip
+
+
+def polynomial(f: Function, x: Value, coefficients: Sequence[float], hint: str = "poly") -> Value:
+    """Horner's rule, highest power first."""
+    result = f.constant(coefficients[0])
+    for coefficient in coefficients[1:]:
+        result = f.fma(result, x, f.constant(coefficient), hint)
+    return result
+
+
+def exp(f: Function, x: Value) -> Value:
+    """exp(x) = 2**n * exp(r) with |r| <= ln2 / 2; 2**n is applied in two factors, so that neither overflows alone."""
+    x = f.at_most(f.at_least(x, f.constant(EXP_LEAST)), f.constant(EXP_MOST))
+    n = f.intrinsic(f.vector, f"rint.v{f.lanes}f32", f.fmul(x, f.constant(LOG2_E)), hint="exponent")
+    r = f.fma(n, f.constant(-LN2_HIGH), x, "rest")
+    r = f.fma(n, f.constant(-LN2_LOW), r, "rest")
+    squared = f.fmul(r, r)
+    result = f.fma(polynomial(f, r, EXP), squared, f.fadd(r, f.constant(1.0)), "exp")
+    exponent = f.intrinsic(f.integers, f"fptosi.sat.v{f.lanes}i32.v{f.lanes}f32", n, hint="exponent")
+    half = f.op(f.integers, f"ashr {f.integers} {exponent.text}, {f.integer(1).text}", "half")
+    rest = f.op(f.integers, f"sub {f.integers} {exponent.text}, {half.text}", "rest")
+    return f.fmul(f.fmul(result, _power_of_two(f, half)), _power_of_two(f, rest), "exp")
+
+
+def exp_nonpositive(f: Function, x: Value) -> Value:
+    """exp(x) for x <= 0 (a softmax, a sigmoid of -|x|): the power of two goes straight into the exponent's bits."""
+    x = f.at_least(x, f.constant(EXP_LEAST + 0.5))
+    n = f.intrinsic(f.vector, f"rint.v{f.lanes}f32", f.fmul(x, f.constant(LOG2_E)), hint="exponent")
+    r = f.fma(n, f.constant(-LN2_HIGH), x, "rest")
+    r = f.fma(n, f.constant(-LN2_LOW), r, "rest")
+    squared = f.fmul(r, r)
+    result = f.fma(polynomial(f, r, EXP), squared, f.fadd(r, f.constant(1.0)), "exp")
+    exponent = f.intrinsic(f.integers, f"fptosi.sat.v{f.lanes}i32.v{f.lanes}f32", n, hint="exponent")
+    return f.fmul(result, _power_of_two(f, exponent), "exp")
+
+
+def _power_of_two(f: Function, exponent: Value) -> Value:
+    biased = f.op(f.integers, f"add {f.integers} {exponent.text}, {f.integer(127).text}", "biased")
+    bits = f.op(f.integers, f"shl {f.integers} {biased.text}, {f.integer(23).text}", "bits")
+    return f.op(f.vector, f"bitcast {f.integers} {bits.text} to {f.vector}", "power")
+
+
+def log(f: Function, x: Value) -> Value:
+    """The natural logarithm of a positive, normal x (a sum of exponentials); NaN stays NaN."""
+    bits = f.op(f.integers, f"bitcast {f.vector} {x.text} to {f.integers}", "bits")
+    # Take the mantissa in [sqrt(1/2), sqrt(2)): subtracting sqrt(1/2)'s bits moves the carry into the exponent.
+    shifted = f.op(f.integers, f"sub {f.integers} {bits.text}, {f.integer(0x3F3504F3).text}", "shifted")
+    exponent = f.op(f.integers, f"ashr {f.integers} {shifted.text}, {f.integer(23).text}", "exponent")
+    high = f.op(f.integers, f"shl {f.integers} {exponent.text}, {f.integer(23).text}", "high")
+    mantissa_bits = f.op(f.integers, f"sub {f.integers} {bits.text}, {high.text}", "mantissa")
+    mantissa = f.op(f.vector, f"bitcast {f.integers} {mantissa_bits.text} to {f.vector}", "mantissa")
+    n = f.op(f.vector, f"sitofp {f.integers} {exponent.text} to {f.vector}", "exponent")
+    r = f.fsub(mantissa, f.constant(1.0), "rest")
+    squared = f.fmul(r, r)
+    result = f.fmul(f.fmul(polynomial(f, r, LOG), r), squared)
+    result = f.fma(n, f.constant(LN2_LOW), result)
+    result = f.fma(squared, f.constant(-0.5), result)
+    result = f.fma(n, f.constant(LN2_HIGH), f.fadd(r, result), "log")
+    special = f.compare("uno", x, x, "nan")
+    return f.select(special, x, result, "log")
+
+
+def log1p_unit(f: Function, x: Value) -> Value:
+    """log(1 + x) for x in [0, 1], with what the sum 1 + x rounds away added back."""
+    u = f.fadd(x, f.constant(1.0))
+    lost = f.fsub(x, f.fsub(u, f.constant(1.0)), "lost")
+    return f.fadd(log(f, u), f.fdiv(lost, u), "log1p")
+
+
+def _odd_rational(f: Function, x: Value, numerator: Sequence[float], denominator: Sequence[float]) -> Value:
+    squared = f.fmul(x, x)
+    return f.fdiv(f.fmul(x, polynomial(f, squared, numerator)), polynomial(f, squared, denominator))
+
+
+def tanh(f: Function, x: Value) -> Value:
+    inside = f.at_most(f.at_least(x, f.constant(-TANH_MOST)), f.constant(TANH_MOST))
+    return _odd_rational(f, inside, TANH_NUMERATOR, TANH_DENOMINATOR)
+
+
+def erf(f: Function, x: Value) -> Value:
+    inside = f.at_most(f.at_least(x, f.constant(-ERF_MOST)), f.constant(ERF_MOST))
+    result = _odd_rational(f, inside, ERF_NUMERATOR, ERF_DENOMINATOR)
+    return f.at_most(f.at_least(result, f.constant(-1.0)), f.constant(1.0), "erf")
+
+
+def sigmoid(f: Function, x: Value) -> Value:
+    negated = f.op(f.vector, f"fneg {f.vector} {x.text}", "negated")
+    return f.fdiv(f.constant(1.0), f.fadd(exp(f, negated), f.constant(1.0)), "sigmoid")
