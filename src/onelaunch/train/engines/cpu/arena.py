@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from onelaunch.train.engines.cpu.plan import CONTROL, HYPERPARAMETERS, Plan
+from onelaunch.train.engines.cpu.plan import CACHE_LINE, CONTROL, HYPERPARAMETERS, Plan, round_up
 
 HUGE_PAGE = 2**21
 
@@ -42,7 +42,7 @@ class Arena:
 
     @staticmethod
     def size_for(plan: Plan, rows: int) -> int:
-        return plan.size + -(-rows // plan.lanes) * plan.lanes * 4
+        return plan.size + round_up(4 * round_up(rows, plan.lanes), CACHE_LINE)
 
     def view(self, name: str, dtype: Any = np.float32, shift: int = 0) -> np.ndarray[Any, Any]:
         """A buffer by name; `shift` bytes further on for the optimizer's states."""

@@ -169,8 +169,10 @@ class LossRows:
         target_weight = self.row_weight
         if self.plan.settings.smoothing:
             smoothing = f.load("float", f["hyper"], HYPERPARAMETERS.index("smoothing"), hint="smoothing")
-            target_weight = f.fmul(self.row_weight, f.fsub(f.scalar(1.0), smoothing))
-            off = f.splat(f.fmul(f.fmul(self.row_weight, smoothing), f.scalar(-1 / self.classes)), "off")
+            # From one product, so that a network of one class has a gradient of exactly zero, as in PyTorch.
+            smoothed = f.fmul(self.row_weight, smoothing, "smoothed")
+            target_weight = f.fsub(self.row_weight, smoothed)
+            off = f.splat(f.fmul(smoothed, f.scalar(-1 / self.classes)), "off")
 
         def scaled(v: Int, lanes: int) -> None:
             e = kept[v] if isinstance(v, int) else f.vload(gradient_at(v))

@@ -24,6 +24,7 @@ from onelaunch.train.network import Activation, BatchNorm, Dropout, Linear, Netw
 CACHE_LINE = 64
 CHUNK_STEPS = 4096  # steps of one native call at most: the length of the loss and scalar buffers
 EVALUATION_ROWS = 256  # as the eager engine: BatchNorm1d without running statistics depends on it
+MOST_PHASES = 128
 FLOPS_PER_SHARE = 1.5e6  # a step's work below which a second thread costs more than it brings (barriers: 0.1-1 µs each)
 CONTROL = (
     "x", "y", "order", "rows", "first_row", "first_step", "count", "check_x", "check_y", "check_rows", "yield_thread",
@@ -142,6 +143,7 @@ class Settings:
     smoothing: bool
     bytes_in: bool  # x is uint8
     checks: bool = False  # there is validation data
+    profile: bool = False  # count the clock ticks of every phase and barrier (see Program)
 
 
 def useful_shares(network: Network, batch: int, threads: int) -> int:
@@ -245,6 +247,7 @@ class Plan:
         end = self._place("hyperparameters", 4 * len(HYPERPARAMETERS), end)
         for share in range(self.shares):
             end = self._place(f"flag.{share}", 8, end + CACHE_LINE)  # polled by others: two lines of its own
+            end = self._place(f"ticks.{share}", 8 * MOST_PHASES if self.settings.profile else 0, end)
             end = self._place(f"tally.{share}", 24, end)  # right predictions; evaluation: loss, right predictions
         end = self._place("scalars", 4 * len(SCALARS) * CHUNK_STEPS, end + CACHE_LINE)
         for share in range(self.shares):

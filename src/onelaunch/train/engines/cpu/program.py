@@ -19,6 +19,7 @@ from onelaunch.train.engines.cpu.plan import CONTROL, Plan
 from onelaunch.train.engines.cpu.threads import barrier
 
 Emit = Callable[[Phase], None]
+FLUSH_BITS = 0x8040  # flush-to-zero and denormals-are-zero of x86's MXCSR
 
 
 def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
@@ -90,17 +91,43 @@ def checking_phases(plan: Plan) -> list[tuple[str, Emit]]:
     return phases
 
 
+def flush_to_zero(f: Function) -> Callable[[], None]:
+    """Treat numbers below 1e-38 as zero from here to the returned call, on x86: Adam's squares decay into that range, where
+    each operation costs a hundred cycles (784-128-128-128-10, batch 32: 728 µs a step instead of 190)."""
+    if f.module.target.triple.split("-")[0] != "x86_64":
+        return lambda: None
+    before, during = (f.op("ptr", "alloca i32, align 4", name) for name in ("before", "during"))
+    f.intrinsic("void", "x86.sse.stmxcsr", before)
+    changed = f.op("i32", f"or i32 {f.load('i32', before).text}, {FLUSH_BITS}", "mode")
+    f.store(changed, during)
+    f.intrinsic("void", "x86.sse.ldmxcsr", during)
+    return lambda: f.intrinsic("void", "x86.sse.ldmxcsr", before) and None
+
+
 class Program:
     """The IR of a plan. `text` is the whole module."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.ticks: dict[str, int] = {}
         self.module = Module(plan.target)
         random_bits.row_order(self.module)
         self._entry_points("train", training_phases(plan), training=True)
         if plan.settings.checks:
             self._entry_points("check", checking_phases(plan), training=False)
         self.text = self.module.text()
+
+    def _tick(self, f: Function, share: int, name: str) -> None:
+        """With `Settings.profile`: add the clock ticks since the last call to this name's counter in `ticks.<share>`."""
+        if not self.plan.settings.profile:
+            return
+        place = 1 + self.ticks.setdefault(name, len(self.ticks))
+        counters = f.at(f["arena"], self.plan.offset(f"ticks.{share}"), "i8", "ticks")
+        now = f.intrinsic("i64", "readcyclecounter", hint="now")
+        past = f.op("i64", f"sub i64 {now.text}, {f.load('i64', counters).text}", "past")
+        total = f.op("i64", f"add i64 {past.text}, {f.load('i64', counters, place, element='i64').text}", "total")
+        f.store(total, counters, place, element="i64")
+        f.store(now, counters)
 
     def _phase(self, name: str, emit: Emit, share: int, training: bool) -> str:
         def make(f: Function) -> None:
@@ -126,6 +153,7 @@ class Program:
                 rows = plan.settings.evaluation
                 more = f.add(count, rows - 1)
                 count = f.op("i64", f"udiv i64 {f.i64(more).text}, {rows}", "batches")
+            restore = flush_to_zero(f)
             if first:
                 body(f.i64(0), first)
 
@@ -134,9 +162,15 @@ class Program:
                     body(f.i64(number), row)
 
             f.loop(count, step, index="step")
+            restore()
 
         def alone(f: Function) -> None:
-            steps(f, lambda j, row: [f.call(name, f["arena"], j) for name in row])  # type: ignore[func-returns-value, arg-type, return-value]
+            def body(j: Value, row: list[str]) -> None:
+                for name in row:
+                    f.call(name, f["arena"], j)
+                self._tick(f, 0, row[0])
+
+            steps(f, body)
 
         self.module.function(f"{kind}_alone", "ptr %arena", alone, public=True)
         if plan.shares > 1:
@@ -146,7 +180,9 @@ class Program:
                 def together(f: Function, share: int = share, wait: str = wait) -> None:
                     def body(j: Value, row: list[str]) -> None:
                         f.call(row[share], f["arena"], j)
+                        self._tick(f, share, row[share])
                         f.call(wait, f["arena"])
+                        self._tick(f, share, f"wait after {row[share]}")
 
                     steps(f, body)
 

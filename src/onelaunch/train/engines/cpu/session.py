@@ -31,7 +31,8 @@ CALL_SECONDS = 0.02  # of a native call: Python answers signals and progress in 
 FIRST_STEPS = 8  # of the first call, before the time of a step is known
 
 
-def settings_for(run: Run, threads: int) -> Settings:
+def settings_for(run: Run, shares: int | None = None) -> Settings:
+    """What the code for a run depends on. The number of shares follows from the network and PyTorch's thread count."""
     spec, network = run.spec, run.network
     assert network is not None
     batch = min(spec.batch_size, spec.rows)
@@ -39,7 +40,7 @@ def settings_for(run: Run, threads: int) -> Settings:
         network=network,
         batch=batch,
         evaluation=max(EVALUATION_ROWS, spec.batch_size) if run.validation is not None else EVALUATION_ROWS,
-        shares=useful_shares(network, batch, threads),
+        shares=shares or useful_shares(network, batch, torch.get_num_threads()),
         optimizer=spec.optimizer,
         momentum=spec.momentum > 0,
         nesterov=spec.nesterov,
@@ -53,15 +54,15 @@ def settings_for(run: Run, threads: int) -> Settings:
 
 class CpuSession:
     def __init__(
-        self, run: Run, state: Mapping[str, torch.Tensor], *, threads: int | None = None, target: Target | None = None,
-        place: Path | None = None, memory: Any = None, disk: bool = True,
+        self, run: Run, state: Mapping[str, torch.Tensor], *, shares: int | None = None, target: Target | None = None,
+        place: Path | None = None, memory: Any = None,
     ) -> None:  # fmt: skip
-        """The keyword arguments are for tests: another thread count, target, cache folder, arena memory, no disk."""
+        """The keyword arguments are for tests: another number of shares, target, cache folder, memory for the arena."""
         self.run, self.spec = run, run.spec
         self.precision = "fp32"
-        self._plan = Plan(settings_for(run, threads or torch.get_num_threads()), target or host())
+        self._plan = Plan(settings_for(run, shares), target or host())
         self.plan = str(self._plan)
-        self.native = Native(self._plan, (place or cache.folder()) if disk else None)
+        self.native = Native(self._plan, place or cache.folder())
         self.arena = Arena(self._plan, self.spec.rows, memory)
         self.allocations = {"arena": 1}
         self.team = Team(self._plan.shares)
@@ -102,6 +103,9 @@ class CpuSession:
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
         plan, arena = self._plan, self.arena
+        for name in plan.buffers:
+            if name.startswith(("parameters", "flag.", "mean.", "variance.", "ticks.")):
+                arena.view(name, np.uint8)[:] = 0
         for stage in plan.stages:
             for number in stage.norms:
                 arena.view(f"scale.{stage.index}.{number}")[: stage.width] = 1  # for a norm without its own
