@@ -13,7 +13,19 @@ begin = time.perf_counter()
 import onelaunch
 print(json.dumps({"seconds": time.perf_counter() - begin, "modules": sorted(sys.modules)}))
 """
-HEAVY = ("triton", "matplotlib", "pydantic", "typer", "pooch", "sklearn", "pandas", "mlxtend", "llvmlite", "cuda", "jax")
+HEAVY = (
+    "triton",
+    "matplotlib",
+    "pydantic",
+    "typer",
+    "pooch",
+    "sklearn",
+    "pandas",
+    "mlxtend",
+    "llvmlite",
+    "cuda",
+    "jax",
+)
 
 
 def test_import_is_light():

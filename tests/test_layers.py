@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+from tests.conftest import ROOT
 
 PACKAGE = ROOT / "src" / "onelaunch"
 # Bottom row first. A room imports rooms of lower rows and itself; rooms of one row do not know each other.

@@ -129,7 +129,8 @@ def test_dropout_masks_differ_in_every_coordinate():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"), [((-1, 0, 0), "n=-1"), ((2.5, 0, 0), "n=2.5"), ((3, -1, 0), "seed=-1"), ((3, 0, -2), "epoch=-2")]
+    ("arguments", "named"),
+    [((-1, 0, 0), "n=-1"), ((2.5, 0, 0), "n=2.5"), ((3, -1, 0), "seed=-1"), ((3, 0, -2), "epoch=-2")],
 )
 def test_bad_arguments_are_named(arguments, named):
     with pytest.raises(OnelaunchError, match=named):

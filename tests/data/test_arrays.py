@@ -249,3 +249,12 @@ def test_a_header_that_is_no_literal(tmp_path: Path) -> None:
     path = npy(tmp_path, X)
     path.write_bytes(path.read_bytes().replace(b"}", b"("))
     refused(path, "cannot be read")
+
+
+def test_the_caller_may_know_what_the_numbers_are(tmp_path: Path) -> None:
+    table = tmp_path / "table.npy"
+    np.save(table, np.array([[0.5, 2.0], [1.5, 0.0]]))
+    assert load(table, values=False).y.tolist() == [2, 0]
+    assert load(table).y.dtype == np.float32
+    np.save(table, np.array([[5, -2], [1, 900_000]]))
+    assert load(table, values=True).y.tolist() == [-2.0, 900_000.0]

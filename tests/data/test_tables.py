@@ -183,3 +183,16 @@ def test_a_wide_file_takes_seconds(tmp_path: Path) -> None:
     assert time.perf_counter() - begun < 15
     assert data.x.shape == (6000, 784)
     assert (data.x == 17).all()
+
+
+def test_the_caller_may_know_what_whole_numbers_are(tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    path.write_text("rooms,price\n1,208500\n2,181500\n3,208500\n")
+    assert load(path, target="price", values=True).y.tolist() == [208500.0, 181500.0, 208500.0]
+    assert load(path, target="price", values=True).classes is None
+    assert load(path, target="price", values=False).classes == ("181500", "208500")
+    path.write_text("a,y\n1,0.0\n2,1.0\n3,0.0\n")
+    assert load(path, values=False).y.tolist() == [0, 1, 0]
+    assert load(path, values=True).classes is None
+    path.write_text("a,y\n1,no\n2,yes\n")
+    assert load(path, values=True).classes == ("no", "yes")

@@ -43,5 +43,8 @@ def _with_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
-    guarded.__signature__ = inspect.signature(command)  # type: ignore[attr-defined]
+    # Typer reads the annotations; as strings they would be looked up here, where their names are not known.
+    signature = inspect.signature(command, eval_str=True)
+    guarded.__signature__ = signature  # type: ignore[attr-defined]
+    guarded.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     return guarded

@@ -49,8 +49,8 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             name, f"{1e6 * timing['median']:.4g}", f"{1e6 * timing['minimum']:.4g}", f"{low} – {high}",
             str(timing["n"]), f"{timing['spread']:.1%}", ratio,
         )  # fmt: skip
-    for name, reason in result["absent"].items():
-        table.add_row(name, f"absent: {reason}")
     console.print(table)
+    for name, reason in result["absent"].items():
+        console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
     if result["floor_share"] is not None:
         console.print(f"{result['floor_share']:.0%} of the floor's speed")

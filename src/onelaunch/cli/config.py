@@ -85,7 +85,7 @@ def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig
         config = TrainConfig(**given)
     except ValidationError as error:
         raise OnelaunchError(_one_line(error, given)) from None
-    Spec(rows=2**31, **config.fit_options())  # every option checked before any data is read
+    Spec(rows=max(1, config.batch_size), **config.fit_options())  # every option checked before any data is read
     if not 0 < config.validation < 1:
         raise OnelaunchError(f"validation={config.validation} must be a share between 0 and 1, such as 0.2")
     return config

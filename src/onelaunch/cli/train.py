@@ -14,9 +14,9 @@ from onelaunch.data import Dataset, load, split
 from onelaunch.device import default_device, describe_machine, device_name
 from onelaunch.errors import DivergedError, OnelaunchError
 from onelaunch.train.build import mlp
-from onelaunch.train.checkpoint import load_checkpoint
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
+from onelaunch.train.loop import Listener
 from onelaunch.train.run_folder import CONFIG, CURVES, RunFolder
 
 
@@ -50,12 +50,13 @@ def train(
         if resume is None:
             folder.discard()
         raise
+    finally:
+        folder.close()
 
 
 def _load(settings: TrainConfig) -> Dataset:
-    dataset = load(
-        settings.data, data_dir=Path(settings.data_dir) if settings.data_dir else None, target=settings.target
-    )
+    values = settings.loss != "cross_entropy"
+    dataset = load(settings.data, data_dir=settings.data_dir, target=settings.target, values=values)
     if dataset.test_x is None:
         dataset = split(dataset, settings.validation, settings.seed)
     _say("data", dataset.source)
@@ -83,32 +84,45 @@ def _build(settings: TrainConfig, dataset: Dataset) -> nn.Module:
     return model
 
 
+class _Narrator(Listener):
+    """Says what a run starts with, and keeps its folder."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+
+    def started(self, history: History) -> None:
+        self.folder.started(history)
+        _say("engine", history.reason)
+        if history.losses:
+            _say("resume", f"from step {len(history.losses):,}")
+
+    def epoch(self, history: History, record: dict[str, Any]) -> None:
+        self.folder.epoch(history, record)
+
+
 def _train(folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn.Module, progress: bool) -> None:
     device = "cpu" if settings.engine == "cpu" else default_device()
     model = model.to(device)
-    resumed = folder.checkpoint.exists()  # a run killed before its first checkpoint starts at the beginning
-    if resumed:
-        found = load_checkpoint(folder.checkpoint)
-        before = History(losses=found.losses.tolist(), epochs=found.about["epochs"])
-        folder.restart_metrics(before)
-        _say("resume", f"from step {found.step:,}")
-    else:
-        folder.restart_metrics(None)
-    folder.write_config(settings.to_toml())
-    folder.describe(
-        status="running",
-        data=dataset.source,
-        classes=dataset.classes,
-        model=str(model),
-        device=device_name(next(model.parameters()).device),
-        machine=describe_machine(),
+    folder.begin(
+        settings.to_toml(),
+        {
+            "data": dataset.source,
+            "classes": dataset.classes,
+            "model": str(model),
+            "device": device_name(next(model.parameters()).device),
+            "machine": describe_machine(),
+        },
     )
     try:
         history = fit_with(
             model, dataset.x, dataset.y, settings.fit_options(), validation=(dataset.test_x, dataset.test_y),
-            checkpoint=folder.checkpoint, resume=resumed, progress=progress, on_epoch=folder.add_epoch,
+            checkpoint=folder.checkpoint, resume=folder.checkpoint.exists(), progress=progress,
+            listener=_Narrator(folder),
         )  # fmt: skip
     except KeyboardInterrupt:
+        if not folder.checkpoint.exists():  # nothing was trained yet
+            folder.discard()
+            raise
         folder.save_model(model)
         folder.describe(status="interrupted")
         _say("stopped", f"saved; go on with: onelaunch train --resume {folder.path}")
@@ -121,7 +135,6 @@ def _train(folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn
         status="finished", engine=history.engine, reason=history.reason, precision=history.precision, plan=history.plan,
         allocations=history.allocations, seconds=history.seconds, startup_seconds=history.startup_seconds,
     )  # fmt: skip
-    _say("engine", history.reason)
     _say("result", f"{summary(history.epochs[-1])}, in {history.seconds:.3g} s")
     _say("curves", str(folder.path / CURVES))
     _say("run", str(folder.path))

@@ -1,6 +1,7 @@
 """A user's `.npz` and `.npy` files. Pickled objects are never read: a file from a stranger must not run code.
 
-The type of y decides what it means: whole numbers and strings are classes, floating point numbers values to regress.
+The type of y decides what it means: whole numbers and strings are classes, floating point numbers values to regress;
+unless the caller knows, by `values`, which of the two is wanted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ KEYS = (("x", "y", "test_x", "test_y"), ("x_train", "y_train", "x_test", "y_test
 MOST_CLASSES = 1 << 16
 
 
-def read_npz(path: Path, target: str | None) -> Dataset:
+def read_npz(path: Path, target: str | None, values: bool | None) -> Dataset:
     """Arrays x and y, and test_x and test_y where there are any; or x_train, y_train, x_test, y_test as in Keras."""
     with _opened(path) as file:
         if isinstance(file, np.ndarray):
@@ -44,7 +45,7 @@ def read_npz(path: Path, target: str | None) -> Dataset:
         parts = [_member(path, file, key) for key in keys]
 
     features = [_features(f"{path}: {key}", part) for key, part in zip(keys[::2], parts[::2], strict=True)]
-    targets = [_targets(f"{path}: {key}", part) for key, part in zip(keys[1::2], parts[1::2], strict=True)]
+    targets = [_targets(f"{path}: {key}", part, values) for key, part in zip(keys[1::2], parts[1::2], strict=True)]
     for number, (x, y) in enumerate(zip(features, targets, strict=True)):
         x_name, y_name = keys[2 * number : 2 * number + 2]
         if len(x) != len(y):
@@ -57,7 +58,7 @@ def read_npz(path: Path, target: str | None) -> Dataset:
     return _dataset(path, y_key, features, targets, classes)
 
 
-def read_npy(path: Path, target: str | None) -> Dataset:
+def read_npy(path: Path, target: str | None, values: bool | None) -> Dataset:
     """A table: one column, the last unless `target` gives its index, is y, the others are x."""
     with _opened(path) as table:
         pass  # an array is read whole
@@ -73,7 +74,7 @@ def read_npy(path: Path, target: str | None) -> Dataset:
         raise DataError(f"target={target!r}: {path} has columns 0 to {columns - 1}: pass one of them")
     column = int(target or -1) % columns
     x = _features(f"{path}", np.delete(table, column, axis=1))
-    y = _targets(f"{path}: column {column}", table[:, column])
+    y = _targets(f"{path}: column {column}", table[:, column], values)
     classes, targets = _name_classes([y])
     return _dataset(path, f"column {column}", [x], targets, classes)
 
@@ -121,13 +122,15 @@ def _features(where: str, array: np.ndarray) -> np.ndarray:
     return _finite(where, array)
 
 
-def _targets(where: str, array: np.ndarray) -> np.ndarray:
+def _targets(where: str, array: np.ndarray, values: bool | None) -> np.ndarray:
     """y as float32 values, or as int64 or string classes."""
     if array.size == 0:
         raise DataError(f"{where} is empty (shape {array.shape}): save one target at least")
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    if array.dtype.kind == "f" and array.ndim in (1, 2):
+    if values is False and array.dtype.kind == "f" and array.ndim == 1 and (array == np.rint(array)).all():
+        array = array.astype(np.int64)  # a table of floats whose last column holds class numbers
+    if array.dtype.kind in ("fiub" if values else "f") and array.ndim in (1, 2):
         return _finite(where, array)
     if array.ndim != 1:
         raise DataError(f"{where} has shape {array.shape}: save one class for each row (y.argmax(1)?)")

@@ -16,12 +16,17 @@ READERS = {".npz": arrays.read_npz, ".npy": arrays.read_npy, ".csv": tables.read
 
 
 def load(
-    data: str | os.PathLike[str], *, data_dir: str | os.PathLike[str] | None = None, target: str | int | None = None
+    data: str | os.PathLike[str],
+    *,
+    data_dir: str | os.PathLike[str] | None = None,
+    target: str | int | None = None,
+    values: bool | None = None,
 ) -> Dataset:
     """The data called `mnist`, `fashion-mnist` or `digits`, or those in a `.npz`, `.npy` or `.csv` file.
 
     data_dir: the folder that holds the files of MNIST or Fashion-MNIST (else: the cache, a download).
     target: what to learn from a file: the key of a `.npz`, the column of a `.npy` (index) or `.csv` (name or index).
+    values: what numbers to learn from a file are: True values to regress, False classes, None as their type tells.
     """
     if not isinstance(data, str | os.PathLike):
         raise ArgumentTypeError(f"data={data!r} is not a string: pass one of {', '.join(NAMES)} or the path of a file")
@@ -46,7 +51,7 @@ def load(
     if not os.path.isfile(path):
         what = "is not a file" if os.path.exists(path) else "no such file"
         raise DataError(f"{path}: {what}: check the path (here: {Path.cwd()})")
-    return reader(path, None if target is None else str(target))
+    return reader(path, None if target is None else str(target), values)
 
 
 def _path(name: str | os.PathLike[str]) -> Path:

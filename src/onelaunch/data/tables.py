@@ -1,7 +1,8 @@
 """A user's `.csv` file: a column to learn, the others numbers to learn it from.
 
 Fields are parted by a comma, semicolon or tab, whichever the first line has most of. The target's column may hold whole
-numbers or words, which are classes, named in sorted order; or numbers with a point, which are values to regress.
+numbers or words, which are classes, named in sorted order; or numbers with a point, which are values to regress; unless
+the caller knows, by `values`, which of the two is wanted.
 
 The rows stream through the standard library's reader into one float32 buffer: 60,000 × 785 take about 10 s, and little
 more memory than the result.
@@ -26,10 +27,10 @@ TARGET_NAMES = ("target", "label", "y", "class")
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
-def read_csv(path: Path, target: str | None) -> Dataset:
+def read_csv(path: Path, target: str | None, values: bool | None) -> Dataset:
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return _read(path, file, target)
+            return _read(path, file, target, values)
     except UnicodeDecodeError:
         raise DataError(f"{path}: is not UTF-8 text: save it as a UTF-8 csv file") from None
     except csv.Error as error:
@@ -38,7 +39,7 @@ def read_csv(path: Path, target: str | None) -> Dataset:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}): check the file and its rights") from None
 
 
-def _read(path: Path, file: TextIO, target: str | None) -> Dataset:
+def _read(path: Path, file: TextIO, target: str | None, want_values: bool | None) -> Dataset:
     records = _records(file)
     head = list(itertools.islice(records, 2))
     if not head:
@@ -74,7 +75,7 @@ def _read(path: Path, file: TextIO, target: str | None) -> Dataset:
     if not np.isfinite(x).all():
         row, wrong = np.argwhere(~np.isfinite(x))[0].tolist()
         _refuse(path, lines[row], features[wrong], str(x[row, wrong]))
-    y, classes = _targets(path, names[column], labels, lines)
+    y, classes = _targets(path, names[column], labels, lines, want_values)
     what = f"{len(classes):,} classes" if classes else "values"
     heading = "" if header else ", no header line"
     source = f"{path}, {len(x):,} rows of {len(features):,}, {what} in column {names[column]!r}{heading}"
@@ -130,10 +131,12 @@ def _check_names(path: Path, names: list[str]) -> None:
 
 
 def _targets(
-    path: Path, name: str, labels: list[str], lines: Sequence[int]
+    path: Path, name: str, labels: list[str], lines: Sequence[int], want_values: bool | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    if want_values is False:
+        labels = [label.removesuffix(".0") for label in labels]  # classes that went through a table of floats
     whole = [WHOLE_NUMBER.fullmatch(label) is not None for label in labels]
-    if all(whole):
+    if all(whole) and not want_values:
         numbers = [int(label) for label in labels]
         ordered = sorted(set(numbers))
         place = {number: index for index, number in enumerate(ordered)}

@@ -78,9 +78,9 @@ def fit_with(
     checkpoint: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
-    on_epoch: Listener = lambda history, record: None,
+    listener: Listener | None = None,
 ) -> History:
-    """`fit` with its options as a dict, and a callback after each epoch; what the command line calls."""
+    """`fit` with its options as a dict, and a listener to its course; what the command line calls."""
     started = time.perf_counter()
     if checkpoint is not None and not isinstance(checkpoint, str | Path):
         raise ArgumentTypeError(f"checkpoint={checkpoint!r} is not a path")
@@ -90,6 +90,5 @@ def fit_with(
     if path is not None and path.is_dir():
         raise OnelaunchError(f"checkpoint={str(path)!r} is a folder: pass a file name, such as 'run.safetensors'")
     run = make_run(model, x, y, validation, options)
-    return drive(
-        run, checkpoint=path, resume=resume, progress=make_progress(progress), on_epoch=on_epoch, started=started
-    )
+    bar = make_progress(progress)
+    return drive(run, checkpoint=path, resume=resume, progress=bar, listener=listener or Listener(), started=started)

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -22,7 +22,13 @@ from onelaunch.train.engines.contract import Engine, Run, State
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.progress import Progress
 
-Listener = Callable[[History, dict[str, Any]], None]
+
+class Listener:
+    """Told of a run's course: once when it is accepted and about to start, then after each epoch."""
+
+    def started(self, history: History) -> None: ...
+
+    def epoch(self, history: History, record: dict[str, Any]) -> None: ...
 
 
 class StopSwitch:
@@ -37,7 +43,7 @@ class StopSwitch:
 
 
 def drive(
-    run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, on_epoch: Listener, started: float
+    run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, listener: Listener, started: float
 ) -> History:
     """Train `run` to its end. Ctrl-C ends it at a step boundary: saved, the model usable, KeyboardInterrupt raised."""
     resumed = _resume(run, checkpoint) if resume and checkpoint else None
@@ -56,6 +62,7 @@ def drive(
     session = engine.start(run, state)
     try:
         history.plan, history.precision = session.plan, session.precision
+        listener.started(history)
         if checkpoint and not resumed:  # a run killed in its first epoch can be resumed too
             _save(checkpoint, run, recorder, session.snapshot())
         switch = StopSwitch(progress)
@@ -73,7 +80,7 @@ def drive(
                     _save(checkpoint, run, recorder, state)
                 if record:
                     progress.epoch(record)
-                    on_epoch(history, record)
+                    listener.epoch(history, record)
                 if switch.stop and len(history.losses) < run.spec.total_steps:
                     raise KeyboardInterrupt
                 clock = time.perf_counter()

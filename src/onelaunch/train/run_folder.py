@@ -23,17 +23,19 @@ from torch import nn
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import remove_leftovers, write_atomic
 from onelaunch.train.history import History
+from onelaunch.train.loop import Listener
 
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
 CHECKPOINT, MODEL, LOCK = "checkpoint.safetensors", "model.safetensors", ".lock"
 
 
-class RunFolder:
-    """Holds a lock while it is open, so that two processes cannot train into one folder."""
+class RunFolder(Listener):
+    """Holds a lock until it is closed, so that two processes cannot train into one folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = _lock(path)
+        self._config = ""
         self._about: dict[str, Any] = {}
 
     @classmethod
@@ -71,24 +73,26 @@ class RunFolder:
     def checkpoint(self) -> Path:
         return self.path / CHECKPOINT
 
-    def write_config(self, toml: str) -> None:
-        write_atomic(self.path / CONFIG, toml)
+    def begin(self, config: str, about: dict[str, Any]) -> None:
+        """What `started` writes once the run is accepted: until then an earlier run's files stay as they are."""
+        self._config, self._about = config, about
+
+    def started(self, history: History) -> None:
+        write_atomic(self.path / CONFIG, self._config)
+        self.describe(status="running")
+        # The checkpoint knows which epochs are done: a torn or surplus line after a kill goes.
+        write_atomic(self.path / METRICS, "".join(_line(history, record) for record in history.epochs))
+
+    def epoch(self, history: History, record: dict[str, Any]) -> None:
+        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+            file.write(_line(history, record))
+            file.flush()
+            os.fsync(file.fileno())
 
     def describe(self, **about: Any) -> None:
         """Add to run.json."""
         self._about.update(about)
         write_atomic(self.path / ABOUT, json.dumps(self._about, indent=1) + "\n")
-
-    def restart_metrics(self, history: History | None) -> None:
-        """Begin metrics.jsonl anew with the epochs of `history`, which the checkpoint knows to be done."""
-        lines = [_line(history, record) for record in history.epochs] if history else []
-        write_atomic(self.path / METRICS, "".join(lines))
-
-    def add_epoch(self, history: History, record: dict[str, Any]) -> None:
-        with open(self.path / METRICS, "a", encoding="utf-8") as file:
-            file.write(_line(history, record))
-            file.flush()
-            os.fsync(file.fileno())
 
     def finish(self, model: nn.Module, history: History) -> None:
         self.save_model(model)
@@ -99,6 +103,11 @@ class RunFolder:
 
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
         write_atomic(self.path / MODEL, save(tensors))
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def discard(self) -> None:
         """Remove a folder in which nothing was trained."""

@@ -1,0 +1,83 @@
+"""`onelaunch info`, `onelaunch bench` and help."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import onelaunch
+from onelaunch.bench.case import REGISTRY, Trial, case
+from onelaunch.bench.run import select
+from onelaunch.train.engines import FASTEST_FIRST
+
+
+def test_info_names_versions_devices_and_every_engine(cli):
+    result = cli("info")
+    assert result.code == 0
+    assert f"onelaunch        {onelaunch.__version__}" in result.out
+    for engine in FASTEST_FIRST:
+        line = next(line for line in result.out.splitlines() if line.startswith(f"engine {engine} "))
+        assert "yes" in line or "no: " in line
+
+
+def test_help_lists_every_key(cli):
+    result = cli("train", "--help")
+    assert result.code == 0
+    for flag in ("--batch-size", "--data-dir", "--resume", "--label-smoothing", "--no-nesterov"):
+        assert flag in result.out
+
+
+def test_unknown_command_ends_with_2(cli):
+    assert cli("trian").code == 2
+
+
+@pytest.fixture
+def temporary_cases():
+    before = dict(REGISTRY)
+    select("all")
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(before)
+
+
+def test_bench_times_ours_and_its_peers(cli, tmp_path):
+    result = cli("bench", "train", "--filter", "64-32-10", "--quick", "--out", "results.json")
+    assert result.code == 0, result.err
+    saved = json.loads((tmp_path / "results.json").read_text())
+    one = saved["cases"][0]
+    assert one["check"] == "passed"
+    assert set(one["times"]) == {"onelaunch", "eager engine", "PyTorch loop"}
+    assert all(timing["n"] >= 4 and timing["median"] > 0 for timing in one["times"].values())
+    assert saved["machine"]["versions"]["torch"]
+
+
+def test_bench_prints_no_time_for_a_case_that_is_wrong(cli, tmp_path, temporary_cases):
+    def wrong() -> None:
+        raise AssertionError("losses differ by 3.0")
+
+    case("train/broken", "train", "a broken fast path")(lambda: Trial(ours=lambda: 1, check=wrong))
+    result = cli("bench", "train", "--filter", "broken", "--out", "results.json")
+    assert result.code == 1
+    assert "losses differ by 3.0" in result.out
+    assert "µs" not in result.out
+    assert json.loads((tmp_path / "results.json").read_text())["cases"][0]["times"] == {}
+
+
+def test_bench_goes_on_without_a_peer_that_raises(cli, temporary_cases):
+    def raises() -> None:
+        raise RuntimeError("no such instruction")
+
+    trial = Trial(ours=lambda: 1, check=lambda: None, peers={"bad": raises}, absent={"JAX": "not installed"})
+    case("train/peer", "train", "a peer that raises")(lambda: trial)
+    result = cli("bench", "train", "--filter", "train/peer", "--quick")
+    assert result.code == 0
+    assert "no such instruction" in result.out
+    assert "not installed" in result.out
+
+
+def test_bench_says_which_cases_there_are(cli):
+    result = cli("bench", "train", "--filter", "nothing like it")
+    assert result.code == 2
+    assert "train/64-32-10" in result.err
+    assert cli("bench", "trian").code == 2

@@ -1,0 +1,235 @@
+"""`onelaunch train`, end to end: the run folder, resuming, interrupting, killing, and every mistake with exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from onelaunch.train.build import mlp
+from onelaunch.train.checkpoint import load_checkpoint
+
+QUICK = ("--hidden", "16", "--epochs", "3", "--schedule", "constant", "--lr", "0.01")
+FILES = ["checkpoint.safetensors", "config.toml", "curves.png", "metrics.jsonl", "model.safetensors", "run.json"]
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
+
+
+def test_a_run_leaves_its_folder(cli, blobs, tmp_path):
+    result = cli("train", "--data", blobs, *QUICK, "--out", "result")
+    assert result.code == 0
+    assert result.err == ""
+    assert result.out.splitlines()[-1] == "run      result"
+    assert "blobs.npz, 400 rows of 5, 3 classes" in result.out
+    folder = tmp_path / "result"
+    assert visible(folder) == FILES
+    config = tomllib.loads((folder / "config.toml").read_text())
+    assert config["hidden"] == [16]
+    assert config["seed"] == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["epoch"] for line in lines] == [0, 1, 2]
+    assert [len(line["losses"]) for line in lines] == [3, 3, 3]
+    assert lines[-1]["validation"]["accuracy"] > 0.5
+    about = json.loads((folder / "run.json").read_text())
+    assert about["status"] == "finished"
+    assert about["machine"]["versions"]["torch"]
+    assert about["engine"]
+    model = mlp([5, 16, 3], dropout=0.2)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+
+
+def test_a_dated_folder_under_runs_by_default(cli, blobs, tmp_path):
+    first = cli("train", "--data", blobs, *QUICK)
+    second = cli("train", "--data", blobs, *QUICK)
+    assert first.code == second.code == 0
+    folders = sorted(folder.name for folder in (tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    assert all(re.fullmatch(r"\d{8}-\d{6}-blobs(-2)?", name) for name in folders)
+
+
+def test_same_seed_same_bits(cli, blobs, tmp_path):
+    for name in ("one", "two"):
+        assert cli("train", "--data", blobs, *QUICK, "--out", name).code == 0
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+    assert cli("train", "--data", blobs, *QUICK, "--seed", 1, "--out", "three").code == 0
+    assert (tmp_path / "one/model.safetensors").read_bytes() != (tmp_path / "three/model.safetensors").read_bytes()
+
+
+def test_resume_adds_epochs(cli, blobs, tmp_path):
+    assert cli("train", "--data", blobs, *QUICK, "--out", "parts").code == 0
+    result = cli("train", "--resume", "parts", "--epochs", 6)
+    assert result.code == 0
+    assert "resume   from step 9" in result.out
+    assert cli("train", "--data", blobs, *QUICK, "--epochs", 6, "--out", "whole").code == 0
+    assert (tmp_path / "parts/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
+    parts, whole = (
+        [{**json.loads(line), "seconds": 0} for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("parts", "whole")
+    )
+    assert parts == whole
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        path = folder / "checkpoint.safetensors"
+        if path.exists() and load_checkpoint(path).step >= step:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{folder} did not reach step {step}")
+
+
+LONG = ("--hidden", "16", "--epochs", "3000", "--lr", "0.001")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_run_resumes_to_the_same_bits(cli, start, blobs, tmp_path, how):
+    """The schedule makes the run's length part of it, so the resumed run must finish all of it."""
+    assert cli("train", "--data", blobs, *LONG, "--engine", "eager", "--epochs", 60, "--out", "whole").code == 0
+    process = start("train", "--data", blobs, *LONG, "--engine", "eager", "--epochs", 60, "--out", "stopped")
+    wait_for_step(tmp_path / "stopped", 20)
+    process.send_signal(how)
+    out, err = process.communicate(timeout=60)
+    if how == signal.SIGINT:
+        assert process.returncode == 130, err
+        assert "go on with: onelaunch train --resume stopped" in out
+        assert json.loads((tmp_path / "stopped/run.json").read_text())["status"] == "interrupted"
+    else:
+        (tmp_path / "stopped" / ".model.safetensors.1.tmp").write_bytes(b"half a file")
+        with open(tmp_path / "stopped" / "metrics.jsonl", "a") as file:
+            file.write('{"epoch": 99, "torn')
+    assert load_checkpoint(tmp_path / "stopped/checkpoint.safetensors").step < 60 * 3, "it was stopped too late to tell"
+    assert cli("train", "--resume", "stopped").code == 0
+    assert visible(tmp_path / "stopped") == FILES
+    assert not list((tmp_path / "stopped").glob(".*.tmp"))
+    for name in ("model.safetensors",):
+        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    lines = (tmp_path / "stopped/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == list(range(60))
+
+
+def test_two_processes_cannot_share_a_folder(cli, start, blobs, tmp_path):
+    process = start("train", "--data", blobs, *LONG, "--out", "busy")
+    try:
+        wait_for_step(tmp_path / "busy", 1)
+        result = cli("train", "--resume", "busy")
+        assert result.code == 2
+        assert "is in use by another training process" in result.err
+        assert cli("train", "--data", blobs, *QUICK, "--out", "busy").code == 2
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(cli, blobs, tmp_path):
+    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
+    finished = (tmp_path / "run/model.safetensors").read_bytes()
+    for name in FILES:
+        if name != "config.toml":
+            (tmp_path / "run" / name).unlink()
+    assert cli("train", "--resume", "run").code == 0
+    assert (tmp_path / "run/model.safetensors").read_bytes() == finished
+
+
+def test_a_diverging_run_ends_with_1_and_can_be_looked_at(cli, blobs, tmp_path):
+    result = cli("train", "--data", blobs, "--hidden", "16", "--optimizer", "sgd", "--lr", "1e12", "--out", "bad")
+    assert result.code == 1
+    assert re.search(r"error: .* step \d+.*smaller lr", result.err)
+    assert load_checkpoint(tmp_path / "bad/checkpoint.safetensors").step >= 0
+    assert "step" in json.loads((tmp_path / "bad/run.json").read_text())["status"]
+
+
+def test_regression_from_a_csv(cli, tmp_path):
+    rows = "\n".join(f"{i % 7},{i % 3},{(i % 7) * 2 + (i % 3)}" for i in range(200))
+    (tmp_path / "table.csv").write_text(f"a,b,price\n{rows}\n")
+    options = ("--target", "price", "--loss", "mse", "--hidden", "16", "--epochs", 30, "--dropout", 0, "--lr", 0.03)
+    result = cli("train", "--data", "table.csv", *options, "--out", "run")
+    assert result.code == 0
+    assert "values in column 'price'" in result.out
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["accuracy"] is None
+    assert lines[-1]["validation"]["loss"] < 0.1 * lines[0]["validation"]["loss"]
+
+
+MISTAKES = {
+    "unknown key": (("typo.toml",), "config key 'batch_sise' is not known; did you mean 'batch_size'"),
+    "wrong type": (("type.toml",), "epochs='ten' has the wrong type"),
+    "no such config": (("none.toml",), "config 'none.toml' cannot be read"),
+    "negative width": (("--hidden", "16,-3"), "layers="),
+    "no list": (("--hidden", "16;3"), "is not a list of numbers"),
+    "unknown flag": (("--bach-size", "3"), "No such option"),
+    "flag type": (("--epochs", "many"), "Invalid value for '--epochs'"),
+    "dropout": (("--dropout", "1.5"), "dropout=1.5 must lie between 0 and 1"),
+    "activation": (("--activation", "rely"), "did you mean 'relu'"),
+    "engine": (("--engine", "resident"), "engine='resident' cannot run this"),
+    "precision": (("--precision", "fp12"), "precision='fp12' is not known"),
+    "unknown data": (("--data", "minst"), "did you mean 'mnist'"),
+    "no such file": (("--data", "none.csv"), "none.csv: no such file"),
+    "too few outputs": (("--layers", "5,4,2"), r"y[2]=2 is not a class of this model"),
+    "wrong inputs": (("--layers", "4,3"), "x has 5 values a row, the model's first Linear takes 4"),
+    "both lengths": (("--epochs", "2", "--steps", "3"), "epochs and steps are both given"),
+    "not a run": (("--resume", "nowhere"), "is not a run folder"),
+    "resume and config": (("typo.toml", "--resume", "run"), "leave out CONFIG"),
+    "folder in use": (("--out", "full"), "out='full' is not empty"),
+    "out below a file": (("--out", "blobs.npz/run"), "cannot be written"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_end_with_2_and_one_line(cli, blobs, tmp_path, mistake):
+    (tmp_path / "typo.toml").write_text("batch_sise = 3\n")
+    (tmp_path / "type.toml").write_text('epochs = "ten"\n')
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "something").write_text("mine")
+    before = visible(tmp_path)
+    arguments, message = MISTAKES[mistake]
+    data = () if "--data" in arguments or "--resume" in arguments else ("--data", blobs)
+    out = () if "--out" in arguments or "--resume" in arguments else ("--out", "run")
+    result = cli("train", *arguments, *data, *out)
+    assert result.code == 2, result.err
+    assert message in result.err
+    assert "Traceback" not in result.err
+    if result.err.startswith("error:"):
+        assert result.err.count("\n") == 1
+    assert visible(tmp_path) == before, "something was left behind"
+
+
+def test_a_corrupt_checkpoint_is_refused_and_kept(cli, blobs, tmp_path):
+    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
+    checkpoint = tmp_path / "run" / "checkpoint.safetensors"
+    broken = checkpoint.read_bytes()[:-100]
+    checkpoint.write_bytes(broken)
+    result = cli("train", "--resume", "run", "--epochs", 9)
+    assert result.code == 2
+    assert "is damaged" in result.err
+    assert checkpoint.read_bytes() == broken
+    assert visible(tmp_path / "run") == FILES
+
+
+def test_resume_with_another_model_is_refused(cli, blobs, tmp_path):
+    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
+    kept = (tmp_path / "run/model.safetensors").read_bytes()
+    config = (tmp_path / "run/config.toml").read_text()
+    result = cli("train", "--resume", "run", "--hidden", "32")
+    assert result.code == 2
+    assert "is of another model" in result.err
+    assert (tmp_path / "run/model.safetensors").read_bytes() == kept
+    assert (tmp_path / "run/config.toml").read_text() == config
+
+
+def test_full_mnist_default_passes_98(cli, full_mnist, tmp_path):
+    """The promise of the default config, on three seeds."""
+    for seed in (0, 1, 2):
+        out = tmp_path / f"seed{seed}"
+        result = cli("train", "--data-dir", full_mnist, "--seed", seed, "--out", out)
+        assert result.code == 0
+        last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["validation"]["accuracy"] >= 0.98, f"seed {seed}"

@@ -1,0 +1,222 @@
+"""A run that was stopped, however roughly, goes on to the same bits; a bad checkpoint is refused and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import onelaunch as ol
+from onelaunch.train.checkpoint import load_checkpoint
+from tests.train.reference import OPTIMIZERS, problem
+
+pytest.importorskip("safetensors")
+
+
+def network(device: torch.device | str = "cpu") -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(7, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 4)
+    ).to(device)  # fmt: skip
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return problem("cross_entropy")
+
+
+def run(model, **options):
+    x, y = data()
+    optimizer = {} if "optimizer" in options else OPTIMIZERS["sgd-momentum"]
+    defaults = {"epochs": 6, "engine": "eager", "progress": False, "validation": (x, y), **optimizer}
+    return ol.fit(model, x, y, **{**defaults, **options})
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    pairs = zip(left.state_dict().values(), right.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resume_gives_the_same_bits(tmp_path, optimizer, device):
+    whole, parts = network(device), network(device)
+    expected = run(whole, **OPTIMIZERS[optimizer])
+    path = tmp_path / "run.safetensors"
+    run(parts, epochs=2, checkpoint=path, **OPTIMIZERS[optimizer])
+    fresh = network(device)
+    history = run(fresh, checkpoint=path, resume=True, **OPTIMIZERS[optimizer])
+    assert same(fresh, whole)
+    assert history.losses == expected.losses
+    strip = [{**epoch, "seconds": 0} for epoch in history.epochs]
+    assert strip == [{**epoch, "seconds": 0} for epoch in expected.epochs]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "one_cycle"])
+def test_a_schedule_fixes_the_length(tmp_path, schedule):
+    path = tmp_path / "run.safetensors"
+    run(network(), epochs=2, schedule=schedule, checkpoint=path)
+    with pytest.raises(ol.CheckpointError, match=r"epochs=2, not 3 \(its schedule depends on the length\)"):
+        run(network(), epochs=3, schedule=schedule, checkpoint=path, resume=True)
+
+
+def test_ctrl_c_saves_within_the_epoch_and_resumes_to_the_same_bits(tmp_path):
+    whole, stopped = network(), network()
+    expected = run(whole, epochs=400)
+    path = tmp_path / "run.safetensors"
+    interrupt = threading.Timer(0.25, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, epochs=400, checkpoint=path)
+    interrupt.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    saved = load_checkpoint(path)
+    assert 0 < saved.step < len(expected.losses)
+    assert all(torch.equal(saved.model[name], tensor) for name, tensor in stopped.state_dict().items())
+    resumed = network()
+    history = run(resumed, epochs=400, checkpoint=path, resume=True)
+    assert history.losses == expected.losses
+    assert same(resumed, whole)
+    assert [epoch["accuracy"] for epoch in history.epochs] == [epoch["accuracy"] for epoch in expected.epochs]
+
+
+KILLED = """
+import sys, torch
+sys.path[:0] = {path!r}
+from tests.train.test_checkpoint import network, run
+print("started", flush=True)
+run(network(), epochs=3000, checkpoint={checkpoint!r})
+"""
+
+
+def test_kill_minus_9_leaves_a_whole_checkpoint(tmp_path):
+    path = tmp_path / "run.safetensors"
+    script = textwrap.dedent(KILLED.format(path=sys.path, checkpoint=str(path)))
+    for delay in (0.1, 0.23, 0.4):
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()
+        while not path.exists():
+            time.sleep(0.01)
+        time.sleep(delay)
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        step = load_checkpoint(path).step
+        end = step + 5 * 5
+        whole, resumed = network(), network()
+        expected = run(whole, epochs=None, steps=end)
+        history = run(resumed, epochs=end // 5, checkpoint=path, resume=True)
+        assert history.losses == expected.losses
+        assert same(resumed, whole)
+        path.unlink()
+
+
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path):
+    x, y = problem("mse")
+    path = tmp_path / "run.safetensors"
+    model = nn.Sequential(nn.Linear(7, 4))
+    options = {"loss": "mse", "lr": 3.0, "batch_size": 150, "engine": "eager", "progress": False}
+    with pytest.raises(ol.DivergedError, match=r"step \d+.*last good checkpoint is") as caught:
+        ol.fit(model, x, y, epochs=2000, checkpoint=path, **options)
+    saved = load_checkpoint(path)
+    assert 0 < saved.step <= caught.value.step
+    assert all(torch.isfinite(tensor).all() for tensor in saved.model.values())
+    assert torch.isfinite(saved.losses).all()
+
+
+def test_every_kind_of_damage_is_noticed(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run(network(), epochs=1, checkpoint=path)
+    good = path.read_bytes()
+    damaged = {
+        "empty": b"",
+        "cut": good[: len(good) // 2],
+        "longer": good + b"x",
+        "text": b"not a checkpoint at all, but long enough to look at" * 10,
+        "flipped weight": good[:-9] + bytes([good[-9] ^ 1]) + good[-8:],
+        "flipped header": good[:60] + bytes([good[60] ^ 1]) + good[61:],
+        "huge header": (2**62).to_bytes(8, "little") + good[8:],
+    }
+    for name, content in damaged.items():
+        path.write_bytes(content)
+        with pytest.raises(ol.CheckpointError, match=r"run\.safetensors'.*(damaged|not written by)") as caught:
+            run(network(), checkpoint=path, resume=True)
+        assert "\n" not in str(caught.value), name
+        assert path.read_bytes() == content, f"{name}: the file was touched"
+
+
+def test_any_single_flipped_byte_is_noticed(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run(network(), epochs=1, checkpoint=path)
+    good = path.read_bytes()
+    for position in torch.randint(len(good), (60,)).tolist():
+        path.write_bytes(good[:position] + bytes([good[position] ^ (1 << position % 8)]) + good[position + 1 :])
+        with pytest.raises(ol.CheckpointError):
+            load_checkpoint(path)
+
+
+def test_a_checkpoint_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run(network(), epochs=1, checkpoint=path)
+    wider = nn.Sequential(nn.Linear(7, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
+    before = path.read_bytes()
+    for change, message in (
+        ({"model": wider}, r"another model: its 0.bias is \[16\], this model's is \[32\]"),
+        ({"batch_size": 16}, r"made with batch_size=32, not 16: pass batch_size=32"),
+        ({"lr": 0.5}, r"made with lr=0.05, not 0.5"),
+        ({"seed": 1}, r"made with seed=0, not 1"),
+    ):
+        options = {"model": network(), **change}
+        with pytest.raises(ol.CheckpointError, match=message):
+            run(options.pop("model"), checkpoint=path, resume=True, **options)
+    x, y = data()
+    with pytest.raises(ol.CheckpointError, match="other data"):
+        ol.fit(
+            network(), x + 1, y, epochs=6, checkpoint=path, resume=True, progress=False, **OPTIMIZERS["sgd-momentum"]
+        )
+    with pytest.raises(ol.CheckpointError, match="past the end of this run"):
+        run(network(), epochs=None, steps=2, checkpoint=path, resume=True)
+    with pytest.raises(ol.CheckpointError, match="is not there"):
+        run(network(), checkpoint=tmp_path / "none.safetensors", resume=True)
+    assert path.read_bytes() == before
+
+
+def test_a_safetensors_file_of_another_program_is_refused(tmp_path):
+    from safetensors.torch import save_file
+
+    path = tmp_path / "other.safetensors"
+    save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(ol.CheckpointError, match="was not written by onelaunch"):
+        run(network(), checkpoint=path, resume=True)
+
+
+def test_a_new_run_does_not_overwrite_an_old_checkpoint(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run(network(), epochs=1, checkpoint=path)
+    first = path.read_bytes()
+    run(network(), epochs=1, seed=1, checkpoint=path)
+    run(network(), epochs=1, seed=2, checkpoint=path)
+    assert path.with_name("run.safetensors.1").read_bytes() == first
+    assert path.with_name("run.safetensors.2").exists()
+
+
+def test_an_unwritable_place_is_named(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(ol.CheckpointError, match=r"checkpoint=.* cannot be written"):
+        run(network(), epochs=1, checkpoint=blocker / "run.safetensors")
+    with pytest.raises(ol.OnelaunchError, match="is a folder"):
+        run(network(), epochs=1, checkpoint=tmp_path)
+
+
+def test_no_temporary_files_stay(tmp_path):
+    run(network(), epochs=2, checkpoint=tmp_path / "run.safetensors")
+    assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]

@@ -1,0 +1,248 @@
+"""`ol.fit` as a user meets it: what it takes, what it returns, what it leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import onelaunch as ol
+from tests.train.reference import problem
+
+
+def small(outputs: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, outputs))
+
+
+def run(model, x, y, **options):
+    return ol.fit(model, x, y, **{"epochs": 2, "lr": 0.1, "engine": "eager", "progress": False, **options})
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in model.state_dict().values()]
+
+
+def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def test_trains_the_given_model_in_place():
+    x, y = problem("cross_entropy")
+    model = small()
+    before = weights(model)
+    parameters = list(model.parameters())
+    history = run(model, x, y, epochs=20)
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert not same(before, weights(model))
+    assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
+    assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_history_says_what_happened():
+    x, y = problem("cross_entropy")
+    history = run(small(), x, y, epochs=3, batch_size=40, validation=(x[:50], y[:50]))
+    assert len(history.losses) == 3 * 4
+    assert [epoch["epoch"] for epoch in history.epochs] == [0, 1, 2]
+    assert [epoch["step"] for epoch in history.epochs] == [4, 8, 12]
+    first = history.epochs[0]
+    by_rows = sum(loss * rows for loss, rows in zip(history.losses[:4], (40, 40, 40, 30), strict=True)) / 150
+    assert first["loss"] == pytest.approx(by_rows)
+    assert 0 <= first["accuracy"] <= 1
+    assert set(first["validation"]) == {"loss", "accuracy"}
+    assert first["seconds"] > 0
+    assert history.engine == "eager"
+    assert history.reason
+    assert json.loads(json.dumps(history.to_dict()))["losses"] == history.losses
+
+
+def test_epoch_metrics_are_right():
+    """With lr = 0 the model stands still, so accuracy and losses can be computed beside it."""
+    x, y = problem("cross_entropy")
+    model = small()
+    history = run(model, x, y, lr=0.0, epochs=1, validation=(x[:37], y[:37]))
+    output = model(x)
+    accuracy = (output.argmax(1) == y).float().mean().item()
+    assert history.epochs[0]["accuracy"] == pytest.approx(accuracy)
+    assert history.epochs[0]["loss"] == pytest.approx(nn.functional.cross_entropy(output, y).item(), rel=1e-5)
+    check = history.epochs[0]["validation"]
+    assert check["loss"] == pytest.approx(nn.functional.cross_entropy(output[:37], y[:37]).item(), rel=1e-5)
+    assert check["accuracy"] == pytest.approx((output[:37].argmax(1) == y[:37]).float().mean().item())
+
+
+def test_validation_sees_evaluation_mode_and_does_not_disturb_training():
+    x, y = problem("cross_entropy")
+    model = nn.Sequential(nn.Linear(7, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 4))
+    twin = copy.deepcopy(model)
+    run(model, x, y, validation=(x, y))
+    run(twin, x, y)
+    assert same(weights(model), weights(twin))
+    model.eval()
+    run(model, x, y, epochs=1, validation=(x, y))
+    assert not model.training
+
+
+def test_inputs_of_every_kind_give_the_same_run():
+    x, y = problem("cross_entropy")
+    reference = small()
+    run(reference, x, y)
+    for kind in (
+        (x.numpy(), y.numpy()),
+        (x.double(), y.int()),
+        (x.tolist(), y.tolist()),
+        (np.asfortranarray(x.numpy()), y.numpy()[:, None]),
+        (x.numpy().astype(">f4"), y.numpy().astype(np.uint16)),
+        (torch.stack([x, x], dim=1)[:, 0], y),
+    ):
+        model = small()
+        run(model, *kind)
+        assert same(weights(model), weights(reference))
+
+
+def test_read_only_arrays_are_taken():
+    x, y = problem("cross_entropy")
+    frozen = x.numpy().copy()
+    frozen.flags.writeable = False
+    run(small(), frozen, y)
+
+
+def test_uint8_means_value_over_255():
+    pixels = torch.randint(256, (100, 4, 4), dtype=torch.uint8)
+    y = torch.randint(3, (100,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
+    twin = copy.deepcopy(model)
+    run(model, pixels, y, validation=(pixels[:9], y[:9]))
+    run(twin, pixels.float() / 255, y)
+    assert same(weights(model), weights(twin))
+
+
+def test_regression_takes_flat_targets():
+    x, y = problem("mse", outputs=1)
+    one, two = small(1), small(1)
+    run(one, x, y[:, 0], loss="mse")
+    history = run(two, x, y, loss="mse", validation=(x, y))
+    assert same(weights(one), weights(two))
+    assert history.epochs[0]["accuracy"] is None
+    assert history.epochs[0]["validation"]["accuracy"] is None
+
+
+def test_binary_targets_may_be_integers_and_accuracy_counts_elements():
+    x, y = problem("bce_with_logits")
+    history = run(small(), x, y.long(), loss="bce_with_logits", epochs=30, lr=1.0)
+    assert 0.7 < history.epochs[-1]["accuracy"] <= 1
+
+
+def test_drop_last_and_steps():
+    x, y = problem("cross_entropy")
+    assert len(run(small(), x, y, epochs=1, drop_last=True).losses) == 4
+    assert len(run(small(), x, y, epochs=1).losses) == 5
+    history = run(small(), x, y, epochs=None, steps=7, validation=(x, y))
+    assert len(history.losses) == 7
+    assert [epoch["step"] for epoch in history.epochs] == [5, 7]
+    assert history.epochs[-1]["validation"]
+
+
+@given(rows=st.integers(1, 50), batch=st.integers(1, 60), steps=st.integers(1, 12), drop_last=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_any_batching_covers_the_rows_it_should(rows, batch, steps, drop_last):
+    if drop_last and batch > rows:
+        return
+    spec = ol.train.spec.Spec(rows=rows, steps=steps, batch_size=batch, drop_last=drop_last)
+    seen = [row for step in range(spec.steps_per_epoch) for row in range(rows)[spec.batch_slice(step)]]
+    assert seen == list(range(rows - rows % batch if drop_last else rows))
+    model = nn.Sequential(nn.Linear(3, 2))
+    history = run(model, torch.randn(rows, 3), torch.randint(2, (rows,)), epochs=None, steps=steps, batch_size=batch,
+                  drop_last=drop_last)  # fmt: skip
+    assert len(history.losses) == steps
+
+
+class Residual(nn.Module):
+    """A model that is no nn.Sequential, with functional dropout from PyTorch's generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last, self.drop = nn.Linear(7, 7), nn.Linear(7, 4), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.drop(torch.relu(self.inner(x)))
+        x = self.drop(x)
+        return self.last(nn.functional.dropout(x, 0.1, self.training))
+
+
+def test_any_module_trains_and_repeats_bit_for_bit(device):
+    x, y = problem("cross_entropy")
+    torch.manual_seed(0)
+    model = Residual().to(device)
+    twin = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    first = run(model, x, y, epochs=5, seed=4)
+    assert torch.equal(torch.get_rng_state(), state), "the user's generator moved"
+    torch.randn(5)
+    second = run(twin, x, y, epochs=5, seed=4)
+    assert first.losses == second.losses
+    assert same(weights(model), weights(twin))
+    assert "not an nn.Sequential" in run(twin, x, y, engine="auto").reason
+    other = run(copy.deepcopy(model), x, y, seed=5)
+    assert other.losses != run(copy.deepcopy(model), x, y, seed=4).losses
+
+
+def test_tied_and_frozen_weights_keep_their_meaning():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(7, 7, bias=False), nn.Linear(7, 7, bias=False)
+            self.down.weight = self.up.weight
+            self.frozen = nn.Linear(7, 4)
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.frozen(self.down(self.up(x)))
+
+    x, y = problem("cross_entropy")
+    model = Tied()
+    before = model.frozen.weight.clone()
+    run(model, x, y)
+    assert torch.equal(model.frozen.weight, before)
+    assert model.down.weight is model.up.weight
+
+
+def test_loss_that_is_not_finite_stops_the_run():
+    x, y = problem("mse")
+    with pytest.raises(ol.DivergedError, match=r"step \d+: pass a smaller lr") as caught:
+        run(small(), 1e3 * x, 1e6 * y, loss="mse", lr=1e3, epochs=50)
+    assert caught.value.step > 0
+
+
+def test_weights_that_overflow_in_the_last_step_are_noticed():
+    x, y = problem("mse")
+    with pytest.raises(ol.DivergedError, match="no longer finite after step 0"):
+        run(small(), x, y * 1e15, loss="mse", lr=1e30, epochs=None, steps=1)
+
+
+@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
+def test_plot_draws_a_file(tmp_path, kind):
+    x, y = problem("cross_entropy")
+    path = run(small(), x, y, validation=(x, y)).plot(tmp_path / f"curves.{kind}")
+    assert path.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")
+
+
+def test_plot_of_a_regression_and_a_bad_ending(tmp_path):
+    x, y = problem("mse")
+    history = run(small(), x, y, loss="mse")
+    history.plot(tmp_path / "curves.png")
+    with pytest.raises(ol.OnelaunchError, match=r"must end in \.png"):
+        history.plot(tmp_path / "curves.docx")
+
+
+def test_repr_is_short():
+    x, y = problem("cross_entropy")
+    text = repr(run(small(), x, y, validation=(x, y)))
+    assert "10 steps on eager" in text
+    assert "validation loss" in text
