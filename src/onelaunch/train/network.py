@@ -99,7 +99,10 @@ def describe(model: nn.Module) -> Network:
         if layer is not None:
             layers.append(layer)
     _refuse_misfits(layers)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+    owners: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+        if owners.setdefault(tensor.data_ptr(), name) != name and tensor.numel():
+            raise NotPlainError(f"{owners[tensor.data_ptr()]} and {name} share their memory")
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
             raise NotPlainError(f"{name} is {tensor.dtype}, not torch.float32")
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:

@@ -11,7 +11,6 @@ FASTEST_FIRST = ("resident", "graph", "cpu", "eager")
 NOT_YET = {
     "resident": "the resident engine is not in this version",
     "graph": "the graph engine is not in this version",
-    "cpu": "the cpu engine is not in this version",
 }
 
 
