@@ -42,7 +42,8 @@ class Arena:
 
     @staticmethod
     def size_for(plan: Plan, rows: int) -> int:
-        return plan.size + round_up(4 * round_up(rows, plan.lanes), CACHE_LINE)
+        # One vector more than the rows: a batch's sample numbers are read a vector at a time.
+        return plan.size + round_up(4 * (round_up(rows, plan.lanes) + plan.lanes), CACHE_LINE)
 
     def view(self, name: str, dtype: Any = np.float32, shift: int = 0) -> np.ndarray[Any, Any]:
         """A buffer by name; `shift` bytes further on for the optimizer's states."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onelaunch.train.engines.cpu import gradient, norm
+from onelaunch.train.engines.cpu import few_classes, gradient, norm
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
 from onelaunch.train.engines.cpu.loss import loss_rows
 from onelaunch.train.engines.cpu.optimizer import Update
@@ -20,21 +20,14 @@ def loss_and_gradient(phase: Phase) -> None:
     first, last = plan.owned_rows(phase.share, phase.batch)
     if first == last:
         return
+    if few_classes.applies(plan, training=phase.training):
+        _few_classes(phase, first, last)
+        return
     stop = f.minimum(phase.rows, last)
-    targets = phase.control("y" if phase.training else "check_y", "ptr")
+    targets, loss, tally = _loss_places(phase)
     outputs = phase.output(stage)
-    if phase.training:
-        panels = phase.buffer(f"gradient.panels.{stage.index}")
-        loss = f.at(phase.buffer(f"losses.{phase.share}"), f["j"], "double", "loss")
-        f.store(Value("double", "0.0"), loss)
-        tally, sums = phase.buffer(f"tally.{phase.share}"), phase.buffer("sums")
-    else:
-        panels = outputs
-        values = 1 if plan.settings.loss == "cross_entropy" else stage.width
-        element = "i64" if plan.settings.loss == "cross_entropy" else "float"
-        targets = f.at(targets, f.mul(phase.first_row, values), element, "targets")
-        loss = f.at(phase.buffer(f"tally.{phase.share}"), 1, "double", "loss")
-        tally, sums = f.at(phase.buffer(f"tally.{phase.share}"), 2, "i64", "tally"), phase.buffer("check.sums")
+    panels = phase.buffer(f"gradient.panels.{stage.index}") if phase.training else outputs
+    sums = phase.buffer("sums" if phase.training else "check.sums")
     kernel = loss_rows(phase.module, plan, training=phase.training)
     f.call(kernel, outputs, targets, phase.order, sums, panels, first, stop, phase.scalars, phase.hyper, loss, tally)
     if phase.training:
@@ -45,6 +38,50 @@ def loss_and_gradient(phase: Phase) -> None:
         for batch_panel in plan.batch_panels():
             if batch_panel.first < last and first < batch_panel.first + batch_panel.width:
                 _settle(phase, stage, plan.panels(stage), batch_panel, (first, last), derive=derive)
+
+
+def _loss_places(phase: Phase) -> tuple[Value, Value, Value]:
+    """Where targets are read, where the loss and where the right predictions are added."""
+    f, plan = phase.f, phase.plan
+    own = phase.buffer(f"tally.{phase.share}")
+    if phase.training:
+        loss = f.at(phase.buffer(f"losses.{phase.share}"), f["j"], "double", "loss")
+        f.store(Value("double", "0.0"), loss)
+        return phase.control("y", "ptr"), loss, own
+    values, element = (1, "i64") if plan.settings.loss == "cross_entropy" else (plan.last.width, "float")
+    targets = f.at(phase.control("check_y", "ptr"), f.mul(phase.first_row, values), element, "targets")
+    return targets, f.at(own, 1, "double", "loss"), f.at(own, 2, "i64", "tally")
+
+
+def _few_classes(phase: Phase, first: int, last: int) -> None:
+    f, plan = phase.f, phase.plan
+    stage = plan.last
+    targets, loss, tally = _loss_places(phase)
+    outputs, width = phase.output(stage), min(plan.panel_width, plan.padded(stage))
+    panels = transposed = outputs
+    if phase.training:
+        panels, transposed = (phase.buffer(f"gradient.{kind}.{stage.index}") for kind in ("panels", "transposed"))
+    wide_rows = plan.rows // plan.panel_width * plan.panel_width if phase.training else last
+
+    def one(row: Int, batch_width: int) -> None:
+        kernel = few_classes.block(phase.module, plan, training=phase.training, batch_width=batch_width)
+        # The place of these rows' columns among batch panels: a panel's start, and the row inside it.
+        if isinstance(row, int):
+            inside: Int = row % plan.panel_width
+        else:
+            inside = f.op("i64", f"and i64 {row.text}, {plan.panel_width - 1}", "inside")
+        start = f.mul(f.sub(row, inside), plan.padded(stage))
+        f.call(
+            kernel, f.at(outputs, f.mul(row, plan.pitch(stage))), targets if phase.training else f.at(targets, row, "i64"),
+            f.at(phase.order, row, "i32") if phase.training else phase.order, f.i64(f.sub(phase.rows, row)),
+            f.at(panels, f.mul(row, width)) if phase.training else panels,
+            f.at(transposed, f.add(start, inside)) if phase.training else panels,
+            phase.scalars, phase.hyper, loss, tally,
+        )  # fmt: skip
+
+    f.loop(min(last, wide_rows), lambda row: one(row, plan.panel_width), start=first, step=f.lanes, index="block")
+    if last > wide_rows:
+        one(max(first, wide_rows), plan.rows - wide_rows)
 
 
 def _clear_rows(phase: Phase, panel: Panel, first: Int, last: int) -> None:

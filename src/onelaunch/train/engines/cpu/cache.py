@@ -20,7 +20,7 @@ from onelaunch.train.engines.cpu.target import Target
 
 FORMAT = b"onelaunch cpu object 1"
 SOURCES = (
-    "backward", "elementwise", "emit", "forward", "gradient", "loss", "native", "norm", "optimizer", "phase", "plan",
+    "backward", "elementwise", "emit", "few_classes", "forward", "gradient", "loss", "native", "norm", "optimizer", "phase", "plan",
     "program", "random_bits", "target", "threads", "tile", "vector_math",
 )  # fmt: skip
 

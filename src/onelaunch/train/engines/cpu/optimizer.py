@@ -8,6 +8,7 @@ memory. PyTorch's formulas; per step and from the host, in double precision unti
 
 from __future__ import annotations
 
+from onelaunch.train.engines.cpu import vector_math
 from onelaunch.train.engines.cpu.emit import Function, Value
 from onelaunch.train.engines.cpu.plan import HYPERPARAMETERS, SCALARS, Plan
 
@@ -62,8 +63,8 @@ class Update:
         square = f.fma(self._scalar("beta2"), square, f.fmul(f.fmul(gradient, gradient), self._scalar("new_square")))
         f.store(mean, first, index)
         f.store(square, second, index)
-        root = f.intrinsic(f.vector, f"sqrt.v{f.lanes}f32", square, hint="root")
+        root = vector_math.root(f, square)
         scale = f.fma(root, self._scalar("inverse_root"), self._scalar("eps"), "scale")
         if settings.weight_decay and settings.optimizer == "adamw":
             weight = f.fmul(weight, self._scalar("decay"), "decayed")
-        return f.fma(self._scalar("rate"), f.fdiv(mean, scale), weight, "weight")
+        return f.fma(self._scalar("rate"), vector_math.divide(f, mean, scale), weight, "weight")

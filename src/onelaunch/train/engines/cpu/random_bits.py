@@ -5,7 +5,14 @@
 
 from __future__ import annotations
 
-from onelaunch.rng import FEISTEL_MULTIPLIERS, FEISTEL_ROUNDS, PHILOX_KEY_STEPS, PHILOX_MULTIPLIERS, UNITS_PER_CALL
+from onelaunch.rng import (
+    FEISTEL_MULTIPLIERS,
+    FEISTEL_ROUNDS,
+    PERMUTATION_STREAM,
+    PHILOX_KEY_STEPS,
+    PHILOX_MULTIPLIERS,
+    UNITS_PER_CALL,
+)
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
 
 
@@ -41,6 +48,14 @@ def philox(f: Function, counter: list[Value], key: tuple[Value, Value]) -> list[
     return [c0, c1, c2, c3]
 
 
+def _halves(f: Function, word: Value, hint: str) -> tuple[Value, Value]:
+    """The low and the high 32 bits of an i64, each in all lanes."""
+    low = f.op("i32", f"trunc i64 {word.text} to i32", hint)
+    shifted = f.op("i64", f"lshr i64 {word.text}, 32", hint)
+    high = f.op("i32", f"trunc i64 {shifted.text} to i32", hint)
+    return f.splat(low, hint), f.splat(high, hint)
+
+
 def draw_bits(module: Module, *, layer: int, first_row: int, rows: int, first_column: int, columns: int) -> str:
     """A function `(bits, step, seed)` that writes the 16-bit numbers of a region, `columns` of them a row.
 
@@ -51,10 +66,7 @@ def draw_bits(module: Module, *, layer: int, first_row: int, rows: int, first_co
     name = f"draw_dropout_{layer}_rows_{first_row}_{rows}_columns_{first_column}_{columns}"
 
     def make(f: Function) -> None:
-        low = f.op("i32", f"trunc i64 {f['seed'].text} to i32", "seed")
-        shifted = f.op("i64", f"lshr i64 {f['seed'].text}, 32", "seed")
-        high = f.op("i32", f"trunc i64 {shifted.text} to i32", "seed")
-        key = (f.splat(low, "key"), f.splat(high, "key"))
+        key = _halves(f, f["seed"], "key")
         step = f.splat(f.op("i32", f"trunc i64 {f['step'].text} to i32", "step"), "step")
 
         def body(first: Int) -> None:
@@ -90,10 +102,22 @@ def _store_interleaved(f: Function, words: list[Value], pointer: Value) -> None:
     f.emit(f"store {quadruple} {mixed.text}, ptr {pointer.text}, align 2")
 
 
-def row_order(module: Module) -> str:
-    """A public function `(order, rows, bits, keys)`: `order[i] = permutation(rows, seed, epoch)[i]` as i32.
+def _round_keys(f: Function) -> list[Value]:
+    """The eight keys of an epoch's order, each in all lanes: lane 0 holds Philox call 0, lane 1 call 1."""
+    low, high = _halves(f, f["epoch"], "epoch")
+    words = philox(f, [f.lane_numbers(), low, high, f.integer(signed(PERMUTATION_STREAM))], _halves(f, f["seed"], "seed"))
+    keys = []
+    for number in range(FEISTEL_ROUNDS):
+        call, word = divmod(number, 4)
+        key = f.op("i32", f"extractelement {f.integers} {words[word].text}, i32 {call}", "key")
+        keys.append(f.splat(key, "key"))
+    return keys
 
-    `bits` is `rng.permutation_bits(rows)`, `keys` the eight round keys as i32; `order` has room for whole vectors.
+
+def row_order(module: Module) -> str:
+    """A public function `(order, rows, bits, seed, epoch)`: `order[i] = permutation(rows, seed, epoch)[i]` as i32.
+
+    `bits` is `rng.permutation_bits(rows)`; `order` has room for whole vectors.
     """
 
     def make(f: Function) -> None:
@@ -105,9 +129,7 @@ def row_order(module: Module) -> str:
         widths = [f.splat(left_width, "left_bits"), f.splat(right_width, "right_bits")]
         one = f.integer(1)
         masks = [f.binary("sub", f.binary("shl", one, bits), one, "mask") for bits in widths]
-        keys = [
-            f.splat(f.load("i32", f["keys"], number, element="i32", hint="key"), "key") for number in range(FEISTEL_ROUNDS)
-        ]
+        keys = _round_keys(f)
 
         def feistel(index: Value) -> Value:
             left = f.binary("lshr", index, widths[1], "left")
@@ -144,4 +166,4 @@ def row_order(module: Module) -> str:
 
         f.loop(f["rows"], body, step=f.lanes, index="row")
 
-    return module.function("row_order", "ptr %order, i64 %rows, i64 %bits, ptr %keys", make, public=True)
+    return module.function("row_order", "ptr %order, i64 %rows, i64 %bits, i64 %seed, i64 %epoch", make, public=True)

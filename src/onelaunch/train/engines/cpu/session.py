@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onelaunch.rng import permutation_bits, permutation_keys
+from onelaunch.rng import permutation_bits
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.cpu import cache
 from onelaunch.train.engines.cpu.arena import Arena
@@ -67,6 +67,7 @@ class CpuSession:
         self.allocations = {"arena": 1}
         self.team = Team(self._plan.shares)
         self._tensors = dict(run.model.state_dict(keep_vars=True))
+        self._order_address = self.arena.order.ctypes.data
         self._done = 0  # steps of the run that the arena holds
         self._step_seconds = 0.0
         self._functions()
@@ -79,13 +80,13 @@ class CpuSession:
         names = [f"share_{share}" for share in range(self._plan.shares)] if self._plan.shares > 1 else []
         self._alone = {kind: self.native.function(f"{kind}_alone", pointer) for kind in kinds}
         self._together = {kind: [self.native.function(f"{kind}_{name}", pointer) for name in names] for kind in kinds}
-        self._row_order = self.native.function("row_order", pointer, ctypes.c_int64, ctypes.c_int64, pointer)
+        self._row_order = self.native.function("row_order", pointer, *[ctypes.c_int64] * 4)
 
     def _point_at_data(self) -> None:
         spec, run = self.spec, self.run
         self._kept = [run.x.contiguous(), run.y.contiguous()]  # the native code reads these; keep them alive
         self.arena.set_control(
-            x=self._kept[0].data_ptr(), y=self._kept[1].data_ptr(), rows=spec.rows, order=self.arena.order.ctypes.data,
+            x=self._kept[0].data_ptr(), y=self._kept[1].data_ptr(), rows=spec.rows, order=self._order_address,
             yield_thread=yield_address(), patience=PATIENCE, seed=_as_signed(spec.seed),
         )  # fmt: skip
         if run.validation is not None:
@@ -191,8 +192,8 @@ class CpuSession:
 
     def _fill_order(self, epoch: int) -> None:
         spec = self.spec
-        keys = np.array(permutation_keys(spec.seed, epoch), np.uint32)
-        self._row_order(self.arena.order.ctypes.data, spec.rows, permutation_bits(spec.rows), keys.ctypes.data)
+        bits = permutation_bits(spec.rows)
+        self._row_order(self._order_address, spec.rows, bits, _as_signed(spec.seed), epoch)
 
     def _train(self, step: int, count: int) -> None:
         spec = self.spec

@@ -11,6 +11,7 @@ a step takes with and without them, and looks again when the machine seems to ha
 from __future__ import annotations
 
 import ctypes
+import math
 import queue
 import sys
 import threading
@@ -20,9 +21,9 @@ from onelaunch.train.engines.cpu.emit import Function, Module, Value
 from onelaunch.train.engines.cpu.plan import CONTROL, Plan
 
 PATIENCE = 1000  # looks (about 40 ns each) before a waiting thread yields
-SLOWER = 1.5  # times the best step so far, at which the team looks again whether threads help
-LOOK_AGAIN = 64  # calls after which it looks again anyway
-SAMPLES = 2  # calls in each way before the first decision
+SLOWER = 1.3  # times the best step since the last look, at which the team looks again whether threads help
+FIRST_LOOK, LAST_LOOK = 8, 512  # calls between two looks; doubled each time nothing has changed
+SAMPLES = 2  # calls in each way that a look takes
 
 
 def barrier(module: Module, plan: Plan, share: int) -> str:
@@ -80,9 +81,11 @@ class Team:
     def __init__(self, shares: int) -> None:
         self.shares = shares
         self.helps = shares > 1  # whether the other threads take part in the next call
-        self._calls = 0
-        self._best: dict[bool, float] = {}
-        self._recent: dict[bool, list[float]] = {True: [], False: []}
+        self._choice = self.helps
+        self._interval, self._calls = FIRST_LOOK, 0
+        self._times: dict[bool, list[float]] = {True: [], False: []}  # of the look under way
+        self._looking = shares > 1
+        self._best = math.inf
         self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -105,21 +108,30 @@ class Team:
         """What a step of the last call took; decides how the next call runs."""
         if self.shares == 1:
             return
-        self._calls += 1
-        recent = self._recent[self.helps]
-        recent.append(seconds_per_step)
-        best = self._best[self.helps] = min(self._best.get(self.helps, seconds_per_step), seconds_per_step)
-        if len(recent) < SAMPLES:
+        if self._looking:
+            self._look(seconds_per_step)
             return
-        other = self._recent[not self.helps]
-        if len(other) < SAMPLES:
+        self._calls += 1
+        self._best = min(self._best, seconds_per_step)
+        slow = seconds_per_step > SLOWER * self._best
+        if self._calls >= self._interval or (slow and self._calls >= FIRST_LOOK):
+            self._looking = True
+            self._times = {True: [], False: []}
+
+    def _look(self, seconds_per_step: float) -> None:
+        """Try both ways for a few calls each, then take the faster."""
+        times = self._times[self.helps]
+        times.append(seconds_per_step)
+        if len(times) < SAMPLES:
+            return
+        if not self._times[not self.helps]:
             self.helps = not self.helps
             return
-        self.helps = min(self._recent[True]) <= min(self._recent[False])
-        if self._calls % LOOK_AGAIN == 0 or min(recent[-SAMPLES:]) > SLOWER * best:
-            for samples in self._recent.values():
-                samples.clear()
-            self._best.clear()
+        faster = min(self._times[True]) <= min(self._times[False])
+        self._interval = min(2 * self._interval, LAST_LOOK) if faster == self._choice else FIRST_LOOK
+        self.helps = self._choice = faster
+        self._best = min(self._times[faster])
+        self._looking, self._calls = False, 0
 
     def _start(self) -> None:
         if self._threads:

@@ -124,3 +124,30 @@ def erf(f: Function, x: Value) -> Value:
 def sigmoid(f: Function, x: Value) -> Value:
     negated = f.op(f.vector, f"fneg {f.vector} {x.text}", "negated")
     return f.fdiv(f.constant(1.0), f.fadd(exp(f, negated), f.constant(1.0)), "sigmoid")
+
+
+def root(f: Function, x: Value) -> Value:
+    """sqrt(x) for x >= 0: an estimate and one step of Newton's where the machine has one."""
+    if not f.module.target.has_estimates:
+        return f.intrinsic(f.vector, f"sqrt.v{f.lanes}f32", x, hint="root")
+    # Zero and infinity have no finite reciprocal root; between these bounds there is one.
+    inside = f.at_most(f.at_least(x, f.constant(1e-37)), f.constant(3e38))
+    inverse = _estimate(f, "rsqrt14", inside)
+    half = f.fmul(inside, f.constant(-0.5))
+    correction = f.fma(f.fmul(half, inverse), inverse, f.constant(1.5))
+    return f.fmul(f.at_most(x, f.constant(3e38)), f.fmul(inverse, correction), "root")
+
+
+def divide(f: Function, a: Value, b: Value) -> Value:
+    """a / b for |b| between 1e-37 and 1e37, to a unit in the last place."""
+    if not f.module.target.has_estimates:
+        return f.fdiv(a, b)
+    inverse = _estimate(f, "rcp14", b)
+    negated = f.op(f.vector, f"fneg {f.vector} {b.text}", "negated")
+    inverse = f.fma(inverse, f.fma(negated, inverse, f.constant(1.0)), inverse, "inverse")
+    quotient = f.fmul(a, inverse, "quotient")
+    return f.fma(f.fma(negated, quotient, a), inverse, quotient, "quotient")
+
+
+def _estimate(f: Function, name: str, x: Value) -> Value:
+    return f.intrinsic(f.vector, f"x86.avx512.{name}.ps.512", x, f.zero, Value("i16", "-1"), hint="estimate")
