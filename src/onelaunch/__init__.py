@@ -9,8 +9,7 @@ from onelaunch.errors import (
 )
 from onelaunch.rng import permutation
 from onelaunch.train import History, fit
-
-__version__ = "0.1.0"
+from onelaunch.version import VERSION as __version__
 
 __all__ = [
     "CheckpointError",
@@ -19,6 +18,7 @@ __all__ = [
     "History",
     "OnelaunchError",
     "UnsupportedError",
+    "__version__",
     "fit",
     "permutation",
 ]

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from onelaunch.version import VERSION
+
 PACKAGES = ("torch", "triton", "llvmlite", "cuda-core", "numpy", "safetensors")
 
 
@@ -45,7 +47,7 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of onelaunch, Python and the packages it uses; "absent" for what is not installed."""
-    found = {"onelaunch": _version("onelaunch"), "python": platform.python_version()}
+    found = {"onelaunch": VERSION, "python": platform.python_version()}
     return found | {package: _version(package) for package in PACKAGES}
 
 

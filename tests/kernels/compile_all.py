@@ -106,7 +106,7 @@ def run_launchers(dtype: torch.dtype) -> None:
         logits = torch.empty(64, classes, dtype=dtype)
         dx = torch.empty_like(logits) if classes <= cross_entropy.REGISTER_CLASSES else None
         cross_entropy.cross_entropy_forward(
-            logits, target, loss=loss, count=count, lse=lse, dx=dx, smoothing=0.1, ignore_index=-100, reduction="mean"
+            logits, target, loss, lse=lse, dx=dx, smoothing=0.1, ignore_index=-100, reduction="mean"
         )
     cross_entropy.rescale(x, loss, count, x, 64)
     cross_entropy.cross_entropy_gradient(x, target, lse, loss, count, y, smoothing=0.1, ignore_index=-100)
