@@ -4,23 +4,44 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import tempfile
 from pathlib import Path
+
+
+def cache_folder(name: str) -> Path:
+    """`name` inside the folder where this user's programs keep what they can make again."""
+    home = Path.home()
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    else:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return base / "onelaunch" / name
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """A reader, or a kill -9 at any moment, sees the old file or the new one, never part of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files that only the owner can read
+        os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            temporary.unlink()
+            os.unlink(name)
         raise
     sync_folder(path.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def sync_folder(folder: Path) -> None:
