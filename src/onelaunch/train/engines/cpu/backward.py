@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from onelaunch.train.engines.cpu import few_classes, gradient, norm
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.forward import NextRows
 from onelaunch.train.engines.cpu.loss import loss_rows
 from onelaunch.train.engines.cpu.optimizer import Update
 from onelaunch.train.engines.cpu.phase import Phase
 from onelaunch.train.engines.cpu.plan import Panel, Plan, Stage
-from onelaunch.train.engines.cpu.tile import Accumulators, Run, over_panels, over_tiles, product_tile
+from onelaunch.train.engines.cpu.tile import Accumulators, Run, balanced, over_panels, over_tiles, product_tile
 
 
 def loss_and_gradient(phase: Phase) -> None:
@@ -139,7 +140,14 @@ def reduce_gradient(phase: Phase, stage: Stage) -> None:
     if not panels:
         return
     parity = (stage.index + 1) % 2
-    partials = [phase.buffer(f"partial.{parity}.{share}") for share in plan.gradient_sources(stage)]
+    sources = plan.gradient_sources(stage)
+    partials = [phase.buffer(f"partial.{parity}.{share}") for share in sources]
+    first, last = panels[0].first, panels[-1].first + panels[-1].width
+    for share, partial in zip(sources, partials, strict=True):
+        if share != phase.share and plan.stages[stage.index + 1] is not plan.last:
+            for start, width in plan.batch_panels():
+                rows = f.at(partial, start * plan.padded(stage) + first * width)
+                phase.fetch(rows, last - first, width, 0, width)
     saved = phase.output(stage) if stage.index == 0 else phase.buffer(_saved(phase, stage))
     target = phase.buffer(f"gradient.panels.{stage.index}")
     transposed = phase.buffer(f"gradient.transposed.{stage.index}")
@@ -266,12 +274,18 @@ def weight_update(phase: Phase, stage: Stage) -> None:
     panels = plan.panels(stage) if whole else plan.owned_panels(stage, phase.share)
     activations = phase.output(before)
     gradients = phase.buffer(f"gradient.panels.{stage.index}")
+    upcoming = None
+    if stage.index == 1 and panels and last > first:
+        height = plan.target.most_rows(panels[0].width // f.lanes)
+        upcoming = NextRows(phase, len(panels) * sum(count for count, _ in balanced(last - first, height)))
 
     def panel(column: Int, width: int) -> None:
         b = f.at(gradients, f.mul(column, plan.rows), hint="gradient")
         weights = f.at(phase.buffer(f"weight.{stage.index}"), f.mul(column, inputs), hint="weights")
 
         def tile(rows: int, unit: Int) -> None:
+            if upcoming:
+                upcoming.ask()
             kernel = _weight_tile(phase.module, plan, rows, width, plan.pitch(before))
             a = f.at(activations, unit, hint="inputs")
             f.call(kernel, a, phase.hyper, b, f.at(weights, f.mul(unit, width)), phase.scalars)
@@ -293,7 +307,8 @@ def _weight_tile(module: Module, plan: Plan, rows: int, width: int, pitch: int) 
     def before(f: Function) -> None:
         for m in range(rows):
             for v in range(0, width, max(f.lanes, 16)):
-                f.prefetch(f["c"], m * width + v, write=True)
+                for copy in range(1 + len(plan.state_names)):
+                    f.prefetch(f["c"], copy * plan.state_stride // 4 + m * width + v, write=True)
 
     def finish(f: Function, accumulators: Accumulators) -> None:
         update = Update(f, plan, f["extra"], f["a2"])

@@ -8,15 +8,16 @@ from onelaunch.train.engines.cpu import elementwise, norm, random_bits
 from onelaunch.train.engines.cpu.elementwise import Operation
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
 from onelaunch.train.engines.cpu.phase import Phase
-from onelaunch.train.engines.cpu.plan import Plan, Stage, round_up
+from onelaunch.train.engines.cpu.plan import CACHE_LINE, Plan, Stage, round_up
 from onelaunch.train.engines.cpu.tile import Accumulators, Run, balanced, over_panels, over_tiles, product_tile
 from onelaunch.train.network import Activation
 
 
 def gather(phase: Phase, target: Value, order: Value, first_row: Int, rows: Value) -> None:
-    """This share's rows of a batch into `target`; rows past the end of the data become zero."""
+    """A batch into `target` (this share's rows of it, where all shares read one copy); rows past the end become zero."""
     f, plan = phase.f, phase.plan
-    first, last = plan.owned_rows(phase.share, phase.batch)
+    private = phase.training and plan.private_input
+    first, last = (0, phase.batch) if private else plan.owned_rows(phase.share, phase.batch)
     if first == last:
         return
     stage = plan.stages[0]
@@ -38,6 +39,49 @@ def gather(phase: Phase, target: Value, order: Value, first_row: Int, rows: Valu
     f.loop(stop, one, start=first, index="row")
     begin = f.intrinsic("i64", "smax.i64", stop, f.i64(first), hint="missing")
     f.loop(last, lambda row: f.call(clear, f.at(target, f.mul(row, plan.pitch(stage)))), start=begin, index="row")
+
+
+class NextRows:
+    """Asks for the next batch's rows piece by piece, between the tiles of dW: they come from far away, in random order."""
+
+    def __init__(self, phase: Phase, tiles: int) -> None:
+        f, plan = phase.f, phase.plan
+        self.f, self.phase = f, phase
+        following = f.i64(f.add(phase.first_row, plan.batch, "following"))
+        left = f.minimum(f.sub(phase.control("rows"), following), plan.batch)
+        more = f.compare("slt", f.i64(f.add(f["j"], 1)), phase.control("count"), "more")
+        self.rows = f.select(more, left, f.i64(0), "next_rows")
+        self.order = f.at(phase.order, plan.batch, "i32", "next_order")
+        self.x = phase.control("x", "ptr")
+        self.piece = f.op("ptr", "alloca i64", "piece")
+        f.store(f.i64(0), self.piece)
+        self.line = CACHE_LINE if plan.settings.bytes_in else CACHE_LINE // 4
+        lines = -(-plan.stages[0].width // self.line)
+        self.lines_each = min(lines, -(-plan.batch * lines // max(1, tiles)))
+        self.pieces = -(-lines // self.lines_each)
+
+    def ask(self) -> None:
+        f, plan = self.f, self.phase.plan
+        piece = f.load("i64", self.piece, hint="piece")
+        f.store(f.i64(f.add(piece, 1)), self.piece)
+        kernel = self._kernel()
+        row = f.op("i64", f"udiv i64 {piece.text}, {self.pieces}", "row")
+
+        def fetch() -> None:
+            place = f.sub(piece, f.mul(row, self.pieces))
+            number = f.load("i32", self.order, row, element="i32", hint="sample")
+            sample = f.op("i64", f"zext i32 {number.text} to i64", "sample")
+            at = f.add(f.mul(sample, plan.stages[0].width), f.mul(place, self.lines_each * self.line))
+            f.call(kernel, f.at(self.x, at, "i8" if plan.settings.bytes_in else "float"))
+
+        f.when(f.compare("slt", row, self.rows), fetch)
+
+    def _kernel(self) -> str:
+        def make(f: Function) -> None:
+            for line in range(self.lines_each):
+                f.prefetch(f["x"], line * CACHE_LINE // 4, locality=2)
+
+        return self.phase.module.function(f"fetch_{self.lines_each}_lines", "ptr %x", make)
 
 
 def _copy_row(module: Module, plan: Plan) -> str:
@@ -108,6 +152,9 @@ def product(phase: Phase, stage: Stage) -> None:
     assert stage.linear is not None
     inputs, pitch = stage.linear.inputs, plan.pitch(stage)
     group = stage.groups[0]
+    if phase.training and before.index:
+        start = f.at(source, first * plan.pitch(before))
+        phase.fetch_columns_of_others(before, start, last - first, plan.pitch(before))
     inline = elementwise.is_cheap(group.operations) and not (phase.training and stage.stores_derivative(0))
 
     def panel(column: Int, width: int) -> None:

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
-from onelaunch.train.engines.cpu.plan import CONTROL, SCALARS, Plan, Stage
+from onelaunch.train.engines.cpu.plan import CACHE_LINE, CONTROL, SCALARS, Plan, Stage
 
+MOST_FETCHED = 512  # lines: more would not stay in the nearest cache
 PHASE_PARAMETERS = "ptr %arena, i64 %j"
 
 
@@ -41,7 +42,8 @@ class Phase:
         """Two input buffers take turns: while one is read, the next batch is gathered into the other."""
         f = self.f
         odd = f.op("i1", f"trunc i64 {f['j'].text} to i1", "odd")
-        first, second = self.buffer("input.0"), self.buffer("input.1")
+        copy = self.share if self.plan.private_input else 0
+        first, second = self.buffer(f"input.0.{copy}"), self.buffer(f"input.1.{copy}")
         return f.select(odd, first, second) if next_step else f.select(odd, second, first, "input")
 
     def output(self, stage: Stage) -> Value:
@@ -57,6 +59,24 @@ class Phase:
         if self.training and group < len(stage.groups) - 1:
             return self.buffer(f"normal.{stage.index}.{group + 1}")
         return self.output(stage)
+
+    def fetch(self, start: Value, rows: int, pitch: int, first: int, last: int) -> None:
+        """Ask for floats [first, last) of each row before they are needed: lines that another core has just written."""
+        lines = range(first, last, CACHE_LINE // 4)
+        if not 0 < rows * len(lines) <= MOST_FETCHED:
+            return
+
+        def row(number: Int) -> None:
+            at = self.f.at(start, self.f.mul(number, pitch))
+            for column in lines:
+                self.f.prefetch(at, column)
+
+        self.f.loop(rows, row, index="fetched")
+
+    def fetch_columns_of_others(self, stage: Stage, start: Value, rows: int, pitch: int) -> None:
+        for other in range(self.plan.shares):
+            if other != self.share:
+                self.fetch(start, rows, pitch, *self.plan.owned_columns(stage, other))
 
     def forward_by_rows(self, stage: Stage) -> bool:
         statistics = self.training or any(group.norm and not group.norm.tracks for group in stage.groups)

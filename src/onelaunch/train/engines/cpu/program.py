@@ -181,6 +181,8 @@ class Program:
                     def body(j: Value, row: list[str]) -> None:
                         f.call(row[share], f["arena"], j)
                         self._tick(f, share, row[share])
+                        if training and plan.steps_overlap and (row is names[-1] or row is first):
+                            return
                         f.call(wait, f["arena"])
                         self._tick(f, share, f"wait after {row[share]}")
 

@@ -135,18 +135,17 @@ def root(f: Function, x: Value) -> Value:
     inverse = _estimate(f, "rsqrt14", inside)
     half = f.fmul(inside, f.constant(-0.5))
     correction = f.fma(f.fmul(half, inverse), inverse, f.constant(1.5))
-    return f.fmul(f.at_most(x, f.constant(3e38)), f.fmul(inverse, correction), "root")
+    return f.fmul(f.fmul(inside, inverse), correction, "root")
 
 
 def divide(f: Function, a: Value, b: Value) -> Value:
-    """a / b for |b| between 1e-37 and 1e37, to a unit in the last place."""
+    """a / b for |b| between 1e-37 and 1e37, to two units in the last place."""
     if not f.module.target.has_estimates:
         return f.fdiv(a, b)
     inverse = _estimate(f, "rcp14", b)
     negated = f.op(f.vector, f"fneg {f.vector} {b.text}", "negated")
     inverse = f.fma(inverse, f.fma(negated, inverse, f.constant(1.0)), inverse, "inverse")
-    quotient = f.fmul(a, inverse, "quotient")
-    return f.fma(f.fma(negated, quotient, a), inverse, quotient, "quotient")
+    return f.fmul(a, inverse, "quotient")
 
 
 def _estimate(f: Function, name: str, x: Value) -> Value:
