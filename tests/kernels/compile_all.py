@@ -89,14 +89,14 @@ def run_launchers(dtype: torch.dtype) -> None:
         linear.linear_forward(x, w, bias, y, None, bits, activation="silu", p=p, key=key, tile=tile, tf32=True)
 
     weight = torch.empty(256)
-    statistics = torch.empty(256), torch.empty(256)
+    statistics, sums = torch.empty(2, 256), torch.empty(2, 256)
     for layout in (batch_norm.Layout(64, 256, 0), batch_norm.Layout(2, 32, 256)):
         bits = torch.empty(layout.lines, -(-layout.inner // 8), dtype=torch.uint8)
-        batch_norm.batch_statistics(x, layout, *statistics, weight, weight, momentum=0.1, eps=1e-5)
-        batch_norm.normalise(x, layout, *statistics, weight, weight, y, bits, activation="relu", p=0.5, key=key)
+        batch_norm.batch_statistics(x, layout, statistics, weight, weight, momentum=0.1, eps=1e-5)
+        batch_norm.normalise(x, layout, statistics, weight, weight, y, bits, activation="relu", p=0.5, key=key)
         for training in (True, False):
             batch_norm_backward.batch_norm_backward(
-                x, x, layout, bits, *statistics, weight, weight, y, weight, weight,
+                x, x, layout, bits, statistics, weight, weight, y, sums,
                 training=training, activation="relu", p=0.5,
             )  # fmt: skip
 

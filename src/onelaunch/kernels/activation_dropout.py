@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import launch
+from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 from onelaunch.kernels.tiles import (
     activate,
     activation_gradient,
@@ -131,7 +131,7 @@ def column_sum_kernel(sums_ptr, out_ptr, parts, n, ROWS: tl.constexpr, COLUMNS: 
 
 def tile_shape(n: int, groups_per_tile: int = GROUPS_PER_TILE) -> tuple[int, int]:
     """(rows, groups) of a tile over a matrix with n columns."""
-    groups = min(64, triton.next_power_of_2(triton.cdiv(n, 8)))
+    groups = min(64, next_power_of_2(cdiv(n, 8)))
     return groups_per_tile // groups, groups
 
 
@@ -153,7 +153,7 @@ def activation_dropout_forward(
     rows, groups = tile_shape(n)
     launch(
         activation_dropout_forward_kernel,
-        (triton.cdiv(m, rows), triton.cdiv(n, groups * 8)),
+        (cdiv(m, rows), cdiv(n, groups * 8)),
         (z, bias, y, keep, key.memory),
         (key.seed, key.offset, keep_threshold(p), keep_scale(p)),
         (m, n),
@@ -179,11 +179,11 @@ def activation_dropout_backward(
             dbias.zero_()
         return
     rows, groups = tile_shape(n)
-    column_blocks = triton.cdiv(n, groups * 8)
-    tiles = triton.cdiv(m, rows)
+    column_blocks = cdiv(n, groups * 8)
+    tiles = cdiv(m, rows)
     # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
-    steps = triton.next_power_of_2(triton.cdiv(tiles * column_blocks, BACKWARD_PROGRAMS))
-    parts = triton.cdiv(tiles, steps)
+    steps = next_power_of_2(cdiv(tiles * column_blocks, BACKWARD_PROGRAMS))
+    parts = cdiv(tiles, steps)
     sums = None if dbias is None else dy.new_empty((parts, n), dtype=torch.float32)
     launch(
         activation_dropout_backward_kernel,
@@ -195,4 +195,4 @@ def activation_dropout_backward(
     )
     if dbias is not None and sums is not None:
         columns = 32
-        launch(column_sum_kernel, (triton.cdiv(n, columns),), (sums, dbias), (), (parts, n), (64, columns))
+        launch(column_sum_kernel, (cdiv(n, columns),), (sums, dbias), (), (parts, n), (64, columns))

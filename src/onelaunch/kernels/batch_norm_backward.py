@@ -11,20 +11,23 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.batch_norm import (
-    APPLY_PROGRAMS,
     MERGE_CHANNELS,
     MERGE_PARTS,
-    REDUCE_PROGRAMS,
     Layout,
+    TileShape,
     channel_index,
     load_channel,
     sum_per_channel,
     tile_addresses,
     tiling,
 )
-from onelaunch.kernels.launch import launch
+from onelaunch.kernels.launch import cdiv, launch
 from onelaunch.kernels.tiles import activation_gradient, unpack_bits
 from onelaunch.rng import keep_scale
+
+# Measured on an H200, 65536 x 1024, fp32 / bf16, in us: 130 / 75, 196 / 103 (copy: 128 / 66).
+SUMS_TILE = TileShape(256, 64, 132 * 8, 2)
+GRADIENT_TILE = TileShape(128, 128, 132 * 64, 4)
 
 
 @triton.jit
@@ -45,11 +48,11 @@ def gradient_sums_kernel(
     dy_ptr,
     x_ptr,
     keep_ptr,
-    mean_ptr,
-    rstd_ptr,
+    statistics_ptr,
     weight_ptr,
     bias_ptr,
     parts_ptr,
+    sums_ptr,
     dx_ptr,
     scale,
     rows,
@@ -61,17 +64,21 @@ def gradient_sums_kernel(
     GROUPS: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
-    """Per channel: the sum of the gradient and of gradient times x_hat. With constant statistics dx is known at once."""
+    """Per channel: the sum of the gradient and of gradient times x_hat. With constant statistics dx is known at once.
+
+    A program alone on its channels (no `parts`) writes the sums themselves.
+    """
     channel = channel_index(GROUPS, CHANNELS_LAST)
-    mean = load_channel(mean_ptr, channel, channels, 0.0)
-    rstd = load_channel(rstd_ptr, channel, channels, 1.0)
+    mean = load_channel(statistics_ptr, channel, channels, 0.0)
+    rstd = load_channel(statistics_ptr + channels, channel, channels, 1.0)
     weight = load_channel(weight_ptr, channel, channels, 1.0)
     bias = load_channel(bias_ptr, channel, channels, 0.0)
     plain = tl.zeros((ROWS, GROUPS, 8), tl.float32)
     weighted = tl.zeros((ROWS, GROUPS, 8), tl.float32)
     first = tl.program_id(0).to(tl.int64) * steps * ROWS
-    for step in range(steps):
+    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
         row = first + step * ROWS + tl.arange(0, ROWS)
         element, inside, number, within = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
         dy = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
@@ -81,15 +88,16 @@ def gradient_sums_kernel(
         weighted += dz * x_hat
         if dx_ptr is not None:
             tl.store(dx_ptr + element, (dz * weight * rstd).to(dx_ptr.dtype.element_ty), mask=inside)
-    target = parts_ptr + tl.program_id(0).to(tl.int64) * 2 * channels + channel
+    if parts_ptr is not None:
+        target = parts_ptr + tl.program_id(0).to(tl.int64) * 2 * channels + channel
+    else:
+        target = sums_ptr + channel
     tl.store(target, sum_per_channel(plain, CHANNELS_LAST), mask=channel < channels)
     tl.store(target + channels, sum_per_channel(weighted, CHANNELS_LAST), mask=channel < channels)
 
 
 @triton.jit
-def merge_sums_kernel(
-    parts_ptr, sums_ptr, dweight_ptr, dbias_ptr, parts, channels, PARTS: tl.constexpr, CHANNELS: tl.constexpr
-):
+def merge_sums_kernel(parts_ptr, sums_ptr, parts, channels, PARTS: tl.constexpr, CHANNELS: tl.constexpr):
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     present = channel < channels
     plain = tl.zeros((PARTS, CHANNELS), tl.float32)
@@ -100,14 +108,8 @@ def merge_sums_kernel(
         source = parts_ptr + part[:, None].to(tl.int64) * 2 * channels + channel[None, :]
         plain += tl.load(source, mask=inside, other=0.0)
         weighted += tl.load(source + channels, mask=inside, other=0.0)
-    bias_sum = tl.sum(plain, axis=0)
-    weight_sum = tl.sum(weighted, axis=0)
-    tl.store(sums_ptr + channel, bias_sum, mask=present)
-    tl.store(sums_ptr + channels + channel, weight_sum, mask=present)
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + channel, weight_sum.to(dweight_ptr.dtype.element_ty), mask=present)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + channel, bias_sum.to(dbias_ptr.dtype.element_ty), mask=present)
+    tl.store(sums_ptr + channel, tl.sum(plain, axis=0), mask=present)
+    tl.store(sums_ptr + channels + channel, tl.sum(weighted, axis=0), mask=present)
 
 
 @triton.jit
@@ -115,8 +117,7 @@ def input_gradient_kernel(
     dy_ptr,
     x_ptr,
     keep_ptr,
-    mean_ptr,
-    rstd_ptr,
+    statistics_ptr,
     weight_ptr,
     bias_ptr,
     sums_ptr,
@@ -132,16 +133,17 @@ def input_gradient_kernel(
     GROUPS: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     channel = channel_index(GROUPS, CHANNELS_LAST)
-    mean = load_channel(mean_ptr, channel, channels, 0.0)
-    rstd = load_channel(rstd_ptr, channel, channels, 1.0)
+    mean = load_channel(statistics_ptr, channel, channels, 0.0)
+    rstd = load_channel(statistics_ptr + channels, channel, channels, 1.0)
     weight = load_channel(weight_ptr, channel, channels, 1.0)
     bias = load_channel(bias_ptr, channel, channels, 0.0)
     plain = load_channel(sums_ptr, channel, channels, 0.0) * inverse_count
     weighted = load_channel(sums_ptr + channels, channel, channels, 0.0) * inverse_count
     last = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * steps * ROWS
-    for step in range(steps):
+    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
         row = last + (steps - 1 - step) * ROWS + tl.arange(0, ROWS)
         element, inside, number, within = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
         dy = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
@@ -156,49 +158,48 @@ def batch_norm_backward(
     x: torch.Tensor,
     layout: Layout,
     keep: torch.Tensor | None,
-    mean: torch.Tensor,
-    rstd: torch.Tensor,
+    statistics: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     dx: torch.Tensor,
-    dweight: torch.Tensor | None,
-    dbias: torch.Tensor | None,
+    sums: torch.Tensor,
     *,
     training: bool,
     activation: str | None,
     p: float,
 ) -> None:
-    """Fills dx, dweight and dbias; dy, x and dx lie alike in memory."""
-    tiles = tiling(layout, REDUCE_PROGRAMS)
+    """Fills dx, and sums (`[2, channels]` fp32: gradient of bias, of weight); dy, x and dx lie alike in memory."""
+    tiles = tiling(layout, SUMS_TILE)
     scale = keep_scale(p)
-    parts = x.new_empty((tiles.parts, 2, layout.channels), dtype=torch.float32)
-    sums = x.new_empty((2, layout.channels), dtype=torch.float32)
-    constants = (tiles.rows, tiles.groups, layout.length == 0, activation)
-    saved = (dy, x, keep, mean, rstd, weight, bias)
+    parts = None
+    if tiles.parts > 1:
+        parts = torch.empty((tiles.parts, 2, layout.channels), dtype=torch.float32, device=x.device)
+    saved = (dy, x, keep, statistics, weight, bias)
     launch(
         gradient_sums_kernel,
-        tiles.grid,
-        (*saved, parts, None if training else dx),
+        (tiles.parts, tiles.columns),
+        (*saved, parts, sums, None if training else dx),
         (scale,),
         tiles.sizes,
-        constants,
+        (*tiles.constants, activation, SUMS_TILE.unroll),
     )
-    launch(
-        merge_sums_kernel,
-        (triton.cdiv(layout.channels, MERGE_CHANNELS),),
-        (parts, sums, dweight, dbias),
-        (),
-        (tiles.parts, layout.channels),
-        (MERGE_PARTS, MERGE_CHANNELS),
-    )
+    if parts is not None:
+        launch(
+            merge_sums_kernel,
+            (cdiv(layout.channels, MERGE_CHANNELS),),
+            (parts, sums),
+            (),
+            (tiles.parts, layout.channels),
+            (MERGE_PARTS, MERGE_CHANNELS),
+        )
     if training:
-        tiles = tiling(layout, APPLY_PROGRAMS)
-        constants = (tiles.rows, tiles.groups, layout.length == 0, activation)
+        tiles = tiling(layout, GRADIENT_TILE)
         launch(
             input_gradient_kernel,
-            tiles.grid,
+            (tiles.parts, tiles.columns),
             (*saved, sums, dx),
-            (scale, 1 / layout.count),
+            (scale, 1 / layout.per_channel),
             tiles.sizes,
-            constants,
+            (*tiles.constants, activation, GRADIENT_TILE.unroll),
+            num_warps=GRADIENT_TILE.warps,
         )

@@ -13,8 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import launch
+from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 
+ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
+LONG_BLOCK, LONG_WARPS = 4096, 8
 REGISTER_CLASSES = 65536  # the longest row one program holds in registers; longer ones are read twice
 
 
@@ -24,6 +26,7 @@ def cross_entropy_kernel(
     target_ptr,
     count_ptr,
     loss_ptr,
+    scalar_loss_ptr,
     lse_ptr,
     dx_ptr,
     partial_ptr,
@@ -36,25 +39,27 @@ def cross_entropy_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr,
+    ALONE: tl.constexpr,
+    MEAN: tl.constexpr,
 ):
     """One tile of whole rows a program.
 
-    The gradient is scaled by `gradient_scale`, or by one over the number in `count_ptr`. `partial` takes the program's
-    sum of losses and its number of rows that count.
+    The gradient is scaled by `gradient_scale`, or by one over the number in `count_ptr`. `partial` takes, after a first
+    place for the number of all rows that count, each program's sum of losses and its number of such rows.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     row_inside = row < rows
     inside = row_inside[:, None] & (column < classes)[None, :]
-    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+    raw = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf"))
+    x = raw.to(tl.float32)
     target = tl.load(target_ptr + row, mask=row_inside, other=0)
     counts = row_inside & (target != ignore_index)
     valid = (target >= 0) & (target < classes)
     hit = column[None, :] == target[:, None]
 
     largest = tl.where(row_inside, tl.max(x, axis=1), 0.0)
-    exponential = tl.exp(x - largest[:, None])
-    total = tl.where(row_inside, tl.sum(exponential, axis=1), 1.0)
+    total = tl.where(row_inside, tl.sum(tl.exp(x - largest[:, None]), axis=1), 1.0)
     lse = largest + tl.log(total)
     picked = tl.sum(tl.where(hit & inside, x, 0.0), axis=1)
     loss = (1 - smoothing) * (lse - picked)
@@ -68,13 +73,21 @@ def cross_entropy_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + row, lse, mask=row_inside)
     if partial_ptr is not None:
-        tl.store(partial_ptr + 2 * tl.program_id(0), tl.sum(loss, axis=0))
-        tl.store(partial_ptr + 2 * tl.program_id(0) + 1, tl.sum(counts.to(tl.float32), axis=0))
+        program_loss = tl.sum(loss, axis=0)
+        program_count = tl.sum(counts.to(tl.float32), axis=0)
+        if ALONE:  # one program: its sums are the result
+            if MEAN:
+                program_loss = program_loss / program_count
+            tl.store(scalar_loss_ptr, program_loss.to(scalar_loss_ptr.dtype.element_ty))
+            tl.store(partial_ptr, program_count)
+        else:
+            tl.store(partial_ptr + 1 + 2 * tl.program_id(0), program_loss)
+            tl.store(partial_ptr + 2 + 2 * tl.program_id(0), program_count)
     if dx_ptr is not None:
         if count_ptr is not None:
             gradient_scale = 1.0 / tl.load(count_ptr).to(tl.float32)
-        inverse = gradient_scale / total
-        dx = exponential * inverse[:, None]
+        # From the raw logits again: kept in their own type they take half the registers, and two rows fit a multiprocessor.
+        dx = tl.exp(raw.to(tl.float32) - lse[:, None]) * gradient_scale
         dx -= tl.where(hit, (1 - smoothing) * gradient_scale, 0.0)
         if SMOOTH:
             dx -= smoothing * gradient_scale / classes
@@ -86,18 +99,22 @@ def cross_entropy_kernel(
 def long_row_kernel(
     x_ptr,
     target_ptr,
+    count_ptr,
     loss_ptr,
     lse_ptr,
+    dx_ptr,
     partial_ptr,
     smoothing,
+    gradient_scale,
     classes,
     row_stride,
     ignore_index,
     BLOCK: tl.constexpr,
     SMOOTH: tl.constexpr,
 ):
-    """The loss of one row too long for registers: a running maximum and sum over blocks of it."""
+    """One row a program, in blocks: a running maximum and sum, then the gradient while the row is still in L2."""
     row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * row_stride
     target = tl.load(target_ptr + row)
     largest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -106,7 +123,7 @@ def long_row_kernel(
     for start in range(0, classes, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < classes
-        x = tl.load(x_ptr + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + column, mask=inside, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
         new_largest = tl.maximum(largest, x)
         # Lanes that have seen only -inf would compute inf - inf.
         shift = tl.where(new_largest == float("-inf"), 0.0, new_largest)
@@ -125,28 +142,41 @@ def long_row_kernel(
     loss = tl.where(counts, tl.where(valid, loss, float("nan")), 0.0)
     if loss_ptr is not None:
         tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
-    tl.store(lse_ptr + row, lse)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, lse)
     if partial_ptr is not None:
-        tl.store(partial_ptr + 2 * row, loss)
-        tl.store(partial_ptr + 2 * row + 1, counts.to(tl.float32))
+        tl.store(partial_ptr + 1 + 2 * row, loss)
+        tl.store(partial_ptr + 2 + 2 * row, counts.to(tl.float32))
+    if dx_ptr is not None:
+        if count_ptr is not None:
+            gradient_scale = 1.0 / tl.load(count_ptr).to(tl.float32)
+        gradient_scale = tl.where(counts, gradient_scale, 0.0)
+        for start in range(0, classes, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < classes
+            x = tl.load(x_ptr + column, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            dx = tl.exp(x - lse) - tl.where(column == target, 1 - smoothing, 0.0)
+            if SMOOTH:
+                dx -= smoothing / classes
+            dx *= gradient_scale
+            tl.store(dx_ptr + row * classes + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def mean_loss_kernel(partial_ptr, loss_ptr, count_ptr, parts, BLOCK: tl.constexpr, MEAN: tl.constexpr):
-    """Adds the programs' sums in a fixed order; the number of rows that count goes to `count`."""
+def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl.constexpr):
+    """Adds the programs' sums in a fixed order; the number of rows that count goes to the first place of `partial`."""
     loss = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, parts, BLOCK):
         part = start + tl.arange(0, BLOCK)
-        loss += tl.load(partial_ptr + 2 * part, mask=part < parts, other=0.0)
-        count += tl.load(partial_ptr + 2 * part + 1, mask=part < parts, other=0.0)
+        loss += tl.load(partial_ptr + 1 + 2 * part, mask=part < parts, other=0.0)
+        count += tl.load(partial_ptr + 2 + 2 * part, mask=part < parts, other=0.0)
     total = tl.sum(loss, axis=0)
     rows = tl.sum(count, axis=0)
     if MEAN:
         total = total / rows
     tl.store(loss_ptr, total.to(loss_ptr.dtype.element_ty))
-    if count_ptr is not None:
-        tl.store(count_ptr, rows)
+    tl.store(partial_ptr, rows)
 
 
 @triton.jit
@@ -201,64 +231,68 @@ def gradient_kernel(
     tl.store(dx_ptr + row[:, None] * classes + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _tile(classes: int) -> tuple[int, int, int]:
+def _tile(rows: int, classes: int) -> tuple[int, int, int]:
     """(rows, block, warps) of a tile of whole rows."""
-    block = triton.next_power_of_2(classes)
-    rows = max(1, 1024 // block)
-    warps = 4 if block <= 4096 else 8 if block <= 8192 else 16
-    return rows, block, warps
+    block = next_power_of_2(classes)
+    tile_rows = max(1, 1024 // block)
+    if rows * block <= ALONE_ELEMENTS:
+        tile_rows = next_power_of_2(rows)
+    warps = 4 if tile_rows * block <= 4096 else 8 if tile_rows * block <= 8192 else 16
+    return tile_rows, block, warps
 
 
 def cross_entropy_forward(
     x: torch.Tensor,
     target: torch.Tensor,
-    *,
     loss: torch.Tensor,
-    count: torch.Tensor | None,
+    *,
     lse: torch.Tensor | None,
     dx: torch.Tensor | None,
     smoothing: float,
     ignore_index: int,
     reduction: str,
     precounted: torch.Tensor | None = None,
-) -> None:
+) -> torch.Tensor | None:
     """Fills what is given, from `[rows, classes]` logits whose rows are contiguous.
 
-    `loss` is a scalar, or one number a row when `reduction` is "none". `count` (fp32 scalar) takes the number of rows that count;
-    `lse` (fp32) the log-sum-exp of each row; `dx` the gradient for an upstream gradient of one, divided for a mean by
-    `precounted`, or else by the number of all rows.
+    `loss` is a scalar, or one number a row when `reduction` is "none"; `lse` (fp32) takes the log-sum-exp of each row; `dx` the
+    gradient for an upstream gradient of one, divided for a mean by `precounted`, or else by the number of all rows. Returns a
+    buffer whose first number is how many rows count, unless the reduction is "none".
     """
     rows, classes = x.shape
-    per_row = loss if reduction == "none" else None
+    single = reduction != "none"
+    mean = reduction == "mean"
+    per_row, scalar = (None, loss) if single else (loss, None)
     if classes > REGISTER_CLASSES:
-        assert lse is not None
-        assert dx is None
         parts = rows
-        partial = None if per_row is not None else x.new_empty(2 * parts, dtype=torch.float32)
+        partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if single else None
         launch(
             long_row_kernel,
             (rows,),
-            (x, target, per_row, lse, partial),
-            (smoothing,),
+            (x, target, precounted, per_row, lse, dx, partial),
+            (smoothing, 1 / rows if mean else 1.0),
             (classes, x.stride(0), ignore_index),
-            (4096, smoothing > 0),
-            num_warps=8,
+            (LONG_BLOCK, smoothing > 0),
+            num_warps=LONG_WARPS,
         )
+        alone = False
     else:
-        tile_rows, block, warps = _tile(classes)
-        parts = triton.cdiv(rows, tile_rows)
-        partial = None if per_row is not None else x.new_empty(2 * parts, dtype=torch.float32)
+        tile_rows, block, warps = _tile(rows, classes)
+        parts = cdiv(rows, tile_rows)
+        alone = parts == 1
+        partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if single else None
         launch(
             cross_entropy_kernel,
             (parts,),
-            (x, target, precounted, per_row, lse, dx, partial),
-            (smoothing, 1 / rows if reduction == "mean" else 1.0),
+            (x, target, precounted, per_row, scalar, lse, dx, partial),
+            (smoothing, 1 / rows if mean else 1.0),
             (rows, classes, x.stride(0), ignore_index),
-            (tile_rows, block, smoothing > 0),
+            (tile_rows, block, smoothing > 0, alone, mean),
             num_warps=warps,
         )
-    if partial is not None:
-        launch(mean_loss_kernel, (1,), (partial, loss, count), (), (parts,), (1024, reduction == "mean"))
+    if partial is not None and not alone:
+        launch(mean_loss_kernel, (1,), (partial, loss), (), (parts,), (1024, mean))
+    return partial
 
 
 def rescale(dx: torch.Tensor, upstream: torch.Tensor, count: torch.Tensor | None, out: torch.Tensor, rows: int) -> None:
@@ -266,8 +300,8 @@ def rescale(dx: torch.Tensor, upstream: torch.Tensor, count: torch.Tensor | None
     n = dx.numel()
     block = 2048
     # Programs that find a factor of one leave at once; a grid much larger than the chip would still take microseconds.
-    steps = max(1, triton.next_power_of_2(triton.cdiv(n, block * 1024)))
-    grid = (triton.cdiv(n, block * steps),)
+    steps = max(1, next_power_of_2(cdiv(n, block * 1024)))
+    grid = (cdiv(n, block * steps),)
     launch(rescale_kernel, grid, (dx, upstream, count, out), (float(rows),), (n, steps), (block,), num_warps=8)
 
 
@@ -284,11 +318,11 @@ def cross_entropy_gradient(
 ) -> None:
     """Fills dx from the logits, given each row's log-sum-exp; `upstream` is a scalar or one number a row."""
     rows, classes = x.shape
-    block = min(2048, triton.next_power_of_2(classes))
+    block = min(2048, next_power_of_2(classes))
     tile_rows = max(1, 1024 // block)
     launch(
         gradient_kernel,
-        (triton.cdiv(rows, tile_rows), triton.cdiv(classes, block)),
+        (cdiv(rows, tile_rows), cdiv(classes, block)),
         (x, target, lse, upstream, count, dx),
         (smoothing,),
         (rows, classes, x.stride(0), ignore_index),

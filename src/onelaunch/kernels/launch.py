@@ -1,8 +1,8 @@
 """Launches a kernel again without Triton's per-call work.
 
-`kernel[grid](...)` binds, classifies and hashes every argument on each call: about as long as two whole PyTorch ops. Here the
-compiled kernel is kept under what it was specialised for (sizes, options, and each tensor's type and alignment), and
-its C launcher is called directly. A profiler's launch hook, another Triton layout or the interpreter take the plain way.
+`kernel[grid](...)` binds, classifies and hashes every argument on each call, and asks the driver about every pointer. Here the
+compiled kernel is kept under what it was specialised for (sizes, options, each tensor's type and alignment), and its launcher is
+called with plain addresses. A profiler's launch hook and the interpreter take the plain way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,22 @@ from triton.runtime.jit import JITFunction
 # (kernel, device, every argument or its type) -> compiled kernel. A program has few shapes; a sweep over many starts anew.
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 4096
+_runtime = knobs.runtime
+
+
+def cdiv(a: int, b: int) -> int:
+    """Triton's own `cdiv` costs microseconds a call on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def _hooked() -> bool:
+    """Whether a profiler wants to see launches: a chain of hooks in Triton 3.6, a single one or None before."""
+    hook = _runtime.launch_enter_hook
+    return bool(getattr(hook, "calls", hook))
 
 
 def launch(
@@ -29,39 +45,43 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> None:
-    """Runs `kernel(*tensors, *values, *sizes, *constants)`: its parameters come in that order.
+    """Runs `kernel(*tensors, *values, *sizes, *constants)`: its parameters come in that order, the first tensor given.
 
     Values are floats, or integers the kernel declares `do_not_specialize` with a type; sizes are integers it may be
     specialised on; constants are its constexpr parameters.
     """
-    device = next(tensor for tensor in tensors if tensor is not None).device
-    if device.type != "cuda" or not isinstance(kernel, JITFunction):
+    first = tensors[0]
+    assert first is not None
+    device = first.get_device()
+    if device < 0 or not isinstance(kernel, JITFunction):
         kernel[grid](*tensors, *values, *sizes, *constants, num_warps=num_warps, num_stages=num_stages)
         return
-    index = device.index
-    if index != torch.cuda.current_device():
-        with torch.cuda.device(index):
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
             launch(kernel, grid, tensors, values, sizes, constants, num_warps=num_warps, num_stages=num_stages)
         return
-    kinds = tuple([None if t is None else (t.dtype, t.data_ptr() % 16) for t in tensors])
-    key = (kernel, index, kinds, sizes, constants, num_warps, num_stages)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    kinds = tuple([None if t is None else (t.dtype, p & 15) for t, p in zip(tensors, pointers, strict=True)])
+    key = (kernel, device, kinds, sizes, constants, num_warps, num_stages)
     compiled = _compiled.get(key)
-    if compiled is None or knobs.runtime.launch_enter_hook is not None:
+    if compiled is None or _hooked():
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
-        _compiled[key] = kernel[grid](*tensors, *values, *sizes, *constants, num_warps=num_warps, num_stages=num_stages)
+        _compiled[key] = kernel[grid](
+            *tensors, *values, *sizes, *constants, num_warps=num_warps, num_stages=num_stages
+        )
         return
     compiled.run(
         grid[0],
         grid[1] if len(grid) > 1 else 1,
-        grid[2] if len(grid) > 2 else 1,
-        torch._C._cuda_getCurrentRawStream(index),
+        1,
+        torch._C._cuda_getCurrentRawStream(device),
         compiled.function,
         compiled.packed_metadata,
         None,
         None,
         None,
-        *tensors,
+        *pointers,
         *values,
         *sizes,
         *constants,

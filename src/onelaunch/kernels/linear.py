@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import launch
+from onelaunch.kernels.launch import cdiv, launch
 from onelaunch.kernels.tiles import activate, load_key, pack_bits, random_16_bits
 from onelaunch.rng import keep_scale, keep_threshold
 
@@ -26,9 +26,11 @@ class TileShape(NamedTuple):
     warps: int
     stages: int
     tma: bool = False
+    specialise: bool = False
 
     def __str__(self) -> str:
-        return f"triton-{self.m}x{self.n}x{self.k}-w{self.warps}-s{self.stages}{'-tma' if self.tma else ''}"
+        kind = "-ws" if self.specialise else "-tma" if self.tma else ""
+        return f"triton-{self.m}x{self.n}x{self.k}-w{self.warps}-s{self.stages}{kind}"
 
 
 @triton.jit
@@ -37,6 +39,7 @@ def finish_tile(
     row,
     column,
     y_ptr,
+    y_tiles,
     z_ptr,
     keep_ptr,
     key_ptr,
@@ -50,7 +53,7 @@ def finish_tile(
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Activation and dropout of one tile of `x · Wᵀ + b` in fp32, and its stores."""
+    """Activation and dropout of one tile of `x · Wᵀ + b` in fp32, and its stores; y through a descriptor where there is one."""
     inside = (row < m)[:, None] & (column < n)[None, :]
     element = row.to(tl.int64)[:, None] * n + column[None, :]
     if z_ptr is not None:
@@ -67,7 +70,10 @@ def finish_tile(
         y = tl.where(keep, tl.reshape(y, (BLOCK_M, BLOCK_N // 8, 8)) * scale, 0.0)
         y = tl.reshape(y, (BLOCK_M, BLOCK_N))
         tl.store(keep_ptr + number, pack_bits(keep), mask=(row < m)[:, None] & (group < groups_per_row)[None, :])
-    tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
+    if y_tiles is not None:
+        y_tiles.store([tl.min(row, axis=0), tl.min(column, axis=0)], y.to(y_tiles.dtype))
+    else:
+        tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -125,7 +131,7 @@ def linear_kernel(
     if bias_ptr is not None:
         z += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     finish_tile(
-        z, row, column, y_ptr, z_ptr, keep_ptr, key_ptr, seed, offset, threshold, scale, m, n,
+        z, row, column, y_ptr, None, z_ptr, keep_ptr, key_ptr, seed, offset, threshold, scale, m, n,
         BLOCK_M, BLOCK_N, ACTIVATION,
     )  # fmt: skip
 
@@ -135,7 +141,7 @@ def linear_tma_kernel(
     x_tiles,
     w_tiles,
     bias_ptr,
-    y_ptr,
+    y_tiles,
     z_ptr,
     keep_ptr,
     key_ptr,
@@ -152,9 +158,10 @@ def linear_tma_kernel(
     BAND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    SPECIALISE: tl.constexpr,
 ):
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True, warp_specialize=SPECIALISE):
         tile_m, tile_n = tile_of(tile, m, n, BLOCK_M, BLOCK_N, BAND)
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, k, BLOCK_K):
@@ -166,16 +173,16 @@ def linear_tma_kernel(
         if bias_ptr is not None:
             z += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
         finish_tile(
-            z, row, column, y_ptr, z_ptr, keep_ptr, key_ptr, seed, offset, threshold, scale, m, n,
+            z, row, column, None, y_tiles, z_ptr, keep_ptr, key_ptr, seed, offset, threshold, scale, m, n,
             BLOCK_M, BLOCK_N, ACTIVATION,
         )  # fmt: skip
 
 
-def can_use_tma(x: torch.Tensor, w: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can read both: Hopper or later, rows that start on 16 bytes."""
+def can_use_tma(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can reach all three: Hopper or later, rows that start on 16 bytes."""
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 9:
         return False
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, w))
+    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, w, y))
 
 
 def linear_forward(
@@ -197,7 +204,7 @@ def linear_forward(
     n = w.shape[0]
     values = (key.seed, key.offset, keep_threshold(p), keep_scale(p))
     constants = (tile.m, tile.n, tile.k, 8, activation, "tf32" if tf32 else "ieee")
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if not tile.tma:
         launch(
             linear_kernel,
@@ -214,13 +221,14 @@ def linear_forward(
 
     x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.m, tile.k])
     w_tiles = TensorDescriptor(w, list(w.shape), list(w.stride()), [tile.n, tile.k])
+    y_tiles = TensorDescriptor(y, list(y.shape), list(y.stride()), [tile.m, tile.n])
     programs = min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count)
     with torch.cuda.device(x.device):
         linear_tma_kernel[(programs,)](
             x_tiles,
             w_tiles,
             bias,
-            y,
+            y_tiles,
             z,
             keep,
             key.memory,
@@ -229,6 +237,7 @@ def linear_forward(
             n,
             k,
             *constants,
+            tile.specialise,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import launch
+from onelaunch.kernels.launch import cdiv, launch
 from onelaunch.kernels.tiles import load_key, pack_bits, random_16_bits, unpack_bits
 from onelaunch.rng import keep_scale, keep_threshold
 
 GROUP = 8  # elements that share one Philox call and one byte of keep bits
-GROUPS_PER_PROGRAM = 128
-WARPS = 4  # with 8, bf16 takes twice as long on an H200 (50 * 2**20 elements)
+# (groups a program, warps), measured on an H200 over 50 * 2**20 elements; a warp that holds one or two 16-byte loads is best.
+FORWARD_TILE = {4: (64, 1), 2: (128, 1)}  # by element size
+BACKWARD_TILE = {4: (64, 1), 2: (128, 4)}
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold"])
@@ -35,11 +36,13 @@ def relu_dropout_forward_kernel(
     scale,
     n,
     GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
+    """`WHOLE`: every tile is full, so nothing is masked."""
     seed, offset = load_key(key_ptr, seed, offset)
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     element = group[:, None] * 8 + tl.arange(0, 8)[None, :]
-    inside = element < n
+    inside = (element < n) | WHOLE
 
     x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
     # Not `x > 0`: a NaN must come through, and its gradient too, as in torch.
@@ -47,54 +50,56 @@ def relu_dropout_forward_kernel(
     y = tl.where(keep, x * scale, 0.0)
 
     tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(keep_ptr + group, pack_bits(keep), mask=group * 8 < n)
+    tl.store(keep_ptr + group, pack_bits(keep), mask=(group * 8 < n) | WHOLE)
 
 
 @triton.jit
-def relu_dropout_backward_kernel(dy_ptr, keep_ptr, dx_ptr, scale, n, GROUPS: tl.constexpr):
+def relu_dropout_backward_kernel(dy_ptr, keep_ptr, dx_ptr, scale, n, GROUPS: tl.constexpr, WHOLE: tl.constexpr):
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     element = group[:, None] * 8 + tl.arange(0, 8)[None, :]
-    inside = element < n
+    inside = (element < n) | WHOLE
 
-    keep = unpack_bits(tl.load(keep_ptr + group, mask=group * 8 < n, other=0))
+    keep = unpack_bits(tl.load(keep_ptr + group, mask=(group * 8 < n) | WHOLE, other=0))
     dy = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
     tl.store(dx_ptr + element, tl.where(keep, dy * scale, 0.0).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _grid(n: int, groups: int) -> tuple[int]:
-    return (triton.cdiv(n, GROUP * groups),)
-
-
 def relu_dropout_forward(
-    x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor, p: float, key: DropoutKey, groups: int = GROUPS_PER_PROGRAM
+    x: torch.Tensor,
+    y: torch.Tensor,
+    keep: torch.Tensor,
+    p: float,
+    key: DropoutKey,
+    tile: tuple[int, int] | None = None,
 ) -> None:
     """Fills y (may be x) and keep, eight elements a byte. x and y have the same strides and no holes."""
     n = x.numel()
     if n:
-        values = (key.seed, key.offset, keep_threshold(p), keep_scale(p))
+        groups, warps = tile or FORWARD_TILE[x.element_size()]
         launch(
             relu_dropout_forward_kernel,
-            _grid(n, groups),
+            (cdiv(n, GROUP * groups),),
             (x, y, keep, key.memory),
-            values,
+            (key.seed, key.offset, keep_threshold(p), keep_scale(p)),
             (n,),
-            (groups,),
-            num_warps=WARPS,
+            (groups, n % (GROUP * groups) == 0),
+            num_warps=warps,
         )
 
 
 def relu_dropout_backward(
-    dy: torch.Tensor, keep: torch.Tensor, dx: torch.Tensor, p: float, groups: int = GROUPS_PER_PROGRAM
+    dy: torch.Tensor, keep: torch.Tensor, dx: torch.Tensor, p: float, tile: tuple[int, int] | None = None
 ) -> None:
     """Fills dx (may be dy), which has the strides of dy and no holes."""
     n = dy.numel()
     if n:
+        groups, warps = tile or BACKWARD_TILE[dy.element_size()]
         launch(
             relu_dropout_backward_kernel,
-            _grid(n, groups),
+            (cdiv(n, GROUP * groups),),
             (dy, keep, dx),
             (keep_scale(p),),
             (n,),
-            (groups,),
-            num_warps=WARPS,
+            (groups, n % (GROUP * groups) == 0),
+            num_warps=warps,
         )

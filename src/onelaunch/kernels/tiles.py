@@ -6,13 +6,16 @@ Philox call and one byte of keep bits.
 
 import triton
 import triton.language as tl
+from triton import knobs
 
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter knows no PTX
 LANES = tl.constexpr(8)
 # The last word of our Philox counters. PyTorch's kernels leave small numbers there, so the streams never meet.
 STREAM_TAG = tl.constexpr(0x6F6C0001)
 LEAKY_SLOPE = tl.constexpr(0.01)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
+LOG2_E = tl.constexpr(1.4426950408889634)
 TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 GELU_CUBIC = tl.constexpr(0.044715)
 THREE_GELU_CUBIC = tl.constexpr(0.134145)
@@ -64,11 +67,28 @@ def unpack_bits(bits):
 
 
 @triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)) in five instructions and to 1e-6; Triton's own spends a dozen on the exact quotient, which a GEMM
+    that ends in it feels (8192 x 4096 x 4096 bf16 on an H200: 366 us against 349 with relu)."""
+    if INTERPRETED:
+        return 1 / (1 + tl.exp(-x))
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; ex2.approx.ftz.f32 t, $1; add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }",
+            "=f,f",
+            [x * -LOG2_E],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
 def tanh(x):
     # 2 * sigmoid(2x) - 1 cancels near zero; the series is exact to fp32 there.
     square = x * x
     series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
-    return tl.where(square < 0.01, series, 2 * tl.sigmoid(2 * x) - 1)
+    return tl.where(square < 0.01, series, 2 * sigmoid(2 * x) - 1)
 
 
 @triton.jit
@@ -79,16 +99,16 @@ def activate(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "leaky_relu":
         z = tl.where(z > 0, z, z * LEAKY_SLOPE)
     elif ACTIVATION == "sigmoid":
-        z = tl.sigmoid(z)
+        z = sigmoid(z)
     elif ACTIVATION == "tanh":
         z = tanh(z)
     elif ACTIVATION == "gelu":
         z = 0.5 * z * (1 + tl.erf(z * SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
         # 0.5 * (1 + tanh(u)) is sigmoid(2u): no cancellation, one exponential.
-        z = z * tl.sigmoid(z * TWO_SQRT_2_OVER_PI * (1 + z * z * GELU_CUBIC))
+        z = z * sigmoid(z * TWO_SQRT_2_OVER_PI * (1 + z * z * GELU_CUBIC))
     elif ACTIVATION == "silu":
-        z = z * tl.sigmoid(z)
+        z = z * sigmoid(z)
     return z
 
 
@@ -100,7 +120,7 @@ def activation_gradient(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "leaky_relu":
         return tl.where(z > 0, 1.0, LEAKY_SLOPE)
     elif ACTIVATION == "sigmoid":
-        s = tl.sigmoid(z)
+        s = sigmoid(z)
         return s * (1 - s)
     elif ACTIVATION == "tanh":
         t = tanh(z)
@@ -108,10 +128,10 @@ def activation_gradient(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         return 0.5 * (1 + tl.erf(z * SQRT_HALF)) + z * INVERSE_SQRT_2PI * tl.exp(-0.5 * z * z)
     elif ACTIVATION == "gelu_tanh":
-        s = tl.sigmoid(z * TWO_SQRT_2_OVER_PI * (1 + z * z * GELU_CUBIC))
+        s = sigmoid(z * TWO_SQRT_2_OVER_PI * (1 + z * z * GELU_CUBIC))
         return s + z * s * (1 - s) * TWO_SQRT_2_OVER_PI * (1 + z * z * THREE_GELU_CUBIC)
     elif ACTIVATION == "silu":
-        s = tl.sigmoid(z)
+        s = sigmoid(z)
         return s * (1 + z * (1 - s))
     else:
         return z * 0 + 1.0

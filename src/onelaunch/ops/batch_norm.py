@@ -28,7 +28,7 @@ from onelaunch.ops.arguments import (
 from onelaunch.ops.dropout import bytes_for, draw_keep, draw_key, pack, unpack
 from onelaunch.rng import keep_scale
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def batch_norm_reference(
@@ -56,10 +56,11 @@ def _lines_and_inner(x: Tensor) -> tuple[int, int]:
 
 
 def _outputs(x: Tensor, p: float) -> Outputs:
+    """Empty (y, statistics: mean and 1 / standard deviation, keep bits)."""
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
-    bits = x.new_empty(bytes_for(*_lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8)
-    return y, x.new_empty(x.shape[1], dtype=exact), x.new_empty(x.shape[1], dtype=exact), bits
+    y = torch.empty_like(x) if x.dim() != 2 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    bits = torch.empty(bytes_for(*_lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8, device=x.device)
+    return y, torch.empty((2, x.shape[1]), dtype=exact, device=x.device), bits
 
 
 def _per_channel(statistic: Tensor, x: Tensor) -> Tensor:
@@ -76,7 +77,8 @@ def _forward_cpu(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> Outputs:  # fmt: skip
-    y, mean, rstd, bits = _outputs(x, p)
+    y, statistics, bits = _outputs(x, p)
+    mean, rstd = statistics
     exact = x.to(mean.dtype)
     if training:
         axes = [axis for axis in range(x.dim()) if axis != 1]
@@ -96,7 +98,7 @@ def _forward_cpu(
             keep = keep & ~(z <= 0)
         bits.copy_(pack(_in_memory_order(keep, y)))
     y.copy_(value)
-    return y, mean, rstd, bits
+    return y, statistics, bits
 
 
 def _affine(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -107,9 +109,10 @@ def _affine(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: 
 
 
 def _backward_cpu(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    mean, rstd = statistics
     dz = dy.to(mean.dtype)
     if p:
         keep = torch.empty_like(x, dtype=torch.bool)
@@ -132,7 +135,7 @@ def _backward_cpu(
     dx = dx * _per_channel(rstd, x)
     if weight is not None:
         dx = dx * _per_channel(weight, x)
-    return torch.empty_like(x).copy_(dx), dweight, dbias
+    return torch.empty_like(x).copy_(dx), torch.stack((dbias, dweight))
 
 
 def _layout(x: Tensor) -> Any:
@@ -153,30 +156,30 @@ def _forward_cuda(
         return _forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
     from onelaunch.kernels import batch_norm as kernels
 
-    y, mean, rstd, bits = _outputs(x, p)
+    y, statistics, bits = _outputs(x, p)
     if x.stride() != y.stride():
         x = torch.empty_like(y).copy_(x)
     layout = _layout(x)
     if training:
         moved = (running_mean, running_var) if momentum is not None else (None, None)
-        kernels.batch_statistics(x, layout, mean, rstd, *moved, momentum=momentum or 0.0, eps=eps)
+        kernels.batch_statistics(x, layout, statistics, *moved, momentum=momentum or 0.0, eps=eps)
     else:
         assert running_mean is not None
         assert running_var is not None
-        mean.copy_(running_mean)
-        torch.rsqrt(running_var.to(torch.float32) + eps, out=rstd)
+        statistics[0].copy_(running_mean)
+        torch.rsqrt(running_var.to(torch.float32) + eps, out=statistics[1])
     key = draw_key(x.device) if p else NO_KEY
     kept = bits if p else None
-    kernels.normalise(x, layout, mean, rstd, weight, bias, y, kept, activation=activation, p=p, key=key)
-    return y, mean, rstd, bits
+    kernels.normalise(x, layout, statistics, weight, bias, y, kept, activation=activation, p=p, key=key)
+    return y, statistics, bits
 
 
 def _backward_cuda(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     if x.dtype not in KERNEL_DTYPES or not x.numel():
-        return _backward_cpu(dy, x, mean, rstd, bits, weight, bias, training, activation, p)
+        return _backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
     from onelaunch.kernels.batch_norm_backward import batch_norm_backward
 
     dx = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
@@ -184,21 +187,21 @@ def _backward_cuda(
         x = torch.empty_like(dx).copy_(x)
     if dy.stride() != dx.stride():
         dy = torch.empty_like(dx).copy_(dy)
-    dweight, dbias = torch.empty_like(mean), torch.empty_like(mean)
+    sums = torch.empty_like(statistics)
     batch_norm_backward(
-        dy, x, _layout(x), bits if p else None, mean, rstd, weight, bias, dx, dweight, dbias,
+        dy, x, _layout(x), bits if p else None, statistics, weight, bias, dx, sums,
         training=training, activation=activation, p=p,
     )  # fmt: skip
-    return dx, dweight, dbias
+    return dx, sums
 
 
 @torch.library.custom_op(
-    "onelaunch::batch_norm", mutates_args=(), device_types="cpu", tags=torch.Tag.nondeterministic_seeded
+    "onelaunch::batch_norm", mutates_args=(), device_types="cpu", tags=(torch.Tag.nondeterministic_seeded,)
 )
 def batch_norm_op(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return _forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
 
 
@@ -220,10 +223,10 @@ def _(
 
 @torch.library.custom_op("onelaunch::batch_norm_backward", mutates_args=(), device_types="cpu")
 def batch_norm_backward_op(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _backward_cpu(dy, x, mean, rstd, bits, weight, bias, training, activation, p)
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
 
 
 batch_norm_backward_op.register_kernel("cuda")(_backward_cuda)
@@ -231,32 +234,32 @@ batch_norm_backward_op.register_kernel("cuda")(_backward_cuda)
 
 @batch_norm_backward_op.register_fake
 def _(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dx = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
-    return dx, torch.empty_like(mean), torch.empty_like(mean)
+    return dx, torch.empty_like(statistics)
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, output: Outputs, options: Any) -> None:
-    _, mean, rstd, bits = output
+    _, statistics, bits = output
     ctx.options = options
-    ctx.save_for_backward(x, mean, rstd, bits, weight, bias)
+    ctx.save_for_backward(x, statistics, bits, weight, bias)
 
 
 def _gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    x, mean, rstd, bits, weight, bias = ctx.saved_tensors
-    dx, dweight, dbias = backward(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
+    x, statistics, bits, weight, bias = ctx.saved_tensors
+    dx, sums = backward(dy, x, statistics, bits, weight, bias, *ctx.options)
     return (
         dx,
-        None if weight is None else dweight.to(weight.dtype),
-        None if bias is None else dbias.to(bias.dtype),
+        None if weight is None else sums[1].to(weight.dtype),
+        None if bias is None else sums[0].to(bias.dtype),
     )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     x, _, _, weight, bias, training, _, activation, p = inputs
-    ctx.mark_non_differentiable(output[1], output[2])
+    ctx.mark_non_differentiable(output[1])
     _save(ctx, x, weight, bias, output, (training, activation, p))
 
 
@@ -334,14 +337,14 @@ def batch_norm(
         if training and running_mean is not None and running_var is not None:
             torch.autograd.graph.increment_version((running_mean, running_var))
         return y
-    y, mean, rstd, _ = batch_norm_op(x, *running, weight, bias, training, eps, activation, p)
+    y, statistics, _ = batch_norm_op(x, *running, weight, bias, training, eps, activation, p)
     if training and x.numel():
         count = x.numel() // x.shape[1]
         with torch.no_grad():
             if running_mean is not None:
-                running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+                running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
             if running_var is not None:
-                var = (rstd.pow(-2) - eps).clamp_min(0) * (count / (count - 1))
+                var = (statistics[1].pow(-2) - eps).clamp_min(0) * (count / (count - 1))
                 running_var.lerp_(var.to(running_var.dtype), momentum)
     return y
 

@@ -73,10 +73,12 @@ def _forward_cuda(
     from onelaunch.kernels import cross_entropy as kernels
 
     loss, lse, count = _outputs(logits, reduction, fp32_loss)
-    kernels.cross_entropy_forward(
-        logits if logits.stride(1) == 1 else logits.contiguous(), target, loss=loss, count=count, lse=lse, dx=None,
+    partial = kernels.cross_entropy_forward(
+        logits if logits.stride(1) == 1 else logits.contiguous(), target, loss, lse=lse, dx=None,
         smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction,
     )  # fmt: skip
+    if partial is not None:
+        count = partial.new_empty(()).copy_(partial[0])
     return loss, lse, count
 
 
@@ -167,17 +169,17 @@ class _EagerCrossEntropy(torch.autograd.Function):
 
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        loss, _, count = _outputs(logits, reduction, fp32_loss)
+        shape = (logits.shape[0],) if reduction == "none" else ()
+        loss = torch.empty(shape, dtype=torch.float32 if fp32_loss else logits.dtype, device=logits.device)
         precounted = None
         if reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES:
             precounted = (target != ignore_index).sum()
         dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        kernels.cross_entropy_forward(
-            logits, target, loss=loss, count=count, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,
+        partial = kernels.cross_entropy_forward(
+            logits, target, loss, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,
             reduction=reduction, precounted=precounted,
         )  # fmt: skip
-        ctx.save_for_backward(dx, count)
-        ctx.deferred = reduction == "mean" and precounted is None
+        ctx.save_for_backward(dx, partial if reduction == "mean" and precounted is None else None)
         return loss
 
     @staticmethod
@@ -191,7 +193,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
         else:
             if torch._C._autograd._get_current_graph_task_keep_graph():
                 dx = dx.clone()
-            kernels.rescale(dx, dloss, count if ctx.deferred else None, dx, dx.shape[0])
+            kernels.rescale(dx, dloss, count, dx, dx.shape[0])
         return dx, None, None, None, None, None
 
 

@@ -125,7 +125,7 @@ def _backward_cuda(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | No
 
 
 @torch.library.custom_op(
-    "onelaunch::linear", mutates_args=(), device_types="cpu", tags=torch.Tag.nondeterministic_seeded
+    "onelaunch::linear", mutates_args=(), device_types="cpu", tags=(torch.Tag.nondeterministic_seeded,)
 )
 def linear_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool

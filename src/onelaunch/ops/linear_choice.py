@@ -96,7 +96,7 @@ def candidates(call: Call) -> list[Implementation]:
         found.append(EPILOGUE)
     if call.x.dtype == torch.float32 and not _allows_tf32(call.x):
         return found  # Triton's exact fp32 product runs without tensor cores and never beats cuBLAS
-    tma = can_use_tma(call.x, call.weight)
+    tma = can_use_tma(call.x, call.weight, call.y)
     if m * n <= 256 * 1024:
         found += [fused(16, 32, 128, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
     elif m * n <= 4 * 2**20:

@@ -69,7 +69,7 @@ def _backward_cuda(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) ->
 
 
 @torch.library.custom_op(
-    "onelaunch::relu_dropout", mutates_args=(), device_types="cpu", tags=torch.Tag.nondeterministic_seeded
+    "onelaunch::relu_dropout", mutates_args=(), device_types="cpu", tags=(torch.Tag.nondeterministic_seeded,)
 )
 def relu_dropout_op(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     return _forward_cpu(x, p)
