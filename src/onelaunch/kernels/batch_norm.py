@@ -65,8 +65,7 @@ def channel_index(GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
     if CHANNELS_LAST:
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
         return group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    else:
-        return tl.program_id(1) + tl.zeros((1, 1, 1), tl.int32)
+    return tl.program_id(1) + tl.zeros((1, 1, 1), tl.int32)
 
 
 @triton.jit
@@ -82,8 +81,7 @@ def sum_per_channel(tile, CHANNELS_LAST: tl.constexpr):
 def load_channel(pointer, channel, channels, default):
     if pointer is not None:
         return tl.load(pointer + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    else:
-        return tl.zeros(channel.shape, tl.float32) + default
+    return tl.zeros(channel.shape, tl.float32) + default
 
 
 @triton.jit

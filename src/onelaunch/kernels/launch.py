@@ -67,9 +67,7 @@ def launch(
     if compiled is None or _hooked():
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
-        _compiled[key] = kernel[grid](
-            *tensors, *values, *sizes, *constants, num_warps=num_warps, num_stages=num_stages
-        )
+        _compiled[key] = kernel[grid](*tensors, *values, *sizes, *constants, num_warps=num_warps, num_stages=num_stages)
         return
     compiled.run(
         grid[0],

@@ -26,10 +26,10 @@ class TileShape(NamedTuple):
     warps: int
     stages: int
     tma: bool = False
-    specialise: bool = False
+    per_multiprocessor: int = 1  # programs of a persistent grid: two hide one's epilogue behind the other's products
 
     def __str__(self) -> str:
-        kind = "-ws" if self.specialise else "-tma" if self.tma else ""
+        kind = f"-tma{self.per_multiprocessor}" if self.tma else ""
         return f"triton-{self.m}x{self.n}x{self.k}-w{self.warps}-s{self.stages}{kind}"
 
 
@@ -158,10 +158,9 @@ def linear_tma_kernel(
     BAND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
-    SPECIALISE: tl.constexpr,
 ):
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True, warp_specialize=SPECIALISE):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_of(tile, m, n, BLOCK_M, BLOCK_N, BAND)
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for start in range(0, k, BLOCK_K):
@@ -222,7 +221,8 @@ def linear_forward(
     x_tiles = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.m, tile.k])
     w_tiles = TensorDescriptor(w, list(w.shape), list(w.stride()), [tile.n, tile.k])
     y_tiles = TensorDescriptor(y, list(y.shape), list(y.stride()), [tile.m, tile.n])
-    programs = min(tiles, torch.cuda.get_device_properties(x.device).multi_processor_count)
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    programs = min(tiles, processors * tile.per_multiprocessor)
     with torch.cuda.device(x.device):
         linear_tma_kernel[(programs,)](
             x_tiles,
@@ -237,7 +237,6 @@ def linear_forward(
             n,
             k,
             *constants,
-            tile.specialise,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+import functools
+import importlib
+from typing import Any, NoReturn
 
 import torch
 
@@ -59,7 +61,17 @@ def plain_eager(x: torch.Tensor) -> bool:
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+@functools.cache
+def kernels(name: str) -> Any:
+    """The module `onelaunch.kernels.<name>`; the first call imports Triton. An import statement would cost each call."""
+    return importlib.import_module(f"onelaunch.kernels.{name}")
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -21,6 +21,7 @@ from onelaunch.ops.arguments import (
     check_beside,
     check_float,
     check_probability,
+    kernels,
     plain_eager,
     refuse_vmap,
     wants_gradient,
@@ -139,12 +140,11 @@ def _backward_cpu(
 
 
 def _layout(x: Tensor) -> Any:
-    from onelaunch.kernels.batch_norm import Layout
-
+    layout = kernels("batch_norm").Layout
     lines, inner = _lines_and_inner(x)
     if inner == x.shape[1] and (x.dim() == 2 or _channels_last(x) is not None):
-        return Layout(lines, inner, 0)
-    return Layout(x.shape[0], x.shape[1], inner)
+        return layout(lines, inner, 0)
+    return layout(x.shape[0], x.shape[1], inner)
 
 
 def _forward_cuda(
@@ -154,15 +154,13 @@ def _forward_cuda(
     """With a momentum the running statistics are moved by the kernel; without, they are only read."""
     if x.dtype not in KERNEL_DTYPES or not x.numel():
         return _forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
-    from onelaunch.kernels import batch_norm as kernels
-
     y, statistics, bits = _outputs(x, p)
     if x.stride() != y.stride():
         x = torch.empty_like(y).copy_(x)
     layout = _layout(x)
     if training:
         moved = (running_mean, running_var) if momentum is not None else (None, None)
-        kernels.batch_statistics(x, layout, statistics, *moved, momentum=momentum or 0.0, eps=eps)
+        kernels("batch_norm").batch_statistics(x, layout, statistics, *moved, momentum=momentum or 0.0, eps=eps)
     else:
         assert running_mean is not None
         assert running_var is not None
@@ -170,7 +168,7 @@ def _forward_cuda(
         torch.rsqrt(running_var.to(torch.float32) + eps, out=statistics[1])
     key = draw_key(x.device) if p else NO_KEY
     kept = bits if p else None
-    kernels.normalise(x, layout, statistics, weight, bias, y, kept, activation=activation, p=p, key=key)
+    kernels("batch_norm").normalise(x, layout, statistics, weight, bias, y, kept, activation=activation, p=p, key=key)
     return y, statistics, bits
 
 
@@ -180,15 +178,13 @@ def _backward_cuda(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if x.dtype not in KERNEL_DTYPES or not x.numel():
         return _backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
-    from onelaunch.kernels.batch_norm_backward import batch_norm_backward
-
     dx = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
     if x.stride() != dx.stride():
         x = torch.empty_like(dx).copy_(x)
     if dy.stride() != dx.stride():
         dy = torch.empty_like(dx).copy_(dy)
     sums = torch.empty_like(statistics)
-    batch_norm_backward(
+    kernels("batch_norm_backward").batch_norm_backward(
         dy, x, _layout(x), bits if p else None, statistics, weight, bias, dx, sums,
         training=training, activation=activation, p=p,
     )  # fmt: skip

@@ -4,7 +4,7 @@
 passes over a logits-sized tensor, two such tensors alive. Here forward writes the gradient for an upstream gradient of one,
 and the backward of `loss.backward()` finds that factor on the device and touches nothing: two passes, one tensor.
 
-fp16 logits, rows over 65,536 classes and the compiled path save one number a row instead and read the logits again in the
+fp16 logits and the compiled path save one number a row instead and read the logits again in the
 backward: three passes. (fp16 because a gradient divided by the batch and rounded before the loss scale multiplies it underflows.)
 """
 
@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
-from onelaunch.ops.arguments import KERNEL_DTYPES, autocast_dtype, check_float, plain_eager, refuse_vmap, wants_gradient
+from onelaunch.ops.arguments import (
+    KERNEL_DTYPES,
+    autocast_dtype,
+    check_float,
+    kernels,
+    plain_eager,
+    refuse_vmap,
+    wants_gradient,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 # From this many classes on, rows are counted before the pass (two launches, microseconds), so that a batch with ignored rows needs
@@ -70,10 +78,8 @@ def _forward_cuda(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
         return _forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
-    from onelaunch.kernels import cross_entropy as kernels
-
     loss, lse, count = _outputs(logits, reduction, fp32_loss)
-    partial = kernels.cross_entropy_forward(
+    partial = kernels("cross_entropy").cross_entropy_forward(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, loss, lse=lse, dx=None,
         smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction,
     )  # fmt: skip
@@ -88,10 +94,8 @@ def _gradient_cuda(
 ) -> Tensor:  # fmt: skip
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
         return _gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
-    from onelaunch.kernels import cross_entropy as kernels
-
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    kernels.cross_entropy_gradient(
+    kernels("cross_entropy").cross_entropy_gradient(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, lse, dloss.contiguous(),
         count if reduction == "mean" else None, dx, smoothing=label_smoothing, ignore_index=ignore_index,
     )  # fmt: skip
@@ -165,8 +169,6 @@ class _EagerCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
     ) -> Tensor:
-        from onelaunch.kernels import cross_entropy as kernels
-
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         shape = (logits.shape[0],) if reduction == "none" else ()
@@ -175,7 +177,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
         if reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES:
             precounted = (target != ignore_index).sum()
         dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        partial = kernels.cross_entropy_forward(
+        partial = kernels("cross_entropy").cross_entropy_forward(
             logits, target, loss, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,
             reduction=reduction, precounted=precounted,
         )  # fmt: skip
@@ -185,15 +187,13 @@ class _EagerCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
-        from onelaunch.kernels import cross_entropy as kernels
-
         dx, count = ctx.saved_tensors
         if dloss.dim() == 1:
             dx = dx * dloss[:, None]
         else:
             if torch._C._autograd._get_current_graph_task_keep_graph():
                 dx = dx.clone()
-            kernels.rescale(dx, dloss, count, dx, dx.shape[0])
+            kernels("cross_entropy").rescale(dx, dloss, count, dx, dx.shape[0])
         return dx, None, None, None, None, None
 
 
@@ -247,14 +247,11 @@ def cross_entropy(
         flat = logits.movedim(1, -1).flatten(0, -2)
     elif logits.dim() == 1:
         flat = logits[None]
-    rows = target.reshape(-1).to(torch.int64)
+    rows = target if target.dim() == 1 else target.reshape(-1)
+    if rows.dtype != torch.int64 or not rows.is_contiguous():
+        rows = rows.to(torch.int64).contiguous()
     options = (float(label_smoothing), ignore_index, reduction, fp32_loss)
-    in_one_pass = (
-        plain_eager(logits)
-        and flat.dtype in (torch.float32, torch.bfloat16)
-        and 0 < flat.shape[1] <= 65536
-        and flat.shape[0] > 0
-    )
+    in_one_pass = plain_eager(logits) and flat.dtype in (torch.float32, torch.bfloat16) and flat.numel() > 0
     if in_one_pass and wants_gradient(flat):
         loss = _EagerCrossEntropy.apply(flat, rows, *options)
     elif in_one_pass:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.kernels.dropout_key import NO_KEY
+from onelaunch.ops import linear_choice
 from onelaunch.ops.activations import FROM_OUTPUT, activate, activation_gradient, activation_gradient_from_output
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
@@ -24,6 +25,7 @@ from onelaunch.ops.arguments import (
     check_beside,
     check_float,
     check_probability,
+    kernels,
     plain_eager,
     refuse_vmap,
     wants_gradient,
@@ -49,9 +51,9 @@ def _saves_z(activation: str | None) -> bool:
 def _outputs(x: Tensor, weight: Tensor, activation: str | None, p: float, save: bool) -> Outputs:
     """Empty (y, z, keep bits), without elements where the backward needs none."""
     m, n = x.shape[0], weight.shape[0]
-    z = x.new_empty((m, n) if save and _saves_z(activation) else (0, 0))
-    bits = x.new_empty(bytes_for(m, n) if p else (0, 0), dtype=torch.uint8)
-    return x.new_empty((m, n)), z, bits
+    z = torch.empty((m, n) if save and _saves_z(activation) else (0, 0), dtype=x.dtype, device=x.device)
+    bits = torch.empty(bytes_for(m, n) if p else (0, 0), dtype=torch.uint8, device=x.device)
+    return torch.empty((m, n), dtype=x.dtype, device=x.device), z, bits
 
 
 def _forward_cpu(
@@ -75,8 +77,6 @@ def _forward_cuda(
 ) -> Outputs:
     if x.dtype not in KERNEL_DTYPES or not (x.numel() and weight.numel()):
         return _forward_cpu(x, weight, bias, activation, p, save)
-    from onelaunch.ops import linear_choice
-
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.contiguous()
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
@@ -112,12 +112,10 @@ def _backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | Non
 def _backward_cuda(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
     if dy.dtype not in KERNEL_DTYPES or not dy.numel():
         return _backward_cpu(dy, saved, bits, activation, p)
-    from onelaunch.kernels.activation_dropout import activation_dropout_backward
-
     dy = dy.contiguous()
-    dz, dbias = torch.empty_like(dy), dy.new_empty(dy.shape[1])
+    dz, dbias = torch.empty_like(dy), torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
     needs = _needs(activation, p)
-    activation_dropout_backward(
+    kernels("activation_dropout").activation_dropout_backward(
         dy, saved.contiguous() if needs != "nothing" else None, bits if p else None, dz, dbias,
         activation=None if needs == "nothing" else activation, from_output=needs == "output", p=p,
     )  # fmt: skip

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from onelaunch.kernels.dropout_key import DropoutKey
+from onelaunch.ops.arguments import kernels
 
 TIMED_SECONDS = 2e-3  # of GPU time for each sample of a candidate
 SAMPLES = 5
@@ -50,14 +51,14 @@ def _allows_tf32(x: Tensor) -> bool:
 
 def run_library(call: Call) -> None:
     """cuBLAS, then one pass over its result."""
-    from onelaunch.kernels.activation_dropout import activation_dropout_forward
-
     z = call.y if call.z is None else call.z
     if call.bias is None:
         torch.mm(call.x, call.weight.t(), out=z)
     else:
         torch.addmm(call.bias, call.x, call.weight.t(), out=z)
-    activation_dropout_forward(z, None, call.y, call.keep, activation=call.activation, p=call.p, key=call.key)
+    kernels("activation_dropout").activation_dropout_forward(
+        z, None, call.y, call.keep, activation=call.activation, p=call.p, key=call.key
+    )
 
 
 def run_epilogue(call: Call) -> None:
@@ -72,12 +73,11 @@ EPILOGUE = Implementation("cuBLASLt epilogue", run_epilogue)
 
 def fused(*tile: Any) -> Implementation:
     """A Triton GEMM with this tile (m, n, k, warps, stages[, tma])."""
-    from onelaunch.kernels.linear import TileShape, linear_forward
-
-    shape = TileShape(*tile)
+    linear_kernels = kernels("linear")
+    shape = linear_kernels.TileShape(*tile)
 
     def run(call: Call) -> None:
-        linear_forward(
+        linear_kernels.linear_forward(
             call.x, call.weight, call.bias, call.y, call.z, call.keep, activation=call.activation, p=call.p,
             key=call.key, tile=shape, tf32=_allows_tf32(call.x),
         )  # fmt: skip
@@ -87,8 +87,6 @@ def fused(*tile: Any) -> Implementation:
 
 def candidates(call: Call) -> list[Implementation]:
     """What is worth timing for a shape: small outputs want small tiles (to fill the chip), large ones large tiles."""
-    from onelaunch.kernels.linear import can_use_tma
-
     m, n = call.y.shape
     found = [LIBRARY]
     plain = call.keep is None and call.z is None and call.bias is not None
@@ -96,17 +94,25 @@ def candidates(call: Call) -> list[Implementation]:
         found.append(EPILOGUE)
     if call.x.dtype == torch.float32 and not _allows_tf32(call.x):
         return found  # Triton's exact fp32 product runs without tensor cores and never beats cuBLAS
-    tma = can_use_tma(call.x, call.weight, call.y)
-    if m * n <= 256 * 1024:
-        found += [fused(16, 32, 128, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
-    elif m * n <= 4 * 2**20:
-        found += [fused(64, 64, 64, 4, 4), fused(64, 128, 64, 4, 4), fused(128, 128, 64, 8, 3)]
+    tma = kernels("linear").can_use_tma(call.x, call.weight, call.y)
+    if m * n <= 256 * 1024:  # few tiles: latency decides, so all of a short k is in flight at once
+        found += [fused(16, 16, 256, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
+        if call.x.shape[1] <= 1024 and call.x.element_size() == 2:
+            found += [fused(16, 16, 1024, 4, 1), fused(16, 32, 1024, 4, 1)]
         if tma:
-            found += [fused(128, 64, 64, 4, 4, True), fused(128, 128, 64, 8, 3, True)]
+            found += [fused(64, 16, 128, 4, 7, True)]
+    elif m * n <= 4 * 2**20:
+        found += [fused(64, 128, 64, 4, 4), fused(128, 128, 64, 8, 3)]
+        if tma:
+            found += [fused(64, 128, 128, 4, 4, True), fused(128, 64, 128, 4, 4, True), fused(64, 128, 64, 4, 4, True)]
     else:
         found += [fused(128, 128, 64, 8, 3)]
         if tma:
-            found += [fused(128, 256, 64, 8, 3, True), fused(128, 128, 64, 8, 4, True), fused(128, 256, 64, 8, 4, True)]
+            found += [
+                fused(128, 256, 64, 8, 3, True),
+                fused(128, 128, 64, 8, 4, True),
+                fused(128, 128, 64, 4, 3, True, 2),
+            ]
     return found
 
 
@@ -203,7 +209,13 @@ def choose(call: Call) -> Implementation:
     if times is None:
         if torch.cuda.is_current_stream_capturing():
             return LIBRARY
-        times = {option.name: seconds(option, call) for option in options}
+        from triton.runtime.errors import OutOfResources
+
+        times = {}
+        for option in options:
+            # A chip with less shared memory than the tile was made for says so here; the tile is then no candidate.
+            with contextlib.suppress(OutOfResources):
+                times[option.name] = seconds(option, call)
         table(device).add(name, times)
     best = min(options, key=lambda option: times.get(option.name, float("inf")))
     _chosen[key] = best

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_probability, plain_eager, wants_gradient
+from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_probability, kernels, plain_eager, wants_gradient
 from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
 from onelaunch.rng import keep_scale
 
@@ -45,26 +45,22 @@ def _backward_cpu(dy: Tensor, bits: Tensor, p: float) -> Tensor:
 def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
     if x.dtype not in KERNEL_DTYPES:
         return _forward_cpu(x, p)
-    from onelaunch.kernels import relu_dropout as kernels
-
     if y is None:
         y = torch.empty_like(x)
         if x.stride() != y.stride():
             x = y.copy_(x)
     bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
-    kernels.relu_dropout_forward(x, y, bits, p, draw_key(x.device))
+    kernels("relu_dropout").relu_dropout_forward(x, y, bits, p, draw_key(x.device))
     return y, bits
 
 
 def _backward_cuda(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
     if dy.dtype not in KERNEL_DTYPES:
         return _backward_cpu(dy, bits, p)
-    from onelaunch.kernels import relu_dropout as kernels
-
     dx = torch.empty_strided(dy.shape, stride, dtype=dy.dtype, device=dy.device)
     if dy.stride() != dx.stride():
         dy = dx.copy_(dy)
-    kernels.relu_dropout_backward(dy, bits, dx, p)
+    kernels("relu_dropout").relu_dropout_backward(dy, bits, dx, p)
     return dx
 
 
