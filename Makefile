@@ -12,7 +12,7 @@ train: $(READY)
 	$(VENV)/bin/onelaunch train configs/default.toml $(ARGS)
 
 test: $(READY) lint
-	$(VENV)/bin/python -m pytest --timeout 300 $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal --timeout 300 $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

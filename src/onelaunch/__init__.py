@@ -1,5 +1,6 @@
 """onelaunch: one op, one model, one whole training run in one launch."""
 
+from onelaunch import nn
 from onelaunch.errors import (
     CheckpointError,
     DataError,
@@ -7,6 +8,7 @@ from onelaunch.errors import (
     OnelaunchError,
     UnsupportedError,
 )
+from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
 from onelaunch.rng import permutation
 from onelaunch.train import History, fit
 from onelaunch.version import VERSION as __version__
@@ -19,6 +21,11 @@ __all__ = [
     "OnelaunchError",
     "UnsupportedError",
     "__version__",
+    "batch_norm",
+    "cross_entropy",
     "fit",
+    "linear",
+    "nn",
     "permutation",
+    "relu_dropout",
 ]

@@ -41,7 +41,7 @@ def start(tmp_path) -> Callable[..., subprocess.Popen]:
     def run(*arguments: object) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, "-m", "onelaunch", *map(str, arguments)], cwd=tmp_path, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200"},
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     return run

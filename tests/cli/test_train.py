@@ -10,11 +10,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from onelaunch.device import usable_cores
 from onelaunch.train.build import mlp
 from onelaunch.train.checkpoint import load_checkpoint
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ("--hidden", "16", "--epochs", "3", "--schedule", "constant", "--lr", "0.01")
 FILES = ["checkpoint.safetensors", "config.toml", "curves.png", "metrics.jsonl", "model.safetensors", "run.json"]
 
@@ -227,6 +230,7 @@ def test_resume_with_another_model_is_refused(cli, blobs, tmp_path):
 
 def test_full_mnist_default_passes_98(cli, full_mnist, tmp_path):
     """The promise of the default config, on three seeds."""
+    torch.set_num_threads(usable_cores())
     for seed in (0, 1, 2):
         out = tmp_path / f"seed{seed}"
         result = cli("train", "--data-dir", full_mnist, "--seed", seed, "--out", out)

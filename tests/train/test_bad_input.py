@@ -9,6 +9,8 @@ from torch import nn
 
 import onelaunch as ol
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 X, Y = torch.randn(20, 7), torch.arange(20) % 4
 FLOAT_Y = torch.randn(20, 4)
 MODEL = nn.Sequential(nn.Linear(7, 4))

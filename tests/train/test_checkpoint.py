@@ -19,6 +19,7 @@ from onelaunch.train.checkpoint import load_checkpoint
 from tests.train.reference import OPTIMIZERS, problem
 
 pytest.importorskip("safetensors")
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def network(device: torch.device | str = "cpu") -> nn.Sequential:
@@ -69,19 +70,19 @@ def test_a_schedule_fixes_the_length(tmp_path, schedule):
 
 def test_ctrl_c_saves_within_the_epoch_and_resumes_to_the_same_bits(tmp_path):
     whole, stopped = network(), network()
-    expected = run(whole, epochs=400)
+    expected = run(whole, epochs=200)
     path = tmp_path / "run.safetensors"
-    interrupt = threading.Timer(0.25, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        run(stopped, epochs=400, checkpoint=path)
+        run(stopped, epochs=200, checkpoint=path)
     interrupt.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     saved = load_checkpoint(path)
     assert 0 < saved.step < len(expected.losses)
     assert all(torch.equal(saved.model[name], tensor) for name, tensor in stopped.state_dict().items())
     resumed = network()
-    history = run(resumed, epochs=400, checkpoint=path, resume=True)
+    history = run(resumed, epochs=200, checkpoint=path, resume=True)
     assert history.losses == expected.losses
     assert same(resumed, whole)
     assert [epoch["accuracy"] for epoch in history.epochs] == [epoch["accuracy"] for epoch in expected.epochs]
@@ -89,6 +90,7 @@ def test_ctrl_c_saves_within_the_epoch_and_resumes_to_the_same_bits(tmp_path):
 
 KILLED = """
 import sys, torch
+torch.set_num_threads(1)
 sys.path[:0] = {path!r}
 from tests.train.test_checkpoint import network, run
 print("started", flush=True)

@@ -21,6 +21,8 @@ from tests.train.reference import (
     problem,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STEPS, BATCH = 200, 32
 
 

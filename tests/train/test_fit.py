@@ -15,6 +15,8 @@ from torch import nn
 import onelaunch as ol
 from tests.train.reference import problem
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def small(outputs: int = 4) -> nn.Sequential:
     torch.manual_seed(0)
