@@ -7,6 +7,8 @@ second, tiny step adds up in a fixed order: the same bits every run.
 Bits are stored per row, `[m, ceil(n / 8)]`, and an element's number is `row * 8 * ceil(n / 8) + column`.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch

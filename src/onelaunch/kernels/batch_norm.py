@@ -9,6 +9,8 @@ Two layouts share the kernels. Channels last (`[m, c]`, also N(D)HWC memory): a 
 Channels first (`[n, c, length]`): a tile row is a segment of one channel of one sample, `program_id(1)` is the channel.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import functools
@@ -64,8 +66,10 @@ def channel_index(GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
     """The channels of this program, in a shape that broadcasts over its tiles."""
     if CHANNELS_LAST:
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-        return group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    return tl.program_id(1) + tl.zeros((1, 1, 1), tl.int32)
+        channel = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    else:
+        channel = tl.program_id(1) + tl.zeros((1, 1, 1), tl.int32)
+    return channel
 
 
 @triton.jit
@@ -80,8 +84,10 @@ def sum_per_channel(tile, CHANNELS_LAST: tl.constexpr):
 @triton.jit
 def load_channel(pointer, channel, channels, default):
     if pointer is not None:
-        return tl.load(pointer + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    return tl.zeros(channel.shape, tl.float32) + default
+        value = tl.load(pointer + channel, mask=channel < channels, other=0.0).to(tl.float32)
+    else:
+        value = tl.zeros(channel.shape, tl.float32) + default
+    return value
 
 
 @triton.jit

@@ -4,6 +4,8 @@ The first pass sums, per channel, the gradient before the activation and that gr
 gradients of bias and weight. The second writes dx. With constant statistics (evaluation) one pass does both.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch

@@ -7,6 +7,8 @@ as in `loss.backward()`, its programs leave at once without touching memory.
 A target outside `[0, classes)` that is not `ignore_index` makes the loss NaN rather than reading past the row.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch
@@ -182,7 +184,7 @@ def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl
 
 @triton.jit
 def rescale_kernel(dx_ptr, upstream_ptr, count_ptr, out_ptr, rows, n, steps, BLOCK: tl.constexpr):
-    """out = dx * upstream, times rows / count where the gradient was written for every row counting. Nothing where it is one."""
+    """out = dx * upstream (times rows / count where every row was taken to count); nothing at all where that is one."""
     factor = tl.load(upstream_ptr).to(tl.float32)
     if count_ptr is not None:
         count = tl.load(count_ptr)

@@ -1,8 +1,8 @@
 """Launches a kernel again without Triton's per-call work.
 
 `kernel[grid](...)` binds, classifies and hashes every argument on each call, and asks the driver about every pointer. Here the
-compiled kernel is kept under what it was specialised for (sizes, options, each tensor's type and alignment), and its launcher is
-called with plain addresses. A profiler's launch hook and the interpreter take the plain way.
+compiled kernel is kept under what it was specialised for (sizes, options, each tensor's type and alignment), and its
+launcher is called with plain addresses. A profiler's launch hook and the interpreter take the plain way.
 """
 
 from __future__ import annotations

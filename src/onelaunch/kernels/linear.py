@@ -5,6 +5,8 @@ through the tensor memory accelerator, and one program a multiprocessor walks ov
 Dropout numbers its elements as `activation_dropout` does: the mask does not know which implementation, or tile, drew it.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -198,7 +200,7 @@ def linear_forward(
     tile: TileShape,
     tf32: bool,
 ) -> None:
-    """Fills y, and z (before the activation) and keep where given. The last axes of x `[m, k]` and w `[n, k]` are contiguous."""
+    """Fills y, and z (before the activation) and keep where given; x is `[m, k]`, w `[n, k]`, with contiguous rows."""
     m, k = x.shape
     n = w.shape[0]
     values = (key.seed, key.offset, keep_threshold(p), keep_scale(p))

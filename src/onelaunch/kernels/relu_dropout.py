@@ -7,6 +7,8 @@ The mask is a function of (seed, offset, element) alone: it does not change with
 call yields 4 x 32 bits and serves 8 elements with 16 bits each, so p is honoured to 1/65536.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from __future__ import annotations
 
 import torch

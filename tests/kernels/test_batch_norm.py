@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onelaunch.ops.activations import activate
+from tests.conftest import TOLERANCE
+from tests.kernels.reference import KEY, keep_mask, poisoned
+
+CASES = [  # shape, activation, p, training
+    ((37, 44), None, 0.0, True),
+    ((37, 44), "relu", 0.4, True),
+    ((300, 20), "gelu", 0.4, True),
+    ((37, 44), "relu", 0.0, False),
+    ((5, 6, 30), "relu", 0.4, True),
+    ((5, 6, 30), "silu", 0.0, True),
+    ((4, 3, 8, 9), "relu", 0.4, False),
+]
+
+
+@pytest.mark.parametrize(("shape", "activation", "p", "training"), CASES)
+def test_against_float64(
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    activation: str | None,
+    p: float,
+    training: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from onelaunch.kernels import batch_norm, batch_norm_backward
+
+    # Few programs a launch keep the interpreter quick, and more than one tests the merge.
+    for module, name in ((batch_norm, "STATISTICS_TILE"), (batch_norm_backward, "SUMS_TILE")):
+        monkeypatch.setattr(module, name, getattr(module, name)._replace(groups=64, programs=5))
+    channels = shape[1]
+    length = 0 if len(shape) == 2 else torch.Size(shape[2:]).numel()
+    layout = batch_norm.Layout(shape[0], channels, length)
+    x = (torch.randn(shape, device=kernel_device) * 3 + 5).to(dtype)
+    weight, bias = torch.randn(channels, device=kernel_device), torch.randn(channels, device=kernel_device)
+    running_mean, running_var = torch.randn_like(weight), torch.rand_like(weight) + 0.5
+
+    exact = [t.cpu().double() for t in (x, weight, bias)]
+    for tensor in exact:
+        tensor.requires_grad_()
+    mean64, var64 = running_mean.cpu().double(), running_var.cpu().double()
+    z = F.batch_norm(exact[0], mean64, var64, exact[1], exact[2], training, 0.1, 1e-5)
+    keep = keep_mask(layout.lines, layout.inner, p) if p else torch.ones(layout.lines, layout.inner, dtype=torch.bool)
+    expected = torch.where(keep.view(shape), activate(z, activation) / (1 - p), 0)
+    dy = torch.randn_like(x)
+    expected.backward(dy.cpu().double())
+
+    statistics = poisoned(2, channels, like=weight)
+    if training:
+        batch_norm.batch_statistics(x, layout, statistics, running_mean, running_var, momentum=0.1, eps=1e-5)
+        torch.testing.assert_close(running_mean.cpu().double(), mean64, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(running_var.cpu().double(), var64, rtol=1e-5, atol=1e-5)
+    else:
+        statistics = torch.stack((running_mean, (running_var + 1e-5).rsqrt()))
+    y, dx, sums = poisoned(*shape, like=x), poisoned(*shape, like=x), poisoned(2, channels, like=weight)
+    bits = poisoned(layout.lines, -(-layout.inner // 8), like=x, dtype=torch.uint8) if p else None
+    batch_norm.normalise(x, layout, statistics, weight, bias, y, bits, activation=activation, p=p, key=KEY)
+    batch_norm_backward.batch_norm_backward(
+        dy, x, layout, bits, statistics, weight, bias, dx, sums, training=training, activation=activation, p=p
+    )
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=rtol, atol=5 * atol)
+    torch.testing.assert_close(dx.cpu().double(), exact[0].grad, rtol=rtol, atol=5 * atol)
+    for got, tensor in ((sums[1], exact[1]), (sums[0], exact[2])):
+        assert tensor.grad is not None
+        error = (got.cpu().double() - tensor.grad).norm() / tensor.grad.norm()
+        assert error < 1e-5
+
+
+def test_statistics_survive_a_mean_far_from_zero(kernel_device: torch.device) -> None:
+    from onelaunch.kernels.batch_norm import Layout, batch_statistics
+
+    x = torch.randn(4096, 8, device=kernel_device) + 3000
+    statistics = poisoned(2, 8, like=x)
+    batch_statistics(x, Layout(4096, 8, 0), statistics, None, None, momentum=0.1, eps=0.0)
+    var, mean = torch.var_mean(x.cpu().double(), 0, correction=0)
+    torch.testing.assert_close(statistics[0].cpu().double(), mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(statistics[1].cpu().double(), var.rsqrt(), rtol=1e-4, atol=0)

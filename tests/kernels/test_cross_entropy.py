@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.conftest import TOLERANCE
+from tests.kernels.reference import poisoned
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "classes"), [(70, 10), (9, 300), (300, 33)])
+@pytest.mark.parametrize("long_rows", [False, True])
+def test_loss_and_gradient(
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    classes: int,
+    smoothing: float,
+    reduction: str,
+    long_rows: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from onelaunch.kernels import cross_entropy as kernels
+
+    if long_rows:
+        if rows > 50:
+            pytest.skip("a program a row is slow in the interpreter")
+        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
+        monkeypatch.setattr(kernels, "LONG_BLOCK", 64)
+    x = torch.randn(rows, classes, device=kernel_device, dtype=dtype)
+    target = torch.randint(classes, (rows,), device=kernel_device)
+    target[3] = -100
+    exact = x.cpu().double().requires_grad_()
+    expected = F.cross_entropy(exact, target.cpu(), label_smoothing=smoothing, reduction=reduction)
+    upstream = torch.rand(rows, device=kernel_device) if reduction == "none" else torch.tensor(1.7, device=kernel_device)
+    expected.backward(upstream.cpu().double())
+
+    loss = poisoned(*([rows] if reduction == "none" else []), like=upstream)
+    lse, dx = poisoned(rows, like=upstream), poisoned(rows, classes, like=x)
+    options = {"smoothing": smoothing, "ignore_index": -100}
+    count = kernels.cross_entropy_forward(x, target, loss, lse=lse, dx=dx, reduction=reduction, **options)
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    if reduction != "none":
+        kernels.rescale(dx, upstream, count if reduction == "mean" else None, dx, rows)
+        torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=2 * rtol, atol=atol)
+
+    again = poisoned(rows, classes, like=x)
+    kernels.cross_entropy_gradient(x, target, lse, upstream, count if reduction == "mean" else None, again, **options)
+    torch.testing.assert_close(again.cpu().double(), exact.grad, rtol=rtol, atol=atol)
+
+
+def test_a_factor_of_one_touches_nothing(kernel_device: torch.device) -> None:
+    from onelaunch.kernels.cross_entropy import rescale
+
+    dx, out = torch.randn(100, 10, device=kernel_device), torch.full((100, 10), 5.0, device=kernel_device)
+    rescale(dx, torch.ones((), device=kernel_device), None, out, 100)
+    assert (out == 5).all()
+
+
+def test_a_target_out_of_range_makes_the_loss_nan(kernel_device: torch.device) -> None:
+    from onelaunch.kernels.cross_entropy import cross_entropy_forward
+
+    x = torch.randn(4, 10, device=kernel_device)
+    loss = torch.zeros(4, device=kernel_device)
+    target = torch.tensor([0, 10, -1, 9], device=kernel_device)
+    cross_entropy_forward(x, target, loss, lse=None, dx=None, smoothing=0.0, ignore_index=-100, reduction="none")
+    assert loss.isnan().tolist() == [False, True, True, False]

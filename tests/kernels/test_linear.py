@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from onelaunch.ops.activations import FROM_OUTPUT, activate
+from onelaunch.ops.arguments import ACTIVATIONS
+from tests.conftest import TOLERANCE
+from tests.kernels.reference import KEY, keep_mask, poisoned, unpacked
+
+SHAPE = (37, 44, 50)  # m, n, k: nothing divides a tile
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_both_implementations_and_the_backward_pass(
+    kernel_device: torch.device, dtype: torch.dtype, activation: str | None, p: float
+) -> None:
+    from onelaunch.kernels.activation_dropout import activation_dropout_backward, activation_dropout_forward
+    from onelaunch.kernels.linear import TileShape, linear_forward
+
+    if dtype == torch.float16 and activation not in ("relu", "tanh", "silu"):
+        pytest.skip("three activations tell the dtype")
+    m, n, k = SHAPE
+    x = torch.randn(m, k, device=kernel_device, dtype=dtype)
+    w = (torch.randn(n, k, device=kernel_device) / k**0.5).to(dtype)
+    bias = torch.randn(n, device=kernel_device, dtype=dtype)
+    y, z = poisoned(m, n, like=x), poisoned(m, n, like=x)
+    bits = poisoned(m, -(-n // 8), like=x, dtype=torch.uint8) if p else None
+    linear_forward(
+        x, w, bias, y, z, bits, activation=activation, p=p, key=KEY, tile=TileShape(16, 32, 16, 4, 2), tf32=False
+    )
+    expected_z = F.linear(x.cpu().double(), w.cpu().double(), bias.cpu().double()).requires_grad_()
+    keep = keep_mask(m, n, p) if p else torch.ones(m, n, dtype=torch.bool)
+    expected = torch.where(keep, activate(expected_z, activation) / (1 - p), 0)
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(z.cpu().double(), expected_z, rtol=rtol, atol=atol)
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=rtol, atol=atol)
+    if bits is not None:
+        kept = keep & (expected_z > 0) if activation == "relu" else keep
+        clear = expected_z.abs() > 1e-2  # elsewhere rounding may turn the sign
+        assert torch.equal(unpacked(bits, n)[clear], kept[clear])
+
+    product, again = x @ w.t(), poisoned(m, n, like=x)
+    bits_again = None if bits is None else torch.zeros_like(bits)
+    activation_dropout_forward(product, bias, again, bits_again, activation=activation, p=p, key=KEY, store_z=True)
+    torch.testing.assert_close(again.cpu().double(), expected, rtol=2 * rtol, atol=2 * atol)  # the product is rounded too
+
+    if activation is None and p == 0:
+        return
+    dy = torch.randn_like(y)
+    expected.backward(dy.cpu().double())
+    assert expected_z.grad is not None
+    from_output = activation in FROM_OUTPUT
+    saved = None if activation is None or (activation == "relu" and p) else y if from_output else z
+    dz, dbias = poisoned(m, n, like=x), poisoned(n, like=x)
+    activation_dropout_backward(
+        dy, saved, bits, dz, dbias, activation=None if saved is None else activation, from_output=from_output, p=p
+    )
+    if activation in ("relu", "leaky_relu"):  # a slope may turn with the sign of a rounded value
+        wrong = (dz.cpu().double() - expected_z.grad).abs() > atol + rtol * expected_z.grad.abs()
+        assert not (wrong & (expected_z.abs() > 1e-2)).any()
+    else:
+        torch.testing.assert_close(dz.cpu().double(), expected_z.grad, rtol=2 * rtol, atol=2 * atol)
+    torch.testing.assert_close(dbias.cpu().double(), dz.cpu().double().sum(0), rtol=10 * rtol, atol=10 * atol)
+
+
+def test_no_bias_and_strided_rows(kernel_device: torch.device) -> None:
+    from onelaunch.kernels.linear import TileShape, linear_forward
+
+    x = torch.randn(20, 64, device=kernel_device)[:, :40]
+    w = torch.randn(24, 40, device=kernel_device)
+    y = poisoned(20, 24, like=x)
+    tile = TileShape(16, 16, 32, 4, 2)
+    linear_forward(x, w, None, y, None, None, activation="relu", p=0.0, key=KEY, tile=tile, tf32=False)
+    torch.testing.assert_close(y, F.relu(F.linear(x, w)), rtol=1e-4, atol=1e-4)
