@@ -14,7 +14,9 @@ if INTERPRETED:
 
 @pytest.fixture(
     params=[
-        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off where there is a GPU")),
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off where there is a GPU")
+        ),
         pytest.param("cuda", marks=pytest.mark.gpu),
     ]
 )

@@ -34,7 +34,9 @@ def test_loss_and_gradient(
     target[3] = -100
     exact = x.cpu().double().requires_grad_()
     expected = F.cross_entropy(exact, target.cpu(), label_smoothing=smoothing, reduction=reduction)
-    upstream = torch.rand(rows, device=kernel_device) if reduction == "none" else torch.tensor(1.7, device=kernel_device)
+    upstream = (
+        torch.rand(rows, device=kernel_device) if reduction == "none" else torch.tensor(1.7, device=kernel_device)
+    )
     expected.backward(upstream.cpu().double())
 
     loss = poisoned(*([rows] if reduction == "none" else []), like=upstream)

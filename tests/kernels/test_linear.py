@@ -45,7 +45,9 @@ def test_both_implementations_and_the_backward_pass(
     product, again = x @ w.t(), poisoned(m, n, like=x)
     bits_again = None if bits is None else torch.zeros_like(bits)
     activation_dropout_forward(product, bias, again, bits_again, activation=activation, p=p, key=KEY, store_z=True)
-    torch.testing.assert_close(again.cpu().double(), expected, rtol=2 * rtol, atol=2 * atol)  # the product is rounded too
+    torch.testing.assert_close(
+        again.cpu().double(), expected, rtol=2 * rtol, atol=2 * atol
+    )  # the product is rounded too
 
     if activation is None and p == 0:
         return

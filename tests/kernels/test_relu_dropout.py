@@ -18,7 +18,9 @@ def test_values_bits_and_gradient(kernel_device: torch.device, dtype: torch.dtyp
     keep = keep_mask(1, n, p)[0]
     scale = 0.0 if p == 1 else 1 / (1 - p)
     rtol, atol = TOLERANCE[dtype]
-    torch.testing.assert_close(y.cpu().double(), torch.where(keep, x.cpu().double().relu() * scale, 0), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        y.cpu().double(), torch.where(keep, x.cpu().double().relu() * scale, 0), rtol=rtol, atol=atol
+    )
     assert torch.equal(unpacked(bits, n), keep & (x.cpu() > 0))
 
     dy, dx = torch.randn_like(x), poisoned(n, like=x)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from onelaunch.nn import BatchNorm1d
+from onelaunch.ops import batch_norm
+from onelaunch.ops.batch_norm import batch_norm_backward_op, batch_norm_op, batch_norm_reference
+from tests.ops.compare import assert_same_with_gradients
+
+
+def inputs(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    x = (torch.randn(shape, device=device) * 2 + 1).to(dtype).requires_grad_()
+    return [x, *(torch.randn(shape[1], device=device, requires_grad=True) for _ in range(2))]
+
+
+@pytest.mark.parametrize("shape", [(33, 20), (2000, 17), (4, 6, 10), (3, 5, 6, 7)])
+@pytest.mark.parametrize(("activation", "p"), [(None, 0.0), ("gelu", 0.0), ("sigmoid", 0.3), ("relu", 0.3)])
+@pytest.mark.parametrize("training", [True, False])
+def test_values_and_gradients(
+    device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], activation: str | None, p: float, training: bool
+) -> None:
+    x, weight, bias = inputs(device, dtype, shape)
+    mean, var = torch.randn(shape[1], device=device), torch.rand(shape[1], device=device) + 0.5
+    y = batch_norm(x, mean.clone(), var.clone(), weight, bias, training=training, activation=activation, dropout=p)
+
+    def reference(*exact: torch.Tensor) -> torch.Tensor:
+        x64, weight64, bias64 = exact
+        arguments = (x64, mean.double(), var.double(), weight64, bias64, training, 1e-5)
+        keep = None
+        if p and training:
+            keep = y != 0
+            if activation == "relu":
+                keep = keep | (batch_norm_reference(*arguments, None, None, 0.0) <= 0)
+        return batch_norm_reference(*arguments, activation, keep, p)
+
+    assert_same_with_gradients(y, [x, weight, bias], reference, dtype)
+
+
+def test_channels_last_stays_so(device: torch.device) -> None:
+    x, weight, bias = inputs(device, torch.float32, (3, 8, 6, 7))
+    x = x.detach().to(memory_format=torch.channels_last).requires_grad_()
+    y = batch_norm(x, None, None, weight, bias, training=True, activation="tanh")
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert_same_with_gradients(
+        y, [x, weight, bias],
+        lambda *exact: batch_norm_reference(exact[0], None, None, *exact[1:], True, 1e-5, "tanh", None, 0.0),
+        torch.float32,
+    )  # fmt: skip
+    strided = torch.randn(16, 40, device=device)[:, ::2]
+    ours = batch_norm(strided, None, None, training=True)
+    torch.testing.assert_close(ours, nn.functional.batch_norm(strided, None, None, training=True), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("shape", [(16, 6), (4, 6, 5), (3000, 6)])
+def test_module_moves_the_running_statistics_as_torch_does(
+    device: torch.device, momentum: float | None, shape: tuple[int, ...]
+) -> None:
+    theirs, ours = nn.BatchNorm1d(6, momentum=momentum), BatchNorm1d(6, momentum=momentum, activation="relu")
+    theirs, ours = theirs.to(device), ours.to(device)
+    ours.load_state_dict(theirs.state_dict())
+    for _ in range(3):
+        x = torch.randn(shape, device=device) * 3 + 1
+        torch.testing.assert_close(ours(x), theirs(x).relu(), rtol=1e-4, atol=1e-5)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.eval()(x), theirs.eval()(x).relu(), rtol=1e-4, atol=1e-5)
+    assert "batch_norm + relu" in repr(ours)
+
+
+def test_opcheck(device: torch.device) -> None:
+    x, weight, bias = inputs(device, torch.float32, (6, 5))
+    torch.library.opcheck(batch_norm_op, (x, None, None, weight, bias, True, 1e-5, "gelu", 0.3))
+    image = torch.randn(2, 3, 4, 4, device=device, requires_grad=True)
+    statistics = torch.zeros(3, device=device), torch.ones(3, device=device)
+    torch.library.opcheck(batch_norm_op, (image, *statistics, None, None, False, 1e-5, "relu", 0.0))
+    dy, saved = torch.randn(6, 5, device=device), torch.rand(2, 5, device=device)
+    bits = torch.zeros(6, 1, dtype=torch.uint8, device=device)
+    arguments = (dy, x.detach(), saved, bits, weight.detach(), bias.detach(), True, "relu", 0.5)
+    torch.library.opcheck(batch_norm_backward_op, arguments)
+
+
+def test_errors_name_the_argument() -> None:
+    x = torch.randn(4, 3)
+    with pytest.raises(ValueError, match="running_mean=None"):
+        batch_norm(x, None, None)
+    with pytest.raises(ValueError, match=r"weight has shape \(2,\)"):
+        batch_norm(x, None, None, torch.ones(2), training=True)
+    with pytest.raises(ValueError, match="one value a channel"):
+        batch_norm(x[:1], None, None, training=True)
+    with pytest.raises(ValueError, match="activation='swish'"):
+        batch_norm(x, None, None, training=True, activation="swish")
+    with pytest.raises(ValueError, match=r"x has shape \(4,\)"):
+        batch_norm(x[:, 0], None, None, training=True)
+    with pytest.raises(ValueError, match="vmap"):
+        torch.func.vmap(lambda part: batch_norm(part, None, None, training=True))(torch.randn(2, 4, 3))

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from onelaunch.nn import Linear
+from onelaunch.ops import linear
+from onelaunch.ops.arguments import ACTIVATIONS
+from onelaunch.ops.linear import linear_op, linear_reference, linear_slope_op
+from onelaunch.ops.linear_choice import LIBRARY, Table, force, fused, shape_class
+from tests.ops.compare import assert_same_with_gradients
+
+
+def inputs(device: torch.device, dtype: torch.dtype, m: int = 24, n: int = 40, k: int = 32) -> list[torch.Tensor]:
+    x = torch.randn(m, k, device=device, dtype=dtype, requires_grad=True)
+    w = (torch.randn(n, k, device=device) / k**0.5).to(dtype).requires_grad_()
+    return [x, w, torch.randn(n, device=device, dtype=dtype, requires_grad=True)]
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_values_and_gradients(device: torch.device, dtype: torch.dtype, activation: str | None, p: float) -> None:
+    if activation in ("relu", "leaky_relu") and dtype != torch.float32:
+        torch.manual_seed(
+            1
+        )  # a sign that rounding turns would show as an error; with this seed there is none near zero
+    tensors = inputs(device, dtype)
+    with force(LIBRARY):
+        y = linear(*tensors, activation=activation, dropout=p)
+    keep = y != 0 if p else None
+    if activation == "relu" and keep is not None:
+        keep = keep | (linear_reference(*[t.detach().double() for t in tensors], None, None, 0.0) <= 0)
+    assert_same_with_gradients(y, tensors, lambda *exact: linear_reference(*exact, activation, keep, p), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [(16, 32, 64, 4, 3), (64, 64, 64, 4, 3), (128, 128, 64, 8, 3, True)])
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh", "sigmoid"])
+def test_fused_tiles_draw_the_mask_of_the_library(tile: tuple[int, ...], activation: str) -> None:
+    tensors = inputs(torch.device("cuda"), torch.bfloat16, 200, 264, 136)
+    masks = []
+    for implementation in (LIBRARY, fused(*tile)):
+        for tensor in tensors:
+            tensor.grad = None
+        torch.manual_seed(5)
+        with force(implementation):
+            y = linear(*tensors, activation=activation, dropout=0.3)
+        masks.append(y.detach() != 0)
+        keep = (y != 0) | (linear_reference(*[t.detach().double() for t in tensors], None, None, 0.0) <= 0)
+        keep = keep if activation == "relu" else y != 0
+        assert_same_with_gradients(
+            y, tensors, lambda *exact, keep=keep: linear_reference(*exact, activation, keep, 0.3), torch.bfloat16
+        )
+    assert (masks[0] != masks[1]).float().mean() < 1e-3  # relu's sign may turn by rounding, the mask does not
+
+
+@pytest.mark.gpu
+def test_measured_choice_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from onelaunch.ops import linear_choice
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(linear_choice, "_tables", {})
+    monkeypatch.setattr(linear_choice, "_chosen", {})
+    tensors = [tensor.detach() for tensor in inputs(torch.device("cuda"), torch.bfloat16)]
+    first = linear(*tensors, activation="relu")
+    (file,) = (tmp_path / "onelaunch").iterdir()
+    (times,) = Table(file).choices.values()
+    assert len(times) > 2
+    monkeypatch.setattr(linear_choice, "_tables", {})
+    monkeypatch.setattr(linear_choice, "_chosen", {})
+    monkeypatch.setattr(linear_choice, "seconds", None)  # measuring again would fail
+    torch.testing.assert_close(linear(*tensors, activation="relu"), first)
+
+
+def test_table_survives_damage_and_other_writers(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text("{ not json")
+    one, other = Table(path), Table(path)
+    one.add("a", {"x": 1.0})
+    other.add("b", {"y": 2.0})
+    assert Table(path).choices == {"a": {"x": 1.0}, "b": {"y": 2.0}}
+    assert [shape_class(m) for m in (1, 16, 17, 100)] == [16, 16, 32, 128]
+
+
+def test_any_rank_and_stride(device: torch.device) -> None:
+    w = torch.randn(5, 8, device=device)
+    for x in (
+        torch.randn(8, device=device),
+        torch.randn(2, 3, 8, device=device),
+        torch.randn(8, 4, device=device).t(),
+        torch.randn(1, 8, device=device).expand(6, 8),
+    ):
+        with force(LIBRARY):
+            torch.testing.assert_close(linear(x, w, activation="relu"), linear_reference(x, w, None, "relu", None, 0.0))
+    assert linear(torch.empty(0, 8, device=device), w, activation="relu").shape == (0, 5)
+
+
+def test_autocast(device: torch.device) -> None:
+    x, w, bias = inputs(device, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast(device.type, dtype), force(LIBRARY):
+            y = linear(x, w, bias, activation="gelu", dropout=0.1)
+        assert y.dtype == dtype
+        y.float().sum().backward()
+        assert x.grad is not None
+        assert x.grad.dtype == torch.float32
+
+
+def test_opcheck(device: torch.device) -> None:
+    with force(LIBRARY):
+        for activation, p in (("relu", 0.3), ("gelu", 0.0)):
+            torch.library.opcheck(linear_op, (*inputs(device, torch.float32, 6, 12, 10), activation, p, True))
+        bits = torch.zeros(4, 2, dtype=torch.uint8, device=device)
+        dy = torch.randn(4, 10, device=device)
+        torch.library.opcheck(linear_slope_op, (dy, torch.randn(4, 10, device=device), bits, "tanh", 0.5))
+
+
+def test_double_backward_says_so(device: torch.device) -> None:
+    x, w, bias = inputs(device, torch.float32)
+    with force(LIBRARY):
+        y = linear(x, w, bias, activation="tanh", dropout=0.1)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(dx.sum(), w)
+
+
+def test_errors_name_the_argument() -> None:
+    x, w = torch.ones(3, 4), torch.ones(5, 4)
+    with pytest.raises(ValueError, match=r"activation='relo'.*'relu'.*did you mean 'relu'"):
+        linear(x, w, activation="relo")
+    with pytest.raises(ValueError, match=r"dropout=-0\.1"):
+        linear(x, w, dropout=-0.1)
+    with pytest.raises(ValueError, match=r"x has shape \(3, 4\)"):
+        linear(x, torch.ones(5, 6))
+    with pytest.raises(ValueError, match="bias has shape"):
+        linear(x, w, torch.ones(4))
+    with pytest.raises(ValueError, match="weight is on meta and x on cpu"):
+        linear(x, w.to("meta"))
+    with pytest.raises(ValueError, match=r"weight has dtype torch\.float64"):
+        linear(x, w.double(), activation="relu")
+    with pytest.raises(ValueError, match="vmap"):
+        torch.func.vmap(lambda row: linear(row, w, activation="relu"))(x)
+
+
+def test_module_takes_the_state_of_nn_linear() -> None:
+    theirs, ours = nn.Linear(6, 4), Linear(6, 4, activation="relu", dropout=0.5)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    assert "linear + relu + dropout" in repr(ours)
+    x = torch.randn(3, 6)
+    torch.testing.assert_close(ours.eval()(x), torch.relu(theirs(x)))
