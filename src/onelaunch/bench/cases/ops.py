@@ -1,0 +1,335 @@
+"""The fused ops against PyTorch eager, torch.compile, cuBLASLt's epilogue, and the copy of the bytes that must move.
+
+Everything is timed as a CUDA graph of several calls over rotating inputs: launch cost misleads nobody, and no input is still in
+the L2 cache from its last use. (A peer gains by that too: outside a graph it pays for each of its launches.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+
+from onelaunch.bench.case import Trial, Work, case
+from onelaunch.errors import UnsupportedError
+from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
+from onelaunch.ops.activations import activate
+
+Step = Callable[[int], object]  # the work on input set i
+ROTATED_BYTES = 256 * 2**20  # inputs of one round: several times any L2
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LINEAR_SHAPES = ((8192, 4096, 4096), (4096, 1024, 4096), (1024, 1024, 1024), (128, 784, 784), (32, 784, 128))  # m, k, n
+CALLS = 200  # of an op at tiny size, for its Python time
+
+# Contenders of the cases set up so far, for whoever measures their memory.
+STEPS: dict[str, Mapping[str, Step]] = {}
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UnsupportedError("the benchmark of the ops needs a CUDA device, and this machine has none")
+
+
+def rounds(bytes_of_one_set: int) -> int:
+    return max(3, min(64, ROTATED_BYTES // max(1, bytes_of_one_set) + 1))
+
+
+def graphed(step: Step, sets: int) -> Work:
+    """A CUDA graph of one call on each input set."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(sets):
+            step(index)
+    return graph.replay
+
+
+class _Lazy:
+    """A graph captured at its first call, so that a peer that cannot be captured fails alone."""
+
+    def __init__(self, step: Step, sets: int) -> None:
+        self.step, self.sets = step, sets
+        self.work: Work | None = None
+
+    def __call__(self) -> object:
+        if self.work is None:
+            self.work = graphed(self.step, self.sets)
+        return self.work()
+
+
+def trial(name: str, steps: dict[str, Step], sets: int, check: Work) -> Trial:
+    """The first of `steps` is ours."""
+    STEPS[name] = steps
+    works = {who: _Lazy(step, sets) for who, step in steps.items()}
+    ours, *peers = works
+    return Trial(works[ours], check, {peer: works[peer] for peer in peers}, units=sets, cuda=True)
+
+
+def _training_step(function: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]], dy: torch.Tensor) -> Step:
+    """Forward and backward to every input."""
+
+    def step(index: int) -> object:
+        return torch.autograd.grad(function(*inputs[index]), inputs[index], dy)
+
+    return step
+
+
+def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    error = ((got.double() - expected).norm() / expected.norm()).item()
+    limit = 1e-5 if got.dtype == torch.float32 else 1e-2
+    assert error < limit, f"{what} differs from float64 by {error:.1e}"  # also fails on NaN
+
+
+def _relu_dropout(name: str, dtype: torch.dtype, backward: bool) -> Trial:
+    _require_gpu()
+    n = 50 * 2**20
+    inputs = [[torch.randn(n, device="cuda", dtype=dtype, requires_grad=backward)] for _ in range(3)]
+    dy, out = torch.randn(n, device="cuda", dtype=dtype), torch.empty(n, device="cuda", dtype=dtype)
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(F.relu(x), 0.5)
+
+    def check() -> None:
+        x = torch.randn(n, device="cuda", dtype=dtype, requires_grad=True)
+        y = relu_dropout(x, 0.5)
+        kept = y.detach() != 0
+        _close(y.detach(), torch.where(kept, x.detach().double() * 2, 0), "output")
+        (dx,) = torch.autograd.grad(y, x, dy)
+        _close(dx, torch.where(kept, dy.double() * 2, 0), "gradient")
+        assert abs(kept.double().mean().item() - 0.25) < 1e-3
+
+    def copy(index: int) -> None:
+        for _ in range(2 if backward else 1):
+            out.copy_(inputs[index][0].detach())
+
+    ways: dict[str, Callable[..., torch.Tensor]] = {
+        "onelaunch": lambda x: relu_dropout(x, 0.5), "torch eager": plain, "torch.compile": torch.compile(plain)
+    }  # fmt: skip
+    steps: dict[str, Step] = {
+        who: _training_step(way, inputs, dy) if backward else (lambda index, way=way: way(*inputs[index]))
+        for who, way in ways.items()
+    }
+    steps["floor: two copies" if backward else "floor: copy"] = copy
+    return trial(name, steps, 3, check)
+
+
+def _batch_norm(name: str, dtype: torch.dtype) -> Trial:
+    _require_gpu()
+    m, c = 65536, 1024
+    weight, bias = torch.rand(c, device="cuda", requires_grad=True), torch.randn(c, device="cuda", requires_grad=True)
+    inputs = [[torch.randn(m, c, device="cuda", dtype=dtype, requires_grad=True), weight, bias] for _ in range(3)]
+    dy, out = torch.randn(m, c, device="cuda", dtype=dtype), torch.empty(m, c, device="cuda", dtype=dtype)
+
+    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return batch_norm(x, None, None, weight, bias, training=True, activation="relu", dropout=0.1)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.dropout(F.relu(F.batch_norm(x, None, None, weight, bias, training=True)), 0.1)
+
+    def check() -> None:
+        got = [torch.randn(m, c, device="cuda", dtype=dtype).requires_grad_(), weight, bias]
+        y = ours(*got)
+        exact = [tensor.detach().double().requires_grad_() for tensor in got]
+        z = F.batch_norm(exact[0], None, None, exact[1], exact[2], training=True)
+        expected = torch.where((y.detach() != 0) | (z <= 0), F.relu(z) / 0.9, 0)
+        _close(y.detach(), expected.detach(), "output")
+        pairs = zip(torch.autograd.grad(y, got, dy), torch.autograd.grad(expected, exact, dy.double()), strict=True)
+        for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
+            _close(mine, other, f"gradient of {what}")
+
+    def copy(index: int) -> None:
+        for _ in range(4):
+            out.copy_(inputs[index][0].detach())
+
+    steps = {
+        "onelaunch": _training_step(ours, inputs, dy),
+        "torch eager": _training_step(plain, inputs, dy),
+        "torch.compile": _training_step(torch.compile(plain), inputs, dy),
+        "floor: eight passes": copy,
+    }
+    return trial(name, steps, 3, check)
+
+
+def _linear_inputs(m: int, k: int, n: int, gradients: bool) -> list[list[torch.Tensor]]:
+    def one() -> list[torch.Tensor]:
+        made = [
+            torch.randn(m, k, device="cuda", dtype=torch.bfloat16),
+            torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5,
+            torch.randn(n, device="cuda", dtype=torch.bfloat16),
+        ]
+        return [tensor.requires_grad_(gradients) for tensor in made]
+
+    return [one() for _ in range(rounds(2 * (m * k + k * n + m * n)))]
+
+
+def _check_linear(m: int, k: int, n: int, activation: str, p: float) -> None:
+    got = [tensor.requires_grad_() for tensor in _linear_inputs(m, k, n, True)[0]]
+    y = linear(*got, activation=activation, dropout=p)
+    exact = [tensor.detach().double().requires_grad_() for tensor in got]
+    z = F.linear(*exact)
+    expected = activate(z, activation)
+    if p:
+        expected = torch.where((y.detach() != 0) | (z <= 0), expected / (1 - p), 0)
+    _close(y.detach(), expected.detach(), "output")
+    dy = torch.randn_like(y)
+    pairs = zip(torch.autograd.grad(y, got, dy), torch.autograd.grad(expected, exact, dy.double()), strict=True)
+    for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
+        _close(mine, other, f"gradient of {what}")
+
+
+def _linear_forward(name: str, m: int, k: int, n: int, activation: str) -> Trial:
+    _require_gpu()
+    inputs = _linear_inputs(m, k, n, False)
+    linear(*inputs[0], activation=activation)  # chooses the implementation; nothing can be measured during a capture
+
+    def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return activate(F.linear(x, w, b), activation)
+
+    compiled = torch.compile(plain)
+    steps: dict[str, Step] = {
+        "onelaunch": lambda index: linear(*inputs[index], activation=activation),
+        "torch eager": lambda index: plain(*inputs[index]),
+        "torch.compile": lambda index: compiled(*inputs[index]),
+        "floor: bare GEMM": lambda index: inputs[index][0] @ inputs[index][1].t(),
+    }
+    if activation in ("relu", "gelu_tanh"):
+        gelu = activation == "gelu_tanh"
+        steps["cuBLASLt epilogue"] = lambda index: torch._addmm_activation(
+            inputs[index][2], inputs[index][0], inputs[index][1].t(), use_gelu=gelu
+        )
+    return trial(name, steps, len(inputs), lambda: _check_linear(m, k, n, activation, 0.0))
+
+
+def _linear_training(name: str, m: int, k: int, n: int) -> Trial:
+    _require_gpu()
+    inputs = _linear_inputs(m, k, n, True)
+    dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
+    linear(*inputs[0], activation="relu", dropout=0.1)
+
+    def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.dropout(F.relu(F.linear(x, w, b)), 0.1)
+
+    def ours(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return linear(x, w, b, activation="relu", dropout=0.1)
+
+    def epilogue(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch._addmm_activation(b, x, w.t()), 0.1)
+
+    steps = {
+        "onelaunch": _training_step(ours, inputs, dy),
+        "torch eager": _training_step(plain, inputs, dy),
+        "torch.compile": _training_step(torch.compile(plain), inputs, dy),
+        "cuBLASLt epilogue": _training_step(epilogue, inputs, dy),
+    }
+    return trial(name, steps, len(inputs), lambda: _check_linear(m, k, n, "relu", 0.1))
+
+
+def _cross_entropy(name: str, rows: int, classes: int, dtype: torch.dtype) -> Trial:
+    _require_gpu()
+    sets = rounds(2 * rows * classes * dtype.itemsize)
+    inputs = [[torch.randn(rows, classes, device="cuda", dtype=dtype, requires_grad=True)] for _ in range(sets)]
+    target = torch.randint(classes, (rows,), device="cuda")
+    out, one = torch.empty(rows, classes, device="cuda", dtype=dtype), torch.ones((), device="cuda", dtype=dtype)
+
+    def check() -> None:
+        logits = torch.randn(rows, classes, device="cuda", dtype=dtype, requires_grad=True)
+        loss = cross_entropy(logits, target)
+        exact = logits.detach().double().requires_grad_()
+        expected = F.cross_entropy(exact, target)
+        _close(loss.detach(), expected.detach(), "loss")
+        (dx,) = torch.autograd.grad(loss, logits)
+        _close(dx, torch.autograd.grad(expected, exact)[0], "gradient")
+
+    def plain(logits: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, target)
+
+    steps: dict[str, Step] = {
+        "onelaunch": _training_step(lambda logits: cross_entropy(logits, target), inputs, one),
+        "torch eager": _training_step(plain, inputs, one),
+        "torch.compile": _training_step(torch.compile(plain), inputs, one),
+        "floor: copy": lambda index: out.copy_(inputs[index][0].detach()),
+    }
+    return trial(name, steps, sets, check)
+
+
+def _python_time(function: Callable[[], object]) -> Work:
+    """Host time of CALLS calls; the device, with next to nothing to do, keeps up."""
+
+    def work() -> None:
+        for _ in range(CALLS):
+            function()
+
+    return work
+
+
+def _call(name: str, ours: Callable[[], object], plain: Callable[[], object]) -> Trial:
+    def check() -> None:
+        begin = time.perf_counter()
+        ours()
+        torch.cuda.synchronize()
+        assert time.perf_counter() > begin
+
+    return Trial(_python_time(ours), check, {"torch eager": _python_time(plain)}, units=CALLS)
+
+
+def _register() -> None:
+    for label, dtype in DTYPES.items():
+        about = f"ReLU + dropout of 50 * 2**20 elements, {label}"
+        for suffix, backward in (("forward", False), ("training", True)):
+            name = f"ops/relu_dropout-{label}-{suffix}"
+            case(name, "ops", f"{about}, {suffix}", "call")(lambda n=name, d=dtype, b=backward: _relu_dropout(n, d, b))
+        name = f"ops/batch_norm-{label}-training"
+        about = f"batch norm + ReLU + dropout, 65536 x 1024, {label}, forward and backward"
+        case(name, "ops", about, "call")(lambda n=name, d=dtype: _batch_norm(n, d))
+    for m, k, n in LINEAR_SHAPES:
+        for activation in ("relu", "sigmoid", "gelu_tanh", "silu"):
+            name = f"ops/linear-{activation}-{m}x{k}x{n}"
+            about = f"linear + {activation}, bf16, forward"
+            case(name, "ops", about, "call")(
+                lambda name=name, m=m, k=k, n=n, a=activation: _linear_forward(name, m, k, n, a)
+            )
+        name = f"ops/linear-relu-dropout-{m}x{k}x{n}-training"
+        about = "linear + ReLU + dropout(0.1), bf16, forward and backward"
+        case(name, "ops", about, "call")(lambda name=name, m=m, k=k, n=n: _linear_training(name, m, k, n))
+    for rows, classes, label in ((8192, 32768, "bf16"), (65536, 10, "fp32")):
+        name = f"ops/cross_entropy-{rows}x{classes}-{label}"
+        about = "cross-entropy, forward and backward"
+        case(name, "ops", about, "call")(
+            lambda name=name, r=rows, c=classes, d=DTYPES[label]: _cross_entropy(name, r, c, d)
+        )
+
+
+def _tiny(what: str) -> Callable[[], Trial]:
+    def setup() -> Trial:
+        _require_gpu()
+        x = torch.randn(32, 64, device="cuda", requires_grad=True)
+        w, b = torch.randn(64, 64, device="cuda", requires_grad=True), torch.randn(64, device="cuda", requires_grad=True)
+        target = torch.randint(64, (32,), device="cuda")
+        mean, var = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
+        pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+            "relu_dropout": (lambda: relu_dropout(x, 0.5), lambda: F.dropout(F.relu(x), 0.5)),
+            "linear": (
+                lambda: linear(x, w, b, activation="relu", dropout=0.1),
+                lambda: F.dropout(F.relu(F.linear(x, w, b)), 0.1),
+            ),
+            "batch_norm": (
+                lambda: batch_norm(x, mean, var, b, b, training=True, activation="relu", dropout=0.1),
+                lambda: F.dropout(F.relu(F.batch_norm(x, mean, var, b, b, training=True)), 0.1),
+            ),
+            "cross_entropy": (lambda: cross_entropy(x, target), lambda: F.cross_entropy(x, target)),
+        }
+        return _call(what, *pairs[what])
+
+    return setup
+
+
+_register()
+for _what in ("relu_dropout", "linear", "batch_norm", "cross_entropy"):
+    case(f"ops/call-{_what}", "ops", f"Python time of one {_what} call at tiny size, forward", "call")(_tiny(_what))
