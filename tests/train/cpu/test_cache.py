@@ -1,0 +1,82 @@
+"""Object code on disk: used again, never trusted blindly."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from onelaunch.train.engines.contract import Run
+from onelaunch.train.engines.cpu import cache
+from onelaunch.train.engines.cpu.session import CpuSession, settings_for
+from onelaunch.train.engines.cpu.target import host
+from tests.train.cpu.plain import data, make, train_natively
+
+
+@pytest.fixture
+def run() -> Run:
+    x, y = data("cross_entropy", 20, 5, 3)
+    return make(nn.Sequential(nn.Linear(5, 3)), x, y, steps=4)
+
+
+def started_from_cache(run: Run, place: Path) -> bool:
+    session = CpuSession(run, {}, place=place)
+    session.close()
+    return session.native.cached
+
+
+def test_the_second_start_is_cached(run: Run, tmp_path: Path) -> None:
+    assert not started_from_cache(run, tmp_path)
+    assert started_from_cache(run, tmp_path)
+    assert [path.suffix for path in tmp_path.iterdir()] == [".o"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "emptied", "foreign key", "no header", "unreadable"])
+def test_a_bad_entry_is_made_anew(damage: str, run: Run, tmp_path: Path) -> None:
+    good = train_natively(run, tmp_path)
+    entry = next(tmp_path.iterdir())
+    content = entry.read_bytes()
+    match damage:
+        case "truncated":
+            entry.write_bytes(content[: len(content) // 2])
+        case "flipped":
+            entry.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
+        case "emptied":
+            entry.write_bytes(b"")
+        case "foreign key":
+            entry.write_bytes(content.replace(entry.stem.encode(), b"0" * 64, 1))
+        case "no header":
+            entry.write_bytes(content.split(b"\n", 3)[3])
+        case "unreadable":
+            entry.unlink()
+            entry.mkdir()
+    assert not started_from_cache(run, tmp_path)
+    again = train_natively(run, tmp_path)
+    assert again.losses.equal(good.losses)
+    assert (damage == "unreadable") or started_from_cache(run, tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(run: Run, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert not started_from_cache(run, blocked)
+
+
+def test_the_key_follows_code_and_machine_but_not_layer_names(run: Run) -> None:
+    settings, target = settings_for(run), host()
+    key = cache.key_of(settings, target)
+    assert key != cache.key_of(dataclasses.replace(settings, batch=settings.batch + 1), target)
+    assert key != cache.key_of(settings, dataclasses.replace(target, features=target.features + ",+none"))
+    assert key != cache.key_of(settings, dataclasses.replace(target, llvm="0"))
+    renamed = nn.Sequential()
+    renamed.add_module("other", copy.deepcopy(run.model[0]))  # type: ignore[index]
+    other = make(renamed, run.x, run.y, steps=9, lr=0.3, seed=5)
+    assert key == cache.key_of(settings_for(other), target)
+
+
+def test_every_source_that_shapes_the_code_is_in_the_key() -> None:
+    files = {path.stem for path in Path(cache.__file__).parent.glob("*.py")}
+    assert files - set(cache.SOURCES) == {"__init__", "arena", "cache", "session"}
