@@ -79,7 +79,9 @@ def test_autocast_gives_a_float32_loss(device: torch.device) -> None:
 def test_fp16_gradient_under_a_loss_scale_does_not_underflow() -> None:
     logits = torch.randn(4096, 1000, device="cuda", dtype=torch.float16, requires_grad=True)
     target = torch.randint(1000, (4096,), device="cuda")
-    (cross_entropy(logits, target).float() * 65536).backward()
+    with torch.autocast("cuda", torch.float16):
+        loss = cross_entropy(logits, target)
+    (loss * 65536).backward()
     exact = logits.detach().double().requires_grad_()
     (F.cross_entropy(exact, target) * 65536).backward()
     assert logits.grad is not None

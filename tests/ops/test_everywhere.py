@@ -13,6 +13,9 @@ from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
 from onelaunch.ops import batch_norm, cross_entropy, relu_dropout
 from onelaunch.ops.linear_choice import LIBRARY, force
 
+# The autograd thread has no CUDA context yet when its first product is a library's.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+
 
 class Network(nn.Module):
     """Every op once; the loss is the output."""
@@ -36,6 +39,7 @@ def batch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(20, 12, device=device), torch.randint(5, (20,), device=device)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_compile_in_one_graph(device: torch.device, dropout: float) -> None:
     torch._dynamo.reset()
@@ -101,7 +105,9 @@ def test_a_replayed_graph_draws_new_masks() -> None:
         with torch.cuda.graph(graph):
             y = relu_dropout(x, 0.5)
             (dx,) = torch.autograd.grad(y.sum(), x)
-            z = batch_norm(x.detach() * torch.arange(64, device="cuda")[:, None], None, None, training=True, dropout=0.5)
+            z = batch_norm(
+                x.detach() * torch.arange(64, device="cuda")[:, None], None, None, training=True, dropout=0.5
+            )
             from onelaunch.ops import linear
 
             linear_y = linear(x.detach(), w, activation="relu", dropout=0.5)
@@ -128,9 +134,13 @@ def test_more_than_2_to_the_31_elements() -> None:
     target = torch.zeros(logits.shape[0], dtype=torch.int64, device="cuda")
     loss = cross_entropy(logits, target, reduction="sum")
     (gradient,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(gradient[-1, :2].float(), torch.tensor([1 / 4096 - 1, 1 / 4096], device="cuda"), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        gradient[-1, :2].float(), torch.tensor([1 / 4096 - 1, 1 / 4096], device="cuda"), rtol=1e-2, atol=0
+    )
     del gradient, loss, logits
-    z = batch_norm(x.view(-1, 4096), torch.zeros(4096, device="cuda"), torch.ones(4096, device="cuda"), activation="relu")
+    z = batch_norm(
+        x.view(-1, 4096), torch.zeros(4096, device="cuda"), torch.ones(4096, device="cuda"), activation="relu"
+    )
     torch.testing.assert_close(z[-1].float(), torch.ones(4096, device="cuda"), rtol=1e-2, atol=0)
 
 

@@ -133,8 +133,7 @@ def statistics_kernel(
     mean from the true one is at most n / r variances, so the cancellation costs n / r roundings: a hundred, not 1e7.
     A program that is alone on its channels (no `parts`) finishes the statistics itself.
     """
-    first = tl.program_id(0).to(tl.int64) * steps * ROWS
-    row = first + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     element, inside, _, _ = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
     x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
     centre = sum_per_channel(x, CHANNELS_LAST) / tl.maximum(sum_per_channel(inside.to(tl.float32), CHANNELS_LAST), 1.0)
@@ -142,21 +141,23 @@ def statistics_kernel(
     plain = tl.zeros((ROWS, GROUPS, 8), tl.float32)
     squared = tl.zeros((ROWS, GROUPS, 8), tl.float32)
     count = tl.zeros((ROWS, GROUPS, 8), tl.float32)
+    row_count = tl.zeros((ROWS,), tl.float32)
+    # All programs walk down memory side by side: what they read last is the end of x, where the next kernel begins.
     for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = first + step * ROWS + tl.arange(0, ROWS)
+        row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         element, inside, _, _ = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
         x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
         distance = tl.where(inside, x - centre, 0.0)
         plain += distance
         squared += distance * distance
+        row_count += (row < rows).to(tl.float32)
         if not CHANNELS_LAST:
             count += inside.to(tl.float32)
 
     if CHANNELS_LAST:
-        total = tl.minimum(rows - first, steps * ROWS).to(tl.float32) + tl.zeros_like(centre)
+        total = tl.sum(row_count, axis=0) + tl.zeros_like(centre)
     else:
         total = sum_per_channel(count, CHANNELS_LAST)
-    total = tl.maximum(total, 0.0)
     shift = sum_per_channel(plain, CHANNELS_LAST) / tl.maximum(total, 1.0)
     spread = tl.maximum(sum_per_channel(squared, CHANNELS_LAST) - total * shift * shift, 0.0)
 
@@ -248,11 +249,11 @@ def normalise_kernel(
     if FOLD:  # one instruction an element; for fp32 input the mean must come off before it cancels
         bias -= mean * slope
     # Backwards through the rows, after the statistics went forwards: the last rows are still in L2.
-    last = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * steps * ROWS
+    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = last + (steps - 1 - step) * ROWS + tl.arange(0, ROWS)
+        row = (program * steps + steps - 1 - step) * ROWS + tl.arange(0, ROWS)
         element, inside, number, within = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
-        x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if FOLD:
             z = x * slope + bias
         else:
@@ -267,7 +268,7 @@ def normalise_kernel(
                 y *= scale
             y = tl.where(keep, y, 0.0)
             tl.store(keep_ptr + number, pack_bits(keep), mask=within)
-        tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 class Layout(NamedTuple):

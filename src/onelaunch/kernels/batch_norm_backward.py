@@ -79,9 +79,8 @@ def gradient_sums_kernel(
     bias = load_channel(bias_ptr, channel, channels, 0.0)
     plain = tl.zeros((ROWS, GROUPS, 8), tl.float32)
     weighted = tl.zeros((ROWS, GROUPS, 8), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * steps * ROWS
     for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = first + step * ROWS + tl.arange(0, ROWS)
+        row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
         element, inside, number, within = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
         dy = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
         x_hat = (tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
@@ -144,15 +143,16 @@ def input_gradient_kernel(
     bias = load_channel(bias_ptr, channel, channels, 0.0)
     plain = load_channel(sums_ptr, channel, channels, 0.0) * inverse_count
     weighted = load_channel(sums_ptr + channels, channel, channels, 0.0) * inverse_count
-    last = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64) * steps * ROWS
+    program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = last + (steps - 1 - step) * ROWS + tl.arange(0, ROWS)
+        row = (program * steps + steps - 1 - step) * ROWS + tl.arange(0, ROWS)
         element, inside, number, within = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
-        dy = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
-        x_hat = (tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
+        dy = tl.load(dy_ptr + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x_hat = (x - mean) * rstd
         dz = upstream_gradient(dy, x_hat, weight, bias, keep_ptr, number, within, scale, ACTIVATION)
         dx = (dz - plain - x_hat * weighted) * weight * rstd
-        tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 def batch_norm_backward(

@@ -22,7 +22,7 @@ from onelaunch.rng import keep_scale, keep_threshold
 
 GROUP = 8  # elements that share one Philox call and one byte of keep bits
 # (groups a program, warps), measured on an H200 over 50 * 2**20 elements; a warp that holds one or two 16-byte loads is best.
-FORWARD_TILE = {4: (64, 1), 2: (128, 1)}  # by element size
+FORWARD_TILE = {4: (128, 2), 2: (128, 2)}  # by element size
 BACKWARD_TILE = {4: (64, 1), 2: (128, 4)}
 
 
@@ -41,12 +41,12 @@ def relu_dropout_forward_kernel(
     WHOLE: tl.constexpr,
 ):
     """`WHOLE`: every tile is full, so nothing is masked."""
-    seed, offset = load_key(key_ptr, seed, offset)
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     element = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = (element < n) | WHOLE
 
     x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
+    seed, offset = load_key(key_ptr, seed, offset)  # after x is asked for
     # Not `x > 0`: a NaN must come through, and its gradient too, as in torch.
     keep = (random_16_bits(seed, offset, group).to(tl.int32) < threshold) & ((x <= 0) == 0)
     y = tl.where(keep, x * scale, 0.0)

@@ -68,6 +68,11 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
+def direct_apply(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` without its unwrapping of dead `torch.func` tensors, of which `plain_eager` has seen there are none."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 @functools.cache
 def kernels(name: str) -> Any:
     """The module `onelaunch.kernels.<name>`; the first call imports Triton. An import statement would cost each call."""

@@ -1,7 +1,7 @@
 """Batch norm, activation and dropout: 3 passes over memory forward and 5 backward, with one bit an element saved for dropout.
 
-`F.dropout(F.relu(F.batch_norm(x)))` takes 3 + 2 + 2 passes and a mask forward, 2 + 2 and 5 backward, and keeps x, the normalised
-tensor and the mask. Here x is the one tensor kept: the slope of the activation is computed again from it.
+`F.dropout(F.relu(F.batch_norm(x)))` takes 3 + 2 + 2 passes and a mask forward, 2 + 2 and 5 backward, and keeps x, the
+normalised tensor and the mask. Here x is the one tensor kept: the slope of the activation is computed again from it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from onelaunch.ops.arguments import (
     check_beside,
     check_float,
     check_probability,
+    direct_apply,
     kernels,
     plain_eager,
     refuse_vmap,
@@ -117,7 +118,7 @@ def _backward_cpu(
     dz = dy.to(mean.dtype)
     if p:
         keep = torch.empty_like(x, dtype=torch.bool)
-        lines, inner = _lines_and_inner(x)
+        _, inner = _lines_and_inner(x)
         flat = unpack(bits, inner)
         if _channels_last(x) is not None:
             keep.movedim(1, -1).copy_(flat.view(x.movedim(1, -1).shape))
@@ -288,6 +289,9 @@ class _EagerBatchNorm(torch.autograd.Function):
         return *_gradients(ctx, dy, backward), None, None, None, None, None, None
 
 
+_apply = direct_apply(_EagerBatchNorm)
+
+
 def _check(x: Tensor, running: dict[str, Tensor | None], training: bool) -> None:
     check_float("x", x)
     if x.dim() < 2:
@@ -327,7 +331,7 @@ def batch_norm(
     running = (running_mean, running_var)
     if plain_eager(x) and x.dtype in KERNEL_DTYPES and x.numel():
         if wants_gradient(x, weight, bias):
-            y = _EagerBatchNorm.apply(x, weight, bias, running, training, momentum, eps, activation, p)
+            y = _apply(x, weight, bias, running, training, momentum, eps, activation, p)
         else:
             y = _forward_cuda(x, *running, weight, bias, training, eps, activation, p, momentum)[0]
         if training and running_mean is not None and running_var is not None:

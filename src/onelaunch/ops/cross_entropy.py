@@ -5,7 +5,8 @@ passes over a logits-sized tensor, two such tensors alive. Here forward writes t
 and the backward of `loss.backward()` finds that factor on the device and touches nothing: two passes, one tensor.
 
 fp16 logits and the compiled path save one number a row instead and read the logits again in the
-backward: three passes. (fp16 because a gradient divided by the batch and rounded before the loss scale multiplies it underflows.)
+backward: three passes. (fp16 because a gradient that is divided by the batch and rounded before the loss scale multiplies it
+underflows.)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
     autocast_dtype,
     check_float,
+    direct_apply,
     kernels,
     plain_eager,
     refuse_vmap,
@@ -29,8 +31,8 @@ from onelaunch.ops.arguments import (
 )
 
 REDUCTIONS = ("mean", "sum", "none")
-# From this many classes on, rows are counted before the pass (two launches, microseconds), so that a batch with ignored rows needs
-# no second pass over its gradient; below it, that second pass costs less than the count.
+# From this many classes on, rows are counted before the pass (two launches, microseconds), so that a batch with ignored rows
+# needs no second pass over its gradient; below it, that second pass costs less than the count.
 COUNT_FIRST_CLASSES = 512
 
 
@@ -197,6 +199,9 @@ class _EagerCrossEntropy(torch.autograd.Function):
         return dx, None, None, None, None, None
 
 
+_apply = direct_apply(_EagerCrossEntropy)
+
+
 def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
     check_float("logits", logits)
     require_option("reduction", reduction, REDUCTIONS)
@@ -211,7 +216,7 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: st
     if target.dtype.is_floating_point:
         if target.shape != logits.shape:
             raise OnelaunchError(
-                f"target (class probabilities) has shape {tuple(target.shape)} and logits {tuple(logits.shape)}: pass equal shapes"
+                f"target (probabilities) has shape {tuple(target.shape)} and logits {tuple(logits.shape)}: pass equal shapes"
             )
         return
     if target.dtype not in (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8):
@@ -221,7 +226,7 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: st
     expected = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
     if target.shape != expected:
         raise OnelaunchError(
-            f"target has shape {tuple(target.shape)}, which does not fit logits {tuple(logits.shape)}: pass {tuple(expected)}"
+            f"target has shape {tuple(target.shape)}, unfit for logits {tuple(logits.shape)}: pass {tuple(expected)}"
         )
 
 
@@ -235,8 +240,8 @@ def cross_entropy(
 ) -> Tensor:
     """`F.cross_entropy`, with the gradient written in the forward pass.
 
-    `target` holds class indices; class probabilities (a float tensor) are passed on to `F.cross_entropy`. Under `torch.autocast`
-    the loss is float32, and the logits need no copy in it.
+    `target` holds class indices; class probabilities (a float tensor) are passed on to `F.cross_entropy`. Under
+    `torch.autocast` the loss is float32, and the logits need no copy in it.
     """
     _check(logits, target, label_smoothing, reduction)
     if target.dtype.is_floating_point:
@@ -253,7 +258,7 @@ def cross_entropy(
     options = (float(label_smoothing), ignore_index, reduction, fp32_loss)
     in_one_pass = plain_eager(logits) and flat.dtype in (torch.float32, torch.bfloat16) and flat.numel() > 0
     if in_one_pass and wants_gradient(flat):
-        loss = _EagerCrossEntropy.apply(flat, rows, *options)
+        loss = _apply(flat, rows, *options)
     elif in_one_pass:
         loss = _forward_cuda(flat, rows, *options)[0]
     else:

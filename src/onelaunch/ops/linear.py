@@ -1,8 +1,8 @@
 """Linear, activation and dropout in one op: `dropout(act(x · Wᵀ + b))`.
 
-Forward is one of three things, whichever a measurement on this chip found fastest for the shape (see `linear_choice`): a Triton GEMM
-that finishes its tiles on the accumulators; cuBLASLt's own epilogue; or cuBLAS and one pass that does the rest. Backward is one
-pass for the slope, the mask and the bias gradient, and two library GEMMs. What is kept for it: nothing but 1/8 byte an element for
+Forward is one of three things, whichever a measurement on this chip found fastest for the shape (see `linear_choice`): a Triton
+GEMM that finishes its tiles on the accumulators; cuBLASLt's own epilogue; or cuBLAS and one pass that does the rest. Backward
+is one pass for the slope, the mask and the bias gradient, and two library GEMMs. What is kept for it: 1/8 byte an element for
 relu with dropout; the output for relu, leaky_relu, sigmoid and tanh; the value before the activation for gelu and silu.
 """
 
@@ -25,6 +25,7 @@ from onelaunch.ops.arguments import (
     check_beside,
     check_float,
     check_probability,
+    direct_apply,
     kernels,
     plain_eager,
     refuse_vmap,
@@ -204,6 +205,9 @@ class _EagerLinear(torch.autograd.Function):
         return *_gradients(ctx, dy, slope), None, None
 
 
+_apply = direct_apply(_EagerLinear)
+
+
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_float("x", x)
     check_beside("weight", weight, "x", x)
@@ -246,7 +250,7 @@ def linear(
     if not plain_eager(x):
         y = linear_op(flat, weight, bias, activation, p, save)[0]
     elif save:
-        y = _EagerLinear.apply(flat, weight, bias, activation, p)
+        y = _apply(flat, weight, bias, activation, p)
     else:
         y = _forward_cuda(flat, weight, bias, activation, p, False)[0]
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])

@@ -1,8 +1,8 @@
 """Which implementation of linear + activation + dropout runs: the one that was fastest on this chip for this shape.
 
-The candidates of a shape class are timed once, as CUDA graphs (so that launch cost does not mislead), and the result is kept in a
-file under the user's cache directory, by chip and by the versions of torch and Triton. While a graph is being captured nothing can be
-measured: the library GEMM and one pass stand in.
+The candidates of a shape class are timed once, as CUDA graphs (so that launch cost does not mislead), and the result is kept in
+a file under the user's cache directory, by chip and by the versions of torch and Triton. While a graph is being captured
+nothing can be measured: the library GEMM and one pass stand in.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.ops.arguments import kernels
 
 TIMED_SECONDS = 2e-3  # of GPU time for each sample of a candidate
-SAMPLES = 5
+SAMPLES = 7
 
 
 class Call(NamedTuple):
@@ -50,20 +50,22 @@ def _allows_tf32(x: Tensor) -> bool:
 
 
 def run_library(call: Call) -> None:
-    """cuBLAS, then one pass over its result."""
-    z = call.y if call.z is None else call.z
-    if call.bias is None:
+    """cuBLAS, then one pass over its result, which adds the bias too (a bare product is a little faster)."""
+    z, bias = call.y if call.z is None else call.z, call.bias
+    if call.z is None or bias is None:
         torch.mm(call.x, call.weight.t(), out=z)
     else:
-        torch.addmm(call.bias, call.x, call.weight.t(), out=z)
+        torch.addmm(bias, call.x, call.weight.t(), out=z)
+        bias = None
     kernels("activation_dropout").activation_dropout_forward(
-        z, None, call.y, call.keep, activation=call.activation, p=call.p, key=call.key
+        z, bias, call.y, call.keep, activation=call.activation, p=call.p, key=call.key
     )
 
 
 def run_epilogue(call: Call) -> None:
     """cuBLASLt with bias and activation in its epilogue; relu and tanh-gelu only."""
     gelu = call.activation == "gelu_tanh"
+    assert call.bias is not None
     torch._addmm_activation(call.bias, call.x, call.weight.t(), use_gelu=gelu, out=call.y)
 
 
@@ -116,29 +118,44 @@ def candidates(call: Call) -> list[Implementation]:
     return found
 
 
-def seconds(implementation: Implementation, call: Call) -> float:
-    """Median GPU time of one call, inside a CUDA graph."""
+def captured(implementation: Implementation, call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of some calls, long enough to be timed, and their number."""
     implementation.run(call)  # compiles, loads, creates handles
-    torch.cuda.synchronize()
-    repeats = 10
+    repeats = 1
     while True:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(repeats):
                 implementation.run(call)
         graph.replay()
-        samples = []
-        for _ in range(SAMPLES):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            samples.append(start.elapsed_time(end) * 1e-3)
-        median = statistics.median(samples)
-        if median > TIMED_SECONDS / 2 or repeats >= 200:
-            return median / repeats
-        repeats = min(200, int(repeats * TIMED_SECONDS / median) + 1)
+        if repeats > 1:
+            return graph, repeats
+        repeats = max(2, min(200, int(TIMED_SECONDS / max(1e-6, _replay_seconds(graph)))))
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
+
+
+def measure(implementations: list[Implementation], call: Call) -> dict[str, float]:
+    """Median GPU seconds of one call of each, taken in turns: a chip that warms up slows all of them alike."""
+    from triton.runtime.errors import OutOfResources
+
+    graphs = {}
+    for implementation in implementations:
+        # A chip with less shared memory than the tile was made for says so here; the tile is then no candidate.
+        with contextlib.suppress(OutOfResources):
+            graphs[implementation.name] = captured(implementation, call)
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(SAMPLES):
+        for name, (graph, repeats) in graphs.items():
+            samples[name].append(_replay_seconds(graph) / repeats)
+    return {name: statistics.median(taken) for name, taken in samples.items()}
 
 
 class Table:
@@ -209,13 +226,7 @@ def choose(call: Call) -> Implementation:
     if times is None:
         if torch.cuda.is_current_stream_capturing():
             return LIBRARY
-        from triton.runtime.errors import OutOfResources
-
-        times = {}
-        for option in options:
-            # A chip with less shared memory than the tile was made for says so here; the tile is then no candidate.
-            with contextlib.suppress(OutOfResources):
-                times[option.name] = seconds(option, call)
+        times = measure(options, call)
         table(device).add(name, times)
     best = min(options, key=lambda option: times.get(option.name, float("inf")))
     _chosen[key] = best

@@ -1,8 +1,8 @@
 """ReLU and dropout in one pass, saving one bit an element.
 
-`F.dropout(F.relu(x))` reads and writes x twice, writes a mask, and keeps two tensors and the mask for its backward. Here x is read
-once and y written once, and the backward reads the gradient and 1/8 byte an element. For fp32 that is 8.1 bytes an element
-forward and 8.1 backward, against 17 and 17; what stays alive between the two is 1/8 byte instead of 5.
+`F.dropout(F.relu(x))` reads and writes x twice, writes a mask, and keeps two tensors and the mask for its backward. Here x is
+read once and y written once, and the backward reads the gradient and 1/8 byte an element. For fp32 that is 8.1 bytes an
+element forward and 8.1 backward, against 17 and 17; what stays alive between the two is 1/8 byte instead of 5.
 
 Elements are numbered in the order of x's memory, so a channels-last tensor is as fast as a contiguous one.
 """
@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_probability, kernels, plain_eager, wants_gradient
+from onelaunch.ops.arguments import (
+    KERNEL_DTYPES,
+    check_float,
+    check_probability,
+    direct_apply,
+    kernels,
+    plain_eager,
+    wants_gradient,
+)
 from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
 from onelaunch.rng import keep_scale
 
@@ -153,6 +161,9 @@ class _EagerReluDropout(torch.autograd.Function):
         return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None
 
 
+_apply = direct_apply(_EagerReluDropout)
+
+
 def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """`F.dropout(F.relu(x), p, training)` in one kernel that saves one bit an element for the backward.
 
@@ -166,11 +177,11 @@ def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if not inplace:
         if not eager:
             return relu_dropout_op(x, p)[0]
-        return _EagerReluDropout.apply(x, p, False) if wants_gradient(x) else _forward_cuda(x, p)[0]
+        return _apply(x, p, False) if wants_gradient(x) else _forward_cuda(x, p)[0]
     if wants_gradient(x) and x.is_leaf:
         raise RuntimeError("x is a leaf that requires grad and cannot be changed in place: pass inplace=False")
     if eager and x.dtype in KERNEL_DTYPES and _is_dense(x):
-        return _EagerReluDropout.apply(x, p, True)
+        return _apply(x, p, True)
     return x.copy_(relu_dropout(x, p))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -140,7 +141,9 @@ def _batch_norm(name: str, dtype: torch.dtype) -> Trial:
         z = F.batch_norm(exact[0], None, None, exact[1], exact[2], training=True)
         expected = torch.where((y.detach() != 0) | (z <= 0), F.relu(z) / 0.9, 0)
         _close(y.detach(), expected.detach(), "output")
-        pairs = zip(torch.autograd.grad(y, got, dy), torch.autograd.grad(expected, exact, dy.double()), strict=True)
+        upstream = torch.where(z.detach().abs() > 1e-4, dy, 0)  # nearer to zero, rounding may turn relu's slope
+        gradients = torch.autograd.grad(y, got, upstream), torch.autograd.grad(expected, exact, upstream.double())
+        pairs = zip(*gradients, strict=True)
         for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
             _close(mine, other, f"gradient of {what}")
 
@@ -178,7 +181,7 @@ def _check_linear(m: int, k: int, n: int, activation: str, p: float) -> None:
     if p:
         expected = torch.where((y.detach() != 0) | (z <= 0), expected / (1 - p), 0)
     _close(y.detach(), expected.detach(), "output")
-    dy = torch.randn_like(y)
+    dy = torch.where(z.detach().abs() > 2e-2, torch.randn_like(y), 0)  # nearer to zero, rounding may turn relu's slope
     pairs = zip(torch.autograd.grad(y, got, dy), torch.autograd.grad(expected, exact, dy.double()), strict=True)
     for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
         _close(mine, other, f"gradient of {what}")
@@ -192,6 +195,7 @@ def _linear_forward(name: str, m: int, k: int, n: int, activation: str) -> Trial
     def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return activate(F.linear(x, w, b), activation)
 
+    torch._dynamo.reset()  # else the shapes of all cases count against one limit of recompilations
     compiled = torch.compile(plain)
     steps: dict[str, Step] = {
         "onelaunch": lambda index: linear(*inputs[index], activation=activation),
@@ -212,6 +216,7 @@ def _linear_training(name: str, m: int, k: int, n: int) -> Trial:
     inputs = _linear_inputs(m, k, n, True)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     linear(*inputs[0], activation="relu", dropout=0.1)
+    torch._dynamo.reset()
 
     def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.dropout(F.relu(F.linear(x, w, b)), 0.1)
@@ -219,16 +224,13 @@ def _linear_training(name: str, m: int, k: int, n: int) -> Trial:
     def ours(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return linear(x, w, b, activation="relu", dropout=0.1)
 
-    def epilogue(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return F.dropout(torch._addmm_activation(b, x, w.t()), 0.1)
-
     steps = {
         "onelaunch": _training_step(ours, inputs, dy),
         "torch eager": _training_step(plain, inputs, dy),
         "torch.compile": _training_step(torch.compile(plain), inputs, dy),
-        "cuBLASLt epilogue": _training_step(epilogue, inputs, dy),
     }
-    return trial(name, steps, len(inputs), lambda: _check_linear(m, k, n, "relu", 0.1))
+    made = trial(name, steps, len(inputs), lambda: _check_linear(m, k, n, "relu", 0.1))
+    return replace(made, absent={"cuBLASLt epilogue": "PyTorch gives torch._addmm_activation no derivative"})
 
 
 def _cross_entropy(name: str, rows: int, classes: int, dtype: torch.dtype) -> Trial:
@@ -310,7 +312,10 @@ def _tiny(what: str) -> Callable[[], Trial]:
     def setup() -> Trial:
         _require_gpu()
         x = torch.randn(32, 64, device="cuda", requires_grad=True)
-        w, b = torch.randn(64, 64, device="cuda", requires_grad=True), torch.randn(64, device="cuda", requires_grad=True)
+        w, b = (
+            torch.randn(64, 64, device="cuda", requires_grad=True),
+            torch.randn(64, device="cuda", requires_grad=True),
+        )
         target = torch.randint(64, (32,), device="cuda")
         mean, var = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
         pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
