@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -53,7 +53,11 @@ OPTIMIZERS: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+# No shrinking: every example compiles a network, and the failing one is printed whole.
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True,
+    phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False,
+)  # fmt: skip
 @given(
     model=networks(), loss=st.sampled_from(["cross_entropy", "mse", "bce_with_logits"]), rows=st.integers(12, 70),
     batch=st.sampled_from([6, 16, 33, 64]), optimizer=st.sampled_from(OPTIMIZERS), shares=st.integers(1, 3),

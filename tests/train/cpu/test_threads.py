@@ -73,12 +73,17 @@ def pace(team: Team, with_threads: float, alone: float, calls: int) -> list[bool
 
 
 def test_the_team_takes_the_faster_way_and_notices_a_change() -> None:
+    """A look itself takes a few calls the slower way, so most calls are what counts."""
     team = Team(2)
-    assert pace(team, with_threads=1.0, alone=1.5, calls=3 * SAMPLES)[-1]
+    taken = pace(team, with_threads=1.0, alone=1.5, calls=2 * FIRST_LOOK)
+    assert sum(taken) >= len(taken) - SAMPLES
     # Somebody else takes a core: waiting at barriers makes two threads slower than one.
-    assert not pace(team, with_threads=4.0, alone=1.6, calls=2 * FIRST_LOOK + 3 * SAMPLES)[-1]
+    taken = pace(team, with_threads=4.0, alone=1.6, calls=100)
+    assert sum(taken) <= 2 * FIRST_LOOK
     # The machine is free again: found out at the next look.
-    assert pace(team, with_threads=1.0, alone=1.5, calls=600)[-1]
+    pace(team, with_threads=1.0, alone=1.5, calls=200)
+    taken = pace(team, with_threads=1.0, alone=1.5, calls=100)
+    assert sum(taken) >= 90
 
 
 def test_a_single_share_starts_no_thread() -> None:
@@ -103,7 +108,7 @@ def test_close_ends_the_threads(run: Run, place: Path) -> None:
 def test_signals_are_served_while_it_runs(place: Path) -> None:
     """A long segment; a timer's handler must run in the middle of it, not at its end."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(200, 150), nn.ReLU(), nn.Linear(150, 10))
+    model = nn.Sequential(nn.Linear(200, 600), nn.ReLU(), nn.Linear(600, 10))
     x, y = data("cross_entropy", 64_000, 200, 10)
     session = CpuSession(make(model, x, y, epochs=1, batch_size=16), {}, place=place)
     monitor = Bystander()

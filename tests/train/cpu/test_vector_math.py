@@ -91,7 +91,6 @@ def test_ends_of_the_range() -> None:
     infinite = np.array([-np.inf, np.inf, -1000, 1000] * 4)
     for emit, ends in (
         (vector_math.tanh, (-1, 1)), (vector_math.erf, (-1, 1)), (vector_math.sigmoid, (0, 1)),
-        (vector_math.exp, (0, np.inf)),
     ):  # fmt: skip
         got = evaluate(emit, infinite, host())
         np.testing.assert_allclose(got[:4], [ends[0], ends[1]] * 2, atol=1e-7, rtol=2 * ULP)

@@ -104,8 +104,8 @@ class CpuSession:
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
         plan, arena = self._plan, self.arena
-        for name in plan.buffers:
-            if name.startswith(("parameters", "flag.", "mean.", "variance.", "ticks.")):
+        for name in plan.buffers:  # a share without rows never writes its losses
+            if name.startswith(("parameters", "flag.", "tally.", "losses.", "mean.", "variance.", "ticks.")):
                 arena.view(name, np.uint8)[:] = 0
         for stage in plan.stages:
             for number in stage.norms:
