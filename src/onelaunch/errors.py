@@ -40,8 +40,9 @@ class DivergedError(OnelaunchError):
 
 def suggest(value: object, options: Iterable[str]) -> str:
     """`"; did you mean 'adam'?"` when an option is close to `value`, else an empty string."""
-    close = difflib.get_close_matches(str(value), list(options), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    by_lower = {option.lower(): option for option in options}
+    close = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def require_option(argument: str, value: object, options: Iterable[str]) -> None:

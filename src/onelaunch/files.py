@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import tempfile
+import threading
 from pathlib import Path
 
 
@@ -23,25 +23,18 @@ def cache_folder(name: str) -> Path:
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """A reader, or a kill -9 at any moment, sees the old file or the new one, never part of one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with open(handle, "wb") as file:
+        with open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes files that only the owner can read
-        os.replace(name, path)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(name)
+            temporary.unlink()
         raise
     sync_folder(path.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def sync_folder(folder: Path) -> None:

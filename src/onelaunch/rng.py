@@ -22,6 +22,8 @@ and high word.
 
 from __future__ import annotations
 
+import numbers
+
 import torch
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
@@ -38,11 +40,16 @@ Word = torch.Tensor | int
 
 
 def check_seed(seed: object) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ArgumentTypeError(f"seed={seed!r} is not an integer: pass one from 0 to 2**64 - 1")
-    if not 0 <= seed < 2**64:
-        raise OnelaunchError(f"seed={seed} is out of range: pass an integer from 0 to 2**64 - 1")
-    return seed
+    return _whole_number("seed", seed, 2**64)
+
+
+def _whole_number(argument: str, value: object, bound: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(f"{argument}={value!r} is not an integer: pass a whole number, 0 or more")
+    if not 0 <= value < bound:
+        limit = f"2**{bound.bit_length() - 1} - 1"
+        raise OnelaunchError(f"{argument}={value} is out of range: pass an integer from 0 to {limit}")
+    return int(value)
 
 
 def _multiply(word: Word, factor: int) -> tuple[Word, Word]:
@@ -97,11 +104,7 @@ def permutation(n: int, seed: int, epoch: int, *, device: torch.device | str | N
     The same numbers on every device and in every engine: batch b of an epoch is
     `x[permutation(n, seed, epoch)[b * batch_size : (b + 1) * batch_size]]`.
     """
-    for argument, value in (("n", n), ("epoch", epoch)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ArgumentTypeError(f"{argument}={value!r} is not an integer: pass a whole number, 0 or more")
-        if not 0 <= value < 2**62:
-            raise OnelaunchError(f"{argument}={value} is out of range: pass a whole number from 0 to 2**62 - 1")
+    n, epoch = _whole_number("n", n, 2**62), _whole_number("epoch", epoch, 2**62)
     keys, bits = permutation_keys(check_seed(seed), epoch), permutation_bits(n)
     order = _feistel(torch.arange(n, dtype=torch.int64, device=device), keys, bits)
     outside = torch.nonzero(order >= n).flatten()

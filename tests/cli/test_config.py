@@ -51,6 +51,9 @@ def test_steps_set_aside_epochs_and_layers_set_aside_hidden():
     ("given", "message"),
     [
         ({"batchsize": 3}, r"config key 'batchsize' is not known; did you mean 'batch_size'\?"),
+        ({"LR": 3}, r"config key 'LR' is not known; did you mean 'lr'"),
+        ({"activation": "rely"}, r"did you mean 'relu'"),
+        ({"dropout": 2.0}, r"dropout=2.0 must lie between"),
         ({"zzz": 3}, r"config key 'zzz' is not known: see onelaunch train --help"),
         ({"epochs": "ten"}, r"epochs='ten' has the wrong type: .*integer"),
         ({"hidden": "128"}, r"hidden='128' has the wrong type: .*list"),
@@ -72,9 +75,12 @@ def test_mistakes_are_named(given, message):
 
 def test_files_that_are_no_toml(tmp_path):
     path = tmp_path / "config.toml"
-    for content, message in ((b"lr = = 3", "is not TOML"), (b"\xff\xfe", "is not TOML")):
+    for content in (b"lr = = 3", b"\xff\xfe", b"a=" + b"[" * 3000, b"seed = 1" + b"0" * 5000):
         path.write_bytes(content)
-        with pytest.raises(OnelaunchError, match=message):
+        with pytest.raises(OnelaunchError, match="is not TOML") as caught:
             read_config(path)
+        assert "\n" not in str(caught.value)
+    path.write_bytes(b"\xef\xbb\xbflr = 0.5\n")
+    assert read_config(path) == {"lr": 0.5}
     with pytest.raises(OnelaunchError, match="cannot be read"):
         read_config(tmp_path / "none.toml")

@@ -76,8 +76,24 @@ def test_bench_goes_on_without_a_peer_that_raises(cli, temporary_cases):
     assert "not installed" in result.out
 
 
+def test_bench_skips_what_this_machine_cannot_run(cli, temporary_cases):
+    def needs_gpu() -> Trial:
+        raise onelaunch.UnsupportedError("needs a CUDA device")
+
+    case("train/gpu-only", "train", "a case for GPUs")(needs_gpu)
+    result = cli("bench", "train", "--filter", "gpu-only")
+    assert result.code == 0
+    assert "skipped: needs a CUDA device" in result.out
+
+
 def test_bench_says_which_cases_there_are(cli):
     result = cli("bench", "train", "--filter", "nothing like it")
     assert result.code == 2
     assert "train/64-32-10" in result.err
     assert cli("bench", "trian").code == 2
+
+
+def test_bench_looks_where_to_save_before_it_measures(cli, tmp_path):
+    result = cli("bench", "train", "--out", tmp_path)
+    assert result.code == 2
+    assert "cannot be written: it is a folder" in result.err

@@ -138,8 +138,54 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(cli, blobs, tmp_p
     for name in FILES:
         if name != "config.toml":
             (tmp_path / "run" / name).unlink()
-    assert cli("train", "--resume", "run").code == 0
+    result = cli("train", "--resume", "run")
+    assert result.code == 0
+    assert "from the beginning" in result.out
     assert (tmp_path / "run/model.safetensors").read_bytes() == finished
+
+
+def test_a_run_with_layers_resumes_and_repeats(cli, blobs, tmp_path):
+    options = ("--data", blobs, "--layers", "5,8,3", "--epochs", 2, "--schedule", "constant")
+    assert cli("train", *options, "--out", "run").code == 0
+    assert cli("train", "--resume", "run", "--epochs", 3).code == 0
+    assert cli("train", "run/config.toml", "--out", "again").code == 0
+    assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
+
+
+def test_resume_without_its_checkpoint_is_refused(cli, blobs, tmp_path):
+    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
+    (tmp_path / "run" / "checkpoint.safetensors").unlink()
+    kept = (tmp_path / "run/metrics.jsonl").read_bytes()
+    result = cli("train", "--resume", "run")
+    assert result.code == 2
+    assert "has results but no checkpoint.safetensors" in result.err
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == kept
+
+
+def test_a_folder_with_nothing_but_a_lock_counts_as_empty(cli, blobs, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").write_text("")
+    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
+
+
+def test_a_full_disk_is_one_line(cli, blobs, tmp_path, monkeypatch):
+    def full(path: Path, content: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("onelaunch.train.run_folder.write_atomic", full)
+    result = cli("train", "--data", blobs, *QUICK, "--out", "run")
+    assert result.code == 2
+    assert "No space left on device" in result.err
+    assert result.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_reader_that_leaves_does_not_end_the_run(start, blobs, tmp_path):
+    process = start("train", "--data", blobs, *QUICK, "--out", "run")
+    process.stdout.close()
+    process.wait(timeout=60)
+    process.stderr.close()
+    assert json.loads((tmp_path / "run/run.json").read_text())["status"] == "finished"
 
 
 def test_a_diverging_run_ends_with_1_and_can_be_looked_at(cli, blobs, tmp_path):
@@ -178,6 +224,7 @@ MISTAKES = {
     "no such file": (("--data", "none.csv"), "none.csv: no such file"),
     "too few outputs": (("--layers", "5,4,2"), r"y[2]=2 is not a class of this model"),
     "wrong inputs": (("--layers", "4,3"), "x has 5 values a row, the model's first Linear takes 4"),
+    "no layers": (("--layers", ","), "layers=[] must be two or more widths"),
     "both lengths": (("--epochs", "2", "--steps", "3"), "epochs and steps are both given"),
     "not a run": (("--resume", "nowhere"), "is not a run folder"),
     "resume and config": (("typo.toml", "--resume", "run"), "leave out CONFIG"),

@@ -191,7 +191,7 @@ def test_the_caller_may_know_what_whole_numbers_are(tmp_path: Path) -> None:
     assert load(path, target="price", values=True).y.tolist() == [208500.0, 181500.0, 208500.0]
     assert load(path, target="price", values=True).classes is None
     assert load(path, target="price", values=False).classes == ("181500", "208500")
-    path.write_text("a,y\n1,0.0\n2,1.0\n3,0.0\n")
+    path.write_text("a,y\n1,0.0\n2,1.00\n3,0\n")
     assert load(path, values=False).y.tolist() == [0, 1, 0]
     assert load(path, values=True).classes is None
     path.write_text("a,y\n1,no\n2,yes\n")

@@ -68,6 +68,13 @@ MISTAKES = {
     "validation kind": ({"validation": (X.to(torch.uint8), Y)}, r"uint8 means value / 255, so pass both alike"),
     "engine not here": ({"engine": "resident"}, r"engine='resident' cannot run this: "),
     "resume of nothing": ({"resume": True}, r"resume=True needs checkpoint="),
+    "lr beyond float32": ({"lr": 1e300}, r"lr=1e\+300 must be a finite number, 0 or more that float32 can hold"),
+    "lr beyond float": ({"lr": 10**400}, r"lr=1000000.* must be a finite number"),
+    "flat x": ({"model": nn.Sequential(nn.Flatten(), nn.Linear(1, 4)), "x": X[:, 0]}, r"pass x.reshape\(-1, 1\)"),
+    "meta x": ({"x": X.to("meta")}, r"x must be a dense tensor of real numbers, not .* on meta"),
+    "masked x": ({"x": np.ma.masked_less(X.numpy(), 0)}, r"x is a masked array"),
+    "long checkpoint": ({"checkpoint": "x" * 300}, r"checkpoint=.* is not a path"),
+    "zero byte": ({"checkpoint": "a\0b"}, r"checkpoint=.* (cannot be written|is not a path)"),
     "checkpoint type": ({"checkpoint": 3}, r"checkpoint=3 is not a path"),
 }  # fmt: skip
 
@@ -109,3 +116,35 @@ def test_errors_are_value_errors_too():
         ol.fit(MODEL, X, Y, epochs=0)
     with pytest.raises(TypeError, match="batch_size"):
         ol.fit(MODEL, X, Y, epochs=1, batch_size="32")
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode():
+        made = nn.Sequential(nn.Linear(7, 4))
+        with pytest.raises(ol.OnelaunchError, match="inference_mode"):
+            ol.fit(MODEL, X, Y, epochs=1, progress=False)
+    with pytest.raises(ol.OnelaunchError, match="model was made"):
+        ol.fit(made, X, Y, epochs=1, progress=False)
+
+
+class Normalised(nn.Module):
+    """A BatchNorm1d that fit cannot see before the batch of one row comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_a_model_that_fails_on_the_way_says_where():
+    with pytest.raises(ol.OnelaunchError, match=r"model failed at step 1, on a batch of 1 rows: Expected more than 1"):
+        ol.fit(Normalised(), X, Y, epochs=1, batch_size=19, progress=False)
+
+
+def test_numpy_numbers_are_numbers():
+    history = ol.fit(
+        MODEL, X, Y, epochs=np.int64(1), batch_size=np.int32(7), lr=np.float32(0.0), seed=np.uint8(3), progress=False
+    )
+    assert len(history.losses) == 3

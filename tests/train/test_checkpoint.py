@@ -222,3 +222,56 @@ def test_an_unwritable_place_is_named(tmp_path):
 def test_no_temporary_files_stay(tmp_path):
     run(network(), epochs=2, checkpoint=tmp_path / "run.safetensors")
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
+
+
+def test_the_same_weights_with_another_activation_are_another_model(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run(network(), epochs=1, checkpoint=path)
+    other = network()
+    other[2] = nn.Tanh()
+    with pytest.raises(
+        ol.CheckpointError, match=r"another model: it has \(2\): ReLU\(\) where this one has \(2\): Tanh\(\)"
+    ):
+        run(other, checkpoint=path, resume=True)
+
+
+def test_a_run_that_ended_within_an_epoch_can_be_extended(tmp_path):
+    path = tmp_path / "run.safetensors"
+    for steps in (3, 7):
+        run(network(), epochs=None, steps=steps, checkpoint=path, resume=path.exists())
+    resumed, whole = network(), network()
+    history = run(resumed, epochs=3, checkpoint=path, resume=True)
+    expected = run(whole, epochs=3)
+    assert same(resumed, whole)
+    assert [{**epoch, "seconds": 0} for epoch in history.epochs] == [
+        {**epoch, "seconds": 0} for epoch in expected.epochs
+    ]
+
+
+def test_state_that_is_no_tensor_is_named_before_training(tmp_path):
+    class Extra(nn.Linear):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"calls": 3}
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            pass
+
+    x, y = data()
+    model = Extra(7, 4)
+    before = model.weight.clone()
+    with pytest.raises(ol.CheckpointError, match="_extra_state, which is no tensor"):
+        ol.fit(model, x, y, epochs=1, checkpoint=tmp_path / "run.safetensors", progress=False)
+    assert torch.equal(model.weight, before)
+    ol.fit(model, x, y, epochs=1, progress=False)
+
+
+def test_an_ignored_ctrl_c_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+        interrupt.start()
+        run(network(), epochs=60)
+        interrupt.join()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -250,3 +250,61 @@ def test_repr_is_short():
     text = repr(run(small(), x, y, validation=(x, y)))
     assert "10 steps on eager" in text
     assert "validation loss" in text
+
+
+def test_surrounding_autocast_does_not_change_the_precision():
+    x, y = problem("cross_entropy")
+    plain = run(small(), x, y)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert run(small(), x, y).losses == plain.losses
+
+
+class Masked(nn.Module):
+    """Holds -inf on purpose, and draws random numbers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(7, 4)
+        self.register_buffer("mask", torch.full((3,), -torch.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x + 0.01 * torch.randn_like(x))
+
+
+def test_buffers_that_were_never_finite_are_no_divergence(tmp_path):
+    x, y = problem("cross_entropy")
+    state = torch.get_rng_state()
+    run(Masked(), x, y)
+    assert not torch.equal(torch.get_rng_state(), state)  # making the model drew its weights
+    model = Masked()
+    state = torch.get_rng_state()
+    run(model, x, y, checkpoint=tmp_path / "run.safetensors")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_lazy_modules_follow_the_seed():
+    x, y = problem("cross_entropy")
+    models = [nn.Sequential(nn.LazyLinear(4)) for _ in range(3)]
+    for model, seed in zip(models, (0, 0, 1), strict=True):
+        torch.randn(3)
+        run(model, x, y, seed=seed)
+    assert same(weights(models[0]), weights(models[1]))
+    assert not same(weights(models[0]), weights(models[2]))
+
+
+def test_a_replaced_forward_of_a_dropout_stays():
+    x, y = problem("cross_entropy")
+    model = nn.Sequential(nn.Linear(7, 4), nn.Dropout(0.9))
+    model[1].forward = lambda z: z
+    twin = nn.Sequential(copy.deepcopy(model[0]))
+    run(model, x, y)
+    run(twin, x, y)
+    assert same(weights(model), weights(twin))
+    assert "forward" in vars(model[1])
+
+
+def test_an_infinite_validation_loss_is_json_too():
+    x, y = problem("mse")
+    history = run(small(), x, y, loss="mse", validation=(x, y * 1e30))
+    assert history.epochs[0]["validation"]["loss"] == float("inf")
+    assert json.loads(json.dumps(history.to_dict(), allow_nan=False))["epochs"][0]["validation"]["loss"] is None

@@ -20,6 +20,7 @@ class Trial:
     units: int = 1  # steps (or whatever Case.unit says) that one call does: times are given per unit
     floor_seconds: float | None = None  # the time a call's bytes or FLOPs must take on this device, when it is known
     cuda: bool = False  # time with CUDA events
+    memory: Mapping[str, Work] = field(default_factory=dict)  # one call of each contender, for its peak of CUDA memory
 
 
 @dataclass(frozen=True)

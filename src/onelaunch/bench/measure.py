@@ -72,3 +72,15 @@ def _time_once(work: Work, cuda: bool) -> float:
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin
+
+
+def peak_bytes(work: Work) -> int:
+    """CUDA memory that one call needs at its peak, beyond what was allocated before it."""
+    work()  # workspaces of libraries are made once
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = work()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before

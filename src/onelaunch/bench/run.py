@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
@@ -10,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.bench.case import GROUPS, REGISTRY, Case
-from onelaunch.bench.measure import measure
+from onelaunch.bench.measure import measure, peak_bytes
 from onelaunch.device import describe_machine
-from onelaunch.errors import OnelaunchError, require_option
+from onelaunch.errors import OnelaunchError, UnsupportedError, require_option
 from onelaunch.files import write_atomic
 
 OURS = "onelaunch"
@@ -55,6 +56,8 @@ def run_case(one: Case, *, quick: bool) -> dict[str, Any]:
     try:
         trial = one.setup()
         trial.check()
+    except UnsupportedError as error:
+        return result | {"check": f"skipped: {error}", "times": {}}
     except Exception as error:  # whatever went wrong, the case is red and has no time
         reason = str(error).strip().splitlines()
         return result | {"check": f"failed: {type(error).__name__}: {reason[0] if reason else ''}", "times": {}}
@@ -66,6 +69,7 @@ def run_case(one: Case, *, quick: bool) -> dict[str, Any]:
     ours = times[OURS].median
     return result | {
         "check": "passed",
+        "peak_bytes": {name: peak_bytes(work) for name, work in trial.memory.items()},
         "times": {name: timing.to_dict() for name, timing in times.items()},
         "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
         "floor_share": trial.floor_seconds / trial.units / ours if trial.floor_seconds else None,
@@ -74,7 +78,19 @@ def run_case(one: Case, *, quick: bool) -> dict[str, Any]:
 
 
 def failures(results: dict[str, Any]) -> list[str]:
-    return [result["name"] for result in results["cases"] if result["check"] != "passed"]
+    return [result["name"] for result in results["cases"] if result["check"].startswith("failed")]
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place where results could not be saved, without touching a file that is there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir() and os.access(path.parent, os.W_OK):
+            return
+        reason = "it is a folder" if path.is_dir() else "no permission"
+    except (OSError, ValueError) as error:
+        reason = str(getattr(error, "strerror", None) or error)
+    raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason}; pass a writable path")
 
 
 def save_results(results: dict[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 
 import typer
@@ -12,7 +13,13 @@ from onelaunch.errors import DivergedError, OnelaunchError
 
 
 def main() -> None:
-    _app()(prog_name="onelaunch")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # µ and × on a terminal that has only ASCII
+    try:
+        _app()(prog_name="onelaunch")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _app() -> typer.Typer:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from onelaunch.bench.case import GROUPS
-from onelaunch.bench.run import OURS, failures, run_cases, save_results, select
+from onelaunch.bench.run import OURS, check_writable, failures, run_cases, save_results, select
 
 
 def bench(
@@ -21,6 +21,8 @@ def bench(
 ) -> None:
     """Time onelaunch and its peers on the same work; what fails its check is not timed."""
     console = Console()
+    if out is not None:
+        check_writable(out)  # before minutes of timing, not after
     results = run_cases(select(group, filter), quick=quick, show=lambda result: _show(console, result))
     if out is not None:
         save_results(results, out)
@@ -36,18 +38,24 @@ def bench(
 
 def _show(console: Console, result: dict[str, Any]) -> None:
     if result["check"] != "passed":
-        console.print(f"{result['name']}: check {result['check']}; not timed", style="red", markup=False)
+        style = "yellow" if result["check"].startswith("skipped") else "red"
+        console.print(
+            f"{result['name']}: check {result['check']}; not timed", style=style, markup=False, soft_wrap=True
+        )
         return
     table = Table(title=f"{result['name']}: {result['about']}", title_justify="left", title_style="")
     table.add_column("")
     for column in (f"median, µs a {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"):
         table.add_column(column, justify="right")
+    if result["peak_bytes"]:
+        table.add_column("peak MiB", justify="right")
     for name, timing in result["times"].items():
         ratio = "" if name == OURS else f"{result['ratio'][name]:.2f}× faster"
         low, high = (f"{1e6 * value:.4g}" for value in timing["quartiles"])
         table.add_row(
             name, f"{1e6 * timing['median']:.4g}", f"{1e6 * timing['minimum']:.4g}", f"{low} – {high}",
             str(timing["n"]), f"{timing['spread']:.1%}", ratio,
+            *([f"{result['peak_bytes'][name] / 2**20:.1f}"] if name in result["peak_bytes"] else []),
         )  # fmt: skip
     console.print(table)
     for name, reason in result["absent"].items():

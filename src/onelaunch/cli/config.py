@@ -10,6 +10,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onelaunch.errors import OnelaunchError, suggest
+from onelaunch.train.build import check_architecture
 from onelaunch.train.spec import Spec
 
 
@@ -54,7 +55,9 @@ class TrainConfig(BaseModel):
 
     def to_toml(self) -> str:
         """All that describes the run, but not where it went; relative paths made absolute, so that it runs from anywhere."""
-        values = self.model_dump(exclude_none=True, exclude={"out"})
+        values = self.model_dump(
+            exclude_none=True, exclude={"out"} | ({"hidden"} if self.layers is not None else set())
+        )
         for key in ("data", "data_dir"):
             named = key == "data" and not Path(values[key]).suffix  # "mnist" stays, even beside a folder of that name
             if key in values and not named and Path(values[key]).exists():
@@ -64,11 +67,11 @@ class TrainConfig(BaseModel):
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise OnelaunchError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise OnelaunchError(f"config {str(path)!r} is not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # besides its own, tomllib lets some of Python's through
+        raise OnelaunchError(f"config {str(path)!r} is not TOML: {str(error).splitlines()[0]}") from error
 
 
 def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:
@@ -86,6 +89,9 @@ def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig
     except ValidationError as error:
         raise OnelaunchError(_one_line(error, given)) from None
     Spec(rows=max(1, config.batch_size), **config.fit_options())  # every option checked before any data is read
+    check_architecture(
+        config.layers if config.layers is not None else [1, *config.hidden, 1], config.activation, config.dropout
+    )
     if not 0 < config.validation < 1:
         raise OnelaunchError(f"validation={config.validation} must be a share between 0 and 1, such as 0.2")
     return config

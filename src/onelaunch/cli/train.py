@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,12 +46,11 @@ def train(
     model = _build(settings, dataset)
     folder = RunFolder.create(settings.out, _name(settings)) if resume is None else RunFolder.open(resume)
     try:
-        _train(folder, settings, dataset, model, progress)
-    except DivergedError:
-        raise
-    except OnelaunchError:
+        folder.refuse_lost_checkpoint()
+        _train(folder, settings, dataset, model, progress, resumes=resume is not None)
+    except (OnelaunchError, KeyboardInterrupt):
         if resume is None:
-            folder.discard()
+            folder.discard()  # which keeps a folder with a checkpoint
         raise
     finally:
         folder.close()
@@ -71,7 +73,7 @@ def _build(settings: TrainConfig, dataset: Dataset) -> nn.Module:
         outputs = len(dataset.classes)
     else:
         outputs = int(dataset.y[0].size)
-    widths = settings.layers or [inputs, *settings.hidden, outputs]
+    widths = settings.layers if settings.layers is not None else [inputs, *settings.hidden, outputs]
     model = mlp(
         widths,
         activation=settings.activation,
@@ -87,20 +89,22 @@ def _build(settings: TrainConfig, dataset: Dataset) -> nn.Module:
 class _Narrator(Listener):
     """Says what a run starts with, and keeps its folder."""
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
+    def __init__(self, folder: RunFolder, resumes: bool) -> None:
+        self.folder, self.resumes = folder, resumes
 
     def started(self, history: History) -> None:
         self.folder.started(history)
         _say("engine", history.reason)
-        if history.losses:
-            _say("resume", f"from step {len(history.losses):,}")
+        if self.resumes:
+            _say("resume", f"from step {len(history.losses):,}" if history.losses else "from the beginning")
 
     def epoch(self, history: History, record: dict[str, Any]) -> None:
         self.folder.epoch(history, record)
 
 
-def _train(folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn.Module, progress: bool) -> None:
+def _train(
+    folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn.Module, progress: bool, *, resumes: bool
+) -> None:
     device = "cpu" if settings.engine == "cpu" else default_device()
     model = model.to(device)
     folder.begin(
@@ -117,15 +121,13 @@ def _train(folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn
         history = fit_with(
             model, dataset.x, dataset.y, settings.fit_options(), validation=(dataset.test_x, dataset.test_y),
             checkpoint=folder.checkpoint, resume=folder.checkpoint.exists(), progress=progress,
-            listener=_Narrator(folder),
+            listener=_Narrator(folder, resumes),
         )  # fmt: skip
     except KeyboardInterrupt:
-        if not folder.checkpoint.exists():  # nothing was trained yet
-            folder.discard()
-            raise
-        folder.save_model(model)
-        folder.describe(status="interrupted")
-        _say("stopped", f"saved; go on with: onelaunch train --resume {folder.path}")
+        if folder.checkpoint.exists():
+            folder.save_model(model)
+            folder.describe(status="interrupted")
+            _say("stopped", f"saved; go on with: onelaunch train --resume {shlex.quote(str(folder.path))}")
         raise
     except DivergedError as error:
         folder.describe(status=str(error))
@@ -145,4 +147,7 @@ def _name(settings: TrainConfig) -> str:
 
 
 def _say(what: str, text: str) -> None:
-    typer.echo(f"{what:<8} {text}")
+    try:
+        typer.echo(f"{what:<8} {text}")
+    except OSError:  # whoever read this has left (`| head -1`); the run goes on
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

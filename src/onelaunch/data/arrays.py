@@ -128,7 +128,8 @@ def _targets(where: str, array: np.ndarray, values: bool | None) -> np.ndarray:
         raise DataError(f"{where} is empty (shape {array.shape}): save one target at least")
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    if values is False and array.dtype.kind == "f" and array.ndim == 1 and (array == np.rint(array)).all():
+    whole = array.dtype.kind == "f" and array.ndim == 1 and bool((np.abs(array) < 2**53).all())  # not NaN, not Inf
+    if values is False and whole and (array == np.rint(array)).all():
         array = array.astype(np.int64)  # a table of floats whose last column holds class numbers
     if array.dtype.kind in ("fiub" if values else "f") and array.ndim in (1, 2):
         return _finite(where, array)

@@ -50,7 +50,7 @@ def load(
         )
     if not os.path.isfile(path):
         what = "is not a file" if os.path.exists(path) else "no such file"
-        raise DataError(f"{path}: {what}: check the path (here: {Path.cwd()})")
+        raise DataError(f"{path}: {what}: check the path")
     return reader(path, None if target is None else str(target), values)
 
 

@@ -134,7 +134,7 @@ def _targets(
     path: Path, name: str, labels: list[str], lines: Sequence[int], want_values: bool | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     if want_values is False:
-        labels = [label.removesuffix(".0") for label in labels]  # classes that went through a table of floats
+        labels = [_without_point(label) for label in labels]  # classes that went through a table of floats
     whole = [WHOLE_NUMBER.fullmatch(label) is not None for label in labels]
     if all(whole) and not want_values:
         numbers = [int(label) for label in labels]
@@ -158,6 +158,12 @@ def _targets(
     names = sorted(set(labels))
     index_of = {label: index for index, label in enumerate(names)}
     return np.array([index_of[label] for label in labels], np.int64), tuple(names)
+
+
+def _without_point(label: str) -> str:
+    """`3` for `3.00`; anything else unchanged."""
+    whole, point, rest = label.partition(".")
+    return whole if point and WHOLE_NUMBER.fullmatch(whole) and not rest.strip("0") else label
 
 
 def _is_number(text: str) -> bool:

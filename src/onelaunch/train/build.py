@@ -21,6 +21,14 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def check_architecture(widths: Sequence[int], activation: str, dropout: float) -> None:
+    require_option("activation", activation, MODULES)
+    if len(widths) < 2 or any(width < 1 for width in widths):
+        raise OnelaunchError(f"layers={list(widths)} must be two or more widths, each 1 or more, such as 784,128,10")
+    if not 0 <= dropout <= 1:
+        raise OnelaunchError(f"dropout={dropout} must lie between 0 and 1")
+
+
 def mlp(
     widths: Sequence[int], *, activation: str = "relu", dropout: float = 0.0, batch_norm: bool = False, seed: int = 0
 ) -> nn.Sequential:
@@ -28,11 +36,7 @@ def mlp(
 
     Weights are PyTorch's defaults, drawn from a generator seeded with `seed`; the global one is left alone.
     """
-    require_option("activation", activation, MODULES)
-    if len(widths) < 2 or any(width < 1 for width in widths):
-        raise OnelaunchError(f"layers={list(widths)} must be two or more widths, each 1 or more, such as 784,128,10")
-    if not 0 <= dropout <= 1:
-        raise OnelaunchError(f"dropout={dropout} must lie between 0 and 1")
+    check_architecture(widths, activation, dropout)
     layers: list[nn.Module] = [nn.Flatten()]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import zlib
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from onelaunch.train.engines.contract import Run, State
 FORMAT = 1
 FREE_TO_CHANGE = {"engine", "memory", "precision"}  # how a run is executed, not what it computes
 SAMPLED_ROWS = 1024
+WHOLE_BYTES = 2**28  # data up to this size is checked whole
 
 
 @dataclass
@@ -52,10 +54,9 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} cannot be written: {error.strerror}; pass a writable path"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"checkpoint={str(path)!r} cannot be written: {reason}; pass a writable path") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -101,22 +102,27 @@ def set_aside(path: Path) -> None:
     number = 1
     while (kept := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    path.rename(kept)
+    try:
+        path.rename(kept)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} is there and cannot be moved aside: {error.strerror}"
+        ) from error
 
 
 def fingerprint(run: Run) -> str:
-    """Tells one data set from another: a checksum of up to 1,024 evenly spaced rows and their targets."""
+    """Tells one data set from another: a checksum of all rows, or of 1,024 evenly spaced ones where there are very many."""
     rows = torch.linspace(0, run.spec.rows - 1, min(SAMPLED_ROWS, run.spec.rows), dtype=torch.float64).long()
     checksum = 0
     for tensor in (run.x, run.y):
-        sample = tensor[rows.to(tensor.device)].cpu().contiguous()
-        checksum = zlib.crc32(sample.flatten().view(torch.uint8).numpy().tobytes(), checksum)
+        sample = tensor if tensor.nbytes <= WHOLE_BYTES else tensor[rows.to(tensor.device)]
+        checksum = zlib.crc32(sample.cpu().contiguous().flatten().view(torch.uint8).numpy(), checksum)
     return f"{list(run.x.shape)} {checksum:08x}"
 
 
 def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     """Refuse the checkpoint of another model, other data or another run, naming what differs."""
-    _check_model(path, checkpoint.model, run.model)
+    _check_model(path, checkpoint, run.model)
     if checkpoint.about["data"] != fingerprint(run):
         raise CheckpointError(f"checkpoint={str(path)!r} was made with other data: pass the x and y of that run")
     was, now = checkpoint.about["spec"], run.spec.to_dict()
@@ -136,8 +142,8 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
         )
 
 
-def _check_model(path: Path, saved: State, model: nn.Module) -> None:
-    have = model.state_dict()
+def _check_model(path: Path, checkpoint: Checkpoint, model: nn.Module) -> None:
+    saved, have = checkpoint.model, tensors_of(model)
     for name in sorted(saved.keys() | have.keys()):
         there = list(saved[name].shape) if name in saved else "none"
         here = list(have[name].shape) if name in have else "none"
@@ -146,3 +152,20 @@ def _check_model(path: Path, saved: State, model: nn.Module) -> None:
                 f"checkpoint={str(path)!r} is of another model: its {name} is {there}, this model's is {here}; "
                 "build the model it was made with, or start anew"
             )
+    for there, here in zip_longest(
+        checkpoint.about["model"].splitlines(), str(model).splitlines(), fillvalue="nothing"
+    ):
+        if there != here:  # same weights, but another activation or dropout
+            raise CheckpointError(
+                f"checkpoint={str(path)!r} is of another model: it has {there.strip()} where this one has {here.strip()}; "
+                "build the model it was made with, or start anew"
+            )
+
+
+def tensors_of(model: nn.Module) -> State:
+    """The state_dict, which must hold nothing but tensors: anything else would need pickle."""
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(f"model keeps {name}, which is no tensor and cannot be saved: pass checkpoint=None")
+    return state

@@ -87,7 +87,11 @@ def fit_with(
     if resume and checkpoint is None:
         raise OnelaunchError("resume=True needs checkpoint=, the file to go on from")
     path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.is_dir():
+    try:
+        is_folder = path is not None and path.is_dir()
+    except (OSError, ValueError) as error:
+        raise OnelaunchError(f"checkpoint={str(path)!r:.80} is not a path ({error!s:.80})") from error
+    if is_folder:
         raise OnelaunchError(f"checkpoint={str(path)!r} is a folder: pass a file name, such as 'run.safetensors'")
     run = make_run(model, x, y, validation, options)
     bar = make_progress(progress)

@@ -32,7 +32,8 @@ class History:
     startup_seconds: float = 0.0  # from the call of fit to the first step
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """All of it as JSON knows it: a number that is not finite becomes None."""
+        return json_ready(dataclasses.asdict(self))
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss and accuracy into an image file; its ending chooses the format."""
@@ -44,6 +45,15 @@ class History:
         last = self.epochs[-1] if self.epochs else None
         result = f", last epoch {summary(last)}" if last else ""
         return f"<History: {len(self.losses)} steps on {self.engine} in {self.seconds:.3g} s{result}>"
+
+
+def json_ready(value: Any) -> Any:
+    """`value` with None for every float that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: json_ready(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [json_ready(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def summary(epoch: dict[str, Any]) -> str:
@@ -75,7 +85,8 @@ class Recorder:
             return None
         record = self._record(done, segment.correct is not None, segment.validation)
         self.history.epochs.append(record)
-        self.correct, self.epoch_seconds = 0, 0.0
+        if done % self.spec.steps_per_epoch == 0:  # else the run ends within an epoch, and may be extended
+            self.correct, self.epoch_seconds = 0, 0.0
         return record
 
     def _record(self, done: int, counts: bool, validation: Metrics | None) -> dict[str, Any]:
@@ -100,3 +111,7 @@ class Recorder:
 
     def restore(self, partial: dict[str, Any]) -> None:
         self.correct, self.epoch_seconds = int(partial["correct"]), float(partial["epoch_seconds"])
+        done = len(self.history.losses)
+        recorded = bool(self.history.epochs) and self.history.epochs[-1]["step"] == done
+        if recorded and done % self.spec.steps_per_epoch and done < self.spec.total_steps:
+            self.history.epochs.pop()  # of a run that ended within this epoch, which now goes on

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.train.engines.contract import Run
@@ -17,6 +18,8 @@ from onelaunch.train.spec import Spec
 
 def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[str, Any]) -> Run:
     """Check everything that can be checked before the first step. `options` are the fields of Spec but `rows`."""
+    if torch.is_inference_mode_enabled():
+        raise OnelaunchError("fit cannot train under torch.inference_mode(): call it outside")
     parameters = _trainable(model)
     device = parameters[0].device
     x, y = to_tensor("x", x), to_tensor("y", y)
@@ -40,20 +43,29 @@ def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[st
 def to_tensor(argument: str, value: Any) -> torch.Tensor:
     """A dense CPU or CUDA tensor of numbers from a tensor, an array or nested lists; no copy where none is needed."""
     if not isinstance(value, torch.Tensor):
+        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+            raise OnelaunchError(f"{argument} is a masked array with masked values: fill in or drop such rows")
         try:
             array = np.asarray(value)
         except ValueError:
             raise ArgumentTypeError(f"{argument} has rows of different lengths: pass a rectangular array") from None
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentTypeError(
+                f"{argument} cannot be made an array ({error}): pass an array or a tensor"
+            ) from None
         if array.dtype.kind not in "buif":
             raise ArgumentTypeError(f"{argument} has dtype {array.dtype}: pass numbers (float, integer or uint8)")
         if array.dtype in (np.uint16, np.uint32, np.uint64):
             array = array.astype(np.int64)
+        if array.dtype == np.longdouble:
+            array = array.astype(np.float64)
         # PyTorch warns about read-only memory and cannot take negative strides or foreign byte order.
         if not array.flags.writeable or any(s < 0 for s in array.strides) or not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="), copy=True)
         value = torch.from_numpy(array)
-    if value.is_sparse or value.layout != torch.strided or value.is_complex():
-        raise ArgumentTypeError(f"{argument} must be a dense tensor of real numbers, not {value.layout} {value.dtype}")
+    if value.layout != torch.strided or value.is_complex() or value.is_nested or value.is_meta:
+        what = "nested" if value.is_nested else f"{value.layout} {value.dtype} on {value.device}"
+        raise ArgumentTypeError(f"{argument} must be a dense tensor of real numbers, not {what}")
     if value.ndim == 0:
         raise OnelaunchError(f"{argument} is a single number: pass one row a sample")
     return value.detach()
@@ -65,6 +77,8 @@ def _trainable(model: Any) -> list[nn.Parameter]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise OnelaunchError("model has no parameter to train (none has requires_grad=True)")
+    if any(not is_lazy(p) and (p.is_inference() or p.is_meta) for p in parameters):
+        raise OnelaunchError("model was made under torch.inference_mode() or on the meta device: make it outside")
     devices = {p.device for p in parameters}
     if len(devices) > 1:
         raise OnelaunchError(f"model lies on several devices ({', '.join(map(str, devices))}): move it to one")
@@ -86,12 +100,16 @@ def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: to
         finite = torch.isfinite(x)
         if not finite.all():
             row = int((~finite).nonzero()[0, 0])
-            raise OnelaunchError(f"{argument} holds NaN or Inf (first in row {row}): fill in or drop such rows")
+            raise OnelaunchError(
+                f"{argument} holds NaN or Inf (first in row {row}), or numbers too large for {dtype}: fill in or drop such rows"
+            )
     if network is None:
         return x
     if x.dtype != torch.uint8 and not x.is_floating_point():
         x = x.to(dtype)
     shape = tuple(x.shape[1:])
+    if not shape:
+        raise OnelaunchError(f"{argument} has one number a row: pass {argument}.reshape(-1, 1)")
     if not network.flattens and len(shape) != 1:
         raise OnelaunchError(
             f"{argument} has rows of shape {shape}: put nn.Flatten() first in the model, or flatten them"
@@ -112,8 +130,11 @@ def _output_shape(
         return (network.outputs,)
     modes = {module: module.training for module in model.modules()}
     model.eval()
+    devices = [x.device] if x.device.type == "cuda" else []
     try:
-        with torch.no_grad():
+        # The seed governs what lazy modules draw here, and the user's generator stays where it was.
+        with torch.no_grad(), torch.random.fork_rng(devices), torch.autocast(x.device.type, enabled=False):
+            torch.manual_seed(spec.seed)
             output = model(as_features(x[:2], dtype))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -121,8 +142,9 @@ def _output_shape(
     finally:
         for module, mode in modes.items():
             module.training = mode
-    if not isinstance(output, torch.Tensor) or len(output) != len(x[:2]):
-        raise OnelaunchError(f"model must return one tensor with a row a sample, not {type(output).__name__}")
+    if not isinstance(output, torch.Tensor) or output.shape[:1] != x[:2].shape[:1]:
+        what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise OnelaunchError(f"model must return one tensor with a row a sample, not {what} for {len(x[:2])} rows")
     if spec.loss == "cross_entropy" and output.ndim != 2:
         raise OnelaunchError(
             f"loss='cross_entropy' needs outputs [rows, classes], the model's are {list(output.shape)}"

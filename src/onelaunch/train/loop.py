@@ -16,7 +16,15 @@ import torch
 
 from onelaunch.device import device_name
 from onelaunch.errors import DivergedError
-from onelaunch.train.checkpoint import Checkpoint, check_fits, fingerprint, load_checkpoint, save_checkpoint, set_aside
+from onelaunch.train.checkpoint import (
+    Checkpoint,
+    check_fits,
+    fingerprint,
+    load_checkpoint,
+    save_checkpoint,
+    set_aside,
+    tensors_of,
+)
 from onelaunch.train.engines import choose, engine_or_reason
 from onelaunch.train.engines.contract import Engine, Run, State
 from onelaunch.train.history import History, Recorder
@@ -59,12 +67,13 @@ def drive(
         recorder.restore(resumed.about["partial"])
     elif checkpoint and checkpoint.exists():
         set_aside(checkpoint)
+    save = Saver(run, recorder, checkpoint)
     session = engine.start(run, state)
     try:
         history.plan, history.precision = session.plan, session.precision
         listener.started(history)
         if checkpoint and not resumed:  # a run killed in its first epoch can be resumed too
-            _save(checkpoint, run, recorder, session.snapshot())
+            save(session.snapshot())
         switch = StopSwitch(progress)
         with _interruptible(switch), progress.running(run.spec, history, run.outputs):
             history.startup_seconds = time.perf_counter() - started
@@ -75,9 +84,7 @@ def drive(
                 record = recorder.add(segment, seconds)
                 history.allocations = dict(session.allocations)
                 if checkpoint:
-                    state = session.snapshot()
-                    _refuse_bad_weights(run, len(history.losses), checkpoint)
-                    _save(checkpoint, run, recorder, state)
+                    save(session.snapshot())
                 if record:
                     progress.epoch(record)
                     listener.epoch(history, record)
@@ -85,7 +92,7 @@ def drive(
                     raise KeyboardInterrupt
                 clock = time.perf_counter()
         session.snapshot()
-        _refuse_bad_weights(run, len(history.losses), checkpoint)
+        save.refuse_bad_weights()
     finally:
         session.close()
     return history
@@ -107,19 +114,45 @@ def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
     return choose(run)
 
 
-def _save(path: Path, run: Run, recorder: Recorder, state: State) -> None:
-    history = recorder.history
-    about = {
-        "spec": run.spec.to_dict(),
-        "data": fingerprint(run),
-        "engine": history.engine,
-        "precision": history.precision,
-        "epochs": history.epochs,
-        "partial": recorder.partial(),
-        "seconds": history.seconds,
-    }
-    losses = torch.tensor(history.losses, dtype=torch.float32)
-    save_checkpoint(path, Checkpoint(run.model.state_dict(), state, losses, about))
+class Saver:
+    """Writes the checkpoint of a run, unless its weights have gone bad."""
+
+    def __init__(self, run: Run, recorder: Recorder, path: Path | None) -> None:
+        self.run, self.recorder, self.path = run, recorder, path
+        self._fingerprint = fingerprint(run) if path else ""
+        self._finite_before = {name for name, tensor in self._floats() if _is_finite(tensor)}  # a mask may hold -inf
+
+    def _floats(self) -> list[tuple[str, torch.Tensor]]:
+        state = self.run.model.state_dict()
+        return [(n, t) for n, t in state.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+    def __call__(self, state: State) -> None:
+        assert self.path is not None
+        self.refuse_bad_weights()
+        run, history = self.run, self.recorder.history
+        about = {
+            "spec": run.spec.to_dict(),
+            "model": str(run.model),
+            "data": self._fingerprint,
+            "engine": history.engine,
+            "precision": history.precision,
+            "epochs": history.epochs,
+            "partial": self.recorder.partial(),
+            "seconds": history.seconds,
+        }
+        losses = torch.tensor(history.losses, dtype=torch.float32)
+        save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about))
+
+    def refuse_bad_weights(self) -> None:
+        """A last update can overflow while its loss was still finite: such weights must not replace a good checkpoint."""
+        step = len(self.recorder.history.losses) - 1
+        for name, tensor in self._floats():
+            if name in self._finite_before and not _is_finite(tensor):
+                raise _diverged(f"{name} is no longer finite after step {step}", step, self.path)
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return math.isfinite(tensor.sum(dtype=torch.float64).item())
 
 
 def _refuse_divergence(first_step: int, losses: torch.Tensor, checkpoint: Path | None) -> None:
@@ -131,22 +164,17 @@ def _refuse_divergence(first_step: int, losses: torch.Tensor, checkpoint: Path |
         )
 
 
-def _refuse_bad_weights(run: Run, step: int, checkpoint: Path | None) -> None:
-    """A last update can overflow while its loss was still finite: such weights must not replace a good checkpoint."""
-    for name, tensor in run.model.state_dict().items():
-        if tensor.is_floating_point() and not math.isfinite(tensor.sum(dtype=torch.float64).item()):
-            raise _diverged(f"{name} is no longer finite after step {step - 1}", step - 1, checkpoint)
-
-
 def _diverged(what: str, step: int, checkpoint: Path | None) -> DivergedError:
     kept = f"; the last good checkpoint is {str(checkpoint)!r}" if checkpoint else ""
-    return DivergedError(f"{what}: pass a smaller lr{kept}", step)
+    remedy = "pass a smaller lr" if step else "scale x and y down, or pass a smaller lr"
+    return DivergedError(f"{what}: {remedy}{kept}", step)
 
 
 @contextmanager
 def _interruptible(switch: StopSwitch) -> Iterator[None]:
     """The first Ctrl-C asks for a stop at the next step, a second one does not wait for it."""
-    if threading.current_thread() is not threading.main_thread():
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as under nohup
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
 

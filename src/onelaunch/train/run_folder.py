@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from torch import nn
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import remove_leftovers, write_atomic
-from onelaunch.train.history import History
+from onelaunch.train.history import History, json_ready
 from onelaunch.train.loop import Listener
 
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
@@ -43,17 +45,21 @@ class RunFolder(Listener):
         """A new folder: `out`, which must be empty or not there, or a dated one under runs/."""
         try:
             if out is not None:
-                path = Path(out)
+                path = Path(out).expanduser()
                 path.mkdir(parents=True, exist_ok=True)
-                if any(path.iterdir()):
+                # Hidden files alone are what a process leaves that was killed before it had written anything.
+                if any(not entry.name.startswith(".") for entry in path.iterdir()):
                     raise OnelaunchError(
                         f"out={out!r} is not empty: pass another folder, or --resume {out} to go on with the run in it"
                     )
             else:
                 path = _dated_folder(Path("runs"), name)
             return cls(path)
-        except OSError as error:
-            raise OnelaunchError(f"out={out or 'runs'!r} cannot be written: {error.strerror}; pass --out") from error
+        except (OSError, ValueError) as error:
+            if isinstance(error, OnelaunchError):
+                raise
+            reason = getattr(error, "strerror", None) or error
+            raise OnelaunchError(f"out={out or 'runs'!r} cannot be written: {reason}; pass another --out") from error
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -73,18 +79,32 @@ class RunFolder(Listener):
     def checkpoint(self) -> Path:
         return self.path / CHECKPOINT
 
+    def refuse_lost_checkpoint(self) -> None:
+        """A run that has results but no checkpoint cannot go on, and must not be overwritten by a new one."""
+        metrics = self.path / METRICS
+        if not self.checkpoint.exists() and (
+            (self.path / MODEL).exists() or (metrics.is_file() and metrics.stat().st_size)
+        ):
+            raise OnelaunchError(
+                f"resume={str(self.path)!r} has results but no {CHECKPOINT}: put it back, or repeat the run with "
+                f"onelaunch train {self.path / CONFIG}"
+            )
+
     def begin(self, config: str, about: dict[str, Any]) -> None:
-        """What `started` writes once the run is accepted: until then an earlier run's files stay as they are."""
+        """What the run is. A new folder gets its config at once, so that it can be resumed whatever happens; an earlier
+        run's files stay as they are until `started`."""
         self._config, self._about = config, about
+        if not (self.path / CONFIG).exists():
+            self._write(CONFIG, config)
 
     def started(self, history: History) -> None:
-        write_atomic(self.path / CONFIG, self._config)
+        self._write(CONFIG, self._config)
         self.describe(status="running")
         # The checkpoint knows which epochs are done: a torn or surplus line after a kill goes.
-        write_atomic(self.path / METRICS, "".join(_line(history, record) for record in history.epochs))
+        self._write(METRICS, "".join(_line(history, record) for record in history.epochs))
 
     def epoch(self, history: History, record: dict[str, Any]) -> None:
-        with open(self.path / METRICS, "a", encoding="utf-8") as file:
+        with self._writing(METRICS) as path, open(path, "a", encoding="utf-8") as file:
             file.write(_line(history, record))
             file.flush()
             os.fsync(file.fileno())
@@ -92,7 +112,7 @@ class RunFolder(Listener):
     def describe(self, **about: Any) -> None:
         """Add to run.json."""
         self._about.update(about)
-        write_atomic(self.path / ABOUT, json.dumps(self._about, indent=1) + "\n")
+        self._write(ABOUT, json.dumps(json_ready(self._about), indent=1) + "\n")
 
     def finish(self, model: nn.Module, history: History) -> None:
         self.save_model(model)
@@ -102,7 +122,20 @@ class RunFolder(Listener):
         from safetensors.torch import save
 
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-        write_atomic(self.path / MODEL, save(tensors))
+        self._write(MODEL, save(tensors))
+
+    def _write(self, name: str, content: bytes | str) -> None:
+        with self._writing(name) as path:
+            write_atomic(path, content)
+
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[Path]:
+        try:
+            yield self.path / name
+        except OSError as error:
+            raise OnelaunchError(
+                f"{str(self.path / name)!r} cannot be written: {error.strerror}; free some space or pass another --out"
+            ) from error
 
     def close(self) -> None:
         if self._lock is not None:
@@ -113,15 +146,15 @@ class RunFolder(Listener):
         """Remove a folder in which nothing was trained."""
         if self.checkpoint.exists():
             return
-        for name in (CONFIG, ABOUT, METRICS, LOCK):
-            (self.path / name).unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
+        with suppress(OSError):
+            for name in (CONFIG, ABOUT, METRICS, LOCK):
+                (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
 
 
 def _line(history: History, record: dict[str, Any]) -> str:
     first = history.epochs[record["epoch"] - 1]["step"] if record["epoch"] else 0
-    return json.dumps({**record, "losses": history.losses[first : record["step"]]}) + "\n"
+    return json.dumps(json_ready({**record, "losses": history.losses[first : record["step"]]})) + "\n"
 
 
 def _dated_folder(parent: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ LOSSES = ("cross_entropy", "mse", "bce_with_logits")
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 ENGINES = ("auto", "resident", "graph", "cpu", "eager")
 MEMORY = ("plan", "caching", "stream")
+LARGEST_FLOAT32 = 3.4028234663852886e38
 MAX_STEPS = 2**32 - 1  # a step is one 32-bit word of the dropout counter
 
 
@@ -51,7 +53,7 @@ class Spec:
             ("engine", ENGINES), ("memory", MEMORY),
         ):  # fmt: skip
             require_option(argument, getattr(self, argument), options)
-        check_seed(self.seed)
+        object.__setattr__(self, "seed", check_seed(self.seed))
         _check_counts(self)
         _check_floats(self)
         if self.nesterov and not self.momentum:
@@ -109,10 +111,11 @@ def _check_counts(spec: Spec) -> None:
         value = getattr(spec, argument)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ArgumentTypeError(f"{argument}={value!r} is not an integer: pass a whole number, 1 or more")
         if value < 1:
             raise OnelaunchError(f"{argument}={value} must be 1 or more")
+        object.__setattr__(spec, argument, int(value))  # NumPy's integers too
     if (spec.epochs is None) == (spec.steps is None):
         given = "both" if spec.epochs else "neither"
         raise OnelaunchError(f"pass epochs= or steps=, one of the two (got {given}); for example epochs=10")
@@ -122,17 +125,23 @@ def _check_floats(spec: Spec) -> None:
     betas = spec.betas
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ArgumentTypeError(f"betas={betas!r} must be two numbers, such as (0.9, 0.999)")
-    object.__setattr__(spec, "betas", tuple(betas))
     bounds = {
-        "lr": (spec.lr, math.inf), "momentum": (spec.momentum, 1), "weight_decay": (spec.weight_decay, math.inf),
-        "betas[0]": (betas[0], 1), "betas[1]": (betas[1], 1), "eps": (spec.eps, math.inf),
-        "label_smoothing": (spec.label_smoothing, math.nextafter(1, 2)),
+        "lr": LARGEST_FLOAT32, "momentum": 1, "weight_decay": LARGEST_FLOAT32, "eps": LARGEST_FLOAT32,
+        "label_smoothing": math.nextafter(1, 2),
     }  # fmt: skip
-    for argument, (value, bound) in bounds.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ArgumentTypeError(f"{argument}={value!r} is not a number")
-        if not 0 <= value < bound:
-            limit = "" if bound == math.inf else " and at most 1" if argument == "label_smoothing" else " and below 1"
-            raise OnelaunchError(f"{argument}={value} must be a finite number, 0 or more{limit}")
+    for argument, bound in bounds.items():
+        object.__setattr__(spec, argument, _number(argument, getattr(spec, argument), bound))
+    checked = tuple(_number(f"betas[{i}]", beta, 1) for i, beta in enumerate(betas))
+    object.__setattr__(spec, "betas", checked)
     if not isinstance(spec.nesterov, bool) or not isinstance(spec.drop_last, bool):
         raise ArgumentTypeError(f"nesterov={spec.nesterov!r} and drop_last={spec.drop_last!r} must be True or False")
+
+
+def _number(argument: str, value: object, bound: float) -> float:
+    """`value` as a float in [0, bound)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(f"{argument}={value!r} is not a number")
+    if not 0 <= value < bound:
+        limit = {LARGEST_FLOAT32: " that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
+        raise OnelaunchError(f"{argument}={value!s:.40} must be a finite number, 0 or more{limit}")
+    return float(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib.util
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ class _Silent:
 
 def _network(widths: tuple[int, ...]) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(widths, widths[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -83,7 +84,12 @@ def _scikit_learn_epoch(widths: tuple[int, ...], batch: int, optimizer: str) -> 
 
     x, y = (tensor.numpy() for tensor in _data(widths))
     model = MLPClassifier(
-        widths[1:-1], solver=optimizer, alpha=0.0, batch_size=batch, learning_rate_init=LEARNING_RATE[optimizer], momentum=0.0
+        widths[1:-1],
+        solver=optimizer,
+        alpha=0.0,
+        batch_size=batch,
+        learning_rate_init=LEARNING_RATE[optimizer],
+        momentum=0.0,
     )
     return lambda: model.partial_fit(x, y, classes=range(widths[-1]))
 
@@ -174,9 +180,9 @@ def _trial(widths: tuple[int, ...], batch: int, optimizer: str) -> Trial:
 
 def _register(widths: tuple[int, ...], batch: int, optimizer: str) -> None:
     name = "-".join(map(str, widths))
-    case(f"cpu/{name}/{batch}/{optimizer}", "cpu", f"{name}, batch {batch}, {optimizer}, fp32: an epoch of {ROWS} rows")(
-        lambda: _trial(widths, batch, optimizer)
-    )
+    case(
+        f"cpu/{name}/{batch}/{optimizer}", "cpu", f"{name}, batch {batch}, {optimizer}, fp32: an epoch of {ROWS} rows"
+    )(lambda: _trial(widths, batch, optimizer))
 
 
 for _widths, _batch, _optimizer_name in (

@@ -21,7 +21,8 @@ class RunDropout:
     """Takes over the model's nn.Dropout modules until `release`. Set `step` before each forward."""
 
     def __init__(self, model: nn.Module, seed: int, batch_size: int, device: torch.device) -> None:
-        self.modules = [module for module in model.modules() if type(module) is nn.Dropout]
+        # A module whose forward the user has replaced keeps it.
+        self.modules = [m for m in model.modules() if type(m) is nn.Dropout and "forward" not in vars(m)]
         self.seed, self.batch_size, self.device = seed, batch_size, device
         self._chunks: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         self._calls: dict[int, int] = {}

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from onelaunch.device import cuda_capability
+from onelaunch.errors import OnelaunchError
 from onelaunch.rng import permutation
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.dropout import RunDropout
@@ -82,7 +83,11 @@ class EagerSession:
         for step in range(first_step, end):
             rows = order[spec.batch_slice(step)]
             x, y = as_features(run.x[rows], self.dtype), run.y[rows]
-            loss, right = self._step(step, x, y)
+            try:
+                loss, right = self._step(step, x, y)
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                reason = str(error).strip().split("\n")[0]
+                raise OnelaunchError(f"model failed at step {step}, on a batch of {len(x)} rows: {reason}") from error
             losses[step - first_step] = loss
             if right is not None:
                 correct += right
@@ -182,9 +187,7 @@ class EagerSession:
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         dtype = AUTOCAST.get(self.precision)
-        if dtype is None:
-            return contextlib.nullcontext()
-        return torch.autocast(self.run.device.type, dtype=dtype)
+        return torch.autocast(self.run.device.type, dtype=dtype, enabled=dtype is not None)
 
     @contextlib.contextmanager
     def _own_settings(self) -> Iterator[None]:
@@ -193,7 +196,8 @@ class EagerSession:
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         calls = self._allocator_calls()
         try:
-            with torch.random.fork_rng(self._cuda_devices), torch.enable_grad():
+            autocast = torch.autocast(self.run.device.type, enabled=False)  # whatever surrounds the call of fit
+            with torch.random.fork_rng(self._cuda_devices), torch.enable_grad(), autocast:
                 torch.set_rng_state(self._rng[0])
                 for device in self._cuda_devices:
                     torch.cuda.set_rng_state(self._rng[1], device)
