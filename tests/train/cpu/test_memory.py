@@ -99,8 +99,6 @@ def test_guard_pages(name: str, bytes_in: bool, shares: int, place: Path) -> Non
         guard = Guarded(tensor.numel() * tensor.element_size())
         guard.at_end[:] = tensor.contiguous().numpy().reshape(-1).view(np.uint8)
         guarded.append(torch.from_numpy(guard.at_end.view(tensor.numpy().dtype)).view(tensor.shape))
-    fenced = Run(
-        run.spec, run.model, run.network, "", guarded[0], guarded[1], (guarded[2], guarded[3]), run.outputs
-    )
+    fenced = Run(run.spec, run.model, run.network, "", guarded[0], guarded[1], (guarded[2], guarded[3]), run.outputs)
     memory = Guarded(Arena.size_for(plan_for(fenced, shares), run.spec.rows))
     assert train_natively(fenced, place, shares=shares, memory=memory.at_end).losses.isfinite().all()

@@ -91,7 +91,9 @@ NORMS: dict[str, nn.Sequential] = {
     "cumulative average": _with_norms(momentum=None),
     "no running statistics": _with_norms(track_running_stats=False),
     "after the last linear": nn.Sequential(nn.Linear(9, 20), nn.Tanh(), nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Tanh()),
-    "twice in a row": nn.Sequential(nn.Linear(9, 20), nn.BatchNorm1d(20), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 6)),
+    "twice in a row": nn.Sequential(
+        nn.Linear(9, 20), nn.BatchNorm1d(20), nn.BatchNorm1d(20), nn.Tanh(), nn.Linear(20, 6)
+    ),
 }
 
 
@@ -164,7 +166,7 @@ def test_the_first_of_equal_outputs_is_the_prediction(place: Path) -> None:
 def test_nan_is_not_hidden(activation: str, place: Path) -> None:
     model = nn.Sequential(nn.Linear(6, 20), ACTIVATIONS[activation](), nn.Linear(20, 3))
     with torch.no_grad():
-        model[0].weight[7, 2] = torch.nan  # type: ignore[index]
+        next(model.parameters())[7, 2] = torch.nan
     x, y = data("cross_entropy", 16, 6, 3)
     assert train_natively(make(model, x, y, steps=2), place).losses.isnan().any()
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from torch import nn
 
-from onelaunch.train.engines.cpu.plan import Plan, Settings, stages_of, useful_shares
+from onelaunch.train.engines.cpu.plan import Plan, Settings, useful_shares
+from onelaunch.train.engines.cpu.stages import stages_of
 from onelaunch.train.engines.cpu.target import Target
 from onelaunch.train.network import describe
 
@@ -13,7 +16,9 @@ WIDE = Target("x86_64-none", "test", "", 16, 32, True, True, "0")
 NARROW = Target("aarch64-none", "test", "", 4, 32, True, True, "0")
 
 
-def plan_of(*layers: nn.Module, batch: int = 32, shares: int = 2, target: Target = WIDE, optimizer: str = "adam") -> Plan:
+def plan_of(
+    *layers: nn.Module, batch: int = 32, shares: int = 2, target: Target = WIDE, optimizer: str = "adam"
+) -> Plan:
     settings = Settings(
         describe(nn.Sequential(*layers)), batch, 256, shares, optimizer, False, False, False, "cross_entropy", False,
         False, checks=True,
@@ -41,7 +46,7 @@ def test_buffers_lie_apart_and_inside(name: str, batch: int, shares: int, target
     others = [buffer for buffer in plan.buffers.values() if buffer not in check]
     for group in ([b for b in others if b not in inside] + whole, [b for b in inside if b not in whole], check):
         ordered = sorted(group, key=lambda buffer: buffer.offset)
-        for first, second in zip(ordered, ordered[1:], strict=False):
+        for first, second in itertools.pairwise(ordered):
             assert first.offset + first.size <= second.offset, (first, second)
     for buffer in plan.buffers.values():
         assert buffer.offset % 64 == 0

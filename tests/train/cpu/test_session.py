@@ -155,7 +155,7 @@ def test_snapshots_have_the_names_of_the_contract_and_write_into_the_model(place
     assert all(state[f"exp_avg.{name}"].shape == p.shape for name, p in run.model.named_parameters())
     assert run.model[0].weight is weight  # type: ignore[index]
     assert not torch.equal(before, weight)
-    assert int(run.model[1].num_batches_tracked) == 7  # type: ignore[index, arg-type]
+    assert int(run.model[1].num_batches_tracked) == 7  # type: ignore[index]
 
 
 def test_refusals_say_why() -> None:

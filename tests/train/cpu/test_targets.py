@@ -24,7 +24,13 @@ from tests.train.cpu.test_vector_math import targets
 def everything(steps: int = 40) -> Run:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(21, 40), nn.BatchNorm1d(40), nn.GELU(), nn.Dropout(0.3), nn.Linear(40, 33), nn.Tanh(), nn.Linear(33, 5)
+        nn.Linear(21, 40),
+        nn.BatchNorm1d(40),
+        nn.GELU(),
+        nn.Dropout(0.3),
+        nn.Linear(40, 33),
+        nn.Tanh(),
+        nn.Linear(33, 5),
     )
     x, y = data("cross_entropy", 61, 21, 5)
     return make(model, x, y, (x, y), steps=steps, batch_size=16, momentum=0.9)

@@ -22,7 +22,13 @@ from tests.train.cpu.plain import Bystander, Course, data, make
 def run() -> Run:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(50, 70), nn.BatchNorm1d(70), nn.ReLU(), nn.Dropout(0.2), nn.Linear(70, 64), nn.Tanh(), nn.Linear(64, 10)
+        nn.Linear(50, 70),
+        nn.BatchNorm1d(70),
+        nn.ReLU(),
+        nn.Dropout(0.2),
+        nn.Linear(70, 64),
+        nn.Tanh(),
+        nn.Linear(64, 10),
     )
     x, y = data("cross_entropy", 200, 50, 10)
     return make(model, x, y, (x, y), epochs=4, batch_size=32, momentum=0.9)
@@ -41,7 +47,7 @@ def course(run: Run, place: Path, shares: int, helps: bool | None) -> Course:
         calls += 1
         session.team.helps = calls % 2 == 0 if helps is None else helps
 
-    session.team.note = note  # type: ignore[method-assign]
+    session.team.note = note  # type: ignore[method-assign, assignment]
     session.team.helps = bool(helps)
     segments = list(session.segments(0, Bystander()))
     session.snapshot()

@@ -35,7 +35,8 @@ class Arena:
         self.plan = plan
         size = self.size_for(plan, rows)
         self.memory = _memory(size) if memory is None else memory
-        assert len(self.memory) == size and self.memory.ctypes.data % 64 == 0
+        assert len(self.memory) == size
+        assert self.memory.ctypes.data % CACHE_LINE == 0
         self.address = self.memory.ctypes.data
         self.order = self.memory[plan.size :].view(np.int32)
         self.control = self.view("control", np.int64)

@@ -10,7 +10,8 @@ from onelaunch.train.engines.cpu.forward import NextRows
 from onelaunch.train.engines.cpu.loss import loss_rows
 from onelaunch.train.engines.cpu.optimizer import Update
 from onelaunch.train.engines.cpu.phase import Phase
-from onelaunch.train.engines.cpu.plan import Panel, Plan, Stage
+from onelaunch.train.engines.cpu.plan import Panel, Plan
+from onelaunch.train.engines.cpu.stages import Stage
 from onelaunch.train.engines.cpu.tile import Accumulators, Run, balanced, over_panels, over_tiles, product_tile
 
 
@@ -156,7 +157,13 @@ def reduce_gradient(phase: Phase, stage: Stage) -> None:
     def panel(column: Int, width: int) -> None:
         def batch_panel(row: Int, batch_width: int) -> None:
             kernel = gradient.reduce_block(
-                phase.module, plan, stage, sources=len(partials), partial_width=batch_width, panel_width=width, back=back
+                phase.module,
+                plan,
+                stage,
+                sources=len(partials),
+                partial_width=batch_width,
+                panel_width=width,
+                back=back,
             )
             for block in range(0, batch_width, f.lanes):
                 for half in range(0, width, f.lanes):
@@ -258,9 +265,7 @@ def _input_gradient_tile(module: Module, rows: int, width: int, runs: Sequence[R
                 f.store(value, f["c"], m * width + v * f.lanes)
 
     vectors = width // module.target.lanes
-    return product_tile(
-        module, "input_gradient", rows=rows, vectors=vectors, runs=runs, b_stride=width, finish=finish
-    )
+    return product_tile(module, "input_gradient", rows=rows, vectors=vectors, runs=runs, b_stride=width, finish=finish)
 
 
 def weight_update(phase: Phase, stage: Stage) -> None:

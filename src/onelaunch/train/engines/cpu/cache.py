@@ -20,8 +20,8 @@ from onelaunch.train.engines.cpu.target import Target
 
 FORMAT = b"onelaunch cpu object 1"
 SOURCES = (
-    "backward", "elementwise", "emit", "few_classes", "forward", "gradient", "loss", "native", "norm", "optimizer", "phase", "plan",
-    "program", "random_bits", "target", "threads", "tile", "vector_math",
+    "backward", "elementwise", "emit", "few_classes", "forward", "gradient", "loss", "native", "norm", "optimizer", "phase",
+    "plan", "program", "random_bits", "stages", "target", "threads", "tile", "vector_math",
 )  # fmt: skip
 
 

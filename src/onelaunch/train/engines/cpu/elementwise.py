@@ -29,7 +29,9 @@ def derivative_from_output(operations: Sequence[Operation]) -> bool:
 
 def is_cheap(operations: Sequence[Operation]) -> bool:
     """Worth doing on the accumulators of a tile; the rest runs over the panel just written, from the nearest cache."""
-    return all(isinstance(operation, Activation) and operation.name in ("relu", "leaky_relu") for operation in operations)
+    return all(
+        isinstance(operation, Activation) and operation.name in ("relu", "leaky_relu") for operation in operations
+    )
 
 
 def forward(f: Function, x: Value, operations: Sequence[Operation], bits: Sequence[Value] = ()) -> Value:

@@ -50,9 +50,8 @@ class Module:
 
     def text(self) -> str:
         width = self.target.lanes * 32
-        attributes = (
-            f'attributes #0 = {{ noinline nounwind "min-legal-vector-width"="{width}" "prefer-vector-width"="{width}" }}'
-        )
+        widths = f'"min-legal-vector-width"="{width}" "prefer-vector-width"="{width}"'
+        attributes = f"attributes #0 = {{ noinline nounwind {widths} }}"
         parts = [*self.declarations, *(function.text() for function in self.functions.values()), attributes]
         return "\n".join(parts) + "\n"
 
@@ -163,7 +162,9 @@ class Function:
         vector = f"<{self.lanes} x {type_}>"
         if count >= self.lanes:
             return self.load(vector, pointer, element=type_, hint=hint)
-        mask = Value(f"<{self.lanes} x i1>", self._list("i1", [str(lane < count).lower() for lane in range(self.lanes)]))
+        mask = Value(
+            f"<{self.lanes} x i1>", self._list("i1", [str(lane < count).lower() for lane in range(self.lanes)])
+        )
         suffix = {"float": "f32", "i8": "i8", "i32": "i32"}[type_]
         zero = Value(vector, "zeroinitializer")
         name = f"masked.load.v{self.lanes}{suffix}.p0"
@@ -236,9 +237,7 @@ class Function:
         return self.op(type_, f"{'fcmp' if floats else 'icmp'} {condition} {a.type} {a.text}, {b.text}", hint)
 
     def select(self, condition: Value, a: Value, b: Value, hint: str = "v") -> Value:
-        return self.op(
-            a.type, f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", hint
-        )
+        return self.op(a.type, f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", hint)
 
     def at_least(self, x: Value, floor: Value, hint: str = "v") -> Value:
         """max(x, floor) that keeps a NaN in x (one instruction on x86; `llvm.maxnum` would hide the NaN)."""
@@ -248,7 +247,9 @@ class Function:
         return self.select(self.compare("olt", ceiling, x), ceiling, x, hint)
 
     def lanes_below(self, count: int) -> Value:
-        return Value(f"<{self.lanes} x i1>", self._list("i1", [str(lane < count).lower() for lane in range(self.lanes)]))
+        return Value(
+            f"<{self.lanes} x i1>", self._list("i1", [str(lane < count).lower() for lane in range(self.lanes)])
+        )
 
     def reduce(self, operation: str, value: Value, hint: str = "total") -> Value:
         """Sum ("add") or maximum ("max") over lanes, as a tree of fixed shape."""

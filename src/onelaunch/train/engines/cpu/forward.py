@@ -8,7 +8,8 @@ from onelaunch.train.engines.cpu import elementwise, norm, random_bits
 from onelaunch.train.engines.cpu.elementwise import Operation
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
 from onelaunch.train.engines.cpu.phase import Phase
-from onelaunch.train.engines.cpu.plan import CACHE_LINE, Plan, Stage, round_up
+from onelaunch.train.engines.cpu.plan import CACHE_LINE, Plan, round_up
+from onelaunch.train.engines.cpu.stages import Stage
 from onelaunch.train.engines.cpu.tile import Accumulators, Run, balanced, over_panels, over_tiles, product_tile
 from onelaunch.train.network import Activation
 
@@ -251,9 +252,7 @@ def follow(
             continue
         own = phase.buffer(f"normal.{stage.index}.{number}") if phase.training else phase.output(stage)
         assert first == 0 or not phase.training
-        kernel = norm.forward(
-            phase.module, plan, stage, number, width, training=phase.training, all_rows=last - first
-        )
+        kernel = norm.forward(phase.module, plan, stage, number, width, training=phase.training, all_rows=last - first)
         vectors = [
             f.at(phase.buffer(f"{name}.{stage.index}.{number}"), column)
             for name in ("scale", "shift", "mean", "variance", "deviation")
@@ -310,4 +309,6 @@ def _apply_group(module: Module, plan: Plan, stage: Stage, number: int, width: i
 
         f.loop(f["rows"], row, index="row")
 
-    return module.function(f"apply_{'train' if training else 'check'}_{stage.index}_{number}_w{width}", parameters, make)
+    return module.function(
+        f"apply_{'train' if training else 'check'}_{stage.index}_{number}_w{width}", parameters, make
+    )

@@ -9,7 +9,8 @@ from __future__ import annotations
 from onelaunch.train.engines.cpu import elementwise
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
 from onelaunch.train.engines.cpu.optimizer import Update
-from onelaunch.train.engines.cpu.plan import Plan, Stage
+from onelaunch.train.engines.cpu.plan import Plan
+from onelaunch.train.engines.cpu.stages import Stage
 
 
 def transpose(f: Function, rows: list[Value]) -> list[Value]:
@@ -114,7 +115,9 @@ def bias_update(module: Module, plan: Plan, width: int) -> str:
         for v in range(vectors):
             parts = sums[v::vectors]
             while len(parts) > 1:
-                parts = [f.fadd(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+                parts = [
+                    f.fadd(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)
+                ]
             update.apply(parts[0], f["bias"], v * f.lanes)
 
     return module.function(f"bias_update_w{width}", "ptr %panel, ptr %bias, ptr %scalars, ptr %hyper", make)

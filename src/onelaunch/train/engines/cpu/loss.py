@@ -58,10 +58,9 @@ class LossRows:
 
         def address(v: Int) -> Value:
             if isinstance(v, int):
-                panel, half = divmod(v, 2)
-                width = panels[panel].width
-                start = f.at(f["gradient"], panels[panel].first * plan.rows, hint="panel")
-                return f.at(start, f.add(f.mul(row, width), half * f.lanes), hint="gradient")
+                first, width = panels[v // 2]
+                start = f.at(f["gradient"], first * plan.rows, hint="panel")
+                return f.at(start, f.add(f.mul(row, width), v % 2 * f.lanes), hint="gradient")
             # In a loop all panels are wide: a last narrow one is done after it.
             panel = f.op("i64", f"lshr i64 {v.text}, 1", "panel")
             half = f.op("i64", f"and i64 {v.text}, 1", "half")
@@ -94,7 +93,9 @@ class LossRows:
 
     def _each_sum(self, body: Callable[[Value], None]) -> None:
         f = self.f
-        f.loop(f["stop"], lambda row: body(f.at(f["sums"], row, hint="sums")), start=f["first"], step=f.lanes, index="sum")
+        f.loop(
+            f["stop"], lambda row: body(f.at(f["sums"], row, hint="sums")), start=f["first"], step=f.lanes, index="sum"
+        )
 
     def _add_logarithms(self, total: Value) -> Value:
         """The logarithms of the rows' sums, a vector at a time; the lanes behind the last row hold 1."""

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from onelaunch.train.engines.cpu import elementwise
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
 from onelaunch.train.engines.cpu.optimizer import Update
-from onelaunch.train.engines.cpu.plan import Plan, Stage
+from onelaunch.train.engines.cpu.plan import Plan
+from onelaunch.train.engines.cpu.stages import Stage
 from onelaunch.train.network import BatchNorm
 
 
@@ -41,9 +42,7 @@ NORM_PARAMETERS = (
 )
 
 
-def forward(
-    module: Module, plan: Plan, stage: Stage, group: int, width: int, *, training: bool, all_rows: int
-) -> str:
+def forward(module: Module, plan: Plan, stage: Stage, group: int, width: int, *, training: bool, all_rows: int) -> str:
     """`normalise(...)` of a panel: statistics over `rows`, results for all rows; the group's operations follow."""
     norm = stage.groups[group].norm
     assert norm is not None
@@ -124,7 +123,8 @@ def _batch_statistics(
 
 
 BACKWARD_PARAMETERS = (
-    "ptr %gradient, ptr %normal, ptr %before, ptr %deviation, ptr %scale, ptr %shift, i64 %rows, ptr %scalars, ptr %hyper"
+    "ptr %gradient, ptr %normal, ptr %before, ptr %deviation, ptr %scale, ptr %shift, i64 %rows, "
+    "ptr %scalars, ptr %hyper"
 )
 
 

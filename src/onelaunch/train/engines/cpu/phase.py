@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
-from onelaunch.train.engines.cpu.plan import CACHE_LINE, CONTROL, SCALARS, Plan, Stage
+from onelaunch.train.engines.cpu.plan import CACHE_LINE, CONTROL, SCALARS, Plan
+from onelaunch.train.engines.cpu.stages import Stage
 
 MOST_FETCHED = 512  # lines: more would not stay in the nearest cache
 PHASE_PARAMETERS = "ptr %arena, i64 %j"
@@ -26,7 +27,9 @@ class Phase:
         self.rows = f.minimum(f.sub(rows, self.first_row), self.batch, "rows")
         self.scalars = f.at(self.buffer("scalars"), f.mul(f["j"], len(SCALARS)), hint="scalars")
         self.hyper = self.buffer("hyperparameters")
-        self.order = f.at(self.control("order", "ptr"), self.first_row, "i32", "order") if training else Value("ptr", "null")
+        self.order = (
+            f.at(self.control("order", "ptr"), self.first_row, "i32", "order") if training else Value("ptr", "null")
+        )
 
     def buffer(self, name: str) -> Value:
         hint = name.replace(".", "_")

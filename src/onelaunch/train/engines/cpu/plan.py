@@ -17,9 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from onelaunch.train.engines.cpu.elementwise import Operation, derivative_from_output
+from onelaunch.train.engines.cpu.stages import Stage, stages_of
 from onelaunch.train.engines.cpu.target import Target
-from onelaunch.train.network import Activation, BatchNorm, Dropout, Linear, Network
+from onelaunch.train.network import Activation, Network
 
 CACHE_LINE = 64
 CHUNK_STEPS = 4096  # steps of one native call at most: the length of the loss and scalar buffers
@@ -66,68 +66,6 @@ class Parameter(NamedTuple):
     inputs: int  # 0: a vector
     outputs: int
     trained: bool
-
-
-@dataclass(frozen=True)
-class Group:
-    """A BatchNorm1d (or none) and the element-wise operations that follow it."""
-
-    norm: BatchNorm | None
-    operations: tuple[Operation, ...]
-
-    @property
-    def dropouts(self) -> tuple[Dropout, ...]:
-        return tuple(operation for operation in self.operations if isinstance(operation, Dropout))
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A Linear (none for stage 0, the input) and everything up to the next one."""
-
-    index: int
-    linear: Linear | None
-    width: int
-    groups: tuple[Group, ...]
-
-    @property
-    def norms(self) -> tuple[int, ...]:
-        return tuple(number for number, group in enumerate(self.groups) if group.norm)
-
-    @property
-    def is_plain(self) -> bool:
-        return len(self.groups) == 1 and not self.groups[0].operations
-
-    def stores_derivative(self, group: int) -> bool:
-        """The output of a group before a BatchNorm1d is overwritten, so its derivative cannot be read off it."""
-        operations = self.groups[group].operations
-        return bool(operations) and (group < len(self.groups) - 1 or not derivative_from_output(operations))
-
-
-def stages_of(network: Network) -> tuple[Stage, ...]:
-    stages: list[Stage] = []
-    linear: Linear | None = None
-    width, norm = network.inputs, None
-    groups: list[Group] = []
-    operations: list[Operation] = []
-
-    def finish() -> None:
-        groups.append(Group(norm, tuple(operations)))
-        stages.append(Stage(len(stages), linear, width, tuple(groups)))
-
-    for layer in network.layers:
-        match layer:
-            case Linear():
-                finish()
-                linear, width, norm, groups, operations = layer, layer.outputs, None, [], []
-            case BatchNorm():
-                groups.append(Group(norm, tuple(operations)))
-                norm, operations = layer, []
-            case Activation():
-                operations.append(layer)
-            case Dropout() if layer.p > 0:
-                operations.append(layer)
-    finish()
-    return tuple(stages)
 
 
 @dataclass(frozen=True)
@@ -188,9 +126,7 @@ class Plan:
         return (round_up(stage.width, line) // line | 1) * line
 
     def _panels(self, columns: int) -> list[Panel]:
-        return [
-            Panel(first, min(self.panel_width, columns - first)) for first in range(0, columns, self.panel_width)
-        ]
+        return [Panel(first, min(self.panel_width, columns - first)) for first in range(0, columns, self.panel_width)]
 
     def panels(self, stage: Stage) -> list[Panel]:
         return self._panels(self.padded(stage))
@@ -278,7 +214,9 @@ class Plan:
                     end = self._place(f"{buffer}.{stage.index}.{number}", 4 * self.padded(stage), end)
                     if norm.tracks:
                         name = f"{norm.path}.{kind}"
-                        self.parameters.append(Parameter(name, f"{buffer}.{stage.index}.{number}", 0, stage.width, False))
+                        self.parameters.append(
+                            Parameter(name, f"{buffer}.{stage.index}.{number}", 0, stage.width, False)
+                        )
                 end = self._place(f"batches.{stage.index}.{number}", 8, end)
                 end = self._place(f"deviation.{stage.index}.{number}", 4 * self.padded(stage), end)
         # Training and evaluation never overlap in time, so their scratch lies in the same place.
@@ -304,7 +242,9 @@ class Plan:
                     end = self._place(f"{buffer}.{stage.index}.{number}", 4 * self.padded(stage), end)
                     if norm.affine:
                         name = f"{norm.path}.{kind}"
-                        self.parameters.append(Parameter(name, f"{buffer}.{stage.index}.{number}", 0, stage.width, True))
+                        self.parameters.append(
+                            Parameter(name, f"{buffer}.{stage.index}.{number}", 0, stage.width, True)
+                        )
         self.state_stride = round_up(end - start, 4096)
         copies = 1 + len(self.state_names)
         self.buffers["parameters"] = Buffer("parameters", start, self.state_stride * copies)

@@ -11,6 +11,7 @@ Both ways of running give the same bits: a phase never reads what another share 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from onelaunch.train.engines.cpu import backward, forward, random_bits
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
@@ -29,27 +30,29 @@ def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
     if not stages[0].is_plain:
         phases.append(("input", forward.prepare_input))  # columns of the prepared input
     for stage in stages[1:-1]:
-        phases.append((f"forward_{stage.index}", lambda phase, stage=stage: forward.product(phase, stage)))  # activations
+        phases.append((f"forward_{stage.index}", partial(forward.product, stage=stage)))  # activations
     if last.norms:
-        phases.append((f"forward_{last.index}", lambda phase: forward.product(phase, last)))  # columns of the outputs
+        phases.append((f"forward_{last.index}", partial(forward.product, stage=last)))  # columns of the outputs
         phases.append(("loss", backward.loss_and_gradient))  # rows of the gradient
-        phases.append((f"norms_{last.index}", lambda phase: backward.through_norms(phase, last)))  # columns of it
+        phases.append((f"norms_{last.index}", partial(backward.through_norms, stage=last)))  # columns of it
     else:
         phases.append((f"forward_{last.index}_loss", _forward_and_loss))  # rows of the gradient
     works: list[list[Emit]] = [[]]
     for stage in reversed(stages[1:]):
         if plan.needs_input_gradient(stage):
-            works[-1].append(lambda phase, stage=stage: backward.input_gradient(phase, stage))
-        works[-1].append(lambda phase, stage=stage: backward.weight_update(phase, stage))
+            works[-1].append(partial(backward.input_gradient, stage=stage))
+        works[-1].append(partial(backward.weight_update, stage=stage))
         if plan.needs_input_gradient(stage):
             if stage is not last:
                 works.append([])  # partial sums of dX; the last stage's are whole and stay with their share
-            below = stages[stage.index - 1]
-            works[-1].append(lambda phase, below=below: backward.reduce_gradient(phase, below))
+            works[-1].append(partial(backward.reduce_gradient, stage=stages[stage.index - 1]))
     works[-1].append(_gather_next)  # the next batch
-    for number, work in enumerate(works):
-        phases.append((f"backward_{number}", lambda phase, work=work: [emit(phase) for emit in work]))  # type: ignore[misc]
-    return phases
+    return phases + [(f"backward_{number}", partial(_in_turn, work)) for number, work in enumerate(works)]
+
+
+def _in_turn(work: list[Emit], phase: Phase) -> None:
+    for emit in work:
+        emit(phase)
 
 
 def _forward_and_loss(phase: Phase) -> None:
@@ -82,9 +85,9 @@ def checking_phases(plan: Plan) -> list[tuple[str, Emit]]:
     if not plan.stages[0].is_plain:
         phases.append(("input", forward.prepare_input))
     for stage in plan.stages[1:-1]:
-        phases.append((f"forward_{stage.index}", lambda phase, stage=stage: forward.product(phase, stage)))
+        phases.append((f"forward_{stage.index}", partial(forward.product, stage=stage)))
     if any(group.norm and not group.norm.tracks for group in plan.last.groups):
-        phases.append((f"forward_{plan.last.index}", lambda phase: forward.product(phase, plan.last)))
+        phases.append((f"forward_{plan.last.index}", partial(forward.product, stage=plan.last)))
         phases.append(("loss", backward.loss_and_gradient))
     else:
         phases.append((f"forward_{plan.last.index}_loss", _forward_and_loss))
@@ -101,7 +104,11 @@ def flush_to_zero(f: Function) -> Callable[[], None]:
     changed = f.op("i32", f"or i32 {f.load('i32', before).text}, {FLUSH_BITS}", "mode")
     f.store(changed, during)
     f.intrinsic("void", "x86.sse.ldmxcsr", during)
-    return lambda: f.intrinsic("void", "x86.sse.ldmxcsr", before) and None
+
+    def restore() -> None:
+        f.intrinsic("void", "x86.sse.ldmxcsr", before)
+
+    return restore
 
 
 class Program:

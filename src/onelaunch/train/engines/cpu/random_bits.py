@@ -90,14 +90,18 @@ def _store_interleaved(f: Function, words: list[Value], pointer: Value) -> None:
 
     def join(type_: str, result: str, a: Value, b: Value, lanes: int) -> Value:
         order = ", ".join(f"i32 {lane}" for lane in range(2 * lanes))
-        return f.op(result, f"shufflevector {type_} {a.text}, {type_} {b.text}, <{2 * lanes} x i32> <{order}>", "joined")
+        return f.op(
+            result, f"shufflevector {type_} {a.text}, {type_} {b.text}, <{2 * lanes} x i32> <{order}>", "joined"
+        )
 
     first = join(f.integers, double, words[0], words[1], f.lanes)
     second = join(f.integers, double, words[2], words[3], f.lanes)
     both = join(double, quadruple, first, second, 2 * f.lanes)
     order = ", ".join(f"i32 {word * f.lanes + lane}" for lane in range(f.lanes) for word in range(4))
     mixed = f.op(
-        quadruple, f"shufflevector {quadruple} {both.text}, {quadruple} poison, <{4 * f.lanes} x i32> <{order}>", "mixed"
+        quadruple,
+        f"shufflevector {quadruple} {both.text}, {quadruple} poison, <{4 * f.lanes} x i32> <{order}>",
+        "mixed",
     )
     f.emit(f"store {quadruple} {mixed.text}, ptr {pointer.text}, align 2")
 
@@ -105,7 +109,9 @@ def _store_interleaved(f: Function, words: list[Value], pointer: Value) -> None:
 def _round_keys(f: Function) -> list[Value]:
     """The eight keys of an epoch's order, each in all lanes: lane 0 holds Philox call 0, lane 1 call 1."""
     low, high = _halves(f, f["epoch"], "epoch")
-    words = philox(f, [f.lane_numbers(), low, high, f.integer(signed(PERMUTATION_STREAM))], _halves(f, f["seed"], "seed"))
+    words = philox(
+        f, [f.lane_numbers(), low, high, f.integer(signed(PERMUTATION_STREAM))], _halves(f, f["seed"], "seed")
+    )
     keys = []
     for number in range(FEISTEL_ROUNDS):
         call, word = divmod(number, 4)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,7 @@ class CpuSession:
         if run.validation is not None:
             check = [tensor.contiguous() for tensor in run.validation]
             self._kept += check
-            self.arena.set_control(
-                check_x=check[0].data_ptr(), check_y=check[1].data_ptr(), check_rows=len(check[0])
-            )
+            self.arena.set_control(check_x=check[0].data_ptr(), check_y=check[1].data_ptr(), check_rows=len(check[0]))
         self.arena.set_hyperparameters(
             momentum=spec.momentum, weight_decay=spec.weight_decay, beta2=spec.betas[1], new_mean=1 - spec.betas[0],
             new_square=1 - spec.betas[1], eps=spec.eps, smoothing=spec.label_smoothing,
@@ -207,8 +206,8 @@ class CpuSession:
 
     def _call(self, kind: str) -> None:
         address = self.arena.address
-        together = [lambda function=function: function(address) for function in self._together[kind]]  # type: ignore[misc]
-        self.team.call(lambda: self._alone[kind](address), together)
+        together = [partial(function, address) for function in self._together[kind]]
+        self.team.call(partial(self._alone[kind], address), together)
 
     def _losses(self, step: int, count: int) -> np.ndarray[Any, Any]:
         """Sums of the shares, in their order, times the weight that makes them a mean."""

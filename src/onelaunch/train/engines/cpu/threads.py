@@ -15,7 +15,7 @@ import math
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from onelaunch.train.engines.cpu.emit import Function, Module, Value
 from onelaunch.train.engines.cpu.plan import CONTROL, Plan
@@ -90,7 +90,7 @@ class Team:
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
-    def call(self, alone: Callable[[], None], together: list[Callable[[], None]]) -> None:
+    def call(self, alone: Callable[[], None], together: Sequence[Callable[[], None]]) -> None:
         """Run one native call the way that is faster now. Returns when every share is done."""
         if not self.helps:
             alone()
