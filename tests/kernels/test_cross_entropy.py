@@ -50,7 +50,8 @@ def test_loss_and_gradient(
         torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=2 * rtol, atol=atol)
 
     again = poisoned(rows, classes, like=x)
-    kernels.cross_entropy_gradient(x, target, lse, upstream, count if reduction == "mean" else None, again, **options)
+    counted = torch.tensor([rows - 1.0], device=kernel_device) if reduction == "mean" else None
+    kernels.cross_entropy_gradient(x, target, lse, upstream, counted, again, **options)
     torch.testing.assert_close(again.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 

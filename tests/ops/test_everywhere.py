@@ -39,7 +39,7 @@ def batch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(20, 12, device=device), torch.randint(5, (20,), device=device)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler itself
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_compile_in_one_graph(device: torch.device, dropout: float) -> None:
     torch._dynamo.reset()

@@ -117,7 +117,7 @@ def activation_dropout_backward_kernel(
             sums += dz
     if sums_ptr is not None:
         target = sums_ptr + tl.program_id(0).to(tl.int64) * n + column
-        tl.store(target, tl.sum(sums, axis=0), mask=column < n)
+        tl.store(target, tl.sum(sums, axis=0).to(sums_ptr.dtype.element_ty), mask=column < n)
 
 
 @triton.jit
@@ -185,8 +185,12 @@ def activation_dropout_backward(
     tiles = cdiv(m, rows)
     # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
     steps = next_power_of_2(cdiv(tiles * column_blocks, BACKWARD_PROGRAMS))
+    if tiles <= 4:
+        steps = tiles  # a batch this small: one program a column, whose sums are the bias gradient
     parts = cdiv(tiles, steps)
-    sums = None if dbias is None else dy.new_empty((parts, n), dtype=torch.float32)
+    sums = dbias
+    if dbias is not None and parts > 1:
+        sums = torch.empty((parts, n), dtype=torch.float32, device=dy.device)
     launch(
         activation_dropout_backward_kernel,
         (parts, column_blocks),
@@ -195,6 +199,6 @@ def activation_dropout_backward(
         (m, n, steps),
         (rows, groups, activation, from_output),
     )
-    if dbias is not None and sums is not None:
+    if dbias is not None and parts > 1:
         columns = 32
         launch(column_sum_kernel, (cdiv(n, columns),), (sums, dbias), (), (parts, n), (64, columns))

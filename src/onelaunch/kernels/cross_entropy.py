@@ -79,14 +79,18 @@ def cross_entropy_kernel(
         tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=row_inside)
     if lse_ptr is not None:
         tl.store(lse_ptr + row, lse, mask=row_inside)
-    if partial_ptr is not None:
+    if scalar_loss_ptr is not None:
         program_loss = tl.sum(loss, axis=0)
         program_count = tl.sum(counts.to(tl.float32), axis=0)
-        if ALONE:  # one program: its sums are the result
+        if (
+            ALONE
+        ):  # one program: its sums are the result, and it knows how many rows count before it scales the gradient
             if MEAN:
                 program_loss = program_loss / program_count
+                gradient_scale = 1.0 / tl.maximum(program_count, 1.0)
             tl.store(scalar_loss_ptr, program_loss.to(scalar_loss_ptr.dtype.element_ty))
-            tl.store(partial_ptr, program_count)
+            if partial_ptr is not None:
+                tl.store(partial_ptr, program_count)
         else:
             tl.store(partial_ptr + 1 + 2 * tl.program_id(0), program_loss)
             tl.store(partial_ptr + 2 + 2 * tl.program_id(0), program_count)
@@ -262,8 +266,9 @@ def cross_entropy_forward(
     """Fills what is given, from `[rows, classes]` logits whose rows are contiguous.
 
     `loss` is a scalar, or one number a row when `reduction` is "none"; `lse` (fp32) takes the log-sum-exp of each row; `dx` the
-    gradient for an upstream gradient of one, divided for a mean by `precounted`, or else by the number of all rows. Returns a
-    buffer whose first number is how many rows count, unless the reduction is "none".
+    gradient for an upstream gradient of one, divided for a mean by the number of rows that count where that is known in time
+    (`precounted`, or one program), else by the number of all rows: then, and whenever there is no `dx`, a buffer comes back
+    whose first number is how many rows count (not for "none").
     """
     rows, classes = x.shape
     single = reduction != "none"
@@ -286,7 +291,9 @@ def cross_entropy_forward(
         tile_rows, block, warps = _tile(rows, classes)
         parts = cdiv(rows, tile_rows)
         alone = parts == 1
-        partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if single else None
+        # Alone and with the gradient at hand, nobody will ask how many rows count.
+        wanted = single and not (alone and dx is not None)
+        partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if wanted else None
         launch(
             cross_entropy_kernel,
             (parts,),

@@ -292,22 +292,22 @@ class _EagerBatchNorm(torch.autograd.Function):
 _apply = direct_apply(_EagerBatchNorm)
 
 
-def _check(x: Tensor, running: dict[str, Tensor | None], training: bool) -> None:
+def _check(x: Tensor, per_channel: tuple[tuple[str, Tensor | None], ...], training: bool) -> None:
     check_float("x", x)
-    if x.dim() < 2:
-        raise OnelaunchError(f"x has shape {tuple(x.shape)}: pass [batch, channels] or [batch, channels, ...]")
-    for name, tensor in running.items():
-        check_beside(name, tensor, "x", x)
-        if tensor is not None and tensor.shape != x.shape[1:2]:
-            raise OnelaunchError(
-                f"{name} has shape {tuple(tensor.shape)}: pass {tuple(x.shape[1:2])}, one a channel of x"
-            )
-    if training and x.numel() == x.shape[1]:
-        raise OnelaunchError(f"x has shape {tuple(x.shape)}, one value a channel: pass more rows, or training=False")
-    if not training:
-        for name in ("running_mean", "running_var"):
-            if running[name] is None:
-                raise OnelaunchError(f"{name}=None needs training=True: pass the running statistics to evaluate with")
+    shape = x.shape
+    if len(shape) < 2:
+        raise OnelaunchError(f"x has shape {tuple(shape)}: pass [batch, channels] or [batch, channels, ...]")
+    for name, tensor in per_channel:
+        if tensor is not None:
+            check_beside(name, tensor, "x", x)
+            if tensor.shape != shape[1:2]:
+                raise OnelaunchError(
+                    f"{name} has shape {tuple(tensor.shape)}: pass {tuple(shape[1:2])}, one a channel of x"
+                )
+        elif not training and name.startswith("running"):
+            raise OnelaunchError(f"{name}=None needs training=True: pass the running statistics to evaluate with")
+    if training and x.numel() == shape[1]:
+        raise OnelaunchError(f"x has shape {tuple(shape)}, one value a channel: pass more rows, or training=False")
 
 
 def batch_norm(
@@ -324,7 +324,7 @@ def batch_norm(
     dropout: float = 0.0,
 ) -> Tensor:
     """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are moved as torch moves them."""
-    named = {"running_mean": running_mean, "running_var": running_var, "weight": weight, "bias": bias}
+    named = (("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias))
     _check(x, named, training)
     check_activation(activation)
     p = check_probability("dropout", dropout) if training else 0.0

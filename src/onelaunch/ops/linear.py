@@ -75,18 +75,19 @@ def _forward_cpu(
 
 def _forward_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
-) -> Outputs:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if x.dtype not in KERNEL_DTYPES or not (x.numel() and weight.numel()):
         return _forward_cpu(x, weight, bias, activation, p, save)
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.contiguous()
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
         weight = weight.contiguous()
-    y, z, bits = _outputs(x, weight, activation, p, save)
-    call = linear_choice.Call(
-        x, weight, bias, y, z if z.numel() else None, bits if p else None, activation, p,
-        draw_key(x.device) if p else NO_KEY,
-    )  # fmt: skip
+    shape = (x.shape[0], weight.shape[0])
+    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    z = torch.empty_like(y) if save and _saves_z(activation) else None
+    bits = torch.empty(bytes_for(*shape), dtype=torch.uint8, device=x.device) if p else None
+    key = draw_key(x.device) if p else NO_KEY
+    call = linear_choice.Call(x, weight, bias, y, z, bits, activation, p, key)
     linear_choice.choose(call).run(call)
     return y, z, bits
 
@@ -132,7 +133,10 @@ def linear_op(
     return _forward_cpu(x, weight, bias, activation, p, save)
 
 
-linear_op.register_kernel("cuda")(_forward_cuda)
+@linear_op.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool) -> Outputs:
+    y, z, bits = _forward_cuda(x, weight, bias, activation, p, save)
+    return y, x.new_empty((0, 0)) if z is None else z, y.new_empty((0, 0), dtype=torch.uint8) if bits is None else bits
 
 
 @linear_op.register_fake
@@ -156,16 +160,25 @@ def _(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float)
 
 
 def _save(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, out: Outputs
+    ctx: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    p: float,
+    out: tuple[Any, Any, Any],
 ) -> None:
     y, z, bits = out
     ctx.activation, ctx.p, ctx.bias_dtype = activation, p, None if bias is None else bias.dtype
-    saved = {"output": y, "z": z, "nothing": bits}[_needs(activation, p)]
+    saved = {"output": y, "z": z, "nothing": None}[_needs(activation, p)]
     ctx.save_for_backward(x, weight, saved, bits)
 
 
 def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     x, weight, saved, bits = ctx.saved_tensors
+    if slope is linear_slope_op:  # an op takes tensors, with no elements where there is nothing to say
+        saved = dy.new_empty((0, 0)) if saved is None else saved
+        bits = dy.new_empty((0, 0), dtype=torch.uint8) if bits is None else bits
     dz, dbias = slope(dy, saved, bits, ctx.activation, ctx.p)
     return (
         dz @ weight if ctx.needs_input_grad[0] else None,
