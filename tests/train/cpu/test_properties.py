@@ -83,6 +83,9 @@ def test_random_networks(
     # As close to float64 as PyTorch in float32 is, within a small factor: some of these networks amplify rounding.
     scale = reference.losses.abs().clamp_min(1e-3)
     losses = max(1e-5, 5 * ((single.losses - reference.losses).abs() / scale).max().item())
+    assert single.validation is not None
+    assert reference.validation is not None
+    losses = max(losses, 5 * abs(single.validation - reference.validation) / max(1e-3, abs(reference.validation)))
     weights = max(1e-5, 5 * max(
         (a.double() - b.double()).abs().max().item()
         for a, b in zip(single.model.state_dict().values(), reference.model.state_dict().values(), strict=True)

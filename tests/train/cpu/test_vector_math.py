@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Any, Any, np.ndarray[Any, Any], float, float]] = {
     "exp_nonpositive": (vector_math.exp_nonpositive, np.exp, np.linspace(-86, 0, 50001), 2, 0),
     "log": (vector_math.log, np.log, np.geomspace(1e-30, 1e30, 50001), 2, 1e-8),
     "log1p_unit": (vector_math.log1p_unit, np.log1p, UNIT, 3, 0),
-    "tanh": (vector_math.tanh, np.tanh, WIDE, 4, 0),
+    "tanh": (vector_math.tanh, np.tanh, WIDE, 2, 0),
     "erf": (vector_math.erf, erf, WIDE, 5, 0),
     "sigmoid": (vector_math.sigmoid, lambda x: 1 / (1 + np.exp(-x)), WIDE, 3, 0),
     "root": (vector_math.root, np.sqrt, np.geomspace(1e-36, 1e36, 20001), 2, 0),

@@ -92,20 +92,21 @@ def _batch_statistics(
     f: Function, norm: BatchNorm, pitch: int, width: int, *, update: bool
 ) -> tuple[list[Value], list[Value]]:
     rows = f.op("float", f"sitofp i64 {f['rows'].text} to float", "rows")
-    per_row = f.splat(f.fdiv(f.scalar(1.0), rows), "per_row")
+    # Divide: a product with the rounded 1 / rows would move every mean the same way, and the running mean with it.
+    count = f.splat(rows, "count")
 
     def value(row: Int, c: int) -> Value:
         return f.vload(f["values"], f.add(f.mul(row, pitch), c))
 
     sums = column_sums(f, f["rows"], width, value)
-    means = [f.fmul(total, per_row, "mean") for total in sums]
+    means = [f.fdiv(total, count, "mean") for total in sums]
 
     def squared(row: Int, c: int) -> Value:
         gap = f.fsub(value(row, c), means[c // f.lanes], "gap")
         return f.fmul(gap, gap)
 
     squares = column_sums(f, f["rows"], width, squared)
-    variances = [f.fmul(total, per_row, "variance") for total in squares]
+    variances = [f.fdiv(total, count, "variance") for total in squares]
     deviations = [_deviation(f, variance, norm.eps) for variance in variances]
     if update:
         for v, c in enumerate(row_vectors(f, width)):

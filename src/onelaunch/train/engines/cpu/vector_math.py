@@ -21,13 +21,10 @@ LOG = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
     2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
 )  # fmt: skip
-# Rational approximations in x**2, as in Eigen: x * numerator / denominator.
-TANH_MOST = 7.90531110763549805
-TANH_NUMERATOR = (
-    -2.76076847742355e-16, 2.00018790482477e-13, -8.60467152213735e-11, 5.12229709037114e-08, 1.48572235717979e-05,
-    6.37261928875436e-04, 4.89352455891786e-03,
-)  # fmt: skip
-TANH_DENOMINATOR = (1.19825839466702e-06, 1.18534705686654e-04, 2.26843463243900e-03, 4.89352518554385e-03)
+# Polynomial of Cephes' tanhf in x**2, for |x| below TANH_SMALL: (tanh(x) / x - 1) / x**2.
+TANH_SMALL = 0.625
+TANH = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+# Rational approximation in x**2, as in Eigen: x * numerator / denominator.
 ERF_MOST = 3.9
 ERF_NUMERATOR = (
     -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05, -7.34990630326855e-04,
@@ -111,8 +108,14 @@ def _odd_rational(f: Function, x: Value, numerator: Sequence[float], denominator
 
 
 def tanh(f: Function, x: Value) -> Value:
-    inside = f.at_most(f.at_least(x, f.constant(-TANH_MOST)), f.constant(TANH_MOST))
-    return _odd_rational(f, inside, TANH_NUMERATOR, TANH_DENOMINATOR)
+    """A polynomial near zero, 1 - 2 / (exp(2|x|) + 1) with x's sign elsewhere."""
+    squared = f.fmul(x, x)
+    near = f.fma(f.fmul(polynomial(f, squared, TANH), squared), x, x, "near")
+    magnitude = f.intrinsic(f.vector, f"fabs.v{f.lanes}f32", x, hint="magnitude")
+    decay = exp_nonpositive(f, f.fmul(magnitude, f.constant(-2.0)))
+    far = f.fdiv(f.fsub(f.constant(1.0), decay), f.fadd(f.constant(1.0), decay), "far")
+    far = f.intrinsic(f.vector, f"copysign.v{f.lanes}f32", far, x, hint="far")
+    return f.select(f.compare("olt", magnitude, f.constant(TANH_SMALL)), near, far, "tanh")
 
 
 def erf(f: Function, x: Value) -> Value:
