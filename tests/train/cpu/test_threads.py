@@ -85,7 +85,7 @@ def test_the_team_takes_the_faster_way_and_notices_a_change() -> None:
     assert sum(taken) >= len(taken) - SAMPLES
     # Somebody else takes a core: waiting at barriers makes two threads slower than one.
     taken = pace(team, with_threads=4.0, alone=1.6, calls=100)
-    assert sum(taken) <= 2 * FIRST_LOOK
+    assert sum(taken) <= 3 * FIRST_LOOK
     # The machine is free again: found out at the next look.
     pace(team, with_threads=1.0, alone=1.5, calls=200)
     taken = pace(team, with_threads=1.0, alone=1.5, calls=100)

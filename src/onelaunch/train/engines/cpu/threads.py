@@ -22,7 +22,8 @@ from onelaunch.train.engines.cpu.plan import CONTROL, Plan
 
 PATIENCE = 1000  # looks (about 40 ns each) before a waiting thread yields
 SLOWER = 1.3  # times the best step since the last look, at which the team looks again whether threads help
-FIRST_LOOK, LAST_LOOK = 8, 512  # calls between two looks; doubled each time nothing has changed
+FIRST_LOOK = 8  # calls between two looks; doubled each time nothing has changed
+LAST_LOOK = {True: 512, False: 16}  # but not beyond this: alone is for a busy machine, which will be free again
 SAMPLES = 2  # calls in each way that a look takes
 
 
@@ -128,7 +129,7 @@ class Team:
             self.helps = not self.helps
             return
         faster = min(self._times[True]) <= min(self._times[False])
-        self._interval = min(2 * self._interval, LAST_LOOK) if faster == self._choice else FIRST_LOOK
+        self._interval = min(2 * self._interval, LAST_LOOK[faster]) if faster == self._choice else FIRST_LOOK
         self.helps = self._choice = faster
         self._best = min(self._times[faster])
         self._looking, self._calls = False, 0
