@@ -1,3 +1,4 @@
+# mypy: disable-error-code="call-arg, arg-type"
 from __future__ import annotations
 
 import pytest

@@ -199,6 +199,12 @@ def activation_dropout_backward(
         (m, n, steps),
         (rows, groups, activation, from_output),
     )
-    if dbias is not None and parts > 1:
-        columns = 32
-        launch(column_sum_kernel, (cdiv(n, columns),), (sums, dbias), (), (parts, n), (64, columns))
+    if dbias is not None and sums is not None and parts > 1:
+        column_sums(sums, dbias)
+
+
+def column_sums(sums: torch.Tensor, out: torch.Tensor) -> None:
+    """Fills out with the sums of the columns of an fp32 matrix, added in a fixed order."""
+    parts, n = sums.shape
+    columns = 32  # 128 bytes a row
+    launch(column_sum_kernel, (cdiv(n, columns),), (sums, out), (), (parts, n), (64, columns))

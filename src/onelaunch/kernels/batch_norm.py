@@ -2,8 +2,7 @@
 
 Forward: statistics of x (read), combined per channel in a tiny step; then normalise, activate, drop (read, write).
 Backward: the two sums per channel (read dy, x), combined; then dx (read dy, x, write). Dropout saves one bit an element, with
-the sign of relu in it; any other slope is computed again from x. The second pass of each walks the rows backwards: what the
-first pass read last is still in L2.
+the sign of relu in it; any other slope is computed again from x.
 
 Two layouts share the kernels. Channels last (`[m, c]`, also N(D)HWC memory): a tile row is a row, channels lie along it.
 Channels first (`[n, c, length]`): a tile row is a segment of one channel of one sample, `program_id(1)` is the channel.
@@ -133,7 +132,8 @@ def statistics_kernel(
     mean from the true one is at most n / r variances, so the cancellation costs n / r roundings: a hundred, not 1e7.
     A program that is alone on its channels (no `parts`) finishes the statistics itself.
     """
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(0).to(tl.int64) * steps * ROWS
+    row = first + tl.arange(0, ROWS)
     element, inside, _, _ = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
     x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
     centre = sum_per_channel(x, CHANNELS_LAST) / tl.maximum(sum_per_channel(inside.to(tl.float32), CHANNELS_LAST), 1.0)
@@ -142,9 +142,10 @@ def statistics_kernel(
     squared = tl.zeros((ROWS, GROUPS, 8), tl.float32)
     count = tl.zeros((ROWS, GROUPS, 8), tl.float32)
     row_count = tl.zeros((ROWS,), tl.float32)
-    # All programs walk down memory side by side: what they read last is the end of x, where the next kernel begins.
+    # A program's rows lie together. Programs side by side (65536 x 1024 bf16 on an H200) took 49 us against 38, and the next
+    # kernel found no more of x in L2.
     for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        row = first + step * ROWS + tl.arange(0, ROWS)
         element, inside, _, _ = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
         x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
         distance = tl.where(inside, x - centre, 0.0)
@@ -248,7 +249,7 @@ def normalise_kernel(
         bias *= scale
     if FOLD:  # one instruction an element; for fp32 input the mean must come off before it cancels
         bias -= mean * slope
-    # Backwards through the rows, after the statistics went forwards: the last rows are still in L2.
+    # From the last rows to the first: of what the pass before read last, something may still be in L2.
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
         row = (program * steps + steps - 1 - step) * ROWS + tl.arange(0, ROWS)

@@ -12,9 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.activation_dropout import column_sums
 from onelaunch.kernels.batch_norm import (
-    MERGE_CHANNELS,
-    MERGE_PARTS,
     Layout,
     TileShape,
     channel_index,
@@ -23,7 +22,7 @@ from onelaunch.kernels.batch_norm import (
     tile_addresses,
     tiling,
 )
-from onelaunch.kernels.launch import cdiv, launch
+from onelaunch.kernels.launch import launch
 from onelaunch.kernels.tiles import activation_gradient, unpack_bits
 from onelaunch.rng import keep_scale
 
@@ -95,22 +94,6 @@ def gradient_sums_kernel(
         target = sums_ptr + channel
     tl.store(target, sum_per_channel(plain, CHANNELS_LAST), mask=channel < channels)
     tl.store(target + channels, sum_per_channel(weighted, CHANNELS_LAST), mask=channel < channels)
-
-
-@triton.jit
-def merge_sums_kernel(parts_ptr, sums_ptr, parts, channels, PARTS: tl.constexpr, CHANNELS: tl.constexpr):
-    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    present = channel < channels
-    plain = tl.zeros((PARTS, CHANNELS), tl.float32)
-    weighted = tl.zeros((PARTS, CHANNELS), tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        inside = (part < parts)[:, None] & present[None, :]
-        source = parts_ptr + part[:, None].to(tl.int64) * 2 * channels + channel[None, :]
-        plain += tl.load(source, mask=inside, other=0.0)
-        weighted += tl.load(source + channels, mask=inside, other=0.0)
-    tl.store(sums_ptr + channel, tl.sum(plain, axis=0), mask=present)
-    tl.store(sums_ptr + channels + channel, tl.sum(weighted, axis=0), mask=present)
 
 
 @triton.jit
@@ -186,14 +169,7 @@ def batch_norm_backward(
         (*tiles.constants, activation, SUMS_TILE.unroll),
     )
     if parts is not None:
-        launch(
-            merge_sums_kernel,
-            (cdiv(layout.channels, MERGE_CHANNELS),),
-            (parts, sums),
-            (),
-            (tiles.parts, layout.channels),
-            (MERGE_PARTS, MERGE_CHANNELS),
-        )
+        column_sums(parts.view(tiles.parts, -1), sums.view(-1))
     if training:
         tiles = tiling(layout, GRADIENT_TILE)
         launch(

@@ -60,7 +60,7 @@ def launch(
         with torch.cuda.device(device):
             launch(kernel, grid, tensors, values, sizes, constants, num_warps=num_warps, num_stages=num_stages)
         return
-    pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+    pointers: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     kinds = tuple([None if t is None else (t.dtype, p & 15) for t, p in zip(tensors, pointers, strict=True)])
     key = (kernel, device, kinds, sizes, constants, num_warps, num_stages)
     compiled = _compiled.get(key)

@@ -279,12 +279,13 @@ class _EagerBatchNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Any, training: bool, momentum: float,
         eps: float, activation: str | None, p: float,
     ) -> Tensor:  # fmt: skip
-        output = _forward_cuda(x, *running, weight, bias, training, eps, activation, p, momentum)
+        mean, var = running
+        output = _forward_cuda(x, mean, var, weight, bias, training, eps, activation, p, momentum)
         _save(ctx, x, weight, bias, output, (training, activation, p))
         return output[0]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         backward = batch_norm_backward_op if torch.is_grad_enabled() else _backward_cuda
         return *_gradients(ctx, dy, backward), None, None, None, None, None, None
 

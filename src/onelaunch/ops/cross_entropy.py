@@ -188,7 +188,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         dx, count = ctx.saved_tensors
         if dloss.dim() == 1:
             dx = dx * dloss[:, None]

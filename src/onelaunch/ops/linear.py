@@ -213,7 +213,7 @@ class _EagerLinear(torch.autograd.Function):
         return out[0]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         slope = linear_slope_op if torch.is_grad_enabled() else _backward_cuda
         return *_gradients(ctx, dy, slope), None, None
 

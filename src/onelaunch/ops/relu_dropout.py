@@ -156,7 +156,7 @@ class _EagerReluDropout(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         backward = relu_dropout_backward_op if torch.is_grad_enabled() else _backward_cuda
         return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +102,10 @@ def _training_step(function: Callable[..., torch.Tensor], inputs: list[list[torc
     return step
 
 
+def _forward_step(function: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]]) -> Step:
+    return lambda index: function(*inputs[index])
+
+
 def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     error = ((got.double() - expected).norm() / expected.norm()).item()
     limit = 1e-5 if got.dtype == torch.float32 else 1e-2
@@ -133,8 +138,7 @@ def _relu_dropout(name: str, dtype: torch.dtype, backward: bool) -> Trial:
         "onelaunch": lambda x: relu_dropout(x, 0.5), "torch eager": plain, "torch.compile": torch.compile(plain)
     }  # fmt: skip
     steps: dict[str, Step] = {
-        who: _training_step(way, inputs, dy) if backward else (lambda index, way=way: way(*inputs[index]))
-        for who, way in ways.items()
+        who: _training_step(way, inputs, dy) if backward else _forward_step(way, inputs) for who, way in ways.items()
     }
     steps["floor: two copies" if backward else "floor: copy"] = copy
     return trial(name, steps, 3, check, in_graph=backward)
@@ -302,30 +306,24 @@ def _call(name: str, ours: Callable[[], object], plain: Callable[[], object]) ->
 
 
 def _register() -> None:
+    def add(name: str, about: str, setup: Callable[..., Trial], *arguments: object) -> None:
+        case(name, "ops", about, "call")(partial(setup, name, *arguments))
+
     for label, dtype in DTYPES.items():
-        about = f"ReLU + dropout of 50 * 2**20 elements, {label}"
         for suffix, backward in (("forward", False), ("training", True)):
-            name = f"ops/relu_dropout-{label}-{suffix}"
-            case(name, "ops", f"{about}, {suffix}", "call")(lambda n=name, d=dtype, b=backward: _relu_dropout(n, d, b))
-        name = f"ops/batch_norm-{label}-training"
+            about = f"ReLU + dropout of 50 * 2**20 elements, {label}, {suffix}"
+            add(f"ops/relu_dropout-{label}-{suffix}", about, _relu_dropout, dtype, backward)
         about = f"batch norm + ReLU + dropout, 65536 x 1024, {label}, forward and backward"
-        case(name, "ops", about, "call")(lambda n=name, d=dtype: _batch_norm(n, d))
+        add(f"ops/batch_norm-{label}-training", about, _batch_norm, dtype)
     for m, k, n in LINEAR_SHAPES:
         for activation in ("relu", "sigmoid", "gelu_tanh", "silu"):
-            name = f"ops/linear-{activation}-{m}x{k}x{n}"
             about = f"linear + {activation}, bf16, forward"
-            case(name, "ops", about, "call")(
-                lambda name=name, m=m, k=k, n=n, a=activation: _linear_forward(name, m, k, n, a)
-            )
-        name = f"ops/linear-relu-dropout-{m}x{k}x{n}-training"
+            add(f"ops/linear-{activation}-{m}x{k}x{n}", about, _linear_forward, m, k, n, activation)
         about = "linear + ReLU + dropout(0.1), bf16, forward and backward"
-        case(name, "ops", about, "call")(lambda name=name, m=m, k=k, n=n: _linear_training(name, m, k, n))
+        add(f"ops/linear-relu-dropout-{m}x{k}x{n}-training", about, _linear_training, m, k, n)
     for rows, classes, label in ((8192, 32768, "bf16"), (65536, 10, "fp32")):
-        name = f"ops/cross_entropy-{rows}x{classes}-{label}"
-        about = "cross-entropy, forward and backward"
-        case(name, "ops", about, "call")(
-            lambda name=name, r=rows, c=classes, d=DTYPES[label]: _cross_entropy(name, r, c, d)
-        )
+        about = f"cross-entropy of {rows} x {classes}, {label}, forward and backward"
+        add(f"ops/cross_entropy-{rows}x{classes}-{label}", about, _cross_entropy, rows, classes, DTYPES[label])
 
 
 def _tiny(what: str) -> Callable[[], Trial]:
