@@ -42,6 +42,8 @@ def test_mask_does_not_know_the_tile_nor_where_the_key_lies(kernel_device: torch
         masks.append(bits)
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
+    relu_dropout_forward(x, y, None, 0.5, KEY)  # without a backward to come, no bits
+    assert torch.equal(y.cpu() != 0, unpacked(masks[0], 5000))
 
 
 def test_nan_comes_through_with_its_gradient(kernel_device: torch.device) -> None:

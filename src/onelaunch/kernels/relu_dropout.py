@@ -52,7 +52,8 @@ def relu_dropout_forward_kernel(
     y = tl.where(keep, x * scale, 0.0)
 
     tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(keep_ptr + group, pack_bits(keep), mask=(group * 8 < n) | WHOLE)
+    if keep_ptr is not None:
+        tl.store(keep_ptr + group, pack_bits(keep), mask=(group * 8 < n) | WHOLE)
 
 
 @triton.jit
@@ -69,12 +70,12 @@ def relu_dropout_backward_kernel(dy_ptr, keep_ptr, dx_ptr, scale, n, GROUPS: tl.
 def relu_dropout_forward(
     x: torch.Tensor,
     y: torch.Tensor,
-    keep: torch.Tensor,
+    keep: torch.Tensor | None,
     p: float,
     key: DropoutKey,
     tile: tuple[int, int] | None = None,
 ) -> None:
-    """Fills y (may be x) and keep, eight elements a byte. x and y have the same strides and no holes."""
+    """Fills y (may be x) and, for a backward, keep, eight elements a byte. x and y have the same strides and no holes."""
     n = x.numel()
     if n:
         groups, warps = tile or FORWARD_TILE[x.element_size()]

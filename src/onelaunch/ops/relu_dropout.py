@@ -50,14 +50,15 @@ def _backward_cpu(dy: Tensor, bits: Tensor, p: float) -> Tensor:
     return torch.where(keep, dy * keep_scale(p), 0)
 
 
-def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None, save: bool = True) -> tuple[Tensor, Any]:
+    """(y, bits); without `save`, no bits are made."""
     if x.dtype not in KERNEL_DTYPES:
         return _forward_cpu(x, p)
     if y is None:
         y = torch.empty_like(x)
         if x.stride() != y.stride():
             x = y.copy_(x)
-    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device)
+    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device) if save else None
     kernels("relu_dropout").relu_dropout_forward(x, y, bits, p, draw_key(x.device))
     return y, bits
 
@@ -177,7 +178,7 @@ def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if not inplace:
         if not eager:
             return relu_dropout_op(x, p)[0]
-        return _apply(x, p, False) if wants_gradient(x) else _forward_cuda(x, p)[0]
+        return _apply(x, p, False) if wants_gradient(x) else _forward_cuda(x, p, save=False)[0]
     if wants_gradient(x) and x.is_leaf:
         raise RuntimeError("x is a leaf that requires grad and cannot be changed in place: pass inplace=False")
     if eager and x.dtype in KERNEL_DTYPES and _is_dense(x):
