@@ -2,7 +2,7 @@
 
 The logits are transposed in registers, so that maximum and sum over classes are plain vector operations and no lane of an
 exponential is wasted. The gradient comes out in the transposed layout that dX reads, and is transposed once more for dW.
-On 64-32-10 with batch 32 this takes 0.3 µs a step where a loop over rows takes 1.2.
+On 64-32-10 with batch 32 the phase of the last product and the loss takes 0.94 µs; with a loop over rows it took 1.42.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ class Target:
     def most_rows(self, vectors: int) -> int:
         """Rows of a tile `vectors` registers wide: accumulators, one row of the vector operand and two broadcasts fit.
 
-        13 x 2 with 32 registers is the trial's best: 12 x 2 and 14 x 2 were slower, 8 x 3 and 6 x 4 much.
+        13 x 2 with 32 registers: more rows mean fewer loads of the vector operand, and 14 x 2 would leave one register less than it
+        needs.
         """
         if vectors == 1:
             return self.registers - 8 if self.registers >= 32 else self.registers - 4

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from onelaunch.train.engines.cpu.emit import Function, Module, Value
 from onelaunch.train.engines.cpu.plan import CONTROL, Plan
 
-PATIENCE = 1000  # looks (about 40 ns each) before a waiting thread yields
+PATIENCE = 1000  # looks (tens of nanoseconds each) before a waiting thread yields
 SLOWER = 1.3  # times the best step since the last look, at which the team looks again whether threads help
 FIRST_LOOK = 8  # calls between two looks; doubled each time nothing has changed
 LAST_LOOK = {True: 512, False: 16}  # but not beyond this: alone is for a busy machine, which will be free again
