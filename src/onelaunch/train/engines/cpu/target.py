@@ -26,8 +26,7 @@ class Target:
     def most_rows(self, vectors: int) -> int:
         """Rows of a tile `vectors` registers wide: accumulators, one row of the vector operand and two broadcasts fit.
 
-        13 x 2 with 32 registers: more rows mean fewer loads of the vector operand, and 14 x 2 would leave one register less than it
-        needs.
+        With 32 registers that is 13 x 2, the trial's choice: more rows mean fewer loads of the vector operand.
         """
         if vectors == 1:
             return self.registers - 8 if self.registers >= 32 else self.registers - 4
