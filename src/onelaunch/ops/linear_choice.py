@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onelaunch.files import cache_folder, write_atomic
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.ops.arguments import kernels
 
@@ -176,14 +175,7 @@ class Table:
         self.choices = {**self._read(), **self.choices, key: times}
         with contextlib.suppress(OSError):  # a read-only home costs a measurement a process, nothing else
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self.path.parent, suffix=".part")
-            with os.fdopen(descriptor, "w") as file:
-                json.dump(self.choices, file, indent=1)
-            os.replace(name, self.path)  # a reader sees the old table or the new one, never half of one
-
-
-def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "onelaunch"
+            write_atomic(self.path, json.dumps(self.choices, indent=1))
 
 
 _tables: dict[int, Table] = {}
@@ -197,7 +189,7 @@ def table(device: int) -> Table:
 
         chip = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
         name = f"linear-{chip}-torch{torch.__version__}-triton{triton.__version__}.json"
-        _tables[device] = Table(cache_directory() / name)
+        _tables[device] = Table(cache_folder("linear") / name)
     return _tables[device]
 
 
