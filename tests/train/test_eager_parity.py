@@ -139,23 +139,23 @@ def test_dropout_masks_are_the_written_down_function(device):
     assert "forward" not in vars(model[0])
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_lower_precisions_learn_on_the_gpu(precision):
-    x, y = (tensor.cuda() for tensor in problem("cross_entropy", rows=500))
-    model = network().cuda()
+LOWER = [
+    ("cpu", "bf16"),
+    *(pytest.param("cuda", precision, marks=pytest.mark.gpu) for precision in ("tf32", "bf16", "fp16")),
+]
+
+
+@pytest.mark.parametrize(("where", "precision"), LOWER)
+def test_lower_precisions_follow_fp32(where, precision):
+    torch.manual_seed(0)
+    x, y = (tensor.to(where) for tensor in problem("cross_entropy", rows=500))
+    model = network().to(where)
     twin = copy.deepcopy(model)
     expected = plain_loop(twin, x, y, steps=100, batch_size=BATCH, options=OPTIMIZERS["sgd"])
     history = ol.fit(
         model, x, y, steps=100, batch_size=BATCH, lr=0.1, precision=precision, engine="eager", progress=False
     )
     assert history.precision == precision
-    assert_same_course(history.losses, expected, 0.05)
-    assert history.allocations["cudaMalloc"] >= 0
-
-
-def test_bf16_learns_on_the_cpu():
-    x, y = problem("cross_entropy", rows=500)
-    history = ol.fit(network(), x, y, epochs=8, lr=0.2, precision="bf16", engine="eager", progress=False)
-    assert history.precision == "bf16"
-    assert history.epochs[-1]["loss"] < 0.7 * history.epochs[0]["loss"]
+    gap = (torch.tensor(history.losses) - torch.tensor(expected)).abs().max()
+    assert gap < 0.03  # of losses that begin at about 1.5
+    assert_same_weights(model, twin, 0.02)

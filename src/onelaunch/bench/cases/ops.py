@@ -138,7 +138,7 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
         who: _training_step(way, inputs, dy) if backward else _forward_step(way, inputs) for who, way in ways.items()
     }
     steps["floor: two copies" if backward else "floor: copy"] = copy
-    return trial(steps, 3, check, in_graph=False)
+    return trial(steps, 3, check, in_graph=backward)
 
 
 def _batch_norm(dtype: torch.dtype) -> Trial:
@@ -177,7 +177,7 @@ def _batch_norm(dtype: torch.dtype) -> Trial:
         "torch.compile": _training_step(torch.compile(plain), inputs, dy),
         "floor: eight passes": copy,
     }
-    return trial(steps, 3, check, in_graph=False)
+    return trial(steps, 3, check)
 
 
 def _linear_inputs(m: int, k: int, n: int, gradients: bool) -> list[list[torch.Tensor]]:

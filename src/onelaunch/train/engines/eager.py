@@ -187,7 +187,8 @@ class EagerSession:
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         dtype = AUTOCAST.get(self.precision)
-        return torch.autocast(self.run.device.type, dtype=dtype, enabled=dtype is not None)
+        # No cache of cast weights: it is cleared only when the outermost autocast ends, and a step changes the weights.
+        return torch.autocast(self.run.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
     @contextlib.contextmanager
     def _own_settings(self) -> Iterator[None]:
