@@ -46,10 +46,11 @@ def check_seed(seed: object) -> int:
 def _whole_number(argument: str, value: object, bound: int) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ArgumentTypeError(f"{argument}={value!r} is not an integer: pass a whole number, 0 or more")
-    if not 0 <= value < bound:
+    number = int(value)  # NumPy's integers too
+    if not 0 <= number < bound:
         limit = f"2**{bound.bit_length() - 1} - 1"
-        raise OnelaunchError(f"{argument}={value} is out of range: pass an integer from 0 to {limit}")
-    return int(value)
+        raise OnelaunchError(f"{argument}={number} is out of range: pass an integer from 0 to {limit}")
+    return number
 
 
 def _multiply(word: Word, factor: int) -> tuple[Word, Word]:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from idx_files import published, small_set, write_set
 
 from onelaunch.data import download as download_module
 from onelaunch.data import load, mnist
 from onelaunch.errors import DataError
+from tests.data.idx_files import published, small_set, write_set
 
 NAMES = [f"{file}.gz" for file in mnist.FILES]
 
@@ -264,7 +264,7 @@ def test_a_bar_is_drawn_on_a_terminal(
 
 def test_two_processes_download_at_once(server: Server, cache: Path) -> None:
     program = (
-        "import sys\nfrom pathlib import Path\nfrom idx_files import published\nfrom onelaunch.data import mnist\n"
+        "import sys\nfrom pathlib import Path\nfrom tests.data.idx_files import published\nfrom onelaunch.data import mnist\n"
         "from onelaunch.data import download\ndownload.ANSWER_SECONDS = 60\n"
         "data = mnist.load_images(published(Path(sys.argv[1]), (sys.argv[2],)), cache=Path(sys.argv[3]))\n"
         "print(data.fallback, len(data.x))"

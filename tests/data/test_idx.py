@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from idx_files import idx_bytes
 
 from onelaunch.data.idx import read_idx
 from onelaunch.errors import DataError
+from tests.data.idx_files import idx_bytes
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 4, 3), np.uint8)
 LABELS = np.arange(7, dtype=np.uint8)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from idx_files import idx_bytes, small_set, write_set
 
 from onelaunch.data import load, mnist
 from onelaunch.errors import DataError
+from tests.data.idx_files import idx_bytes, small_set, write_set
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

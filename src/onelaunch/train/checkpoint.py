@@ -116,7 +116,7 @@ def fingerprint(run: Run) -> str:
     checksum = 0
     for tensor in (run.x, run.y):
         sample = tensor if tensor.nbytes <= WHOLE_BYTES else tensor[rows.to(tensor.device)]
-        checksum = zlib.crc32(sample.cpu().contiguous().flatten().view(torch.uint8).numpy(), checksum)
+        checksum = zlib.crc32(sample.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
     return f"{list(run.x.shape)} {checksum:08x}"
 
 

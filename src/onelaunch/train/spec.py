@@ -141,7 +141,7 @@ def _number(argument: str, value: object, bound: float) -> float:
     """`value` as a float in [0, bound)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{argument}={value!r} is not a number")
-    if not 0 <= value < bound:
+    if not 0 <= value < bound:  # type: ignore[operator]
         limit = {LARGEST_FLOAT32: " that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
         raise OnelaunchError(f"{argument}={value!s:.40} must be a finite number, 0 or more{limit}")
     return float(value)

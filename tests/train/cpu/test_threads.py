@@ -80,7 +80,7 @@ def pace(team: Team, with_threads: float, alone: float, calls: int) -> list[bool
 
 def test_the_team_takes_the_faster_way_and_notices_a_change() -> None:
     """A look itself takes a few calls the slower way, so most calls are what counts."""
-    team = Team(2)
+    team = Team(2, lambda: None)
     taken = pace(team, with_threads=1.0, alone=1.5, calls=2 * FIRST_LOOK)
     assert sum(taken) >= len(taken) - SAMPLES
     # Somebody else takes a core: waiting at barriers makes two threads slower than one.
@@ -93,7 +93,7 @@ def test_the_team_takes_the_faster_way_and_notices_a_change() -> None:
 
 
 def test_a_single_share_starts_no_thread() -> None:
-    team = Team(1)
+    team = Team(1, lambda: None)
     before = threading.active_count()
     team.call(lambda: None, [])
     team.note(1.0)
@@ -136,3 +136,20 @@ def test_signals_are_served_while_it_runs(place: Path) -> None:
     assert len(served) >= 2
     assert served[0] - begin < 0.5
     assert 0 < len(segment.losses) < 4000
+
+
+def test_a_call_whose_first_share_never_comes_ends(run: Run, place: Path) -> None:
+    """A second Ctrl-C can strike after the other threads got their work and before this one began its own."""
+    session = CpuSession(run, {}, place=place, shares=2)
+    session.team.helps = True
+
+    def interrupted(address: int) -> None:
+        raise KeyboardInterrupt
+
+    session._together["train"][0] = interrupted
+    begin = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        next(session.segments(0, Bystander()))
+    session.close()
+    assert time.perf_counter() - begin < 10
+    assert all(not thread.name.startswith("onelaunch-") for thread in threading.enumerate())

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import os
-import tempfile
+import re
 from pathlib import Path
 
+from onelaunch.files import cache_folder, write_atomic
 from onelaunch.train.engines.cpu.plan import Settings
 from onelaunch.train.engines.cpu.target import Target
 
@@ -27,9 +27,7 @@ SOURCES = (
 
 def folder() -> Path:
     """The user's cache folder for object code."""
-    import pooch
-
-    return Path(pooch.os_cache("onelaunch")) / "cpu"
+    return cache_folder("cpu")
 
 
 @functools.cache
@@ -42,8 +40,6 @@ def _sources_digest() -> str:
 
 def key_of(settings: Settings, target: Target) -> str:
     """Names of layers do not change the code, so the network goes in without them."""
-    import re
-
     description = re.sub(r"path='[^']*'", "", repr(settings))
     return hashlib.sha256("\n".join((description, repr(target), _sources_digest())).encode()).hexdigest()
 
@@ -68,12 +64,4 @@ def store(place: Path, key: str, code: bytes) -> None:
     content = b"\n".join((FORMAT, key.encode(), hashlib.sha256(code).hexdigest().encode(), code))
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=place, prefix=key[:8], suffix=".new")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.replace(name, place / f"{key}.o")
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        write_atomic(place / f"{key}.o", content)

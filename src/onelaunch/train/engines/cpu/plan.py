@@ -31,7 +31,7 @@ PRIVATE_INPUT_SHARES = 4
 FLOPS_PER_SHARE = 1.5e6  # a step's work below which a second thread costs more than it brings (barriers: 0.1-1 µs each)
 CONTROL = (
     "x", "y", "order", "rows", "first_row", "first_step", "count", "check_x", "check_y", "check_rows", "yield_thread",
-    "seed", "patience",
+    "seed", "patience", "abandoned",
 )  # fmt: skip
 # new_mean and new_square are 1 - beta1 and 1 - beta2, subtracted in double precision on the host.
 HYPERPARAMETERS = ("momentum", "weight_decay", "beta2", "new_mean", "new_square", "eps", "smoothing")

@@ -66,7 +66,7 @@ class CpuSession:
         self.native = Native(self._plan, place or cache.folder())
         self.arena = Arena(self._plan, self.spec.rows, memory)
         self.allocations = {"arena": 1}
-        self.team = Team(self._plan.shares)
+        self.team = Team(self._plan.shares, lambda: self.arena.set_control(abandoned=1))
         self._tensors = dict(run.model.state_dict(keep_vars=True))
         self._order_address = self.arena.order.ctypes.data
         self._done = 0  # steps of the run that the arena holds
@@ -88,7 +88,7 @@ class CpuSession:
         self._kept = [run.x.contiguous(), run.y.contiguous()]  # the native code reads these; keep them alive
         self.arena.set_control(
             x=self._kept[0].data_ptr(), y=self._kept[1].data_ptr(), rows=spec.rows, order=self._order_address,
-            yield_thread=yield_address(), patience=PATIENCE, seed=_as_signed(spec.seed),
+            yield_thread=yield_address(), patience=PATIENCE, abandoned=0, seed=_as_signed(spec.seed),
         )  # fmt: skip
         if run.validation is not None:
             check = [tensor.contiguous() for tensor in run.validation]

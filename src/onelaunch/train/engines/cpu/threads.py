@@ -2,7 +2,8 @@
 
 The calling thread takes share 0; the others wait in Python between native calls and cost nothing there. Inside a call they
 meet at barriers made of one counter a share: a share raises its own and waits for the others'. Counters only grow, so a
-barrier needs no reset. Waiting spins a bounded number of times, then gives the processor away with each further look.
+barrier needs no reset. Waiting spins a bounded number of times, then gives the processor away with each further look; it
+ends when the share waited for comes, or when the call is abandoned because its thread never will.
 
 `Team` also decides, call by call, whether the other threads help: the bits are the same either way, so it compares the time
 a step takes with and without them, and looks again when the machine seems to have changed.
@@ -40,6 +41,7 @@ def barrier(module: Module, plan: Plan, share: int) -> str:
         f.emit(f"store atomic i64 {mine.text}, ptr {flag(share).text} release, align 8")
         patience = f.load("i64", control, CONTROL.index("patience"), element="i64", hint="patience")
         give_way = f.load("ptr", control, CONTROL.index("yield_thread"), element="i64", hint="give_way")
+        abandoned = f.at(control, 8 * CONTROL.index("abandoned"), "i8", "abandoned")
         for other in range(plan.shares):
             if other == share:
                 continue
@@ -47,7 +49,9 @@ def barrier(module: Module, plan: Plan, share: int) -> str:
 
             def behind(theirs: Value = theirs) -> Value:
                 seen = f.op("i64", f"load atomic i64, ptr {theirs.text} acquire, align 8", "theirs")
-                return f.compare("slt", seen, mine, "behind")
+                late = f.compare("slt", seen, mine, "behind")
+                left = f.op("i64", f"load atomic i64, ptr {abandoned.text} monotonic, align 8", "left")
+                return f.op("i1", f"and i1 {late.text}, {f.compare('eq', left, f.i64(0)).text}", "wait")
 
             def wait(times: Value) -> None:
                 _pause(f)
@@ -79,8 +83,10 @@ def yield_address() -> int:
 class Team:
     """The threads of one session. Not shared between sessions; `close` ends them."""
 
-    def __init__(self, shares: int) -> None:
+    def __init__(self, shares: int, abandon: Callable[[], None]) -> None:
+        """`abandon` lets the native code of the other shares run to its end without the calling thread's."""
         self.shares = shares
+        self._abandon = abandon
         self.helps = shares > 1  # whether the other threads take part in the next call
         self._choice = self.helps
         self._interval, self._calls = FIRST_LOOK, 0
@@ -101,6 +107,9 @@ class Team:
             tasks.put(work)
         try:
             together[0]()
+        except BaseException:  # a signal between handing out the work and doing this share's: nobody else will
+            self._abandon()
+            raise
         finally:
             for _ in self._tasks:
                 self._done.get()
