@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 .PHONY: train test lint bench clean
 
 train: $(READY)
-	$(VENV)/bin/onelaunch train configs/default.toml $(ARGS)
+	$(VENV)/bin/onelaunch train $(ARGS)
 
 test: $(READY) lint
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal --timeout 300 $(ARGS)

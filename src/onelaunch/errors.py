@@ -49,4 +49,5 @@ def require_option(argument: str, value: object, options: Iterable[str]) -> None
     options = list(options)
     if value not in options:
         known = ", ".join(repr(option) for option in options)
-        raise OnelaunchError(f"{argument}={value!r} is not known: pass one of {known}{suggest(value, options)}")
+        shown = " ".join(repr(value).split())
+        raise OnelaunchError(f"{argument}={shown:.80} is not known: pass one of {known}{suggest(value, options)}")

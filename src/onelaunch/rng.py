@@ -35,6 +35,7 @@ FEISTEL_ROUNDS = 8
 FEISTEL_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 PERMUTATION_STREAM = MASK32  # the last counter word of the row order; dropout layers count up from 0
 UNITS_PER_CALL = 8
+TABLE_BITS = 12
 
 Word = torch.Tensor | int
 
@@ -107,10 +108,12 @@ def permutation(n: int, seed: int, epoch: int, *, device: torch.device | str | N
     """
     n, epoch = _whole_number("n", n, 2**62), _whole_number("epoch", epoch, 2**62)
     keys, bits = permutation_keys(check_seed(seed), epoch), permutation_bits(n)
-    order = _feistel(torch.arange(n, dtype=torch.int64, device=device), keys, bits)
+    few = bits <= TABLE_BITS  # then the whole network as a table: a walk of many rounds costs a look-up each
+    table = _feistel(torch.arange(1 << bits if few else n, dtype=torch.int64, device=device), keys, bits)
+    order = table[:n].clone() if few else table
     outside = torch.nonzero(order >= n).flatten()
     while outside.numel():
-        walked = _feistel(order[outside], keys, bits)
+        walked = table[order[outside]] if few else _feistel(order[outside], keys, bits)
         order[outside] = walked
         outside = outside[walked >= n]
     return order

@@ -28,6 +28,10 @@ def test_help_lists_every_key(cli):
         assert flag in result.out
 
 
+def test_version(cli):
+    assert cli("--version").out == f"onelaunch {onelaunch.__version__}\n"
+
+
 def test_unknown_command_ends_with_2(cli):
     assert cli("trian").code == 2
 

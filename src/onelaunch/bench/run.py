@@ -61,7 +61,7 @@ def run_case(one: Case, *, quick: bool) -> dict[str, Any]:
     except Exception as error:  # whatever went wrong, the case is red and has no time
         reason = str(error).strip().splitlines()
         return result | {"check": f"failed: {type(error).__name__}: {reason[0] if reason else ''}", "times": {}}
-    seconds, repeats = (0.5, 20) if quick else (3.0, 200)
+    seconds, repeats = (1.0, 20) if quick else (6.0, 200)
     contenders = {OURS: trial.ours, **trial.peers}
     times, failed = measure(contenders, units=trial.units, cuda=trial.cuda, seconds=seconds, repeats=repeats)
     if OURS in failed:

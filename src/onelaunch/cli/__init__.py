@@ -6,10 +6,12 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
+from typing import Annotated
 
 import typer
 
 from onelaunch.errors import DivergedError, OnelaunchError
+from onelaunch.version import VERSION
 
 
 def main() -> None:
@@ -28,7 +30,6 @@ def _app() -> typer.Typer:
     from onelaunch.cli.train import train
 
     app = typer.Typer(
-        help="Fuses neural networks: one op, one model, one whole training run in one launch.",
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -36,7 +37,22 @@ def _app() -> typer.Typer:
     )
     for command in (train, bench, info):
         app.command()(_with_exit_codes(command))
+    app.callback()(_options)
     return app
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"onelaunch {VERSION}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Fuses neural networks: one op, one model, one whole training run in one launch."""
 
 
 def _with_exit_codes(command: Callable[..., None]) -> Callable[..., None]:

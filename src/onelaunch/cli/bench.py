@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from onelaunch.bench.run import OURS, check_writable, failures, run_cases, save_
 def bench(
     group: Annotated[str, typer.Argument(help=f"all, {', '.join(GROUPS)}")] = "all",
     filter: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    quick: Annotated[bool, typer.Option(help="Fewer repeats: half a second a contender.")] = False,
+    quick: Annotated[bool, typer.Option(help="Fewer repeats: a second a contender.")] = False,
     out: Annotated[Path | None, typer.Option(help="Save the results as JSON.")] = None,
 ) -> None:
     """Time onelaunch and its peers on the same work; what fails its check is not timed."""
@@ -24,6 +25,9 @@ def bench(
     if out is not None:
         check_writable(out)  # before minutes of timing, not after
     results = run_cases(select(group, filter), quick=quick, show=lambda result: _show(console, result))
+    skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
+    for reason, count in skipped.items():
+        console.print(f"{count} cases {reason}", style="yellow", markup=False, soft_wrap=True)
     if out is not None:
         save_results(results, out)
         typer.echo(f"saved    {out}")
@@ -38,10 +42,9 @@ def bench(
 
 def _show(console: Console, result: dict[str, Any]) -> None:
     if result["check"] != "passed":
-        style = "yellow" if result["check"].startswith("skipped") else "red"
-        console.print(
-            f"{result['name']}: check {result['check']}; not timed", style=style, markup=False, soft_wrap=True
-        )
+        if not result["check"].startswith("skipped"):  # those are counted at the end
+            line = f"{result['name']}: check {result['check']}; not timed"
+            console.print(line, style="red", markup=False, soft_wrap=True)
         return
     table = Table(title=f"{result['name']}: {result['about']}", title_justify="left", title_style="")
     table.add_column("")

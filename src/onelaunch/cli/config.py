@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from onelaunch.data import NAMES
 from onelaunch.errors import OnelaunchError, suggest
 from onelaunch.train.build import check_architecture
 from onelaunch.train.spec import Spec
@@ -69,7 +70,8 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise OnelaunchError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
+        hint = f"; for that data pass --data {path}" if str(path) in NAMES else ""
+        raise OnelaunchError(f"config {str(path)!r} cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:  # besides its own, tomllib lets some of Python's through
         raise OnelaunchError(f"config {str(path)!r} is not TOML: {str(error).splitlines()[0]}") from error
 
@@ -89,9 +91,9 @@ def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig
     except ValidationError as error:
         raise OnelaunchError(_one_line(error, given)) from None
     Spec(rows=max(1, config.batch_size), **config.fit_options())  # every option checked before any data is read
-    check_architecture(
-        config.layers if config.layers is not None else [1, *config.hidden, 1], config.activation, config.dropout
-    )
+    if any(width < 1 for width in config.hidden):
+        raise OnelaunchError(f"hidden={config.hidden} must be widths of 1 or more, such as 128,128")
+    check_architecture(config.layers if config.layers is not None else [1, 1], config.activation, config.dropout)
     if not 0 < config.validation < 1:
         raise OnelaunchError(f"validation={config.validation} must be a share between 0 and 1, such as 0.2")
     return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +65,8 @@ def _load(settings: TrainConfig) -> Dataset:
     _say("data", dataset.source)
     if dataset.fallback:
         _say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
+    if dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
+        _say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
     return dataset
 
 
@@ -127,7 +130,8 @@ def _train(
         if folder.checkpoint.exists():
             folder.save_model(model)
             folder.describe(status="interrupted")
-            _say("stopped", f"saved; go on with: onelaunch train --resume {shlex.quote(str(folder.path))}")
+            program = "onelaunch" if shutil.which("onelaunch") else f"{sys.executable} -m onelaunch"
+            _say("stopped", f"saved; go on with: {program} train --resume {shlex.quote(str(folder.path))}")
         raise
     except DivergedError as error:
         folder.describe(status=str(error))

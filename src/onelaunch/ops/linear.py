@@ -248,8 +248,6 @@ def linear(
     _check(x, weight, bias)
     check_activation(activation)
     p = check_probability("dropout", dropout) if training else 0.0
-    if activation is None and p == 0:
-        return F.linear(x, weight, bias)
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -258,6 +256,8 @@ def linear(
             raise OnelaunchError(
                 f"{argument} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast"
             )
+    if activation is None and p == 0:
+        return F.linear(x, weight, bias)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     save = wants_gradient(x, weight, bias)
     if not plain_eager(x):

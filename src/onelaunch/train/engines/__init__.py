@@ -35,7 +35,7 @@ def _load(name: str) -> Engine:
 def choose(run: Run) -> tuple[Engine, str]:
     """The engine for `run`, with the reason in one line; UnsupportedError where none can do what was asked."""
     wanted = run.spec.engine
-    names = FASTEST_FIRST if wanted == "auto" else (wanted,)
+    names = [name for name in FASTEST_FIRST if name not in NOT_YET] if wanted == "auto" else [wanted]
     passed_over: list[str] = []
     for name in names:
         found = engine_or_reason(name, run.device)
