@@ -103,7 +103,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(cli, start, blobs, tmp_path, how
     out, err = process.communicate(timeout=60)
     if how == signal.SIGINT:
         assert process.returncode == 130, err
-        assert "go on with: onelaunch train --resume stopped" in out
+        assert "onelaunch train --resume stopped" in out
         assert json.loads((tmp_path / "stopped/run.json").read_text())["status"] == "interrupted"
     else:
         (tmp_path / "stopped" / ".model.safetensors.1.tmp").write_bytes(b"half a file")
@@ -194,6 +194,15 @@ def test_a_diverging_run_ends_with_1_and_can_be_looked_at(cli, blobs, tmp_path):
     assert re.search(r"error: .* step \d+.*smaller lr", result.err)
     assert load_checkpoint(tmp_path / "bad/checkpoint.safetensors").step >= 0
     assert "step" in json.loads((tmp_path / "bad/run.json").read_text())["status"]
+
+
+def test_data_far_from_one_gets_a_note(cli, tmp_path):
+    rows = "\n".join(f"{i % 7},{i * 1000}" for i in range(100))
+    (tmp_path / "table.csv").write_text(f"a,price\n{rows}\n")
+    numbers = cli("train", "--data", "table.csv", "--target", "price", "--loss", "mse", *QUICK, "--out", "one")
+    assert re.search(r"the targets vary by 2\.[89]\d*e\+04 and are not scaled", numbers.out)
+    classes = cli("train", "--data", "table.csv", "--target", "price", *QUICK, "--out", "two")
+    assert "100 classes in 80 rows: to learn numbers pass --loss mse" in classes.out
 
 
 def test_regression_from_a_csv(cli, tmp_path):

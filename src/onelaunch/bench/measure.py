@@ -15,8 +15,8 @@ from onelaunch.bench.case import Work
 # The device idles this long (about 2 ms) before the first event, while the host queues the work: what is timed is the
 # device, not how fast Python launches.
 LEAD_CYCLES = 4_000_000
-# Thread pools (OpenMP's for 200 ms, XLA's) spin on after their work: without a pause a contender is timed against the last one's
-# threads (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
+# Thread pools (OpenMP's for 200 ms, XLA's) spin on after their work: without a pause a contender is timed against the threads
+# of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
 SETTLE_SECONDS = 0.25
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from torch import nn
 
@@ -22,6 +23,8 @@ from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
 from onelaunch.train.run_folder import CONFIG, CURVES, RunFolder
+
+WIDE = 30.0  # a standard deviation at which the usual learning rates no longer fit
 
 
 @with_flags(TrainConfig)
@@ -67,6 +70,9 @@ def _load(settings: TrainConfig) -> Dataset:
         _say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
     if dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
         _say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
+    for what, array in (("features", dataset.x), ("targets", dataset.y)):
+        if array.dtype == np.float32 and (spread := float(array.std())) > WIDE:
+            _say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
     return dataset
 
 

@@ -1,4 +1,4 @@
-"""A run on the CPU engine: the model's weights into the arena, native calls of about 20 ms, and the weights back.
+"""A run on the CPU engine: the model's weights into the arena, native calls of about 50 ms, and the weights back.
 
 Python has the main thread again after every call, so signals, progress and a wish to stop are served between two steps. All
 numbers that PyTorch computes in double precision on the host (learning rate, bias corrections) are computed here for the
@@ -28,7 +28,8 @@ from onelaunch.train.engines.cpu.threads import PATIENCE, Team, yield_address
 from onelaunch.train.objective import predictions_per_row
 from onelaunch.train.spec import Spec
 
-CALL_SECONDS = 0.02  # of a native call: Python answers signals and progress in between
+CALL_SECONDS = 0.05  # of a native call: Python answers signals and progress in between
+LOOK_SECONDS = 0.005  # of one that only finds out whether threads help: half of these go the slower way
 FIRST_STEPS = 8  # of the first call, before the time of a step is known
 
 
@@ -187,7 +188,8 @@ class CpuSession:
     def _call_steps(self) -> int:
         if not self._step_seconds:
             return FIRST_STEPS
-        return max(1, min(CHUNK_STEPS, int(CALL_SECONDS / self._step_seconds)))
+        seconds = LOOK_SECONDS if self.team.looking else CALL_SECONDS
+        return max(1, min(CHUNK_STEPS, int(seconds / self._step_seconds)))
 
     def _fill_order(self, epoch: int) -> None:
         spec = self.spec

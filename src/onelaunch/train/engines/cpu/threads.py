@@ -91,7 +91,7 @@ class Team:
         self._choice = self.helps
         self._interval, self._calls = FIRST_LOOK, 0
         self._times: dict[bool, list[float]] = {True: [], False: []}  # of the look under way
-        self._looking = shares > 1
+        self.looking = shares > 1  # trying both ways
         self._best = math.inf
         self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -118,14 +118,14 @@ class Team:
         """What a step of the last call took; decides how the next call runs."""
         if self.shares == 1:
             return
-        if self._looking:
+        if self.looking:
             self._look(seconds_per_step)
             return
         self._calls += 1
         self._best = min(self._best, seconds_per_step)
         slow = seconds_per_step > SLOWER * self._best
         if self._calls >= self._interval or (slow and self._calls >= FIRST_LOOK):
-            self._looking = True
+            self.looking = True
             self._times = {True: [], False: []}
 
     def _look(self, seconds_per_step: float) -> None:
@@ -141,7 +141,7 @@ class Team:
         self._interval = min(2 * self._interval, LAST_LOOK[faster]) if faster == self._choice else FIRST_LOOK
         self.helps = self._choice = faster
         self._best = min(self._times[faster])
-        self._looking, self._calls = False, 0
+        self.looking, self._calls = False, 0
 
     def _start(self) -> None:
         if self._threads:
