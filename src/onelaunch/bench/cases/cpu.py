@@ -1,7 +1,8 @@
 """The CPU engine against what else trains a small network on a CPU: a step of each, data in memory, the same batches.
 
 Peers: PyTorch as written, PyTorch compiled, a JAX scan over a whole epoch (one call, no interpreter between steps, the
-strongest of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch over ROWS rows.
+strongest of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch over ROWS rows, or several for a
+network so small that waking up would weigh as much as the work (64-32-10: an epoch is 1 ms).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.util
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from onelaunch.train.engines.cpu.session import CpuSession
 from onelaunch.train.inputs import make_run
 
 ROWS, CHECKED_STEPS = 8192, 50
+TINY, EPOCHS_IF_TINY = 10_000, 10  # weights
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3}
 ENDLESS = 2**20  # epochs: more than any benchmark runs
 
@@ -172,10 +175,22 @@ def _trial(widths: tuple[int, ...], batch: int, optimizer: str) -> Trial:
         peers["JAX scan"] = _jax_epoch(widths, batch, optimizer)
     else:
         absent["JAX scan"] = "jax is not installed"
+    epochs = EPOCHS_IF_TINY if sum(i * o for i, o in pairwise(widths)) < TINY else 1
     return Trial(
-        ours=_ours(widths, batch, optimizer), check=lambda: _check(widths, batch, optimizer), peers=peers, absent=absent,
-        units=ROWS // batch,
-    )  # fmt: skip
+        ours=_repeated(_ours(widths, batch, optimizer), epochs),
+        check=lambda: _check(widths, batch, optimizer),
+        peers={name: _repeated(work, epochs) for name, work in peers.items()},
+        absent=absent,
+        units=epochs * (ROWS // batch),
+    )
+
+
+def _repeated(work: Work, times: int) -> Work:
+    def several() -> None:
+        for _ in range(times):
+            work()
+
+    return several
 
 
 def _register(widths: tuple[int, ...], batch: int, optimizer: str) -> None:
