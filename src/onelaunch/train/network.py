@@ -12,8 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu")
-
 
 @dataclass(frozen=True)
 class Flatten:
@@ -30,7 +28,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Activation:
-    name: str  # one of ACTIVATIONS
+    name: str  # relu, leaky_relu, sigmoid, tanh, gelu, gelu_tanh or silu
     slope: float = 0.0  # of leaky_relu below zero
 
 
