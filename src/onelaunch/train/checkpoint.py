@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onelaunch.errors import CheckpointError
+from onelaunch.errors import CheckpointError, reason_of
 from onelaunch.files import write_atomic
 from onelaunch.train.engines.contract import Run, State
 
@@ -48,15 +49,20 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         **{f"state.{name}": tensor for name, tensor in checkpoint.state.items()},
         "losses": checkpoint.losses,
     }
-    # Clones: safetensors refuses tensors that share memory, as tied weights do.
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    tensors = for_saving(tensors)
     about = json.dumps({"format": FORMAT, **checkpoint.about})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"checkpoint={str(path)!r} cannot be written: {reason}; pass a writable path") from error
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path"
+        ) from error
+
+
+def for_saving(tensors: Mapping[str, torch.Tensor]) -> State:
+    """Clones on the CPU: safetensors refuses tensors that share memory, as tied weights do."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

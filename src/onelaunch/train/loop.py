@@ -67,7 +67,8 @@ def drive(
         recorder.restore(resumed.about["partial"])
     elif checkpoint and checkpoint.exists():
         set_aside(checkpoint)
-    save = Saver(run, recorder, checkpoint)
+    data = resumed.about["data"] if resumed else fingerprint(run) if checkpoint else ""
+    save = Saver(run, recorder, checkpoint, data)
     session = engine.start(run, state)
     try:
         history.plan, history.precision = session.plan, session.precision
@@ -79,7 +80,7 @@ def drive(
             history.startup_seconds = time.perf_counter() - started
             clock = time.perf_counter()
             for segment in session.segments(len(history.losses), switch):
-                seconds, clock = time.perf_counter() - clock, time.perf_counter()
+                seconds = time.perf_counter() - clock
                 _refuse_divergence(segment.first_step, segment.losses, checkpoint)
                 record = recorder.add(segment, seconds)
                 history.allocations = dict(session.allocations)
@@ -117,9 +118,9 @@ def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
 class Saver:
     """Writes the checkpoint of a run, unless its weights have gone bad."""
 
-    def __init__(self, run: Run, recorder: Recorder, path: Path | None) -> None:
-        self.run, self.recorder, self.path = run, recorder, path
-        self._fingerprint = fingerprint(run) if path else ""
+    def __init__(self, run: Run, recorder: Recorder, path: Path | None, data: str) -> None:
+        """`data` is the fingerprint of the run's rows."""
+        self.run, self.recorder, self.path, self._data = run, recorder, path, data
         self._finite_before = {name for name, tensor in self._floats() if _is_finite(tensor)}  # a mask may hold -inf
 
     def _floats(self) -> list[tuple[str, torch.Tensor]]:
@@ -133,7 +134,7 @@ class Saver:
         about = {
             "spec": run.spec.to_dict(),
             "model": str(run.model),
-            "data": self._fingerprint,
+            "data": self._data,
             "engine": history.engine,
             "precision": history.precision,
             "epochs": history.epochs,

@@ -22,8 +22,9 @@ from typing import Any
 
 from torch import nn
 
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import remove_leftovers, write_atomic
+from onelaunch.train.checkpoint import for_saving
 from onelaunch.train.history import History, json_ready
 from onelaunch.train.loop import Listener
 
@@ -58,16 +59,14 @@ class RunFolder(Listener):
         except (OSError, ValueError) as error:
             if isinstance(error, OnelaunchError):
                 raise
-            reason = getattr(error, "strerror", None) or error
-            raise OnelaunchError(f"out={out or 'runs'!r} cannot be written: {reason}; pass another --out") from error
+            raise OnelaunchError(
+                f"out={out or 'runs'!r} cannot be written: {reason_of(error)}; pass another --out"
+            ) from error
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """The folder of an earlier run, to go on in."""
-        if not (path / CONFIG).is_file():
-            raise OnelaunchError(
-                f"resume={str(path)!r} is not a run folder (it has no {CONFIG}): pass the folder of a run"
-            )
+        config_of(path)
         try:
             folder = cls(path)
         except OSError as error:
@@ -121,8 +120,7 @@ class RunFolder(Listener):
     def save_model(self, model: nn.Module) -> None:
         from safetensors.torch import save
 
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in model.state_dict().items()}
-        self._write(MODEL, save(tensors))
+        self._write(MODEL, save(for_saving(model.state_dict())))
 
     def _write(self, name: str, content: bytes | str) -> None:
         with self._writing(name) as path:
@@ -150,6 +148,14 @@ class RunFolder(Listener):
             for name in (CONFIG, ABOUT, METRICS, LOCK):
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
+
+
+def config_of(path: Path) -> Path:
+    """The configuration of the run in a folder; refuses a folder without one."""
+    config = path / CONFIG
+    if not config.is_file():
+        raise OnelaunchError(f"resume={str(path)!r} is not a run folder (it has no {CONFIG}): pass the folder of a run")
+    return config
 
 
 def _line(history: History, record: dict[str, Any]) -> str:

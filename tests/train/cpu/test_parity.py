@@ -12,6 +12,7 @@ from torch import nn
 from onelaunch.train.engines.cpu.plan import Settings
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.train.cpu.plain import assert_close, assert_same_bits, data, make, train_natively, train_plainly
+from tests.train.reference import OPTIMIZERS
 
 ACTIVATIONS: dict[str, Any] = {
     "relu": nn.ReLU,
@@ -21,13 +22,6 @@ ACTIVATIONS: dict[str, Any] = {
     "gelu": nn.GELU,
     "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
     "silu": nn.SiLU,
-}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"optimizer": "sgd", "lr": 0.1},
-    "nesterov": {"optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
-    "momentum": {"optimizer": "sgd", "lr": 0.05, "momentum": 0.8},
-    "adam": {"optimizer": "adam", "lr": 3e-3, "weight_decay": 1e-3, "betas": (0.8, 0.99)},
-    "adamw": {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6},
 }
 LOSSES = ("cross_entropy", "mse", "bce_with_logits")
 
