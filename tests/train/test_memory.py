@@ -17,7 +17,7 @@ def check(layout: Layout) -> None:
     for buffer in layout.buffers:
         offset = layout.offsets[buffer.name]
         assert offset % ALIGNMENT == 0
-        assert 0 <= offset
+        assert offset >= 0
         assert offset + buffer.nbytes <= layout.nbytes
     for moment in range(max((b.last for b in layout.buffers), default=-1) + 1):
         alive = [b for b in layout.buffers if b.first <= moment <= b.last and b.nbytes]
