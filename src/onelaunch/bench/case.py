@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 Work = Callable[[], object]
 GROUPS = ("ops", "train", "cpu", "memory", "fuse")
+FLOOR = "floor"  # a contender whose name starts so does the least that any way must do, and is no peer
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,9 @@ class Trial:
     absent: Mapping[str, str] = field(default_factory=dict)  # peers that cannot run here, and why
     units: int = 1  # steps (or whatever Case.unit says) that one call does: times are given per unit
     floor_seconds: float | None = None  # the time a call's bytes or FLOPs must take on this device, when it is known
+    floor_bytes: float | None = None  # what one call must move through the device's memory,
+    floor_flops: float | None = None  # and the arithmetic it must do: set against this device's measured ceilings
+    floor_dtype: str = "fp32"  # whose matrix rate bounds the arithmetic: fp32, tf32, bf16 or fp16
     cuda: bool = False  # time with CUDA events
     memory: Mapping[str, Work] = field(default_factory=dict)  # one call of each contender, for its peak of CUDA memory
 

@@ -22,7 +22,9 @@ SETTLE_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a unit. `spread` is the relative difference between the medians of the first and the second half."""
+    """Seconds a unit. `spread` is what another run may differ by, relative to the median: the larger of the interquartile
+    range and the difference between the medians of the first and the second half.
+    """
 
     median: float
     minimum: float
@@ -40,7 +42,8 @@ def summarise(samples: list[float]) -> Timing:
     first, second = statistics.median(samples[:half]), statistics.median(samples[half:])
     median = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return Timing(median, min(samples), (low, high), len(samples), abs(first - second) / median)
+    spread = max(abs(first - second), high - low) / median
+    return Timing(median, min(samples), (low, high), len(samples), spread)
 
 
 def measure(

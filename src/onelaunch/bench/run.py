@@ -2,56 +2,70 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from collections.abc import Callable, Iterable
-from datetime import UTC, datetime
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from onelaunch.bench.case import GROUPS, REGISTRY, Case
-from onelaunch.bench.measure import measure, peak_bytes
-from onelaunch.device import describe_machine
-from onelaunch.errors import OnelaunchError, UnsupportedError, reason_of, require_option
-from onelaunch.files import write_atomic
+from onelaunch.bench.case import FLOOR, GROUPS, REGISTRY, Case, Trial, Work
+from onelaunch.bench.ceilings import Ceilings
+from onelaunch.bench.energy import joules
+from onelaunch.bench.gpu_state import current_gpu
+from onelaunch.bench.measure import Timing, measure, peak_bytes
+from onelaunch.bench.results import OURS, provenance
+from onelaunch.errors import OnelaunchError, UnsupportedError, require_option
 
-OURS = "onelaunch"
+ENERGY_SECONDS = {True: 0.3, False: 1.0}  # of work back to back, for each contender; by `quick`
 
 
-def select(group: str, name_contains: str = "") -> list[Case]:
-    """The cases of a group (or "all") whose name contains a string."""
+def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
+    """The cases of some groups (or of "all") whose name contains a string, in the order of their registration."""
     from onelaunch.bench import cases  # noqa: F401  the import fills the registry
 
-    require_option("group", group, ("all", *GROUPS))
-    chosen = [c for c in REGISTRY.values() if group in ("all", c.group) and name_contains in c.name]
+    groups = [groups] if isinstance(groups, str) else list(groups)
+    for group in groups:
+        require_option("group", group, ("all", *GROUPS))
+    chosen = [c for c in REGISTRY.values() if {"all", c.group} & set(groups) and name_contains in c.name]
     if not chosen:
         names = ", ".join(REGISTRY) or "none"
-        raise OnelaunchError(f"no case of group {group!r} has {name_contains!r} in its name; there are: {names}")
+        wanted = " ".join(groups)
+        raise OnelaunchError(f"no case of group {wanted!r} has {name_contains!r} in its name; there are: {names}")
     return chosen
 
 
-def run_cases(cases: Iterable[Case], *, quick: bool, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Run each case and show it at once; Ctrl-C keeps what is done."""
-    results: list[dict[str, Any]] = []
-    interrupted = False
+def run_cases(
+    cases: Iterable[Case],
+    *,
+    quick: bool,
+    show: Callable[[dict[str, Any]], None],
+    save: Callable[[dict[str, Any]], None] = lambda results: None,
+    command: str = "",
+    limit: float | None = None,
+) -> dict[str, Any]:
+    """Run each case, show and save it at once: Ctrl-C, or a kill, keeps what is done.
+
+    `limit`: seconds after which no further case is started; the results name those left out.
+    """
+    ceilings = Ceilings()
+    results: dict[str, Any] = {
+        **provenance(command), "quick": quick, "interrupted": False, "ceilings": ceilings.measured, "left_out": [],
+        "cases": [],
+    }  # fmt: skip
+    begin = time.monotonic()
     try:
         for one in cases:
-            results.append(run_case(one, quick=quick))
-            show(results[-1])
+            if limit is not None and time.monotonic() - begin > limit:
+                results["left_out"].append(one.name)
+                continue
+            results["cases"].append(run_case(one, quick=quick, ceilings=ceilings))
+            save(results)
+            show(results["cases"][-1])
     except KeyboardInterrupt:
-        interrupted = True
-    return {
-        "machine": describe_machine(),
-        "commit": commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "quick": quick,
-        "interrupted": interrupted,
-        "cases": results,
-    }
+        results["interrupted"] = True
+    save(results)
+    return results
 
 
-def run_case(one: Case, *, quick: bool) -> dict[str, Any]:
+def run_case(one: Case, *, quick: bool, ceilings: Ceilings) -> dict[str, Any]:
     result: dict[str, Any] = {"name": one.name, "group": one.group, "about": one.about, "unit": one.unit}
     try:
         trial = one.setup()
@@ -61,54 +75,57 @@ def run_case(one: Case, *, quick: bool) -> dict[str, Any]:
     except Exception as error:  # whatever went wrong, the case is red and has no time
         reason = str(error).strip().splitlines()
         return result | {"check": f"failed: {type(error).__name__}: {reason[0] if reason else ''}", "times": {}}
-    seconds, repeats = (1.0, 20) if quick else (6.0, 200)
+    gpu = current_gpu() if trial.cuda else None
     contenders = {OURS: trial.ours, **trial.peers}
+    before = gpu.state() if gpu else None
+    seconds, repeats = (1.0, 20) if quick else (6.0, 200)
     times, failed = measure(contenders, units=trial.units, cuda=trial.cuda, seconds=seconds, repeats=repeats)
+    after = gpu.state() if gpu else None
     if OURS in failed:
         return result | {"check": f"failed: {failed[OURS]}", "times": {}}
     ours = times[OURS].median
     return result | {
         "check": "passed",
-        "peak_bytes": {name: peak_bytes(work) for name, work in trial.memory.items()},
         "times": {name: timing.to_dict() for name, timing in times.items()},
         "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
-        "floor_share": trial.floor_seconds / trial.units / ours if trial.floor_seconds else None,
         "absent": {**trial.absent, **failed},
+        "peak_bytes": {name: peak_bytes(work) for name, work in trial.memory.items() if name not in failed},
+        **_floor(trial, times, ceilings),
+        "gpu": {"before": before, "after": after} if gpu else None,
+        "joules": _energy({name: contenders[name] for name in times}, trial, quick) if gpu else {},
     }
+
+
+def _floor(trial: Trial, times: Mapping[str, Timing], ceilings: Ceilings) -> dict[str, Any]:
+    """Seconds a unit that nothing can beat, and how near we come: 1 is as fast as the device allows.
+
+    A contender called "floor: …" was timed doing the least; else what must be moved and computed is set against ceilings.
+    """
+    kind = "cuda" if trial.cuda else "cpu"
+    floor = next((timing.median for name, timing in times.items() if name.startswith(FLOOR)), None)
+    if floor is None:
+        whole = trial.floor_seconds
+        if whole is None:
+            whole = ceilings.seconds(kind, trial.floor_bytes, trial.floor_flops, trial.floor_dtype)
+        floor = None if whole is None else whole / trial.units
+    amounts = {"bytes": trial.floor_bytes, "flops": trial.floor_flops}
+    return {
+        "floor_seconds": floor,
+        "floor_share": None if floor is None else floor / times[OURS].median,
+        "work": {name: amount / trial.units for name, amount in amounts.items() if amount is not None},
+        "dtype": trial.floor_dtype,
+    }
+
+
+def _energy(contenders: Mapping[str, Work], trial: Trial, quick: bool) -> dict[str, float]:
+    gpu = current_gpu()
+    assert gpu is not None
+    found = {
+        name: joules(work, units=trial.units, seconds=ENERGY_SECONDS[quick], counter=gpu.millijoules)
+        for name, work in contenders.items()
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def failures(results: dict[str, Any]) -> list[str]:
     return [result["name"] for result in results["cases"] if result["check"].startswith("failed")]
-
-
-def check_writable(path: Path) -> None:
-    """Refuse a place where results could not be saved, without touching a file that is there."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_dir() and os.access(path.parent, os.W_OK):
-            return
-        reason = "it is a folder" if path.is_dir() else "no permission"
-    except (OSError, ValueError) as error:
-        reason = reason_of(error)
-    raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason}; pass a writable path")
-
-
-def save_results(results: dict[str, Any], path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(results, indent=1) + "\n")
-    except OSError as error:
-        raise OnelaunchError(f"out={str(path)!r} cannot be written: {error.strerror}; pass a writable path") from error
-
-
-def commit() -> str:
-    """The commit of the checkout this package lies in, "+" added when files differ from it; empty when installed."""
-    folder = Path(__file__).resolve().parent
-    try:
-        name = subprocess.run(
-            ["git", "-C", folder, "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return name.stdout.strip()

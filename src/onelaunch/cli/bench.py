@@ -1,7 +1,8 @@
-"""`onelaunch bench`: run benchmark cases and show them beside their peers."""
+"""`onelaunch bench`: run benchmark cases and show them beside their peers; `bench diff`: two runs beside each other."""
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,34 +11,64 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from onelaunch.bench.case import GROUPS
-from onelaunch.bench.run import OURS, check_writable, failures, run_cases, save_results, select
+from onelaunch.bench.case import FLOOR, GROUPS
+from onelaunch.bench.diff import compare_results, differences
+from onelaunch.bench.results import OURS, check_writable, default_path, load_results, save_results
+from onelaunch.bench.run import failures, run_cases, select
+from onelaunch.errors import OnelaunchError
+
+DIFF = "diff"
+BAD, GOOD = ("slower", "failed"), ("faster", "mended")
 
 
 def bench(
-    group: Annotated[str, typer.Argument(help=f"all, {', '.join(GROUPS)}")] = "all",
+    what: Annotated[
+        list[str] | None, typer.Argument(help=f"Groups ({', '.join(GROUPS)}, all), or: diff OLD.json NEW.json")
+    ] = None,
     filter: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     quick: Annotated[bool, typer.Option(help="Fewer repeats: a second a contender.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Save the results as JSON.")] = None,
+    limit: Annotated[
+        float | None, typer.Option(help="Start no case after so many seconds; name those left out.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to save the results as JSON; else under runs/.")] = None,
 ) -> None:
-    """Time onelaunch and its peers on the same work; what fails its check is not timed."""
+    """Time onelaunch and its peers on the same work; what fails its check is not timed.
+
+    `bench diff OLD.json NEW.json` tells a change from noise, and ends with 1 when something became slower or fails.
+    """
+    what = what or ["all"]
+    if what[0] == DIFF:
+        _diff(what[1:])
+        return
     console = Console()
-    if out is not None:
-        check_writable(out)  # before minutes of timing, not after
-    results = run_cases(select(group, filter), quick=quick, show=lambda result: _show(console, result))
+    chosen = select(what, filter)
+    path = out or default_path()
+    check_writable(path)  # before minutes of timing, not after
+    results = run_cases(
+        chosen, quick=quick, show=lambda result: _show(console, result),
+        save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit), limit=limit,
+    )  # fmt: skip
     skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
     for reason, count in skipped.items():
         console.print(f"{count} cases {reason}", style="yellow", markup=False, soft_wrap=True)
-    if out is not None:
-        save_results(results, out)
-        typer.echo(f"saved    {out}")
+    if results["left_out"]:
+        names = ", ".join(results["left_out"])
+        console.print(f"left out after {limit:g} s: {names}", style="yellow", markup=False, soft_wrap=True)
     failed = failures(results)
     if failed:
         typer.echo(f"failed   {', '.join(failed)}", err=True)
+    typer.echo(f"saved    {path}")
     if results["interrupted"]:
         raise KeyboardInterrupt
     if failed:
         raise typer.Exit(1)
+
+
+def _command(groups: list[str], filter: str, quick: bool, limit: float | None) -> str:
+    """The command that takes these results again, wherever they are saved."""
+    flags = [*(["--filter", filter] if filter else []), *(["--quick"] if quick else [])]
+    flags += ["--limit", f"{limit:g}"] if limit is not None else []
+    return shlex.join(["onelaunch", "bench", *groups, *flags])
 
 
 def _show(console: Console, result: dict[str, Any]) -> None:
@@ -50,18 +81,65 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     table.add_column("")
     for column in (f"median, µs a {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"):
         table.add_column(column, justify="right")
-    if result["peak_bytes"]:
-        table.add_column("peak MiB", justify="right")
+    extras = [name for name in ("peak_bytes", "joules") if result.get(name)]
+    for name in extras:
+        table.add_column({"peak_bytes": "peak MiB", "joules": f"mJ a {result['unit']}"}[name], justify="right")
     for name, timing in result["times"].items():
-        ratio = "" if name == OURS else f"{result['ratio'][name]:.2f}× faster"
         low, high = (f"{1e6 * value:.4g}" for value in timing["quartiles"])
         table.add_row(
             name, f"{1e6 * timing['median']:.4g}", f"{1e6 * timing['minimum']:.4g}", f"{low} – {high}",
-            str(timing["n"]), f"{timing['spread']:.1%}", ratio,
-            *([f"{result['peak_bytes'][name] / 2**20:.1f}"] if name in result["peak_bytes"] else []),
+            str(timing["n"]), f"{timing['spread']:.1%}", _standing(result, name),
+            *(_extra(result, extra, name) for extra in extras),
         )  # fmt: skip
     console.print(table)
     for name, reason in result["absent"].items():
         console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
     if result["floor_share"] is not None:
-        console.print(f"{result['floor_share']:.0%} of the floor's speed")
+        console.print(f"{result['floor_share']:.0%} of the floor's speed", highlight=False)
+    if result.get("gpu"):
+        console.print(_clocks(result["gpu"]), markup=False, highlight=False, soft_wrap=True)
+
+
+def _standing(result: dict[str, Any], name: str) -> str:
+    if name == OURS or name.startswith(FLOOR):
+        return ""
+    ratio = result["ratio"][name]
+    return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
+
+
+def _extra(result: dict[str, Any], extra: str, name: str) -> str:
+    value = result[extra].get(name)
+    if value is None:
+        return ""
+    return f"{value / 2**20:.1f}" if extra == "peak_bytes" else f"{1e3 * value:.4g}"
+
+
+def _clocks(gpu: dict[str, Any]) -> str:
+    before, after = gpu["before"], gpu["after"]
+    held = sorted({*before["held_back_by"], *after["held_back_by"]})
+    line = (
+        f"clock {before['sm_mhz']} MHz before, {after['sm_mhz']} after, {after['celsius']} °C, {after['watts']:.0f} W"
+    )
+    return line + (f"; held back by {', '.join(held)}" if held else "")
+
+
+def _diff(files: list[str]) -> None:
+    if len(files) != 2:
+        raise OnelaunchError(f"diff takes two results files (got {len(files)}): onelaunch bench diff OLD.json NEW.json")
+    old, new = (load_results(Path(file)) for file in files)
+    console = Console()
+    table = Table(title="new against old", title_justify="left", title_style="")
+    for column, side in (("case", "left"), ("µs before", "right"), ("after", "right"), ("change", "right"),
+                         ("noise", "right"), ("peers moved", "right"), ("", "left")):  # fmt: skip
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    changes = compare_results(old, new)
+    for change in changes:
+        style = "red" if change.verdict in BAD else "green" if change.verdict in GOOD else ""
+        times = ("" if t is None else f"{1e6 * t:.4g}" for t in (change.before, change.after))
+        shares = ("" if r is None else f"{r - 1:+.1%}" for r in (change.ratio, change.noise, change.peers))
+        table.add_row(change.name, *times, *shares, change.verdict, style=style)
+    console.print(table)
+    for line in differences(old, new):
+        console.print(f"also different: {line}", markup=False, highlight=False, soft_wrap=True)
+    if any(change.verdict in BAD for change in changes):
+        raise typer.Exit(1)

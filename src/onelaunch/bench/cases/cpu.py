@@ -182,7 +182,14 @@ def _trial(widths: tuple[int, ...], batch: int, optimizer: str) -> Trial:
         peers={name: _repeated(work, epochs) for name, work in peers.items()},
         absent=absent,
         units=epochs * (ROWS // batch),
+        floor_flops=epochs * ROWS * _flops_a_row(widths),
     )
+
+
+def _flops_a_row(widths: tuple[int, ...]) -> int:
+    """Products of forward, dW and dX; the input needs no dX."""
+    products = [inputs * outputs for inputs, outputs in pairwise(widths)]
+    return 6 * sum(products) - 2 * products[0]
 
 
 def _repeated(work: Work, times: int) -> Work:

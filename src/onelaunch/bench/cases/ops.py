@@ -79,15 +79,21 @@ class _Lazy:
         return self.work()
 
 
-def trial(steps: dict[str, Step], sets: int, check: Work, in_graph: bool = True) -> Trial:
-    """The first of `steps` is ours."""
+def trial(
+    steps: dict[str, Step], sets: int, check: Work, in_graph: bool = True, *, moved: float = 0, flops: float = 0
+) -> Trial:
+    """The first of `steps` is ours. `moved` and `flops`: the bytes and the arithmetic that one call cannot do without."""
     works: dict[str, Work] = {
         who: _Lazy(step, sets) if in_graph else streamed(step, sets) for who, step in steps.items()
     }
     ours, *peers = works
     memory = {who: partial(step, 0) for who, step in steps.items()}
     others = {peer: works[peer] for peer in peers}
-    return Trial(works[ours], check, others, units=calls_for(sets), cuda=True, memory=memory)
+    calls = calls_for(sets)
+    return Trial(
+        works[ours], check, others, units=calls, cuda=True, memory=memory, floor_bytes=calls * moved or None,
+        floor_flops=calls * flops or None, floor_dtype="bf16",
+    )  # fmt: skip
 
 
 def _training_step(function: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]], dy: torch.Tensor) -> Step:
@@ -138,7 +144,8 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
         who: _training_step(way, inputs, dy) if backward else _forward_step(way, inputs) for who, way in ways.items()
     }
     steps["floor: two copies" if backward else "floor: copy"] = copy
-    return trial(steps, 3, check, in_graph=backward)
+    passes = 4 if backward else 2
+    return trial(steps, 3, check, in_graph=backward, moved=passes * n * dtype.itemsize, flops=passes * n)
 
 
 def _batch_norm(dtype: torch.dtype) -> Trial:
@@ -177,7 +184,7 @@ def _batch_norm(dtype: torch.dtype) -> Trial:
         "torch.compile": _training_step(torch.compile(plain), inputs, dy),
         "floor: eight passes": copy,
     }
-    return trial(steps, 3, check)
+    return trial(steps, 3, check, moved=8 * m * c * dtype.itemsize, flops=20 * m * c)
 
 
 def _linear_inputs(m: int, k: int, n: int, gradients: bool) -> list[list[torch.Tensor]]:
@@ -228,7 +235,15 @@ def _linear_forward(m: int, k: int, n: int, activation: str) -> Trial:
         steps["cuBLASLt epilogue"] = lambda index: torch._addmm_activation(
             inputs[index][2], inputs[index][0], inputs[index][1].t(), use_gelu=gelu
         )
-    return trial(steps, len(inputs), lambda: _check_linear(m, k, n, activation, 0.0))
+    return trial(
+        steps, len(inputs), lambda: _check_linear(m, k, n, activation, 0.0), moved=_linear_bytes(m, k, n),
+        flops=2 * m * k * n,
+    )  # fmt: skip
+
+
+def _linear_bytes(m: int, k: int, n: int) -> int:
+    """x, w and y once each, bf16."""
+    return 2 * (m * k + k * n + m * n)
 
 
 def _linear_training(m: int, k: int, n: int) -> Trial:
@@ -249,7 +264,11 @@ def _linear_training(m: int, k: int, n: int) -> Trial:
         "torch eager": _training_step(plain, inputs, dy),
         "torch.compile": _training_step(torch.compile(plain), inputs, dy),
     }
-    made = trial(steps, len(inputs), lambda: _check_linear(m, k, n, "relu", 0.1))
+    # Backward: x, w, dy read, dx and dw written.
+    moved = 2 * _linear_bytes(m, k, n) + 2 * (m * k + k * n)
+    made = trial(
+        steps, len(inputs), lambda: _check_linear(m, k, n, "relu", 0.1), moved=moved, flops=6 * m * k * n
+    )  # fmt: skip
     return replace(made, absent={"cuBLASLt epilogue": "PyTorch gives torch._addmm_activation no derivative"})
 
 
@@ -279,7 +298,8 @@ def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
         # Not copy_: at this size PyTorch's copy engine path takes 1.6 times as long as a pass that reads and writes.
         "floor: one pass": lambda index: torch.mul(inputs[index][0].detach(), 1.0, out=out),
     }
-    return trial(steps, sets, check)
+    moved = 2 * rows * classes * dtype.itemsize
+    return trial(steps, sets, check, moved=moved, flops=5 * rows * classes)
 
 
 def _python_time(function: Callable[[], object]) -> Work:

@@ -1,0 +1,77 @@
+"""What this device can do at most, measured once a run: bytes a second of a large copy, FLOPs a second of a large product.
+
+A floor counted in bytes or FLOPs becomes a time only against these; a datasheet's figures are never reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+COPIED_BYTES = {"cuda": 2**30, "cpu": 2**27}  # many times the last cache
+PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}
+REPEATS = 7
+DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Ceilings:
+    """Measures when asked, and remembers."""
+
+    def __init__(self) -> None:
+        self.measured: dict[str, dict[str, float]] = {}
+
+    def bandwidth(self, kind: str) -> float:
+        """Bytes read plus bytes written, a second."""
+        return self._known(kind, "copy", lambda: _copy_rate(kind))
+
+    def product(self, kind: str, dtype: str) -> float:
+        return self._known(kind, dtype, lambda: _product_rate(kind, dtype))
+
+    def _known(self, kind: str, what: str, measure: Callable[[], float]) -> float:
+        found = self.measured.setdefault(kind, {})
+        if what not in found:
+            found[what] = measure()
+        return found[what]
+
+    def seconds(self, kind: str, moved: float | None, flops: float | None, dtype: str) -> float | None:
+        """The least time for so many bytes and so much arithmetic: the two overlap, so the longer counts."""
+        times = []
+        if moved is not None:
+            times.append(moved / self.bandwidth(kind))
+        if flops is not None:
+            times.append(flops / self.product(kind, dtype))
+        return max(times, default=None)
+
+
+def _copy_rate(kind: str) -> float:
+    source = torch.randint(256, (COPIED_BYTES[kind],), dtype=torch.uint8, device=kind)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _median_seconds(lambda: target.copy_(source), kind)
+
+
+def _product_rate(kind: str, dtype: str) -> float:
+    n = PRODUCT_SIZE[kind]
+    a, b = (torch.randn(n, n, device=kind, dtype=DTYPES[dtype]) for _ in range(2))
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        return 2 * n**3 / _median_seconds(functools.partial(torch.mm, a, b), kind)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _median_seconds(work: Callable[[], Any], kind: str) -> float:
+    wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
+    samples = []
+    for _ in range(REPEATS + 1):
+        wait()
+        begin = time.perf_counter()
+        work()
+        wait()
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples[1:])

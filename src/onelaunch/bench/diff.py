@@ -1,0 +1,82 @@
+"""Two results files beside each other: what changed, what is noise, and what the machine did to everybody."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+from onelaunch.bench.results import OURS
+from onelaunch.errors import OnelaunchError
+
+LEAST_CHANGE = 0.02  # below this nobody acts, however quiet the machine
+
+
+@dataclass(frozen=True)
+class Change:
+    """`ratio` is new time over old, `noise` the factor that the two spreads together allow it to be off by."""
+
+    name: str
+    verdict: str  # faster, slower, noise, machine, failed, mended, added, gone
+    before: float | None = None
+    after: float | None = None
+    ratio: float | None = None
+    noise: float | None = None
+    peers: float | None = None  # the median of what the peers' times did: code that did not change
+
+
+def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
+    """A change of every case that either file holds."""
+    before, after = ({case["name"]: case for case in results["cases"]} for results in (old, new))
+    if not before.keys() & after.keys():
+        raise OnelaunchError("the two files have no case in common: pass results of the same `onelaunch bench` groups")
+    return [_change(name, before.get(name), after.get(name)) for name in {**before, **after}]
+
+
+def _change(name: str, old: dict[str, Any] | None, new: dict[str, Any] | None) -> Change:
+    was, now = (None if case is None else case["times"].get(OURS) for case in (old, new))
+    if now is None or was is None:
+        if new is None or old is None:
+            return Change(name, "gone" if new is None else "added")
+        if now is None and was is None:
+            return Change(name, "failed" if new["check"].startswith("failed") else "skipped")
+        return Change(name, "failed" if now is None else "mended")
+    assert old is not None
+    assert new is not None
+    ratio, noise = now["median"] / was["median"], (1 + was["spread"]) * (1 + now["spread"])
+    peers = [
+        new["times"][peer]["median"] / timing["median"]
+        for peer, timing in old["times"].items()
+        if peer != OURS and peer in new["times"]
+    ]
+    moved = statistics.median(peers) if peers else None
+    return Change(name, _verdict(ratio, noise, moved), was["median"], now["median"], ratio, noise, moved)
+
+
+def _verdict(ratio: float, noise: float, peers: float | None) -> str:
+    if abs(math.log(ratio)) <= max(math.log(noise), math.log1p(LEAST_CHANGE)):
+        return "noise"
+    if peers is not None and abs(math.log(ratio / peers)) <= max(math.log(noise), math.log1p(LEAST_CHANGE)):
+        return "machine"  # the peers, whose code is the same, moved as much
+    return "faster" if ratio < 1 else "slower"
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What besides our code differs between the two runs, a line each."""
+    found = []
+    for what, pick in (
+        ("cpu", lambda machine: machine.get("cpu", {}).get("name")),
+        ("gpu", lambda machine: ", ".join(gpu["name"] for gpu in machine.get("gpus", []))),
+        ("driver", lambda machine: machine.get("driver")),
+    ):
+        one, other = (pick(results.get("machine", {})) for results in (old, new))
+        if one != other:
+            found.append(f"{what}: {one or 'none'}, then {other or 'none'}")
+    versions = [results.get("machine", {}).get("versions", {}) for results in (old, new)]
+    for package in versions[0].keys() & versions[1].keys() - {"onelaunch"}:
+        if versions[0][package] != versions[1][package]:
+            found.append(f"{package}: {versions[0][package]}, then {versions[1][package]}")
+    if old.get("quick") != new.get("quick"):
+        found.append("one of the two was taken with --quick")
+    return sorted(found)

@@ -1,0 +1,79 @@
+"""A results file: where and when it was taken, and the figures. JSON, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from onelaunch.bench.gpu_state import current_gpu
+from onelaunch.device import describe_machine
+from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.files import write_atomic
+
+OURS = "onelaunch"
+
+
+def provenance(command: str) -> dict[str, Any]:
+    """Chip, driver, versions, commit, date, and the command that takes these results again."""
+    gpu = current_gpu()
+    return {
+        "command": command,
+        "machine": describe_machine() | {"driver": gpu.driver() if gpu else None},
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit() -> str:
+    """The commit of the checkout this package lies in, "+" added when files differ from it; empty when installed."""
+    folder = Path(__file__).resolve().parent
+    try:
+        name = subprocess.run(
+            ["git", "-C", folder, "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return name.stdout.strip()
+
+
+def default_path() -> Path:
+    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a place where results could not be saved, without touching a file that is there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir() and os.access(path.parent, os.W_OK):
+            return
+        reason = "it is a folder" if path.is_dir() else "no permission"
+    except (OSError, ValueError) as error:
+        reason = reason_of(error)
+    raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason}; pass a writable path")
+
+
+def save_results(results: dict[str, Any], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(results, indent=1) + "\n")
+    except OSError as error:
+        raise OnelaunchError(f"out={str(path)!r} cannot be written: {error.strerror}; pass a writable path") from error
+
+
+def load_results(path: Path) -> dict[str, Any]:
+    """The results of `onelaunch bench` in a file."""
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OnelaunchError(f"{str(path)!r} cannot be read: {reason_of(error)}") from error
+    except ValueError as error:
+        raise OnelaunchError(f"{str(path)!r} is not JSON: {error}; pass what `onelaunch bench --out` wrote") from error
+    cases = results.get("cases") if isinstance(results, dict) else None
+    if not isinstance(cases, list):
+        raise OnelaunchError(f"{str(path)!r} holds no benchmark cases: pass what `onelaunch bench --out` wrote")
+    return results
