@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from onelaunch.train.engines.cpu import cache
+from onelaunch.train.engines.cpu.cache import OBJECTS, key_of
 from onelaunch.train.engines.cpu.plan import Plan
 from onelaunch.train.engines.cpu.program import Program
 from onelaunch.train.engines.cpu.target import Target
@@ -64,13 +64,13 @@ class Native:
         import llvmlite.binding as llvm
 
         machine = machine_for(plan.target)
-        key = cache.key_of(plan.settings, plan.target)
-        code = cache.load(place, key) if place else None
+        key = key_of(plan.settings, plan.target)
+        code = OBJECTS.load(place, key) if place else None
         self.cached = code is not None
         if code is None:
             code = object_code(Program(plan).text, machine)
             if place:
-                cache.store(place, key, code)
+                OBJECTS.store(place, key, code)
         # A target machine belongs to one engine (LLVM frees it with it), so every Native has its own.
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))

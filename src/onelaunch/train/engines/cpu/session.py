@@ -19,8 +19,8 @@ import torch
 
 from onelaunch.rng import permutation_bits
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
-from onelaunch.train.engines.cpu import cache
 from onelaunch.train.engines.cpu.arena import Arena
+from onelaunch.train.engines.cpu.cache import OBJECTS
 from onelaunch.train.engines.cpu.native import Native
 from onelaunch.train.engines.cpu.plan import CHUNK_STEPS, EVALUATION_ROWS, SCALARS, Plan, Settings, useful_shares
 from onelaunch.train.engines.cpu.target import Target, host
@@ -64,7 +64,7 @@ class CpuSession:
         self.precision = "fp32"
         self._plan = Plan(settings_for(run, shares), target or host())
         self.plan = str(self._plan)
-        self.native = Native(self._plan, place or cache.folder())
+        self.native = Native(self._plan, place or OBJECTS.folder())
         self.arena = Arena(self._plan, self.spec.rows, memory)
         self.allocations = {"arena": 1}
         self.team = Team(self._plan.shares, lambda: self.arena.set_control(abandoned=1))

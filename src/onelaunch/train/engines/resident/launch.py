@@ -1,0 +1,153 @@
+"""A cubin on a device: what its kernel needs, how much of it fits at once, and its launch on a stream of PyTorch.
+
+`cuda.core` loads the code and owns it; attributes and launches go to the driver beneath it, where one configuration serves both
+the question whether a launch fits and the launch itself. All of it happens in the device's primary context, PyTorch's own.
+Import this only after `compile.why_not()` was empty.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from cuda.bindings import driver
+from cuda.core import ObjectCode
+
+from onelaunch.train.engines.resident.compile import Cubin
+
+PORTABLE_CLUSTER = 8  # blocks: what every chip with clusters takes unasked
+C_TYPES = {int: ctypes.c_uint64, float: ctypes.c_float}
+DYNAMIC_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+LARGE_CLUSTERS = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+
+
+class CudaError(RuntimeError):
+    """A call of the driver that failed: its name, and what the driver says."""
+
+
+class LoadedKernel:
+    """A kernel on one device. Its code stays there as long as this lives, so this must outlive what it launches."""
+
+    def __init__(self, code: ObjectCode, name: str, device: torch.device) -> None:
+        self.device = device
+        self._code = code
+        self._kernel = code.get_kernel(name)
+        attributes = self._kernel.attributes
+        self.registers: int = attributes.num_regs  # a thread
+        self.local_bytes: int = attributes.local_size_bytes  # a thread: stack frame and spills
+        self.shared_bytes: int = attributes.shared_size_bytes  # a block: static, without what a launch adds
+        self.max_threads: int = attributes.max_threads_per_block
+
+    def max_active_clusters(self, *, block: int, cluster: int = 1, shared_bytes: int = 0) -> int:
+        """How many clusters of `cluster` blocks the device holds at once (blocks, for 1); 0 where it cannot hold one.
+
+        A MIG slice answers for itself. Other processes do not count: they take turns with this one.
+        """
+        with context_of(self.device):
+            if not self._allow(shared_bytes, cluster):
+                return 0
+            if cluster == 1:
+                status, blocks = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(self._function, block, shared_bytes)
+                _check("cuOccupancyMaxActiveBlocksPerMultiprocessor", status)
+                return blocks * torch.cuda.get_device_properties(self.device).multi_processor_count
+            config = _config(0, cluster, block, cluster, shared_bytes, cooperative=False)
+            status, clusters = driver.cuOccupancyMaxActiveClusters(self._function, config)
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE:
+            return 0
+        _check("cuOccupancyMaxActiveClusters", status)
+        return clusters
+
+    def launch(
+        self,
+        stream: torch.cuda.Stream,
+        *,
+        grid: int,
+        block: int,
+        cluster: int = 1,
+        shared_bytes: int = 0,
+        cooperative: bool = False,
+        args: Sequence[int | float],
+    ) -> None:
+        """Queue `grid` blocks of `block` threads, in clusters of `cluster` blocks; cooperative: all at once or an error.
+
+        An int is passed as 64 bits, so that `Tensor.data_ptr()` is a pointer; a float as 32.
+        """
+        assert grid % cluster == 0, (grid, cluster)
+        with context_of(self.device):
+            if not self._allow(shared_bytes, cluster):
+                raise CudaError(f"a block of {self.device} cannot have {shared_bytes} bytes of dynamic shared memory")
+            config = _config(stream.cuda_stream, grid, block, cluster, shared_bytes, cooperative)
+            parameters = tuple(args), tuple(C_TYPES[type(value)] for value in args)
+            (status,) = driver.cuLaunchKernelEx(config, self._function, parameters, 0)
+        _check("cuLaunchKernelEx", status)
+
+    @property
+    def _function(self) -> driver.CUfunction:
+        """The driver takes a library's CUkernel wherever it wants a CUfunction."""
+        return driver.CUfunction(int(self._kernel.handle))
+
+    def _allow(self, shared_bytes: int, cluster: int) -> bool:
+        """Ask for what a kernel does not get unasked; False where this device has no clusters or less shared memory."""
+        if cluster > 1 and torch.cuda.get_device_capability(self.device) < (9, 0):
+            return False
+        wanted = {DYNAMIC_SHARED: shared_bytes}
+        if cluster > PORTABLE_CLUSTER:
+            wanted[LARGE_CLUSTERS] = 1
+        status, device = driver.cuCtxGetDevice()
+        _check("cuCtxGetDevice", status)
+        for attribute, value in wanted.items():
+            kernel = driver.CUkernel(int(self._kernel.handle))
+            (status,) = driver.cuKernelSetAttribute(attribute, value, kernel, device)
+            if status == driver.CUresult.CUDA_ERROR_INVALID_VALUE:
+                return False
+            _check("cuKernelSetAttribute", status)
+        return True
+
+
+def load(cubin: Cubin, name: str, device: torch.device) -> LoadedKernel:
+    """The kernel `name`, declared `extern "C"`, of a cubin, on a CUDA device."""
+    with context_of(device):
+        try:
+            return LoadedKernel(ObjectCode.from_cubin(cubin.code, name=name), name, device)
+        except Exception as error:  # the error class of cuda.core is not public
+            reason = " ".join(str(error).split())
+            raise CudaError(f"{name} cannot be loaded on {device}: {reason}") from error
+
+
+@contextmanager
+def context_of(device: torch.device) -> Iterator[None]:
+    """PyTorch's context of `device` as this thread's current one, for calls of the driver."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # in a thread new to CUDA this makes the primary context current
+        yield
+
+
+def _config(
+    stream: int, grid: int, block: int, cluster: int, shared_bytes: int, cooperative: bool
+) -> driver.CUlaunchConfig:
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = driver.CUstream(stream)
+    attributes = []
+    if cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+        attributes.append(attribute)
+    if cooperative:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        attribute.value.cooperative = 1
+        attributes.append(attribute)
+    config.attrs, config.numAttrs = attributes, len(attributes)
+    return config
+
+
+def _check(call: str, status: driver.CUresult) -> None:
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        raise CudaError(f"{call} returns {status.name}: {text.decode() if text else 'no description'}")

@@ -1,0 +1,28 @@
+"""Host memory that a running kernel and the host both see: progress comes out through it, the wish to stop goes in.
+
+It is PyTorch's pinned memory: page-locked, mapped into the device under unified addressing. The kernel writes a word with
+`st.release.sys` and the host finds it in `array` while the kernel still runs; the other way, the kernel reads with
+`ld.acquire.sys`. A word (4 or 8 bytes, aligned) is read and written whole.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cuda.bindings import driver
+
+from onelaunch.train.engines.resident.launch import context_of
+
+
+class MappedArray:
+    """Zeros at first. The host frees it with this object, whatever a kernel still does: wait for the kernel before."""
+
+    def __init__(self, count: int, dtype: npt.DTypeLike, device: torch.device) -> None:
+        """`dtype` may be a structure, such as [("step", "<u4"), ("stop", "<u4")], for a block of named words."""
+        with context_of(device):
+            self._memory = torch.zeros(count * np.dtype(dtype).itemsize, dtype=torch.uint8, pin_memory=True)
+            status, address = driver.cuMemHostGetDevicePointer(self._memory.data_ptr(), 0)
+        assert status == driver.CUresult.CUDA_SUCCESS, status
+        self.array = self._memory.numpy().view(dtype)
+        self.address = int(address)  # for the device
