@@ -10,7 +10,6 @@ from onelaunch.train.engines.contract import Engine, Run
 FASTEST_FIRST = ("resident", "graph", "cpu", "eager")
 NOT_YET = {
     "resident": "the resident engine is not in this version",
-    "graph": "the graph engine is not in this version",
 }
 
 
@@ -27,6 +26,10 @@ def _load(name: str) -> Engine:
         from onelaunch.train.engines.cpu import ENGINE as cpu
 
         return cpu
+    if name == "graph":
+        from onelaunch.train.engines.graph import ENGINE as graph
+
+        return graph
     from onelaunch.train.engines.eager import ENGINE as eager
 
     return eager

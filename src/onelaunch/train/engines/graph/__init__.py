@@ -1,0 +1,53 @@
+"""The graph engine: an MLP's step as a few fused kernels, captured once and replayed; for networks too large to be resident.
+
+Importing this package imports no Triton; the first run does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from onelaunch.device import cuda_capability
+from onelaunch.train.engines.contract import Run
+from onelaunch.train.engines.graph.stages import NotStagedError, stages_of
+
+if TYPE_CHECKING:
+    from onelaunch.train.engines.graph.session import GraphSession
+
+MOST_ROWS, MOST_BATCH = 2**31 - 1, 2**24  # rows are int32 in the order, and counted in float32
+
+
+class GraphEngine:
+    name = "graph"
+
+    def here(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return f"the model lies on {device}, not on a CUDA device"
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed: pip install triton"
+        if cuda_capability(device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or more"
+        return ""
+
+    def refuses(self, run: Run) -> str:
+        if run.network is None:
+            return run.not_plain
+        try:
+            stages_of(run.network)
+        except NotStagedError as reason:
+            return str(reason)
+        if run.spec.rows > MOST_ROWS or run.spec.batch_size > MOST_BATCH:
+            return f"it takes at most {MOST_ROWS} rows and batches of {MOST_BATCH}"
+        return ""
+
+    def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> GraphSession:
+        from onelaunch.train.engines.graph.session import GraphSession
+
+        return GraphSession(run, state)
+
+
+ENGINE = GraphEngine()

@@ -1,0 +1,261 @@
+"""The step of a run as a list of fused kernels, with every buffer they touch: pure arithmetic, no device.
+
+Two shapes of step. A *small* batch is bound by reading and writing the weights: forward and backward read the fp32 masters,
+and the backward pass reads each weight once, for the input gradient and the update together. A *large* one is bound by its
+products: GEMMs in their own type, with a copy of the weights that the update keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from onelaunch.kernels.run_arguments import WIDTH, Tile
+from onelaunch.train.engines.graph.stages import Stage
+from onelaunch.train.memory import Layout, lifetimes, plan
+from onelaunch.train.network import Network
+
+SMALL_BATCH = 64
+EVALUATION_ROWS = 2048
+PROGRAMS = 132  # multiprocessors of the chip the tiles were measured on; near enough for others
+SHARED_BYTES = 180 * 1024  # of a program's pipeline
+BYTES = {"uint8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
+
+
+@dataclass(frozen=True)
+class Space:
+    """A buffer's shape and type."""
+
+    shape: tuple[int, ...]
+    kind: str
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * BYTES[self.kind]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One kernel of the step. `stage` is the Linear it works for; `uses` are the buffers it reads or writes."""
+
+    kind: str  # gather, forward, output, strip, input_gradient, update
+    stage: int
+    uses: tuple[str, ...]
+    tile: Tile
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.stage}"
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    operations: tuple[Operation, ...]
+    evaluation: tuple[Operation, ...]
+    spaces: dict[str, Space]
+    kept: frozenset[str]  # buffers that live as long as the run
+    small: bool
+    check_part: int  # rows of validation data at a time; 0 without
+
+    def layout(self) -> Layout:
+        moments = [operation.uses for operation in (*self.operations, *self.evaluation)]
+        return plan(lifetimes({name: space.nbytes for name, space in self.spaces.items()}, moments, self.kept))
+
+    def last_uses(self, operations: tuple[Operation, ...]) -> list[tuple[str, ...]]:
+        """For each operation, the buffers nobody needs after it."""
+        last: dict[str, int] = {}
+        for number, operation in enumerate(operations):
+            last |= {name: number for name in operation.uses if name not in self.kept}
+        return [tuple(name for name, at in last.items() if at == number) for number in range(len(operations))]
+
+
+def power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length() if n > 1 else 1
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def between(low: int, value: int, high: int) -> int:
+    return max(low, min(value, high))
+
+
+class Planner:
+    """Writes down the operations of one network's step."""
+
+    def __init__(self, stages: list[Stage], batch: int, precision: str, *, copies: bool | None = None) -> None:
+        self.stages, self.batch, self.precision = stages, batch, precision
+        self.kind = precision if precision in ("bf16", "fp16") else "fp32"
+        self.small = batch <= SMALL_BATCH
+        self.copies = self.kind != "fp32" and not self.small if copies is None else copies
+        self.spaces: dict[str, Space] = {}
+
+    # Tiles.
+
+    def skinny(self, inputs: int, outputs: int, rows: int) -> Tile:
+        """Whole batch, a few units, deep pipeline: the weights pass by once."""
+        m = max(16, power_of_2(rows))
+        n = between(16, power_of_2(cdiv(outputs, PROGRAMS)), 128)
+        k = min(power_of_2(inputs), 256 if n <= 16 else 128 if n <= 64 else 64)
+        stage_bytes = n * k * 4 + m * k * BYTES[self.kind]
+        return Tile(m, n, max(k, 16), 4, between(2, SHARED_BYTES // stage_bytes, 5))
+
+    def strip(self, inputs: int, outputs: int) -> Tile:
+        """(batch, columns of the strip, units a step)."""
+        m = max(16, power_of_2(self.batch))
+        n = between(16, power_of_2(cdiv(inputs, PROGRAMS)), 64)
+        k = between(16, power_of_2(outputs), 128 if n <= 32 else 64)
+        stage_bytes = n * k * 4 + m * k * BYTES[self.kind]
+        return Tile(m, n, k, 4, between(2, SHARED_BYTES // stage_bytes, 4))
+
+    def gemm(self, rows: int, columns: int, inner: int, *, tma: bool) -> Tile:
+        """The largest tile of which there are enough to fill the chip."""
+        if self.kind == "fp32":
+            side = 64 if cdiv(rows, 64) * cdiv(columns, 64) >= PROGRAMS // 2 else 32
+            return Tile(side, side, 32, 4, 3)
+        for m, n, warps in ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4)):
+            if cdiv(rows, m) * cdiv(columns, n) >= PROGRAMS * 0.7:
+                return Tile(m, n, 64, warps, 4 if m * n <= 128 * 128 else 3, tma)
+        return Tile(32, 64, 64, 4, 4)
+
+    def aligned(self, *widths: int) -> bool:
+        """Whether rows of these widths start on 16 bytes, which the tensor memory accelerator wants."""
+        return self.kind != "fp32" and all(width * BYTES[self.kind] % 16 == 0 for width in widths)
+
+    # Operations.
+
+    def space(self, name: str, *shape: int, kind: str | None = None) -> str:
+        self.spaces[name] = Space(shape, kind or self.kind)
+        return name
+
+    def forward(self, rows: int, prefix: str, *, training: bool) -> list[Operation]:
+        """The hidden stages over `rows` rows; `prefix` tells training's buffers from evaluation's."""
+        operations = []
+        gathers = rows > SMALL_BATCH
+        if gathers:
+            into = self.space(f"{prefix}x", rows, self.stages[0].linear.inputs)
+            operations.append(Operation("gather", 0, (into,), Tile(1, 1, 1)))
+        source = (f"{prefix}x",) if gathers else ()
+        for number, stage in enumerate(self.stages[:-1]):
+            linear = stage.linear
+            made = [self.space(f"{prefix}h{number}", rows, linear.outputs)]
+            if training and stage.from_z:
+                made.append(self.space(f"{prefix}z{number}", rows, linear.outputs))
+            if rows <= SMALL_BATCH:
+                tile = self.skinny(linear.inputs, linear.outputs, rows)
+            else:
+                tma = self.copies and not (training and stage.p) and self.aligned(linear.inputs, linear.outputs)
+                tile = self.gemm(rows, linear.outputs, linear.inputs, tma=tma)
+            operations.append(Operation("forward", number, (*source, *made), tile))
+            source = (f"{prefix}h{number}",)
+        return operations
+
+    def output(self, rows: int, prefix: str, *, training: bool) -> Operation:
+        last = self.stages[-1].linear
+        width = max(16, power_of_2(last.outputs))
+        m = 16
+        if rows > SMALL_BATCH:
+            m = 64 if rows >= 64 * PROGRAMS and width <= 64 else 32 if rows >= 32 * PROGRAMS and width <= 128 else 16
+        k = between(16, min(power_of_2(last.inputs), 8192 // width), 256)
+        tile = Tile(m, width, k, 4 if m * width <= 4096 else 8, 3)
+        programs = cdiv(rows, m)
+        hidden = len(self.stages) > 1
+        uses = [self.space(f"{prefix}gradient", rows, last.outputs)]
+        uses.append(self.space(f"{prefix}loss_parts", programs, kind="fp32"))
+        if hidden:
+            uses.append(f"{prefix}h{len(self.stages) - 2}")
+        elif rows > SMALL_BATCH:
+            uses.append(f"{prefix}x")
+        if training and hidden:
+            uses.append(self.space(f"dz{len(self.stages) - 2}", rows, last.inputs))
+            if self.stages[-2].from_z:
+                uses.append(f"z{len(self.stages) - 2}")
+        if training and not self.small:
+            uses.append(self.space(f"sums{len(self.stages) - 1}", programs, last.outputs, kind="fp32"))
+            if hidden:
+                uses.append(self.space(f"sums{len(self.stages) - 2}", programs, last.inputs, kind="fp32"))
+        return Operation("output", len(self.stages) - 1, tuple(uses), tile)
+
+    def backward(self) -> list[Operation]:
+        operations = []
+        last = len(self.stages) - 1
+        if last > 0:
+            operations.append(self.update(last))
+        for number in range(last - 1, 0, -1):
+            before = self.stages[number - 1]
+            linear = self.stages[number].linear
+            into = self.space(f"dz{number - 1}", self.batch, linear.inputs)
+            uses = [f"dz{number}", f"h{number - 1}", into, *([f"z{number - 1}"] if before.from_z else [])]
+            if self.small:
+                operations.append(Operation("strip", number, tuple(uses), self.strip(linear.inputs, linear.outputs)))
+                continue
+            tma = self.copies and self.aligned(linear.inputs, linear.outputs)
+            tile = self.gemm(self.batch, linear.inputs, linear.outputs, tma=tma)
+            uses.append(self.space(f"sums{number - 1}", cdiv(self.batch, tile.m), linear.inputs, kind="fp32"))
+            operations += [Operation("input_gradient", number, tuple(uses), tile), self.update(number)]
+        operations.append(self.update(0))
+        return operations
+
+    def update(self, number: int) -> Operation:
+        linear = self.stages[number].linear
+        is_last = number == len(self.stages) - 1
+        uses = ["gradient" if is_last else f"dz{number}"]
+        uses += [f"h{number - 1}"] if number else [] if self.small else ["x"]
+        uses += [] if self.small else [f"sums{number}"]
+        uses += ["loss_parts", "losses"] if number == 0 else []
+        if self.small:
+            m = max(16, power_of_2(self.batch))
+            tile = Tile(
+                between(16, power_of_2(linear.outputs), 64), between(16, power_of_2(linear.inputs), 64), m, 4, 2
+            )
+        else:
+            tma = self.aligned(linear.inputs, linear.outputs)
+            tile = self.gemm(linear.outputs, linear.inputs, self.batch, tma=tma)
+        return Operation("update", number, tuple(uses), tile)
+
+
+def plan_step(
+    stages: list[Stage], *, batch: int, rows: int, steps_per_epoch: int, precision: str, check_rows: int, states: int,
+) -> StepPlan:  # fmt: skip
+    """The step and the evaluation of a run on `rows` rows; `states` tensors an optimizer keeps for each parameter."""
+    planner = Planner(stages, batch, precision)
+    part = min(max(EVALUATION_ROWS, batch), max(check_rows, SMALL_BATCH + 1)) if check_rows else 0
+    kept = list(_kept(planner, rows, steps_per_epoch, check_rows, part, states))
+    operations = planner.forward(batch, "", training=True)
+    operations.append(planner.output(batch, "", training=True))
+    operations += planner.backward()
+    evaluation: list[Operation] = []
+    if part:
+        evaluation = planner.forward(part, "check.", training=False)
+        evaluation.append(planner.output(part, "check.", training=False))
+    return StepPlan(tuple(operations), tuple(evaluation), planner.spaces, frozenset(kept), planner.small, part)
+
+
+def _kept(planner: Planner, rows: int, steps_per_epoch: int, check_rows: int, part: int, states: int) -> Iterable[str]:
+    """What lives as long as the run: its clock, its row order, its losses, the optimizer's state, the copies of the weights."""
+    space = planner.space
+    yield space("control", 4, kind="int64")
+    yield space("table", steps_per_epoch + 1, WIDTH, kind="fp32")
+    yield space("keys", 8, kind="int64")
+    yield space("order", rows, kind="int32")
+    yield space("losses", steps_per_epoch, kind="fp32")
+    for number, stage in enumerate(planner.stages):
+        linear = stage.linear
+        for state in range(states):
+            yield space(f"state{state}.{number}.weight", linear.outputs, linear.inputs, kind="fp32")
+            if linear.bias:
+                yield space(f"state{state}.{number}.bias", linear.outputs, kind="fp32")
+        if planner.copies:
+            yield space(f"copy.{number}", linear.outputs, linear.inputs)
+    if check_rows:
+        yield space("check.control", 4, kind="int64")
+        yield space("check.order", check_rows, kind="int32")
+        yield space("check.table", cdiv(check_rows, part) + 1, WIDTH, kind="fp32")
+        yield space("check.losses", cdiv(check_rows, part), kind="fp32")
+
+
+def describe(network: Network, step: StepPlan, precision: str, layout: Layout) -> str:
+    kinds = ", ".join(str(operation) for operation in step.operations)
+    way = "masters read in place" if step.small else "copies of the weights in the type of the products"
+    return f"{network} in {precision}: {len(step.operations)} kernels a step ({kinds}); {way}; {layout}"

@@ -1,0 +1,131 @@
+"""Runs a planned step: each operation becomes one launch, its buffers taken before and given back after their last use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from onelaunch.kernels.dropout_key import NO_KEY
+from onelaunch.kernels.linear import TileShape, can_use_tma, linear_forward
+from onelaunch.kernels.output_layer import output_layer
+from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Weights
+from onelaunch.kernels.run_state import add_up_losses
+from onelaunch.kernels.stage import gather, input_gradient, stage_forward
+from onelaunch.kernels.weight_update import backward_strip, weight_update
+from onelaunch.train.engines.graph.buffers import Buffers
+from onelaunch.train.engines.graph.plan import Operation, StepPlan
+from onelaunch.train.engines.graph.stages import Stage
+
+
+@dataclass
+class Data:
+    """Rows to work on, the order in which they are visited, and the clock that says where we are."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    order: torch.Tensor
+    control: torch.Tensor
+    table: torch.Tensor
+    prefix: str  # of the buffers: "check." for validation
+
+
+class StepRunner:
+    def __init__(
+        self, step: StepPlan, stages: list[Stage], weights: list[Weights], buffers: Buffers, *, optimizer: str, loss: str,
+        tf32: bool, seed: int,
+    ) -> None:  # fmt: skip
+        self.step, self.stages, self.weights, self.buffers = step, stages, weights, buffers
+        self.optimizer, self.loss, self.tf32 = optimizer, loss, tf32
+        self.endings = [Ending(stage.activation, stage.p, stage.layer, seed) for stage in stages]
+        self._plain = [Ending(stage.activation) for stage in stages]  # evaluation drops nothing
+        self._last_uses = {operations: step.last_uses(operations) for operations in (step.operations, step.evaluation)}
+
+    def train(self, data: Data, number: int) -> None:
+        """The `number`-th step from where the control says the run is."""
+        self._run(self.step.operations, data, number, self.endings)
+
+    def evaluate(self, data: Data, number: int) -> None:
+        self._run(self.step.evaluation, data, number, self._plain)
+
+    def _run(self, operations: tuple[Operation, ...], data: Data, number: int, endings: list[Ending]) -> None:
+        clock = Clock(data.control, data.table, number)
+        for operation, done in zip(operations, self._last_uses[operations], strict=True):
+            self._launch(operation, data, clock, endings)
+            self.buffers.release(done)
+
+    def _launch(self, operation: Operation, data: Data, clock: Clock, endings: list[Ending]) -> None:
+        stage = operation.stage
+        weights, tile = self.weights[stage], operation.tile
+        product = weights.weight if weights.copy is None else weights.copy
+        match operation.kind:
+            case "gather":
+                gather(Rows(data.x, data.order), self._take(data, "x"), clock)
+            case "forward":
+                self._forward(operation, data, clock, endings[stage], product)
+            case "output":
+                self._output(operation, data, clock, endings, product)
+            case "strip":
+                before = endings[stage - 1]
+                backward_strip(
+                    self._take(data, f"dz{stage}"), self._take(data, f"h{stage - 1}"),
+                    self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"), weights, before,
+                    clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
+                )  # fmt: skip
+            case "input_gradient":
+                input_gradient(
+                    self._take(data, f"dz{stage}"), product, self._take(data, f"h{stage - 1}"),
+                    self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"),
+                    self._take(data, f"sums{stage - 1}"), endings[stage - 1], clock, tile=tile, tf32=self.tf32,
+                )  # fmt: skip
+            case "update":
+                last = stage == len(self.stages) - 1
+                weight_update(
+                    self._take(data, "gradient" if last else f"dz{stage}"), self._input(data, stage), weights,
+                    self._maybe(operation, data, f"sums{stage}"), clock, optimizer=self.optimizer, tile=tile,
+                    tf32=self.tf32, loss_parts=self._maybe(operation, data, "loss_parts"),
+                    losses=self._maybe(operation, data, "losses"),
+                )  # fmt: skip
+
+    def _forward(self, operation: Operation, data: Data, clock: Clock, ending: Ending, weight: torch.Tensor) -> None:
+        stage, tile = operation.stage, operation.tile
+        x, h = self._input(data, stage), self._take(data, f"h{stage}")
+        z, bias = self._maybe(operation, data, f"z{stage}"), self.weights[stage].bias
+        if tile.tma and can_use_tma(x.values, weight, h):
+            shape = TileShape(tile.m, tile.n, tile.k, tile.warps, tile.stages, tma=True)
+            linear_forward(
+                x.values, weight, bias, h, z, None, activation=ending.activation, p=0.0, key=NO_KEY, tile=shape,
+                tf32=self.tf32,
+            )  # fmt: skip
+        else:
+            stage_forward(x, weight, bias, h, z, ending, clock, tile=tile, tf32=self.tf32)
+
+    def _output(
+        self, operation: Operation, data: Data, clock: Clock, endings: list[Ending], weight: torch.Tensor
+    ) -> None:
+        stage = operation.stage
+        hidden = stage > 0
+        parts = self._take(data, "loss_parts")
+        output_layer(
+            self._input(data, stage), data.order, weight, self.weights[stage].bias, data.y,
+            self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
+            self._maybe(operation, data, f"dz{stage - 1}"), self._maybe(operation, data, f"sums{stage}"),
+            self._maybe(operation, data, f"sums{stage - 1}"), parts, endings[stage - 1] if hidden else Ending(), clock,
+            loss=self.loss, tile=operation.tile, tf32=self.tf32,
+        )  # fmt: skip
+        if data.prefix:
+            add_up_losses(parts, self._take(data, "losses"), clock)
+
+    def _input(self, data: Data, stage: int) -> Rows:
+        """What a stage reads: the stage before, the gathered rows, or the data set itself."""
+        if stage:
+            return Rows(self._take(data, f"h{stage - 1}"))
+        if f"{data.prefix}x" in self.step.spaces:
+            return Rows(self._take(data, "x"))
+        return Rows(data.x, data.order)
+
+    def _take(self, data: Data, name: str) -> torch.Tensor:
+        return self.buffers.take(data.prefix + name)
+
+    def _maybe(self, operation: Operation, data: Data, name: str) -> torch.Tensor | None:
+        return self._take(data, name) if data.prefix + name in operation.uses else None
