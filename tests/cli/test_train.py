@@ -19,7 +19,15 @@ from onelaunch.train.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 QUICK = ("--hidden", "16", "--epochs", "3", "--schedule", "constant", "--lr", "0.01")
-FILES = ["checkpoint.safetensors", "config.toml", "curves.png", "metrics.jsonl", "model.safetensors", "run.json"]
+FILES = [
+    "checkpoint.safetensors",
+    "config.toml",
+    "curves.png",
+    "metrics.jsonl",
+    "model.safetensors",
+    "report.html",
+    "run.json",
+]
 
 
 def visible(folder: Path) -> list[str]:
@@ -30,7 +38,7 @@ def test_a_run_leaves_its_folder(cli, blobs, tmp_path):
     result = cli("train", "--data", blobs, *QUICK, "--out", "result")
     assert result.code == 0
     assert result.err == ""
-    assert result.out.splitlines()[-1] == "run      result"
+    assert result.out.splitlines()[-2:] == ["run      result", "report   result/report.html"]
     assert "blobs.npz, 400 rows of 5, 3 classes" in result.out
     folder = tmp_path / "result"
     assert visible(folder) == FILES

@@ -19,7 +19,7 @@ from onelaunch.train.engines.contract import Run
 from onelaunch.train.engines.cpu import ENGINE as CPU
 from onelaunch.train.objective import as_features, count_correct, loss_of, predictions_per_row
 
-CURVE_POINTS = 200
+CURVE_POINTS = 80
 START_STEPS = 2
 EVALUATION_ROWS = 1024
 Show = Callable[[str], None]

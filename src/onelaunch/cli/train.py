@@ -18,6 +18,7 @@ from onelaunch.cli.flags import with_flags
 from onelaunch.data import Dataset, load, split
 from onelaunch.device import default_device, describe_machine, device_name
 from onelaunch.errors import DivergedError, OnelaunchError
+from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.build import mlp
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
@@ -42,7 +43,7 @@ def train(
         if config is not None or "out" in flags:
             raise OnelaunchError("resume takes its config and folder from the run: leave out CONFIG and --out")
         settings = make_config(read_config(config_of(resume)), flags)
-    dataset = _load(settings)
+    dataset = load_data(settings)
     model = _build(settings, dataset)
     folder = RunFolder.create(settings.out, _name(settings)) if resume is None else RunFolder.open(resume)
     try:
@@ -56,29 +57,33 @@ def train(
         folder.close()
 
 
-def _load(settings: TrainConfig) -> Dataset:
+def load_data(settings: TrainConfig) -> Dataset:
     values = settings.loss != "cross_entropy"
     dataset = load(settings.data, data_dir=settings.data_dir, target=settings.target, values=values)
     if dataset.test_x is None:
         dataset = split(dataset, settings.validation, settings.seed)
-    _say("data", dataset.source)
+    say("data", dataset.source)
     if dataset.fallback:
-        _say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
+        say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
     if dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
-        _say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
+        say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
     for what, array in (("features", dataset.x), ("targets", dataset.y)):
         if array.dtype == np.float32 and (spread := float(array.std())) > WIDE:
-            _say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
+            say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
     return dataset
 
 
+def widths_of(settings: TrainConfig, dataset: Dataset) -> list[int]:
+    """All widths of the network: as given, or the hidden ones between those of the data."""
+    if settings.layers is not None:
+        return settings.layers
+    classes = dataset.classes is not None and settings.loss == "cross_entropy"
+    outputs = len(dataset.classes or ()) if classes else int(dataset.y[0].size)
+    return [int(dataset.x[0].size), *settings.hidden, outputs]
+
+
 def _build(settings: TrainConfig, dataset: Dataset) -> nn.Module:
-    inputs = int(dataset.x[0].size)
-    if dataset.classes is not None and settings.loss == "cross_entropy":
-        outputs = len(dataset.classes)
-    else:
-        outputs = int(dataset.y[0].size)
-    widths = settings.layers if settings.layers is not None else [inputs, *settings.hidden, outputs]
+    widths = widths_of(settings, dataset)
     model = mlp(
         widths,
         activation=settings.activation,
@@ -87,7 +92,7 @@ def _build(settings: TrainConfig, dataset: Dataset) -> nn.Module:
         seed=settings.seed,
     )
     count = sum(parameter.numel() for parameter in model.parameters())
-    _say("model", f"{'-'.join(map(str, widths))}, {settings.activation}, {count:,} parameters")
+    say("model", f"{'-'.join(map(str, widths))}, {settings.activation}, {count:,} parameters")
     return model
 
 
@@ -99,9 +104,9 @@ class _Narrator(Listener):
 
     def started(self, history: History) -> None:
         self.folder.started(history)
-        _say("engine", history.reason)
+        say("engine", history.reason)
         if self.resumes:
-            _say("resume", f"from step {len(history.losses):,}" if history.losses else "from the beginning")
+            say("resume", f"from step {len(history.losses):,}" if history.losses else "from the beginning")
 
     def epoch(self, history: History, record: dict[str, Any]) -> None:
         self.folder.epoch(history, record)
@@ -133,7 +138,7 @@ def _train(
             folder.save_model(model)
             folder.describe(status="interrupted")
             program = "onelaunch" if shutil.which("onelaunch") else f"{sys.executable} -m onelaunch"
-            _say("stopped", f"saved; go on with: {program} train --resume {shlex.quote(str(folder.path))}")
+            say("stopped", f"saved; go on with: {program} train --resume {shlex.quote(str(folder.path))}")
         raise
     except DivergedError as error:
         folder.describe(status=str(error))
@@ -143,16 +148,17 @@ def _train(
         status="finished", engine=history.engine, reason=history.reason, precision=history.precision, plan=history.plan,
         allocations=history.allocations, seconds=history.seconds, startup_seconds=history.startup_seconds,
     )  # fmt: skip
-    _say("result", f"{summary(history.epochs[-1])}, in {history.seconds:.3g} s")
-    _say("curves", str(folder.path / CURVES))
-    _say("run", str(folder.path))
+    say("result", f"{summary(history.epochs[-1])}, in {history.seconds:.3g} s")
+    say("curves", str(folder.path / CURVES))
+    say("run", str(folder.path))
+    say("report", str(write_report([folder.path], folder.path / REPORT)))
 
 
 def _name(settings: TrainConfig) -> str:
     return Path(settings.data).stem
 
 
-def _say(what: str, text: str) -> None:
+def say(what: str, text: str) -> None:
     try:
         typer.echo(f"{what:<8} {text}")
     except OSError:  # whoever read this has left (`| head -1`); the run goes on

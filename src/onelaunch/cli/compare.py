@@ -1,0 +1,138 @@
+"""`onelaunch compare`: the same run by PyTorch, torch.compile and our engines, side by side."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from onelaunch.bench.compare import compare as compare_run
+from onelaunch.bench.results import provenance, save_results
+from onelaunch.bench.sizes import time_sizes
+from onelaunch.cli.config import TrainConfig, make_config, read_config
+from onelaunch.cli.flags import numbers, with_flags
+from onelaunch.cli.train import load_data, say, widths_of
+from onelaunch.data import Dataset
+from onelaunch.device import default_device
+from onelaunch.errors import OnelaunchError
+from onelaunch.report.comparison import agreement, comparison_table, is_ours, speed_up
+from onelaunch.report.read import COMPARE_FILE
+from onelaunch.report.write import REPORT, write_report
+from onelaunch.train.build import mlp
+from onelaunch.train.engines.contract import Run
+from onelaunch.train.inputs import make_run
+from onelaunch.train.run_folder import CONFIG, RunFolder
+
+
+@with_flags(TrainConfig)
+def compare(
+    config: Annotated[Path | None, typer.Argument(help="A TOML file, as for `onelaunch train`.")] = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(parser=numbers(int), metavar="N,N,…", help="Also time a step at these hidden sizes: 128,256,512"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Train so many seeds, for means and bands.")] = 1,
+    flags: dict[str, Any] | None = None,
+) -> None:
+    """Train the same network from the same weights in the same row order with PyTorch, torch.compile and our engines.
+
+    Ends with 1 when the loss curve of one of our engines does not agree with PyTorch's.
+    """
+    settings = make_config(read_config(config) if config else {}, flags or {})
+    hidden: Sequence[int] = sizes or []  # type: ignore[assignment]  # the parser makes a list of it
+    if seeds < 1 or any(size < 1 for size in hidden):
+        raise OnelaunchError(f"seeds={seeds} and sizes={list(hidden)} must be 1 or more")
+    dataset = load_data(settings)
+    widths = widths_of(settings, dataset)
+    folder = RunFolder.create(settings.out, f"compare-{Path(settings.data).stem}")
+    try:
+        results = {
+            **provenance(_command(config, flags or {}, hidden, seeds)), "interrupted": False,
+            "network": f"{'-'.join(map(str, widths))}, {settings.activation}, dropout {settings.dropout:g}",
+            "data": dataset.source, "contenders": {}, "absent": {}, "sizes": {},
+        }  # fmt: skip
+        (folder.path / CONFIG).write_text(settings.to_toml())
+        _measure(folder.path, results, settings, dataset, widths, hidden, seeds)
+    finally:
+        folder.close()
+
+
+def _measure(
+    folder: Path, results: dict[str, Any], settings: TrainConfig, dataset: Dataset, widths: list[int],
+    hidden: Sequence[int], seeds: int,
+) -> None:  # fmt: skip
+    def save() -> None:
+        save_results(results, folder / COMPARE_FILE)
+
+    def run_of(seed: int, inner: list[int] | None = None) -> Run:
+        chosen = widths if inner is None else [widths[0], *inner, widths[-1]]
+        return _make_run(settings.model_copy(update={"seed": seed}), dataset, chosen)
+
+    say("model", results["network"])
+    try:
+        every = range(settings.seed, settings.seed + seeds)
+        compare_run(run_of, every, lambda line: say("trained", line), results, save)
+        if hidden:
+            depth = len(widths) - 2
+            time_sizes(
+                hidden, lambda h: run_of(settings.seed, [h] * depth), lambda line: say("size", line), results["sizes"]
+            )
+    except KeyboardInterrupt:
+        results["interrupted"] = True
+    save()
+    _show(results)
+    say("report", str(write_report([folder], folder / REPORT)))
+    if results["interrupted"]:
+        raise KeyboardInterrupt
+    if any(is_ours(name) and one["gap"] and not one["gap"]["agrees"] for name, one in results["contenders"].items()):
+        raise typer.Exit(1)
+
+
+def _make_run(settings: TrainConfig, dataset: Dataset, widths: list[int]) -> Run:
+    model = mlp(
+        widths, activation=settings.activation, dropout=settings.dropout, batch_norm=settings.batch_norm,
+        seed=settings.seed,
+    )  # fmt: skip
+    device = "cpu" if settings.engine == "cpu" else default_device()
+    validation: tuple[np.ndarray[Any, Any] | None, ...] = (dataset.test_x, dataset.test_y)
+    return make_run(model.to(device), dataset.x, dataset.y, validation, settings.fit_options())
+
+
+def _show(results: dict[str, Any]) -> None:
+    console = Console()
+    if results["contenders"]:
+        made = comparison_table(results["contenders"])
+        table = Table(title=made.caption, title_justify="left", title_style="")
+        for number, column in enumerate(made.head):
+            table.add_column(column, justify="right" if number else "left")
+        for row in made.rows:
+            table.add_row(*row)
+        console.print(table)
+    for kind, words in agreement(results["contenders"]):
+        console.print(words, style="" if kind == "good" else "red", markup=False, highlight=False, soft_wrap=True)
+    for name, reason in results["absent"].items():
+        console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
+    if results["sizes"]:
+        for name, by_size in speed_up(results["sizes"]).items():
+            line = ", ".join(f"{size}: {ratio:.3g}×" for size, ratio in by_size.items())
+            console.print(f"auto against {name}, by hidden size: {line}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _command(config: Path | None, flags: dict[str, Any], sizes: Sequence[int], seeds: int) -> str:
+    """The command that compares again, wherever it is saved."""
+    words = ["onelaunch", "compare", *([str(config)] if config else [])]
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif name not in ("out", "data_dir"):
+            words += [f"--{flag}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
+    words += ["--sizes", ",".join(map(str, sizes))] if sizes else []
+    words += ["--seeds", str(seeds)] if seeds > 1 else []
+    return shlex.join(words)

@@ -1,0 +1,23 @@
+"""`onelaunch report`: one page about runs and results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.report.write import REPORT, write_report
+
+
+def report(
+    inputs: Annotated[list[Path], typer.Argument(help="Run folders, results files, or folders of results files.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path(REPORT),
+) -> None:
+    """Draw runs and results as one self-contained HTML page."""
+    if out.is_dir():
+        out = out / REPORT
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise OnelaunchError(f"out={str(out)!r} must end in .html, or be a folder")
+    typer.echo(f"report   {write_report(inputs, out)}")

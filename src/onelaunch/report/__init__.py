@@ -1,0 +1,5 @@
+"""Draw: one self-contained page from run folders and results."""
+
+from onelaunch.report.write import write_report
+
+__all__ = ["write_report"]

@@ -1,0 +1,179 @@
+"""The sections of benchmark results: a table a group, bars against the peers, the roofline, energy, memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
+from onelaunch.report.figure import Figure, Section, Table
+from onelaunch.report.machine import machine_facts
+from onelaunch.report.number import byte_size, digits, joules, percent, rate, seconds, times
+from onelaunch.report.read import Source
+
+OURS, FLOOR = "onelaunch", "floor"
+TITLES = {
+    "ops": "Fused ops", "train": "Training runs", "cpu": "Training on a CPU", "memory": "Memory", "fuse": "Fused models"
+}  # fmt: skip
+
+
+def bench_sections(source: Source, identity: str) -> list[Section]:
+    content = source.content
+    groups = list(dict.fromkeys(case["group"] for case in content["cases"]))
+    sections = []
+    for group in groups:
+        cases = [case for case in content["cases"] if case["group"] == group]
+        timed = [case for case in cases if case["times"]]
+        command = content.get("command") or f"onelaunch bench {group}{' --quick' if content.get('quick') else ''}"
+        here = f"{identity}-{group}"
+        facts = [("results", source.name), *machine_facts(content), ("command", command)]
+        figures = [_bars(case, f"{here}-{number}", command) for number, case in enumerate(timed)]
+        for extra in (_roofline(timed, content.get("ceilings", {}), here, command), _energy(timed, here, command)):
+            figures += [extra] if extra else []
+        figures += [
+            _memory(c, f"{here}-{n}", command) for n, c in enumerate(timed) if group == "memory" and c.get("peak_bytes")
+        ]
+        tables = [group_table(timed, TITLES.get(group, group))] if timed else []
+        sections.append(Section(here, TITLES.get(group, group), facts, tables, figures, _statements(cases, content)))
+    return sections
+
+
+def peers_of(cases: list[dict[str, Any]]) -> list[str]:
+    """All peers that were timed in some case, in the order they first appear; floors are no peers."""
+    names = dict.fromkeys(name for case in cases for name in case["times"])
+    return [name for name in names if name != OURS and not name.startswith(FLOOR)]
+
+
+def group_table(cases: list[dict[str, Any]], title: str) -> Table:
+    peers = peers_of(cases)
+    shares, memory, energy = (any(case.get(key) for case in cases) for key in ("floor_share", "peak_bytes", "joules"))
+    clocks = any(case.get("gpu") for case in cases)
+    head = ["case", "onelaunch", "spread", "n", *(f"against {peer}" for peer in peers)]
+    head += (
+        ["share of the floor's speed"] * shares + ["peak memory"] * memory + ["energy"] * energy + ["clock"] * clocks
+    )
+    rows = []
+    for case in cases:
+        ours = case["times"][OURS]
+        row = [case["name"], f"{seconds(ours['median'])} a {case['unit']}", percent(ours["spread"]), str(ours["n"])]
+        row += [times(case["ratio"].get(peer)) for peer in peers]
+        row += [percent(case.get("floor_share"), 0)] * shares
+        row += [byte_size((case.get("peak_bytes") or {}).get(OURS))] * memory
+        row += [joules((case.get("joules") or {}).get(OURS))] * energy
+        rows.append(row + [_clock(case.get("gpu"))] * clocks)
+    return Table(
+        f"{title}: median time, and how many times faster than each peer (below 1× the peer is faster)", head, rows
+    )
+
+
+def _clock(gpu: dict[str, Any] | None) -> str:
+    if not gpu:
+        return "–"
+    before, after = gpu["before"], gpu["after"]
+    held = sorted({*before["held_back_by"], *after["held_back_by"]})
+    return f"{before['sm_mhz']} → {after['sm_mhz']} MHz" + (f", {', '.join(held)}" if held else "")
+
+
+def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tuple[str, str]]:
+    said = []
+    for case in cases:
+        if case["check"].startswith("failed"):
+            said.append(("bad", f"{case['name']} failed its check and was not timed: {case['check'][8:]}"))
+    skipped = [case for case in cases if case["check"].startswith("skipped")]
+    if skipped:
+        said.append(("note", f"{len(skipped)} cases were skipped: {skipped[0]['check'][9:]}"))
+    absent: dict[str, str] = {}
+    for case in cases:
+        absent |= case.get("absent") or {}
+    said += [("note", f"Absent: {name} ({reason})") for name, reason in absent.items()]
+    if content.get("quick"):
+        said.append(("note", "Taken with --quick: few repeats."))
+    if content.get("interrupted"):
+        said.append(("bad", "Interrupted: what was done is here."))
+    return said
+
+
+def _kind(name: str) -> str:
+    return "ours" if name == OURS else "floor" if name.startswith(FLOOR) else "bar"
+
+
+def _bars(case: dict[str, Any], identity: str, command: str) -> Figure:
+    bars = []
+    for name, timing in case["times"].items():
+        ratio = f", {times(case['ratio'][name])}" if _kind(name) == "bar" else ""
+        low, high = timing["quartiles"]
+        bars.append(Bar(name, timing["median"], seconds(timing["median"]) + ratio, low, high, _kind(name)))
+    bars.sort(key=lambda bar: bar.value)
+    svg = bar_chart(f"{identity}-time", case["name"], bars, what=f"Median time of a {case['unit']}")
+    head = ["", "median", "least", "quartiles", "n", "spread", "peak memory", "energy"]
+    rows = [
+        [name, seconds(t["median"]), seconds(t["minimum"]), " – ".join(map(seconds, t["quartiles"])), str(t["n"]),
+         percent(t["spread"]), byte_size((case.get("peak_bytes") or {}).get(name)),
+         joules((case.get("joules") or {}).get(name))]
+        for name, t in case["times"].items()
+    ]  # fmt: skip
+    return Figure(
+        case["name"], svg, Table(f"{case['name']}, a {case['unit']}", head, rows), command, f"{case['about']}."
+    )
+
+
+def _roofline(cases: list[dict[str, Any]], ceilings: dict[str, Any], identity: str, command: str) -> Figure | None:
+    points = [(c, *place) for c in cases for place in [_on_roofline(c, ceilings)] if place]
+    if not points:
+        return None
+    kind = "cuda" if points[0][0].get("gpu") or "cuda" in ceilings else "cpu"
+    bandwidth = ceilings[kind]["copy"]
+    intensities = [x for _, x, _ in points]
+    lines = [Line("onelaunch", intensities, [y for _, _, y in points], dots=[c["name"] for c, _, _ in points])]
+    for dtype in sorted({c["dtype"] for c, _, _ in points} & ceilings[kind].keys()):
+        peak = ceilings[kind][dtype]
+        low, high = min([*intensities, peak / bandwidth / 4]), max([*intensities, peak / bandwidth * 4])
+        bend = peak / bandwidth
+        lines.append(Line(f"ceiling, {dtype}", [low, bend, high], [low * bandwidth, peak, peak]))
+    svg = line_chart(
+        f"{identity}-roofline", "Roofline", lines, x_label="FLOPs a byte that must move", y_label="FLOPs a second",
+        log_x=True, log_y=True, write_y=lambda v: rate(v, ""),
+    )  # fmt: skip
+    rows = [[c["name"], digits(x), rate(y, "FLOP/s"), percent(c.get("floor_share"), 0)] for c, x, y in points]
+    note = (
+        f"The slope is the copy of a large tensor, {rate(bandwidth, 'B/s')} here; the flat part a large matrix product."
+    )
+    table = Table("Roofline", ["case", "FLOPs a byte", "reached", "share of the floor's speed"], rows)
+    return Figure("Roofline", svg, table, command, note)
+
+
+def _on_roofline(case: dict[str, Any], ceilings: dict[str, Any]) -> tuple[float, float] | None:
+    work = case.get("work") or {}
+    if not (work.get("bytes") and work.get("flops")) or not any("copy" in found for found in ceilings.values()):
+        return None
+    return work["flops"] / work["bytes"], work["flops"] / case["times"][OURS]["median"]
+
+
+def _energy(cases: list[dict[str, Any]], identity: str, command: str) -> Figure | None:
+    """How many times our energy the most frugal peer takes, a bar a case."""
+    bars, rows = [], []
+    for case in cases:
+        used = case.get("joules") or {}
+        others = {name: used[name] for name in peers_of([case]) if name in used}
+        if OURS not in used or not others:
+            continue
+        frugal = min(others, key=lambda name: others[name])
+        ratio = others[frugal] / used[OURS]
+        bars.append(Bar(case["name"], ratio, f"{times(ratio)} ({frugal})", kind="ours" if ratio >= 1 else "bar"))
+        rows.append([case["name"], joules(used[OURS]), frugal, joules(others[frugal]), times(ratio)])
+    if not bars:
+        return None
+    svg = bar_chart(f"{identity}-energy", "Energy", bars, what="Energy of the most frugal peer over ours")
+    table = Table("Energy", ["case", "onelaunch", "most frugal peer", "its energy", "ratio"], rows)
+    return Figure(
+        "Energy", svg, table, command, "Energy of the most frugal peer over ours: longer bars are better here."
+    )
+
+
+def _memory(case: dict[str, Any], identity: str, command: str) -> Figure:
+    peaks = case["peak_bytes"]
+    bars = [Bar(name, float(v), byte_size(v), kind=_kind(name)) for name, v in peaks.items() if math.isfinite(v)]
+    svg = bar_chart(f"{identity}-peak", f"{case['name']}: peak memory", bars, what="Peak memory")
+    rows = [[name, byte_size(value), f"{value:,}"] for name, value in peaks.items()]
+    table = Table("Peak memory", ["", "peak", "bytes"], rows)
+    return Figure(f"{case['name']}: peak memory", svg, table, command)

@@ -1,0 +1,223 @@
+"""The section of a comparison: the same run by everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
+from onelaunch.report.figure import Figure, Section, Table
+from onelaunch.report.machine import machine_facts
+from onelaunch.report.number import byte_size, digits, percent, seconds, times
+from onelaunch.report.read import Source
+
+OURS = "onelaunch"
+NOISY = 1.5  # slowest over fastest epoch
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith(OURS)
+
+
+def compare_section(source: Source, identity: str) -> Section:
+    content = source.content
+    command = content.get("command", "")
+    found = dict(sorted(content["contenders"].items(), key=lambda entry: not is_ours(entry[0])))  # ours first
+    facts = [
+        ("network", content.get("network", "")),
+        ("data", content.get("data", "")),
+        ("run", _run_words(content)),
+        *machine_facts(content),
+    ]
+    figures: list[Figure] = []
+    tables: list[Table] = []
+    if found:
+        tables.append(comparison_table(found))
+        figures += [_curves(found, identity, command, content), _bars(found, identity, command)]
+    if content.get("memory"):
+        figures.append(_memory(content["memory"], identity, command))
+    if (content.get("sizes") or {}).get("step_seconds"):
+        figures += _sizes(content["sizes"], identity, command)
+    said = [*agreement(found), *_noise(found)]
+    said += [("bad", "Interrupted: what was done is here.")] if content.get("interrupted") else []
+    said += [("note", f"Absent: {name} ({reason})") for name, reason in content.get("absent", {}).items()]
+    return Section(identity, f"Comparison {source.name}", facts, tables, figures, said)
+
+
+def _run_words(content: dict[str, Any]) -> str:
+    if "steps" not in content:
+        return ""
+    seeds = content.get("seeds", [])
+    per_seed = f", seeds {', '.join(map(str, seeds))}" if len(seeds) > 1 else ""
+    return f"{content['steps']:,} steps of {content['batch_size']} rows out of {content['rows']:,}{per_seed}"
+
+
+def comparison_table(found: dict[str, Any]) -> Table:
+    rows = []
+    for name, one in found.items():
+        final, epoch = one["final"], one["epoch_seconds"]
+        rows.append(
+            [name, seconds(one["step_seconds"]["median"]), seconds(epoch["median"] if epoch else None),
+             seconds(one["startup_seconds"]), byte_size(one["peak_bytes"]), _mean(final["loss"]),
+             _mean(final["accuracy"], share=True)]
+        )  # fmt: skip
+    head = ["", "a step", "an epoch", "start-up", "peak memory", "final loss", "final accuracy"]
+    ours = frozenset(number for number, name in enumerate(found) if is_ours(name))
+    return Table(
+        "Everybody, the same run: medians over the epochs; final figures on the validation rows", head, rows, ours
+    )
+
+
+def _mean(value: dict[str, float] | None, share: bool = False) -> str:
+    if value is None:
+        return "–"
+    write = (lambda v: percent(v, 2)) if share else digits
+    return write(value["mean"]) + (f" ± {write(value['deviation'])}" if value["n"] > 1 else "")
+
+
+def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """A sentence for each contender: does its loss curve tell the same story as the reference's?"""
+    said = []
+    reference = next((name for name, one in found.items() if one["gap"] is None), "")
+    for name, one in found.items():
+        gap = one["gap"]
+        if gap is None:
+            continue
+        where = f"steps {gap['first_step'] + 1:,} to {gap['last_step'] + 1:,}"
+        words = (
+            f"{name} {'agrees' if gap['agrees'] else 'does not agree'} with {reference}: largest gap of smoothed losses "
+            f"{percent(gap['relative'], 2)} ({where}; bound {percent(gap['bound'], 2)})"
+        )
+        said.append(("good" if gap["agrees"] else "bad", words))
+    return said
+
+
+def _noise(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Whose times cannot be believed: the same work took half as long again in another epoch."""
+    return [
+        ("bad", f"The machine was busy: an epoch of {name} took {seconds(t['minimum'])} to {seconds(t['maximum'])} a step")
+        for name, one in found.items() for t in [one["step_seconds"]] if t["maximum"] > NOISY * t["minimum"]
+    ]  # fmt: skip
+
+
+def _curves(found: dict[str, Any], identity: str, command: str, content: dict[str, Any]) -> Figure:
+    several = len(content.get("seeds", [])) > 1
+    lines = [
+        Line(name, one["curve"]["steps"], one["curve"]["mean"], one["curve"]["low"] if several else (),
+             one["curve"]["high"] if several else ())
+        for name, one in found.items()
+    ]  # fmt: skip
+    positive = all(value > 0 for line in lines for value in line.y)
+    svg = line_chart(
+        f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean of a stretch", log_y=positive
+    )
+    rows = [[f"{step:,}", *(digits(line.y[i]) for line in lines)] for i, step in _thinned(lines[0].x)]
+    note = "Bands run from the least to the largest seed." if several else ""
+    return Figure("Loss curves", svg, Table("Loss by step", ["step", *found], rows), command, note)
+
+
+def _thinned(values: Sequence[float], most: int = 20) -> list[tuple[int, float]]:
+    stride = max(1, -(-len(values) // most))
+    return [(i, values[i]) for i in range(stride - 1, len(values), stride)]
+
+
+def _bars(found: dict[str, Any], identity: str, command: str) -> Figure:
+    best = min(one["step_seconds"]["median"] for one in found.values())
+    bars = [
+        Bar(name, t["median"], f"{seconds(t['median'])}" + ("" if t["median"] == best else f", {times(t['median'] / best)}"),
+            t["minimum"], t["maximum"], "ours" if is_ours(name) else "bar")
+        for name, one in found.items() for t in [one["step_seconds"]]
+    ]  # fmt: skip
+    bars.sort(key=lambda bar: bar.value)
+    svg = bar_chart(f"{identity}-bars", "Time of a step", bars, what="Time of a step")
+    rows = [
+        [
+            name,
+            *(seconds(one["step_seconds"][key]) for key in ("median", "minimum", "maximum")),
+            str(one["step_seconds"]["n"]),
+        ]
+        for name, one in found.items()
+    ]
+    table = Table("Time of a step", ["", "median", "least", "most", "epochs"], rows)
+    return Figure(
+        "Time of a step",
+        svg,
+        table,
+        command,
+        "Whiskers run from the fastest to the slowest epoch; factors are over the fastest.",
+    )
+
+
+def _memory(memory: dict[str, Any], identity: str, command: str) -> Figure:
+    longest = max((len(one["bytes"]) for one in memory.values() if "bytes" in one), default=1)
+    lines, rows = [], []
+    for name, one in sorted(memory.items(), key=lambda entry: not is_ours(entry[0])):
+        values = one["bytes"] if "bytes" in one else [one["flat"]] * 2
+        places = list(range(1, len(values) + 1)) if "bytes" in one else [1, longest]
+        lines.append(Line(name, places, [value / 2**20 for value in values], steps=True))
+        rows.append(
+            [name, byte_size(min(values)), byte_size(max(values)), str(len(values)) if "bytes" in one else "none"]
+        )
+    svg = line_chart(
+        f"{identity}-memory", "Memory over a step", lines, x_label="operation of the step", y_label="MiB alive",
+        from_zero=True, write_x=lambda value: f"{value:g}",
+    )  # fmt: skip
+    note = (
+        "Weights, gradients, optimizer state, batch and activations, without the data set. A flat line is an arena laid out "
+        "before the first step."
+    )
+    table = Table("Memory over a step", ["", "least", "most", "operations that allocate or free"], rows)
+    return Figure("Memory over a step", svg, table, command, note)
+
+
+def _sizes(sizes: dict[str, Any], identity: str, command: str) -> list[Figure]:
+    hidden = sizes["hidden"]
+    measured = dict(sorted(sizes["step_seconds"].items(), key=lambda entry: not is_ours(entry[0])))
+    lines = []
+    for name, by_size in measured.items():
+        known = [size for size in hidden if str(size) in by_size]
+        values = [by_size[str(size)] for size in known]
+        lines.append(
+            Line(
+                name,
+                known,
+                [v["median"] for v in values],
+                [v["minimum"] for v in values],
+                [v["maximum"] for v in values],
+            )
+        )
+    rows = [
+        [f"{size:,}", *(seconds(measured[name].get(str(size), {}).get("median")) for name in measured),
+         sizes["auto"].get(str(size), "–").removeprefix("onelaunch ")]
+        for size in hidden
+    ]  # fmt: skip
+    table = Table("Time of a step by hidden size", ["hidden size", *measured, "chosen by auto"], rows)
+    svg = line_chart(
+        f"{identity}-sizes", "Time of a step over hidden size", lines, x_label="hidden size", y_label="time of a step",
+        log_x=True, log_y=True, write_y=seconds, write_x=lambda v: f"{v:g}", x_ticks=hidden,
+    )  # fmt: skip
+    figures = [Figure("Time of a step over hidden size", svg, table, command)]
+    ratios = speed_up(sizes)
+    if ratios:
+        lines = [Line(name, list(by_size), list(by_size.values())) for name, by_size in ratios.items()]
+        svg = line_chart(
+            f"{identity}-speedup", "Speed-up over hidden size", lines, x_label="hidden size",
+            y_label="times faster than", log_x=True, log_y=True, write_y=times, write_x=lambda v: f"{v:g}",
+            x_ticks=hidden,
+        )  # fmt: skip
+        rows = [[f"{size:,}", *(times(by_size.get(size)) for by_size in ratios.values())] for size in hidden]
+        table = Table("How many times faster engine='auto' is than each", ["hidden size", *ratios], rows)
+        note = "Of the engine that auto picks at each size; below 1× the other is faster."
+        figures.append(Figure("Speed-up over hidden size", svg, table, command, note))
+    return figures
+
+
+def speed_up(sizes: dict[str, Any]) -> dict[str, dict[int, float]]:
+    """Each peer's time over that of the engine auto picks, by size."""
+    found: dict[str, dict[int, float]] = {}
+    for size in sizes["hidden"]:
+        auto = sizes["step_seconds"].get(sizes["auto"].get(str(size), ""), {}).get(str(size))
+        for name, by_size in sizes["step_seconds"].items():
+            if auto and not is_ours(name) and str(size) in by_size:
+                found.setdefault(name, {})[size] = by_size[str(size)]["median"] / auto["median"]
+    return found

@@ -1,0 +1,188 @@
+"""Charts as SVG text: lines over steps or sizes, and bars against peers. Deterministic: the same values, the same bytes.
+
+A chart is 440 units wide with 12.5-unit type, so that it can be read at the width of a phone. Each has a title and a
+description for screen readers; the values themselves go into a table beside it (`figure.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from onelaunch.report.number import digits
+from onelaunch.report.scale import Scale, fitted
+from onelaunch.report.theme import SERIES
+
+WIDTH, HEIGHT = 440, 300
+LEFT, RIGHT, BOTTOM = 62, 14, 44
+CHARACTER, BOLD_CHARACTER = 6.9, 7.8  # units a character of 12.5-unit type takes, generously
+MOST_MARKERS = 14  # a line with more points is drawn without
+MARKERS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-3.5-3.5h7v7h-7z", "M0-4.6L4.4 3.4H-4.4z", "M0-5L5 0L0 5L-5 0z",
+           "M0 4.6L4.4-3.4H-4.4z", "M-1.5-4.5h3v9h-3z", "M-4.5-1.5h9v3h-9z")  # fmt: skip
+Write = Callable[[float], str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """`low` and `high` make a band. `steps` draws a staircase: a value holds until the next."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    steps: bool = False
+    dots: Sequence[str] = ()  # points alone, each with the name of what it is
+
+
+@dataclass(frozen=True)
+class Bar:
+    label: str
+    value: float
+    shown: str  # the value as people read it, and what else belongs beside it
+    low: float | None = None
+    high: float | None = None
+    kind: str = "bar"  # or "ours", or "floor"
+
+
+def place(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def chart(identity: str, title: str, description: str, height: float, body: str) -> str:
+    return (
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {place(height)}" role="img" '
+        f'aria-labelledby="{identity}-t {identity}-d"><title id="{identity}-t">{escape(title)}</title>'
+        f'<desc id="{identity}-d">{escape(description)}</desc>{body}</svg>'
+    )
+
+
+def text(x: float, y: float, words: str, classes: str = "") -> str:
+    marked = f' class="{classes}"' if classes else ""
+    return f'<text x="{place(x)}" y="{place(y)}"{marked}>{escape(words)}</text>'
+
+
+def line_chart(
+    identity: str,
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    from_zero: bool = False,
+    write_x: Write = digits,
+    write_y: Write = digits,
+    x_ticks: Sequence[float] = (),
+) -> str:
+    """`x_ticks`: where to mark the x axis, when the values themselves are better marks than round numbers."""
+    assert len(lines) <= SERIES, "more lines than can be told apart"
+    legend, top = _legend(lines)
+    top += 22  # the name of the y axis
+    x = fitted((v for line in lines for v in line.x), LEFT, WIDTH - RIGHT, log=log_x)
+    everything = (v for line in lines for part in (line.y, line.low, line.high) for v in part)
+    y = fitted(everything, HEIGHT + top - BOTTOM, top, log=log_y, from_zero=from_zero)
+    parts = [legend, text(0, top - 10, y_label, "soft")]
+    for tick in y.ticks():
+        at = place(y(tick))
+        parts.append(f'<path class="grid" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
+        parts.append(text(LEFT - 6, y(tick) + 4, _tick(write_y(tick)), "end soft"))
+    parts.append(_x_axis(x, y.start, x_label, write_x, x_ticks))
+    for number, line in enumerate(lines):
+        parts.append(_line(line, number, x, y, write_x, write_y))
+    highest = ", ".join(f"{line.name} ends at {write_y(line.y[-1])}" for line in lines if len(line.y) and not line.dots)
+    return chart(identity, title, f"{y_label} over {x_label}. {highest}", HEIGHT + top, "".join(parts))
+
+
+def _tick(words: str) -> str:
+    """`30.0 ms` as `30 ms`: on an axis the zeros say nothing."""
+    return re.sub(r"(\.\d*?)0+(?!\d)", lambda found: "" if found[1] == "." else found[1], words)
+
+
+def _x_axis(x: Scale, bottom: float, label: str, write: Write, given: Sequence[float]) -> str:
+    parts = [f'<path class="axis" d="M{LEFT} {place(bottom)}H{WIDTH - RIGHT}"/>']
+    taken = -math.inf
+    for tick in given or x.ticks():
+        words = _tick(write(tick))
+        half = len(words) * CHARACTER / 2
+        if x(tick) - half > taken + 4:  # else it would lie on its neighbour
+            middle = min(x(tick), WIDTH - half)
+            parts.append(f'<path class="axis" d="M{place(x(tick))} {place(bottom)}v4"/>')
+            parts.append(text(middle, bottom + 18, words, "mid soft"))
+            taken = middle + half
+    parts.append(text((LEFT + WIDTH - RIGHT) / 2, bottom + 37, label, "mid soft"))
+    return "".join(parts)
+
+
+def _legend(lines: Sequence[Line]) -> tuple[str, float]:
+    parts, x, y = [], 0.0, 12.0
+    for number, line in enumerate(lines):
+        width = 34 + len(line.name) * CHARACTER
+        if x and x + width > WIDTH:
+            x, y = 0.0, y + 19
+        if not line.dots:
+            parts.append(f'<path class="l{number}" d="M{place(x)} {place(y - 4)}h24"/>')
+        parts.append(_marker(number, x + 12, y - 4))
+        parts.append(text(x + 30, y, line.name))
+        x += width + 8
+    return "".join(parts), y + 10
+
+
+def _marker(number: int, x: float, y: float, words: str = "") -> str:
+    title = f"<title>{escape(words)}</title>" if words else ""
+    return f'<path class="m{number}" transform="translate({place(x)} {place(y)})" d="{MARKERS[number]}">{title}</path>'
+
+
+def _line(line: Line, number: int, x: Scale, y: Scale, write_x: Write, write_y: Write) -> str:
+    names = line.dots or [line.name] * len(line.x)
+    points = [
+        (x(a), y(b), f"{name}: {write_y(b)} at {write_x(a)}")
+        for a, b, name in zip(line.x, line.y, names, strict=True)
+        if math.isfinite(a) and math.isfinite(b) and (b > 0 or not y.log)
+    ]
+    if not points:
+        return ""
+    parts = []
+    if len(line.low):
+        over = [f"{place(x(a))} {place(y(b))}" for a, b in zip(line.x, line.high, strict=True)]
+        under = [f"{place(x(a))} {place(y(b))}" for a, b in zip(line.x, line.low, strict=True)]
+        parts.append(f'<path class="b{number}" d="M{"L".join(over + under[::-1])}z"/>')
+    if not line.dots:
+        first, *rest = points
+        if line.steps:
+            course = "".join(f"H{place(px)}V{place(py)}" for px, py, _ in rest)
+        else:
+            course = "".join(f"L{place(px)} {place(py)}" for px, py, _ in rest)
+        words = f"<title>{escape(line.name)}</title>"
+        parts.append(f'<path class="l{number}" d="M{place(first[0])} {place(first[1])}{course}">{words}</path>')
+    if line.dots or len(points) <= MOST_MARKERS:
+        parts += [_marker(number, px, py, words) for px, py, words in points]
+    return "".join(parts)
+
+
+def bar_chart(identity: str, title: str, bars: Sequence[Bar], *, what: str) -> str:
+    """Horizontal bars from zero, each with its name above and its value beside it; whiskers from low to high."""
+    widest = max((bar.high or bar.value for bar in bars), default=1.0) or 1.0
+    room = max((len(bar.shown) for bar in bars), default=0) * BOLD_CHARACTER + 12
+    scale = Scale(0, widest, 0, max(80, WIDTH - room))
+    parts, y = [], 0.0
+    for bar in bars:
+        parts.append(text(0, y + 13, bar.label, "strong" if bar.kind == "ours" else ""))
+        length, middle = max(1.0, scale(bar.value)), y + 28
+        words = f"<title>{escape(f'{bar.label}: {bar.shown}')}</title>"
+        parts.append(
+            f'<rect class="{bar.kind}" x="0.5" y="{place(y + 20)}" width="{place(length)}" height="16" rx="2">{words}</rect>'
+        )
+        if bar.low is not None and bar.high is not None and bar.high > bar.low:
+            low, high = place(scale(bar.low)), place(scale(bar.high))
+            ends = f"M{low} {place(middle - 4)}v8M{high} {place(middle - 4)}v8"
+            parts.append(f'<path class="whisker" d="M{low} {place(middle)}H{high}{ends}"/>')
+        end = max(length, scale(bar.high) if bar.high is not None else 0)
+        parts.append(text(end + 7, y + 32, bar.shown, "strong" if bar.kind == "ours" else ""))
+        y += 45
+    spoken = "; ".join(f"{bar.label} {bar.shown}" for bar in bars)
+    return chart(identity, title, f"{what}: {spoken}", y + 2, "".join(parts))

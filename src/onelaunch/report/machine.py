@@ -1,0 +1,29 @@
+"""Where something ran, as facts for the page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PACKAGES = ("torch", "triton", "cuda-core", "llvmlite", "jax")
+
+
+def chip(machine: dict[str, Any], gpu: bool = True) -> str:
+    """The name of what did the work: the GPU where there is one."""
+    if gpu and machine.get("gpus"):
+        return str(machine["gpus"][0]["name"])
+    cpu = machine.get("cpu", {})
+    return f"{cpu.get('name', 'unknown CPU')}, {cpu.get('torch_threads', '?')} threads"
+
+
+def machine_facts(source: dict[str, Any]) -> list[tuple[str, str]]:
+    machine = source.get("machine", {})
+    versions = machine.get("versions", {})
+    found = [f"{name} {versions[name]}" for name in PACKAGES if versions.get(name, "absent") != "absent"]
+    driver = f", driver {machine['driver']}" if machine.get("driver") else ""
+    return [
+        ("machine", chip(machine) + driver),
+        ("system", f"{machine.get('system', '')}, Python {versions.get('python', '?')}" if machine else ""),
+        ("versions", ", ".join([f"onelaunch {versions.get('onelaunch', '?')}", *found]) if versions else ""),
+        ("commit", source.get("commit", "")),
+        ("date", source.get("date", "")),
+    ]

@@ -1,0 +1,52 @@
+"""Numbers as people read them: three digits and the unit that fits."""
+
+from __future__ import annotations
+
+SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+JOULES = ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ"))
+BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+RATES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+
+def digits(value: float) -> str:
+    """Three significant digits, without an exponent where people would not write one."""
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1000:
+        return f"{value:#.3g}".rstrip(".") if abs(value) < 100 else f"{value:.0f}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.2e}"
+
+
+def _with_unit(value: float | None, units: tuple[tuple[float, str], ...], suffix: str = "") -> str:
+    if value is None:
+        return "–"
+    for size, name in units:
+        if abs(value) >= 0.9995 * size:
+            return f"{digits(value / size)} {name}{suffix}"
+    return f"{digits(value / units[-1][0])} {units[-1][1]}{suffix}"
+
+
+def seconds(value: float | None) -> str:
+    return _with_unit(value, SECONDS)
+
+
+def joules(value: float | None) -> str:
+    return _with_unit(value, JOULES)
+
+
+def byte_size(value: float | None) -> str:
+    return _with_unit(value, BYTES)
+
+
+def rate(value: float | None, unit: str) -> str:
+    """`4.26 TB/s`, for unit "B/s"."""
+    return _with_unit(value, RATES, unit)
+
+
+def percent(value: float | None, places: int = 1) -> str:
+    return "–" if value is None else f"{100 * value:.{places}f} %"
+
+
+def times(value: float | None) -> str:
+    """A ratio: `2.43×`."""
+    return "–" if value is None else f"{digits(value)}×"

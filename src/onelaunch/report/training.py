@@ -1,0 +1,87 @@
+"""The section of a training run: what was trained, where, its curves."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from onelaunch.report.draw import Line, line_chart
+from onelaunch.report.figure import Figure, Section, Table
+from onelaunch.report.machine import machine_facts
+from onelaunch.report.number import digits, percent, seconds
+from onelaunch.report.read import Source
+
+POINTS = 300
+SHOWN = ("batch_size", "optimizer", "lr", "schedule", "precision", "seed")
+
+
+def run_section(source: Source, identity: str) -> Section:
+    about, epochs, config = (source.content[key] for key in ("about", "epochs", "config"))
+    command = f"onelaunch train {shlex.quote(source.name + '/config.toml')}"
+    facts = [
+        ("data", about.get("data", "")),
+        ("run", ", ".join(f"{key} {config[key]}" for key in SHOWN if key in config)),
+        ("status", about.get("status", "")),
+        ("engine", about.get("reason", "")),
+        ("time", _time(about)),
+        ("allocations", ", ".join(f"{name} {count:,}" for name, count in (about.get("allocations") or {}).items())),
+        *machine_facts(about),
+    ]
+    figures = []
+    if epochs:
+        figures.append(_loss(epochs, identity, command))
+        if any(epoch.get("accuracy") is not None for epoch in epochs):
+            figures.append(_accuracy(epochs, identity, command))
+    said = [] if epochs else [("note", "No epoch is finished yet.")]
+    return Section(identity, f"Training run {source.name}", facts, [], figures, said)
+
+
+def _time(about: dict[str, Any]) -> str:
+    if "seconds" not in about:
+        return ""
+    return f"{seconds(about['seconds'])} of training and validation, {seconds(about.get('startup_seconds'))} to start"
+
+
+def _loss(epochs: list[dict[str, Any]], identity: str, command: str) -> Figure:
+    losses = [loss for epoch in epochs for loss in epoch.get("losses", []) if loss is not None]
+    stretch = max(1, -(-len(losses) // POINTS))
+    means = [sum(losses[i : i + stretch]) / len(losses[i : i + stretch]) for i in range(0, len(losses), stretch)]
+    ends = [min(i + stretch, len(losses)) for i in range(0, len(losses), stretch)]
+    lines = [Line("training", ends, means)] if means else []
+    checked = [epoch for epoch in epochs if epoch.get("validation")]
+    if checked:
+        lines.append(Line("validation", [e["step"] for e in checked], [e["validation"]["loss"] for e in checked]))
+    positive = all(value > 0 for line in lines for value in line.y)
+    svg = line_chart(f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=positive)
+    rows = [
+        [str(e["epoch"] + 1), digits(e["loss"]), _validation(e, "loss"), percent(e.get("accuracy"), 2),
+         _validation(e, "accuracy"), seconds(e.get("seconds"))]
+        for e in epochs
+    ]  # fmt: skip
+    head = ["epoch", "loss", "validation loss", "accuracy", "validation accuracy", "time"]
+    note = f"Each point is the mean of {stretch:,} steps." if stretch > 1 else ""
+    return Figure("Loss", svg, Table("Metrics of each epoch", head, rows), command, note)
+
+
+def _validation(epoch: dict[str, Any], key: str) -> str:
+    value = (epoch.get("validation") or {}).get(key)
+    if value is None:
+        return "–"
+    return percent(value, 2) if key == "accuracy" else digits(value)
+
+
+def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str) -> Figure:
+    numbers = [epoch["epoch"] + 1 for epoch in epochs]
+    lines = [Line("training", numbers, [100 * epoch["accuracy"] for epoch in epochs])]
+    checked = [e for e in epochs if (e.get("validation") or {}).get("accuracy") is not None]
+    if checked:
+        values = [100 * e["validation"]["accuracy"] for e in checked]
+        lines.append(Line("validation", [e["epoch"] + 1 for e in checked], values))
+    svg = line_chart(
+        f"{identity}-accuracy", "Accuracy", lines, x_label="epoch", y_label="accuracy, %", write_x=lambda v: f"{v:g}",
+        write_y=lambda v: f"{v:g}" if v == round(v, 1) else f"{v:.2f}",
+        x_ticks=numbers if len(numbers) <= 12 else (),
+    )  # fmt: skip
+    rows = [[str(e["epoch"] + 1), percent(e["accuracy"], 2), _validation(e, "accuracy")] for e in epochs]
+    note = f"At the end: {_validation(checked[-1], 'accuracy')} on the validation rows." if checked else ""
+    return Figure("Accuracy", svg, Table("Accuracy by epoch", ["epoch", "training", "validation"], rows), command, note)
