@@ -8,6 +8,7 @@ from onelaunch.errors import (
     OnelaunchError,
     UnsupportedError,
 )
+from onelaunch.fuse import fuse
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
 from onelaunch.rng import permutation
 from onelaunch.train import History, fit
@@ -24,6 +25,7 @@ __all__ = [
     "batch_norm",
     "cross_entropy",
     "fit",
+    "fuse",
     "linear",
     "nn",
     "permutation",

@@ -1,0 +1,129 @@
+"""What a rewritten graph calls in place of a chain: the ops of level 1, and the folding of a batch norm into a linear layer."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onelaunch import ops
+from onelaunch.ops.arguments import plain_eager, wants_gradient
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dropout: float) -> Tensor:
+    if _rounds(x, activation):
+        return F.dropout(F.leaky_relu(F.linear(x, weight, bias)), dropout)
+    return ops.linear(x, weight, bias, activation=activation, dropout=dropout)
+
+
+def _rounds(x: Tensor, activation: str | None) -> bool:
+    """The plain-PyTorch path of the ops, which float64 takes, has leaky_relu's slope in float32 only."""
+    return activation == "leaky_relu" and x.dtype == torch.float64
+
+
+def relu_dropout(x: Tensor, dropout: float) -> Tensor:
+    return ops.relu_dropout(x, dropout)
+
+
+def batch_norm(x: Tensor, norm: Any, activation: str | None, dropout: float) -> Tensor:
+    """What the module `norm` does in its mode, then activation and dropout."""
+    norm._check_input_dim(x)
+    momentum = 0.0 if norm.momentum is None else norm.momentum
+    if norm.training and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            momentum = 1 / float(norm.num_batches_tracked)
+    moved = not norm.training or norm.track_running_stats
+    return batch_norm_with(
+        x,
+        norm.running_mean if moved else None,
+        norm.running_var if moved else None,
+        norm.weight,
+        norm.bias,
+        norm.training or norm.running_mean is None,
+        momentum,
+        norm.eps,
+        activation,
+        dropout,
+    )
+
+
+def batch_norm_with(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, momentum: float, eps: float, activation: str | None, dropout: float,
+) -> Tensor:  # fmt: skip
+    if _rounds(x, activation):
+        y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return F.dropout(F.leaky_relu(y), dropout)
+    return ops.batch_norm(
+        x, running_mean, running_var, weight, bias, training=training, momentum=momentum, eps=eps,
+        activation=activation, dropout=dropout,
+    )  # fmt: skip
+
+
+def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str) -> Tensor:
+    return ops.cross_entropy(
+        logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction
+    )
+
+
+def nll_of_log_softmax(logits: Tensor, target: Tensor, dim: int, ignore_index: int, reduction: str) -> Tensor:
+    """`F.nll_loss(F.log_softmax(logits, dim), target)`; one kernel where `dim` is the classes'."""
+    if dim % logits.dim() != min(1, logits.dim() - 1):
+        return F.nll_loss(F.log_softmax(logits, dim), target, ignore_index=ignore_index, reduction=reduction)
+    return cross_entropy(logits, target, 0.0, ignore_index, reduction)
+
+
+class _Folded(NamedTuple):
+    made_from: tuple[Any, ...]
+    weight: Tensor
+    bias: Tensor
+
+
+_folded: weakref.WeakKeyDictionary[nn.Module, _Folded] = weakref.WeakKeyDictionary()
+
+
+def folded_linear(x: Tensor, layer: nn.Linear, norm: nn.BatchNorm1d, activation: str | None) -> Tensor:
+    """`act(norm(layer(x)))` in evaluation, with the batch norm folded into the layer's weights.
+
+    The folded weights are kept until a tensor they were made from is another one or has been written to. They are used
+    where nothing is differentiated; in a graph being compiled or exported, and for a gradient, the norm stays apart.
+    """
+    tensors = (layer.weight, layer.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
+    direct = plain_eager(x) or (type(x) is Tensor and not torch.compiler.is_compiling() and _no_modes())
+    if x.dim() != 2 or not direct or wants_gradient(x, *tensors) or any(_unversioned(t) for t in tensors):
+        return batch_norm(F.linear(x, layer.weight, layer.bias), norm, activation, 0.0)
+    made_from = (norm, norm.eps, *((id(t), t.data_ptr(), t._version) for t in tensors if t is not None))
+    known = _folded.get(layer)
+    if known is None or known.made_from != made_from:
+        known = _Folded(made_from, *_fold(layer, norm))
+        _folded[layer] = known
+    return linear(x, known.weight, known.bias, activation, 0.0)
+
+
+def _fold(layer: nn.Linear, norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
+    assert norm.running_mean is not None
+    assert norm.running_var is not None
+    with torch.no_grad():
+        exact = torch.float64 if layer.weight.dtype == torch.float64 else torch.float32
+        scale = (norm.running_var.to(exact) + norm.eps).rsqrt()
+        if norm.weight is not None:
+            scale = scale * norm.weight
+        bias = -norm.running_mean.to(exact) if layer.bias is None else layer.bias - norm.running_mean.to(exact)
+        bias = bias * scale
+        if norm.bias is not None:
+            bias = bias + norm.bias
+        dtype = layer.weight.dtype
+        return (layer.weight * scale[:, None]).to(dtype), bias.to(dtype)
+
+
+def _no_modes() -> bool:
+    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0
+
+
+def _unversioned(tensor: Tensor | None) -> bool:
+    """Made under inference_mode: nobody counts the writes to it."""
+    return tensor is not None and tensor.is_inference()

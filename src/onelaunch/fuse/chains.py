@@ -1,0 +1,308 @@
+"""Finds the chains of operations in a graph that one kernel can do, and says why where it cannot.
+
+A chain is a run of nodes, each the only reader of the one before:
+
+    linear [batch_norm, in evaluation] [activation] [dropout]      batch_norm [activation] [dropout]
+    relu dropout                                                   log_softmax nll_loss         cross_entropy
+
+The fused call takes the place of the first node, so nothing between can have touched its inputs. Values inside the chain are
+seen by nobody else. What remains is a change in place, later, of the chain's input or output: what the kernels keep for
+the backward is not always what PyTorch keeps, so such a chain is left alone.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from onelaunch.fuse.operations import Operation, of_call, of_module
+from onelaunch.fuse.tracing import Trace
+
+# Functions and methods whose result never shares memory with an argument.
+_FRESH_NAMES = frozenset(
+    (
+        "add", "sub", "mul", "div", "truediv", "matmul", "mm", "bmm", "addmm", "linear", "relu", "leaky_relu", "gelu", "silu",
+        "sigmoid", "tanh", "softmax", "log_softmax", "layer_norm", "batch_norm", "group_norm", "conv1d", "conv2d", "conv3d",
+        "cat", "stack", "sum", "mean", "exp", "log", "sqrt", "pow", "neg", "einsum", "embedding", "interpolate", "max_pool2d",
+        "adaptive_avg_pool2d", "scaled_dot_product_attention", "cross_entropy", "nll_loss",
+    )
+)  # fmt: skip
+_FRESH_MODULES = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.LayerNorm, nn.GroupNorm, nn.Embedding, nn.EmbeddingBag, nn.GELU, nn.Sigmoid, nn.Tanh, nn.Softmax, nn.LogSoftmax,
+    nn.MaxPool2d, nn.AvgPool2d, nn.NLLLoss, nn.CrossEntropyLoss,
+)  # fmt: skip
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in ("iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "setitem", "imatmul")
+)
+
+
+@dataclass(eq=False)
+class Chain:
+    """Operations that could be one, or (with a reason) could have been."""
+
+    nodes: list[fx.Node]
+    operations: list[Operation]
+    reason: str | None = None  # why it is not fused; None: it can be
+
+    @property
+    def name(self) -> str:
+        return " + ".join(operation.name for operation in self.operations)
+
+    @property
+    def owner(self) -> str:
+        """The path of the innermost module that holds the whole chain."""
+        paths = [str(node.meta.get("owner", "")).split(".") for node in self.nodes]
+        shared: list[str] = []
+        for parts in zip(*paths, strict=False):
+            if len(set(parts)) > 1:
+                break
+            shared.append(parts[0])
+        return ".".join(shared)
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What tells this chain from the others of its graph."""
+        return tuple(str(node.target) if node.op == "call_module" else node.name for node in self.nodes)
+
+    @property
+    def modules(self) -> list[str]:
+        """Paths of the modules it takes in; a function belongs to the module whose forward calls it."""
+        return [
+            op.path or str(node.meta.get("owner", "")) for node, op in zip(self.nodes, self.operations, strict=True)
+        ]
+
+
+def label(node: fx.Node) -> str:
+    """A node's name for people: the module's path, or the function and the module that calls it."""
+    if node.op == "call_module":
+        return str(node.target)
+    owner = node.meta.get("owner", "")
+    name = getattr(node.target, "__name__", str(node.target))
+    return f"{owner}.{name}" if owner else name
+
+
+def _mode(operation: Operation) -> Any:
+    """Training or not; a node where the program computes it."""
+    return operation.option("training", operation.role == "dropout")
+
+
+def _training(operation: Operation) -> bool:
+    return operation.role in ("batch_norm", "dropout") and _mode(operation)
+
+
+def operations_of(trace: Trace, shared: frozenset[str]) -> dict[fx.Node, Operation]:
+    """The nodes level 1 knows, with what blocks each: a hook, a subclass, a module that is called at several places."""
+    calls = Counter(trace.module(node) for node in trace.graph.nodes if node.op == "call_module")
+    found: dict[fx.Node, Operation] = {}
+    for node in trace.graph.nodes:
+        operation: Operation | None = None
+        if node.op == "call_module":
+            module, path = trace.module(node), str(node.target)
+            operation = of_module(module, path, node.args, node.kwargs)
+            holds_state = operation is not None and operation.role in ("linear", "batch_norm")
+            if operation and holds_state and not operation.blocked and (calls[module] > 1 or path in shared):
+                operation = Operation(
+                    operation.role, operation.name, operation.arguments, module, path, f"{path} is shared"
+                )
+        elif node.op in ("call_function", "call_method"):
+            operation = of_call(node.target, node.args, node.kwargs)
+        if operation is not None and isinstance(operation.input, fx.Node) and isinstance(_mode(operation), bool):
+            found[node] = operation
+    return found
+
+
+def find_chains(trace: Trace, shared: frozenset[str] = frozenset()) -> list[Chain]:
+    """All chains of a graph, in its order; a node is in one chain without a reason at most."""
+    known = operations_of(trace, shared)
+    changes = _Changes(trace)
+    chains: list[Chain] = []
+    taken: set[fx.Node] = set()
+    for node in known:
+        if node in taken:
+            continue
+        chain, refused = _grow(node, known)
+        if chain is not None:
+            chain.reason = chain.reason or changes.after(chain)
+            chains.append(chain)
+            if chain.reason is None:
+                taken.update(chain.nodes)
+        if refused is not None:
+            chains.append(refused)
+    return chains
+
+
+def _grow(head: fx.Node, known: dict[fx.Node, Operation]) -> tuple[Chain | None, Chain | None]:
+    """The longest chain from here on, if there is one, and the step that was refused, if one was."""
+    first = known[head]
+    nodes, operations = [head], [first]
+    refused: Chain | None = None
+
+    def step(role: str, allowed: Any = lambda operation: None) -> bool:
+        """Take in the next node if it has this role; note why not."""
+        nonlocal refused
+        last = nodes[-1]
+        readers = list(last.users)
+        follower = next((n for n in readers if n in known and known[n].role == role and known[n].input is last), None)
+        if follower is None:
+            return False
+        operation = known[follower]
+        reason = _blocker(operations[-1], operation, last) or allowed(operation)
+        if reason:
+            if reason is not _NOTHING_GAINED:
+                refused = Chain([last, follower], [operations[-1], operation], str(reason))
+            return False
+        nodes.append(follower)
+        operations.append(operation)
+        return True
+
+    gains = False
+    match first.role:
+        case "linear":
+            folds = step(
+                "batch_norm", lambda norm: _NOTHING_GAINED if _training(norm) or not _can_fold(first, norm) else None
+            )
+            gains = step("activation") or folds
+            gains = (
+                step("dropout", lambda drop: _mixed_modes(operations, drop)) and operations[-1].dropped > 0
+            ) or gains
+        case "batch_norm":
+            gains = step("activation")
+            gains = (
+                step("dropout", lambda drop: _mixed_modes(operations, drop)) and operations[-1].dropped > 0
+            ) or gains
+        case "activation" if first.name == "relu":
+            in_place = "relu works in place on a value that others may hold" if first.inplace else None
+            gains = step("dropout", lambda drop: _NOTHING_GAINED if drop.dropped == 0 else in_place)
+        case "log_softmax":
+            gains = step("nll_loss", lambda loss: _loss_blocker(loss) or _softmax_blocker(first))
+        case "cross_entropy":
+            gains = True
+            reason = first.blocked or _loss_blocker(first)
+            if reason:
+                return Chain(nodes, operations, reason), None
+    return (Chain(nodes, operations) if gains else None), refused
+
+
+_NOTHING_GAINED = "nothing is gained"
+
+
+def _blocker(before: Operation, operation: Operation, node: fx.Node) -> str | None:
+    """Why `operation` cannot be taken into the chain that `node` ends."""
+    if before.blocked or operation.blocked:
+        return before.blocked or operation.blocked
+    if len(node.users) > 1:
+        names = ", ".join(sorted("the caller" if user.op == "output" else label(user) for user in node.users))
+        return f"the value of {label(node)} has {len(node.users)} readers: {names}"
+    if any(isinstance(operation.arguments.get(name), fx.Node) for name in ("p", "training", "inplace", "approximate")):
+        return f"an option of {operation.name} is computed"
+    return None
+
+
+def _can_fold(linear: Operation, norm: Operation) -> bool:
+    return (
+        isinstance(linear.module, nn.Linear)
+        and isinstance(norm.module, nn.BatchNorm1d)
+        and norm.module.track_running_stats
+    )
+
+
+def _mixed_modes(operations: list[Operation], drop: Operation) -> str | None:
+    norm = next((operation for operation in operations if operation.role == "batch_norm"), None)
+    if norm is not None and not _training(norm) and drop.dropped > 0:
+        return "the batch norm is in evaluation mode and the dropout in training mode"
+    return None
+
+
+def _loss_blocker(loss: Operation) -> str | None:
+    if loss.option("weight") is not None:
+        return f"{loss.name} has class weights"
+    if loss.module is None and (
+        loss.arguments.get("size_average") is not None or loss.arguments.get("reduce") is not None
+    ):
+        return f"{loss.name} is called with size_average or reduce"
+    if loss.arguments.get("target") is None:
+        return f"{loss.name} has no target"
+    options = [loss.option(name, 0) for name in ("ignore_index", "reduction")]
+    if any(isinstance(option, fx.Node) for option in options):
+        return f"an option of {loss.name} is computed"
+    return None
+
+
+def _softmax_blocker(softmax: Operation) -> str | None:
+    dim = softmax.option("dim")
+    if dim not in (1, -1):
+        return f"log_softmax goes along dim {dim}: the classes must be dim 1"
+    if softmax.module is None and softmax.arguments.get("dtype") is not None:
+        return "log_softmax changes the dtype"
+    return None
+
+
+class _Changes:
+    """Which values of a graph are changed in place, through any view of them, and by which node."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.order = {node: index for index, node in enumerate(trace.graph.nodes)}
+        self.same: dict[fx.Node, fx.Node] = {node: node for node in trace.graph.nodes}
+        self.changed: list[tuple[fx.Node, fx.Node]] = []  # (value, the node that changes it)
+        for node in trace.graph.nodes:
+            inputs = node.all_input_nodes
+            in_place = _in_place_target(node, trace)
+            if in_place is not None:
+                self.changed.append((in_place, node))
+                inputs = [in_place]  # the result is that value, and no view of the others
+            if not _is_fresh(node, trace) and node.op not in ("placeholder", "get_attr", "output"):
+                for one in inputs:
+                    self.same[self._root(one)] = self._root(node)
+
+    def _root(self, node: fx.Node) -> fx.Node:
+        while self.same[node] is not node:
+            node = self.same[node]
+        return node
+
+    def after(self, chain: Chain) -> str | None:
+        """Why a later change in place forbids the chain, if one does."""
+        ends = {self._root(chain.nodes[-1]): "result", self._root(chain.operations[0].input): "input"}
+        for value, changer in self.changed:
+            if changer not in chain.nodes and self.order[changer] > self.order[chain.nodes[0]]:
+                end = ends.get(self._root(value))
+                if end is not None:
+                    return f"its {end} is changed in place by {label(changer)}"
+        return None
+
+
+def _in_place_target(node: fx.Node, trace: Trace) -> Any:
+    """The value that a node writes over, or None."""
+    first = next(iter(node.args), node.kwargs.get("input"))
+    out = node.kwargs.get("out")
+    if isinstance(out, fx.Node):
+        return out
+    if not isinstance(first, fx.Node):
+        return None
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op == "call_module":
+        return first if getattr(trace.module(node), "inplace", False) else None
+    if node.op in ("call_function", "call_method"):
+        by_name = name.endswith("_") and not name.endswith("__")
+        operation = of_call(node.target, node.args, node.kwargs)
+        by_option = node.kwargs.get("inplace") is True or (operation is not None and operation.inplace)
+        if by_name or by_option or node.target in _IN_PLACE_OPERATORS or name == "__setitem__":
+            return first
+    return None
+
+
+def _is_fresh(node: fx.Node, trace: Trace) -> bool:
+    if _in_place_target(node, trace) is not None:
+        return False
+    if node.op == "call_module":
+        module = trace.module(node)
+        return type(module) in _FRESH_MODULES or type(module) in (nn.ReLU, nn.SiLU, nn.LeakyReLU)
+    if node.op in ("call_function", "call_method"):
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        return name in _FRESH_NAMES
+    return False

@@ -1,0 +1,69 @@
+"""`ol.fuse(model)`: a second view of a model in which neighbouring operations run as one kernel."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, suggest
+from onelaunch.fuse.decide import decide
+from onelaunch.fuse.placing import fusion_of, place_regions, reasons_against, regions
+from onelaunch.fuse.region import Options
+
+log = logging.getLogger("onelaunch")
+
+
+def fuse(
+    model: nn.Module,
+    *inputs: Any,
+    eval_only: bool = False,
+    only: str | Iterable[str] = (),
+    skip: str | Iterable[str] = (),
+) -> nn.Module:
+    """`model` with its chains of operations fused: a new module of the same class over the same parameters and buffers.
+
+    With example `inputs`, a chain is fused only where that pays at their size: on a CUDA device this is measured once and
+    kept, elsewhere it is predicted. `only` and `skip` name modules, which stand for all inside them. A model in which nothing
+    can be fused comes back as it is, and a log message says why.
+    """
+    _check_model("model", model)
+    options = Options(eval_only, _names("only", only, model), _names("skip", skip, model))
+    known = fusion_of(model)
+    if known is not None and options in (known.options, Options()):
+        return model
+    if any(is_lazy(parameter) for parameter in model.parameters()):
+        log.warning("fuse: %s has parameters that are not initialised; call it once, then fuse it", _kind(model))
+        return model
+    fused = place_regions(model, options)
+    if inputs and regions(fused):
+        decide(fused, inputs)
+    if not any(plan.fused for region in regions(fused) for plan in region.plans):
+        reasons = reasons_against(fused)
+        log.warning("fuse: nothing to fuse in %s%s", _kind(model), f": {reasons[0]}" if reasons else "")
+        return model
+    return fused
+
+
+def _kind(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _check_model(argument: str, model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"{argument} is a {type(model).__name__}: pass a torch.nn.Module")
+
+
+def _names(argument: str, names: str | Iterable[str], model: nn.Module) -> tuple[str, ...]:
+    names = (names,) if isinstance(names, str) else tuple(names)
+    known = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    for name in names:
+        if name not in known:
+            raise OnelaunchError(
+                f"{argument}={name!r} is not a module of {_kind(model)}: pass a name that named_modules() gives"
+                f"{suggest(name, known)}"
+            )
+    return names

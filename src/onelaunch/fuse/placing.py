@@ -1,0 +1,88 @@
+"""Where regions go: a twin of the model, with one in each module that owns a chain."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from onelaunch.fuse.region import Fusion, Options, Plan, Region
+from onelaunch.fuse.tracing import Arguments
+from onelaunch.fuse.twin import twin
+
+
+def place_regions(model: nn.Module, options: Options) -> nn.Module:
+    """The twin of `model`, with a region in each module that owns a chain in training or in evaluation mode."""
+    fused = twin(model)
+    for module in fused.modules():
+        if isinstance(vars(module).get("forward"), Region):
+            del module.forward  # the model held fused parts: their chains are found again, and perhaps longer ones
+    fusion = Fusion(fused, options)
+    shared = _registered_often(fused)
+    found: dict[str, Region] = {}
+    modes = (False,) if options.eval_only else (True, False)
+    for mode in modes:
+        with in_mode(fused, mode):
+            for path, module in fused.named_modules():
+                if path in found or (path and not module._modules) or "forward" in vars(module):
+                    continue  # known; a single operation; a forward that somebody put in the place of the class's
+                region = Region(module, path, _below(shared, path), fusion)
+                plan = region.make_plan(Arguments.required_by(type(module).forward))
+                if any(chain.owner == "" for chain in plan.fused):
+                    found[path] = region
+    for region in found.values():
+        region.module.forward = region
+    make_plans(fused, modes)
+    return fused
+
+
+def make_plans(fused: nn.Module, modes: Iterable[bool] = (True, False)) -> None:
+    """Makes the plans for the likeliest call of each region anew; `torch.compile` cannot make them on the way."""
+    for region in regions(fused):
+        region.plans = []
+    for mode in modes:
+        with in_mode(fused, mode):
+            for region in regions(fused):
+                region.make_plan(Arguments.required_by(type(region.module).forward))
+
+
+def _below(names: frozenset[str], path: str) -> frozenset[str]:
+    prefix = f"{path}." if path else ""
+    return frozenset(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+
+
+def _registered_often(root: nn.Module) -> frozenset[str]:
+    """Paths of modules that the tree holds at more than one place."""
+    named = list(root.named_modules(remove_duplicate=False))
+    counts = Counter(id(module) for _, module in named)
+    return frozenset(path for path, module in named if counts[id(module)] > 1)
+
+
+@contextmanager
+def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """All modules in training or evaluation mode, then each as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in before:
+            module.training = training
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def regions(model: nn.Module) -> list[Region]:
+    found = [vars(module).get("forward") for module in model.modules()]
+    return [region for region in found if isinstance(region, Region)]
+
+
+def fusion_of(model: nn.Module) -> Fusion | None:
+    """What `fuse` knows about `model`, if `model` is what it returned."""
+    return next((region.fusion for region in regions(model) if region.fusion.root is model), None)
+
+
+def reasons_against(model: nn.Module) -> list[str]:
+    plans: list[Plan] = [plan for region in regions(model) for plan in region.plans]
+    return list(dict.fromkeys(chain.reason for plan in plans for chain in plan.chains if chain.reason))

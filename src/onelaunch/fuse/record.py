@@ -1,0 +1,208 @@
+"""Runs a model once and notes every operation with its sizes, inside the graphs of regions and outside.
+
+The model runs for real, so that any model can be recorded; random state and buffers are put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.fuse import region as regions_of_models
+from onelaunch.fuse.chains import Chain, label
+from onelaunch.fuse.costs import Spec, Step, apart
+from onelaunch.fuse.operations import Operation, of_call
+from onelaunch.fuse.region import Plan, Region, absolute
+from onelaunch.fuse.roofline import Cost
+from onelaunch.fuse.tracing import inputs_of
+
+
+@dataclass
+class Found:
+    """A chain met while recording, with the operations it stands for and where they are in the record."""
+
+    chain: Chain
+    region: Region
+    training: bool
+    steps: list[int] = field(default_factory=list)  # indices into the record; none if the run did not pass it
+
+
+@dataclass
+class Record:
+    steps: list[Step] = field(default_factory=list)
+    chains: list[Found] = field(default_factory=list)
+
+
+def record(model: nn.Module, inputs: tuple[Any, ...]) -> Record:
+    """One call of `model` in its current mode; in training mode what it would cost to go back is part of the record."""
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    copies = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x, inputs)
+    cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    recorder = _Recorder(model)
+    try:
+        with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(model.training), recorder.watching():
+            model(*copies)
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise OnelaunchError(
+            f"inputs do not fit {type(model).__name__}: {text[0] if text else type(error).__name__}; pass what it takes"
+        ) from error
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+    return recorder.record
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+class _Recorder(TorchFunctionMode):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.record = Record()
+        self.names = {id(module): path for path, module in model.named_modules()}
+        self.open: list[str] = []  # paths of the modules being called
+        self.place: str | None = None  # of the node being run, where a region is
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        def enter(module: nn.Module, _: Any) -> None:
+            self.open.append(self.names.get(id(module), type(module).__name__))
+
+        def leave(*_: Any) -> None:
+            self.open.pop()
+
+        hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+        regions_of_models.watcher = self.run_region
+        try:
+            with self:
+                yield
+        finally:
+            regions_of_models.watcher = None
+            for hook in hooks:
+                hook.remove()
+
+    def run_region(self, region: Region, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The region's graph node by node, unfused."""
+        assert plan.trace is not None
+        return _Walk(self, region, plan).run(*inputs_of(args, kwargs))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation = of_call(func, args, kwargs)
+        if operation is not None and _is_tensor(operation.input):
+            result = func(*args, **kwargs)
+            self._note(_step(operation, result))
+            return result
+        counter = _Counter()
+        with counter:
+            result = func(*args, **kwargs)
+        if counter.cost.launches and (outputs := [x for x in tree_leaves(result) if _is_tensor(x)]):
+            name = getattr(func, "__name__", str(func)).strip("_")
+            read = [Spec.of(x) for x in tree_leaves((args, kwargs)) if _is_tensor(x)]
+            step = Step(name, name, name, read, Spec.of(outputs[0]), forward=counter.cost)
+            if step.output.requires_grad:
+                forward = counter.cost
+                twice = 2 if forward.flops else 1
+                step.backward = Cost(twice * forward.bytes, twice * forward.flops, twice * forward.launches)
+            self._note(step)
+        return result
+
+    def _note(self, step: Step) -> None:
+        place = self.place or (self.open[-1] if self.open else "")
+        step.label = place or step.name
+        self.record.steps.append(step)
+
+
+class _Walk(fx.Interpreter):
+    def __init__(self, recorder: _Recorder, region: Region, plan: Plan) -> None:
+        assert plan.trace is not None
+        super().__init__(region.module, graph=plan.trace.graph)
+        self.recorder, self.region = recorder, region
+        self.found = {id(chain): Found(chain, region, region.module.training) for chain in plan.chains}
+        self.plan = plan
+        recorder.record.chains += self.found.values()
+
+    def run_node(self, n: fx.Node) -> Any:
+        recorder = self.recorder
+        outer, recorder.place = recorder.place, absolute(self.region.path, label(n))
+        # A call of an opaque child names what it does by itself.
+        opaque = n.op == "call_module" and self.fetch_attr(str(n.target))._modules
+        if opaque:
+            recorder.place = None
+        first = len(recorder.record.steps)
+        try:
+            return super().run_node(n)
+        finally:
+            recorder.place = outer
+            for chain in self.plan.chains:
+                if n in chain.nodes:
+                    # A batch norm also counts its batches, which is no part of the chain.
+                    role = chain.operations[chain.nodes.index(n)].role
+                    new = range(first, len(recorder.record.steps))
+                    self.found[id(chain)].steps += [at for at in new if recorder.record.steps[at].role == role]
+
+
+def _step(operation: Operation, result: torch.Tensor) -> Step:
+    arguments = operation.arguments
+    options: dict[str, float] = {"training": operation.option("training", operation.role == "dropout") is True}
+    tensors = [operation.input]
+    match operation.role:
+        case "linear":
+            tensors += [t for t in (arguments.get("weight"), arguments.get("bias")) if t is not None]
+            bias = arguments.get("bias")
+            options["bias"] = bias is not None and bias.requires_grad
+        case "dropout":
+            options["dropped"] = operation.dropped
+        case "cross_entropy":
+            options["smoothing"] = arguments.get("label_smoothing", 0.0)
+    inputs = [Spec.of(tensor) for tensor in tensors]
+    step = Step(operation.role, operation.name, operation.name, inputs, Spec.of(result), options)
+    work = apart(step)
+    return replace(step, forward=work.forward, backward=work.backward)
+
+
+class _Counter(TorchDispatchMode):
+    """Bytes, operations and launches of the kernels a call runs; a view or a shape question runs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torch.utils.flop_counter import flop_registry  # imports Triton where it is installed
+
+        self.registry = flop_registry
+        self.cost = Cost()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        outputs = [x for x in tree_leaves(result) if _is_tensor(x)]
+        if outputs and not func.is_view and func.overloadpacket not in _FREE:
+            tensors = [x for x in tree_leaves((args, kwargs)) if _is_tensor(x)]
+            counted = self.registry.get(func.overloadpacket)
+            flops = counted(*args, **(kwargs or {}), out_val=result) if counted else max(x.numel() for x in outputs)
+            moved = sum(x.numel() * x.element_size() for x in {id(x): x for x in (*tensors, *outputs)}.values())
+            self.cost += Cost(moved, flops, 1)
+        return result
+
+
+_aten = torch.ops.aten
+_FREE = {
+    _aten.detach,
+    _aten.empty,
+    _aten.empty_like,
+    _aten._unsafe_view,
+    _aten.lift_fresh,
+    _aten.alias,
+    _aten.empty_strided,
+}

@@ -1,0 +1,187 @@
+"""The forward of a module in which chains are fused: traced once for each way it is called, guarded, rewritten.
+
+A region is the instance attribute `forward` of a module. The class stays what it is, and so do hooks, `state_dict`, `repr`,
+pickling and `copy.deepcopy`. Where a trace cannot be vouched for, the class's own forward runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.modules import module as module_hooks
+
+from onelaunch.fuse.chains import Chain, find_chains
+from onelaunch.fuse.guard import Guard
+from onelaunch.fuse.operations import known_base
+from onelaunch.fuse.rewrite import rewrite
+from onelaunch.fuse.tracing import Arguments, RefusedError, StandsForClass, Trace, inputs_of, trace
+from onelaunch.fuse.verdict import without_sizes
+
+MOST_PLANS = (
+    16  # of one region; a forward whose constants never repeat (a growing position, say) is left alone after that
+)
+# While a model is recorded: what runs a region's plan instead.
+watcher: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+_one_at_a_time = threading.RLock()  # a trace replaces methods of nn.Module while it runs
+
+
+@dataclass(frozen=True)
+class Options:
+    eval_only: bool = False
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+
+    def excluded(self, paths: list[str]) -> str | None:
+        """Why a chain of modules with these paths is not to be fused; None when it may be."""
+        if self.only and not all(_inside(path, self.only) for path in paths):
+            return "not named in only"
+        if any(_inside(path, self.skip) for path in paths):
+            return "named in skip"
+        return None
+
+
+def _inside(path: str, names: tuple[str, ...]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+@dataclass
+class Fusion:
+    """What all regions of one fused model share. `verdicts` holds, by mode and chain, why a chain is not worth it."""
+
+    root: nn.Module
+    options: Options
+    verdicts: dict[tuple[bool, str], str | None] = field(default_factory=dict)
+
+
+@dataclass
+class Plan:
+    """One way a region is called: its graph, its chains, and the function that runs it (None: the class's own forward)."""
+
+    arguments: Arguments
+    guard: Guard
+    chains: list[Chain] = field(default_factory=list)
+    trace: Trace | None = None
+    refusal: str | None = None  # why there is no trace
+    run: Callable[..., Any] | None = None
+
+    @property
+    def fused(self) -> list[Chain]:
+        return [chain for chain in self.chains if chain.reason is None]
+
+
+class Region(StandsForClass):
+    def __init__(self, module: nn.Module, path: str, shared: frozenset[str], fusion: Fusion) -> None:
+        self.module = module
+        self.path = path  # in the fused model
+        self.shared = shared  # paths below the module of those that are registered more than once
+        self.fusion = fusion
+        self.plans: list[Plan] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plan = self.plan(args, kwargs)
+        if watcher is not None and plan is not None and plan.trace is not None:
+            return watcher(self, plan, args, kwargs)
+        if plan is None or plan.run is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return plan.run(self.module, *inputs_of(args, kwargs))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Of the forward that is replaced: libraries ask for it to choose what to pass."""
+        signature = inspect.signature(type(self.module).forward)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    @property
+    def __code__(self) -> Any:
+        return type(self.module).forward.__code__  # torch.export names the source file by it
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
+        """The plan for a call like this, made if it is new; None where the class's own forward must run."""
+        if watcher is None and module_hooks._has_any_global_hook():
+            return None
+        arguments = Arguments.of(args, kwargs)
+        for plan in self.plans:
+            if plan.arguments == arguments and plan.guard.holds():
+                return plan
+        if torch.compiler.is_dynamo_compiling() or len(self.plans) >= MOST_PLANS:
+            return None
+        return self.make_plan(arguments)
+
+    def make_plan(self, arguments: Arguments) -> Plan:
+        plan = make_plan(self.module, self.path, arguments, self.shared, self.fusion)
+        self.plans = [plan, *self.plans]  # a new list: another thread may be walking the old one
+        return plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "plans": []}  # plans hold code; they are made again at the next call
+
+    def __repr__(self) -> str:
+        return f"Region({self.path or 'the model'})"
+
+
+def absolute(prefix: str, path: str) -> str:
+    return f"{prefix}.{path}" if prefix and path else prefix or path
+
+
+def make_plan(module: nn.Module, path: str, arguments: Arguments, shared: frozenset[str], fusion: Fusion) -> Plan:
+    """What to do when `module`, which is `path` in the fused model, is called with arguments of this kind."""
+    with _one_at_a_time:
+        try:
+            traced = trace(module, arguments)
+        except RefusedError as refusal:
+            return Plan(arguments, Guard([module]), refusal=str(refusal))
+    plan = Plan(arguments, Guard(_watched(traced)), find_chains(traced, shared), traced)
+    for chain in plan.chains:
+        if chain.reason is None:
+            chain.reason = _why_not(chain, path, module.training, fusion)
+    if plan.fused:
+        plan.run = compiled(traced, plan.fused)
+    return plan
+
+
+def _why_not(chain: Chain, path: str, training: bool, fusion: Fusion) -> str | None:
+    if fusion.options.eval_only and training:
+        return "eval_only: nothing is fused in training mode"
+    excluded = fusion.options.excluded([absolute(path, name) for name in chain.modules])
+    if excluded:
+        return excluded
+    key = chain_key(chain, path, training)
+    return fusion.verdicts[key] if key in fusion.verdicts else without_sizes(chain)
+
+
+def chain_key(chain: Chain, path: str, training: bool) -> tuple[bool, str]:
+    return training, " ".join(absolute(path, part) for part in chain.key)
+
+
+def _watched(traced: Trace) -> list[nn.Module]:
+    called = [traced.module(node) for node in traced.graph.nodes if node.op == "call_module"]
+    known = [module for module in called if known_base(module) is not None]
+    return list(dict.fromkeys([*traced.inlined.values(), *known]))
+
+
+def compiled(traced: Trace, chains: list[Chain]) -> Callable[..., Any]:
+    """The function `run(module, *inputs)` of the graph with these chains fused. The trace itself stays as it is."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(traced.graph, copies)
+    graph.output(result)
+    moved = [
+        Chain([copies[node] for node in chain.nodes], [_moved(operation, copies) for operation in chain.operations])
+        for chain in chains
+    ]
+    rewrite(graph, moved)
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(compile(code.src, "<onelaunch.fuse>", "exec"), names)
+    return names["forward"]
+
+
+def _moved(operation: Any, copies: dict[fx.Node, fx.Node]) -> Any:
+    arguments = fx.node.map_arg(operation.arguments, lambda node: copies[node])
+    return replace(operation, arguments=arguments)

@@ -1,0 +1,284 @@
+"""A module's forward as a graph, or the reason why it cannot be vouched for.
+
+`torch.fx` records what a forward does to its tensors, once. That is the whole truth only if the forward is a function of its
+arguments and of attributes that stay as they are. So a trace here is refused, with the reason, when the forward
+
+- branches on a tensor, or asks for the type of an argument (which is a proxy during the trace);
+- makes tensors of its own (`torch.rand` would be drawn once and for all), or draws random numbers in Python;
+- enters `no_grad` or `autocast`, which a graph does not record;
+- changes attributes of its module, or prints.
+
+A child that is refused becomes one opaque call in the graph of its parent. What was read but cannot be seen in the graph (mode,
+hooks, children and attributes of every module traced through) is the guard of the trace: see `guard.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from onelaunch.fuse.operations import hooked, known_base
+
+# Names in a forward's code that make it more than a function of its tensors, or that a proxy answers wrongly.
+TELLING_NAMES = frozenset({"isinstance", "issubclass", "type", "is_tensor", "hasattr", "print", "warn"})
+# Questions about a real tensor (a parameter's) that make no new one.
+HARMLESS = frozenset(
+    {"__get__", "dim", "size", "numel", "stride", "element_size", "is_floating_point", "is_contiguous"}
+)
+CONSTANTS = (bool, int, float, str, types.NoneType, torch.dtype, torch.device)
+
+
+class RefusedError(Exception):
+    """Why a forward cannot be taken as a graph."""
+
+
+class StandsForClass:
+    """A forward set on an instance that computes what its class's own forward computes."""
+
+
+STANDS_FOR_CLASS = StandsForClass()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """How a call's arguments divide into constants, part of the trace, and tensors (or anything else), its inputs."""
+
+    positional: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        return cls(tuple(map(_kind, args)), tuple((name, _kind(value)) for name, value in kwargs.items()))
+
+    @classmethod
+    def required_by(cls, forward: Any) -> Arguments:
+        """One input for each parameter without a default: what a call will most likely pass."""
+        parameters = list(inspect.signature(forward).parameters.values())[1:]
+        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        required = [one for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
+        return cls((INPUT,) * len(required), ())
+
+
+class _Input:
+    def __repr__(self) -> str:
+        return "input"
+
+
+INPUT = _Input()
+
+
+def _kind(value: Any) -> Any:
+    # The type is part of a constant: 1, 1.0 and True are equal and hash alike.
+    return (type(value), value) if isinstance(value, CONSTANTS) else INPUT
+
+
+def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The values that take the places of the graph's placeholders."""
+    return [value for value in (*args, *kwargs.values()) if not isinstance(value, CONSTANTS)]
+
+
+@dataclass
+class Trace:
+    graph: fx.Graph
+    root: nn.Module
+    inlined: dict[str, nn.Module]  # by path: the modules whose forward is now part of the graph, the root ("") first
+    opaque: dict[str, str]  # path of a child that is called as a whole -> why
+
+    def module(self, node: fx.Node) -> nn.Module:
+        return self.root.get_submodule(str(node.target))
+
+
+def trace(root: nn.Module, arguments: Arguments) -> Trace:
+    """The graph of `root`'s own forward for a call of this kind, or RefusedError."""
+    tracer = _Tracer(arguments)
+    random_state = random.getstate()
+    try:
+        with _unchanged({"": root}), _NoTensorsOfItsOwn():
+            graph = tracer.trace(root)
+    except RefusedError:
+        raise
+    except Exception as error:  # fx and the forward itself may raise anything when fed with proxies
+        raise RefusedError(_first_line(error)) from error
+    if random.getstate() != random_state:
+        random.setstate(random_state)
+        raise RefusedError("draws random numbers in Python")
+    return Trace(graph, root, tracer.inlined, tracer.opaque)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
+
+
+class _NoTensorsOfItsOwn(TorchFunctionMode):
+    """Refuses torch calls without a proxy: their result would be frozen into the graph."""
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if any(issubclass(kind, fx.Proxy) for kind in kinds) or name in HARMLESS:
+            return func(*args, **(kwargs or {}))
+        raise RefusedError(f"makes a tensor of its own ({name})")
+
+
+def why_opaque(module: nn.Module) -> str | None:
+    """Why a child must stay one call: it hides what it does, or something watches it."""
+    if hooked(module):
+        return "has a hook"
+    if not isinstance(vars(module).get("forward", STANDS_FOR_CLASS), StandsForClass):
+        return "has a forward of its own"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is scripted"
+    if type(module) in (nn.Sequential, nn.Identity):
+        return None
+    if type(module).__module__.startswith("torch.nn") or known_base(module) is not None:
+        return "is a module of torch.nn"
+    return why_not_readable(type(module).forward)
+
+
+def why_not_readable(forward: Any) -> str | None:
+    inner = inspect.unwrap(forward)
+    names = set(_names(getattr(forward, "__code__", None))) | set(_names(getattr(inner, "__code__", None)))
+    telling = sorted(names & TELLING_NAMES)
+    return f"its forward calls {telling[0]}" if telling else None
+
+
+def _names(code: Any) -> Iterator[str]:
+    if code is not None:
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from _names(constant)
+
+
+@contextmanager
+def _unchanged(modules: dict[str, nn.Module]) -> Iterator[None]:
+    """Puts back attributes (and the contents of lists, dicts and sets) that the block changes, and refuses then."""
+    before = {path: dict(vars(module)) for path, module in modules.items()}
+    contents = [
+        (path, name, value, value.copy())
+        for path, attributes in before.items()
+        for name, value in attributes.items()
+        if type(value) in (list, dict, set) and name not in ("_parameters", "_buffers", "_modules")
+    ]
+    changed: list[str] = []
+    try:
+        yield
+    finally:
+        for path, module in modules.items():
+            now, old = vars(module), before[path]
+            names = [n for n in now.keys() | old.keys() if now.get(n, before) is not old.get(n, before)]
+            changed += names
+            if names:
+                now.clear()
+                now.update(old)
+        for _, name, value, old in contents:
+            if len(value) != len(old) or (
+                type(value) is list and any(a is not b for a, b in zip(value, old, strict=True))
+            ):
+                changed.append(name)
+                value.clear()
+                value.extend(old) if isinstance(value, list) else value.update(old)
+    if changed:
+        raise RefusedError(f"its forward changes its attribute {changed[0]}")
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, arguments: Arguments) -> None:
+        super().__init__()
+        self.arguments = arguments
+        self.inlined: dict[str, nn.Module] = {}
+        self.opaque: dict[str, str] = {}
+        self.owner = ""
+        self.modes = _modes()
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        reason = why_not_readable(root_fn) if not type(self.root).__module__.startswith("torch.nn") else None
+        if reason:
+            raise RefusedError(reason)
+        self.inlined[""] = self.root
+        count = 0
+
+        def value(kind: Any) -> Any:
+            nonlocal count
+            if kind is not INPUT:
+                return kind[1]
+            count += 1
+            return self.create_proxy("placeholder", f"input_{count}", (), {})
+
+        positional = [value(kind) for kind in self.arguments.positional]
+        keywords = {name: value(kind) for name, kind in self.arguments.keywords}
+        # `inspect.unwrap` by fx would skip decorators that change what the forward does.
+        forward = type(self.root).forward
+        return lambda module: forward(module, *positional, **keywords), [self.root]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        return super().getattr(attr, attr_val, {})  # a cached node may be one that `_forget_after` erased
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        if _modes() != self.modes:
+            raise RefusedError("enters no_grad or autocast")
+        node = super().create_node(*args, **kwargs)
+        node.meta["owner"] = self.owner
+        return node
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor) and not isinstance(a, fx.Proxy) and not self._is_held(a):
+            raise RefusedError("uses a tensor that is neither a parameter nor a buffer")
+        if isinstance(a, dict) and type(a) is not dict:
+            raise RefusedError(f"passes on a {type(a).__name__}")
+        return super().create_arg(a)
+
+    def _is_held(self, tensor: torch.Tensor) -> bool:
+        return any(tensor is held for held in (*self.root.parameters(), *self.root.buffers()))
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            path = self.path_of_module(m)
+        except NameError:
+            if any(True for _ in m.parameters()) or any(True for _ in m.buffers()):
+                raise RefusedError("calls a module that is not registered") from None
+            return forward(*args, **kwargs)  # made on the way, such as a loss: its forward is as good as a function
+        if type(m).__call__ is not nn.Module.__call__:
+            raise RefusedError(f"{path} has a __call__ of its own")
+        reason = why_opaque(m)
+        if reason is None:
+            last = next(iter(reversed(self.graph.nodes)))
+            known = dict(self.inlined)
+            owner, self.owner = self.owner, path
+            try:
+                self.inlined[path] = m
+                with _unchanged({path: m}):
+                    return type(m).forward(m, *args, **kwargs)
+            except Exception as error:
+                reason = _first_line(error)
+                self.inlined = known
+                self._forget_after(last)
+            finally:
+                self.owner = owner
+        self.opaque[path] = reason
+        return self.create_proxy("call_module", path, args, kwargs)
+
+    def _forget_after(self, last: fx.Node) -> None:
+        for node in reversed(self.graph.nodes):
+            if node is last:
+                break
+            self.graph.erase_node(node)
+
+
+def _modes() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+    )
