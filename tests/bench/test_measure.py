@@ -22,3 +22,13 @@ def test_times_are_per_unit_and_failures_are_kept_apart():
     times, failed = measure(work, units=10, cuda=False, seconds=0.1, repeats=5)
     assert times["sleep"].minimum == pytest.approx(0.001, rel=0.5)
     assert failed == {"fails": "OSError: gone"}
+
+
+def test_a_contender_may_time_itself():
+    work = {"ours": lambda: 0.002, "peer": lambda: 0.004}
+    times, failed = measure(work, units=10, cuda=False, seconds=0.1, repeats=5, self_timed=True)
+    assert {name: (timing.median, timing.n) for name, timing in times.items()} == {
+        "ours": (0.002, 5),
+        "peer": (0.004, 5),
+    }
+    assert not failed

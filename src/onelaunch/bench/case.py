@@ -25,6 +25,9 @@ class Trial:
     floor_dtype: str = "fp32"  # whose matrix rate bounds the arithmetic: fp32, tf32, bf16 or fp16
     cuda: bool = False  # time with CUDA events
     memory: Mapping[str, Work] = field(default_factory=dict)  # one call of each contender, for its peak of CUDA memory
+    self_timed: bool = False  # each Work returns the seconds a unit took it, over as many units as it likes
+    repeats: int | None = None  # samples at most, where each is long
+    notes: Mapping[str, str] = field(default_factory=dict)  # what else the check found, by name
 
 
 @dataclass(frozen=True)

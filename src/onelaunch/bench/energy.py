@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,32 +13,49 @@ from onelaunch.bench.case import Work
 GIVE_UP_SECONDS = 1.0  # a counter that has not moved by then does not work here
 
 
-def joules(
-    work: Work, *, units: int, seconds: float, counter: Callable[[], int | None], settle: Work = torch.cuda.synchronize
-) -> float | None:
-    """Joules a unit while `work` runs back to back for at least `seconds`; None where `counter` (millijoules) stands still.
+Counter = Callable[[], int | None]  # millijoules
 
-    The clock of the measurement is the counter: it starts at one of its ticks and ends at another, and only calls between
+
+def joules(
+    work: Work, *, units: int, seconds: float, counter: Counter, settle: Work = torch.cuda.synchronize
+) -> float | None:
+    """Joules a unit while `work` runs back to back for at least `seconds`; None where `counter` stands still."""
+    window = _between_ticks(work, seconds, counter, settle)
+    return None if window is None else window.joules / (window.calls * units)
+
+
+def watts(work: Work, *, seconds: float, counter: Counter, settle: Work = torch.cuda.synchronize) -> float | None:
+    """The mean power meanwhile: for work that does as many units a call as it likes."""
+    window = _between_ticks(work, seconds, counter, settle)
+    return None if window is None else window.joules / window.seconds
+
+
+@dataclass(frozen=True)
+class Window:
+    joules: float
+    seconds: float
+    calls: int
+
+
+def _between_ticks(work: Work, seconds: float, counter: Counter, settle: Work) -> Window | None:
+    """The clock of the measurement is the counter: it starts at one of its ticks and ends at another, and only calls between
     the two are counted.
     """
-    begin = time.perf_counter()
-    first, _ = _run_to_tick(work, counter, settle, begin, counter())
+    first, _ = _run_to_tick(work, counter, settle, counter())
     if first is None:
         return None
     calls, last, begin = 0, first, time.perf_counter()
     while time.perf_counter() - begin < seconds:
-        at, made = _run_to_tick(work, counter, settle, time.perf_counter(), last)
+        at, made = _run_to_tick(work, counter, settle, last)
         if at is None:
             return None
         last, calls = at, calls + made
-    return (last - first) / 1e3 / (calls * units)
+    return Window((last - first) / 1e3, time.perf_counter() - begin, calls)
 
 
-def _run_to_tick(
-    work: Work, counter: Callable[[], int | None], settle: Work, begin: float, before: int | None
-) -> tuple[int | None, int]:
+def _run_to_tick(work: Work, counter: Counter, settle: Work, before: int | None) -> tuple[int | None, int]:
     """Work until the counter moves: where it stands then, and the calls made."""
-    calls = 0
+    begin, calls = time.perf_counter(), 0
     while True:
         work()
         settle()

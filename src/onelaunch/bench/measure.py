@@ -18,6 +18,7 @@ LEAD_CYCLES = 4_000_000
 # Thread pools (OpenMP's for 200 ms, XLA's) spin on after their work: without a pause a contender is timed against the threads
 # of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
 SETTLE_SECONDS = 0.25
+WARM_UPS, LEAST_SAMPLES = 2, 4  # the first calls compile, and fill caches and allocators
 
 
 @dataclass(frozen=True)
@@ -47,31 +48,45 @@ def summarise(samples: list[float]) -> Timing:
 
 
 def measure(
-    contenders: Mapping[str, Work], *, units: int, cuda: bool, seconds: float, repeats: int
+    contenders: Mapping[str, Work], *, units: int, cuda: bool, seconds: float, repeats: int, self_timed: bool = False
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time all contenders in turn, `repeats` times or until `seconds` a contender are spent (at least four times each).
+    """Time all contenders in turn, `repeats` times or until `seconds` a contender are spent (LEAST_SAMPLES times at least).
 
+    `self_timed`: a contender's result is its time, in seconds a unit, instead of ours.
     Returns the timings and, for contenders that raised, the reason; one that fails does not stop the others.
     """
     failed: dict[str, str] = {}
-    for name, work in contenders.items():
+
+    def attempt(name: str, work: Work) -> float | None:
+        """A sample, unless this contender raises now or has raised before."""
+        if name in failed:
+            return None
         try:
-            _time_once(work, cuda)  # warm-up: compilation, caches, allocator pools
-            _time_once(work, cuda)
-        except Exception as error:  # a peer may raise anything
+            return _time_once(work, cuda, self_timed) / (1 if self_timed else units)
+        except Exception as error:  # a peer may raise anything, at any call
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    running = {name: work for name, work in contenders.items() if name not in failed}
-    samples: dict[str, list[float]] = {name: [] for name in running}
+            return None
+
+    for name, work in contenders.items():
+        for _ in range(WARM_UPS):
+            attempt(name, work)
+    samples: dict[str, list[float]] = {name: [] for name in contenders}
     begin = time.perf_counter()
     for repeat in range(repeats):
-        if repeat >= 4 and time.perf_counter() - begin > seconds * len(running):
+        if repeat >= LEAST_SAMPLES and time.perf_counter() - begin > seconds * (len(contenders) - len(failed)):
             break
-        for name, work in running.items():
-            samples[name].append(_time_once(work, cuda) / units)
-    return {name: summarise(taken) for name, taken in samples.items()}, failed
+        for name, work in contenders.items():
+            taken = attempt(name, work)
+            if taken is not None:
+                samples[name].append(taken)
+    return {name: summarise(taken) for name, taken in samples.items() if name not in failed}, failed
 
 
-def _time_once(work: Work, cuda: bool) -> float:
+def _time_once(work: Work, cuda: bool, self_timed: bool) -> float:
+    if self_timed:
+        taken = work()
+        assert isinstance(taken, float), taken
+        return taken
     if cuda:
         torch.cuda._sleep(LEAD_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from onelaunch.bench.case import FLOOR, GROUPS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
-from onelaunch.bench.energy import joules
+from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.bench.measure import Timing, measure, peak_bytes
 from onelaunch.bench.results import OURS, provenance
@@ -79,7 +80,10 @@ def run_case(one: Case, *, quick: bool, ceilings: Ceilings) -> dict[str, Any]:
     contenders = {OURS: trial.ours, **trial.peers}
     before = gpu.state() if gpu else None
     seconds, repeats = (1.0, 20) if quick else (6.0, 200)
-    times, failed = measure(contenders, units=trial.units, cuda=trial.cuda, seconds=seconds, repeats=repeats)
+    times, failed = measure(
+        contenders, units=trial.units, cuda=trial.cuda, seconds=seconds, repeats=min(repeats, trial.repeats or repeats),
+        self_timed=trial.self_timed,
+    )  # fmt: skip
     after = gpu.state() if gpu else None
     if OURS in failed:
         return result | {"check": f"failed: {failed[OURS]}", "times": {}}
@@ -89,10 +93,11 @@ def run_case(one: Case, *, quick: bool, ceilings: Ceilings) -> dict[str, Any]:
         "times": {name: timing.to_dict() for name, timing in times.items()},
         "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
         "absent": {**trial.absent, **failed},
-        "peak_bytes": {name: peak_bytes(work) for name, work in trial.memory.items() if name not in failed},
+        "peak_bytes": _of_each({name: work for name, work in trial.memory.items() if name not in failed}, peak_bytes),
         **_floor(trial, times, ceilings),
+        "notes": dict(trial.notes),
         "gpu": {"before": before, "after": after} if gpu else None,
-        "joules": _energy({name: contenders[name] for name in times}, trial, quick) if gpu else {},
+        "joules": {} if gpu is None or trial.self_timed else _energy({n: contenders[n] for n in times}, trial, quick),
     }
 
 
@@ -117,13 +122,24 @@ def _floor(trial: Trial, times: Mapping[str, Timing], ceilings: Ceilings) -> dic
     }
 
 
-def _energy(contenders: Mapping[str, Work], trial: Trial, quick: bool) -> dict[str, float]:
-    gpu = current_gpu()
-    assert gpu is not None
-    found = {
-        name: joules(work, units=trial.units, seconds=ENERGY_SECONDS[quick], counter=gpu.millijoules)
-        for name, work in contenders.items()
-    }
+def _energy(contenders: Mapping[str, Work], times: Mapping[str, Timing], trial: Trial, quick: bool) -> dict[str, float]:
+    """Joules a unit of each contender; of those that time themselves, the mean power by the time of a unit."""
+    gpu = current_gpu() if trial.cuda else None
+    if gpu is None:
+        return {}
+    running, seconds = {name: contenders[name] for name in times}, ENERGY_SECONDS[quick]
+    if trial.self_timed:
+        power = _of_each(running, lambda work: watts(work, seconds=seconds, counter=gpu.millijoules))
+        return {name: value * times[name].median for name, value in power.items()}
+    return _of_each(running, lambda work: joules(work, units=trial.units, seconds=seconds, counter=gpu.millijoules))
+
+
+def _of_each(contenders: Mapping[str, Work], figure: Callable[[Work], Any]) -> dict[str, Any]:
+    """A further figure of each contender; one that cannot be had is left out, and stops nobody."""
+    found = {}
+    for name, work in contenders.items():
+        with contextlib.suppress(Exception):
+            found[name] = figure(work)
     return {name: value for name, value in found.items() if value is not None}
 
 

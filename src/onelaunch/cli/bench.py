@@ -92,6 +92,8 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             *(_extra(result, extra, name) for extra in extras),
         )  # fmt: skip
     console.print(table)
+    for name, text in result["notes"].items():
+        console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
     for name, reason in result["absent"].items():
         console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
     if result["floor_share"] is not None:

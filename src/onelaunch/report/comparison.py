@@ -37,7 +37,7 @@ def compare_section(source: Source, identity: str) -> Section:
     if content.get("memory"):
         figures.append(_memory(content["memory"], identity, command))
     if (content.get("sizes") or {}).get("step_seconds"):
-        figures += _sizes(content["sizes"], identity, command)
+        figures += size_figures(content["sizes"], identity, command)
     said = [*agreement(found), *_noise(found)]
     said += [("bad", "Interrupted: what was done is here.")] if content.get("interrupted") else []
     said += [("note", f"Absent: {name} ({reason})") for name, reason in content.get("absent", {}).items()]
@@ -170,7 +170,8 @@ def _memory(memory: dict[str, Any], identity: str, command: str) -> Figure:
     return Figure("Memory over a step", svg, table, command, note)
 
 
-def _sizes(sizes: dict[str, Any], identity: str, command: str) -> list[Figure]:
+def size_figures(sizes: dict[str, Any], identity: str, command: str) -> list[Figure]:
+    """Time of a step over the hidden size, and the speed-up of the engine that auto picks."""
     hidden = sizes["hidden"]
     measured = dict(sorted(sizes["step_seconds"].items(), key=lambda entry: not is_ours(entry[0])))
     lines = []
