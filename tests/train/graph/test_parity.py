@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import onelaunch as ol
-from onelaunch.train.engines.graph import plan
+from onelaunch.train.engines.graph import narrow, plan
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.train.graph.harness import DEVICE, Silent, assert_follows_eager, data, network, session
 from tests.train.reference import OPTIMIZERS, assert_same_weights
@@ -53,17 +53,34 @@ def test_depths_images_and_no_bias(shape, widths, monkeypatch):
     assert_follows_eager(model, x, y, options, losses=LOSS_TOLERANCE, weights=WEIGHT_TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    ("widths", "optimizer", "loss", "activation", "bias"),
+    [
+        ([7, 20, 4], "sgd", "cross_entropy", "relu", True),
+        ([7, 20, 12, 4], "adam", "mse", "gelu", True),
+        ([7, 16, 9, 12, 4], "sgd-nesterov", "bce_with_logits", "sigmoid", False),
+    ],
+)
+def test_narrow_networks_follow_eager(widths, optimizer, loss, activation, bias, monkeypatch):
+    monkeypatch.setattr(narrow, "FEWEST_ROWS", 1)
+    model = network(widths, activation, bias=bias)
+    options = {**OPTIMIZERS[optimizer], "steps": 3, "batch_size": 40, "loss": loss}
+    x, y = data(widths, loss, rows=65)
+    assert_follows_eager(model, x, y, options, losses=LOSS_TOLERANCE, weights=WEIGHT_TOLERANCE)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp16"])
-@pytest.mark.parametrize("batch", [32, 500])
-def test_captured_runs_follow_eager(precision, batch):
+@pytest.mark.parametrize(
+    ("batch", "widths"), [(32, [96, 256, 128, 10]), (500, [96, 256, 128, 10]), (700, [96, 64, 48, 10])]
+)
+def test_captured_runs_follow_eager(precision, batch, widths):
     """The whole engine with graphs, at sizes where every kind of tile is in use."""
     torch.manual_seed(0)
-    widths = [96, 256, 128, 10]
     x, y = torch.randn(3000, 96, device=DEVICE), torch.randint(10, (3000,), device=DEVICE)
     options = {"steps": 200, "batch_size": batch, "lr": 0.05, "precision": precision, "progress": False}
-    model = network(widths, "relu", 0.1)
-    twin = network(widths, "relu", 0.1)
+    p = 0.1 if widths[1] == 256 else 0.0  # the narrow step has no dropout
+    model, twin = network(widths, "relu", p), network(widths, "relu", p)
     twin.load_state_dict(model.state_dict())
     history = ol.fit(model, x, y, engine="graph", validation=(x[:500], y[:500]), **options)
     expected = ol.fit(twin, x, y, engine="eager", validation=(x[:500], y[:500]), **options)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from onelaunch.kernels.run_arguments import WIDTH, Tile
+from onelaunch.train.engines.graph.narrow import Narrow, narrow_of
 from onelaunch.train.engines.graph.stages import Stage
 from onelaunch.train.memory import Layout, lifetimes, plan
 from onelaunch.train.network import Network
@@ -39,13 +40,13 @@ class Space:
 class Operation:
     """One kernel of the step. `stage` is the Linear it works for; `uses` are the buffers it reads or writes."""
 
-    kind: str  # gather, forward, output, strip, input_gradient, update
+    kind: str  # gather, forward, output, strip, input_gradient, update; narrow_step, narrow_update
     stage: int
     uses: tuple[str, ...]
     tile: Tile
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.stage}"
+        return self.kind if self.kind.startswith("narrow") else f"{self.kind} {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class StepPlan:
     kept: frozenset[str]  # buffers that live as long as the run
     small: bool
     check_part: int  # rows of validation data at a time; 0 without
+    narrow: Narrow | None = None
 
     def layout(self) -> Layout:
         moments = [operation.uses for operation in (*self.operations, *self.evaluation)]
@@ -84,11 +86,11 @@ def between(low: int, value: int, high: int) -> int:
 class Planner:
     """Writes down the operations of one network's step."""
 
-    def __init__(self, stages: list[Stage], batch: int, precision: str, *, copies: bool | None = None) -> None:
+    def __init__(self, stages: list[Stage], batch: int, precision: str) -> None:
         self.stages, self.batch, self.precision = stages, batch, precision
         self.kind = precision if precision in ("bf16", "fp16") else "fp32"
         self.small = batch <= SMALL_BATCH
-        self.copies = self.kind != "fp32" and not self.small if copies is None else copies
+        self.copies = self.kind != "fp32" and not self.small
         self.spaces: dict[str, Space] = {}
 
     # Tiles.
@@ -217,45 +219,81 @@ class Planner:
 
 def plan_step(
     stages: list[Stage], *, batch: int, rows: int, steps_per_epoch: int, precision: str, check_rows: int, states: int,
+    processors: int = PROGRAMS,
 ) -> StepPlan:  # fmt: skip
     """The step and the evaluation of a run on `rows` rows; `states` tensors an optimizer keeps for each parameter."""
     planner = Planner(stages, batch, precision)
     part = min(max(EVALUATION_ROWS, batch), max(check_rows, SMALL_BATCH + 1)) if check_rows else 0
-    kept = list(_kept(planner, rows, steps_per_epoch, check_rows, part, states))
-    operations = planner.forward(batch, "", training=True)
-    operations.append(planner.output(batch, "", training=True))
-    operations += planner.backward()
+    narrow = narrow_of(stages, batch, planner.kind)
+    if narrow:
+        planner.copies = False  # evaluation reads the masters
+    kept = [*_clock(planner, rows, steps_per_epoch), *_clock_of_check(planner, check_rows, part)]
+    if narrow:
+        operations, more = _narrow_operations(planner, narrow, states, processors)
+        kept += more
+    else:
+        kept += _kept(planner, states)
+        operations = planner.forward(batch, "", training=True)
+        operations.append(planner.output(batch, "", training=True))
+        operations += planner.backward()
     evaluation: list[Operation] = []
     if part:
         evaluation = planner.forward(part, "check.", training=False)
         evaluation.append(planner.output(part, "check.", training=False))
-    return StepPlan(tuple(operations), tuple(evaluation), planner.spaces, frozenset(kept), planner.small, part)
+    return StepPlan(
+        tuple(operations), tuple(evaluation), planner.spaces, frozenset(kept), planner.small, part, narrow
+    )  # fmt: skip
 
 
-def _kept(planner: Planner, rows: int, steps_per_epoch: int, check_rows: int, part: int, states: int) -> Iterable[str]:
-    """What lives as long as the run: its clock, its row order, its losses, the optimizer's state, the copies of the weights."""
-    space = planner.space
-    yield space("control", 4, kind="int64")
-    yield space("table", steps_per_epoch + 1, WIDTH, kind="fp32")
-    yield space("keys", 8, kind="int64")
-    yield space("order", rows, kind="int32")
-    yield space("losses", steps_per_epoch, kind="fp32")
+def _narrow_operations(
+    planner: Planner, narrow: Narrow, states: int, processors: int
+) -> tuple[list[Operation], list[str]]:
+    space, tile = planner.space, Tile(narrow.rows, 1, 1, narrow.warps)
+    programs = min(cdiv(planner.batch, narrow.rows), 2 * processors)
+    parts = [space("parts", programs, narrow.total, kind="fp32"), space("loss_parts", programs, kind="fp32")]
+    kept = [space("packed", narrow.total, kind="fp32")]
+    kept += [space("packed_copy", narrow.total)] if planner.kind != "fp32" else []
+    kept += [space(f"state{state}.packed", narrow.total, kind="fp32") for state in range(states)]
+    return [
+        Operation("narrow_step", 0, (*parts, *kept), tile),
+        Operation("narrow_update", 0, (*parts, *kept, "losses"), tile),
+    ], kept
+
+
+def _clock(planner: Planner, rows: int, steps_per_epoch: int) -> Iterable[str]:
+    """What the kernels read of the run, and where they leave its losses."""
+    yield planner.space("control", 4, kind="int64")
+    yield planner.space("table", steps_per_epoch + 1, WIDTH, kind="fp32")
+    yield planner.space("keys", 8, kind="int64")
+    yield planner.space("order", rows, kind="int32")
+    yield planner.space("losses", steps_per_epoch, kind="fp32")
+
+
+def _clock_of_check(planner: Planner, rows: int, part: int) -> Iterable[str]:
+    if rows:
+        yield planner.space("check.control", 4, kind="int64")
+        yield planner.space("check.order", rows, kind="int32")
+        yield planner.space("check.table", cdiv(rows, part) + 1, WIDTH, kind="fp32")
+        yield planner.space("check.losses", cdiv(rows, part), kind="fp32")
+
+
+def _kept(planner: Planner, states: int) -> Iterable[str]:
+    """The optimizer's state and the copies of the weights."""
     for number, stage in enumerate(planner.stages):
         linear = stage.linear
         for state in range(states):
-            yield space(f"state{state}.{number}.weight", linear.outputs, linear.inputs, kind="fp32")
+            yield planner.space(f"state{state}.{number}.weight", linear.outputs, linear.inputs, kind="fp32")
             if linear.bias:
-                yield space(f"state{state}.{number}.bias", linear.outputs, kind="fp32")
+                yield planner.space(f"state{state}.{number}.bias", linear.outputs, kind="fp32")
         if planner.copies:
-            yield space(f"copy.{number}", linear.outputs, linear.inputs)
-    if check_rows:
-        yield space("check.control", 4, kind="int64")
-        yield space("check.order", check_rows, kind="int32")
-        yield space("check.table", cdiv(check_rows, part) + 1, WIDTH, kind="fp32")
-        yield space("check.losses", cdiv(check_rows, part), kind="fp32")
+            yield planner.space(f"copy.{number}", linear.outputs, linear.inputs)
 
 
 def describe(network: Network, step: StepPlan, precision: str, layout: Layout) -> str:
     kinds = ", ".join(str(operation) for operation in step.operations)
-    way = "masters read in place" if step.small else "copies of the weights in the type of the products"
+    way = (
+        "all weights on chip during a tile of rows" if step.narrow
+        else "masters read in place" if step.small
+        else "products on copies of the weights"
+    )  # fmt: skip
     return f"{network} in {precision}: {len(step.operations)} kernels a step ({kinds}); {way}; {layout}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from math import prod
 
 import numpy as np
 import torch
@@ -51,16 +52,21 @@ class GraphSession:
         self._step_plan = plan_step(
             self.stages, batch=self.batch, rows=spec.rows, steps_per_epoch=spec.steps_per_epoch,
             precision=self.precision, check_rows=check_rows, states=len(self._state_names),
+            processors=_processors(run.device),
         )  # fmt: skip
         layout = self._step_plan.layout()
         self.plan = describe(network, self._step_plan, self.precision, layout)
         self.buffers = make_buffers(spec.memory, self._step_plan, layout, run.device)
         self._parameters = dict(run.model.named_parameters())
         self._masters = {name: p.detach().contiguous() for name, p in self._parameters.items()}
+        if self._step_plan.narrow:
+            for place in range(len(self._state_names)):
+                self.buffers.take(f"state{place}.packed").zero_()
+            self._pack()
         self.weights = [self._weights(number, state) for number in range(len(self.stages))]
         self.runner = StepRunner(
             self._step_plan, self.stages, self.weights, self.buffers, optimizer=self._optimizer, loss=spec.loss,
-            tf32=self.precision == "tf32", seed=spec.seed,
+            batch=self.batch, tf32=self.precision == "tf32", seed=spec.seed,
         )  # fmt: skip
         self.data = self._data(run.x, run.y, "")
         if run.validation is not None:
@@ -68,6 +74,7 @@ class GraphSession:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._graph_calls: dict[int, int] = {}
         self._capture, self._warm = capture, False
+        self._closed = False
         self._step_seconds = 0.0
         self.allocations: dict[str, int] = {}
         self._count(0)
@@ -81,7 +88,7 @@ class GraphSession:
             name = f"{linear.path}.{part}"
             tensors[part] = self._masters[name]
             for place, kind in zip(("first", "second"), self._state_names, strict=False):
-                kept = self.buffers.take(f"state{self._state_names.index(kind)}.{number}.{part}")
+                kept = self._kept_state(self._state_names.index(kind), number, part)
                 saved = state.get(f"{kind}.{name}")
                 if saved is None:
                     kept.zero_()
@@ -94,20 +101,48 @@ class GraphSession:
             tensors["copy"] = self.buffers.take(f"copy.{number}").copy_(weight)
         return Weights(**{"bias": None, **tensors})  # type: ignore[arg-type]
 
-    def snapshot(self) -> State:
-        self._write_back()
-        state: State = {}
+    def _kept_state(self, state: int, number: int, part: str) -> torch.Tensor:
+        if self._step_plan.narrow:
+            return self._packed(f"state{state}.packed", number, part)
+        return self.buffers.take(f"state{state}.{number}.{part}")
+
+    def _packed(self, buffer: str, number: int, part: str) -> torch.Tensor:
+        """A parameter's place in one of the narrow step's vectors, without the padding."""
+        assert self._step_plan.narrow is not None
+        offset, padded, shape = self._step_plan.narrow.place(number, part)
+        whole = self.buffers.take(buffer)[offset : offset + prod(padded)].view(padded)
+        return whole[tuple(slice(size) for size in shape)]
+
+    def _pack(self) -> None:
+        take, spaces = self.buffers.take, self._step_plan.spaces
+        take("packed").zero_()
+        for number, part, name in self._parts():
+            self._packed("packed", number, part).copy_(self._masters[name])
+        if "packed_copy" in spaces:
+            take("packed_copy").copy_(take("packed"))
+
+    def _parts(self) -> Iterator[tuple[int, str, str]]:
+        """(stage, weight or bias, the parameter's name)"""
         for number, stage in enumerate(self.stages):
             for part in ("weight", "bias") if stage.linear.bias else ("weight",):
-                for place, kind in enumerate(self._state_names):
-                    kept = self.buffers.take(f"state{place}.{number}.{part}")
-                    state[f"{kind}.{stage.linear.path}.{part}"] = kept.clone()
-        return state
+                yield number, part, f"{stage.linear.path}.{part}"
+
+    def snapshot(self) -> State:
+        self._write_back()
+        return {
+            f"{kind}.{name}": self._kept_state(place, number, part).clone(memory_format=torch.contiguous_format)
+            for number, part, name in self._parts()
+            for place, kind in enumerate(self._state_names)
+        }
 
     def _write_back(self) -> None:
-        for name, parameter in self._parameters.items():
-            if self._masters[name].data_ptr() != parameter.data_ptr():  # it was not contiguous
-                parameter.detach().copy_(self._masters[name])
+        """The weights into the model, where it does not hold them already."""
+        with torch.no_grad():
+            for number, part, name in self._parts():
+                if self._step_plan.narrow:
+                    self._masters[name].copy_(self._packed("packed", number, part))
+                if self._masters[name].data_ptr() != self._parameters[name].data_ptr():  # it was not contiguous
+                    self._parameters[name].copy_(self._masters[name])
 
     # The data, and what the kernels read of the run.
 
@@ -206,6 +241,8 @@ class GraphSession:
 
     def _evaluate(self) -> Metrics:
         data = self.check
+        if self._step_plan.narrow:
+            self._write_back()
         data.control.zero_()
         for number in range(len(data.table) - 1):
             self.runner.evaluate(data, number)
@@ -222,6 +259,12 @@ class GraphSession:
         self.allocations["peak bytes"] = self.buffers.peak_bytes
 
     def close(self) -> None:
-        self._write_back()
-        self._graphs.clear()
-        self.buffers.close()
+        if not self._closed:
+            self._closed = True
+            self._write_back()
+            self._graphs.clear()
+            self.buffers.close()
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -8,6 +8,7 @@ import torch
 
 from onelaunch.kernels.dropout_key import NO_KEY
 from onelaunch.kernels.linear import TileShape, can_use_tma, linear_forward
+from onelaunch.kernels.narrow_step import narrow_step, narrow_update
 from onelaunch.kernels.output_layer import output_layer
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Weights
 from onelaunch.kernels.run_state import add_up_losses
@@ -33,10 +34,10 @@ class Data:
 class StepRunner:
     def __init__(
         self, step: StepPlan, stages: list[Stage], weights: list[Weights], buffers: Buffers, *, optimizer: str, loss: str,
-        tf32: bool, seed: int,
+        batch: int, tf32: bool, seed: int,
     ) -> None:  # fmt: skip
         self.step, self.stages, self.weights, self.buffers = step, stages, weights, buffers
-        self.optimizer, self.loss, self.tf32 = optimizer, loss, tf32
+        self.optimizer, self.loss, self.batch, self.tf32 = optimizer, loss, batch, tf32
         self.endings = [Ending(stage.activation, stage.p, stage.layer, seed) for stage in stages]
         self._plain = [Ending(stage.activation) for stage in stages]  # evaluation drops nothing
         self._last_uses = {operations: step.last_uses(operations) for operations in (step.operations, step.evaluation)}
@@ -78,6 +79,8 @@ class StepRunner:
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"),
                     self._take(data, f"sums{stage - 1}"), endings[stage - 1], clock, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
+            case "narrow_step" | "narrow_update":
+                self._narrow(operation, data, clock)
             case "update":
                 last = stage == len(self.stages) - 1
                 weight_update(
@@ -115,6 +118,25 @@ class StepRunner:
         )  # fmt: skip
         if data.prefix:
             add_up_losses(parts, self._take(data, "losses"), clock)
+
+    def _narrow(self, operation: Operation, data: Data, clock: Clock) -> None:
+        narrow, take = self.step.narrow, self.buffers.take
+        assert narrow is not None
+        masters, copy = take("packed"), self._maybe(operation, data, "packed_copy")
+        if operation.kind == "narrow_step":
+            first = self.stages[0]
+            narrow_step(
+                Rows(data.x, data.order), data.y, masters if copy is None else copy, masters, take("parts"),
+                take("loss_parts"), clock, batch=self.batch, units=narrow.units, widths=narrow.widths, loss=self.loss,
+                activation=first.activation, from_z=first.from_z, bias=first.linear.bias, rows=narrow.rows,
+                warps=narrow.warps, tf32=self.tf32,
+            )  # fmt: skip
+        else:
+            first_state, second_state = (self._maybe(operation, data, f"state{state}.packed") for state in range(2))
+            narrow_update(
+                take("parts"), masters, copy, first_state, second_state, take("loss_parts"), take("losses"), clock,
+                optimizer=self.optimizer,
+            )  # fmt: skip
 
     def _input(self, data: Data, stage: int) -> Rows:
         """What a stage reads: the stage before, the gathered rows, or the data set itself."""
