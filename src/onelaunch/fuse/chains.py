@@ -38,7 +38,20 @@ _FRESH_MODULES = (
 )  # fmt: skip
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
-    for name in ("iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "setitem", "imatmul")
+    for name in (
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ipow",
+        "imatmul",
+        "iand",
+        "ior",
+        "ixor",
+        "ifloordiv",
+        "imod",
+        "setitem",
+    )
 )
 
 

@@ -15,6 +15,7 @@ hooks, children and attributes of every module traced through) is the guard of t
 from __future__ import annotations
 
 import inspect
+import operator
 import random
 import types
 from collections.abc import Iterator
@@ -30,9 +31,19 @@ from onelaunch.fuse.operations import hooked, known_base
 
 # Names in a forward's code that make it more than a function of its tensors, or that a proxy answers wrongly.
 TELLING_NAMES = frozenset({"isinstance", "issubclass", "type", "is_tensor", "hasattr", "print", "warn"})
-# Questions about a real tensor (a parameter's) that make no new one.
+# Questions about a real tensor (a parameter's) that make no new one; a change of mode is seen at the next node.
 HARMLESS = frozenset(
-    {"__get__", "dim", "size", "numel", "stride", "element_size", "is_floating_point", "is_contiguous"}
+    {
+        "_set_grad_enabled",
+        "__get__",
+        "dim",
+        "size",
+        "numel",
+        "stride",
+        "element_size",
+        "is_floating_point",
+        "is_contiguous",
+    }
 )
 CONSTANTS = (bool, int, float, str, types.NoneType, torch.dtype, torch.device)
 
@@ -100,17 +111,13 @@ class Trace:
 def trace(root: nn.Module, arguments: Arguments) -> Trace:
     """The graph of `root`'s own forward for a call of this kind, or RefusedError."""
     tracer = _Tracer(arguments)
-    random_state = random.getstate()
     try:
-        with _unchanged({"": root}), _NoTensorsOfItsOwn():
+        with _unchanged(root), _NoTensorsOfItsOwn():
             graph = tracer.trace(root)
     except RefusedError:
         raise
     except Exception as error:  # fx and the forward itself may raise anything when fed with proxies
         raise RefusedError(_first_line(error)) from error
-    if random.getstate() != random_state:
-        random.setstate(random_state)
-        raise RefusedError("draws random numbers in Python")
     return Trace(graph, root, tracer.inlined, tracer.opaque)
 
 
@@ -160,35 +167,49 @@ def _names(code: Any) -> Iterator[str]:
 
 
 @contextmanager
-def _unchanged(modules: dict[str, nn.Module]) -> Iterator[None]:
-    """Puts back attributes (and the contents of lists, dicts and sets) that the block changes, and refuses then."""
-    before = {path: dict(vars(module)) for path, module in modules.items()}
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Puts back what the block changes of the module's attributes (and lists, dicts, sets there), and refuses then."""
+    attributes = vars(module)
+    before = dict(attributes)
     contents = [
-        (path, name, value, value.copy())
-        for path, attributes in before.items()
-        for name, value in attributes.items()
+        (name, value, value.copy())
+        for name, value in before.items()
         if type(value) in (list, dict, set) and name not in ("_parameters", "_buffers", "_modules")
     ]
+    random_state = random.getstate()
     changed: list[str] = []
     try:
         yield
     finally:
-        for path, module in modules.items():
-            now, old = vars(module), before[path]
-            names = [n for n in now.keys() | old.keys() if now.get(n, before) is not old.get(n, before)]
-            changed += names
-            if names:
-                now.clear()
-                now.update(old)
-        for _, name, value, old in contents:
-            if len(value) != len(old) or (
-                type(value) is list and any(a is not b for a, b in zip(value, old, strict=True))
-            ):
+        names = attributes.keys() | before.keys()
+        changed += [name for name in names if attributes.get(name, before) is not before.get(name, before)]
+        if changed:
+            attributes.clear()
+            attributes.update(before)
+        for name, value, old in contents:
+            if len(value) != len(old) or (type(value) is list and any(map(operator.is_not, value, old))):
                 changed.append(name)
                 value.clear()
-                value.extend(old) if isinstance(value, list) else value.update(old)
+                value.extend(old) if type(value) is list else value.update(old)
+        drawn = random.getstate() != random_state
+        random.setstate(random_state)
     if changed:
         raise RefusedError(f"its forward changes its attribute {changed[0]}")
+    if drawn:
+        raise RefusedError("draws random numbers in Python")
+
+
+class _Proxy(fx.Proxy):
+    """Keeps `h += x` a change in place. Plain fx makes it `h = h + x`, which another name of h does not see."""
+
+
+def _in_place(name: str) -> Any:
+    function = getattr(operator, name)
+    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
+
+
+for _name in ("iadd", "isub", "imul", "itruediv", "ipow", "imatmul", "iand", "ior", "ixor", "ifloordiv", "imod"):
+    setattr(_Proxy, f"__{_name}__", _in_place(_name))
 
 
 class _Tracer(fx.Tracer):
@@ -201,6 +222,9 @@ class _Tracer(fx.Tracer):
         self.opaque: dict[str, str] = {}
         self.owner = ""
         self.modes = _modes()
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Proxy(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
         reason = why_not_readable(root_fn) if not type(self.root).__module__.startswith("torch.nn") else None
@@ -258,7 +282,7 @@ class _Tracer(fx.Tracer):
             owner, self.owner = self.owner, path
             try:
                 self.inlined[path] = m
-                with _unchanged({path: m}):
+                with _unchanged(m):
                     return type(m).forward(m, *args, **kwargs)
             except Exception as error:
                 reason = _first_line(error)

@@ -1,0 +1,349 @@
+"""What is not fused over, and the reason that is given; the result is that of the original all the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onelaunch as ol
+from onelaunch.errors import OnelaunchError
+from onelaunch.fuse.placing import place_regions, regions
+from onelaunch.fuse.region import Options
+from onelaunch.fuse.tracing import Arguments, RefusedError, trace
+from tests.fuse.compare import assert_same, fused_names, reasons
+
+pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(9, 12, dtype=torch.float64)
+
+
+class Layers(nn.Module):
+    """A block whose forward is given; one chain in it can always be fused."""
+
+    def __init__(self, body: Callable[[Layers, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.fc, self.fc2, self.last = (nn.Linear(12, 12) for _ in range(3))
+        self.norm = nn.BatchNorm1d(12)
+        self.act, self.drop = nn.ReLU(), nn.Dropout(0.0)
+        self.half = nn.Dropout(0.5)
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(self.body(self, x)))
+
+
+def two_readers(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    h = m.fc(x)
+    return m.act(h) + h
+
+
+def changed_later(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    return torch.sigmoid(m.fc(x)).mul(1).add_(1) + F.gelu(m.fc2(x)).view(-1, 12).add_(1)
+
+
+def augmented(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    h = F.silu(m.fc(x))
+    h += 1
+    return h
+
+
+def input_changed(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    h = x * 2
+    with_chain = F.gelu(F.linear(h, m.fc.weight.detach()))
+    h.add_(1)
+    return with_chain + h
+
+
+def shared(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    return m.act(m.fc(m.act(m.fc(x))))
+
+
+def relu_in_place(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(F.relu(x, inplace=True), 0.5, m.training) * 0 + x
+
+
+def slope(m: Layers, x: torch.Tensor) -> torch.Tensor:
+    return F.leaky_relu(m.fc(x), 0.2)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (two_readers, "the value of fc has 2 readers"),
+        (changed_later, "its result is changed in place by add_"),
+        (augmented, "its result is changed in place by iadd"),
+        (input_changed, "its input is changed in place by add_"),
+        (shared, "fc is shared"),
+        (relu_in_place, "relu works in place"),
+        (slope, "slope of 0.2"),
+    ],
+)
+def test_reason(body: Callable[[Layers, torch.Tensor], torch.Tensor], reason: str) -> None:
+    model = Layers(body).double()
+    fused = ol.fuse(model)
+    assert "linear + tanh" in fused_names(fused, True)
+    assert any(reason in given for given in reasons(fused, True)), reasons(fused, True)
+    assert_same(model, fused, rows())
+
+
+def test_hook_that_was_there_and_one_that_comes_later() -> None:
+    model = nn.Sequential(
+        nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.Sigmoid(), nn.Linear(12, 12), nn.Tanh()
+    ).double()
+    seen: list[str] = []
+    model[1].register_forward_hook(lambda *_: seen.append("relu"))
+    fused = ol.fuse(model)
+    assert fused_names(fused, True) == ["linear + sigmoid", "linear + tanh"]
+    assert any("1 has a hook" in reason for reason in reasons(fused, True))
+    fused(rows())
+    assert seen == ["relu"]
+    handle = fused[3].register_forward_hook(lambda *_: seen.append("sigmoid"))
+    fused(rows())
+    assert seen == ["relu", "relu", "sigmoid"]
+    handle.remove()
+    fused[4].register_full_backward_hook(lambda *_: seen.append("backward"))
+    fused(rows().requires_grad_()).sum().backward()
+    assert seen[3:] == ["relu", "backward"]
+    assert_same(model, fused, rows())
+
+
+def test_global_hooks_see_every_module() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.ReLU()).double()
+    fused = ol.fuse(model)
+    seen: list[str] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    fused(rows())
+    handle.remove()
+    assert seen == ["Linear", "ReLU", "Sequential"]
+
+
+def test_subclass_and_replaced_forward() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(
+        Scaled(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12), nn.Tanh()
+    ).double()
+    patched = model[2]
+    patched.forward = lambda x: F.linear(x, patched.weight) * 3  # type: ignore[method-assign]
+    fused = ol.fuse(model)
+    assert fused_names(fused, True) == ["linear + tanh"]
+    given = reasons(fused, True)
+    assert "0 is a Scaled, a subclass of nn.Linear" in given
+    assert "2 has a forward of its own" in given
+    assert_same(model, fused, rows())
+
+
+def test_parametrized_layer() -> None:
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Linear(12, 12)), nn.ReLU(), nn.Linear(12, 12), nn.Tanh()
+    )
+    fused = ol.fuse(model.double())
+    assert fused_names(fused, True) == ["linear + tanh"]
+    assert_same(model, fused, rows())
+
+
+def test_frozen_batch_norm_with_live_dropout() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(12), nn.ReLU(), nn.Dropout(0.5)).double()
+    fused = ol.fuse(model)
+    fused[0].eval()
+    assert regions(fused)[0].plan((rows(),), {}).fused[0].name == "batch_norm + relu"
+    y = fused(rows())
+    assert (y == 0).double().mean() > 0.6
+
+
+# forwards that a trace must not be believed for
+
+
+class Untraceable(nn.Module):
+    def __init__(self, body: Callable[[Untraceable, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.fc, self.scale = nn.Linear(12, 12), nn.Parameter(torch.ones(12))
+        self.calls, self.kept, self.flag = 0, [], True
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, F.relu(self.fc(x)))
+
+
+def branches(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    return x if x.sum() > 0 else -x
+
+
+def asks_type(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    return x if torch.is_tensor(x) else x[0]
+
+
+def draws(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(12, dtype=torch.float64)
+
+
+def draws_in_python(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    return x * random.random()
+
+
+def counts(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    m.calls += 1
+    return x
+
+
+def keeps(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    m.kept.append(x)
+    return x
+
+
+def without_grad(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x * 2
+    return x + y
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (branches, "control flow"),
+        (draws, "makes a tensor of its own"),
+        (draws_in_python, "draws random numbers"),
+        (counts, "changes its attribute calls"),
+        (keeps, "changes its attribute kept"),
+        (without_grad, "enters no_grad"),
+    ],
+)
+def test_refused_forward(body: Callable[[Untraceable, torch.Tensor], torch.Tensor], reason: str) -> None:
+    model = Untraceable(body).double()
+    with pytest.raises(RefusedError, match=reason):
+        trace(model, Arguments.required_by(Untraceable.forward))
+    assert model.calls == 0
+    assert model.kept == []
+    outer = nn.Sequential(model, nn.Linear(12, 12), nn.Tanh()).double()
+    fused = ol.fuse(outer)
+    assert fused_names(fused, True) == ["linear + tanh"]
+    if body not in (draws, draws_in_python):
+        assert_same(outer, fused, rows())
+
+
+def test_a_forward_that_asks_for_types_is_left_alone() -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor | list[torch.Tensor]) -> torch.Tensor:
+            x = x if isinstance(x, torch.Tensor) else x[0]
+            return F.relu(self.fc(x))
+
+    model = Asks().double()
+    assert ol.fuse(model) is model
+    with pytest.raises(RefusedError, match="calls isinstance"):
+        trace(model, Arguments.required_by(Asks.forward))
+
+
+def test_an_attribute_that_changes_makes_another_plan() -> None:
+    class Switch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.positive = nn.Linear(12, 12), True
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0, shift: torch.Tensor | None = None) -> torch.Tensor:
+            h = self.fc(x)
+            h = F.relu(h) if self.positive else torch.tanh(h)
+            h = h * scale
+            return h if shift is None else h + shift
+
+    model = Switch().double()
+    fused = ol.fuse(model)
+    for positive in (True, False, True):
+        model.positive = fused.positive = positive
+        assert_same(model, fused, rows())
+        assert_same(model, fused, rows(), 2.0)
+        assert_same(model, fused, rows(), 2)
+        assert_same(model, fused, rows(), scale=3.0, shift=rows())
+    for number in range(40):  # constants that never repeat: no more plans than are allowed
+        assert_same(model, fused, rows(), float(number))
+    assert len(regions(fused)[0].plans) <= 16
+
+
+def test_a_child_that_is_replaced() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Dropout(0.0)).double()
+    fused = ol.fuse(model)
+    fused[1] = nn.Tanh()
+    x = rows()
+    torch.testing.assert_close(fused(x), torch.tanh(model[0](x)), rtol=0, atol=1e-12)
+    fused.append(nn.Sigmoid())
+    torch.testing.assert_close(fused(x), torch.sigmoid(torch.tanh(model[0](x))), rtol=0, atol=1e-12)
+
+
+# options
+
+
+def named() -> nn.Module:
+    model = nn.Sequential()
+    for name in ("first", "second"):
+        model.add_module(name, nn.Sequential(nn.Linear(12, 12), nn.ReLU()))
+    return model.double()
+
+
+def test_only_and_skip() -> None:
+    model = named()
+    for options in ({"only": "first"}, {"skip": ["second"]}, {"only": ("first.0", "first.1")}):
+        fused = ol.fuse(model, **options)
+        assert [region.path for region in regions(fused)] == ["first"]
+        assert_same(model, fused, rows())
+    with pytest.raises(OnelaunchError, match=r"skip='secnd' is not a module of Sequential.*did you mean 'second'"):
+        ol.fuse(model, skip="secnd")
+    with pytest.raises(TypeError, match="model is a int: pass a torch.nn.Module"):
+        ol.fuse(3)
+
+
+def test_eval_only() -> None:
+    model = named()
+    fused = ol.fuse(model, eval_only=True)
+    fused.train()
+    assert not any(region.plan((rows(),), {}).fused for region in regions(fused))
+    fused.eval()
+    assert all(region.plan((rows(),), {}).fused for region in regions(fused))
+    assert_same(model, fused, rows())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(3, 3),
+        nn.Sequential(),
+        nn.LayerNorm(3),
+        nn.ModuleList([nn.Linear(3, 3)]),
+        nn.LazyLinear(3),
+        nn.LSTM(3, 3),
+    ],
+)
+def test_nothing_to_fuse_comes_back_and_says_so(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+    assert ol.fuse(model) is model
+    assert caplog.text.count("fuse: ") == 1
+
+
+def test_fusing_twice_is_fusing_once() -> None:
+    model = named()
+    fused = ol.fuse(model)
+    assert ol.fuse(fused) is fused
+    assert ol.fuse(model) is not fused
+    outer = nn.Sequential(fused, nn.Linear(12, 12), nn.ReLU()).double()
+    again = ol.fuse(outer)
+    assert len(fused_names(again, True)) == 3
+    assert_same(outer, again, rows())
+    assert [region.path for region in regions(ol.fuse(fused, skip="first"))] == ["second"]
+
+
+def test_placing_leaves_the_model_as_it_was() -> None:
+    model = named()
+    model[0].eval()
+    before = [dict(vars(module)) for module in model.modules()]
+    place_regions(model, Options())
+    assert [dict(vars(module)) for module in model.modules()] == before
