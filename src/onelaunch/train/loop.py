@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 import threading
@@ -54,6 +55,7 @@ def drive(
     run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, listener: Listener, started: float
 ) -> History:
     """Train `run` to its end. Ctrl-C ends it at a step boundary: saved, the model usable, KeyboardInterrupt raised."""
+    run = dataclasses.replace(run, checkpoints=checkpoint is not None)
     resumed = _resume(run, checkpoint) if resume and checkpoint else None
     engine, reason = _choose(run, resumed)
     history = History(engine=engine.name, reason=reason, device=device_name(run.device))

@@ -8,9 +8,7 @@ from onelaunch.errors import UnsupportedError
 from onelaunch.train.engines.contract import Engine, Run
 
 FASTEST_FIRST = ("resident", "graph", "cpu", "eager")
-NOT_YET = {
-    "resident": "the resident engine is not in this version",
-}
+NOT_YET: dict[str, str] = {}
 
 
 def engine_or_reason(name: str, device: torch.device) -> Engine | str:
@@ -26,6 +24,10 @@ def _load(name: str) -> Engine:
         from onelaunch.train.engines.cpu import ENGINE as cpu
 
         return cpu
+    if name == "resident":
+        from onelaunch.train.engines.resident import ENGINE as resident
+
+        return resident
     if name == "graph":
         from onelaunch.train.engines.graph import ENGINE as graph
 

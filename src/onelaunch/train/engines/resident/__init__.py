@@ -1,1 +1,53 @@
-"""The resident engine: a whole training run in one persistent kernel on a CUDA device."""
+"""The resident engine: a whole training run in one persistent kernel on a CUDA device.
+
+Importing this package imports neither cuda.core nor a compiler; the first run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from onelaunch.train.engines.contract import Run
+from onelaunch.train.engines.resident.stages import NotResidentError
+
+if TYPE_CHECKING:
+    from onelaunch.train.engines.resident.session import ResidentSession
+
+
+class ResidentEngine:
+    name = "resident"
+
+    def here(self, device: torch.device) -> str:
+        if device.type != "cuda":
+            return f"the model lies on {device}, not on a CUDA device"
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "the GPU has compute capability below 8.0"
+        from onelaunch.train.engines.resident.compile import why_not
+
+        return why_not()
+
+    def refuses(self, run: Run) -> str:
+        if run.network is None:
+            return run.not_plain
+        if run.spec.rows >= 2**31:
+            return f"x has {run.spec.rows} rows, this engine counts to 2**31 - 1"
+        from onelaunch.train.engines.resident.choice import choose_plan
+        from onelaunch.train.engines.resident.session import chip_of, settings_for
+
+        precision = "tf32" if run.spec.precision == "auto" else run.spec.precision
+        try:
+            choose_plan(settings_for(run, precision), chip_of(run.device))
+        except NotResidentError as reason:
+            return str(reason)
+        return ""
+
+    def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> ResidentSession:
+        from onelaunch.train.engines.resident.session import ResidentSession
+
+        return ResidentSession(run, state)
+
+
+ENGINE = ResidentEngine()

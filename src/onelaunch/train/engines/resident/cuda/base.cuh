@@ -1,0 +1,135 @@
+// Words, fragments and the instructions everything else is made of. No header is included: NVRTC needs none.
+//
+// All matrices live as fragments of `mma.m16n8k16`, the same 32-lane layout in registers, shared and global memory, so every
+// access is lane-linear. With g = lane / 4 and q = lane % 4, a lane holds of an
+//   accumulator 16 x 8:  (row g, columns 2q, 2q+1), (row g+8, columns 2q, 2q+1)
+//   left operand 16 x 16: four words, pairs along k: (row g, k 2q..), (row g+8, k 2q..), (row g, k 8+2q..), (row g+8, k 8+2q..)
+//   right operand 16 x 8: two words, pairs along k: (k 2q.., column g), (k 8+2q.., column g)
+// So two packed accumulators side by side are a left operand as they stand; `transposed` turns a packed 8 x 8 block into half
+// of a right operand. A float is held as PLANES half-precision numbers whose sum it is (bf16: 8, 16 or 24 bits).
+#pragma once
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define INLINE __device__ __forceinline__
+
+INLINE u32 pack(float low, float high) {
+  u32 word;
+  if constexpr (HALF_IS_BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+}
+INLINE float low_of(u32 word) {
+  if constexpr (HALF_IS_BF16) return __uint_as_float(word << 16);
+  float value;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(word));
+  return value;
+}
+INLINE float high_of(u32 word) {
+  if constexpr (HALF_IS_BF16) return __uint_as_float(word & 0xffff0000u);
+  float value;
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(word));
+  return value;
+}
+// A pair of floats as PLANES words: each plane takes what the ones before left over.
+INLINE void split(float low, float high, u32 (&planes)[PLANES]) {
+#pragma unroll
+  for (int plane = 0; plane < PLANES; ++plane) {
+    planes[plane] = pack(low, high);
+    if (plane + 1 < PLANES) {
+      low -= low_of(planes[plane]);
+      high -= high_of(planes[plane]);
+    }
+  }
+}
+INLINE u32 transposed(u32 word) {
+  u32 out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(word));
+  return out;
+}
+INLINE void multiply_add(float (&sum)[4], const u32 (&left)[4], u32 right0, u32 right1) {
+  if constexpr (HALF_IS_BF16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
+}
+INLINE void clear(float (&tile)[4]) { tile[0] = tile[1] = tile[2] = tile[3] = 0.f; }
+
+// Shared memory by 32-bit address.
+INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
+INLINE void load_shared(u32 address, u32 (&w)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
+}
+INLINE void load_shared(u32 address, u32 (&w)[2]) {
+  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+}
+INLINE void load_shared(u32 address, float (&v)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address));
+}
+INLINE u32 load_word(u32 address) {
+  u32 word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
+  return word;
+}
+INLINE float load_float(u32 address) { return __uint_as_float(load_word(address)); }
+INLINE void store_shared(u32 address, u32 a, u32 b) {
+  asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(address), "r"(a), "r"(b) : "memory");
+}
+INLINE void store_shared(u32 address, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
+}
+INLINE void store_word(u32 address, u32 word) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory"); }
+INLINE void store_float(u32 address, float value) { store_word(address, __float_as_uint(value)); }
+
+// Global memory that other blocks write while we run: L2 only.
+INLINE void load_global(const u32* pointer, u32 (&w)[4]) {
+  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(pointer) : "memory");
+}
+INLINE void load_global(const u32* pointer, u32 (&w)[2]) {
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(pointer) : "memory");
+}
+INLINE void store_global(u32* pointer, u32 a, u32 b) {
+  asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1,%2};" ::"l"(pointer), "r"(a), "r"(b) : "memory");
+}
+INLINE void store_global(u32* pointer, u32 a) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(pointer), "r"(a) : "memory");
+}
+INLINE u32 load_acquire(const u32* pointer) {
+  u32 word;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(pointer) : "memory");
+  return word;
+}
+INLINE void store_release(u32* pointer, u32 word) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(word) : "memory");
+}
+template <int BYTES> INLINE void copy_async(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+INLINE void copies_issued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+INLINE void copies_done() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+INLINE u64 clock_now() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(now));
+  return now;
+}
+INLINE float quad_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 1);
+  return v + __shfl_xor_sync(~0u, v, 2);
+}
+INLINE float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+// Sum over the eight lanes with the same q, that is over the rows of an accumulator tile.
+INLINE float column_sum(float v) {
+  v += __shfl_xor_sync(~0u, v, 4);
+  v += __shfl_xor_sync(~0u, v, 8);
+  return v + __shfl_xor_sync(~0u, v, 16);
+}

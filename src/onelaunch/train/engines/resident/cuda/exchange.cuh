@@ -1,0 +1,207 @@
+// How blocks hand values to each other, and how they wait: always bounded.
+//
+// An exchange is a slot every block fills together: in a cluster it lies in everyone's shared memory and is written by
+// `st.async`, whose bytes complete a barrier at the receiver; in a grid it lies in global memory (L2) and each writer raises a
+// flag of its own, which a reading warp awaits only for the writers of the values it is about to read; a single block needs
+// neither. Slots come in pairs used in turn. That is enough: a block that has the outputs of pass n + 1 before it knows that
+// every block has left pass n (the last layer reads every hidden unit, and those follow from all before them).
+#pragma once
+#include "base.cuh"
+
+struct Control {  // in the host's memory
+  u32 stop;       // set by the host: end the run at the next look
+  u32 done;       // steps finished
+  u32 epochs;     // epochs (or parts of one) finished and recorded
+  u32 fault;      // 1 + the exchange somebody waited for in vain
+  u32 fault_block, fault_step;
+  float loss;     // of the last step before `done`
+  u32 correct;    // right predictions so far in this epoch
+};
+struct Record {  // of an epoch
+  double check_loss;
+  u64 check_correct, correct;
+};
+struct Params {
+  const u8 *x, *check_x;
+  const u32 *y, *check_y;  // one class, or OUTPUTS floats, a row
+  float *weights, *state[2];
+  u32 *exchange, *flags;
+  Control* control;
+  float* losses;
+  Record* records;
+  u64 rows, check_rows, seed, first_step, last_step, steps_per_epoch, total_steps, patience, fault_step, fault_block;
+  double lr, momentum, weight_decay, log_beta1, log_beta2, new_mean, new_square, beta2, eps, smoothing;
+};
+
+struct Context {
+  const Params* p;
+  u32 lane, warp, g, q, rank, shared;
+  u32 passes, backs, step;  // forward passes, backward passes and updates so far in this launch
+  u32 turn;                 // which half of the partial sums is next
+  bool dead;                // a wait was in vain: leave
+};
+
+INLINE u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+#if IS_CLUSTER
+INLINE u32 at_block(u32 address, u32 block) {
+  u32 remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
+  return remote;
+}
+INLINE void send(u32 address, u32 a, u32 b, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1,%2}, [%3];" ::"r"(address), "r"(a), "r"(b), "r"(barrier) : "memory");
+}
+INLINE void send(u32 address, u32 a, u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(a), "r"(barrier) : "memory");
+}
+INLINE void expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+INLINE bool arrived(u32 barrier, u32 phase) {
+  u32 yes;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(barrier), "r"(phase) : "memory");
+  return yes;
+}
+INLINE void make_barriers(Context& c) {
+  if (threadIdx.x == 0) {
+    for (u32 i = 0; i < 2 * EXCHANGES; ++i) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(c.shared + AT_BARRIERS + i * 8) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    for (u32 i = 0; i < EXCHANGES; ++i)
+      for (u32 pair = 0; pair < 2; ++pair) expect(c.shared + AT_BARRIERS + (i * 2 + pair) * 8, exchange_bytes(i));
+  }
+}
+INLINE void meet_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+#endif
+
+// For the test that nobody waits for ever: one block says nothing at one step.
+INLINE bool stays_silent(const Context& c) {
+  if constexpr (FAULTS) return c.p->fault_step == c.p->first_step + c.step && c.p->fault_block == c.rank;
+  return false;
+}
+
+// Set down once, by whoever waited in vain first.
+INLINE void give_up(Context& c, u32 exchange) {
+  c.dead = true;
+  Control* control = c.p->control;
+  if (atomicCAS_system(&control->fault, 0u, 1u + exchange) == 0u) {
+    control->fault_block = c.rank;
+    control->fault_step = (u32)c.p->first_step + c.step;
+  }
+}
+
+// Wait until all that will be written into use number `count` of an exchange (counted from 0) has arrived. In a grid, a warp
+// awaits the blocks that write the 16-value steps `warp, warp + WARPS, …` below `steps`, `tiles` tiles of eight a block.
+template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u32 tiles) {
+  if constexpr (BLOCKS == 1) {
+    __syncthreads();
+    return;
+  }
+  if (c.dead) return;
+#if IS_CLUSTER
+  const u32 barrier = c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8, phase = (count >> 1) & 1;
+  if (!arrived(barrier, phase)) {
+    const u64 begin = clock_now();
+    while (!arrived(barrier, phase))
+      if (clock_now() - begin > c.p->patience) {
+        give_up(c, EXCHANGE);
+        return;
+      }
+  }
+  if (threadIdx.x == 0) expect(barrier, exchange_bytes(EXCHANGE));
+#else
+  const u32 step = (c.lane >> 1) * WARPS + c.warp, writer = (step * 2 + (c.lane & 1)) / tiles;
+  if (step < steps && writer < BLOCKS) {
+    const u32* flag = c.p->flags + (EXCHANGE * BLOCKS + writer) * FLAG_STRIDE;
+    const u64 begin = clock_now();
+    while ((int)(load_acquire(flag) - (count + 1)) < 0)
+      if (clock_now() - begin > c.p->patience) {
+        give_up(c, EXCHANGE);
+        break;
+      }
+  }
+  c.dead = __any_sync(~0u, c.dead);
+#endif
+}
+
+// All of this block's values for use number `count` of the exchange are written (by any of its threads).
+template <int EXCHANGE> INLINE void written(Context& c, u32 count) {
+  if constexpr (BLOCKS > 1 && !IS_CLUSTER) {
+    __syncthreads();
+    if (threadIdx.x == 0 && !stays_silent(c)) store_release(c.p->flags + (EXCHANGE * BLOCKS + c.rank) * FLAG_STRIDE, count + 1);
+  }
+}
+
+// A slot as this block reads it: left operands [plane][row tile][step of 16][lane], or right operands [plane][tile][step][lane].
+template <int AT, u32 BYTES> INLINE u32 slot_shared(const Context& c, u32 count) { return c.shared + AT + (count & 1) * BYTES; }
+template <int AT, u32 BYTES> INLINE u32* slot_global(const Context& c, u32 count) { return c.p->exchange + (AT + (count & 1) * BYTES) / 4; }
+
+template <int AT, u32 BYTES> INLINE void read_left(const Context& c, u32 count, u32 index, u32 (&w)[4]) {
+  const u32 offset = (index * 32 + c.lane) * 16;
+  if constexpr (BLOCKS == 1 || IS_CLUSTER) load_shared(slot_shared<AT, BYTES>(c, count) + offset, w);
+  else load_global(slot_global<AT, BYTES>(c, count) + offset / 4, w);
+}
+template <int AT, u32 BYTES> INLINE void read_right(const Context& c, u32 count, u32 index, u32 (&w)[2]) {
+  const u32 offset = (index * 32 + c.lane) * 8;
+  if constexpr (BLOCKS == 1 || IS_CLUSTER) load_shared(slot_shared<AT, BYTES>(c, count) + offset, w);
+  else load_global(slot_global<AT, BYTES>(c, count) + (c.rank * BYTES * 2 + offset) / 4, w);
+}
+// Half of a left operand (rows g and g + 8 of eight columns) into everyone's slot.
+template <int EXCHANGE, int AT, u32 BYTES> INLINE void publish_left(const Context& c, u32 count, u32 index, u32 half, u32 a, u32 b) {
+  const u32 offset = (index * 32 + c.lane) * 16 + half * 8;
+  if constexpr (BLOCKS == 1) store_shared(slot_shared<AT, BYTES>(c, count) + offset, a, b);
+#if IS_CLUSTER
+  else {
+    if (stays_silent(c)) return;
+    const u32 mine = slot_shared<AT, BYTES>(c, count) + offset, barrier = c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8;
+#pragma unroll
+    for (u32 block = 0; block < BLOCKS; ++block) send(at_block(mine, block), a, b, at_block(barrier, block));
+  }
+#else
+  else store_global(slot_global<AT, BYTES>(c, count) + offset / 4, a, b);
+#endif
+}
+// A packed 8 x 8 block of weights into the slot of the block that multiplies by it on the way back.
+template <int EXCHANGE, int AT, u32 BYTES> INLINE void send_right(const Context& c, u32 count, u32 to, u32 index, u32 half, u32 a) {
+  const u32 offset = (index * 32 + c.lane) * 8 + half * 4;
+  if constexpr (BLOCKS == 1) store_word(slot_shared<AT, BYTES>(c, count) + offset, a);
+#if IS_CLUSTER
+  else send(at_block(slot_shared<AT, BYTES>(c, count) + offset, to), a, at_block(c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8, to));
+#else
+  else store_global(slot_global<AT, BYTES>(c, count) + (to * BYTES * 2 + offset) / 4, a);
+#endif
+}
+
+// One word from block 0 to all: the same decision everywhere. Uses of it are counted by `count`.
+INLINE u32 agreed(Context& c, u32 count, u32 word) {
+  if constexpr (BLOCKS == 1) {
+    if (threadIdx.x == 0) store_word(c.shared + AT_DECISION, word);
+    __syncthreads();
+    return load_word(c.shared + AT_DECISION);
+  }
+#if IS_CLUSTER
+  if (c.rank == 0 && threadIdx.x < BLOCKS) {
+    const u32 barrier = c.shared + AT_BARRIERS + (DECISION * 2 + (count & 1)) * 8;
+    send(at_block(c.shared + AT_DECISION + (count & 1) * 4, threadIdx.x), word, at_block(barrier, threadIdx.x));
+  }
+  wait_for<DECISION>(c, count, 0, 1);
+  return load_word(c.shared + AT_DECISION + (count & 1) * 4);
+#else
+  u32* flag = c.p->flags + (DECISION * BLOCKS) * FLAG_STRIDE;
+  if (threadIdx.x == 0) {
+    if (c.rank == 0) store_release(flag, (count + 1) * 2 + word);
+    const u64 begin = clock_now();
+    u32 found = load_acquire(flag);
+    while ((int)(found / 2 - (count + 1)) < 0 && !c.dead) {
+      if (clock_now() - begin > c.p->patience) give_up(c, DECISION);
+      found = load_acquire(flag);
+    }
+    store_word(c.shared + AT_DECISION, found & 1);
+  }
+  __syncthreads();
+  return load_word(c.shared + AT_DECISION);
+#endif
+}

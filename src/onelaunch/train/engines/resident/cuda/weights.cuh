@@ -1,0 +1,219 @@
+// A block's share of a layer's weights: who holds what, how it enters a product, how it is updated.
+//
+// Layer L has KT steps of 16 inputs; step `ks * WARPS + warp` belongs to that warp, for all of the block's NT tiles of eight
+// units. The fp32 masters of such a 16 x 8 block are one accumulator tile, in registers or lane-linear in shared memory. The
+// same warp multiplies by them on the way forward (so no copy is needed), and its inputs there are the ones their gradient
+// needs on the way back.
+#pragma once
+#include "exchange.cuh"
+
+template <int N, bool SHARED> struct Tiles;
+template <int N> struct Tiles<N, false> {
+  float v[N][4];
+  INLINE void place(const Context&, u32) {}
+  INLINE void get(int i, float (&t)[4]) const { t[0] = v[i][0], t[1] = v[i][1], t[2] = v[i][2], t[3] = v[i][3]; }
+  INLINE void set(int i, const float (&t)[4]) { v[i][0] = t[0], v[i][1] = t[1], v[i][2] = t[2], v[i][3] = t[3]; }
+};
+template <int N> struct Tiles<N, true> {
+  u32 base;
+  INLINE void place(const Context& c, u32 at) { base = c.shared + at + threadIdx.x * 16; }
+  INLINE void get(int i, float (&t)[4]) const { load_shared(base + i * (THREADS * 16), t); }
+  INLINE void set(int i, const float (&t)[4]) { store_shared(base + i * (THREADS * 16), t); }
+};
+
+struct Rates {
+  float rate, inverse_root, decay, row_weight;  // learning rate with its correction; of Adam's root; AdamW's shrinking; 1 / rows
+};
+struct Rule {  // the optimizer's constants
+  float momentum, weight_decay, new_mean, new_square, beta2, eps;
+};
+
+// torch.optim's arithmetic, one number.
+INLINE void step_weight(float& weight, float gradient, float& state0, float& state1, const Rates& r, const Rule& rule) {
+  if constexpr (OPTIMIZER == SGD) {
+    if constexpr (WEIGHT_DECAY) gradient = fmaf(rule.weight_decay, weight, gradient);
+    if constexpr (STATES == 1) {
+      state0 = fmaf(rule.momentum, state0, gradient);
+      gradient = NESTEROV ? fmaf(rule.momentum, state0, gradient) : state0;
+    }
+    weight = fmaf(-r.rate, gradient, weight);
+  } else {
+    if constexpr (OPTIMIZER == ADAMW) weight *= r.decay;
+    else if constexpr (WEIGHT_DECAY) gradient = fmaf(rule.weight_decay, weight, gradient);
+    state0 = fmaf(gradient - state0, rule.new_mean, state0);
+    state1 = fmaf(rule.new_square * gradient, gradient, rule.beta2 * state1);
+    weight -= r.rate * (state0 / (sqrtf(state1) * r.inverse_root + rule.eps));
+  }
+}
+
+// Which input of the layer stands at place `i` of a step of 16. The first layer takes four neighbouring values a lane, so that
+// a row is read in whole words; the weights follow its order.
+template <class L> INLINE int input_of(int step, int i) {
+  if constexpr (!L::FIRST) return step * 16 + i;
+  const int j = i & 7;
+  return step * 16 + (j / 2) * 4 + (i / 8) * 2 + (j & 1);
+}
+
+template <class L> struct Weights {
+  static constexpr int N = L::KS * L::NT;
+  Tiles<N, L::MASTERS_SHARED> master;
+  Tiles<(STATES > 0 ? N : 1), (STATES > 0 && L::STATES_SHARED)> state0;
+  Tiles<(STATES > 1 ? N : 1), (STATES > 1 && L::STATES_SHARED)> state1;
+  Tiles<(MICRO > 1 ? N : 1), (MICRO > 1)> gradient;
+
+  INLINE static bool mine(const Context& c, int ks) { return (ks + 1) * WARPS <= L::KT || ks * WARPS + c.warp < L::KT; }
+
+  // Between the flat arrays of the host, laid out as PyTorch does ([out][in], then the bias), and the tiles.
+  template <bool LOAD, class T> INLINE void move(const Context& c, T& tiles, float* flat) {
+    const int first = L::REPLICATED ? 0 : c.rank * L::UNITS;
+#pragma unroll
+    for (int ks = 0; ks < L::KS; ++ks)
+#pragma unroll
+      for (int n = 0; n < L::NT; ++n) {
+        float t[4];
+        if (!LOAD) tiles.get(ks * L::NT + n, t);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int step = ks * WARPS + c.warp, in = input_of<L>(step, c.g + (e >> 1) * 8), out = first + n * 8 + c.q * 2 + (e & 1);
+          const bool real = step < L::KT && in < L::IN && out < L::OUT;
+          float* at = flat + L::WEIGHT_AT + (u64)out * L::IN + in;
+          if (LOAD) t[e] = real ? *at : 0.f;
+          else if (real && (!L::REPLICATED || c.rank == 0)) *at = t[e];
+        }
+        if (LOAD) tiles.set(ks * L::NT + n, t);
+      }
+  }
+  template <bool LOAD> INLINE void move_bias(const Context& c) {
+    const int first = L::REPLICATED ? 0 : c.rank * L::UNITS, unit = threadIdx.x;
+    if (unit >= L::UNITS) return;
+    const bool real = L::BIAS && first + unit < L::OUT;
+#pragma unroll
+    for (int kind = 0; kind <= STATES; ++kind) {
+      float* flat = kind == 0 ? c.p->weights : c.p->state[kind - 1];
+      const u32 at = c.shared + L::AT_BIAS + (kind * L::UNITS + unit) * 4;
+      if (LOAD) store_float(at, real ? flat[L::BIAS_AT + first + unit] : 0.f);
+      else if (real && (!L::REPLICATED || c.rank == 0)) flat[L::BIAS_AT + first + unit] = load_float(at);
+    }
+  }
+  template <bool LOAD> INLINE void move_all(const Context& c) {
+    if (LOAD) {
+      master.place(c, L::AT_MASTERS);
+      state0.place(c, L::AT_STATES);
+      state1.place(c, L::AT_STATES + N * THREADS * 16);
+      gradient.place(c, L::AT_GRADIENTS);
+    }
+    move<LOAD>(c, master, c.p->weights);
+    if constexpr (STATES > 0) move<LOAD>(c, state0, c.p->state[0]);
+    if constexpr (STATES > 1) move<LOAD>(c, state1, c.p->state[1]);
+    move_bias<LOAD>(c);
+  }
+};
+
+// The copies of a 16 x 8 block of weights that the way back multiplies by, to the owners of its inputs; for update `count`.
+template <class L> INLINE void send_back(const Context& c, u32 count, int step, int n, const float (&t)[4]) {
+  if constexpr (L::FIRST) return;
+  constexpr int TILES = L::FIRST ? 1 : L::IN_TILES;  // tiles of eight inputs a block owns
+  const int place = (L::REPLICATED ? 0 : (int)c.rank * L::NT) + n;  // of these eight units among all
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 planes[PLANES];
+    split(t[half * 2], t[half * 2 + 1], planes);
+    const int owner = (step * 2 + half) / TILES, tile = (step * 2 + half) % TILES;
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane) {
+      const int index = (plane * TILES + tile) * L::OUT_KT + place / 2;
+      if constexpr (L::REPLICATED) {
+        if (owner == (int)c.rank) store_word(c.shared + L::AT_BACK + (index * 32 + c.lane) * 8 + (place & 1) * 4, planes[plane]);
+      } else if (owner < BLOCKS) {
+        send_right<L::BACK_EXCHANGE, L::AT_BACK, L::BACK_BYTES>(c, count, owner, index, place & 1, planes[plane]);
+      }
+    }
+  }
+}
+template <class L> INLINE void send_all_back(const Context& c, const Weights<L>& w, u32 count) {
+  if constexpr (!L::FIRST)
+#pragma unroll
+    for (int ks = 0; ks < L::KS; ++ks)
+      if (Weights<L>::mine(c, ks))
+#pragma unroll
+        for (int n = 0; n < L::NT; ++n) {
+          float t[4];
+          w.master.get(ks * L::NT + n, t);
+          send_back<L>(c, count, ks * WARPS + c.warp, n, t);
+        }
+}
+
+// Gradient of the warp's weights from its inputs and the block's deltas, and the update. `read` gives the left operand of a row
+// tile, a step and a plane. `last`: of the step's micro-batches.
+template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, const Rates& rates, const Rule& rule, bool first, bool last, Read read) {
+#pragma unroll
+  for (int ks = 0; ks < L::KS; ++ks)
+    if (Weights<L>::mine(c, ks)) {
+      float gradient[L::NT][4];
+#pragma unroll
+      for (int n = 0; n < L::NT; ++n) {
+        clear(gradient[n]);
+        if (MICRO > 1 && !first) w.gradient.get(ks * L::NT + n, gradient[n]);
+      }
+#pragma unroll(ROW_TILES <= 4 ? ROW_TILES : 2)
+      for (int m = 0; m < ROW_TILES; ++m) {
+        u32 left[L::IN_PLANES][4];
+#pragma unroll
+        for (int plane = 0; plane < L::IN_PLANES; ++plane) {
+          u32 rows[4];
+          read(m, ks, plane, rows);
+          left[plane][0] = transposed(rows[0]), left[plane][1] = transposed(rows[2]);
+          left[plane][2] = transposed(rows[1]), left[plane][3] = transposed(rows[3]);
+        }
+#pragma unroll
+        for (int n = 0; n < L::NT; ++n)
+#pragma unroll
+          for (int right = 0; right < PLANES; ++right) {
+            u32 delta[2];
+            load_shared(c.shared + L::AT_DELTA + (((right * ROW_TILES + m) * L::NT + n) * 32 + c.lane) * 8, delta);
+#pragma unroll
+            for (int plane = 0; plane < L::IN_PLANES; ++plane)
+              if (plane + right < PLANES) multiply_add(gradient[n], left[plane], delta[0], delta[1]);
+          }
+      }
+#pragma unroll
+      for (int n = 0; n < L::NT; ++n) {
+        const int i = ks * L::NT + n;
+        if (MICRO > 1 && !last) {
+          w.gradient.set(i, gradient[n]);
+          continue;
+        }
+        float weight[4], s0[4] = {0, 0, 0, 0}, s1[4] = {0, 0, 0, 0};
+        w.master.get(i, weight);
+        if constexpr (STATES > 0) w.state0.get(i, s0);
+        if constexpr (STATES > 1) w.state1.get(i, s1);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) step_weight(weight[e], gradient[n][e] * L::GRADIENT_SCALE, s0[e], s1[e], rates, rule);
+        w.master.set(i, weight);
+        if constexpr (STATES > 0) w.state0.set(i, s0);
+        if constexpr (STATES > 1) w.state1.set(i, s1);
+        send_back<L>(c, c.step + 1, ks * WARPS + c.warp, n, weight);
+      }
+    }
+  if (L::BIAS && threadIdx.x < L::UNITS) {
+    const u32 unit = threadIdx.x, sums = c.shared + L::AT_BIAS_SUMS;
+    float gradient = 0.f;
+#pragma unroll 4
+    for (int m = 0; m < ROW_TILES; ++m) gradient += load_float(sums + (m * L::UNITS + unit) * 4);
+    if constexpr (MICRO > 1) {
+      const u32 kept = sums + (ROW_TILES * L::UNITS + unit) * 4;
+      if (!first) gradient += load_float(kept);
+      if (!last) store_float(kept, gradient);
+    }
+    if (last) {
+      const u32 at = c.shared + L::AT_BIAS + unit * 4;
+      float bias = load_float(at), s0 = 0.f, s1 = 0.f;
+      if constexpr (STATES > 0) s0 = load_float(at + L::UNITS * 4);
+      if constexpr (STATES > 1) s1 = load_float(at + 2 * L::UNITS * 4);
+      step_weight(bias, gradient * BIAS_SCALE, s0, s1, rates, rule);
+      store_float(at, bias);
+      if constexpr (STATES > 0) store_float(at + L::UNITS * 4, s0);
+      if constexpr (STATES > 1) store_float(at + 2 * L::UNITS * 4, s1);
+    }
+  }
+}

@@ -1,0 +1,298 @@
+"""The plan of a resident run: which block owns which units, what lies where, which phase reads and writes what.
+
+Pure arithmetic: no device is asked. `source.py` writes the plan down as CUDA constants, the tests execute it in NumPy.
+
+Units are owned in tiles of eight, inputs are multiplied in steps of sixteen; both follow from the tensor core's shape. A block
+owns `tiles` consecutive tiles of every hidden layer; the last layer is small and every block computes it whole. The weights of
+step k of a layer belong to warp k modulo WARPS, as one accumulator tile for each of the block's tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from onelaunch.train.engines.resident.stages import Stage
+
+WARPS = 8
+THREADS = WARPS * 32
+TILE, STEP = 8, 16
+ROW_TILE = 16
+MOST_OUTPUTS = 64
+MOST_BATCH = 4096
+MOST_ROWS = 256  # of a pass; a larger batch takes several
+MOST_SUMS = 16  # accumulator tiles a warp holds at once: 64 registers
+LEFT_BYTES, RIGHT_BYTES, TILE_BYTES = 512, 256, 512  # of one operand fragment or fp32 tile over 32 lanes
+REGISTERS = 255
+WORKING_REGISTERS = 112  # addresses, operands, partial sums; measured with ptxas over the compiled list
+PLANES = {"bf16": 1, "fp16": 1, "tf32": 2, "fp32": 3}
+STATES = {"sgd": 0, "adam": 2, "adamw": 2}
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the plan must know of a GPU."""
+
+    multiprocessors: int
+    shared_bytes: int  # the most a block may have
+    clusters: bool
+    largest_cluster: int = 16
+
+
+H200 = Chip(132, 232_448, True)
+A100 = Chip(108, 166_912, False)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the code depends on."""
+
+    stages: tuple[Stage, ...]
+    batch: int
+    rows: int
+    precision: str  # bf16, fp16, tf32 or fp32
+    optimizer: str
+    momentum: bool
+    nesterov: bool
+    weight_decay: bool
+    schedule: str
+    loss: str
+    smooths: bool
+    bytes_input: bool  # uint8 rows
+    validates: bool
+
+
+@dataclass(frozen=True)
+class Layer:
+    index: int
+    stage: Stage
+    first: bool
+    last: bool  # every block computes it whole
+    steps: int  # of sixteen inputs
+    tiles: int  # of eight units a block
+    blocks: int
+    input_tiles: int  # of eight inputs that a block owns as units of the layer before
+    masters_shared: bool = False
+    states_shared: bool = True
+
+    @property
+    def steps_a_warp(self) -> int:
+        return -(-self.steps // WARPS)
+
+    @property
+    def split(self) -> int:
+        return min(WARPS, self.steps)
+
+    @property
+    def units(self) -> int:
+        return self.tiles * TILE
+
+    @property
+    def output_steps(self) -> int:
+        """Of sixteen units, over all blocks."""
+        return -(-self.tiles * (1 if self.last else self.blocks) // 2)
+
+    @property
+    def weight_tiles(self) -> int:
+        """fp32 tiles a thread takes part in."""
+        return self.steps_a_warp * self.tiles
+
+
+@dataclass(frozen=True)
+class Region:
+    name: str
+    offset: int
+    bytes: int
+
+
+@dataclass
+class Memory:
+    """Regions laid one after another, each aligned to its first lane's widest access."""
+
+    regions: dict[str, Region] = field(default_factory=dict)
+    size: int = 0
+
+    def add(self, name: str, size: int) -> None:
+        assert name not in self.regions, name
+        self.regions[name] = Region(name, self.size, size)
+        self.size += -(-size // 128) * 128
+
+    def __getitem__(self, name: str) -> int:
+        return self.regions[name].offset
+
+
+class Plan:
+    def __init__(
+        self, settings: Settings, chip: Chip, blocks: int, cluster: bool, rows: int, *, working: int = WORKING_REGISTERS
+    ) -> None:
+        """`working`: registers that the weights leave free; more of them when the compiler had to spill."""
+        self.settings, self.chip, self.working = settings, chip, working
+        self.blocks, self.cluster = blocks, cluster and blocks > 1
+        self.planes = PLANES[settings.precision]
+        self.states = STATES[settings.optimizer] + (settings.optimizer == "sgd" and settings.momentum)
+        self.rows = rows
+        self.row_tiles = rows // ROW_TILE
+        self.micro_batches = -(-settings.batch // rows)
+        self.input_planes = 1 if settings.bytes_input else self.planes
+        self.input_bytes = 1 if settings.bytes_input else 2
+        self.interval = max(1, min(64, 2048 // settings.batch))
+        self.layers = tuple(self._place_weights(list(self._layers())))
+        self.group = self._group()
+        self.input_buffers = 2
+        self._lay_out()
+        if self.shared.size > chip.shared_bytes:
+            self.input_buffers = 1
+            self._lay_out()
+
+    def _layers(self) -> Iterator[Layer]:
+        stages, tiles = self.settings.stages, 0
+        for index, stage in enumerate(stages):
+            first, last = index == 0, index == len(stages) - 1
+            steps = -(-stage.linear.inputs // STEP) if first else -(-tiles * self.blocks // 2)
+            own = -(-stage.linear.outputs // STEP) * 2 if last else -(-stage.linear.outputs // (TILE * self.blocks))
+            yield Layer(index, stage, first, last, steps, own, self.blocks, tiles)
+            tiles = own
+
+    def _place_weights(self, layers: list[Layer]) -> list[Layer]:
+        """Masters in registers as far as they go, the largest first; optimizer state with them where there is room."""
+        room = max(0, REGISTERS - self.working - 24 * (self.planes - 1)) // 4
+        placed = {}
+        for layer in sorted(layers, key=lambda layer: layer.weight_tiles):
+            fits = layer.weight_tiles <= room
+            room -= layer.weight_tiles if fits else 0
+            with_states = fits and self.states > 0 and layer.weight_tiles * self.states <= room
+            room -= layer.weight_tiles * self.states if with_states else 0
+            placed[layer.index] = (not fits, not with_states)
+        return [
+            Layer(*(getattr(layer, name) for name in list(Layer.__dataclass_fields__)[:-2]), *placed[layer.index])
+            for layer in layers
+        ]
+
+    def _group(self) -> int:
+        """Row tiles multiplied at once."""
+        widest = max(layer.tiles for layer in self.layers)
+        group = 1
+        while group * 2 <= min(WARPS, self.row_tiles, 4) and self.row_tiles % (group * 2) == 0:
+            if group * 2 * widest > MOST_SUMS:
+                break
+            group *= 2
+        return group
+
+    # Sizes.
+
+    def out_bytes(self, layer: Layer) -> int:
+        return self.planes * self.row_tiles * layer.output_steps * LEFT_BYTES
+
+    def out_buffers(self, layer: Layer) -> int:
+        """A block that hands out layer 0 of the next pass may be ahead of one still in this pass; nobody is ahead further."""
+        return 2 if self.blocks > 1 and (layer.first or not self.cluster) else 1
+
+    def back_bytes(self, layer: Layer) -> int:
+        return self.planes * layer.input_tiles * layer.output_steps * RIGHT_BYTES
+
+    def exchanged_bytes(self, layer: Layer) -> int:
+        """What a block receives when everyone hands out its units of `layer`."""
+        return self.planes * self.row_tiles * self.blocks * layer.tiles * RIGHT_BYTES
+
+    @property
+    def partials_bytes(self) -> int:
+        most = max(layer.split * layer.tiles for layer in self.layers)
+        for before, layer in zip(self.layers, self.layers[1:-1], strict=False):
+            most = max(most, min(WARPS, layer.output_steps) * before.tiles)
+        return most * self.group * TILE_BYTES
+
+    @property
+    def input_buffer_bytes(self) -> int:
+        pieces = self.input_planes * self.row_tiles * 2 * self.layers[0].steps_a_warp
+        return pieces * THREADS * 4 * self.input_bytes
+
+    def _lay_out(self) -> None:
+        shared, exchange = Memory(), Memory()
+        slots = shared if self.blocks == 1 or self.cluster else exchange
+        shared.add("inputs", self.input_buffer_bytes * self.input_buffers)
+        shared.add("partial sums", 2 * self.partials_bytes)
+        for layer in self.layers:
+            name = f"layer {layer.index}: "
+            tile = TILE_BYTES * WARPS * layer.weight_tiles
+            if layer.masters_shared:
+                shared.add(name + "masters", tile)
+            if layer.states_shared and self.states:
+                shared.add(name + "states", tile * self.states)
+            if self.micro_batches > 1:
+                shared.add(name + "gradients", tile)
+            shared.add(name + "bias", 4 * layer.units * (1 + self.states))
+            shared.add(name + "bias sums", 4 * layer.units * (self.row_tiles + (self.micro_batches > 1)))
+            shared.add(name + "deltas", self.planes * self.row_tiles * layer.tiles * RIGHT_BYTES)
+            if layer.last:
+                if not layer.first:
+                    shared.add(name + "weights back", self.back_bytes(layer))
+                continue
+            shared.add(name + "slopes", self.row_tiles * layer.tiles * TILE_BYTES)
+            slots.add(name + "values of all", self.out_buffers(layer) * self.out_bytes(layer))
+            if not layer.first:
+                slots.add(name + "deltas of all", self.out_bytes(layer))
+                per_block = 2 * self.back_bytes(layer)
+                slots.add(name + "weights back", per_block * (1 if slots is shared else self.blocks))
+        shared.add("output gradient", self.planes * self.row_tiles * self.layers[-1].output_steps * LEFT_BYTES)
+        shared.add("row losses", 4 * self.row_tiles)
+        shared.add("correct", 4)
+        shared.add("decision", 8)
+        shared.add("rates", 16 * self.interval)
+        shared.add("round keys", 32 * (self.interval + 1))
+        shared.add("row numbers", 4 * (self.interval + 1) * self.settings.batch)
+        shared.add("barriers", 16 * self.exchanges)
+        self.shared, self.exchange = shared, exchange
+
+    # Exchanges are numbered: values of each hidden layer, then deltas and weights of each but the first, then the decision.
+
+    @property
+    def hidden(self) -> int:
+        return len(self.layers) - 1
+
+    def values_exchange(self, layer: Layer) -> int:
+        return layer.index
+
+    def deltas_exchange(self, layer: Layer) -> int:
+        return self.hidden + layer.index - 1
+
+    def back_exchange(self, layer: Layer) -> int:
+        return 2 * self.hidden - 1 + layer.index - 1
+
+    @property
+    def decision(self) -> int:
+        return max(0, 3 * self.hidden - 2)
+
+    @property
+    def exchanges(self) -> int:
+        return self.decision + 1
+
+    def exchange_names(self) -> dict[int, str]:
+        names = {self.decision: "the decision to go on"}
+        for layer in self.layers[: self.hidden]:
+            names[self.values_exchange(layer)] = f"the values of layer {layer.index}"
+            if not layer.first:
+                names[self.deltas_exchange(layer)] = f"the deltas of layer {layer.index}"
+                names[self.back_exchange(layer)] = f"the weights of layer {layer.index}"
+        return names
+
+    @property
+    def flag_words(self) -> int:
+        return self.exchanges * self.blocks * FLAG_STRIDE
+
+    def __str__(self) -> str:
+        return "resident"
+
+    @property
+    def refusal(self) -> str:
+        """Why this plan cannot run on its chip; empty when it can."""
+        if self.shared.size > self.chip.shared_bytes:
+            return (
+                f"{self.blocks} blocks need {self.shared.size // 1024} KiB of shared memory each, "
+                f"{self.chip.shared_bytes // 1024} are there"
+            )
+        if self.blocks > self.chip.multiprocessors:
+            return f"{self.blocks} blocks do not fit on {self.chip.multiprocessors} multiprocessors at once"
+        return ""
+
+
+FLAG_STRIDE = 8  # words: a flag has a 32-byte sector to itself

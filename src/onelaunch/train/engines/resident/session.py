@@ -1,0 +1,327 @@
+"""A run on the resident engine: weights and data to the device, one launch, and the host as an onlooker.
+
+Without a checkpoint the whole run is one launch; with one it is one launch an epoch, between which the weights can be read.
+The kernel writes losses, progress and the epochs' metrics into memory of the host, which this side looks at a few hundred
+times a second.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
+from onelaunch.train.engines.resident.choice import choose_plan
+from onelaunch.train.engines.resident.compile import Cubin, compile_cubin
+from onelaunch.train.engines.resident.plan import Chip, Plan, Settings, THREADS
+from onelaunch.train.engines.resident.source import source_of
+from onelaunch.train.engines.resident.stages import NotResidentError, stages_of
+from onelaunch.train.objective import predictions_per_row
+
+LOOK_SECONDS = 0.002
+WORKING = (112, 136, 160, 184)  # registers left free of weights, tried until nothing spills
+PATIENCE_SECONDS = 10.0
+MOST_LOSSES = 2**22  # of one launch: 16 MB of the host's memory
+STATE_NAMES = {"sgd": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}
+CONTROL = np.dtype(
+    [("stop", "<u4"), ("done", "<u4"), ("epochs", "<u4"), ("fault", "<u4"), ("fault_block", "<u4"), ("fault_step", "<u4"),
+     ("loss", "<f4"), ("correct", "<u4")]
+)  # fmt: skip
+RECORD = np.dtype([("check_loss", "<f8"), ("check_correct", "<u8"), ("correct", "<u8")])
+POINTERS = (
+    "x", "check_x", "y", "check_y", "weights", "state0", "state1", "exchange", "flags", "control", "losses", "records"
+)  # fmt: skip
+COUNTS = (
+    "rows", "check_rows", "seed", "first_step", "last_step", "steps_per_epoch", "total_steps", "patience", "fault_step",
+    "fault_block",
+)  # fmt: skip
+NUMBERS = (
+    "lr", "momentum", "weight_decay", "log_beta1", "log_beta2", "new_mean", "new_square", "beta2", "eps", "smoothing"
+)  # fmt: skip
+PARAMS = np.dtype([(name, "<u8") for name in POINTERS + COUNTS] + [(name, "<f8") for name in NUMBERS])
+
+
+def settings_for(run: Run, precision: str) -> Settings:
+    assert run.network is not None
+    spec = run.spec
+    return Settings(
+        stages=stages_of(run.network), batch=min(spec.batch_size, spec.rows), rows=spec.rows, precision=precision,
+        optimizer=spec.optimizer, momentum=spec.momentum > 0, nesterov=spec.nesterov, weight_decay=spec.weight_decay > 0,
+        schedule=spec.schedule, loss=spec.loss, smooths=spec.label_smoothing > 0, bytes_input=run.x.dtype == torch.uint8,
+        validates=run.validation is not None,
+    )  # fmt: skip
+
+
+def chip_of(device: torch.device) -> Chip:
+    properties = torch.cuda.get_device_properties(device)
+    clusters = (properties.major, properties.minor) >= (9, 0)
+    return Chip(properties.multi_processor_count, properties.shared_memory_per_block_optin, clusters)
+
+
+def architecture(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
+def spilled_bytes(cubin: Cubin) -> int:
+    found = re.findall(r"(\d+) bytes spill stores", cubin.log)
+    return sum(map(int, found))
+
+
+class ResidentSession:
+    def __init__(
+        self, run: Run, state: Mapping[str, torch.Tensor], *, plan: Plan | None = None, fault: tuple[int, int] | None = None,
+        patience: float = PATIENCE_SECONDS, leave_out: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """The keyword arguments are for tests and measurements: another plan, a block that falls silent at a step."""
+        from onelaunch.train.engines.resident.launch import load
+        from onelaunch.train.engines.resident.pinned import MappedArray
+
+        self.run, self.spec, self.device = run, run.spec, run.device
+        self.precision = "tf32" if run.spec.precision == "auto" else run.spec.precision
+        self.layout, self.cubin = self._compile(plan, fault is not None, leave_out)
+        self.kernel = load(self.cubin, "train", run.device)
+        self._refuse_crowding()
+        self.plan = f"{self.layout}\n{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes of spills"
+        self.allocations = {"launches": 0}
+        self._stream = torch.cuda.Stream(run.device)
+        self._tensors = dict(run.model.state_dict(keep_vars=True))
+        self._control = MappedArray(1, CONTROL, run.device)
+        self._most_steps = min(max(MOST_LOSSES, run.spec.steps_per_epoch), run.spec.total_steps)
+        self._losses = MappedArray(self._most_steps, np.float32, run.device)
+        self._records = MappedArray(self._most_steps // run.spec.steps_per_epoch + 2, RECORD, run.device)
+        self._clock_hz = torch.cuda.get_device_properties(run.device).clock_rate * 1e3 if hasattr(
+            torch.cuda.get_device_properties(run.device), "clock_rate") else 2e9  # fmt: skip
+        self._buffers(state)
+        self._params = self._parameters(fault, patience)
+        self._running = False
+
+    def _compile(self, plan: Plan | None, faults: bool, leave_out: frozenset[str]) -> tuple[Plan, Cubin]:
+        """The chosen plan, compiled; with more weights in shared memory where the compiler ran out of registers."""
+        settings, chip = settings_for(self.run, self.precision), chip_of(self.device)
+        tried: list[tuple[int, Plan, Cubin]] = []
+        for working in WORKING:
+            try:
+                layout = plan or choose_plan(settings, chip, working=working)
+            except NotResidentError:
+                if not tried:
+                    raise
+                break
+            source = source_of(layout, faults=faults, leave_out=leave_out)
+            cubin = compile_cubin(source, architecture(self.device))
+            tried.append((spilled_bytes(cubin), layout, cubin))
+            if plan or not tried[-1][0]:
+                break
+        return min(tried, key=lambda entry: entry[0])[1:]
+
+    def _refuse_crowding(self) -> None:
+        layout = self.layout
+        at_once = self.kernel.max_active_clusters(
+            block=THREADS, cluster=layout.blocks if layout.cluster else 1, shared_bytes=layout.shared.size
+        )
+        if at_once < (1 if layout.cluster else layout.blocks):
+            raise OnelaunchError(
+                f"engine='resident' needs {layout.blocks} blocks at once, this device holds fewer now: pass engine='eager'"
+            )
+
+    # Data, weights and state on the device.
+
+    def _buffers(self, state: Mapping[str, torch.Tensor]) -> None:
+        run, layout = self.run, self.layout
+        with torch.no_grad():
+            self._x, self._y = self._rows(run.x), self._targets(run.y)
+            check = run.validation
+            self._check_x = self._rows(check[0]) if check else None
+            self._check_y = self._targets(check[1]) if check else None
+            self._weights = self._flat({name: tensor for name, tensor in self._tensors.items()})
+            self._states = [
+                self._flat({name: state.get(f"{kind}.{name}") for name in self._tensors}) for kind in self._state_kinds
+            ]
+        self._exchange = torch.zeros(max(layout.exchange.size // 4, 1), dtype=torch.int32, device=self.device)
+        self._flags = torch.zeros(layout.flag_words, dtype=torch.int32, device=self.device)
+
+    @property
+    def _state_kinds(self) -> tuple[str, ...]:
+        return STATE_NAMES[self.spec.optimizer][: self.layout.states]
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows as the kernel fetches them: bytes, or planes of half precision whose sum the value is; whole steps of 16."""
+        x = x.reshape(len(x), -1)
+        width = self.layout.layers[0].steps * 16
+        if x.dtype == torch.uint8:
+            return torch.nn.functional.pad(x, (0, width - x.shape[1])).contiguous()
+        half = torch.float16 if self.precision == "fp16" else torch.bfloat16
+        rest, planes = torch.nn.functional.pad(x.float(), (0, width - x.shape[1])), []
+        for _ in range(self.layout.input_planes):
+            planes.append(rest.to(half))
+            rest = rest - planes[-1].float()
+        return torch.stack(planes).contiguous()
+
+    def _targets(self, y: torch.Tensor) -> torch.Tensor:
+        if self.spec.loss == "cross_entropy":
+            return y.to(torch.int32).contiguous()
+        return y.reshape(len(y), -1).float().contiguous()
+
+    def _names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for layer in self.layout.layers:
+            linear = layer.stage.linear
+            yield f"{linear.path}.weight", (linear.outputs, linear.inputs)
+            if linear.bias:
+                yield f"{linear.path}.bias", (linear.outputs,)
+
+    def _flat(self, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        parts = []
+        for name, shape in self._names():
+            tensor = tensors.get(name)
+            values = torch.zeros(shape, device=self.device) if tensor is None else tensor.detach().to(self.device).float()
+            parts.append(values.reshape(-1))
+        return torch.cat(parts)
+
+    def _unflat(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        found, at = {}, 0
+        for name, shape in self._names():
+            size = math.prod(shape)
+            found[name] = flat[at : at + size].reshape(shape)
+            at += size
+        return found
+
+    def _parameters(self, fault: tuple[int, int] | None, patience: float) -> np.ndarray:
+        spec, run = self.spec, self.run
+        params = np.zeros(1, PARAMS)
+        tensors = {
+            "x": self._x, "check_x": self._check_x, "y": self._y, "check_y": self._check_y, "weights": self._weights,
+            "exchange": self._exchange, "flags": self._flags,
+        } | {f"state{i}": tensor for i, tensor in enumerate(self._states)}  # fmt: skip
+        for name, tensor in tensors.items():
+            params[name] = tensor.data_ptr() if tensor is not None else 0
+        params["control"], params["records"] = self._control.address, self._records.address
+        params["rows"], params["seed"] = spec.rows, spec.seed
+        params["check_rows"] = len(run.validation[0]) if run.validation else 0
+        params["steps_per_epoch"], params["total_steps"] = spec.steps_per_epoch, spec.total_steps
+        params["patience"] = int(patience * self._clock_hz)
+        params["fault_step"], params["fault_block"] = fault if fault else (2**63, 0)
+        for name in ("lr", "momentum", "weight_decay", "eps"):
+            params[name] = getattr(spec, name)
+        betas = spec.betas
+        params["smoothing"], params["beta2"] = spec.label_smoothing, betas[1]
+        params["new_mean"], params["new_square"] = 1 - betas[0], 1 - betas[1]
+        params["log_beta1"] = math.log(betas[0]) if betas[0] else -1e300
+        params["log_beta2"] = math.log(betas[1]) if betas[1] else -1e300
+        return params
+
+    # Training.
+
+    def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
+        spec, step = self.spec, first_step
+        while step < spec.total_steps:
+            end = self._launch_end(step)
+            self._launch(step, end)
+            for segment in self._watch(step, end, monitor):
+                step = segment.first_step + len(segment.losses)
+                yield segment
+
+    def _launch_end(self, step: int) -> int:
+        """The run's end; or an epoch's, when its weights are wanted or the losses would fill the host's memory."""
+        spec = self.spec
+        end = spec.epoch_end(step)
+        while not self.run.checkpoints and end < spec.total_steps and spec.epoch_end(end) - step <= self._most_steps:
+            end = spec.epoch_end(end)
+        return end
+
+    def _launch(self, first: int, end: int) -> None:
+        control = self._control.array
+        control[:] = 0
+        control["done"] = first
+        params = self._params
+        params["first_step"], params["last_step"] = first, end
+        params["losses"] = self._losses.address
+        self._first = first
+        self._flags.zero_()
+        self._device_params = torch.from_numpy(params.view(np.uint8).copy()).to(self.device)
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        layout = self.layout
+        self.kernel.launch(
+            self._stream, grid=layout.blocks, block=THREADS, cluster=layout.blocks if layout.cluster else 1,
+            shared_bytes=layout.shared.size, cooperative=not layout.cluster and layout.blocks > 1,
+            args=[self._device_params.data_ptr()],
+        )  # fmt: skip
+        self.allocations["launches"] += 1
+        self._running = True
+
+    def _watch(self, first: int, end: int, monitor: Monitor) -> Iterator[Segment]:
+        """Segments as the kernel finishes epochs, until the launch has ended."""
+        spec, control = self.spec, self._control.array[0]
+        step, epochs, reported = first, 0, 0.0
+        finished = torch.cuda.Event()
+        finished.record(self._stream)
+        while True:
+            over = finished.query()
+            while int(control["epochs"]) > epochs:
+                until = min(spec.epoch_end(step), end)
+                yield self._segment(step, until, self._records.array[epochs])
+                step, epochs = until, epochs + 1
+            if over:
+                break
+            now = time.perf_counter()
+            if now - reported > 0.03:
+                reported = now
+                counts = spec.loss != "mse"
+                monitor.report(int(control["done"]), float(control["loss"]), int(control["correct"]) if counts else None)
+            if monitor.stop:
+                control["stop"] = 1
+            time.sleep(LOOK_SECONDS)
+        finished.synchronize()
+        self._running = False
+        self._refuse_fault()
+        done = int(control["done"])
+        if done > step:  # stopped within an epoch
+            yield self._segment(step, done, None)
+
+    def _segment(self, first: int, until: int, record: np.void | None) -> Segment:
+        spec = self.spec
+        losses = torch.from_numpy(self._losses.array[first - self._first : until - self._first].copy())
+        correct = int(self._control.array[0]["correct"] if record is None else record["correct"])
+        validation = None
+        if record is not None and self.run.validation is not None:
+            rows = len(self.run.validation[0])
+            units = 1 if spec.loss == "cross_entropy" else self.run.outputs
+            right = int(record["check_correct"]) / (rows * predictions_per_row(spec, self.run.outputs))
+            validation = Metrics(float(record["check_loss"]) / (rows * units), None if spec.loss == "mse" else right)
+        return Segment(first, losses, None if spec.loss == "mse" else correct, validation)
+
+    def _refuse_fault(self) -> None:
+        control = self._control.array[0]
+        if control["fault"]:
+            what = self.layout.exchange_names().get(int(control["fault"]) - 1, "an exchange")
+            raise OnelaunchError(
+                f"engine='resident' stopped: block {control['fault_block']} waited in vain for {what} at step "
+                f"{control['fault_step']}; another program may hold the GPU: try again, or pass engine='eager'"
+            )
+
+    # Out again.
+
+    def snapshot(self) -> State:
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._write_back()
+        state: State = {}
+        for kind, flat in zip(self._state_kinds, self._states, strict=True):
+            state |= {f"{kind}.{name}": tensor.clone() for name, tensor in self._unflat(flat).items()}
+        return state
+
+    def _write_back(self) -> None:
+        with torch.no_grad():
+            for name, values in self._unflat(self._weights).items():
+                self._tensors[name].copy_(values)
+
+    def close(self) -> None:
+        if self._running:
+            self._control.array["stop"] = 1
+            self._stream.synchronize()
+            self._running = False
+        self._write_back()

@@ -1,0 +1,304 @@
+"""A plan as CUDA C++: its numbers as constants, its phases as calls. The library they call is in `cuda/`."""
+
+from __future__ import annotations
+
+from onelaunch.rng import keep_scale, keep_threshold, permutation_bits
+from onelaunch.train.engines.resident.plan import FLAG_STRIDE, THREADS, WARPS, Layer, Plan
+from onelaunch.train.network import Activation, Dropout
+from onelaunch.train.spec import LOSSES, OPTIMIZERS
+from onelaunch.train.schedule import SCHEDULES
+
+PIXEL_SCALE = {"bf16": 64 / 255, "fp16": 1 / 255}  # bytes enter as u / 64 or as u, whichever the format holds exactly
+ACTIVATIONS = {"tanh": "tanh_of"}  # the others have the name of their function
+
+
+def source_of(plan: Plan, *, faults: bool = False, leave_out: frozenset[str] = frozenset()) -> str:
+    """`faults` compiles in the injected fault; `leave_out` drops phases, to see what they cost."""
+    parts = [_constants(plan, faults), '#include "base.cuh"', '#include "random.cuh"', _draw(), *map(_chain, plan.layers)]
+    parts += ['#include "train.cuh"', *(_layer(plan, layer) for layer in plan.layers), _kernel(plan, leave_out)]
+    return "\n".join(parts)
+
+
+def loss_scale(plan: Plan) -> float:
+    """A power of two that lifts fp16 gradients, which a mean over rows makes small, above its smallest numbers."""
+    return float(2 ** (3 + (plan.settings.batch - 1).bit_length())) if plan.settings.precision == "fp16" else 1.0
+
+
+def _float(value: float) -> str:
+    return f"{value!r}f" if "e" in repr(value) or "." in repr(value) else f"{value!r}.0f"
+
+
+def _half(plan: Plan) -> str:
+    return "fp16" if plan.settings.precision == "fp16" else "bf16"
+
+
+def _input_scale(plan: Plan) -> float:
+    return PIXEL_SCALE[_half(plan)] if plan.settings.bytes_input else 1.0
+
+
+def _constants(plan: Plan, faults: bool) -> str:
+    settings, shared, layers = plan.settings, plan.shared, plan.layers
+    last = layers[-1].stage.linear
+    words = last.outputs if settings.loss != "cross_entropy" else 1
+    numbers = {
+        "WARPS": WARPS, "THREADS": THREADS, "BLOCKS": plan.blocks, "BATCH": settings.batch, "ROWS": plan.rows,
+        "ROW_TILES": plan.row_tiles, "GROUP_TILES": plan.group, "MICRO": plan.micro_batches, "PLANES": plan.planes,
+        "X_PLANES": plan.input_planes, "X_BYTES": plan.input_bytes,
+        "X_PITCH": layers[0].steps * 16 * plan.input_bytes, "X_BUFFERS": plan.input_buffers,
+        "X_BUFFER_BYTES": plan.input_buffer_bytes, "INTERVAL": plan.interval,
+        "PERMUTATION_BITS": permutation_bits(settings.rows), "STATES": plan.states, "OUTPUTS": last.outputs,
+        "TARGET_WORDS": words, "LOSS_UNITS": words, "PARTIALS_BYTES": plan.partials_bytes, "EXCHANGES": plan.exchanges,
+        "DECISION": plan.decision, "FLAG_STRIDE": FLAG_STRIDE, "SHARED_BYTES": shared.size,
+        "AT_X": shared["inputs"], "AT_PARTIALS": shared["partial sums"], "AT_OUTPUT_GRADIENT": shared["output gradient"],
+        "AT_LOSSES": shared["row losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
+        "AT_RATES": shared["rates"], "AT_KEYS": shared["round keys"], "AT_ROWS": shared["row numbers"],
+        "AT_BARRIERS": shared["barriers"],
+    }  # fmt: skip
+    flags = {
+        "HALF_IS_BF16": _half(plan) == "bf16", "WEIGHT_DECAY": settings.weight_decay, "NESTEROV": settings.nesterov,
+        "SMOOTHS": settings.smooths, "FAULTS": faults,
+    }  # fmt: skip
+    lines = [f"#define IS_CLUSTER {int(plan.cluster)}"]
+    lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
+    lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
+    for name, options, chosen in (
+        ("OPTIMIZER", OPTIMIZERS, settings.optimizer), ("LOSS", LOSSES, settings.loss), ("SCHEDULE", SCHEDULES, settings.schedule)
+    ):  # fmt: skip
+        names = {"bce_with_logits": "BCE"}
+        lines.append(f"enum {{ {', '.join(names.get(option, option).upper() for option in options)} }};")
+        lines.append(f"constexpr int {name} = {names.get(chosen, chosen).upper()};")
+    scale = loss_scale(plan)
+    lines.append(f"constexpr float LOSS_SCALE = {_float(scale)}, BIAS_SCALE = {_float(1 / scale)};")
+    cases = [f"i == {plan.decision} ? 4" if plan.blocks > 1 else "false ? 0"]
+    for layer in layers[: plan.hidden]:
+        bytes_ = plan.exchanged_bytes(layer)
+        cases.append(f"i == {plan.values_exchange(layer)} ? {bytes_}")
+        if not layer.first:
+            received = plan.planes * layer.input_tiles * plan.blocks * layer.tiles * 128
+            cases += [f"i == {plan.deltas_exchange(layer)} ? {bytes_}", f"i == {plan.back_exchange(layer)} ? {received}"]
+    lines.append("__device__ constexpr unsigned exchange_bytes(unsigned i) { return " + " : ".join([*cases, "0"]) + "; }")
+    return "\n".join(lines)
+
+
+def _draw() -> str:
+    return '#include "activations.cuh"\nstruct Draw;'
+
+
+def _chain(layer: Layer) -> str:
+    """A function for the elementwise layers after a Linear; defined where Draw is known."""
+    return f"INLINE void chain{layer.index}(float (&z)[4], float (&slope)[4], const Draw& draw, u32 row, u32 unit);"
+
+
+def _chain_body(layer: Layer) -> str:
+    lines = []
+    for operation in layer.stage.chain:
+        match operation:
+            case Activation():
+                name = ACTIVATIONS.get(operation.name, operation.name)
+                slope = f", {_float(operation.slope)}" if operation.name == "leaky_relu" else ""
+                lines.append(f"  {name}(z, slope{slope});")
+            case Dropout():
+                if operation.p > 0:
+                    lines.append(
+                        f"  if (draw.training) {{ float keep[4]; keep_factors(keep, draw.seed, {operation.layer}, draw.step, row, "
+                        f"unit, {keep_threshold(operation.p)}u, {_float(keep_scale(operation.p))});\n"
+                        "    for (int e = 0; e < 4; ++e) { z[e] *= keep[e]; slope[e] *= keep[e]; } }"
+                    )
+    head = f"INLINE void chain{layer.index}(float (&z)[4], float (&slope)[4], const Draw& draw, u32 row, u32 unit) {{"
+    return "\n".join([head, *lines, "}"])
+
+
+def _layer(plan: Plan, layer: Layer) -> str:
+    linear, name = layer.stage.linear, f"layer {layer.index}: "
+    flat = sum(before.stage.linear.outputs * (before.stage.linear.inputs + before.stage.linear.bias) for before in plan.layers[: layer.index])
+    scale = _input_scale(plan) if layer.first else 1.0
+
+    def at(what: str) -> int:
+        for memory in (plan.shared, plan.exchange):
+            if name + what in memory.regions:
+                return memory[name + what]
+        return 0
+
+    numbers = {
+        "IN": linear.inputs, "OUT": linear.outputs, "KT": layer.steps, "KS": layer.steps_a_warp, "NT": layer.tiles,
+        "UNITS": layer.units, "SPLIT": layer.split, "OUT_KT": layer.output_steps,
+        "IN_PLANES": plan.input_planes if layer.first else plan.planes, "IN_TILES": layer.input_tiles,
+        "WEIGHT_AT": flat, "BIAS_AT": flat + linear.outputs * linear.inputs, "AT_MASTERS": at("masters"),
+        "AT_STATES": at("states"), "AT_GRADIENTS": at("gradients"), "AT_BIAS": at("bias"), "AT_BIAS_SUMS": at("bias sums"),
+        "AT_DELTA": at("deltas"), "AT_SLOPE": at("slopes"), "AT_OUT": at("values of all"),
+        "AT_ALL_DELTAS": at("deltas of all"), "AT_BACK": at("weights back"), "OUT_STRIDE": (plan.out_buffers(layer) - 1) * plan.out_bytes(layer),
+        "BACK_BYTES": plan.back_bytes(layer), "OUT_EXCHANGE": plan.values_exchange(layer),
+        "DELTA_EXCHANGE": 0 if layer.first else plan.deltas_exchange(layer),
+        "BACK_EXCHANGE": 0 if layer.first else plan.back_exchange(layer),
+    }  # fmt: skip
+    flags = {
+        "FIRST": layer.first, "REPLICATED": layer.last, "BIAS": linear.bias, "MASTERS_SHARED": layer.masters_shared,
+        "STATES_SHARED": layer.states_shared,
+    }  # fmt: skip
+    lines = [_chain_body(layer), f"struct Layer{layer.index} {{  // {linear.inputs} to {linear.outputs}"]
+    lines += [f"  static constexpr int {key} = {value};" for key, value in numbers.items()]
+    lines += [f"  static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
+    lines.append(f"  static constexpr float INPUT_SCALE = {_float(scale)}, GRADIENT_SCALE = {_float(scale / loss_scale(plan))};")
+    lines.append("  INLINE static void chain(float (&z)[4], float (&slope)[4], const Draw& draw, u32 row, u32 unit) {")
+    lines += [f"    chain{layer.index}(z, slope, draw, row, unit);", "  }", "};"]
+    return "\n".join(lines)
+
+
+def _read(layer: Layer) -> str:
+    """How a warp reads its inputs of a layer: from the rows it fetched, or from everyone's values of the layer before."""
+    if layer.first:
+        return "[&](int m, int ks, int plane, u32 (&left)[4]) { Inputs<Layer0>::read(c, buffer, m, ks, plane, left); }"
+    before = f"Layer{layer.index - 1}"
+    return (
+        f"[&](int m, int ks, int plane, u32 (&left)[4]) {{ read_left<{before}::AT_OUT, {before}::OUT_STRIDE>"
+        f"(c, c.passes, (plane * ROW_TILES + m) * {before}::OUT_KT + ks * WARPS + c.warp, left); }}"
+    )
+
+
+def _forward(plan: Plan, leave_out: frozenset[str]) -> list[str]:
+    """The phases of a forward pass, up to and with the loss; `next()` fetches the rows of the pass after it."""
+    lines = ["copies_done();"]
+    for layer in plan.layers:
+        name = f"Layer{layer.index}"
+        if not layer.first and "exchange" not in leave_out:
+            before = f"Layer{layer.index - 1}"
+            lines.append(f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);")
+        if layer.last:
+            lines.append(f"outputs<{name}>(c, w{layer.index}, draw, tally, {_read(layer)});")
+        else:
+            lines.append(f"forward<{name}>(c, w{layer.index}, draw, {_read(layer)});")
+        if layer.first:
+            lines.append("next_inputs();")
+    return lines
+
+
+def _backward(plan: Plan, leave_out: frozenset[str]) -> list[str]:
+    lines = []
+    for layer in reversed(plan.layers):
+        name, before = f"Layer{layer.index}", f"Layer{layer.index - 1}"
+        if not layer.first:
+            if layer.last:
+                lines.append(f"back_from_outputs<{name}, {before}>(c);")
+            else:
+                lines.append(f"back<{name}, {before}>(c, micro == 0);")
+        if f"update {layer.index}" not in leave_out:
+            lines.append(f"update<{name}>(c, w{layer.index}, rates, rule, micro == 0, last, {_read(layer)});")
+    return lines
+
+
+def _kernel(plan: Plan, leave_out: frozenset[str]) -> str:
+    validates = plan.settings.validates
+    weights = "\n  ".join(f"Weights<Layer{i}> w{i};" for i in range(len(plan.layers)))
+    load = "\n  ".join(f"w{i}.move_all<true>(c);" for i in range(len(plan.layers)))
+    save = "\n  ".join(f"w{i}.move_all<false>(c);" for i in range(len(plan.layers)))
+    back = "\n  ".join(f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, len(plan.layers)))
+    forward, backward = _forward(plan, leave_out), _backward(plan, leave_out)
+    pad, deep = "\n        ", "\n      "
+    check = (
+        f"""
+    if (ends) {{
+      u32 before = load_word(c.shared + AT_CORRECT);
+      double check_loss = 0;
+      const u32 count = (u32)((p->check_rows + ROWS - 1) / ROWS);
+      for (u32 part = 0; part < count; ++part) {{
+        const u64 at = (u64)part * ROWS;
+        const Draw draw = {{p->seed, 0, 0, false}};
+        const Tally tally = {{(u32)(p->check_rows - at < ROWS ? p->check_rows - at : ROWS), 0.f, smoothing, p->check_y, 0, at}};
+        auto next_inputs = [&]() {{
+          if (part + 1 < count) fetch_check(part + 1, buffer ^ (X_BUFFERS - 1));
+          else if (step + 1 < p->last_step) fetch(step + 1, 0, buffer ^ (X_BUFFERS - 1));
+        }};
+        {pad.join(forward)}
+        buffer ^= X_BUFFERS - 1;
+        if (threadIdx.x == 0) check_loss += sum_of_losses(c);
+        ++c.passes;
+      }}
+      __syncthreads();
+      const u32 after = load_word(c.shared + AT_CORRECT);
+      __syncthreads();
+      if (threadIdx.x == 0) store_word(c.shared + AT_CORRECT, before);
+      record_epoch(c, epoch++, check_loss, after - before);
+    }}"""
+        if validates
+        else "\n    if (ends) record_epoch(c, epoch++, 0, 0);"
+    )
+    meet = "meet_cluster();" if plan.cluster else "__syncthreads();"
+    return f"""
+extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const Params* __restrict__ p) {{
+  extern __shared__ __align__(1024) u8 memory[];
+  Context c;
+  c.p = p, c.lane = threadIdx.x & 31, c.warp = threadIdx.x >> 5, c.g = c.lane >> 2, c.q = c.lane & 3;
+  c.rank = blockIdx.x, c.shared = shared_address(memory);
+  c.passes = c.backs = c.step = c.turn = 0, c.dead = false;
+  for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
+  __syncthreads();
+  {"make_barriers(c);" if plan.cluster else ""}
+  {meet}
+  {weights}
+  {load}
+  {back}
+  const Rule rule = {{(float)p->momentum, (float)p->weight_decay, (float)p->new_mean, (float)p->new_square, (float)p->beta2, (float)p->eps}};
+  const float smoothing = (float)p->smoothing;
+  u64 step = p->first_step, table_step = step;
+  u32 looks = 0, epoch = 0, buffer = 0;
+  float loss = 0.f;
+  bool broken = false;
+  auto fetch = [&](u64 of, u32 micro, u32 into) {{
+    Inputs<Layer0>::fetch(c, into, p->x, p->rows * X_PITCH, row_table(c, of, table_step, micro), 0, micro_rows(p, of, micro));
+  }};
+  {"auto fetch_check = [&](u32 part, u32 into) { const u64 at = (u64)part * ROWS; Inputs<Layer0>::fetch(c, into, p->check_x, p->check_rows * X_PITCH, 0, at, (u32)(p->check_rows - at < ROWS ? p->check_rows - at : ROWS)); };" if validates else ""}
+  fill_tables(c, step);
+  fetch(step, 0, 0);
+  while (step < p->last_step) {{
+    if (step - table_step == INTERVAL) {{
+      if (!look(c, looks++, step, loss, broken)) break;
+      fill_tables(c, step);
+      table_step = step;
+    }}
+    float scalars[4];
+    load_shared(c.shared + AT_RATES + (u32)(step - table_step) * 16, scalars);
+    const Rates rates = {{scalars[0], scalars[1], scalars[2], scalars[3]}};
+    const bool ends = (step + 1) % p->steps_per_epoch == 0 || step + 1 == p->total_steps;
+    const u32 count = (rows_of(p, step) + ROWS - 1) / ROWS;
+    float total = 0.f;
+    bool leave = false;
+    for (u32 micro = 0; micro < (MICRO == 1 ? 1 : count); ++micro) {{
+      const bool last = MICRO == 1 || micro + 1 == count;
+      const Draw draw = {{p->seed, (u32)step, micro * ROWS, true}};
+      const Tally tally = {{micro_rows(p, step, micro), rates.row_weight * LOSS_SCALE, smoothing, p->y, row_table(c, step, table_step, micro), 0}};
+      auto fetch_next = [&]() {{
+        const u32 into = buffer ^ (X_BUFFERS - 1);
+        if (!last) fetch(step, micro + 1, into);
+        else if (ends && {str(validates).lower()}) {{ {"fetch_check(0, into);" if validates else ""} }}
+        else if (step + 1 < p->last_step) fetch(step + 1, 0, into);
+      }};
+      auto next_inputs = [&]() {{ if (X_BUFFERS == 2) fetch_next(); }};
+      {deep.join(forward)}
+      leave = c.dead;
+      if (threadIdx.x == 0) total += sum_of_losses(c);
+      {deep.join(backward)}
+      if (X_BUFFERS == 1) fetch_next();
+      buffer ^= X_BUFFERS - 1;
+      ++c.passes, ++c.backs;
+    }}
+    if (c.rank == 0 && threadIdx.x == 0) {{
+      loss = total * rates.row_weight;
+      p->losses[step - p->first_step] = loss;
+      broken |= !(fabsf(loss) <= 3.4028235e38f);
+    }}{check}
+    ++step, ++c.step;
+    if (leave) break;
+  }}
+  copies_done();
+  __syncthreads();
+  {save}
+  if (c.rank == 0 && threadIdx.x == 0) {{
+    volatile Control* control = p->control;
+    control->loss = loss;
+    control->correct = load_word(c.shared + AT_CORRECT);
+    __threadfence_system();
+    control->done = (u32)step;
+  }}
+  {meet}
+}}
+"""
