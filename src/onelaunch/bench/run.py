@@ -97,7 +97,7 @@ def run_case(one: Case, *, quick: bool, ceilings: Ceilings) -> dict[str, Any]:
         **_floor(trial, times, ceilings),
         "notes": dict(trial.notes),
         "gpu": {"before": before, "after": after} if gpu else None,
-        "joules": {} if gpu is None or trial.self_timed else _energy({n: contenders[n] for n in times}, trial, quick),
+        "joules": _energy(contenders, times, trial, quick),
     }
 
 

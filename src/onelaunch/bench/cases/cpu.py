@@ -7,29 +7,23 @@ network so small that waking up would weigh as much as the work (64-32-10: an ep
 
 from __future__ import annotations
 
-import copy
 import functools
-import importlib.util
-import itertools
 import tempfile
-from collections.abc import Callable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
-from torch.nn import functional as F
 
 from onelaunch.bench.case import Trial, Work, case
-from onelaunch.rng import permutation
-from onelaunch.train.engines.contract import Segment
+from onelaunch.bench.peers_jax import jax_scan, why_no_jax
+from onelaunch.bench.peers_torch import loop, reference_losses, row_order, worst_relative
+from onelaunch.bench.workload import Workload
+from onelaunch.train.engines.contract import Run, Segment
 from onelaunch.train.engines.cpu.session import CpuSession
-from onelaunch.train.inputs import make_run
 
+CPU = torch.device("cpu")
 ROWS, CHECKED_STEPS = 8192, 50
-TINY, EPOCHS_IF_TINY = 10_000, 10  # weights
-LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3}
+TINY, EPOCHS_IF_TINY = 50_000, 10  # FLOPs a row
 ENDLESS = 2**20  # epochs: more than any benchmark runs
 
 
@@ -42,154 +36,62 @@ class _Silent:
         pass
 
 
-def _network(widths: tuple[int, ...]) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def _data(widths: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.rand(ROWS, widths[0]), torch.randint(widths[-1], (ROWS,))
-
-
-def _optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
-    return kind(model.parameters(), lr=LEARNING_RATE[name])
-
-
-def _ours(widths: tuple[int, ...], batch: int, optimizer: str) -> Work:
+def _ours(run: Run) -> Work:
     """An endless run, an epoch a call."""
-    x, y = _data(widths)
-    options = {"epochs": ENDLESS, "batch_size": batch, "optimizer": optimizer, "lr": LEARNING_RATE[optimizer]}
-    session = CpuSession(make_run(_network(widths), x, y, None, options), {})
-    segments: Iterator[Segment] = session.segments(0, _Silent())
+    segments: Iterator[Segment] = CpuSession(run, {}).segments(0, _Silent())
     return functools.partial(next, segments)
 
 
-def _torch_epoch(widths: tuple[int, ...], batch: int, optimizer_name: str, wrap: Callable[[Any], Any]) -> Work:
-    x, y = _data(widths)
-    model = _network(widths)
-    optimizer = _optimizer(model, optimizer_name)
-    loss_of = wrap(lambda rows: F.cross_entropy(model(x[rows]), y[rows]))
-
-    def epoch() -> None:
-        for rows in permutation(ROWS, 0, 0).split(batch):
-            optimizer.zero_grad()
-            loss_of(rows).backward()
-            optimizer.step()
-
-    return epoch
-
-
-def _scikit_learn_epoch(widths: tuple[int, ...], batch: int, optimizer: str) -> Work:
+def _scikit_learn_epoch(run: Run, workload: Workload) -> Work:
     from sklearn.neural_network import MLPClassifier
 
-    x, y = (tensor.numpy() for tensor in _data(widths))
+    x, y = run.x.numpy(), run.y.numpy()
     model = MLPClassifier(
-        widths[1:-1],
-        solver=optimizer,
+        workload.widths[1:-1],
+        solver=run.spec.optimizer,
         alpha=0.0,
-        batch_size=batch,
-        learning_rate_init=LEARNING_RATE[optimizer],
+        batch_size=run.spec.batch_size,
+        learning_rate_init=run.spec.lr,
         momentum=0.0,
     )
-    return lambda: model.partial_fit(x, y, classes=range(widths[-1]))
+    return lambda: model.partial_fit(x, y, classes=range(workload.widths[-1]))
 
 
-def _jax_epoch(widths: tuple[int, ...], batch: int, optimizer: str) -> Work:
-    import jax
-    import jax.numpy as jnp
-
-    x, y = (jnp.asarray(tensor.numpy()) for tensor in _data(widths))
-    model = _network(widths)
-    parameters = [jnp.asarray(parameter.detach().numpy()) for parameter in model.parameters()]
-    order = jnp.asarray(permutation(ROWS, 0, 0).numpy().reshape(-1, batch))
-    rate = LEARNING_RATE[optimizer]
-
-    def loss_of(parameters: Any, rows: Any) -> Any:
-        h = x[rows]
-        for layer in range(0, len(parameters), 2):
-            h = h @ parameters[layer].T + parameters[layer + 1]
-            h = jax.nn.relu(h) if layer + 2 < len(parameters) else h
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h), y[rows][:, None], axis=1))
-
-    def sgd(carry: Any, rows: Any) -> Any:
-        loss, gradients = jax.value_and_grad(loss_of)(carry, rows)
-        return jax.tree.map(lambda p, g: p - rate * g, carry, gradients), loss
-
-    def adam(carry: Any, rows: Any) -> Any:
-        parameters, means, squares, step = carry
-        loss, gradients = jax.value_and_grad(loss_of)(parameters, rows)
-        step = step + 1
-        means = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, means, gradients)
-        squares = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g * g, squares, gradients)
-        scale, root = rate / (1 - 0.9**step), jnp.sqrt(1 - 0.999**step)
-        parameters = jax.tree.map(
-            lambda p, m, s: p - scale * m / (jnp.sqrt(s) / root + 1e-8), parameters, means, squares
-        )
-        return (parameters, means, squares, step), loss
-
-    zeros = jax.tree.map(jnp.zeros_like, parameters)
-    state: list[Any] = [parameters if optimizer == "sgd" else (parameters, zeros, zeros, jnp.float32(0))]
-    scan = jax.jit(lambda carry: jax.lax.scan(sgd if optimizer == "sgd" else adam, carry, order))
-
-    def epoch() -> None:
-        state[0], losses = scan(state[0])
-        losses.block_until_ready()
-
-    return epoch
-
-
-def _check(widths: tuple[int, ...], batch: int, optimizer_name: str) -> None:
+def _check(workload: Workload) -> None:
     """The first losses against a plain float64 loop over the same rows."""
-    x, y = _data(widths)
-    model = _network(widths)
-    reference = copy.deepcopy(model).double()
-    optimizer = _optimizer(reference, optimizer_name)
-    expected = []
-    for rows in permutation(ROWS, 0, 0).split(batch)[:CHECKED_STEPS]:
-        optimizer.zero_grad()
-        loss = F.cross_entropy(reference(x[rows].double()), y[rows])
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    options = {
-        "steps": CHECKED_STEPS, "batch_size": batch, "optimizer": optimizer_name, "lr": LEARNING_RATE[optimizer_name]
-    }  # fmt: skip
-    session = CpuSession(make_run(model, x, y, None, options), {})
+    run = workload.run(CPU, rows=ROWS, steps=CHECKED_STEPS)
+    expected = reference_losses(run, CHECKED_STEPS)
+    session = CpuSession(run, {})
     got = torch.cat([segment.losses for segment in session.segments(0, _Silent())])
     session.close()
-    torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=1e-6)
+    gap = worst_relative(got.tolist(), expected)
+    assert gap <= 1e-5, f"losses differ from float64 by {gap:.2g} relative at a step"
 
 
-def _trial(widths: tuple[int, ...], batch: int, optimizer: str) -> Trial:
+def _trial(workload: Workload) -> Trial:
     torch.manual_seed(0)
-    peers = {
-        "torch eager": _torch_epoch(widths, batch, optimizer, lambda function: function),
-        "torch.compile": _torch_epoch(widths, batch, optimizer, torch.compile),
-        "scikit-learn": _scikit_learn_epoch(widths, batch, optimizer),
+    torch.compiler.reset()  # else the networks of earlier cases count towards the limit of recompilations
+    run = workload.run(CPU, rows=ROWS, epochs=ENDLESS)
+    steps = run.spec.steps_per_epoch
+    peers: dict[str, Work] = {
+        "torch eager": functools.partial(loop(run), steps),
+        "torch.compile": functools.partial(loop(run, "default"), steps),
+        "scikit-learn": _scikit_learn_epoch(run, workload),
     }
     absent = {}
-    if importlib.util.find_spec("jax"):
-        peers["JAX scan"] = _jax_epoch(widths, batch, optimizer)
+    if reason := why_no_jax(CPU):
+        absent["JAX scan"] = reason
     else:
-        absent["JAX scan"] = "jax is not installed"
-    epochs = EPOCHS_IF_TINY if sum(i * o for i, o in pairwise(widths)) < TINY else 1
+        peers["JAX scan"] = jax_scan(run, row_order(run, steps))
+    epochs = EPOCHS_IF_TINY if workload.flops_a_row < TINY else 1
     return Trial(
-        ours=_repeated(_ours(widths, batch, optimizer), epochs),
-        check=lambda: _check(widths, batch, optimizer),
+        ours=_repeated(_ours(run), epochs),
+        check=lambda: _check(workload),
         peers={name: _repeated(work, epochs) for name, work in peers.items()},
         absent=absent,
-        units=epochs * (ROWS // batch),
-        floor_flops=epochs * ROWS * _flops_a_row(widths),
+        units=epochs * steps,
+        floor_flops=epochs * ROWS * workload.flops_a_row,
     )
-
-
-def _flops_a_row(widths: tuple[int, ...]) -> int:
-    """Products of forward, dW and dX; the input needs no dX."""
-    products = [inputs * outputs for inputs, outputs in pairwise(widths)]
-    return 6 * sum(products) - 2 * products[0]
 
 
 def _repeated(work: Work, times: int) -> Work:
@@ -200,28 +102,25 @@ def _repeated(work: Work, times: int) -> Work:
     return several
 
 
-def _register(widths: tuple[int, ...], batch: int, optimizer: str) -> None:
-    name = "-".join(map(str, widths))
-    case(
-        f"cpu/{name}/{batch}/{optimizer}", "cpu", f"{name}, batch {batch}, {optimizer}, fp32: an epoch of {ROWS} rows"
-    )(lambda: _trial(widths, batch, optimizer))
+def _register(workload: Workload) -> None:
+    network, batch, optimizer = workload.network, workload.batch, workload.optimizer
+    about = f"{network}, batch {batch}, {optimizer}, fp32: an epoch of {ROWS} rows"
+    case(f"cpu/{network}/{batch}/{optimizer}", "cpu", about)(lambda: _trial(workload))
 
 
-for _widths, _batch, _optimizer_name in (
-    ((64, 32, 10), 32, "sgd"),
-    ((784, 128, 128, 128, 10), 32, "sgd"),
-    ((784, 784, 784, 784, 10), 64, "sgd"),
-    ((784, 512, 512, 10), 128, "sgd"),
-    ((784, 128, 128, 128, 10), 32, "adam"),
+for _workload in (
+    Workload((64, 32, 10), 32),
+    Workload((784, 128, 128, 128, 10), 32),
+    Workload((784, 784, 784, 784, 10), 64),
+    Workload((784, 512, 512, 10), 128),
+    Workload((784, 128, 128, 128, 10), 32, "adam"),
 ):
-    _register(_widths, _batch, _optimizer_name)
+    _register(_workload)
 
 
 def _start_trial(warm: bool) -> Trial:
-    widths = (784, 128, 128, 128, 10)
     torch.manual_seed(0)
-    x, y = _data(widths)
-    run = make_run(_network(widths), x, y, None, {"epochs": 1, "batch_size": 32})
+    run = Workload((784, 128, 128, 128, 10), 32).run(CPU, rows=ROWS, epochs=1)
     keep = tempfile.TemporaryDirectory(prefix="onelaunch-bench-")
 
     def start() -> None:

@@ -1,0 +1,107 @@
+"""A training run as a JAX scan: all its steps in one call, no interpreter between them. The strongest peer on small nets."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from onelaunch.train.engines.contract import Run
+
+MATMUL = {"fp32": "highest", "auto": "tensorfloat32", "tf32": "tensorfloat32", "bf16": None}
+
+
+def why_no_jax(device: torch.device) -> str:
+    if importlib.util.find_spec("jax") is None:
+        return "jax is not installed"
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of the GPU's memory at once
+    import jax
+
+    platform = jax.devices()[0].platform
+    return "" if (platform == "gpu") == (device.type == "cuda") else f"this jax runs on the {platform}, not on {device}"
+
+
+def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any]:
+    """A call trains on the rows of `order`, one step a line, from where the last call ended, and validates if the run does.
+
+    It returns the losses and the validation loss. Masters are fp32; in bf16 the operands of a product are cast, as autocast
+    and our engines do.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    tensors = (run.x, run.y, order.int(), *(run.validation or ()))
+    data = tuple(jnp.asarray(tensor.cpu().numpy()) for tensor in tensors)
+    layers = [_arrays(jnp, layer) for layer in run.model.modules() if isinstance(layer, nn.Linear)]
+    spec = run.spec
+    products = jnp.bfloat16 if spec.precision == "bf16" else jnp.float32
+
+    def forward(layers: Any, h: Any) -> Any:
+        for index, (weight, *bias) in enumerate(layers):
+            h = h.astype(products) @ weight.T.astype(products)
+            h = h + bias[0].astype(products) if bias else h
+            h = jax.nn.relu(h) if index + 1 < len(layers) else h
+        return h.astype(jnp.float32)
+
+    def loss_of(layers: Any, features: Any, target: Any) -> Any:
+        output = forward(layers, features)
+        if spec.loss == "mse":
+            return jnp.mean((output - target) ** 2)
+        assert spec.loss == "cross_entropy", spec.loss
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(output), target[:, None], axis=1))
+
+    update, state = _optimizer(run, layers)
+
+    def train(carry: Any, x: Any, y: Any, order: Any, *validation: Any) -> Any:
+        def step(carry: Any, rows: Any) -> Any:
+            layers, state = carry
+            loss, gradients = jax.value_and_grad(loss_of)(layers, x[rows], y[rows])
+            return update(layers, gradients, state), loss
+
+        carry, losses = jax.lax.scan(step, carry, order, unroll=unroll)
+        return carry, losses, loss_of(carry[0], *validation) if validation else None
+
+    with jax.default_matmul_precision(MATMUL[spec.precision]):
+        compiled = jax.jit(train).lower((layers, state), *data).compile()
+    carried = [(layers, state)]
+
+    def work() -> Any:
+        carried[0], losses, validation = compiled(carried[0], *data)
+        return jax.block_until_ready((losses, validation))
+
+    return work
+
+
+def _arrays(jnp: Any, layer: nn.Linear) -> tuple[Any, ...]:
+    tensors = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
+    return tuple(jnp.asarray(tensor.detach().cpu().numpy()) for tensor in tensors)
+
+
+def _optimizer(run: Run, layers: Any) -> tuple[Callable[[Any, Any, Any], Any], Any]:
+    """What makes (layers, state) of layers, gradients and state, and the first state."""
+    import jax
+    import jax.numpy as jnp
+
+    spec, each = run.spec, jax.tree.map
+    assert spec.schedule == "constant"
+    if spec.optimizer == "sgd":
+        assert not spec.momentum
+        return lambda layers, gradients, state: (each(lambda p, g: p - spec.lr * g, layers, gradients), state), ()
+    assert spec.optimizer == "adam"
+    first, second = spec.betas
+
+    def adam(layers: Any, gradients: Any, state: Any) -> Any:
+        means, squares, step = state
+        step = step + 1
+        means = each(lambda m, g: first * m + (1 - first) * g, means, gradients)
+        squares = each(lambda s, g: second * s + (1 - second) * g * g, squares, gradients)
+        scale, root = spec.lr / (1 - first**step), jnp.sqrt(1 - second**step)
+        layers = each(lambda p, m, s: p - scale * m / (jnp.sqrt(s) / root + spec.eps), layers, means, squares)
+        return layers, (means, squares, step)
+
+    zeros = each(jnp.zeros_like, layers)
+    return adam, (zeros, zeros, jnp.float32(0))

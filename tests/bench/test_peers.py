@@ -1,0 +1,73 @@
+"""The peers train the run they are timed on, and the check that guards our times can fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from onelaunch.bench.cases.train import CHECKED_STEPS, TOLERANCE, check_losses
+from onelaunch.bench.peers_jax import jax_scan, why_no_jax
+from onelaunch.bench.peers_torch import Captured, TorchStep, reference_losses, row_order, worst_relative
+from onelaunch.bench.workload import Workload
+from onelaunch.rng import permutation
+
+CPU = torch.device("cpu")
+WORKLOADS = [
+    Workload((12, 16, 16, 5), 8),
+    Workload((12, 16, 5), 8, "adam"),
+    Workload((12, 16, 3), 8, loss="mse", bias=False),
+    Workload((12, 16, 5), 8, precision="bf16"),
+]
+
+
+def test_rows_come_in_the_order_of_fit() -> None:
+    run = WORKLOADS[0].run(CPU, rows=20, epochs=2)
+    order = row_order(run, 3)
+    assert order[:2].flatten().equal(permutation(20, 0, 0)[:16])  # the last 4 rows make no whole batch
+    assert order[2].equal(permutation(20, 0, 1)[:8])
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=str)
+@pytest.mark.usefixtures("one_thread")
+def test_the_step_of_the_torch_peers_follows_float64(workload: Workload) -> None:
+    run = workload.run(CPU, rows=64, steps=40)
+    step = TorchStep(run)
+    losses = [step(rows).item() for rows in row_order(run, 40)]
+    assert worst_relative(losses, reference_losses(run, 40)) < TOLERANCE[workload.precision]
+
+
+@pytest.mark.parametrize("workload", WORKLOADS, ids=str)
+@pytest.mark.parametrize("unroll", [1, 10])
+def test_the_jax_peer_trains_the_same_run(workload: Workload, unroll: int) -> None:
+    if reason := why_no_jax(CPU):
+        pytest.skip(reason)
+    run = workload.run(CPU, rows=64, held_out=16, steps=20)
+    scan = jax_scan(run, row_order(run, 20), unroll)
+    losses, _ = scan()
+    assert worst_relative(losses.tolist(), reference_losses(run, 20)) < TOLERANCE[workload.precision]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_check_of_the_training_cases_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = WORKLOADS[0].run(CPU, rows=8 * CHECKED_STEPS, epochs=1)
+    check_losses(run)
+    wrong = replace(run, spec=replace(run.spec, lr=run.spec.lr * 1.001))
+    monkeypatch.setattr("onelaunch.bench.cases.train.reference_losses", lambda _, steps: reference_losses(wrong, steps))
+    with pytest.raises(AssertionError, match=r"losses differ from float64 by .* more than 1e-05"):
+        check_losses(run)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [None, "default"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_captured_step_trains_the_same_run(mode: str | None, optimizer: str) -> None:
+    run = Workload((12, 16, 5), 8, optimizer).run(torch.device("cuda"), rows=64, steps=8)
+    step = TorchStep(run)
+    for rows in [*row_order(run, 8), *row_order(run, 8)]:  # the order of the first epoch, again and again
+        step(rows)
+    trained = Captured(run, mode)
+    trained(13)  # and three before the capture
+    for ours, theirs in zip(trained.step.model.parameters(), step.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
