@@ -129,13 +129,16 @@ def keep_scale(p: float) -> float:
 
 
 def dropout_bits(
-    seed: int, layer: int, steps: range, rows: int, units: int, *, device: torch.device | str | None = None
-) -> torch.Tensor:
-    """The 16 random bits of every unit, as int32 `[len(steps), rows, units]`."""
+    seed: int, layer: int, steps: range | torch.Tensor, rows: int, units: int, *,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The 16 random bits of every unit, as int32 `[len(steps), rows, units]`; `steps` may be an int64 vector on the device."""
     groups = -(-units // UNITS_PER_CALL)
     group = torch.arange(groups, dtype=torch.int64, device=device)
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
-    step = torch.arange(steps.start, steps.stop, dtype=torch.int64, device=device)[:, None, None]
+    if isinstance(steps, range):
+        steps = torch.arange(steps.start, steps.stop, dtype=torch.int64, device=device)
+    step = steps[:, None, None]
     words = philox((group, row, step, layer), seed)
     halves = []
     for word in words:

@@ -26,6 +26,7 @@ from onelaunch.train.checkpoint import (
     set_aside,
     tensors_of,
 )
+from onelaunch.train.distributed import world
 from onelaunch.train.engines import choose, engine_or_reason
 from onelaunch.train.engines.contract import Engine, Run, State
 from onelaunch.train.history import History, Recorder
@@ -54,7 +55,14 @@ class StopSwitch:
 def drive(
     run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, listener: Listener, started: float
 ) -> History:
-    """Train `run` to its end. Ctrl-C ends it at a step boundary: saved, the model usable, KeyboardInterrupt raised."""
+    """Train `run` to its end. Ctrl-C ends it at a step boundary: saved, the model usable, KeyboardInterrupt raised.
+
+    Where processes train together, all read the checkpoint and the one that leads writes, shows and tells.
+    """
+    team = world()
+    written = checkpoint if team.leads else None
+    if not team.leads:
+        progress, listener = Progress(), Listener()
     run = dataclasses.replace(run, checkpoints=checkpoint is not None)
     resumed = _resume(run, checkpoint) if resume and checkpoint else None
     engine, reason = _choose(run, resumed)
@@ -67,15 +75,15 @@ def drive(
         history.losses, history.epochs = resumed.losses.tolist(), resumed.about["epochs"]
         history.seconds = resumed.about["seconds"]
         recorder.restore(resumed.about["partial"])
-    elif checkpoint and checkpoint.exists():
-        set_aside(checkpoint)
-    data = resumed.about["data"] if resumed else fingerprint(run) if checkpoint else ""
-    save = Saver(run, recorder, checkpoint, data)
+    elif written and written.exists():
+        set_aside(written)
+    data = resumed.about["data"] if resumed else fingerprint(run) if written else ""
+    save = Saver(run, recorder, written, data)
     session = engine.start(run, state)
     try:
         history.plan, history.precision = session.plan, session.precision
         listener.started(history)
-        if checkpoint and not resumed:  # a run killed in its first epoch can be resumed too
+        if written and not resumed:  # a run killed in its first epoch can be resumed too
             save(session.snapshot())
         switch = StopSwitch(progress)
         with _interruptible(switch), progress.running(run.spec, history, run.outputs):
@@ -85,13 +93,13 @@ def drive(
                 seconds = time.perf_counter() - clock
                 _refuse_divergence(segment.first_step, segment.losses, checkpoint)
                 record = recorder.add(segment, seconds)
-                history.allocations = dict(session.allocations)
-                if checkpoint:
+                history.plan, history.allocations = session.plan, dict(session.allocations)
+                if written:
                     save(session.snapshot())
                 if record:
                     progress.epoch(record)
                     listener.epoch(history, record)
-                if switch.stop and len(history.losses) < run.spec.total_steps:
+                if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
                     raise KeyboardInterrupt
                 clock = time.perf_counter()
         session.snapshot()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from onelaunch.errors import UnsupportedError
+from onelaunch.train.distributed import world
 from onelaunch.train.engines.contract import Engine, Run
 
 FASTEST_FIRST = ("resident", "graph", "cpu", "eager")
@@ -44,6 +45,8 @@ def choose(run: Run) -> tuple[Engine, str]:
     passed_over: list[str] = []
     for name in names:
         found = engine_or_reason(name, run.device)
+        if world().size > 1 and name != "eager":
+            found = "several processes train together, which the eager engine does"
         reason = found if isinstance(found, str) else found.refuses(run)
         if not reason and not isinstance(found, str):
             return found, _reason(name, wanted, passed_over)

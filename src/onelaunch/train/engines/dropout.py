@@ -18,7 +18,10 @@ CHUNK_ELEMENTS = 2**20  # masks are drawn for many steps at once: about 150 smal
 
 
 class RunDropout:
-    """Takes over the model's nn.Dropout modules until `release`. Set `step` before each forward."""
+    """Takes over the model's nn.Dropout modules until `release`. Call `begin_step` before each forward.
+
+    `first_row` is the place in the whole batch of the rows that are passed in: not zero where processes share a batch.
+    """
 
     def __init__(self, model: nn.Module, seed: int, batch_size: int, device: torch.device) -> None:
         # A module whose forward the user has replaced keeps it.
@@ -26,11 +29,13 @@ class RunDropout:
         self.seed, self.batch_size, self.device = seed, batch_size, device
         self._chunks: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         self._calls: dict[int, int] = {}
-        self._step = 0
+        self._step: int | torch.Tensor = 0
+        self.first_row = 0
         for number, module in enumerate(self.modules):
             module.forward = _Masked(self, module, number)  # type: ignore[method-assign, assignment]
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int | torch.Tensor) -> None:
+        """`step` may be an int64 scalar on the device, which a captured graph reads anew at each replay."""
         self._step = step
         self._calls.clear()
 
@@ -47,14 +52,17 @@ class RunDropout:
         return x * (keep.to(x.dtype) * keep_scale(p))
 
     def _bits(self, layer: int, rows: int, units: int) -> torch.Tensor:
+        if isinstance(self._step, torch.Tensor):
+            return dropout_bits(self.seed, layer, self._step.view(1), rows, units, device=self.device)[0]
+        end = self.first_row + rows
         first, chunk = self._chunks.get((layer, units), (0, None))
-        if chunk is None or not first <= self._step < first + len(chunk) or chunk.shape[1] < rows:
-            height = max(rows, self.batch_size)
+        if chunk is None or not first <= self._step < first + len(chunk) or chunk.shape[1] < end:
+            height = max(end, self.batch_size)
             steps = max(1, CHUNK_ELEMENTS // max(1, height * units))
             first = self._step
             chunk = dropout_bits(self.seed, layer, range(first, first + steps), height, units, device=self.device)
             self._chunks[layer, units] = (first, chunk)
-        return chunk[self._step - first, :rows]
+        return chunk[self._step - first, self.first_row : end]
 
 
 class _Masked:

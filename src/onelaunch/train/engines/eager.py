@@ -1,7 +1,8 @@
 """The eager engine: PyTorch autograd, one operation after another, for any nn.Module on any device.
 
 It is the oracle the other engines are held against, so it is written to be read: gather, forward, loss, backward,
-`torch.optim` step.
+`torch.optim` step. On CUDA, with memory="plan", the same step is captured once and replayed where the model allows it. Several
+processes share a batch through DDP: each takes a part of its rows.
 """
 
 from __future__ import annotations
@@ -16,12 +17,16 @@ import torch
 from onelaunch.device import cuda_capability
 from onelaunch.errors import OnelaunchError
 from onelaunch.rng import permutation
+from onelaunch.train.distributed import LostRankError, is_lost, lost, world
+from onelaunch.train.engines.captured import Clock, Witness, capture
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.dropout import RunDropout
 from onelaunch.train.objective import as_features, count_correct, loss_of, predictions_per_row
 
 EVALUATION_ROWS = 256
 REPORT_SECONDS = 0.05
+AGREE_STEPS = 8  # between two looks at whether a rank wants to stop
+WARM_UP_STEPS = 3  # before a capture: libraries make their workspaces, optimizers their state
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STATE_NAMES = {"momentum": "momentum_buffer", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # ours: torch.optim's
 
@@ -38,8 +43,13 @@ class EagerEngine:
             return f"precision={spec.precision!r} needs a CUDA device; on this one pass 'fp32' or 'bf16'"
         if spec.precision in ("tf32", "bf16") and cuda and cuda_capability(run.device) < (8, 0):
             return f"precision={spec.precision!r} needs a GPU of compute capability 8.0 or more; pass 'fp32' or 'fp16'"
-        if spec.memory == "stream":
-            return "memory='stream' is not in this version; pass 'plan' or 'caching'"
+        if spec.memory == "stream" and cuda and torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+            return (
+                "memory='stream' needs PyTorch's cudaMallocAsync backend: set "
+                "PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync before Python starts, or pass 'plan' or 'caching'"
+            )
+        if min(spec.batch_size, spec.rows) < world().size:
+            return f"batch_size={spec.batch_size} has no row for some of {world().size} processes: pass a larger one"
         return ""
 
     def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> EagerSession:
@@ -50,21 +60,52 @@ class EagerSession:
     def __init__(self, run: Run, state: Mapping[str, torch.Tensor]) -> None:
         self.run, self.spec, self.model = run, run.spec, run.model
         self.precision = "fp32" if run.spec.precision == "auto" else run.spec.precision
-        self.plan = "PyTorch autograd: each step gathers its rows, then runs the model's operations one by one"
+        self.world = world()
+        self._one_by_one = self._why_not_captured()
+        self.plan = self._describe()
         self.allocations: dict[str, int] = {}
         self.parameters = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
         self.dtype = next(iter(self.parameters.values())).dtype
-        self.optimizer = _optimizer(run, list(self.parameters.values()))
+        self.lr = torch.zeros((), device=run.device)  # on the device, so that a captured step reads it there
+        self.optimizer = _optimizer(run, list(self.parameters.values()), self.lr)
         self.scaler = torch.amp.GradScaler(run.device.type) if self.precision == "fp16" else None
         self._modes = {module: module.training for module in run.model.modules()}
         self._restore(state)
+        self.forward: torch.nn.Module = run.model
+        if self.world.size > 1:
+            self.forward = torch.nn.parallel.DistributedDataParallel(run.model)
         self.dropout = RunDropout(run.model, run.spec.seed, run.spec.batch_size, run.device)
+        self.order = torch.empty(run.spec.rows, dtype=torch.int64, device=run.device)
+        self.losses, self.rates = torch.empty(2, run.spec.steps_per_epoch, device=run.device)
+        self.correct = torch.zeros((), dtype=torch.int64, device=run.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._witness: Witness | None = None
+        self._clock = Clock(run.device)
+        self._places = torch.arange(min(run.spec.batch_size, run.spec.rows), device=run.device)
+        self._warm_steps = 0
+
+    def _why_not_captured(self) -> str:
+        if self.run.device.type != "cuda":
+            return "this is not a CUDA device"
+        if self.world.size > 1:
+            return "several processes share the step"
+        return "" if self.spec.memory == "plan" else f"memory={self.spec.memory!r}"
+
+    def _describe(self) -> str:
+        if not self._one_by_one:
+            return "PyTorch autograd: the step is captured as a CUDA graph and replayed"
+        parts = f", a part of the rows on each of {self.world.size} ranks" if self.world.size > 1 else ""
+        reason = f" ({self._one_by_one})" if self.run.device.type == "cuda" else ""
+        return (
+            f"PyTorch autograd: each step gathers its rows{parts}, then runs the model's operations one by one{reason}"
+        )
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
         step = first_step
         for parameter_state in self.optimizer.state.values():
             if "exp_avg" in parameter_state:  # a checkpoint of another engine has no step of its own
-                parameter_state.setdefault("step", torch.tensor(float(first_step)))
+                at = torch.tensor(float(first_step), device=self._step_device)
+                parameter_state.setdefault("step", at)
         while step < self.spec.total_steps:
             with self._own_settings():
                 segment = self._segment(step, monitor)
@@ -73,56 +114,131 @@ class EagerSession:
 
     def _segment(self, first_step: int, monitor: Monitor) -> Segment:
         spec, run = self.spec, self.run
-        end = spec.epoch_end(first_step)
-        order = permutation(spec.rows, spec.seed, spec.epoch_of(first_step), device=run.device)
-        losses = torch.full((end - first_step,), math.nan, device=run.device)
-        correct = torch.zeros((), dtype=torch.int64, device=run.device)
+        end, epoch = spec.epoch_end(first_step), spec.epoch_of(first_step)
+        first_place = first_step - epoch * spec.steps_per_epoch
+        self._begin_epoch(epoch)
         counts = spec.loss != "mse"
         self.model.train()
+        self._clock.set(first_place, first_step)
         reported, step = time.perf_counter(), first_step
         for step in range(first_step, end):
-            rows = order[spec.batch_slice(step)]
-            x, y = as_features(run.x[rows], self.dtype), run.y[rows]
-            try:
-                loss, right = self._step(step, x, y)
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                reason = str(error).strip().split("\n")[0]
-                raise OnelaunchError(f"model failed at step {step}, on a batch of {len(x)} rows: {reason}") from error
-            losses[step - first_step] = loss
-            if right is not None:
-                correct += right
+            self._any_step(step)
             now = time.perf_counter()
-            if now - reported > REPORT_SECONDS or monitor.stop:
-                reported, value = now, loss.item()  # the one synchronisation with a GPU
-                monitor.report(step + 1, value, int(correct) if counts else None)
+            if self.world.size > 1:
+                if (step + 1 - first_step) % AGREE_STEPS and step + 1 < end:
+                    continue
+                value = self.losses[step - first_step + first_place].item()
+                monitor.report(step + 1, value * self.world.size, None)
+                if self.world.any(monitor.stop or not math.isfinite(value), run.device):
+                    break
+            elif now - reported > REPORT_SECONDS or monitor.stop:
+                # The one synchronisation with a GPU.
+                reported, value = now, self.losses[step - first_step + first_place].item()
+                monitor.report(step + 1, value, int(self.correct) if counts else None)
                 if monitor.stop or not math.isfinite(value):
                     break
         done = step + 1
+        losses = self.world.sum(self.losses[first_place : first_place + done - first_step]).to("cpu", copy=True)
+        right = int(self.world.sum(self.correct)) if counts else None
         validation = self._evaluate() if done == end else None
-        return Segment(first_step, losses[: done - first_step].cpu(), int(correct) if counts else None, validation)
+        return Segment(first_step, losses, right, validation)
 
-    def _step(self, step: int, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _begin_epoch(self, epoch: int) -> None:
+        """The epoch's rows and learning rates, in the same memory every time: a captured step reads them there."""
+        spec = self.spec
+        self.order.copy_(permutation(spec.rows, spec.seed, epoch, device=self.run.device))
+        self.losses.fill_(math.nan)
+        self.correct.zero_()
+        if not self._one_by_one:
+            first = epoch * spec.steps_per_epoch
+            last = min(first + spec.steps_per_epoch, spec.total_steps)
+            self.rates[: last - first].copy_(torch.tensor([spec.lr_at(step) for step in range(first, last)]))
+
+    def _any_step(self, step: int) -> None:
+        """One step, replayed from a graph where that is possible by now."""
+        full = self.spec.rows_of(step) == len(self._places)
+        if self._graph is not None and full:
+            self._graph.replay()
+            return
+        if not self._one_by_one and self._witness is None:
+            self._witness = Witness(self.model)
+        place = step % self.spec.steps_per_epoch
         self.dropout.begin_step(step)
+        self._set_rate(self.spec.lr_at(step))
+        rows = self.order[self.spec.batch_slice(step)]
+        part = self.world.part(len(rows))
+        self.dropout.first_row = part.start
+        try:
+            self._step(rows[part], len(rows), self.losses[place])
+        except LostRankError:
+            raise
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            if is_lost(error):
+                raise lost(error) from error
+            reason = str(error).strip().split("\n")[0]
+            raise OnelaunchError(f"model failed at step {step}, on a batch of {len(rows)} rows: {reason}") from error
+        self._clock.set(place + 1, step + 1)
+        self._warm_steps += 1
+        if self._warm_steps == WARM_UP_STEPS and not self._one_by_one:
+            self._try_capture()
+
+    def _set_rate(self, rate: float) -> None:
+        self.lr.fill_(rate)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.spec.lr_at(step)
+            group["lr"] = self.lr if self.run.device.type == "cuda" else rate
+
+    def _try_capture(self) -> None:
+        """From here on steps are replayed, unless the model does not allow it."""
+        assert self._witness is not None
+        self._one_by_one = self._witness.complaint()
+        if not self._one_by_one:
+            self.optimizer.zero_grad(set_to_none=True)
+            try:
+                self._graph = capture(self._captured_step, self._clock)
+            except Exception as error:  # whatever a user's module does that a capture forbids
+                torch.cuda.synchronize(self.run.device)
+                self._one_by_one = f"not captured: {str(error).strip().splitlines()[0]}"
+        self.plan = self._describe()
+
+    def _captured_step(self, clock: torch.Tensor) -> None:
+        place = clock[:1]
+        self.dropout.begin_step(clock[1])
+        self.dropout.first_row = 0
+        self.lr.copy_(self.rates.index_select(0, place)[0])
+        rows = self.order.index_select(0, place * len(self._places) + self._places)
+        loss = torch.empty((), device=self.run.device)
+        self._step(rows, len(rows), loss)
+        self.losses.index_copy_(0, place, loss.view(1))
+
+    def _step(self, rows: torch.Tensor, in_all: int, into: torch.Tensor) -> None:
+        """Train on `rows`, this process's part of a batch of `in_all`; its share of the mean loss goes to `into`."""
+        x, y = as_features(self.run.x[rows], self.dtype), self.run.y[rows]
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
-            output = self.model(x)
+            output = self.forward(x)
         output = output.to(self.dtype)
-        loss = loss_of(self.spec, output, y)
+        # DDP takes the mean over ranks, of parts that may differ in size; a part may even be empty.
+        loss = loss_of(self.spec, output, y) if len(rows) else output.sum() * 0
+        share = len(rows) / in_all
+        scaled = loss if self.world.size == 1 else loss * (share * self.world.size)
         if self.scaler is None:
-            loss.backward()
+            scaled.backward()
             self.optimizer.step()
         else:
-            self.scaler.scale(loss).backward()
+            self.scaler.scale(scaled).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        return loss.detach(), count_correct(self.spec, output.detach(), y)
+        into.copy_(loss.detach() * share)
+        right = count_correct(self.spec, output.detach(), y)
+        if right is not None:
+            self.correct += right
 
     def _evaluate(self) -> Metrics | None:
         if self.run.validation is None:
             return None
-        x, y = self.run.validation
+        part = self.world.part(len(self.run.validation[0]))
+        in_all = len(self.run.validation[0])
+        x, y = (tensor[part] for tensor in self.run.validation)
         rows = max(EVALUATION_ROWS, self.spec.batch_size)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         correct = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -137,8 +253,10 @@ class EagerSession:
                 right = count_correct(self.spec, output, y[part])
                 if right is not None:
                     correct += right
-        predictions = len(x) * predictions_per_row(self.spec, self.run.outputs)
-        return Metrics(total.item() / len(x), None if self.spec.loss == "mse" else int(correct) / predictions)
+        predictions = in_all * predictions_per_row(self.spec, self.run.outputs)
+        mean = self.world.sum(total).item() / in_all
+        share = int(self.world.sum(correct)) / predictions
+        return Metrics(mean, None if self.spec.loss == "mse" else share)
 
     def snapshot(self) -> State:
         state: State = {}
@@ -165,7 +283,7 @@ class EagerSession:
             if found:
                 copies = {theirs: tensor.to(parameter).clone() for theirs, tensor in found.items()}
                 if f"engine.step.{name}" in state:
-                    copies["step"] = state[f"engine.step.{name}"].cpu().clone()
+                    copies["step"] = state[f"engine.step.{name}"].to(self._step_device).clone()
                 self.optimizer.state[parameter].update(copies)
         if self.scaler is not None and "engine.scaler" in state:
             scale, growth = state["engine.scaler"].tolist()
@@ -177,6 +295,11 @@ class EagerSession:
             self._rng[0] = state["engine.rng_cpu"].cpu()
         if "engine.rng_cuda" in state and self._cuda_devices:
             self._rng[1] = state["engine.rng_cuda"].cpu()
+
+    @property
+    def _step_device(self) -> torch.device:
+        """Where the optimizer counts its steps: on a GPU too, since a captured step counts there."""
+        return self.run.device
 
     @property
     def _cuda_devices(self) -> list[torch.device]:
@@ -216,20 +339,28 @@ class EagerSession:
         return {"cudaMalloc": stats["num_device_alloc"], "pool": stats["allocation.all.allocated"]}
 
     def close(self) -> None:
+        self._graph = None
+        self.forward = self.model
         self.dropout.release()
         self.optimizer.zero_grad(set_to_none=True)
         for module, mode in self._modes.items():
             module.training = mode
 
 
-def _optimizer(run: Run, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def _optimizer(run: Run, parameters: list[torch.nn.Parameter], lr: torch.Tensor) -> torch.optim.Optimizer:
+    """PyTorch's own. On CUDA its fused form, which reads the learning rate from the device: a step can then be captured."""
     spec = run.spec
+    cuda = run.device.type == "cuda"
+    rate = lr if cuda else spec.lr
     if spec.optimizer == "sgd":
         return torch.optim.SGD(
-            parameters, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
-        )
+            parameters, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay,
+            fused=cuda,
+        )  # fmt: skip
     kind = torch.optim.Adam if spec.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+    return kind(
+        parameters, lr=rate, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=cuda, capturable=cuda
+    )
 
 
 ENGINE = EagerEngine()
