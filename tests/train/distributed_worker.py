@@ -1,0 +1,65 @@
+"""One rank of a job of tests/train/test_distributed.py: `python distributed_worker.py FOLDER [die]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import onelaunch as ol
+from onelaunch.errors import OnelaunchError
+from onelaunch.train.distributed import joined
+
+ROWS, BATCH = 53, 16  # the last batch has five rows, and two ranks share every batch unevenly
+OPTIONS = {"batch_size": BATCH, "optimizer": "adam", "lr": 1e-2, "weight_decay": 1e-3, "seed": 5, "progress": False}
+
+
+def model_and_data() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.3), nn.Linear(24, 3))
+    return model, torch.randn(ROWS, 6), torch.randint(3, (ROWS,))
+
+
+class Dies(nn.Module):
+    """Kills its process at the tenth forward pass, as a machine that loses power would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 10 and os.environ["RANK"] == "1":
+            os._exit(17)
+        return x
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    model, x, y = model_and_data()
+    if "die" in sys.argv:
+        model.append(Dies())
+    with joined() as team:
+        checkpoint = folder / "run.safetensors"
+        try:
+            first = ol.fit(model, x, y, epochs=2, validation=(x, y), checkpoint=checkpoint, **OPTIONS)
+        except OnelaunchError as error:
+            print(f"{type(error).__name__}: {error}")
+            sys.exit(2)
+        again, _, _ = model_and_data()  # a rank that comes back knows nothing but the file
+        history = ol.fit(again, x, y, epochs=4, validation=(x, y), checkpoint=checkpoint, resume=True, **OPTIONS)
+    assert len(first.losses) == 8
+    if team.leads:
+        losses = torch.tensor(history.losses)
+        accuracies = torch.tensor([[record["accuracy"], record["validation"]["accuracy"]] for record in history.epochs])
+        state = {name: tensor.clone() for name, tensor in again.state_dict().items()}
+        save_file({**state, "losses": losses, "accuracies": accuracies}, folder / "result.safetensors")
+
+
+if __name__ == "__main__":
+    main()
