@@ -111,5 +111,4 @@ def reasons(fused: nn.Module, training: bool) -> list[str]:
 
 
 def _mode(plan: Any) -> bool:
-    _, _, _, values, _, _ = plan.guard.watched[0]
-    return dict(values)["training"]
+    return dict(plan.guard.watched[0][4])["training"]

@@ -15,14 +15,14 @@ from torch import fx, nn
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import cache_folder
 from onelaunch.fuse.chains import Chain
-from onelaunch.fuse.costs import Spec, Step, Work, fused
+from onelaunch.fuse.costs import NOTHING, Spec, Step, Work, fused
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import Fusion, chain_key, compiled
-from onelaunch.fuse.roofline import Cost, DeviceModel, device_model
+from onelaunch.fuse.roofline import DeviceModel, device_model
 from onelaunch.fuse.tracing import Trace
 from onelaunch.fuse.verdict import forced
-from onelaunch.ops.linear_choice import Table
+from onelaunch.ops import linear_choice
 
 BURST_SECONDS = 2e-3  # of each sample
 SAMPLES = 7
@@ -68,7 +68,8 @@ def settle(run: Record, fusion: Fusion, device: torch.device) -> dict[int, Decis
             continue  # the run did not pass here
         if one.chain.reason is not None and chain_key(one.chain, one.region.path, one.training) not in fusion.verdicts:
             continue
-        decision = judge(one, steps, device)
+        measured = measure(one, steps, device) if device.type == "cuda" else None
+        decision = judge(steps, device_model(device), measured)
         found[index] = decision
         fusion.verdicts[chain_key(one.chain, one.region.path, one.training)] = (
             None if decision.fused else decision.reason
@@ -76,16 +77,10 @@ def settle(run: Record, fusion: Fusion, device: torch.device) -> dict[int, Decis
     return found
 
 
-def judge(one: Found, steps: list[Step], device: torch.device, model: DeviceModel | None = None) -> Decision:
-    before = Work(sum((step.forward for step in steps), Cost()), sum((step.backward for step in steps), Cost()))
-    folds = steps[0].role == "linear" and any(step.role == "batch_norm" for step in steps)
-    after = fused(steps)
-    roof = model or device_model(device)
-    dtype = steps[-1].output.dtype if steps[-1].role != "linear" else steps[0].output.dtype
-    predicted = sum(seconds_apart(roof, step) for step in steps), _seconds(roof, after, dtype)
-    measured = measure(one, steps, device) if device.type == "cuda" and model is None else None
-    if measured is not None and steps[0].role == "linear" and not folds:
-        after = fused(steps, extra_pass=_takes_extra_pass(steps, device))
+def judge(steps: list[Step], roof: DeviceModel, measured: tuple[float, float] | None = None) -> Decision:
+    before = Work(sum((step.forward for step in steps), NOTHING), sum((step.backward for step in steps), NOTHING))
+    after = fused(steps, extra_pass=measured is not None and _takes_extra_pass(steps))
+    predicted = sum(seconds_apart(roof, step) for step in steps), seconds_of(roof, after, steps[0].output.dtype)
     apart_seconds, fused_seconds = measured or predicted
     overruled = forced()
     pays = fused_seconds < apart_seconds if overruled is None else overruled
@@ -95,10 +90,10 @@ def judge(one: Found, steps: list[Step], device: torch.device, model: DeviceMode
 
 
 def seconds_apart(roof: DeviceModel, step: Step) -> float:
-    return _seconds(roof, Work(step.forward, step.backward), step.output.dtype)
+    return seconds_of(roof, Work(step.forward, step.backward), step.output.dtype)
 
 
-def _seconds(roof: DeviceModel, work: Work, dtype: torch.dtype) -> float:
+def seconds_of(roof: DeviceModel, work: Work, dtype: torch.dtype) -> float:
     """Forward and backward are bound apart: a product's time must not hide behind a pass over memory."""
     return roof.seconds(work.forward, dtype) + roof.seconds(work.backward, dtype)
 
@@ -113,22 +108,15 @@ def _device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
     return torch.device("cpu")
 
 
-def _takes_extra_pass(steps: list[Step], device: torch.device) -> bool:
+def _takes_extra_pass(steps: list[Step]) -> bool:
     """Whether `ops.linear` was measured to be fastest as cuBLAS and a pass for this chain."""
-    from onelaunch.ops import linear_choice
-
+    if steps[0].role != "linear":
+        return False
     x, weight = steps[0].inputs[:2]
     n, k = weight.shape
-    chosen = [
-        choice.name
-        for key, choice in linear_choice._chosen.items()
-        if key[0] == (device.index or 0) and key[1] == x.dtype and key[3:5] == (n, k)
-        and key[2] == linear_choice.shape_class(max(1, x.numel // k))
-    ]  # fmt: skip
+    like = (x.dtype, linear_choice.shape_class(max(1, x.numel // k)), n, k)
+    chosen = [choice.name for key, choice in linear_choice._chosen.items() if key[1:5] == like]
     return bool(chosen) and chosen[-1] == linear_choice.LIBRARY.name
-
-
-# --- measuring
 
 
 def measure(one: Found, steps: list[Step], device: torch.device) -> tuple[float, float]:
@@ -247,6 +235,6 @@ def _burst(run: Callable[[], object], calls: int) -> float:
 
 
 @functools.cache
-def _table(device: int) -> Table:
+def _table(device: int) -> linear_choice.Table:
     chip = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    return Table(cache_folder("fuse") / f"chains-{chip}-torch{torch.__version__}.json")
+    return linear_choice.Table(cache_folder("fuse") / f"chains-{chip}-torch{torch.__version__}.json")

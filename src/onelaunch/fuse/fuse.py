@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, suggest
 from onelaunch.fuse.decide import decide
-from onelaunch.fuse.placing import fusion_of, place_regions, reasons_against, regions
+from onelaunch.fuse.placing import fusion_of, place_regions, regions
 from onelaunch.fuse.region import Options
 
 log = logging.getLogger("onelaunch")
@@ -39,13 +39,17 @@ def fuse(
         log.warning("fuse: %s has parameters that are not initialised; call it once, then fuse it", _kind(model))
         return model
     fused = place_regions(model, options)
-    if inputs and regions(fused):
+    found = regions(fused)
+    if inputs and found:
         decide(fused, inputs)
-    if not any(plan.fused for region in regions(fused) for plan in region.plans):
-        reasons = reasons_against(fused)
-        log.warning("fuse: nothing to fuse in %s%s", _kind(model), f": {reasons[0]}" if reasons else "")
-        return model
-    return fused
+    if any(plan.fused for region in found for plan in region.plans):
+        return fused
+    reasons = [chain.reason for region in found for plan in region.plans for chain in plan.chains if chain.reason]
+    reason = (
+        reasons[0] if reasons else "no chain of operations that can be one was found; ol.explain(model, x) says more"
+    )
+    log.warning("fuse: nothing to fuse in %s: %s", _kind(model), reason)
+    return model
 
 
 def _kind(model: nn.Module) -> str:

@@ -23,6 +23,7 @@ class Guard:
                 module,
                 vars(module),
                 len(vars(module)),
+                _public(vars(module)),
                 tuple((name, value) for name, value in vars(module).items() if name not in _INTERNAL),
                 tuple(module._modules.values()),
                 hooked(module),
@@ -31,8 +32,11 @@ class Guard:
         ]
 
     def holds(self) -> bool:
-        for module, attributes, count, values, children, had_hook in self.watched:
-            if len(attributes) != count or hooked(module) is not had_hook:
+        for module, attributes, count, public, values, children, had_hook in self.watched:
+            if hooked(module) is not had_hook:
+                return False
+            # A new attribute may hide one of the class. Private ones are torch's own: torch.compile adds some.
+            if len(attributes) != count and _public(attributes) != public:
                 return False
             for name, value in values:
                 now = attributes.get(name, _ABSENT)
@@ -46,6 +50,10 @@ class Guard:
                     if child is not now:
                         return False
         return True
+
+
+def _public(attributes: dict[str, Any]) -> int:
+    return sum(1 for name in attributes if not name.startswith("_"))
 
 
 def _same(now: Any, value: Any) -> bool:

@@ -13,8 +13,11 @@ from onelaunch.fuse.tracing import Arguments
 from onelaunch.fuse.twin import twin
 
 
-def place_regions(model: nn.Module, options: Options) -> nn.Module:
-    """The twin of `model`, with a region in each module that owns a chain in training or in evaluation mode."""
+def place_regions(model: nn.Module, options: Options, everywhere: bool = False) -> nn.Module:
+    """The twin of `model`, with a region in each module that owns a chain in training or in evaluation mode.
+
+    A chain that is not fused counts too if `everywhere`: then a record of the twin meets it.
+    """
     fused = twin(model)
     for module in fused.modules():
         if isinstance(vars(module).get("forward"), Region):
@@ -30,7 +33,8 @@ def place_regions(model: nn.Module, options: Options) -> nn.Module:
                     continue  # known; a single operation; a forward that somebody put in the place of the class's
                 region = Region(module, path, _below(shared, path), fusion)
                 plan = region.make_plan(Arguments.required_by(type(module).forward))
-                if any(chain.owner == "" for chain in plan.fused):
+                fusion.notes += _notes(plan, path)
+                if any(chain.owner == "" for chain in (plan.chains if everywhere else plan.fused)):
                     found[path] = region
     for region in found.values():
         region.module.forward = region
@@ -83,6 +87,8 @@ def fusion_of(model: nn.Module) -> Fusion | None:
     return next((region.fusion for region in regions(model) if region.fusion.root is model), None)
 
 
-def reasons_against(model: nn.Module) -> list[str]:
-    plans: list[Plan] = [plan for region in regions(model) for plan in region.plans]
-    return list(dict.fromkeys(chain.reason for plan in plans for chain in plan.chains if chain.reason))
+def _notes(plan: Plan, path: str) -> list[str]:
+    """Why chains of a module are not fused, and why it was not traced."""
+    if plan.refusal:
+        return [f"{path or 'the model'} is not one graph: {plan.refusal}"]
+    return [f"{chain.name}: {chain.reason}" for chain in plan.chains if chain.reason and chain.owner == ""]

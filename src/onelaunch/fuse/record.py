@@ -104,7 +104,7 @@ class _Recorder(TorchFunctionMode):
         operation = of_call(func, args, kwargs)
         if operation is not None and _is_tensor(operation.input):
             result = func(*args, **kwargs)
-            self._note(_step(operation, result))
+            self._note(step_of(operation, result))
             return result
         counter = _Counter()
         with counter:
@@ -155,7 +155,7 @@ class _Walk(fx.Interpreter):
                     self.found[id(chain)].steps += [at for at in new if recorder.record.steps[at].role == role]
 
 
-def _step(operation: Operation, result: torch.Tensor) -> Step:
+def step_of(operation: Operation, result: torch.Tensor) -> Step:
     arguments = operation.arguments
     options: dict[str, float] = {"training": operation.option("training", operation.role == "dropout") is True}
     tensors = [operation.input]

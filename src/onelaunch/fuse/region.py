@@ -57,6 +57,7 @@ class Fusion:
     root: nn.Module
     options: Options
     verdicts: dict[tuple[bool, str], str | None] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # why something was not fused or not traced
 
 
 @dataclass

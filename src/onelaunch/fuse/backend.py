@@ -1,0 +1,43 @@
+"""`torch.compile(model, backend="onelaunch")`: the same fusions on the graphs that dynamo captures.
+
+Found by torch through the entry point `torch_dynamo_backends`. The graph runs as it is, without a code generator behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from onelaunch.fuse.chains import Chain, find_chains
+from onelaunch.fuse.decide import judge
+from onelaunch.fuse.record import step_of
+from onelaunch.fuse.rewrite import rewrite
+from onelaunch.fuse.roofline import device_model
+from onelaunch.fuse.tracing import Trace
+from onelaunch.fuse.verdict import without_sizes
+
+
+def onelaunch(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Fuses the chains of `gm` that pay at the sizes it was captured with."""
+    chains = find_chains(Trace(gm.graph, gm, {}, {}))
+    rewrite(gm.graph, [chain for chain in chains if chain.reason is None and _pays(chain)])
+    gm.recompile()
+    return gm.forward
+
+
+def _pays(chain: Chain) -> bool:
+    values = [fx.node.map_arg(operation.arguments, _value) for operation in chain.operations]
+    results = [_value(node) for node in chain.nodes]
+    if not all(isinstance(result, torch.Tensor) for result in results):
+        return without_sizes(chain) is None
+    known = zip(chain.operations, values, results, strict=True)
+    steps = [step_of(replace(operation, arguments=arguments), result) for operation, arguments, result in known]
+    return judge(steps, device_model(results[-1].device)).fused
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("example_value")
