@@ -169,9 +169,9 @@ def whole_epoch() -> Trial:
     )  # fmt: skip
 
 
-# Found with the CPU engine, fp32, 10 seeds: 98.33 % in the mean, 98.27 at least. With 4 epochs: 98.24 and 98.07; with 6 of batch
-# 128, lr 1.0: 98.28 and 98.18; with Adam, 3 epochs, lr 0.005: 98.25 and 98.11. 784-128-128-128-10, 6 epochs of batch 32, lr 0.3:
-# 98.25 and 98.13.
+# Found with the CPU engine, fp32, 10 seeds: 98.33 % in the mean, 98.27 at least. With 4 epochs: 98.24 and 98.07; with 6 of
+# batch 128, lr 1.0: 98.28 and 98.18; with Adam, 3 epochs, lr 0.005: 98.25 and 98.11. 784-128-128-128-10, 6 epochs of batch
+# 32, lr 0.3: 98.25 and 98.13.
 TO_98_WIDTHS = (784, 256, 256, 10)
 TO_98: dict[str, Any] = {
     "epochs": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.6, "schedule": "one_cycle", "precision": "bf16",
