@@ -1,12 +1,13 @@
 # make train   set up .venv if needed, train on what this machine has, end with the path of the run folder
 # make test    the same set-up, then the linters and the whole test suite
+# make readme  write the results into README.md and docs/ from benchmarks/results/
 # Pass flags with ARGS, for example: make train ARGS="--data-dir ~/mnist --epochs 2"
 
 PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench readme clean
 
 train: $(READY)
 	$(VENV)/bin/onelaunch train $(ARGS)
@@ -21,6 +22,9 @@ lint: $(READY)
 
 bench: $(READY)
 	$(VENV)/bin/onelaunch bench $(ARGS)
+
+readme: $(READY)
+	$(VENV)/bin/python -m onelaunch.report.readme
 
 # Rebuilt only when what is installed would change; the package itself is installed editable.
 $(READY): pyproject.toml constraints.txt

@@ -112,9 +112,9 @@ def _bars(case: dict[str, Any], identity: str, command: str) -> Figure:
          joules((case.get("joules") or {}).get(name))]
         for name, t in case["times"].items()
     ]  # fmt: skip
-    return Figure(
-        case["name"], svg, Table(f"{case['name']}, a {case['unit']}", head, rows), command, f"{case['about']}."
-    )
+    notes = [f"{name}: {words}" for name, words in (case.get("notes") or {}).items()]
+    note = " ".join(f"{sentence}." for sentence in (case["about"], *notes))
+    return Figure(case["name"], svg, Table(f"{case['name']}, a {case['unit']}", head, rows), command, note)
 
 
 def _roofline(cases: list[dict[str, Any]], ceilings: dict[str, Any], identity: str, command: str) -> Figure | None:

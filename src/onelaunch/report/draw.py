@@ -164,12 +164,19 @@ def _line(line: Line, number: int, x: Scale, y: Scale, write_x: Write, write_y: 
     return "".join(parts)
 
 
-def bar_chart(identity: str, title: str, bars: Sequence[Bar], *, what: str) -> str:
-    """Horizontal bars from zero, each with its name above and its value beside it; whiskers from low to high."""
+def bar_chart(
+    identity: str, title: str, bars: Sequence[Bar], *, what: str, heading: str = "", mark: float | None = None
+) -> str:
+    """Horizontal bars from zero, each with its name above and its value beside it; whiskers from low to high.
+
+    `heading` is for a picture that stands alone; `mark` draws a line across all bars.
+    """
     widest = max((bar.high or bar.value for bar in bars), default=1.0) or 1.0
     room = max((len(bar.shown) for bar in bars), default=0) * BOLD_CHARACTER + 12
     scale = Scale(0, widest, 0, max(80, WIDTH - room))
-    parts, y = [], 0.0
+    parts, y = [text(0, 14, heading, "soft")] if heading else [], 26.0 if heading else 0.0
+    if mark is not None and mark <= widest:
+        parts.append(f'<path class="grid" d="M{place(scale(mark))} {place(y)}v{45 * len(bars)}"/>')
     for bar in bars:
         parts.append(text(0, y + 13, bar.label, "strong" if bar.kind == "ours" else ""))
         length, middle = max(1.0, scale(bar.value)), y + 28

@@ -57,7 +57,10 @@ class Group:
 
     @property
     def file_stem(self) -> str:
-        words = "".join(letter if letter.isalnum() else "-" for letter in f"{self.name}-{self.chip.split(',')[0]}")
+        words = "".join(
+            letter if letter.isalnum() else "-"
+            for letter in f"{self.name}-{self.chip.split(',')[0]}".replace("(R)", "")
+        )
         return "-".join(word for word in words.lower().split("-") if word)
 
 

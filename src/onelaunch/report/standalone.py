@@ -5,6 +5,9 @@ from __future__ import annotations
 from onelaunch.report.theme import figure_style
 
 
+SHOWN_WIDTH = 620  # pixels; as wide as the page allows, a short chart would be a tall one
+
+
 def standalone(svg: str) -> str:
     head, rest = svg.split(">", 1)
-    return f"{head}><style>{figure_style()}</style>{rest}\n"
+    return f'{head} width="{SHOWN_WIDTH}"><style>{figure_style()}</style>{rest}\n'

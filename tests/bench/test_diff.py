@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from onelaunch.bench.diff import compare_results, differences
+from onelaunch.errors import OnelaunchError
+
+
+def results(
+    ours: float | None, peer: float = 10.0, spread: float = 0.03, name: str = "ops/x", check: str = "passed"
+) -> dict:
+    times = {} if ours is None else {"onelaunch": ours, "torch": peer}
+    timings = {who: {"median": value, "spread": spread} for who, value in times.items()}
+    return {"cases": [{"name": name, "check": check, "times": timings}]}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "verdict"),
+    [
+        (results(5.0), results(5.2), "noise"),  # 4 %, and the two spreads allow 6
+        (results(5.0), results(5.5), "slower"),
+        (results(5.0), results(4.0), "faster"),
+        (results(5.0, spread=0.2), results(6.0, spread=0.2), "noise"),
+        (results(5.0, spread=0.0), results(5.05, spread=0.0), "noise"),  # 1 %: nobody acts on it
+        (results(5.0, peer=10.0), results(6.0, peer=12.0), "machine"),  # everybody became slower alike
+        (results(5.0, peer=10.0), results(6.0, peer=10.1), "slower"),
+        (results(5.0), results(None, check="failed: AssertionError"), "failed"),
+        (results(None, check="failed: AssertionError"), results(5.0), "mended"),
+        (results(None, check="skipped: no GPU"), results(None, check="skipped: no GPU"), "skipped"),
+    ],
+)
+def test_a_change_is_told_from_noise(before, after, verdict):
+    (change,) = compare_results(before, after)
+    assert change.verdict == verdict
+
+
+def test_cases_of_one_file_only_are_named():
+    both = {"cases": results(5.0)["cases"] + results(5.0, name="ops/y")["cases"]}
+    assert [(c.name, c.verdict) for c in compare_results(results(5.0), both)] == [
+        ("ops/x", "noise"),
+        ("ops/y", "added"),
+    ]
+    assert [c.verdict for c in compare_results(both, results(5.0))] == ["noise", "gone"]
+    with pytest.raises(OnelaunchError, match="no case in common"):
+        compare_results(results(5.0), results(5.0, name="ops/y"))
+
+
+def test_other_chips_and_versions_are_said():
+    def on(gpu: str, torch: str) -> dict:
+        return {
+            "machine": {"cpu": {"name": "A"}, "gpus": [{"name": gpu}], "versions": {"torch": torch}},
+            "quick": False,
+        }
+
+    assert differences(on("H100", "2.9"), on("H100", "2.9")) == []
+    assert differences(on("H100", "2.9"), on("H200", "2.11")) == ["gpu: H100, then H200", "torch: 2.9, then 2.11"]

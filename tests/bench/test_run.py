@@ -1,0 +1,177 @@
+"""What must hold of a benchmark: no time for what is wrong, no stop for a peer that fails, nothing lost on the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from onelaunch.bench.case import REGISTRY, Case, Trial, case
+from onelaunch.bench.ceilings import Ceilings
+from onelaunch.bench.run import failures, run_case, run_cases, select
+from onelaunch.errors import OnelaunchError, UnsupportedError
+from onelaunch.train.engines.cpu import session
+from onelaunch.train.engines.cpu.plan import SCALARS
+
+# PyTorch's own, when torch.compile is first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+def nothing() -> None:
+    pass
+
+
+def run_one(trial: Trial, name: str = "train/test", **options) -> dict:
+    case(name, "train", "a test")(lambda: trial)
+    return run_case(REGISTRY[name], quick=True, ceilings=Ceilings(), **options)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_broken_fast_path_has_no_time(monkeypatch):
+    """The real check of a real case, while the native code trains with a learning rate that is off by a tenth."""
+    scalars = session.step_scalars
+
+    def wrong(*arguments: object) -> np.ndarray:
+        made = scalars(*arguments)
+        made[:, SCALARS.index("rate")] *= 1.1
+        return made
+
+    (chosen,) = select("cpu", "64-32-10/32/sgd")
+    monkeypatch.setattr(session, "step_scalars", wrong)
+    result = run_case(chosen, quick=True, ceilings=Ceilings())
+    assert result["check"].startswith("failed: AssertionError"), result["check"]
+    assert result["times"] == {}
+    assert failures({"cases": [result]}) == [chosen.name]
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_a_peer_that_raises_late_is_named_and_stops_nobody():
+    calls = itertools.count()
+
+    def tires() -> None:
+        if next(calls) == 3:
+            raise MemoryError("no more\nroom")
+
+    result = run_one(Trial(ours=nothing, check=nothing, peers={"tires": tires, "steady": nothing}))
+    assert set(result["times"]) == {"onelaunch", "steady"}
+    assert result["absent"] == {"tires": "MemoryError: no more"}
+    assert set(result["ratio"]) == {"steady"}
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_our_own_failure_while_it_is_timed_is_a_failed_case():
+    calls = itertools.count()
+
+    def breaks() -> None:
+        if next(calls) == 4:
+            raise RuntimeError("illegal address")
+
+    result = run_one(Trial(ours=breaks, check=nothing, peers={"steady": nothing}))
+    assert result["check"] == "failed: RuntimeError: illegal address"
+    assert result["times"] == {}
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_ctrl_c_keeps_what_is_done():
+    def interrupted() -> Trial:
+        raise KeyboardInterrupt
+
+    case("train/done", "train", "finished")(lambda: Trial(ours=nothing, check=nothing))
+    case("train/stopped", "train", "interrupted")(interrupted)
+    case("train/never", "train", "not reached")(lambda: pytest.fail("started after Ctrl-C"))
+    saved: list[str] = []
+    results = run_cases(
+        [REGISTRY[f"train/{name}"] for name in ("done", "stopped", "never")], quick=True, show=lambda result: None,
+        save=lambda results: saved.append(json.dumps(results)),
+    )  # fmt: skip
+    assert results["interrupted"]
+    assert [one["name"] for one in results["cases"]] == ["train/done"]
+    assert [one["name"] for one in json.loads(saved[0])["cases"]] == ["train/done"]  # saved before the next case began
+    assert json.loads(saved[-1])["interrupted"]
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_past_the_limit_no_case_is_started_and_those_left_out_are_named():
+    case("train/first", "train", "one")(lambda: Trial(ours=nothing, check=lambda: time.sleep(0.05)))
+    case("train/second", "train", "two")(lambda: pytest.fail("started past the limit"))
+    chosen = [REGISTRY["train/first"], REGISTRY["train/second"]]
+    results = run_cases(chosen, quick=True, show=lambda result: None, limit=0.01)
+    assert [one["name"] for one in results["cases"]] == ["train/first"]
+    assert results["left_out"] == ["train/second"]
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_what_the_machine_lacks_is_skipped():
+    def needs_gpu() -> Trial:
+        raise UnsupportedError("needs a CUDA device")
+
+    case("train/gpu-only", "train", "for GPUs")(needs_gpu)
+    result = run_case(REGISTRY["train/gpu-only"], quick=True, ceilings=Ceilings())
+    assert result["check"] == "skipped: needs a CUDA device"
+    assert failures({"cases": [result]}) == []
+
+
+@pytest.mark.usefixtures("temporary_cases", "one_thread")
+def test_a_floor_in_bytes_is_set_against_the_measured_copy():
+    source, target = torch.rand(2**22), torch.empty(2**22)
+    moved = 2 * 4 * source.numel()
+    ceilings = Ceilings()
+    case("train/copy", "train", "a copy")(
+        lambda: Trial(ours=lambda: target.copy_(source), check=nothing, floor_bytes=moved, units=2)
+    )
+    result = run_case(REGISTRY["train/copy"], quick=True, ceilings=ceilings)
+    bandwidth = ceilings.measured["cpu"]["copy"]
+    assert result["floor_seconds"] == pytest.approx(moved / 2 / bandwidth)
+    assert result["floor_share"] == pytest.approx(result["floor_seconds"] / result["times"]["onelaunch"]["median"])
+    assert result["work"] == {"bytes": moved / 2}
+
+
+def test_the_longer_of_two_floors_counts():
+    ceilings = Ceilings()
+    ceilings.measured["cpu"] = {"copy": 100.0, "fp32": 1000.0}
+    assert ceilings.seconds("cpu", 50, 100, "fp32") == 0.5
+    assert ceilings.seconds("cpu", 50, 1000, "fp32") == 1.0
+    assert ceilings.seconds("cpu", None, None, "fp32") is None
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_a_contender_called_floor_is_the_floor():
+    peers = {"floor: half": lambda: time.sleep(0.004), "peer": lambda: time.sleep(0.016)}
+    result = run_one(Trial(ours=lambda: time.sleep(0.008), check=nothing, peers=peers))
+    assert result["floor_share"] == pytest.approx(0.5, rel=0.3)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_two_quick_runs_agree_within_their_spreads(seed):
+    """The spread that a run states is enough for the next one: here of work whose time varies by a tenth, and drifts."""
+    random = np.random.default_rng(seed)
+
+    def noisy() -> float:
+        return float(1e-3 * math.exp(random.normal(0, 0.1)) * (1 + 0.05 * random.random()))
+
+    one = Case("train/noisy", "train", "noisy", lambda: Trial(ours=noisy, check=nothing, self_timed=True))
+    first, second = (run_case(one, quick=True, ceilings=Ceilings())["times"]["onelaunch"] for _ in range(2))
+    ratio = max(first["median"], second["median"]) / min(first["median"], second["median"])
+    assert ratio <= (1 + first["spread"]) * (1 + second["spread"])
+    assert first["spread"] < 0.5
+
+
+def test_unknown_groups_and_filters_name_what_there_is():
+    with pytest.raises(OnelaunchError, match="did you mean 'train'"):
+        select(["trian"])
+    with pytest.raises(OnelaunchError, match="cpu/64-32-10"):
+        select("cpu", "nothing like it")
+    groups = {one.group for one in select(["cpu", "ops"])}
+    assert groups == {"cpu", "ops"}
+
+
+def test_results_without_git_have_no_commit(monkeypatch):
+    from onelaunch.bench import results
+
+    monkeypatch.setenv("PATH", "")
+    assert results.commit() == ""

@@ -1,0 +1,75 @@
+"""`onelaunch bench` as a process, and `bench diff`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+
+from onelaunch.bench.case import REGISTRY, Trial, case
+from onelaunch.bench.run import select
+
+
+def results(ours: float, peer: float = 10e-6) -> dict:
+    times = {name: {"median": value, "spread": 0.02} for name, value in (("onelaunch", ours), ("torch", peer))}
+    return {"cases": [{"name": "ops/x", "check": "passed", "times": times}]}
+
+
+def write(path, content) -> str:
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_diff_tells_slower_from_noise(cli, tmp_path):
+    old, same, slow = (write(tmp_path / f"{t}.json", results(t * 1e-6)) for t in (5.0, 5.1, 6.0))
+    quiet = cli("bench", "diff", old, same)
+    assert (quiet.code, "noise" in quiet.out) == (0, True)
+    loud = cli("bench", "diff", old, slow)
+    assert loud.code == 1
+    assert "slower" in loud.out
+    assert "+20.0%" in loud.out
+
+
+def test_diff_refuses_what_is_no_result(cli, tmp_path):
+    old = write(tmp_path / "old.json", results(5e-6))
+    assert "takes two results files (got 1)" in cli("bench", "diff", old).err
+    assert "cannot be read" in cli("bench", "diff", old, "nowhere.json").err
+    assert "holds no benchmark cases" in cli("bench", "diff", old, write(tmp_path / "list.json", [1])).err
+    (tmp_path / "text.json").write_text("{")
+    outcome = cli("bench", "diff", old, tmp_path / "text.json")
+    assert (outcome.code, "is not JSON" in outcome.err) == (2, True)
+
+
+def test_results_are_saved_under_runs_with_the_command_and_the_machine(cli, tmp_path):
+    select("all")
+    case("train/tiny", "train", "nothing")(lambda: Trial(ours=lambda: 1, check=lambda: None))
+    try:
+        outcome = cli("bench", "train", "--filter", "train/tiny", "--quick")
+    finally:
+        del REGISTRY["train/tiny"]
+    assert outcome.code == 0
+    (path,) = (tmp_path / "runs").glob("*-bench.json")
+    assert outcome.out.splitlines()[-1] == f"saved    {path.relative_to(tmp_path)}"
+    saved = json.loads(path.read_text())
+    assert saved["command"] == "onelaunch bench train --filter train/tiny --quick"
+    assert saved["machine"]["cpu"]["name"]
+    assert saved["date"][:2] == "20"
+    assert saved["cases"][0]["times"]["onelaunch"]["n"] >= 4
+
+
+def test_ctrl_c_keeps_what_is_done_and_ends_with_130(start, tmp_path):
+    """A real process, interrupted in its second case."""
+    process = start("bench", "cpu", "--filter", "cpu/start", "--out", "results.json")
+    path = tmp_path / "results.json"
+    deadline = time.monotonic() + 120
+    while not path.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    assert path.exists(), process.communicate()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    saved = json.loads(path.read_text())
+    assert saved["interrupted"]
+    assert [one["name"] for one in saved["cases"]] == ["cpu/start/new"]
+    assert saved["cases"][0]["times"]["onelaunch"]["median"] > 0
+    assert out.splitlines()[-1] == "saved    results.json"

@@ -1,0 +1,113 @@
+"""`onelaunch compare`: table, agreement, page; `onelaunch report`: what it takes and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from onelaunch.bench.contenders import EAGER, OurEngine, TorchLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+QUICK = ("--hidden", "16", "--epochs", "2", "--lr", "0.01", "--schedule", "constant", "--dropout", "0")
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch):
+    """torch.compile fails, at once instead of after ten seconds of compiling."""
+
+    def make_ready(self, run):
+        if self.name != EAGER:
+            raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(TorchLoop, "_make_ready", make_ready)
+
+
+def test_compare_prints_saves_and_draws(cli, blobs, tmp_path):
+    outcome = cli("compare", "--data", blobs, *QUICK, "--seeds", "2", "--sizes", "8,16", "--out", "both")
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert outcome.out.splitlines()[-1] == "report   both/report.html"
+    for words in ("torch eager", "onelaunch cpu", "onelaunch eager", "start-up", "peak"):
+        assert words in outcome.out
+    assert re.search(
+        r"onelaunch cpu agrees with torch eager: largest gap of smoothed losses [\d.]+ % .*bound", outcome.out
+    )
+    assert "absent: torch.compile (RuntimeError: no compiler here)" in outcome.out
+    assert re.search(r"auto against torch eager, by hidden size: 8: [\d.]+×, 16: [\d.]+×", outcome.out)
+    saved = json.loads((tmp_path / "both" / "compare.json").read_text())
+    assert saved["seeds"] == [0, 1]
+    assert saved["command"].startswith("onelaunch compare --data")
+    assert "--seeds 2" in saved["command"]
+    page = (tmp_path / "both" / "report.html").read_text()
+    for title in ("Loss curves", "Time of a step over hidden size", "Speed-up over hidden size", "Memory over a step"):
+        assert f"<h3>{title}</h3>" in page
+    again = cli("report", tmp_path / "both", "--out", "again.html")
+    assert again.out == "report   again.html\n"
+    assert (tmp_path / "again.html").read_text().count("<figure>") == page.count("<figure>")
+
+
+def test_compare_ends_with_1_when_an_engine_of_ours_parts_from_pytorch(cli, blobs, monkeypatch):
+    train = OurEngine.train
+
+    def wrong(self, run):
+        result = train(self, run)
+        result.losses = [2 * loss for loss in result.losses]
+        return result
+
+    monkeypatch.setattr(OurEngine, "train", wrong)
+    outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu")
+    assert outcome.code == 1
+    assert "onelaunch cpu does not agree with torch eager" in outcome.out
+
+
+def test_an_interrupted_comparison_keeps_what_is_done(cli, blobs, tmp_path, monkeypatch):
+    def interrupted(self, run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(OurEngine, "train", interrupted)
+    outcome = cli("compare", "--data", blobs, *QUICK, "--out", "cut")
+    assert outcome.code == 130
+    saved = json.loads((tmp_path / "cut" / "compare.json").read_text())
+    assert saved["interrupted"]
+    assert set(saved["contenders"]) == {"torch eager"}
+    assert "Interrupted" in (tmp_path / "cut" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--seeds", "0"), "seeds=0"),
+        (("--sizes", "8,0"), "sizes=[8, 0]"),
+        (("--sizes", "8;16"), "is not a list of numbers"),
+        (("--optimizer", "adma"), "did you mean 'adam'"),
+    ],
+)
+def test_bad_arguments_end_with_2(cli, blobs, arguments, message):
+    outcome = cli("compare", "--data", blobs, *arguments)
+    assert outcome.code == 2
+    assert message in outcome.err
+
+
+def test_report_of_a_training_run(cli, blobs, tmp_path):
+    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
+    outcome = cli("report", "run", "--out", "page.html")
+    assert outcome.code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<h3>Loss</h3>" in page
+    assert "<h3>Accuracy</h3>" in page
+    assert "blobs.npz" in page
+
+
+def test_report_refuses_what_it_cannot_draw(cli, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "holds no .json file" in cli("report", "empty").err
+    assert "cannot be read" in cli("report", "nowhere.json").err
+    (tmp_path / "other.json").write_text('{"hello": 1}')
+    assert "neither a result of `onelaunch bench` nor of `onelaunch compare`" in cli("report", "other.json").err
+    (tmp_path / "odd.json").write_text('{"cases": [{"group": "ops"}]}')
+    assert "is not as onelaunch writes it" in cli("report", "odd.json").err
+    outcome = cli("report", "other.json", "--out", "page.txt")
+    assert outcome.code == 2
+    assert "must end in .html" in outcome.err
+    assert not list(tmp_path.glob("*.html"))

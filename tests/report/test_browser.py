@@ -1,0 +1,92 @@
+"""The page in a real browser: it loads without an error, fits a phone, follows the system's colours, and prints."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
+)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)"),
+    pytest.mark.timeout(120),
+]
+
+
+@pytest.fixture
+def browse(tmp_path):
+    def run(page: Path, *flags: str) -> str:
+        command = [
+            str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}", *flags, page.as_uri(),
+        ]  # fmt: skip
+        result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert result.returncode == 0, result.stderr
+        complaints = [line for line in result.stderr.splitlines() if "CONSOLE" in line]
+        assert complaints == []
+        return result.stdout
+
+    return run
+
+
+def brightness(png: Path, x: int, y: int) -> int:
+    """Of a pixel, from 0 to 255."""
+    from PIL import Image
+
+    with Image.open(png) as image:
+        return image.convert("L").tobytes()[y * image.width + x]
+
+
+def test_it_loads_without_a_complaint_and_draws_every_figure(page, browse):
+    dom = browse(page, "--dump-dom")
+    assert dom.count("<svg") == page.read_text().count("<svg") > 8
+    assert "parsererror" not in dom
+
+
+def measured(page: Path, browse, width: int, tmp_path: Path) -> dict[str, int]:
+    """The page's width as a browser of `width` lays it out, told by a script that only this copy has."""
+    script = (
+        "<script>addEventListener('load',()=>{document.title=[document.documentElement.scrollWidth,"
+        "Math.round(Math.min(...[...document.querySelectorAll('svg')].map(s=>s.getBoundingClientRect().width))),"
+        "document.querySelectorAll('[tabindex=\"0\"],summary,a').length].join(' ')})</script>"
+    )
+    frame = tmp_path / "frame.html"
+    copy = tmp_path / "copy.html"
+    html = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    copy.write_text(html.replace("</body>", f"{script}</body>"))
+    # Headless windows have a least width; a frame has none.
+    frame.write_text(
+        f'<iframe id=f src="copy.html" style="width:{width}px;height:800px;border:0"></iframe>'
+        "<script>f.onload=()=>setTimeout(()=>document.body.append('RESULT '+f.contentDocument.title+' END'),50)</script>"
+    )
+    dom = browse(frame, "--allow-file-access-from-files", "--virtual-time-budget=2000", "--dump-dom")
+    found = re.search(r"RESULT (\d+) (\d+) (\d+) END", dom)
+    assert found, dom[-500:]
+    return dict(zip(("page", "narrowest figure", "reachable"), map(int, found.groups()), strict=True))
+
+
+@pytest.mark.parametrize("width", [360, 390, 1200])
+def test_it_fits_its_screen(page, browse, width, tmp_path):
+    found = measured(page, browse, width, tmp_path)
+    assert found["page"] <= width, "the page scrolls sideways"
+    assert found["narrowest figure"] >= 300, "too small to read"
+    assert found["reachable"] > 15
+
+
+@pytest.mark.parametrize(("scheme", "bright"), [(1, True), (0, False)], ids=["light", "dark"])
+def test_it_follows_the_colours_of_the_system(page, browse, scheme, bright, tmp_path):
+    shot = tmp_path / "shot.png"
+    browse(page, "--window-size=900,600", f"--blink-settings=preferredColorScheme={scheme}", f"--screenshot={shot}")
+    assert (brightness(shot, 5, 5) > 200) == bright
+
+
+def test_it_prints(page, browse, tmp_path):
+    pdf = tmp_path / "page.pdf"
+    browse(page, f"--print-to-pdf={pdf}", "--no-pdf-header-footer")
+    assert pdf.read_bytes().startswith(b"%PDF")
+    assert pdf.stat().st_size > 20_000

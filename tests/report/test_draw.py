@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onelaunch.report import number
+from onelaunch.report.draw import WIDTH, Bar, Line, _tick, bar_chart, line_chart
+from onelaunch.report.scale import Scale, fitted
+from onelaunch.report.standalone import standalone
+
+finite = st.floats(-1e6, 1e6, allow_subnormal=False)
+positive = st.floats(1e-9, 1e9)
+
+
+@given(st.lists(finite, min_size=1, max_size=20))
+def test_a_linear_scale_holds_its_values_and_has_round_ticks(values):
+    scale = fitted(values, 0, 100)
+    assert all(-1e-6 <= scale(value) <= 100 + 1e-6 for value in values)
+    ticks = scale.ticks()
+    assert 1 <= len(ticks) <= 12
+    assert ticks == sorted(ticks)
+
+
+@given(st.lists(positive, min_size=1, max_size=20))
+def test_a_logarithmic_scale_holds_its_values(values):
+    scale = fitted(values, 0, 100, log=True)
+    assert all(-1e-6 <= scale(value) <= 100 + 1e-6 for value in values)
+    ticks = scale.ticks()
+    assert 2 <= len(ticks) <= 8
+    assert all(scale.low <= tick <= scale.high for tick in ticks)
+
+
+def test_places_on_paper():
+    scale = Scale(1, 100, 0, 200, log=True)
+    assert [round(scale(v)) for v in (1, 10, 100)] == [0, 100, 200]
+    assert Scale(0, 10, 50, 0)(2.5) == 37.5
+
+
+@given(st.lists(st.tuples(positive, positive), min_size=1, max_size=30), st.booleans())
+def test_any_lines_make_valid_svg_inside_its_frame(points, log):
+    x, y = zip(*points, strict=True)
+    svg = line_chart(
+        "c", "a < b", [Line("one & two", x, y), Line("three", x, y)], x_label="x", y_label="y", log_x=log, log_y=log
+    )
+    root = ElementTree.fromstring(standalone(svg))
+    _, _, width, height = map(float, root.attrib["viewBox"].split())
+    assert width == WIDTH
+    for path in root.iter("{http://www.w3.org/2000/svg}path"):
+        if path.attrib["class"].startswith("l"):
+            places = [float(n) for n in re.findall(r"-?[\d.]+", path.attrib["d"])]
+            assert all(-1 <= place <= max(width, height) + 1 for place in places)
+
+
+def test_values_that_are_not_numbers_are_left_out():
+    svg = line_chart("c", "t", [Line("a", [1, 2, 3], [1.0, math.nan, 2.0])], x_label="x", y_label="y")
+    assert "nan" not in svg
+
+
+def test_bars_are_as_long_as_their_values():
+    bars = [Bar("ours", 1.0, "1 s", 0.9, 1.1, "ours"), Bar("peer", 4.0, "4 s", 3.5, 5.0)]
+    root = ElementTree.fromstring(bar_chart("c", "t", bars, what="Time"))
+    space = "{http://www.w3.org/2000/svg}"
+    first, second = (float(rect.attrib["width"]) for rect in root.iter(f"{space}rect"))
+    assert second / first == pytest.approx(4, rel=0.01)
+    assert [element.text for element in root.iter(f"{space}desc")] == ["Time: ours 1 s; peer 4 s"]
+    for words in root.iter(f"{space}text"):
+        assert float(words.attrib["x"]) + 7.8 * len(words.text or "") <= WIDTH + 1, words.text
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (number.seconds(5.709e-6), "5.71 µs"), (number.seconds(0.9999e-3), "1.00 ms"), (number.seconds(90), "90.0 s"),
+        (number.seconds(None), "–"), (number.seconds(0), "0 ns"), (number.byte_size(206 * 2**20), "206 MiB"),
+        (number.byte_size(12), "12.0 B"), (number.joules(0.0123), "12.3 mJ"), (number.rate(4.26e12, "B/s"), "4.26 TB/s"),
+        (number.percent(0.9852, 2), "98.52 %"), (number.times(2.4312), "2.43×"), (number.times(1234.5), "1,234×"),
+        (number.digits(1e-7), "1.00e-07"), (_tick("30.0 ms"), "30 ms"), (_tick("0.050"), "0.05"), (_tick("100"), "100"),
+        (_tick("1.00×"), "1×"),
+    ],
+)  # fmt: skip
+def test_numbers_as_people_read_them(made, words):
+    assert made == words

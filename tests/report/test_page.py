@@ -1,0 +1,144 @@
+"""The page: complete, self-contained, well-formed, and readable without eyes or mouse."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from onelaunch.report.theme import DARK, LIGHT, SERIES
+from onelaunch.report.write import write_report
+
+VOID = {"meta", "link", "br", "path", "rect"}
+
+
+class Outline(HTMLParser):
+    """Tags, identities, references and text; fails on a tag that is closed out of turn."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        if tag in VOID:
+            return
+        assert self.open.pop() == tag, f"</{tag}> closes another tag"
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def html(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def outline(html: str) -> Outline:
+    return Outline(html)
+
+
+def test_every_tag_is_closed_and_every_identity_is_used_once(outline):
+    assert outline.open == []
+    identities = [attributes["id"] for _, attributes in outline.tags if "id" in attributes]
+    assert len(identities) == len(set(identities))
+    for attributes in outline.all("a"):
+        assert attributes["href"][1:] in identities
+    for svg in outline.all("svg"):
+        assert set(svg["aria-labelledby"].split()) <= set(identities)
+        assert svg["role"] == "img"
+
+
+def test_nothing_is_fetched_and_nothing_runs(html, outline):
+    assert not outline.all("script")
+    assert not [name for _, attributes in outline.tags for name in attributes if name.startswith("on")]
+    outside = re.findall(r'(?:src|href)="([^"#]*)', html) + re.findall(r"url\(([^)]*)\)|@import", html)
+    assert [address for address in outside if address not in ("data:,", "")] == []
+    assert "default-src 'none'" in html
+
+
+def test_names_are_text_not_markup(html, outline):
+    assert "<b>" not in html
+    assert "run <1>" in "".join(outline.text)
+    assert "what <is> done" in "".join(outline.text)
+
+
+def test_every_figure_has_a_table_and_its_command(html, outline):
+    figures = html.split("<figure>")[1:]
+    assert len(figures) >= 9
+    for figure in figures:
+        assert "<table>" in figure
+        assert "made by <code>onelaunch " in figure
+    assert len(outline.all("caption")) == len(outline.all("table"))
+    assert all(cell.get("scope") in ("col", "row") for cell in outline.all("th"))
+    assert all(region["aria-label"] for region in outline.all("div") if region.get("role") == "region")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Loss curves", "Time of a step", "Memory over a step", "Speed-up over hidden size", "Roofline", "Energy", "Accuracy",
+        "580.1", "NVIDIA H200", "torch.compile does not agree with torch eager", "power cap", "placement: cluster of 8",
+        "ops/broken failed its check and was not timed: AssertionError: output differs by 3.0", "Absent: peer (not installed)",
+        "1 cases were skipped", "Interrupted", "cpu, the fastest", "0.97 ± ",
+    ],
+)  # fmt: skip
+def test_what_ran_where_and_how_it_went_is_there(outline, words):
+    found = " ".join(outline.text)
+    if words == "0.97 ± ":
+        words = "97.00 % ± 1.00 %"
+    assert words in found
+
+
+def test_a_case_that_failed_has_no_bar(html):
+    assert "<h3>ops/broken</h3>" not in html
+    assert "<h3>ops/relu</h3>" in html
+
+
+def test_headings_go_down_one_step_at_a_time(outline):
+    levels = [int(tag[1]) for tag, _ in outline.tags if re.fullmatch(r"h\d", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+
+
+def test_the_same_inputs_make_the_same_bytes(inputs, page, tmp_path):
+    assert write_report(inputs, tmp_path / "again.html").read_bytes() == page.read_bytes()
+
+
+def luminance(colour: str) -> float:
+    channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    brighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (brighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_colours_can_be_told_from_their_ground(colours):
+    for ground in ("ground", "panel"):
+        for words in ("text", "soft", "link", "good", "bad"):
+            assert contrast(colours[words], colours[ground]) >= 4.5, (words, ground)
+        for shape in ("other", *(f"s{i}" for i in range(SERIES))):
+            assert contrast(colours[shape], colours[ground]) >= 3, (shape, ground)
