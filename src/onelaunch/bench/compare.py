@@ -55,18 +55,21 @@ def compare(
             if contender.name in absent:
                 continue
             try:
-                _train(contender, run, records)
+                planned = _train(contender, run, records)
             except Exception as error:  # a peer may raise anything; the others go on
                 absent[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 records.pop(contender.name, None)
                 continue
+            if planned is not None:
+                results["memory"][contender.name] = {"flat": planned}
             show(_line(contender.name, seed, records[contender.name]))
             results["contenders"] = _summaries(records, spec.steps_per_epoch)
             save()
         results["seeds"].append(seed)
 
 
-def _train(contender: Contender, run: Run, records: dict[str, Record]) -> None:
+def _train(contender: Contender, run: Run, records: dict[str, Record]) -> int | None:
+    """Add to the contender's record; returns the bytes of its arena, where it tells."""
     name = contender.name
     with peak_memory(run.device) as peak:
         if name not in records:
@@ -79,6 +82,7 @@ def _train(contender: Contender, run: Run, records: dict[str, Record]) -> None:
     record.losses.append(trained.losses)
     record.epochs += trained.epochs
     record.final.append(evaluate(trained.model, run))
+    return trained.planned_bytes
 
 
 def evaluate(model: nn.Module, run: Run) -> dict[str, float | None]:

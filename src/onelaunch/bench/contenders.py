@@ -27,11 +27,13 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class Trained:
-    """What a contender did with a run; `epochs` holds (steps, seconds) each."""
+    """What a contender did with a run; `epochs` holds (steps, seconds) each, `planned_bytes` the arena of an engine that has
+    one and tells."""
 
     model: nn.Module
     losses: list[float] = field(default_factory=list)
     epochs: list[tuple[int, float]] = field(default_factory=list)
+    planned_bytes: int | None = None
 
 
 class Contender(Protocol):
@@ -118,7 +120,7 @@ class OurEngine:
             (end - begin, epoch["seconds"])
             for begin, end, epoch in zip(ends[:-1], ends[1:], history.epochs, strict=True)
         ]
-        return Trained(model, history.losses, epochs)
+        return Trained(model, history.losses, epochs, history.allocations.get("peak bytes"))
 
 
 def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:

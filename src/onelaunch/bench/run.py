@@ -19,13 +19,16 @@ ENERGY_SECONDS = {True: 0.3, False: 1.0}  # of work back to back, for each conte
 
 
 def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
-    """The cases of some groups (or of "all") whose name contains a string, in the order of their registration."""
+    """The cases of some groups (or of "all") whose name contains a string, in the order the groups are named."""
     from onelaunch.bench import cases  # noqa: F401  the import fills the registry
 
     groups = [groups] if isinstance(groups, str) else list(groups)
     for group in groups:
         require_option("group", group, ("all", *GROUPS))
-    chosen = [c for c in REGISTRY.values() if {"all", c.group} & set(groups) and name_contains in c.name]
+    wanted = [group for name in groups for group in (GROUPS if name == "all" else (name,))]
+    chosen = [
+        c for group in dict.fromkeys(wanted) for c in REGISTRY.values() if c.group == group and name_contains in c.name
+    ]
     if not chosen:
         names = ", ".join(REGISTRY) or "none"
         wanted = " ".join(groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from onelaunch.report.theme import figure_style
 
-
 SHOWN_WIDTH = 620  # pixels; as wide as the page allows, a short chart would be a tall one
 
 
