@@ -21,7 +21,8 @@ from tests.train.distributed_worker import OPTIONS, model_and_data
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
 
-def start_ranks(count: int, *arguments: str) -> list[subprocess.Popen[str]]:
+def start_ranks(count: int, *arguments: str | Path) -> list[subprocess.Popen[str]]:
+    """So many times `python arguments…`, as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -30,7 +31,7 @@ def start_ranks(count: int, *arguments: str) -> list[subprocess.Popen[str]]:
     shared |= {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     return [
         subprocess.Popen(
-            [sys.executable, WORKER, *arguments], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            [sys.executable, *arguments], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(count)
@@ -46,7 +47,7 @@ def outcome(rank: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str
 
 
 def test_two_ranks_are_one_process_also_after_a_resume(tmp_path):
-    for rank in start_ranks(2, str(tmp_path)):
+    for rank in start_ranks(2, WORKER, tmp_path):
         code, said = outcome(rank)
         assert code == 0, said
     got = load_file(tmp_path / "result.safetensors")
@@ -60,11 +61,24 @@ def test_two_ranks_are_one_process_also_after_a_resume(tmp_path):
 
 
 def test_a_dead_rank_ends_the_job(tmp_path):
-    survivor, dead = start_ranks(2, str(tmp_path), "die")
+    survivor, dead = start_ranks(2, WORKER, tmp_path, "die")
     assert outcome(dead)[0] == 17
     code, said = outcome(survivor, 60)
     assert code == 2, said
     assert "LostRankError: another process of this job died" in said
+
+
+def test_the_command_line(tmp_path):
+    """One rank writes and speaks."""
+    out = tmp_path / "run"
+    flags = ("--data", "digits", "--hidden", "8", "--epochs", "1", "--out", str(out))
+    leader, follower = start_ranks(2, "-m", "onelaunch", "train", *flags)
+    code, said = outcome(leader)
+    assert code == 0, said
+    assert "several processes train together" in said
+    assert (out / "model.safetensors").exists()
+    code, said = outcome(follower)
+    assert (code, said) == (0, "")
 
 
 def test_parts_of_a_batch():

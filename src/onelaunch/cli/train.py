@@ -20,10 +20,11 @@ from onelaunch.device import default_device, describe_machine, device_name
 from onelaunch.errors import DivergedError, OnelaunchError
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.build import mlp
+from onelaunch.train.distributed import joined, world
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
-from onelaunch.train.run_folder import CURVES, RunFolder, config_of
+from onelaunch.train.run_folder import CHECKPOINT, CURVES, RunFolder, config_of
 
 WIDE = 30.0  # a standard deviation at which the usual learning rates no longer fit
 
@@ -43,6 +44,26 @@ def train(
         if config is not None or "out" in flags:
             raise OnelaunchError("resume takes its config and folder from the run: leave out CONFIG and --out")
         settings = make_config(read_config(config_of(resume)), flags)
+    with joined() as team:  # where torchrun has started several of us
+        if team.leads:
+            _lead(settings, resume, progress)
+        else:
+            _follow(settings, resume)
+
+
+def _follow(settings: TrainConfig, resume: Path | None) -> None:
+    """Train along with the process that leads, which writes and speaks."""
+    dataset = load_data(settings)
+    model = _build(settings, dataset).to(default_device())
+    checkpoint = None if resume is None else resume / CHECKPOINT
+    known = checkpoint if checkpoint and checkpoint.exists() else None
+    fit_with(
+        model, dataset.x, dataset.y, settings.fit_options(), validation=(dataset.test_x, dataset.test_y),
+        checkpoint=known, resume=known is not None, progress=False,
+    )  # fmt: skip
+
+
+def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
     dataset = load_data(settings)
     model = _build(settings, dataset)
     folder = RunFolder.create(settings.out, _name(settings)) if resume is None else RunFolder.open(resume)
@@ -159,6 +180,8 @@ def _name(settings: TrainConfig) -> str:
 
 
 def say(what: str, text: str) -> None:
+    if not world().leads:
+        return
     try:
         typer.echo(f"{what:<8} {text}")
     except OSError:  # whoever read this has left (`| head -1`); the run goes on

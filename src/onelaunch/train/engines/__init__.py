@@ -43,9 +43,12 @@ def choose(run: Run) -> tuple[Engine, str]:
     wanted = run.spec.engine
     names = [name for name in FASTEST_FIRST if name not in NOT_YET] if wanted == "auto" else [wanted]
     passed_over: list[str] = []
+    together = world().size > 1
+    if together and wanted == "auto":
+        names, passed_over = ["eager"], ["several processes train together"]
     for name in names:
         found = engine_or_reason(name, run.device)
-        if world().size > 1 and name != "eager":
+        if together and name != "eager":
             found = "several processes train together, which the eager engine does"
         reason = found if isinstance(found, str) else found.refuses(run)
         if not reason and not isinstance(found, str):
