@@ -25,9 +25,9 @@ def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
     groups = [groups] if isinstance(groups, str) else list(groups)
     for group in groups:
         require_option("group", group, ("all", *GROUPS))
-    wanted = [group for name in groups for group in (GROUPS if name == "all" else (name,))]
+    order = [group for name in groups for group in (GROUPS if name == "all" else (name,))]
     chosen = [
-        c for group in dict.fromkeys(wanted) for c in REGISTRY.values() if c.group == group and name_contains in c.name
+        c for group in dict.fromkeys(order) for c in REGISTRY.values() if c.group == group and name_contains in c.name
     ]
     if not chosen:
         names = ", ".join(REGISTRY) or "none"
