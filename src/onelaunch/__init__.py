@@ -8,7 +8,7 @@ from onelaunch.errors import (
     OnelaunchError,
     UnsupportedError,
 )
-from onelaunch.fuse import fuse
+from onelaunch.fuse import Explanation, explain, fuse
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
 from onelaunch.rng import permutation
 from onelaunch.train import History, fit
@@ -18,12 +18,14 @@ __all__ = [
     "CheckpointError",
     "DataError",
     "DivergedError",
+    "Explanation",
     "History",
     "OnelaunchError",
     "UnsupportedError",
     "__version__",
     "batch_norm",
     "cross_entropy",
+    "explain",
     "fit",
     "fuse",
     "linear",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -88,7 +90,7 @@ class Recommender(nn.Module):
     @staticmethod
     def tower(sizes: list[int], last: nn.Module | None = None) -> nn.Sequential:
         layers: list[nn.Module] = []
-        for a, b in zip(sizes, sizes[1:], strict=False):
+        for a, b in itertools.pairwise(sizes):
             layers += [nn.Linear(a, b), nn.ReLU()]
         return nn.Sequential(*(layers if last is None else [*layers[:-1], last]))
 

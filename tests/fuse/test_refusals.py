@@ -306,8 +306,8 @@ def test_only_and_skip() -> None:
         assert_same(model, fused, rows())
     with pytest.raises(OnelaunchError, match=r"skip='secnd' is not a module of Sequential.*did you mean 'second'"):
         ol.fuse(model, skip="secnd")
-    with pytest.raises(TypeError, match="model is a int: pass a torch.nn.Module"):
-        ol.fuse(3)
+    with pytest.raises(TypeError, match="model is a int: pass a torch"):
+        ol.fuse(3)  # type: ignore[type-var]
 
 
 def test_eval_only() -> None:

@@ -27,6 +27,7 @@ def main() -> None:
 def _app() -> typer.Typer:
     from onelaunch.cli.bench import bench
     from onelaunch.cli.compare import compare
+    from onelaunch.cli.explain import explain
     from onelaunch.cli.info import info
     from onelaunch.cli.report import report
     from onelaunch.cli.train import train
@@ -37,7 +38,7 @@ def _app() -> typer.Typer:
         pretty_exceptions_enable=False,
         add_completion=False,
     )
-    for command in (train, compare, bench, report, info):
+    for command in (train, compare, bench, report, explain, info):
         app.command()(_with_exit_codes(command))
     app.callback()(_options)
     return app

@@ -51,6 +51,11 @@ class Step:
     options: dict[str, float] = field(default_factory=dict)  # dropped, training, bias, smoothing, classes
     forward: Cost = NOTHING
     backward: Cost = NOTHING
+    sources: tuple[int, ...] = ()  # the steps whose results it reads
+
+    @property
+    def work(self) -> Work:
+        return Work(self.forward, self.backward)
 
 
 class Work(NamedTuple):
@@ -98,7 +103,7 @@ def apart(step: Step) -> Work:
             forward = Cost(2 * size + n, n, 1) if active else Cost()
             backward = Cost(2 * size + n, n, 1) if active else Cost()
         case "batch_norm":
-            forward = Cost(3 * size, 6 * n, 3) if training else Cost(2 * size, 2 * n, 1)
+            forward = Cost(3 * size, 6 * n, 4) if training else Cost(2 * size, 2 * n, 1)
             backward = Cost(5 * size, 8 * n, 2) if training else Cost(3 * size, 4 * n, 2)
         case "log_softmax":
             forward, backward = Cost(2 * size, 4 * n, 1), Cost(3 * size, 4 * n, 1)
@@ -136,7 +141,7 @@ def fused(steps: Sequence[Step], extra_pass: bool = False) -> Work:
             backward = slope + _products_backward(first)
         case "batch_norm":
             training = bool(first.options.get("training"))
-            forward = Cost((3 if training else 2) * size + bits, first.forward.flops + extra, 3 if training else 4)
+            forward = Cost((3 if training else 2) * size + bits, first.forward.flops + extra, 4)
             backward = Cost((5 if training else 3) * size + 2 * bits, 8 * n + extra, 3)
         case "activation":
             forward, backward = Cost(2 * size + bits, 2 * n, 1), Cost(2 * size + bits, n, 1)

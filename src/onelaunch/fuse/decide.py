@@ -18,7 +18,7 @@ from onelaunch.fuse.chains import Chain
 from onelaunch.fuse.costs import NOTHING, Spec, Step, Work, fused
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
 from onelaunch.fuse.record import Found, Record, record
-from onelaunch.fuse.region import Fusion, chain_key, compiled
+from onelaunch.fuse.region import chain_key, compiled
 from onelaunch.fuse.roofline import DeviceModel, device_model
 from onelaunch.fuse.tracing import Trace
 from onelaunch.fuse.verdict import forced
@@ -53,28 +53,21 @@ def decide(model: nn.Module, inputs: tuple[Any, ...]) -> None:
                 if mode is current:
                     raise
                 continue  # these inputs cannot be used in the other mode: one row has no batch statistics, say
-        settle(run, fusion, _device_of(model, inputs))
+        for one in run.chains:
+            key = chain_key(one.chain, one.region.path, one.training)
+            decision = decision_on(one, run, device_of(model, inputs))
+            if decision is not None:
+                fusion.verdicts[key] = None if decision.fused else decision.reason
     make_plans(model, (False,) if fusion.options.eval_only else (True, False))
 
 
-def settle(run: Record, fusion: Fusion, device: torch.device) -> dict[int, Decision]:
-    """A decision for each chain of a record that could be fused, by its index; those against it go into the fusion."""
-    found: dict[int, Decision] = {}
-    for index, one in enumerate(run.chains):
-        steps = [run.steps[position] for position in one.steps]
-        if len(steps) != len(one.chain.nodes) or any(
-            step.role != op.role for step, op in zip(steps, one.chain.operations, strict=True)
-        ):
-            continue  # the run did not pass here
-        if one.chain.reason is not None and chain_key(one.chain, one.region.path, one.training) not in fusion.verdicts:
-            continue
-        measured = measure(one, steps, device) if device.type == "cuda" else None
-        decision = judge(steps, device_model(device), measured)
-        found[index] = decision
-        fusion.verdicts[chain_key(one.chain, one.region.path, one.training)] = (
-            None if decision.fused else decision.reason
-        )
-    return found
+def decision_on(one: Found, run: Record, device: torch.device, roof: DeviceModel | None = None) -> Decision | None:
+    """The decision on a chain that can be fused. `roof`: predict for that device, whatever the machine has."""
+    steps = [run.steps[position] for position in one.steps]
+    if one.chain.reason is not None or len(steps) != len(one.chain.nodes):
+        return None
+    measured = measure(one, steps, device) if device.type == "cuda" and roof is None else None
+    return judge(steps, roof or device_model(device), measured)
 
 
 def judge(steps: list[Step], roof: DeviceModel, measured: tuple[float, float] | None = None) -> Decision:
@@ -102,7 +95,7 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
-def _device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
+def device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
     for tensor in (*(x for x in inputs if isinstance(x, torch.Tensor)), *model.parameters()):
         return tensor.device
     return torch.device("cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -14,16 +14,17 @@ from onelaunch.fuse.decide import decide
 from onelaunch.fuse.placing import fusion_of, place_regions, regions
 from onelaunch.fuse.region import Options
 
+Model = TypeVar("Model", bound=nn.Module)
 log = logging.getLogger("onelaunch")
 
 
 def fuse(
-    model: nn.Module,
+    model: Model,
     *inputs: Any,
     eval_only: bool = False,
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = (),
-) -> nn.Module:
+) -> Model:
     """`model` with its chains of operations fused: a new module of the same class over the same parameters and buffers.
 
     With example `inputs`, a chain is fused only where that pays at their size: on a CUDA device this is measured once and
@@ -38,7 +39,7 @@ def fuse(
     if any(is_lazy(parameter) for parameter in model.parameters()):
         log.warning("fuse: %s has parameters that are not initialised; call it once, then fuse it", _kind(model))
         return model
-    fused = place_regions(model, options)
+    fused = place_regions(model, options, sized=bool(inputs))
     found = regions(fused)
     if inputs and found:
         decide(fused, inputs)

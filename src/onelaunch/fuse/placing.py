@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from torch import nn
 
@@ -12,17 +13,19 @@ from onelaunch.fuse.region import Fusion, Options, Plan, Region
 from onelaunch.fuse.tracing import Arguments
 from onelaunch.fuse.twin import twin
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def place_regions(model: nn.Module, options: Options, everywhere: bool = False) -> nn.Module:
+
+def place_regions(model: Model, options: Options, sized: bool = False, everywhere: bool = False) -> Model:
     """The twin of `model`, with a region in each module that owns a chain in training or in evaluation mode.
 
-    A chain that is not fused counts too if `everywhere`: then a record of the twin meets it.
+    `sized`: example inputs will decide. A chain that is not fused counts too if `everywhere`: a record then meets it.
     """
     fused = twin(model)
     for module in fused.modules():
         if isinstance(vars(module).get("forward"), Region):
             del module.forward  # the model held fused parts: their chains are found again, and perhaps longer ones
-    fusion = Fusion(fused, options)
+    fusion = Fusion(fused, options, sized)
     shared = _registered_often(fused)
     found: dict[str, Region] = {}
     modes = (False,) if options.eval_only else (True, False)

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakIdKeyDictionary
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.fuse import region as regions_of_models
@@ -64,6 +65,11 @@ def record(model: nn.Module, inputs: tuple[Any, ...]) -> Record:
     return recorder.record
 
 
+def _counts_batches(func: Any, result: torch.Tensor) -> bool:
+    """A batch norm's count of its batches: one of the launches that `costs` gives a batch norm."""
+    return func is torch.Tensor.add_ and result.dtype == torch.int64 and result.dim() == 0
+
+
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
@@ -75,6 +81,7 @@ class _Recorder(TorchFunctionMode):
         self.names = {id(module): path for path, module in model.named_modules()}
         self.open: list[str] = []  # paths of the modules being called
         self.place: str | None = None  # of the node being run, where a region is
+        self.makers = WeakIdKeyDictionary()  # tensor -> the step that made it
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -104,12 +111,13 @@ class _Recorder(TorchFunctionMode):
         operation = of_call(func, args, kwargs)
         if operation is not None and _is_tensor(operation.input):
             result = func(*args, **kwargs)
-            self._note(step_of(operation, result))
+            self._note(step_of(operation, result), (args, kwargs), result)
             return result
         counter = _Counter()
         with counter:
             result = func(*args, **kwargs)
-        if counter.cost.launches and (outputs := [x for x in tree_leaves(result) if _is_tensor(x)]):
+        outputs = [x for x in tree_leaves(result) if _is_tensor(x)]
+        if counter.cost.launches and outputs and not _counts_batches(func, outputs[0]):
             name = getattr(func, "__name__", str(func)).strip("_")
             read = [Spec.of(x) for x in tree_leaves((args, kwargs)) if _is_tensor(x)]
             step = Step(name, name, name, read, Spec.of(outputs[0]), forward=counter.cost)
@@ -117,13 +125,29 @@ class _Recorder(TorchFunctionMode):
                 forward = counter.cost
                 twice = 2 if forward.flops else 1
                 step.backward = Cost(twice * forward.bytes, twice * forward.flops, twice * forward.launches)
-            self._note(step)
+            self._note(step, (args, kwargs), result)
+        else:
+            self._pass_on((args, kwargs), result)
         return result
 
-    def _note(self, step: Step) -> None:
+    def _note(self, step: Step, read: Any, result: Any) -> None:
         place = self.place or (self.open[-1] if self.open else "")
         step.label = place or step.name
+        step.sources = self._makers_of(read)
+        for tensor in filter(_is_tensor, tree_leaves(result)):
+            self.makers[tensor] = len(self.record.steps)
         self.record.steps.append(step)
+
+    def _pass_on(self, read: Any, result: Any) -> None:
+        """A view comes from where its tensor comes from."""
+        makers = self._makers_of(read)
+        for tensor in filter(_is_tensor, tree_leaves(result)):
+            if makers and tensor not in self.makers:
+                self.makers[tensor] = makers[-1]
+
+    def _makers_of(self, read: Any) -> tuple[int, ...]:
+        found = [self.makers.get(tensor) for tensor in tree_leaves(read) if _is_tensor(tensor)]
+        return tuple(sorted({maker for maker in found if maker is not None}))
 
 
 class _Walk(fx.Interpreter):
@@ -149,7 +173,6 @@ class _Walk(fx.Interpreter):
             recorder.place = outer
             for chain in self.plan.chains:
                 if n in chain.nodes:
-                    # A batch norm also counts its batches, which is no part of the chain.
                     role = chain.operations[chain.nodes.index(n)].role
                     new = range(first, len(recorder.record.steps))
                     self.found[id(chain)].steps += [at for at in new if recorder.record.steps[at].role == role]

@@ -56,6 +56,7 @@ class Fusion:
 
     root: nn.Module
     options: Options
+    sized: bool = False  # whether example inputs decide; without them, `without_sizes` does
     verdicts: dict[tuple[bool, str], str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # why something was not fused or not traced
 
@@ -153,7 +154,7 @@ def _why_not(chain: Chain, path: str, training: bool, fusion: Fusion) -> str | N
     if excluded:
         return excluded
     key = chain_key(chain, path, training)
-    return fusion.verdicts[key] if key in fusion.verdicts else without_sizes(chain)
+    return fusion.verdicts.get(key) if fusion.sized else without_sizes(chain)
 
 
 def chain_key(chain: Chain, path: str, training: bool) -> tuple[bool, str]:

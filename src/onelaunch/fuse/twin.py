@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+Model = TypeVar("Model", bound=nn.Module)
 
-def twin(root: nn.Module) -> nn.Module:
+
+def twin(root: Model) -> Model:
     """A tree of the same classes that shares all tensors with `root`, but none of its module objects."""
     copies: dict[int, nn.Module] = {}
     for module in root.modules():
@@ -30,7 +32,7 @@ def twin(root: nn.Module) -> nn.Module:
             name: child if child is None else copies[id(child)] for name, child in module._modules.items()
         }
         vars(copy).update(attributes)
-    return copies[id(root)]
+    return cast(Model, copies[id(root)])
 
 
 def _reconnected(value: Any, copies: dict[int, nn.Module]) -> Any:

@@ -1,0 +1,100 @@
+"""`onelaunch explain`: what fusing does to a model from a file, on this machine or on paper."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import nn
+
+from onelaunch.device import default_device
+from onelaunch.errors import OnelaunchError, require_option, suggest
+from onelaunch.fuse import explain as explain_model
+from onelaunch.fuse.roofline import DEVICES
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def explain(
+    model: Annotated[str, typer.Argument(help="FILE.py:NAME, a function or class that gives the model, or the model.")],
+    input: Annotated[
+        list[str],
+        typer.Option(help="Shape of an input, such as 64x784; 8x128:int64 for indices. Repeat for more inputs."),
+    ],
+    device: Annotated[
+        str | None,
+        typer.Option(help=f"Predict for this device: {', '.join(DEVICES)}. Default: what is here, else H200."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"Of the model and its inputs: {', '.join(DTYPES)}.")] = "float32",
+    eval: Annotated[bool, typer.Option("--eval", help="In evaluation mode; without it, in training mode.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show what fusing does to a model: each chain, the decision and its reason, bytes, launches and times."""
+    require_option("dtype", dtype, DTYPES)
+    if device is not None:
+        require_option("device", device, DEVICES)
+    where = torch.device("cpu") if device is not None else default_device()
+    shapes = [_input(text, DTYPES[dtype], where) for text in input]
+    network = _load(model).to(where, DTYPES[dtype]).train(not eval)
+    explanation = explain_model(network, *shapes, device=device)
+    if as_json:
+        typer.echo(json.dumps(explanation.to_dict(), indent=1))
+    else:
+        Console().print(explanation)
+    if html is not None:
+        typer.echo(f"page     {explanation.html(html)}", err=as_json)
+
+
+def _input(text: str, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
+    shape, _, kind = text.partition(":")
+    try:
+        sizes = [int(part) for part in shape.split("x")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1 or kind not in ("", "int64"):
+        raise OnelaunchError(f"input={text!r} is not a shape: pass sizes with x between, such as 64x784 or 8x128:int64")
+    if kind:
+        return torch.zeros(sizes, dtype=torch.int64, device=where)
+    return torch.randn(sizes, device=where).to(dtype)
+
+
+def _load(target: str) -> nn.Module:
+    """The model that `FILE.py:NAME` names."""
+    file, _, name = target.rpartition(":")
+    path = Path(file)
+    if not file or not path.is_file():
+        raise OnelaunchError(f"model={target!r} names no file: pass FILE.py:NAME, such as model.py:build")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise OnelaunchError(f"model={target!r} is not a Python file: pass FILE.py:NAME")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))  # so that it can import what lies beside it
+    try:
+        spec.loader.exec_module(module)
+        found: Any = getattr(module, name, None)
+        if found is None:
+            raise OnelaunchError(
+                f"model={target!r}: {path} has no {name!r}{suggest(name, vars(module))}; pass FILE.py:NAME"
+            )
+        made = found if isinstance(found, nn.Module) else found()
+    except OnelaunchError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        text = str(error).strip().splitlines()
+        raise OnelaunchError(
+            f"model={target!r} cannot be made: {type(error).__name__}: {text[0] if text else ''}; mend it, then try again"
+        ) from error
+    finally:
+        sys.path.pop(0)
+    if not isinstance(made, nn.Module):
+        raise OnelaunchError(
+            f"model={target!r} gives a {type(made).__name__}: pass a name that gives a torch.nn.Module"
+        )
+    return made

@@ -1,0 +1,87 @@
+"""`ol.explain(model, *inputs)`: what `ol.fuse` does to a model at these sizes, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.fuse.costs import Step, Work
+from onelaunch.fuse.decide import Decision, contenders, decision_on, device_of, seconds_apart
+from onelaunch.fuse.explanation import Explanation, Group, OperationCost
+from onelaunch.fuse.placing import fusion_of, make_plans, place_regions
+from onelaunch.fuse.record import Found, Record, record
+from onelaunch.fuse.region import Options
+from onelaunch.fuse.resources import KernelResources, resources_of
+from onelaunch.fuse.roofline import DeviceModel, device_model, named_device
+
+
+def explain(model: nn.Module, *inputs: Any, device: str | None = None) -> Explanation:
+    """Runs the model once on `inputs`, in the mode it is in, and says for each chain what is done with it and why.
+
+    Times are predicted for the device the inputs are on, an H200 where that is a CPU; `device` names another ("A100"). On a
+    CUDA device, and unless another is named, they are measured too.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    if not inputs:
+        raise OnelaunchError("inputs is empty: pass example inputs, as in ol.explain(model, x)")
+    roof = None if device is None else named_device(device)
+    known = fusion_of(model)
+    watched = place_regions(model, known.options if known else Options(), sized=True, everywhere=True)
+    fusion = fusion_of(watched)
+    if known is not None and fusion is not None:  # a fused model: what was decided then is what it does
+        fusion.sized, fusion.verdicts = known.sized, known.verdicts
+        make_plans(watched, (model.training,))
+    run = record(watched, inputs)
+    where = device_of(model, inputs)
+    if known is None:
+        groups = [_group(one, run, decision_on(one, run, where, roof), where) for one in run.chains]
+    else:
+        groups = [_as_decided(one, run, where, roof) for one in run.chains]
+    shown = roof or device_model(where)
+    operations = [_operation(step, shown) for step in run.steps]
+    notes = fusion.notes if fusion else []
+    untraced = [note for note in dict.fromkeys(notes) if "is not one graph" in note]
+    kept = [group for group in groups if group is not None]
+    return Explanation(type(model).__name__, model.training, shown, operations, kept, untraced)
+
+
+def _as_decided(one: Found, run: Record, where: torch.device, roof: DeviceModel | None) -> Group | None:
+    reason = one.chain.reason
+    group = _group(one, run, decision_on(one, run, where, roof), where)
+    if group is None or reason is not None or group.fused:
+        return group
+    return Group(**{**vars(group), "fused": True})  # fused without sizes: the times say what that is worth here
+
+
+def _group(one: Found, run: Record, decision: Decision | None, where: torch.device) -> Group | None:
+    steps = [run.steps[position] for position in one.steps]
+    if not steps:
+        return None
+    before = Work(
+        *(sum((getattr(s, part) for s in steps[1:]), getattr(steps[0], part)) for part in ("forward", "backward"))
+    )
+    labels = tuple(step.label for step in steps)
+    dtype = steps[0].output.dtype
+    if decision is None:
+        reason = one.chain.reason or "the run did not pass all of it"
+        return Group(one.chain.name, tuple(one.steps), labels, False, reason, before, before, dtype)
+    return Group(
+        one.chain.name, tuple(one.steps), labels, decision.fused, decision.reason, before,
+        decision.after if decision.fused else before, dtype, decision.predicted, decision.measured,
+        _kernels(one, steps, where) if decision.measured and decision.fused else (),
+    )  # fmt: skip
+
+
+def _kernels(one: Found, steps: list[Step], where: torch.device) -> tuple[KernelResources, ...]:
+    _, fused_run = contenders(one, steps, where)
+    return tuple(resources_of(fused_run))
+
+
+def _operation(step: Step, roof: DeviceModel) -> OperationCost:
+    return OperationCost(
+        step.name, step.label, step.work, seconds_apart(roof, step), step.output.dtype, step.output.shape, step.sources
+    )

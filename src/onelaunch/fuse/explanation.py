@@ -1,0 +1,232 @@
+"""What fusing does to a model at given sizes: each chain with its decision, each operation with its traffic, the totals."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onelaunch.fuse.costs import Work
+from onelaunch.fuse.resources import KernelResources
+from onelaunch.fuse.roofline import DeviceModel
+
+LEAST_WIDTH = 150  # of the table, in characters, where nobody says how wide the terminal is
+MOST_NOTES = 6  # below the table
+
+
+@dataclass(frozen=True)
+class Group:
+    """A chain: what its operations cost apart and fused. Where it is not fused, both are what they cost apart."""
+
+    name: str
+    operations: tuple[int, ...]  # indices into Explanation.operations
+    labels: tuple[str, ...]
+    fused: bool
+    reason: str
+    before: Work
+    after: Work
+    dtype: torch.dtype
+    predicted: tuple[float, float] | None = None  # seconds apart and fused
+    measured: tuple[float, float] | None = None
+    kernels: tuple[KernelResources, ...] = ()
+
+
+@dataclass(frozen=True)
+class OperationCost:
+    name: str
+    label: str
+    work: Work
+    seconds: float  # predicted
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    sources: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Totals:
+    bytes: float
+    flops: float
+    launches: int
+    seconds: float  # predicted
+
+
+@dataclass
+class Explanation:
+    model: str
+    training: bool
+    device: DeviceModel
+    operations: list[OperationCost]
+    groups: list[Group]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def before(self) -> Totals:
+        return self._totals(fused=False)
+
+    @property
+    def after(self) -> Totals:
+        return self._totals(fused=True)
+
+    def _totals(self, fused: bool) -> Totals:
+        groups = [group for group in self.groups if group.fused and fused]
+        taken = {index for group in groups for index in group.operations}
+        rest = [op for index, op in enumerate(self.operations) if index not in taken]
+        costs = [group.after.total for group in groups] + [op.work.total for op in rest]
+        seconds = sum(group.predicted[1] for group in groups if group.predicted) + sum(op.seconds for op in rest)
+        return Totals(
+            sum(cost.bytes for cost in costs),
+            sum(cost.flops for cost in costs),
+            sum(cost.launches for cost in costs),
+            seconds,
+        )
+
+    @property
+    def mode(self) -> str:
+        return "training: forward and backward" if self.training else "evaluation: forward"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain numbers and strings, ready for JSON."""
+        return {
+            "model": self.model,
+            "mode": "training" if self.training else "evaluation",
+            "device": asdict(self.device),
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "groups": [self._group(group) for group in self.groups],
+            "operations": [self._operation(operation) for operation in self.operations],
+            "notes": list(self.notes),
+        }
+
+    def _group(self, group: Group) -> dict[str, Any]:
+        cost = group.after.total
+        return {
+            "name": group.name,
+            "labels": list(group.labels),
+            "operations": list(group.operations),
+            "fused": group.fused,
+            "reason": group.reason,
+            "bytes": [group.before.total.bytes, cost.bytes],
+            "launches": [group.before.total.launches, cost.launches],
+            "flops": cost.flops,
+            "intensity": [group.before.total.intensity, cost.intensity],
+            "bound": self.device.bound(cost, group.dtype),
+            "predicted_seconds": list(group.predicted) if group.predicted else None,
+            "measured_seconds": list(group.measured) if group.measured else None,
+            "kernels": [asdict(kernel) for kernel in group.kernels],
+        }
+
+    def _operation(self, operation: OperationCost) -> dict[str, Any]:
+        cost = operation.work.total
+        return {
+            "name": operation.name,
+            "label": operation.label,
+            "bytes": cost.bytes,
+            "flops": cost.flops,
+            "launches": cost.launches,
+            "intensity": cost.intensity,
+            "bound": self.device.bound(cost, operation.dtype),
+            "seconds": operation.seconds,
+            "shape": list(operation.shape),
+            "dtype": str(operation.dtype).removeprefix("torch."),
+            "sources": list(operation.sources),
+        }
+
+    def html(self, path: str | Path) -> Path:
+        """Write one page that needs nothing else: the model before and after, and a roofline."""
+        from onelaunch.fuse.page import write_page
+
+        return write_page(self.to_dict(), Path(path))
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.table import Table
+        from rich.text import Text
+
+        before, after = self.before, self.after
+        measured = any(group.measured for group in self.groups)
+        table = Table(
+            title=f"{self.model} ({self.mode}) on {self.device.name}", title_justify="left", title_style="bold"
+        )
+        table.add_column("operations", overflow="fold")
+        table.add_column("decision and reason", overflow="fold", ratio=1)
+        for column in ("bytes", "launches", "FLOPs", "FLOPs/byte", "bound by", "predicted"):
+            table.add_column(column, justify="right", no_wrap=True)
+        if measured:
+            table.add_column("measured", justify="right", no_wrap=True)
+            table.add_column("registers, shared, spills, occupancy", overflow="fold")
+        for group in self.groups:
+            cost = group.after.total
+            row: list[Any] = [
+                Text.assemble((group.name, "bold"), "\n", (", ".join(group.labels), "dim")),
+                Text.assemble(
+                    ("fused" if group.fused else "not fused", "green" if group.fused else "yellow"), f": {group.reason}"
+                ),
+                _change(group.before.total.bytes, cost.bytes, size),
+                _change(group.before.total.launches, cost.launches, str),
+                count(cost.flops),
+                f"{cost.intensity:.3g}",
+                self.device.bound(cost, group.dtype),
+                _change(*group.predicted, duration) if group.predicted else "",
+            ]
+            if measured:
+                row.append(_change(*group.measured, duration) if group.measured else "")
+                row.append("\n".join(map(_kernel, group.kernels)))
+            table.add_row(*row)
+        table.add_section()
+        saved = f"{sum(group.fused for group in self.groups)} of {len(self.groups)} chains fused"
+        table.add_row(
+            "the whole model", saved, _change(before.bytes, after.bytes, size),
+            _change(before.launches, after.launches, str), count(after.flops), "", "",
+            _change(before.seconds, after.seconds, duration), *(["", ""] if measured else []),
+            style="bold",
+        )  # fmt: skip
+        yield table
+        if not self.groups:
+            yield Text(
+                "No chain of operations that can be one was found: fuse returns this model as it is.", style="yellow"
+            )
+        for note in self.notes[:MOST_NOTES]:
+            yield Text(f"note: {note}", style="dim")
+        if len(self.notes) > MOST_NOTES:
+            yield Text(f"and {len(self.notes) - MOST_NOTES} more notes, in to_dict()", style="dim")
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        width = max(LEAST_WIDTH, shutil.get_terminal_size((0, 0)).columns)
+        console = Console(file=io.StringIO(), width=width)
+        console.print(self)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue().rstrip("\n")
+
+
+def _kernel(kernel: KernelResources) -> str:
+    return (
+        f"{kernel.name}: {kernel.registers}, {size(kernel.shared_bytes)}, {kernel.spills}, {kernel.occupancy:.0%}"
+    )  # fmt: skip
+
+
+def _change(before: float, after: float, show: Any) -> str:
+    return show(before) if before == after else f"{show(before)} → {show(after)}"
+
+
+def size(value: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.0f} B"
+
+
+def count(value: float) -> str:
+    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -1,0 +1,30 @@
+"""Writes an explanation as one HTML page that needs no network and no other file."""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any
+
+from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.files import write_atomic
+
+
+def write_page(explanation: dict[str, Any], path: Path) -> Path:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, page(explanation))
+    except OSError as error:
+        raise OnelaunchError(
+            f"path={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path"
+        ) from error
+    return path
+
+
+def page(explanation: dict[str, Any]) -> str:
+    template = importlib.resources.files("onelaunch.fuse").joinpath("page.html").read_text(encoding="utf-8")
+    # A label may hold anything, "</script>" too.
+    data = json.dumps(explanation).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return template.replace("{{title}}", html.escape(explanation["model"])).replace("{{data}}", data)

@@ -1,0 +1,101 @@
+"""The page in a real browser: it loads without an error or a request, and its switch changes the totals."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onelaunch as ol
+from tests.fuse.models import ResNet
+
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+WATCH = "<script>window.errors = []; addEventListener('error', e => errors.push(e.message));</script>"
+PLAY = """<script>
+const read = () => ["bytes", "launches", "seconds"].map(name => document.getElementById(`total-${name}`).textContent);
+const nodes = () => document.querySelectorAll("#picture .node").length;
+const result = { fused: read(), fusedNodes: nodes() };
+document.getElementById("show-apart").click();
+result.apart = read(); result.apartNodes = nodes();
+result.brackets = document.querySelectorAll(".bracket").length;
+document.getElementById("show-fused").click();
+result.again = read();
+document.querySelector("#picture .node:last-child").dispatchEvent(new MouseEvent("mouseenter"));
+result.details = document.getElementById("details").textContent;
+result.points = document.querySelectorAll("#roofline .point").length;
+result.rows = document.querySelectorAll("#groups tr").length;
+const loaded = performance.getEntriesByType("resource").map(entry => entry.name);
+result.requests = loaded.filter(name => !name.startsWith("data:"));
+result.errors = errors;
+document.body.dataset.result = JSON.stringify(result);
+</script>"""
+
+
+def played(page: Path) -> dict[str, Any]:
+    if BROWSER is None:
+        pytest.skip("no browser: install Debian's chromium")
+    text = page.read_text()
+    page.write_text(text.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{PLAY}</body>"))
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--dump-dom",
+        f"--user-data-dir={page.parent}/profile",
+    ]
+    dom = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=90, check=True).stdout
+    found = re.search(r'data-result="([^"]*)"', dom)
+    assert found, dom[-2000:]
+    return json.loads(unescape(found[1]))
+
+
+def test_page_in_a_browser(tmp_path: Path) -> None:
+    explained = ol.explain(ResNet(), torch.randn(8, 3, 32, 32))
+    result = played(explained.html(tmp_path / "page.html"))
+    assert result["errors"] == []
+    assert result["requests"] == []
+    assert result["fused"] == result["again"]
+    assert all(apart != fused for apart, fused in zip(result["apart"], result["fused"], strict=True))
+    assert result["apart"][1] == str(explained.before.launches)
+    assert result["fused"][1] == str(explained.after.launches)
+    fused = [group for group in explained.groups if group.fused]
+    assert result["apartNodes"] == len(explained.operations)
+    assert result["fusedNodes"] == len(explained.operations) - sum(len(group.operations) - 1 for group in fused)
+    assert result["brackets"] == len(fused)
+    assert result["rows"] == len(explained.groups) + 1
+    assert result["points"] > 5
+    assert "linear" in result["details"]
+
+
+def test_hostile_names_and_nothing_to_fuse(tmp_path: Path) -> None:
+    model = nn.Sequential()
+    model.add_module("</script><script>throw 1</script>", nn.LayerNorm(4))
+    result = played(ol.explain(model, torch.randn(3, 4)).html(tmp_path / "page.html"))
+    assert result["errors"] == []
+    assert result["apart"] == result["fused"]
+    assert "</script><script>throw 1</script>" in result["details"]
+
+
+def test_the_page_names_no_host(tmp_path: Path) -> None:
+    text = (
+        ol.explain(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4))
+        .html(tmp_path / "page.html")
+        .read_text()
+    )
+    assert set(re.findall(r"https?://[^\"'\s]+", text)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    explained = ol.explain(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot be written: .*; pass a writable path"):
+        explained.html(tmp_path / "file" / "page.html")
