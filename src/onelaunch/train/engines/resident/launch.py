@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from cuda.bindings import driver
@@ -18,7 +19,6 @@ from cuda.core import ObjectCode
 from onelaunch.train.engines.resident.compile import Cubin
 
 PORTABLE_CLUSTER = 8  # blocks: what every chip with clusters takes unasked
-C_TYPES = {int: ctypes.c_uint64, float: ctypes.c_float}
 DYNAMIC_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 LARGE_CLUSTERS = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
@@ -68,19 +68,20 @@ class LoadedKernel:
         cluster: int = 1,
         shared_bytes: int = 0,
         cooperative: bool = False,
-        args: Sequence[int | float],
+        args: Sequence[int | float | bytes],
     ) -> None:
         """Queue `grid` blocks of `block` threads, in clusters of `cluster` blocks; cooperative: all at once or an error.
 
-        An int is passed as 64 bits, so that `Tensor.data_ptr()` is a pointer; a float as 32.
+        An int is passed as 64 bits, so that `Tensor.data_ptr()` is a pointer; a float as 32; bytes are a structure by value.
         """
         assert grid % cluster == 0, (grid, cluster)
         with context_of(self.device):
             if not self._allow(shared_bytes, cluster):
                 raise CudaError(f"a block of {self.device} cannot have {shared_bytes} bytes of dynamic shared memory")
             config = _config(stream.cuda_stream, grid, block, cluster, shared_bytes, cooperative)
-            parameters = tuple(args), tuple(C_TYPES[type(value)] for value in args)
-            (status,) = driver.cuLaunchKernelEx(config, self._function, parameters, 0)
+            values = [_c_value(value) for value in args]  # the driver copies them before it returns
+            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+            (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
         _check("cuLaunchKernelEx", status)
 
     @property
@@ -122,6 +123,12 @@ def context_of(device: torch.device) -> Iterator[None]:
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # in a thread new to CUDA this makes the primary context current
         yield
+
+
+def _c_value(value: int | float | bytes) -> Any:
+    if isinstance(value, bytes):
+        return ctypes.create_string_buffer(value, len(value))
+    return ctypes.c_float(value) if isinstance(value, float) else ctypes.c_uint64(value)
 
 
 def _config(

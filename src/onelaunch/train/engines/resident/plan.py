@@ -23,6 +23,7 @@ MOST_BATCH = 4096
 MOST_ROWS = 256  # of a pass; a larger batch takes several
 MOST_SUMS = 16  # accumulator tiles a warp holds at once: 64 registers
 LEFT_BYTES, RIGHT_BYTES, TILE_BYTES = 512, 256, 512  # of one operand fragment or fp32 tile over 32 lanes
+INTERVAL = 128  # steps between two looks at the host
 REGISTERS = 255
 WORKING_REGISTERS = 112  # addresses, operands, partial sums; measured with ptxas over the compiled list
 PLANES = {"bf16": 1, "fp16": 1, "tf32": 2, "fp32": 3}
@@ -135,7 +136,6 @@ class Plan:
         self.micro_batches = -(-settings.batch // rows)
         self.input_planes = 1 if settings.bytes_input else self.planes
         self.input_bytes = 1 if settings.bytes_input else 2
-        self.interval = max(1, min(64, 2048 // settings.batch))
         self.layers = tuple(self._place_weights(list(self._layers())))
         self.group = self._group()
         self.input_buffers = 2
@@ -202,14 +202,34 @@ class Plan:
         return most * self.group * TILE_BYTES
 
     @property
+    def input_pitch(self) -> int:
+        """Bytes of a row in global memory: whole steps."""
+        return self.layers[0].steps * STEP * self.input_bytes
+
+    @property
+    def shared_pitch(self) -> int:
+        """Bytes of a row in shared memory: an odd number of 16-byte pieces, so that eight rows meet no bank twice."""
+        return self.input_pitch // 16 // 2 * 32 + 16 if self.input_pitch // 16 % 2 else self.input_pitch + 16
+
+    @property
     def input_buffer_bytes(self) -> int:
-        pieces = self.input_planes * self.row_tiles * 2 * self.layers[0].steps_a_warp
-        return pieces * THREADS * 4 * self.input_bytes
+        return self.input_planes * self.rows * self.shared_pitch
+
+    @property
+    def target_words(self) -> int:
+        linear = self.settings.stages[-1].linear
+        return 1 if self.settings.loss == "cross_entropy" else linear.outputs
+
+    @property
+    def finish(self) -> int:
+        """Blocks of eight rows a warp finishes at once: two in a grid, where a lane then writes eight bytes."""
+        return 1 if self.blocks == 1 or self.cluster else 2
 
     def _lay_out(self) -> None:
         shared, exchange = Memory(), Memory()
         slots = shared if self.blocks == 1 or self.cluster else exchange
         shared.add("inputs", self.input_buffer_bytes * self.input_buffers)
+        shared.add("targets", 4 * self.rows * self.target_words * self.input_buffers)
         shared.add("partial sums", 2 * self.partials_bytes)
         for layer in self.layers:
             name = f"layer {layer.index}: "
@@ -221,7 +241,7 @@ class Plan:
             if self.micro_batches > 1:
                 shared.add(name + "gradients", tile)
             shared.add(name + "bias", 4 * layer.units * (1 + self.states))
-            shared.add(name + "bias sums", 4 * layer.units * (self.row_tiles + (self.micro_batches > 1)))
+            shared.add(name + "bias sums", 4 * layer.units * (2 * self.row_tiles + (self.micro_batches > 1)))
             shared.add(name + "deltas", self.planes * self.row_tiles * layer.tiles * RIGHT_BYTES)
             if layer.last:
                 if not layer.first:
@@ -233,13 +253,11 @@ class Plan:
                 slots.add(name + "deltas of all", self.out_bytes(layer))
                 per_block = 2 * self.back_bytes(layer)
                 slots.add(name + "weights back", per_block * (1 if slots is shared else self.blocks))
-        shared.add("output gradient", self.planes * self.row_tiles * self.layers[-1].output_steps * LEFT_BYTES)
-        shared.add("row losses", 4 * self.row_tiles)
+        shared.add("row losses", 8 * self.row_tiles)
         shared.add("correct", 4)
         shared.add("decision", 8)
-        shared.add("rates", 16 * self.interval)
-        shared.add("round keys", 32 * (self.interval + 1))
-        shared.add("row numbers", 4 * (self.interval + 1) * self.settings.batch)
+        shared.add("rates", 16 * INTERVAL)
+        shared.add("row numbers", 16 * self.settings.batch)
         shared.add("barriers", 16 * self.exchanges)
         self.shared, self.exchange = shared, exchange
 

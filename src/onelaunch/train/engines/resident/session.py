@@ -35,7 +35,8 @@ CONTROL = np.dtype(
 )  # fmt: skip
 RECORD = np.dtype([("check_loss", "<f8"), ("check_correct", "<u8"), ("correct", "<u8")])
 POINTERS = (
-    "x", "check_x", "y", "check_y", "weights", "state0", "state1", "exchange", "flags", "control", "losses", "records"
+    "x", "check_x", "y", "check_y", "weights", "state0", "state1", "exchange", "flags", "control", "losses", "records",
+    "stamps",
 )  # fmt: skip
 COUNTS = (
     "rows", "check_rows", "seed", "first_step", "last_step", "steps_per_epoch", "total_steps", "patience", "fault_step",
@@ -77,7 +78,7 @@ def spilled_bytes(cubin: Cubin) -> int:
 class ResidentSession:
     def __init__(
         self, run: Run, state: Mapping[str, torch.Tensor], *, plan: Plan | None = None, fault: tuple[int, int] | None = None,
-        patience: float = PATIENCE_SECONDS, leave_out: frozenset[str] = frozenset(),
+        patience: float = PATIENCE_SECONDS, stamps: bool = False,
     ) -> None:  # fmt: skip
         """The keyword arguments are for tests and measurements: another plan, a block that falls silent at a step."""
         from onelaunch.train.engines.resident.launch import load
@@ -85,7 +86,7 @@ class ResidentSession:
 
         self.run, self.spec, self.device = run, run.spec, run.device
         self.precision = "tf32" if run.spec.precision == "auto" else run.spec.precision
-        self.layout, self.cubin = self._compile(plan, fault is not None, leave_out)
+        self.layout, self.cubin = self._compile(plan, fault is not None, stamps)
         self.kernel = load(self.cubin, "train", run.device)
         self._refuse_crowding()
         self.plan = f"{self.layout}\n{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes of spills"
@@ -102,7 +103,7 @@ class ResidentSession:
         self._params = self._parameters(fault, patience)
         self._running = False
 
-    def _compile(self, plan: Plan | None, faults: bool, leave_out: frozenset[str]) -> tuple[Plan, Cubin]:
+    def _compile(self, plan: Plan | None, faults: bool, stamps: bool) -> tuple[Plan, Cubin]:
         """The chosen plan, compiled; with more weights in shared memory where the compiler ran out of registers."""
         settings, chip = settings_for(self.run, self.precision), chip_of(self.device)
         tried: list[tuple[int, Plan, Cubin]] = []
@@ -113,7 +114,7 @@ class ResidentSession:
                 if not tried:
                     raise
                 break
-            source = source_of(layout, faults=faults, leave_out=leave_out)
+            source = source_of(layout, faults=faults, stamps=stamps)
             cubin = compile_cubin(source, architecture(self.device))
             tried.append((spilled_bytes(cubin), layout, cubin))
             if plan or not tried[-1][0]:
@@ -144,6 +145,7 @@ class ResidentSession:
                 self._flat({name: state.get(f"{kind}.{name}") for name in self._tensors}) for kind in self._state_kinds
             ]
         self._exchange = torch.zeros(max(layout.exchange.size // 4, 1), dtype=torch.int32, device=self.device)
+        self.stamps = torch.zeros(256, dtype=torch.int32, device=self.device)
         self._flags = torch.zeros(layout.flag_words, dtype=torch.int32, device=self.device)
 
     @property
@@ -196,7 +198,7 @@ class ResidentSession:
         params = np.zeros(1, PARAMS)
         tensors = {
             "x": self._x, "check_x": self._check_x, "y": self._y, "check_y": self._check_y, "weights": self._weights,
-            "exchange": self._exchange, "flags": self._flags,
+            "exchange": self._exchange, "flags": self._flags, "stamps": self.stamps,
         } | {f"state{i}": tensor for i, tensor in enumerate(self._states)}  # fmt: skip
         for name, tensor in tensors.items():
             params[name] = tensor.data_ptr() if tensor is not None else 0
@@ -243,13 +245,12 @@ class ResidentSession:
         params["losses"] = self._losses.address
         self._first = first
         self._flags.zero_()
-        self._device_params = torch.from_numpy(params.view(np.uint8).copy()).to(self.device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         layout = self.layout
         self.kernel.launch(
             self._stream, grid=layout.blocks, block=THREADS, cluster=layout.blocks if layout.cluster else 1,
             shared_bytes=layout.shared.size, cooperative=not layout.cluster and layout.blocks > 1,
-            args=[self._device_params.data_ptr()],
+            args=[params.tobytes()],
         )  # fmt: skip
         self.allocations["launches"] += 1
         self._running = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onelaunch.rng import keep_scale, keep_threshold, permutation_bits
-from onelaunch.train.engines.resident.plan import FLAG_STRIDE, THREADS, WARPS, Layer, Plan
+from onelaunch.train.engines.resident.plan import FLAG_STRIDE, INTERVAL, THREADS, WARPS, Layer, Plan
 from onelaunch.train.network import Activation, Dropout
 from onelaunch.train.spec import LOSSES, OPTIMIZERS
 from onelaunch.train.schedule import SCHEDULES
@@ -12,10 +12,12 @@ PIXEL_SCALE = {"bf16": 64 / 255, "fp16": 1 / 255}  # bytes enter as u / 64 or as
 ACTIVATIONS = {"tanh": "tanh_of"}  # the others have the name of their function
 
 
-def source_of(plan: Plan, *, faults: bool = False, leave_out: frozenset[str] = frozenset()) -> str:
-    """`faults` compiles in the injected fault; `leave_out` drops phases, to see what they cost."""
+def source_of(plan: Plan, *, faults: bool = False, stamps: bool = False) -> str:
+    """`faults` compiles in the injected fault; `stamps` the clocks that tell what each phase costs."""
     parts = [_constants(plan, faults), '#include "base.cuh"', '#include "random.cuh"', _draw(), *map(_chain, plan.layers)]
-    parts += ['#include "train.cuh"', *(_layer(plan, layer) for layer in plan.layers), _kernel(plan, leave_out)]
+    if stamps:
+        parts.append("#define STAMP(i) if (threadIdx.x == 0) { const u32 now = (u32)clock_now(); spent[i] += now - stamped; stamped = now; }")
+    parts += ['#include "train.cuh"', *(_layer(plan, layer) for layer in plan.layers), _kernel(plan, stamps)]
     return "\n".join(parts)
 
 
@@ -39,19 +41,19 @@ def _input_scale(plan: Plan) -> float:
 def _constants(plan: Plan, faults: bool) -> str:
     settings, shared, layers = plan.settings, plan.shared, plan.layers
     last = layers[-1].stage.linear
-    words = last.outputs if settings.loss != "cross_entropy" else 1
+    words = plan.target_words
     numbers = {
         "WARPS": WARPS, "THREADS": THREADS, "BLOCKS": plan.blocks, "BATCH": settings.batch, "ROWS": plan.rows,
         "ROW_TILES": plan.row_tiles, "GROUP_TILES": plan.group, "MICRO": plan.micro_batches, "PLANES": plan.planes,
         "X_PLANES": plan.input_planes, "X_BYTES": plan.input_bytes,
-        "X_PITCH": layers[0].steps * 16 * plan.input_bytes, "X_BUFFERS": plan.input_buffers,
-        "X_BUFFER_BYTES": plan.input_buffer_bytes, "INTERVAL": plan.interval,
+        "X_PITCH": plan.input_pitch, "X_SHARED_PITCH": plan.shared_pitch, "X_BUFFERS": plan.input_buffers,
+        "X_BUFFER_BYTES": plan.input_buffer_bytes, "INTERVAL": INTERVAL, "FINISH": plan.finish,
         "PERMUTATION_BITS": permutation_bits(settings.rows), "STATES": plan.states, "OUTPUTS": last.outputs,
         "TARGET_WORDS": words, "LOSS_UNITS": words, "PARTIALS_BYTES": plan.partials_bytes, "EXCHANGES": plan.exchanges,
         "DECISION": plan.decision, "FLAG_STRIDE": FLAG_STRIDE, "SHARED_BYTES": shared.size,
-        "AT_X": shared["inputs"], "AT_PARTIALS": shared["partial sums"], "AT_OUTPUT_GRADIENT": shared["output gradient"],
+        "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"], "AT_PARTIALS": shared["partial sums"],
         "AT_LOSSES": shared["row losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
-        "AT_RATES": shared["rates"], "AT_KEYS": shared["round keys"], "AT_ROWS": shared["row numbers"],
+        "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"],
         "AT_BARRIERS": shared["barriers"],
     }  # fmt: skip
     flags = {
@@ -86,7 +88,7 @@ def _draw() -> str:
 
 def _chain(layer: Layer) -> str:
     """A function for the elementwise layers after a Linear; defined where Draw is known."""
-    return f"INLINE void chain{layer.index}(float (&z)[4], float (&slope)[4], const Draw& draw, u32 row, u32 unit);"
+    return f"template <int N> INLINE void chain{layer.index}(float (&z)[N], float (&slope)[N], const Draw& draw, u32 row, u32 unit);"
 
 
 def _chain_body(layer: Layer) -> str:
@@ -100,11 +102,11 @@ def _chain_body(layer: Layer) -> str:
             case Dropout():
                 if operation.p > 0:
                     lines.append(
-                        f"  if (draw.training) {{ float keep[4]; keep_factors(keep, draw.seed, {operation.layer}, draw.step, row, "
+                        f"  if (draw.training) {{ float keep[N]; keep_factors(keep, draw.seed, {operation.layer}, draw.step, row, "
                         f"unit, {keep_threshold(operation.p)}u, {_float(keep_scale(operation.p))});\n"
-                        "    for (int e = 0; e < 4; ++e) { z[e] *= keep[e]; slope[e] *= keep[e]; } }"
+                        "    for (int e = 0; e < N; ++e) { z[e] *= keep[e]; slope[e] *= keep[e]; } }"
                     )
-    head = f"INLINE void chain{layer.index}(float (&z)[4], float (&slope)[4], const Draw& draw, u32 row, u32 unit) {{"
+    head = f"template <int N> INLINE void chain{layer.index}(float (&z)[N], float (&slope)[N], const Draw& draw, u32 row, u32 unit) {{"
     return "\n".join([head, *lines, "}"])
 
 
@@ -139,60 +141,73 @@ def _layer(plan: Plan, layer: Layer) -> str:
     lines += [f"  static constexpr int {key} = {value};" for key, value in numbers.items()]
     lines += [f"  static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
     lines.append(f"  static constexpr float INPUT_SCALE = {_float(scale)}, GRADIENT_SCALE = {_float(scale / loss_scale(plan))};")
-    lines.append("  INLINE static void chain(float (&z)[4], float (&slope)[4], const Draw& draw, u32 row, u32 unit) {")
+    lines.append("  template <int N> INLINE static void chain(float (&z)[N], float (&slope)[N], const Draw& draw, u32 row, u32 unit) {")
     lines += [f"    chain{layer.index}(z, slope, draw, row, unit);", "  }", "};"]
     return "\n".join(lines)
 
 
-def _read(layer: Layer) -> str:
-    """How a warp reads its inputs of a layer: from the rows it fetched, or from everyone's values of the layer before."""
+def _read(layer: Layer, transposed: str = "") -> str:
+    """How a warp reads its inputs of a layer: from the rows fetched, or from everyone's values of the layer before."""
+    head = "[&](int m, int ks, int plane, u32 (&left)[4]) {"
     if layer.first:
-        return "[&](int m, int ks, int plane, u32 (&left)[4]) { Inputs<Layer0>::read(c, buffer, m, ks, plane, left); }"
+        return f"{head} Inputs<Layer0>::read{transposed}(c, buffer, m, ks, plane, left); }}"
     before = f"Layer{layer.index - 1}"
     return (
-        f"[&](int m, int ks, int plane, u32 (&left)[4]) {{ read_left<{before}::AT_OUT, {before}::OUT_STRIDE>"
+        f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE>"
         f"(c, c.passes, (plane * ROW_TILES + m) * {before}::OUT_KT + ks * WARPS + c.warp, left); }}"
     )
 
 
-def _forward(plan: Plan, leave_out: frozenset[str]) -> list[str]:
-    """The phases of a forward pass, up to and with the loss; `next()` fetches the rows of the pass after it."""
-    lines = ["copies_done();"]
+def _forward(plan: Plan) -> list[tuple[str, str]]:
+    """The phases of a forward pass with their names, up to and with the loss."""
+    lines = [("rows arrive", "copies_done(); __syncthreads();")]
     for layer in plan.layers:
-        name = f"Layer{layer.index}"
-        if not layer.first and "exchange" not in leave_out:
-            before = f"Layer{layer.index - 1}"
-            lines.append(f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);")
-        if layer.last:
-            lines.append(f"outputs<{name}>(c, w{layer.index}, draw, tally, {_read(layer)});")
-        else:
-            lines.append(f"forward<{name}>(c, w{layer.index}, draw, {_read(layer)});")
+        name, index = f"Layer{layer.index}", layer.index
+        if not layer.first:
+            before = f"Layer{index - 1}"
+            wait = f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
+            lines.append((f"wait for values {index - 1}", wait))
+        call, extra, idle = ("outputs", ", tally", ", idle") if layer.last else ("forward", "", "")
+        lines.append((f"{call} {index}", f"{call}<{name}>(c, w{index}, draw{extra}, {_read(layer)}{idle});"))
         if layer.first:
-            lines.append("next_inputs();")
+            lines.append(("fetch the next rows", "next_inputs();"))
     return lines
 
 
-def _backward(plan: Plan, leave_out: frozenset[str]) -> list[str]:
+def _backward(plan: Plan) -> list[tuple[str, str]]:
     lines = []
     for layer in reversed(plan.layers):
-        name, before = f"Layer{layer.index}", f"Layer{layer.index - 1}"
-        if not layer.first:
-            if layer.last:
-                lines.append(f"back_from_outputs<{name}, {before}>(c);")
-            else:
-                lines.append(f"back<{name}, {before}>(c, micro == 0);")
-        if f"update {layer.index}" not in leave_out:
-            lines.append(f"update<{name}>(c, w{layer.index}, rates, rule, micro == 0, last, {_read(layer)});")
+        name, before, index = f"Layer{layer.index}", f"Layer{layer.index - 1}", layer.index
+        if not layer.first and layer.last:
+            lines.append((f"back {index}", f"back_from_outputs<{name}, {before}>(c);"))
+        elif not layer.first:
+            waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::OUT_KT, {name}::NT); wait_for_weights<{name}>(c, micro == 0);"
+            lines += [(f"wait for deltas {index}", waits), (f"back {index}", f"back<{name}, {before}>(c);")]
+        update = f"update<{name}>(c, w{index}, rates, rule, micro == 0, last, {_read(layer, '_transposed')});"
+        lines.append((f"update {index}", update))
     return lines
 
 
-def _kernel(plan: Plan, leave_out: frozenset[str]) -> str:
+def phase_names(plan: Plan) -> list[str]:
+    """The phases of a training pass in their order, as the stamps count them; the first is what lies between passes."""
+    return [name for name, _ in [*_forward(plan), *_backward(plan)]]
+
+
+def _kernel(plan: Plan, stamps: bool) -> str:
     validates = plan.settings.validates
     weights = "\n  ".join(f"Weights<Layer{i}> w{i};" for i in range(len(plan.layers)))
     load = "\n  ".join(f"w{i}.move_all<true>(c);" for i in range(len(plan.layers)))
     save = "\n  ".join(f"w{i}.move_all<false>(c);" for i in range(len(plan.layers)))
     back = "\n  ".join(f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, len(plan.layers)))
-    forward, backward = _forward(plan, leave_out), _backward(plan, leave_out)
+    names = phase_names(plan)
+
+    def stamp(index: int) -> str:
+        return f"STAMP({index})" if stamps else ""
+
+    def stamped(lines: list[tuple[str, str]]) -> list[str]:
+        return [f"{line} {stamp(1 + names.index(name))}" for name, line in lines]
+
+    plain, forward, backward = [line for _, line in _forward(plan)], stamped(_forward(plan)), stamped(_backward(plan))
     pad, deep = "\n        ", "\n      "
     check = (
         f"""
@@ -203,12 +218,13 @@ def _kernel(plan: Plan, leave_out: frozenset[str]) -> str:
       for (u32 part = 0; part < count; ++part) {{
         const u64 at = (u64)part * ROWS;
         const Draw draw = {{p->seed, 0, 0, false}};
-        const Tally tally = {{(u32)(p->check_rows - at < ROWS ? p->check_rows - at : ROWS), 0.f, smoothing, p->check_y, 0, at}};
+        const Tally tally = {{(u32)(p->check_rows - at < ROWS ? p->check_rows - at : ROWS), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer)}};
+        auto idle = []() {{}};
         auto next_inputs = [&]() {{
           if (part + 1 < count) fetch_check(part + 1, buffer ^ (X_BUFFERS - 1));
-          else if (step + 1 < p->last_step) fetch(step + 1, 0, buffer ^ (X_BUFFERS - 1));
+          else if (step + 1 < p->last_step) fetch(1, 0, buffer ^ (X_BUFFERS - 1));
         }};
-        {pad.join(forward)}
+        {pad.join(plain)}
         buffer ^= X_BUFFERS - 1;
         if (threadIdx.x == 0) check_loss += sum_of_losses(c);
         ++c.passes;
@@ -224,12 +240,15 @@ def _kernel(plan: Plan, leave_out: frozenset[str]) -> str:
     )
     meet = "meet_cluster();" if plan.cluster else "__syncthreads();"
     return f"""
-extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const Params* __restrict__ p) {{
+extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_constant__ Params params) {{
   extern __shared__ __align__(1024) u8 memory[];
+  {f"constexpr int PHASES = {len(names)}; __shared__ u32 spent[PHASES + 1]; u32 stamped = (u32)clock_now(); if (threadIdx.x <= PHASES) spent[threadIdx.x] = 0;" if stamps else ""}
+  const Params* p = &params;
   Context c;
   c.p = p, c.lane = threadIdx.x & 31, c.warp = threadIdx.x >> 5, c.g = c.lane >> 2, c.q = c.lane & 3;
   c.rank = blockIdx.x, c.shared = shared_address(memory);
   c.passes = c.backs = c.step = c.turn = 0, c.dead = false;
+  {"for (u32 i = 0; i < (BLOCKS + 3) / 4; ++i) c.remote[i] = at_block(c.shared, i * 4 + c.q);" if plan.cluster else ""}
   for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
   __syncthreads();
   {"make_barriers(c);" if plan.cluster else ""}
@@ -239,45 +258,70 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const Params* __r
   {back}
   const Rule rule = {{(float)p->momentum, (float)p->weight_decay, (float)p->new_mean, (float)p->new_square, (float)p->beta2, (float)p->eps}};
   const float smoothing = (float)p->smoothing;
-  u64 step = p->first_step, table_step = step;
-  u32 looks = 0, epoch = 0, buffer = 0;
+  u64 step = p->first_step;
+  u32 ahead = 0;  // of the step the table of rates begins with
+  u32 place = (u32)(step % p->steps_per_epoch), looks = 0, epoch = 0, buffer = 0;
+  u64 far_epoch = step / p->steps_per_epoch;  // of the step whose rows are found next
+  u32 far_place = place, far_step = (u32)step;
+  auto find_next_rows = [&](u32 first_warp) {{
+    find_rows(c, first_warp, far_step, far_epoch, far_place);
+  }};
+  auto look_further = [&]() {{
+    ++far_step;
+    if (++far_place == (u32)p->steps_per_epoch) far_place = 0, ++far_epoch;
+  }};
   float loss = 0.f;
   bool broken = false;
-  auto fetch = [&](u64 of, u32 micro, u32 into) {{
-    Inputs<Layer0>::fetch(c, into, p->x, p->rows * X_PITCH, row_table(c, of, table_step, micro), 0, micro_rows(p, of, micro));
+  auto fetch = [&](u32 later, u32 micro, u32 into) {{
+    const u32 at = place + later == (u32)p->steps_per_epoch ? 0 : place + later;
+    Inputs<Layer0>::fetch(c, into, p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, micro), 0, micro_rows(rows_at(p, at), micro));
   }};
-  {"auto fetch_check = [&](u32 part, u32 into) { const u64 at = (u64)part * ROWS; Inputs<Layer0>::fetch(c, into, p->check_x, p->check_rows * X_PITCH, 0, at, (u32)(p->check_rows - at < ROWS ? p->check_rows - at : ROWS)); };" if validates else ""}
-  fill_tables(c, step);
-  fetch(step, 0, 0);
+  {"auto fetch_check = [&](u32 part, u32 into) { const u64 at = (u64)part * ROWS; Inputs<Layer0>::fetch(c, into, p->check_x, p->check_y, p->check_rows * X_PITCH, 0, at, (u32)(p->check_rows - at < ROWS ? p->check_rows - at : ROWS)); };" if validates else ""}
+  fill_rates(c, step);
+  for (int i = 0; i < 2; ++i) {{
+    find_next_rows(0);
+    look_further();
+  }}
+  __syncthreads();
+  fetch(0, 0, 0);
   while (step < p->last_step) {{
-    if (step - table_step == INTERVAL) {{
+    if (ahead == INTERVAL) {{
       if (!look(c, looks++, step, loss, broken)) break;
-      fill_tables(c, step);
-      table_step = step;
+      fill_rates(c, step);
+      ahead = 0;
     }}
     float scalars[4];
-    load_shared(c.shared + AT_RATES + (u32)(step - table_step) * 16, scalars);
+    load_shared(c.shared + AT_RATES + ahead * 16, scalars);
     const Rates rates = {{scalars[0], scalars[1], scalars[2], scalars[3]}};
-    const bool ends = (step + 1) % p->steps_per_epoch == 0 || step + 1 == p->total_steps;
-    const u32 count = (rows_of(p, step) + ROWS - 1) / ROWS;
+    const bool ends = place + 1 == (u32)p->steps_per_epoch || step + 1 == p->total_steps;
+    const u32 all_rows = rows_at(p, place), count = (all_rows + ROWS - 1) / ROWS;
+    {stamp(0)}
     float total = 0.f;
     bool leave = false;
     for (u32 micro = 0; micro < (MICRO == 1 ? 1 : count); ++micro) {{
       const bool last = MICRO == 1 || micro + 1 == count;
       const Draw draw = {{p->seed, (u32)step, micro * ROWS, true}};
-      const Tally tally = {{micro_rows(p, step, micro), rates.row_weight * LOSS_SCALE, smoothing, p->y, row_table(c, step, table_step, micro), 0}};
+      const Tally tally = {{micro_rows(all_rows, micro), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer)}};
       auto fetch_next = [&]() {{
         const u32 into = buffer ^ (X_BUFFERS - 1);
-        if (!last) fetch(step, micro + 1, into);
+        if (!last) fetch(0, micro + 1, into);
         else if (ends && {str(validates).lower()}) {{ {"fetch_check(0, into);" if validates else ""} }}
-        else if (step + 1 < p->last_step) fetch(step + 1, 0, into);
+        else if (step + 1 < p->last_step) fetch(1, 0, into);
       }};
-      auto next_inputs = [&]() {{ if (X_BUFFERS == 2) fetch_next(); }};
+      constexpr u32 BUSY = GROUP_TILES * 2;  // warps with rows in the last layer
+      auto next_inputs = [&]() {{
+        if (X_BUFFERS == 2) fetch_next();
+        if (BUSY >= WARPS && micro == 0) find_next_rows(0);
+      }};
+      auto idle = [&]() {{ if (BUSY < WARPS && micro == 0) find_next_rows(BUSY); }};
       {deep.join(forward)}
       leave = c.dead;
       if (threadIdx.x == 0) total += sum_of_losses(c);
       {deep.join(backward)}
-      if (X_BUFFERS == 1) fetch_next();
+      if (X_BUFFERS == 1) {{
+        __syncthreads();
+        fetch_next();
+      }}
       buffer ^= X_BUFFERS - 1;
       ++c.passes, ++c.backs;
     }}
@@ -286,12 +330,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const Params* __r
       p->losses[step - p->first_step] = loss;
       broken |= !(fabsf(loss) <= 3.4028235e38f);
     }}{check}
-    ++step, ++c.step;
+    ++step, ++c.step, ++ahead;
+    look_further();
+    place = place + 1 == (u32)p->steps_per_epoch ? 0 : place + 1;
     if (leave) break;
   }}
   copies_done();
   __syncthreads();
   {save}
+  {"if (c.rank == 0 && threadIdx.x == 0) for (int i = 0; i <= PHASES; ++i) p->stamps[i] = spent[i];" if stamps else ""}
   if (c.rank == 0 && threadIdx.x == 0) {{
     volatile Control* control = p->control;
     control->loss = loss;

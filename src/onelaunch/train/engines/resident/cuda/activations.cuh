@@ -1,45 +1,45 @@
-// Activations on an accumulator tile: each replaces z by its value and multiplies `slope` by its derivative.
+// Activations on part of an accumulator tile: each replaces z by its value and multiplies `slope` by its derivative.
 #pragma once
 #include "base.cuh"
 
-#define EACH _Pragma("unroll") for (int e = 0; e < 4; ++e)
-typedef float (&Tile)[4];
+#define EACH _Pragma("unroll") for (int e = 0; e < N; ++e)
+#define ACTIVATION template <int N> INLINE void
 
 INLINE float sigmoid_of(float z) { return 1.f / (1.f + expf(-z)); }
 
-INLINE void relu(Tile z, Tile slope) {
+ACTIVATION relu(float (&z)[N], float (&slope)[N]) {
   EACH {
     slope[e] = z[e] > 0.f ? slope[e] : 0.f;
     z[e] = z[e] < 0.f ? 0.f : z[e];  // and a NaN stays one
   }
 }
-INLINE void leaky_relu(Tile z, Tile slope, float below) {
+ACTIVATION leaky_relu(float (&z)[N], float (&slope)[N], float below) {
   EACH {
     const float factor = z[e] > 0.f ? 1.f : below;
     slope[e] *= factor;
     z[e] *= factor;
   }
 }
-INLINE void sigmoid(Tile z, Tile slope) {
+ACTIVATION sigmoid(float (&z)[N], float (&slope)[N]) {
   EACH {
     z[e] = sigmoid_of(z[e]);
     slope[e] *= z[e] * (1.f - z[e]);
   }
 }
-INLINE void tanh_of(Tile z, Tile slope) {
+ACTIVATION tanh_of(float (&z)[N], float (&slope)[N]) {
   EACH {
     z[e] = tanhf(z[e]);
     slope[e] *= 1.f - z[e] * z[e];
   }
 }
-INLINE void gelu(Tile z, Tile slope) {
+ACTIVATION gelu(float (&z)[N], float (&slope)[N]) {
   EACH {
     const float below = 0.5f * (1.f + erff(z[e] * 0.70710678118654752f)), density = 0.39894228040143268f * expf(-0.5f * z[e] * z[e]);
     slope[e] *= fmaf(z[e], density, below);
     z[e] *= below;
   }
 }
-INLINE void gelu_tanh(Tile z, Tile slope) {
+ACTIVATION gelu_tanh(float (&z)[N], float (&slope)[N]) {
   EACH {
     const float cube = 0.044715f * z[e] * z[e], inner = 0.79788456080286536f * fmaf(cube, z[e], z[e]), t = tanhf(inner);
     const float inner_slope = 0.79788456080286536f * fmaf(3.f, cube, 1.f);
@@ -47,7 +47,7 @@ INLINE void gelu_tanh(Tile z, Tile slope) {
     z[e] *= 0.5f * (1.f + t);
   }
 }
-INLINE void silu(Tile z, Tile slope) {
+ACTIVATION silu(float (&z)[N], float (&slope)[N]) {
   EACH {
     const float s = sigmoid_of(z[e]);
     slope[e] *= s * fmaf(z[e], 1.f - s, 1.f);
@@ -55,3 +55,4 @@ INLINE void silu(Tile z, Tile slope) {
   }
 }
 #undef EACH
+#undef ACTIVATION

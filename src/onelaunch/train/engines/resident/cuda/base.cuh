@@ -1,12 +1,12 @@
 // Words, fragments and the instructions everything else is made of. No header is included: NVRTC needs none.
 //
-// All matrices live as fragments of `mma.m16n8k16`, the same 32-lane layout in registers, shared and global memory, so every
-// access is lane-linear. With g = lane / 4 and q = lane % 4, a lane holds of an
-//   accumulator 16 x 8:  (row g, columns 2q, 2q+1), (row g+8, columns 2q, 2q+1)
+// With g = lane / 4 and q = lane % 4, a lane holds of the operands of `mma.m16n8k16`
+//   accumulator 16 x 8:   (row g, columns 2q, 2q+1), (row g+8, columns 2q, 2q+1)
 //   left operand 16 x 16: four words, pairs along k: (row g, k 2q..), (row g+8, k 2q..), (row g, k 8+2q..), (row g+8, k 8+2q..)
 //   right operand 16 x 8: two words, pairs along k: (k 2q.., column g), (k 8+2q.., column g)
-// So two packed accumulators side by side are a left operand as they stand; `transposed` turns a packed 8 x 8 block into half
-// of a right operand. A float is held as PLANES half-precision numbers whose sum it is (bf16: 8, 16 or 24 bits).
+// In shared memory matrices lie as blocks of 8 rows of 16 bytes (eight numbers), which `ldmatrix` reads as they are or
+// transposed without a bank conflict; in global memory as lane-linear operands. A float is held as PLANES half-precision
+// numbers whose sum it is (bf16: 8, 16 or 24 bits).
 #pragma once
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -59,6 +59,23 @@ INLINE void multiply_add(float (&sum)[4], const u32 (&left)[4], u32 right0, u32 
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
+INLINE void load_matrices(u32 address, u32 (&w)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
+}
+INLINE void load_matrices(u32 address, u32 (&w)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+}
+INLINE void load_transposed(u32 address, u32 (&w)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
+}
+INLINE void load_transposed(u32 address, u32 (&w)[2]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+}
+// The words of the four lanes of a quad, in their order: eight numbers of one row.
+INLINE void gather_quad(u32 word, u32 (&row)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) row[i] = __shfl_sync(~0u, word, i, 4);
+}
 INLINE void clear(float (&tile)[4]) { tile[0] = tile[1] = tile[2] = tile[3] = 0.f; }
 
 // Shared memory by 32-bit address.
@@ -71,6 +88,12 @@ INLINE void load_shared(u32 address, u32 (&w)[2]) {
 }
 INLINE void load_shared(u32 address, float (&v)[4]) {
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address));
+}
+INLINE void load_shared(u32 address, float (&v)[2]) {
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v[0]), "=f"(v[1]) : "r"(address));
+}
+INLINE void store_shared(u32 address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 INLINE u32 load_word(u32 address) {
   u32 word;
@@ -108,9 +131,8 @@ INLINE u32 load_acquire(const u32* pointer) {
 INLINE void store_release(u32* pointer, u32 word) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(pointer), "r"(word) : "memory");
 }
-template <int BYTES> INLINE void copy_async(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
-}
+INLINE void copy_16_bytes(u32 to, const void* from) { asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory"); }
+INLINE void copy_4_bytes(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
 INLINE void copies_issued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 INLINE void copies_done() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 

@@ -29,6 +29,7 @@ struct Params {
   Control* control;
   float* losses;
   Record* records;
+  u32* stamps;  // clocks spent in each phase, where the source was made to take them
   u64 rows, check_rows, seed, first_step, last_step, steps_per_epoch, total_steps, patience, fault_step, fault_block;
   double lr, momentum, weight_decay, log_beta1, log_beta2, new_mean, new_square, beta2, eps, smoothing;
 };
@@ -36,6 +37,7 @@ struct Params {
 struct Context {
   const Params* p;
   u32 lane, warp, g, q, rank, shared;
+  u32 remote[(BLOCKS + 3) / 4];  // shared memory of the blocks this lane sends to: q, q + 4, …
   u32 passes, backs, step;  // forward passes, backward passes and updates so far in this launch
   u32 turn;                 // which half of the partial sums is next
   bool dead;                // a wait was in vain: leave
@@ -52,8 +54,8 @@ INLINE u32 at_block(u32 address, u32 block) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(block));
   return remote;
 }
-INLINE void send(u32 address, u32 a, u32 b, u32 barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1,%2}, [%3];" ::"r"(address), "r"(a), "r"(b), "r"(barrier) : "memory");
+INLINE void send(u32 address, const u32 (&w)[4], u32 barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "r"(barrier) : "memory");
 }
 INLINE void send(u32 address, u32 a, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(a), "r"(barrier) : "memory");
@@ -135,43 +137,74 @@ template <int EXCHANGE> INLINE void written(Context& c, u32 count) {
   }
 }
 
-// A slot as this block reads it: left operands [plane][row tile][step of 16][lane], or right operands [plane][tile][step][lane].
-template <int AT, u32 BYTES> INLINE u32 slot_shared(const Context& c, u32 count) { return c.shared + AT + (count & 1) * BYTES; }
-template <int AT, u32 BYTES> INLINE u32* slot_global(const Context& c, u32 count) { return c.p->exchange + (AT + (count & 1) * BYTES) / 4; }
+// Slots. Left operands lie at index (plane, row tile, step of 16 units), 512 bytes each; right operands at index (plane, tile of
+// eight inputs, tile of eight units), 128 bytes each. STRIDE: to the other one of a pair, or 0.
+constexpr bool SLOTS_SHARED = BLOCKS == 1 || IS_CLUSTER;
+template <int AT, u32 STRIDE> INLINE u32 slot_offset(u32 count) { return AT + (count & 1) * STRIDE; }
 
-template <int AT, u32 BYTES> INLINE void read_left(const Context& c, u32 count, u32 index, u32 (&w)[4]) {
-  const u32 offset = (index * 32 + c.lane) * 16;
-  if constexpr (BLOCKS == 1 || IS_CLUSTER) load_shared(slot_shared<AT, BYTES>(c, count) + offset, w);
-  else load_global(slot_global<AT, BYTES>(c, count) + offset / 4, w);
+template <int AT, u32 STRIDE> INLINE void read_left(const Context& c, u32 count, u32 index, u32 (&w)[4]) {
+  const u32 at = slot_offset<AT, STRIDE>(count) + index * 512 + c.lane * 16;
+  if constexpr (SLOTS_SHARED) load_matrices(c.shared + at, w);
+  else load_global(c.p->exchange + at / 4, w);
 }
-template <int AT, u32 BYTES> INLINE void read_right(const Context& c, u32 count, u32 index, u32 (&w)[2]) {
-  const u32 offset = (index * 32 + c.lane) * 8;
-  if constexpr (BLOCKS == 1 || IS_CLUSTER) load_shared(slot_shared<AT, BYTES>(c, count) + offset, w);
-  else load_global(slot_global<AT, BYTES>(c, count) + (c.rank * BYTES * 2 + offset) / 4, w);
+// The same values as the left operand whose rows are the units and whose k are the rows.
+template <int AT, u32 STRIDE> INLINE void read_left_transposed(const Context& c, u32 count, u32 index, u32 (&w)[4]) {
+  u32 t[4];
+  if constexpr (SLOTS_SHARED) {
+    load_transposed(c.shared + slot_offset<AT, STRIDE>(count) + index * 512 + c.lane * 16, t);
+    w[0] = t[0], w[1] = t[2], w[2] = t[1], w[3] = t[3];
+  } else {
+    read_left<AT, STRIDE>(c, count, index, t);
+    w[0] = transposed(t[0]), w[1] = transposed(t[2]), w[2] = transposed(t[1]), w[3] = transposed(t[3]);
+  }
 }
-// Half of a left operand (rows g and g + 8 of eight columns) into everyone's slot.
-template <int EXCHANGE, int AT, u32 BYTES> INLINE void publish_left(const Context& c, u32 count, u32 index, u32 half, u32 a, u32 b) {
-  const u32 offset = (index * 32 + c.lane) * 16 + half * 8;
-  if constexpr (BLOCKS == 1) store_shared(slot_shared<AT, BYTES>(c, count) + offset, a, b);
+// `index` of the first of the two tiles of a step.
+template <int AT, u32 STRIDE> INLINE void read_right(const Context& c, u32 count, u32 index, u32 (&w)[2]) {
+  if constexpr (SLOTS_SHARED) load_matrices(c.shared + slot_offset<AT, STRIDE>(count) + index * 128 + (c.lane & 15) * 16, w);
+  else load_global(c.p->exchange + (slot_offset<AT, STRIDE>(count) + c.rank * STRIDE * 2 + index * 128 + c.lane * 8) / 4, w);
+}
+
+// FINISH blocks of 8 x 8 values (rows `half * 8 + g` and, for two, eight further) of a tile of units into everyone's slot.
+// `index` as for reading; `odd`: whether the tile is the second of its step.
+template <int EXCHANGE, int AT, u32 STRIDE, int N> INLINE void publish_left(const Context& c, u32 count, u32 index, u32 odd, u32 half, const u32 (&w)[N]) {
+  const u32 slot = slot_offset<AT, STRIDE>(count) + index * 512;
+  if constexpr (BLOCKS == 1) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) store_word(c.shared + slot + odd * 256 + (half + i) * 128 + c.g * 16 + c.q * 4, w[i]);
+  }
 #if IS_CLUSTER
   else {
     if (stays_silent(c)) return;
-    const u32 mine = slot_shared<AT, BYTES>(c, count) + offset, barrier = c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8;
+    const u32 barrier = AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8;
 #pragma unroll
-    for (u32 block = 0; block < BLOCKS; ++block) send(at_block(mine, block), a, b, at_block(barrier, block));
+    for (int i = 0; i < N; ++i) {
+      u32 row[4];
+      gather_quad(w[i], row);
+      const u32 at = slot + odd * 256 + (half + i) * 128 + c.g * 16;
+#pragma unroll
+      for (u32 to = 0; to < (BLOCKS + 3) / 4; ++to)
+        if (BLOCKS % 4 == 0 || to * 4 + c.q < BLOCKS) send(c.remote[to] + at, row, c.remote[to] + barrier);
+    }
   }
 #else
-  else store_global(slot_global<AT, BYTES>(c, count) + offset / 4, a, b);
+  else {
+    static_assert(BLOCKS == 1 || N == 2, "in a grid a lane has both rows");
+    store_global(c.p->exchange + (slot + c.lane * 16 + odd * 8) / 4, w[0], w[N - 1]);
+  }
 #endif
 }
-// A packed 8 x 8 block of weights into the slot of the block that multiplies by it on the way back.
-template <int EXCHANGE, int AT, u32 BYTES> INLINE void send_right(const Context& c, u32 count, u32 to, u32 index, u32 half, u32 a) {
-  const u32 offset = (index * 32 + c.lane) * 8 + half * 4;
-  if constexpr (BLOCKS == 1) store_word(slot_shared<AT, BYTES>(c, count) + offset, a);
+// A packed 8 x 8 block of weights (inputs along the rows) into the slot of the block that multiplies by it on the way back.
+template <int EXCHANGE, int AT, u32 STRIDE> INLINE void send_right(const Context& c, u32 count, u32 to, u32 index, u32 word) {
+  const u32 slot = slot_offset<AT, STRIDE>(count) + index * 128;
+  if constexpr (BLOCKS == 1) store_word(c.shared + slot + c.lane * 4, word);
 #if IS_CLUSTER
-  else send(at_block(slot_shared<AT, BYTES>(c, count) + offset, to), a, at_block(c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8, to));
+  else {
+    u32 row[4];
+    gather_quad(word, row);
+    if (c.q == (index & 3)) send(at_block(c.shared, to) + slot + c.g * 16, row, at_block(c.shared, to) + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8);
+  }
 #else
-  else store_global(slot_global<AT, BYTES>(c, count) + (to * BYTES * 2 + offset) / 4, a);
+  else store_global(c.p->exchange + (slot_offset<AT, STRIDE>(count) + to * STRIDE * 2 + (index & ~1u) * 128 + c.lane * 8 + (index & 1) * 4) / 4, word);
 #endif
 }
 

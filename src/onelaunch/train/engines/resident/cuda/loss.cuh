@@ -6,22 +6,20 @@ struct Tally {
   u32 rows;          // of this micro-batch that are real
   float row_weight;  // of one row (or element) in the mean, times the scale that keeps fp16 gradients in range
   float smoothing;
-  const u32* targets;
-  u32 row_table;     // shared address of the rows' numbers, or 0: they are `first_row` and what follows
-  u64 first_row;
+  u32 targets;       // shared address: a class, or OUTPUTS floats, a row
 };
 
-// Row g + 8 * half of a tile: its loss (before the weight), its gradient in `z`, whether the prediction is right.
-template <int NT> INLINE float row_loss(float (&z)[NT][4], int half, u32 q, const u32* target, float smoothing, float weight, u32& right) {
+// A row spread over a quad: its loss (before the weight), its gradient in `z`, how many predictions are right.
+template <int NT> INLINE float row_loss(float (&z)[NT][2], u32 q, u32 target, float smoothing, float weight, u32& right) {
   float loss = 0.f;
   if constexpr (LOSS == CROSS_ENTROPY) {
-    const u32 label = *target;
+    const u32 label = load_word(target);
     float most = -__int_as_float(0x7f800000), total = 0.f, chosen = 0.f, all = 0.f;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        if (n * 8 + q * 2 + e < OUTPUTS) most = fmaxf(most, z[n][half * 2 + e]);
+        if (n * 8 + q * 2 + e < OUTPUTS) most = fmaxf(most, z[n][e]);
     most = quad_max(most);
     u32 first = 0xffffffffu;  // the first class that has the largest output
 #pragma unroll
@@ -30,7 +28,7 @@ template <int NT> INLINE float row_loss(float (&z)[NT][4], int half, u32 q, cons
       for (int e = 0; e < 2; ++e) {
         const u32 unit = n * 8 + q * 2 + e;
         if (unit < OUTPUTS) {
-          float& value = z[n][half * 2 + e];
+          float& value = z[n][e];
           if (value == most && unit < first) first = unit;
           if (unit == label) chosen = value - most;
           all += value - most;
@@ -49,7 +47,7 @@ template <int NT> INLINE float row_loss(float (&z)[NT][4], int half, u32 q, cons
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const u32 unit = n * 8 + q * 2 + e;
-        float& value = z[n][half * 2 + e];
+        float& value = z[n][e];
         value = unit < OUTPUTS ? value * inverse - weight * ((unit == label ? 1.f - smoothing : 0.f) + (SMOOTHS ? smoothing / OUTPUTS : 0.f)) : 0.f;
       }
   } else {
@@ -59,9 +57,9 @@ template <int NT> INLINE float row_loss(float (&z)[NT][4], int half, u32 q, cons
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const u32 unit = n * 8 + q * 2 + e;
-        float& value = z[n][half * 2 + e];
+        float& value = z[n][e];
         const bool real = unit < OUTPUTS;
-        const float wanted = real ? __uint_as_float(target[unit]) : 0.f;
+        const float wanted = real ? load_float(target + unit * 4) : 0.f;
         if constexpr (LOSS == MSE) {
           const float off = real ? value - wanted : 0.f;
           loss = fmaf(off, off, loss);
@@ -81,82 +79,49 @@ template <int NT> INLINE float row_loss(float (&z)[NT][4], int half, u32 q, cons
   return loss;
 }
 
-// Outputs and loss of a pass. Row tiles' sums of the loss lie at AT_LOSSES afterwards, right predictions are added at AT_CORRECT.
-template <class L, class Read> INLINE void outputs(Context& c, const Weights<L>& w, const Draw& draw, const Tally& tally, Read read) {
+// Outputs and loss of a pass. Sums of the loss over eight rows lie at AT_LOSSES afterwards, right predictions are added at
+// AT_CORRECT. Warps without rows call `idle`.
+template <class L, class Read, class Idle> INLINE void outputs(Context& c, const Weights<L>& w, const Draw& draw, const Tally& tally, Read read, Idle idle) {
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][L::NT][4];
     multiply<L>(c, w, group, sum, read);
-    const u32 part = c.shared + AT_PARTIALS + c.turn * PARTIALS_BYTES;
-    c.turn ^= 1;
-    if (c.warp < L::SPLIT)
-#pragma unroll
-      for (int m = 0; m < GROUP_TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < L::NT; ++n) store_shared(part + (((c.warp * GROUP_TILES + m) * L::NT + n) * 32 + c.lane) * 16, sum[m][n]);
-    __syncthreads();
-    if (c.warp < GROUP_TILES) {
-      const int m = c.warp, row_tile = group * GROUP_TILES + m;
-      float z[L::NT][4], slope[L::NT][4];
+    const u32 buffer = store_partials<L::NT, L::SPLIT>(c, sum);
+    if (c.warp < GROUP_TILES * 2) {  // a warp takes eight rows
+      const int m = c.warp >> 1, half = c.warp & 1, row_tile = group * GROUP_TILES + m;
+      const u32 row = row_tile * 16 + half * 8 + c.g;
+      float z[L::NT][2], slope[L::NT][2];
 #pragma unroll
       for (int n = 0; n < L::NT; ++n) {
-        float extra[4];
-        load_shared(part + ((m * L::NT + n) * 32 + c.lane) * 16, z[n]);
+        float bias[2];
+        load_shared(c.shared + L::AT_BIAS + (n * 8 + c.q * 2) * 4, bias);
+        add_partials<L::SPLIT>(c, buffer, m * L::NT + n, L::NT, half, z[n][0], z[n][1]);
 #pragma unroll
-        for (int from = 1; from < L::SPLIT; ++from) {
-          load_shared(part + (((from * GROUP_TILES + m) * L::NT + n) * 32 + c.lane) * 16, extra);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) z[n][e] += extra[e];
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
+        for (int e = 0; e < 2; ++e) {
           slope[n][e] = 1.f;
-          z[n][e] = fmaf(z[n][e], L::INPUT_SCALE, load_float(c.shared + L::AT_BIAS + (n * 8 + c.q * 2 + (e & 1)) * 4));
+          z[n][e] = fmaf(z[n][e], L::INPUT_SCALE, bias[e]);
         }
-        L::chain(z[n], slope[n], draw, draw.row + row_tile * 16 + c.g, n * 8);
+        L::chain(z[n], slope[n], draw, draw.row + row, n * 8);
       }
-      float loss = 0.f;
-      u32 right = 0;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32 row = row_tile * 16 + c.g + half * 8;
-        const bool real = row < tally.rows;
-        const u64 number = real ? (tally.row_table ? load_word(tally.row_table + row * 4) : tally.first_row + row) : tally.first_row;
-        u32 hit;
-        const float one = row_loss<L::NT>(z, half, c.q, tally.targets + number * TARGET_WORDS, tally.smoothing, real ? tally.row_weight : 0.f, hit);
-        loss += real ? one : 0.f;
-        right += real ? hit : 0;
-        if (!real)  // 0 times an overflow is not 0
-#pragma unroll
-          for (int n = 0; n < L::NT; ++n) z[n][half * 2] = z[n][half * 2 + 1] = 0.f;
-      }
-      loss = column_sum(loss);
-      right = __reduce_add_sync(~0u, c.q == 0 ? right : 0);
+      const bool real = row < tally.rows;
+      u32 right;
+      float loss = row_loss<L::NT>(z, c.q, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f, right);
+      loss = column_sum(real ? loss : 0.f);
+      right = __reduce_add_sync(~0u, real && c.q == 0 ? right : 0);
       if (c.lane == 0) {
-        store_float(c.shared + AT_LOSSES + row_tile * 4, loss);
+        store_float(c.shared + AT_LOSSES + (row_tile * 2 + half) * 4, loss);
         atomicAdd((u32*)__cvta_shared_to_generic(c.shared + AT_CORRECT), right);
       }
       if (draw.training)
 #pragma unroll
         for (int n = 0; n < L::NT; ++n) {
+          u32 words[1][PLANES];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) z[n][e] *= slope[n][e];
-          u32 upper[PLANES], lower[PLANES];
-          split(z[n][0], z[n][1], upper);
-          split(z[n][2], z[n][3], lower);
-#pragma unroll
-          for (int plane = 0; plane < PLANES; ++plane) {
-            const u32 index = (plane * ROW_TILES + row_tile) * L::OUT_KT + n / 2;
-            store_shared(c.shared + AT_OUTPUT_GRADIENT + (index * 32 + c.lane) * 16 + (n & 1) * 8, upper[plane], lower[plane]);
-            const u32 at = c.shared + L::AT_DELTA + (((plane * ROW_TILES + row_tile) * L::NT + n) * 32 + c.lane) * 8;
-            store_shared(at, transposed(upper[plane]), transposed(lower[plane]));
-          }
-          const float sum0 = column_sum(z[n][0] + z[n][2]), sum1 = column_sum(z[n][1] + z[n][3]);
-          if (c.g == 0) {
-            const u32 at = c.shared + L::AT_BIAS_SUMS + (row_tile * L::UNITS + n * 8 + c.q * 2) * 4;
-            store_float(at, sum0);
-            store_float(at + 4, sum1);
-          }
+          for (int e = 0; e < 2; ++e) z[n][e] = real ? z[n][e] * slope[n][e] : 0.f;  // 0 times an overflow is not 0
+          split(z[n][0], z[n][1], words[0]);
+          keep_delta<L>(c, row_tile, n, half, z[n], words);
         }
+    } else if (group == 0) {
+      idle();
     }
   }
   c.dead = __syncthreads_or(c.dead);

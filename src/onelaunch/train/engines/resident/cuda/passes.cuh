@@ -13,29 +13,47 @@ struct Draw {  // what dropout depends on
   bool training;
 };
 
-// Store a group's partial sums, meet, and hand each finished tile (row tile within the group, tile of units) to `finish`.
-template <int NT, int SPLIT, class Finish> INLINE void reduce(Context& c, const float (&sum)[GROUP_TILES][NT][4], Finish finish) {
-  const u32 half = c.shared + AT_PARTIALS + c.turn * PARTIALS_BYTES;
+// Partial sums of a group of row tiles: [warp][row tile][tile of units][half][lane], two floats each.
+INLINE u32 partial_at(const Context& c, u32 buffer, int warp, int tile, int tiles, int half) {
+  return buffer + (((warp * GROUP_TILES * tiles + tile) * 2 + half) * 32 + c.lane) * 8;
+}
+template <int NT, int SPLIT> INLINE u32 store_partials(Context& c, const float (&sum)[GROUP_TILES][NT][4]) {
+  const u32 buffer = c.shared + AT_PARTIALS + c.turn * PARTIALS_BYTES;
   c.turn ^= 1;
   if (c.warp < SPLIT)
 #pragma unroll
     for (int m = 0; m < GROUP_TILES; ++m)
 #pragma unroll
-      for (int n = 0; n < NT; ++n) store_shared(half + (((c.warp * GROUP_TILES + m) * NT + n) * 32 + c.lane) * 16, sum[m][n]);
+      for (int n = 0; n < NT; ++n) {
+        store_shared(partial_at(c, buffer, c.warp, m * NT + n, NT, 0), sum[m][n][0], sum[m][n][1]);
+        store_shared(partial_at(c, buffer, c.warp, m * NT + n, NT, 1), sum[m][n][2], sum[m][n][3]);
+      }
   __syncthreads();
+  return buffer;
+}
+template <int SPLIT> INLINE void add_partials(const Context& c, u32 buffer, int tile, int tiles, int half, float& a, float& b) {
+  float part[SPLIT][2];
 #pragma unroll
-  for (int first = 0; first < GROUP_TILES * NT; first += WARPS) {
-    const int tile = first + c.warp;
-    if (tile >= GROUP_TILES * NT) break;
-    float total[4], part[4];
-    load_shared(half + (tile * 32 + c.lane) * 16, total);
+  for (int w = 0; w < SPLIT; ++w) load_shared(partial_at(c, buffer, w, tile, tiles, half), part[w]);
+  a = part[0][0], b = part[0][1];
 #pragma unroll
-    for (int w = 1; w < SPLIT; ++w) {
-      load_shared(half + ((w * GROUP_TILES * NT + tile) * 32 + c.lane) * 16, part);
+  for (int w = 1; w < SPLIT; ++w) a += part[w][0], b += part[w][1];
+}
+
+// Meet, and hand the finished sums to `finish(row tile in the group, tile of units, first half, values)`: a lane takes FINISH
+// rows of a tile, eight apart, two neighbouring units each.
+template <int NT, int SPLIT, class Finish> INLINE void reduce(Context& c, const float (&sum)[GROUP_TILES][NT][4], Finish finish) {
+  const u32 buffer = store_partials<NT, SPLIT>(c, sum);
+  constexpr int PARTS = GROUP_TILES * NT * 2 / FINISH;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) total[e] += part[e];
-    }
-    finish(tile / NT, tile % NT, total);
+  for (int first = 0; first < PARTS; first += WARPS) {
+    const int part = first + c.warp;
+    if (PARTS % WARPS && part >= PARTS) break;
+    const int tile = part * FINISH / 2, half = FINISH == 1 ? part & 1 : 0;
+    float total[2 * FINISH];
+#pragma unroll
+    for (int i = 0; i < FINISH; ++i) add_partials<SPLIT>(c, buffer, tile, NT, half + i, total[2 * i], total[2 * i + 1]);
+    finish(tile / NT, tile % NT, half, total);
   }
 }
 
@@ -73,59 +91,76 @@ template <class L, class Read> INLINE void multiply(const Context& c, const Weig
     }
 }
 
+template <class L> INLINE u32 slope_at(const Context& c, int row_tile, int n, int half) {
+  return c.shared + L::AT_SLOPE + (((row_tile * L::NT + n) * 2 + half) * 32 + c.lane) * 8;
+}
+template <int EXCHANGE, int AT, u32 STRIDE, class L, int N> INLINE void publish(const Context& c, u32 count, int row_tile, int n, int half, const u32 (&words)[N][PLANES]) {
+  const u32 place = c.rank * L::NT + n;
+#pragma unroll
+  for (int plane = 0; plane < PLANES; ++plane) {
+    u32 w[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) w[i] = words[i][plane];
+    publish_left<EXCHANGE, AT, STRIDE>(c, count, (plane * ROW_TILES + row_tile) * L::OUT_KT + place / 2, place & 1, half, w);
+  }
+}
+// Gradients of N / 2 rows of a tile by the layer's sums, where the weights' gradient finds them, and their sums by unit.
+template <class L, int N> INLINE void keep_delta(const Context& c, int row_tile, int n, int half, const float (&d)[N], const u32 (&words)[N / 2][PLANES]) {
+  float sum[2] = {0.f, 0.f};
+#pragma unroll
+  for (int i = 0; i < N / 2; ++i) {
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane)
+      store_word(c.shared + L::AT_DELTA + ((plane * ROW_TILES + row_tile) * L::NT + n) * 256 + (half + i) * 128 + c.lane * 4, words[i][plane]);
+    sum[0] += d[2 * i], sum[1] += d[2 * i + 1];
+  }
+  sum[0] = column_sum(sum[0]), sum[1] = column_sum(sum[1]);
+  if (c.g == 0) store_shared(c.shared + L::AT_BIAS_SUMS + ((row_tile * 2 + half) * L::UNITS + n * 8 + c.q * 2) * 4, sum[0], sum[1]);
+}
+
 // Bias, activations and dropout of a hidden layer; its values go to everyone.
 template <class L, class Read> INLINE void forward(Context& c, const Weights<L>& w, const Draw& draw, Read read) {
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][L::NT][4];
     multiply<L>(c, w, group, sum, read);
-    reduce<L::NT, L::SPLIT>(c, sum, [&](int m, int n, float (&z)[4]) {
+    reduce<L::NT, L::SPLIT>(c, sum, [&](int m, int n, int half, float (&z)[2 * FINISH]) {
       const int row_tile = group * GROUP_TILES + m;
       const u32 unit = n * 8 + c.q * 2, first = c.rank * L::UNITS;
-      const float bias0 = load_float(c.shared + L::AT_BIAS + unit * 4), bias1 = load_float(c.shared + L::AT_BIAS + unit * 4 + 4);
-      float slope[4] = {1.f, 1.f, 1.f, 1.f};
-      z[0] = fmaf(z[0], L::INPUT_SCALE, bias0), z[1] = fmaf(z[1], L::INPUT_SCALE, bias1);
-      z[2] = fmaf(z[2], L::INPUT_SCALE, bias0), z[3] = fmaf(z[3], L::INPUT_SCALE, bias1);
-      L::chain(z, slope, draw, draw.row + row_tile * 16 + c.g, first + n * 8);
+      float bias[2], slope[2 * FINISH];
+      load_shared(c.shared + L::AT_BIAS + unit * 4, bias);
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        if (first + unit + (e & 1) >= L::OUT) z[e] = slope[e] = 0.f;
-      if (draw.training) store_shared(c.shared + L::AT_SLOPE + ((row_tile * L::NT + n) * 32 + c.lane) * 16, slope);
-      u32 upper[PLANES], lower[PLANES];
-      split(z[0], z[1], upper);
-      split(z[2], z[3], lower);
-      const u32 place = c.rank * L::NT + n;
+      for (int e = 0; e < 2 * FINISH; ++e) {
+        z[e] = fmaf(z[e], L::INPUT_SCALE, bias[e & 1]);
+        slope[e] = 1.f;
+      }
+      L::chain(z, slope, draw, draw.row + row_tile * 16 + half * 8 + c.g, first + n * 8);
+      u32 words[FINISH][PLANES];
 #pragma unroll
-      for (int plane = 0; plane < PLANES; ++plane)
-        publish_left<L::OUT_EXCHANGE, L::AT_OUT, L::OUT_STRIDE>(c, c.passes, (plane * ROW_TILES + row_tile) * L::OUT_KT + place / 2, place & 1, upper[plane], lower[plane]);
+      for (int i = 0; i < FINISH; ++i) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (first + unit + e >= L::OUT) z[2 * i + e] = slope[2 * i + e] = 0.f;
+        if (draw.training) store_shared(slope_at<L>(c, row_tile, n, half + i), slope[2 * i], slope[2 * i + 1]);
+        split(z[2 * i], z[2 * i + 1], words[i]);
+      }
+      publish<L::OUT_EXCHANGE, L::AT_OUT, L::OUT_STRIDE, L>(c, c.passes, row_tile, n, half, words);
     });
   }
   written<L::OUT_EXCHANGE>(c, c.passes);
 }
 
-// A finished tile of the gradient by a hidden layer's sums: kept as a right operand for the weights, summed for the bias, and
-// given to everyone where an earlier layer needs it.
-template <class L> INLINE void deliver(const Context& c, int row_tile, int n, float (&d)[4]) {
-  float slope[4];
-  load_shared(c.shared + L::AT_SLOPE + ((row_tile * L::NT + n) * 32 + c.lane) * 16, slope);
+// Finished gradients by a hidden layer's sums: kept for its weights, and given to everyone where an earlier layer needs them.
+template <class L, int N> INLINE void deliver(const Context& c, int row_tile, int n, int half, float (&d)[N]) {
+  u32 words[N / 2][PLANES];
 #pragma unroll
-  for (int e = 0; e < 4; ++e) d[e] *= slope[e];
-  u32 upper[PLANES], lower[PLANES];
-  split(d[0], d[1], upper);
-  split(d[2], d[3], lower);
-  const u32 place = c.rank * L::NT + n;
-#pragma unroll
-  for (int plane = 0; plane < PLANES; ++plane) {
-    if constexpr (!L::FIRST)
-      publish_left<L::DELTA_EXCHANGE, L::AT_ALL_DELTAS, 0>(c, c.backs, (plane * ROW_TILES + row_tile) * L::OUT_KT + place / 2, place & 1, upper[plane], lower[plane]);
-    const u32 at = c.shared + L::AT_DELTA + (((plane * ROW_TILES + row_tile) * L::NT + n) * 32 + c.lane) * 8;
-    store_shared(at, transposed(upper[plane]), transposed(lower[plane]));
+  for (int i = 0; i < N / 2; ++i) {
+    float slope[2];
+    load_shared(slope_at<L>(c, row_tile, n, half + i), slope);
+    d[2 * i] *= slope[0], d[2 * i + 1] *= slope[1];
+    split(d[2 * i], d[2 * i + 1], words[i]);
   }
-  const float sum0 = column_sum(d[0] + d[2]), sum1 = column_sum(d[1] + d[3]);
-  if (c.g == 0) {
-    const u32 at = c.shared + L::AT_BIAS_SUMS + (row_tile * L::UNITS + n * 8 + c.q * 2) * 4;
-    store_float(at, sum0);
-    store_float(at + 4, sum1);
-  }
+  if constexpr (!L::FIRST) publish<L::DELTA_EXCHANGE, L::AT_ALL_DELTAS, 0, L>(c, c.backs, row_tile, n, half, words);
+  keep_delta<L>(c, row_tile, n, half, d, words);
 }
 
 // From the gradient of the outputs (in this block's memory) to the deltas of the last hidden layer.
@@ -141,25 +176,28 @@ template <class Last, class L> INLINE void back_from_outputs(Context& c) {
       u32 left[PLANES][4], right[2];
 #pragma unroll
       for (int plane = 0; plane < PLANES; ++plane)
-        load_shared(c.shared + AT_OUTPUT_GRADIENT + (((plane * ROW_TILES + row_tile) * Last::OUT_KT + step) * 32 + c.lane) * 16, left[plane]);
+        load_matrices(c.shared + Last::AT_DELTA + ((plane * ROW_TILES + row_tile) * Last::OUT_KT + step) * 512 + c.lane * 16, left[plane]);
 #pragma unroll
       for (int plane = 0; plane < PLANES; ++plane) {
-        load_shared(c.shared + Last::AT_BACK + (((plane * L::NT + n) * Last::OUT_KT + step) * 32 + c.lane) * 8, right);
+        load_matrices(c.shared + Last::AT_BACK + ((plane * L::NT + n) * Last::OUT_KT + step) * 256 + (c.lane & 15) * 16, right);
 #pragma unroll
         for (int other = 0; other + plane < PLANES; ++other) multiply_add(sum, left[other], right[0], right[1]);
       }
     }
-    deliver<L>(c, row_tile, n, sum);
+    deliver<L>(c, row_tile, n, 0, sum);
   }
   if constexpr (!L::FIRST) written<L::DELTA_EXCHANGE>(c, c.backs);
   if constexpr (L::FIRST || BLOCKS == 1 || IS_CLUSTER) __syncthreads();
 }
 
+// The copies of a layer's weights for the way back, new for every step. In a grid the flags of the deltas cover them.
+template <class L> INLINE void wait_for_weights(Context& c, bool first_micro_batch) {
+  if (first_micro_batch && IS_CLUSTER) wait_for<L::BACK_EXCHANGE>(c, c.step, 0, 1);
+}
+
 // From a hidden layer's deltas, everyone's, to those of the layer before it.
-template <class L, class Previous> INLINE void back(Context& c, bool first_micro_batch) {
+template <class L, class Previous> INLINE void back(Context& c) {
   constexpr int STEPS = (L::OUT_KT + WARPS - 1) / WARPS;
-  wait_for<L::DELTA_EXCHANGE>(c, c.backs, L::OUT_KT, L::NT);
-  if (first_micro_batch && IS_CLUSTER) wait_for<L::BACK_EXCHANGE>(c, c.step, 0, 1);  // in a grid, the deltas' flags cover it
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][Previous::NT][4];
 #pragma unroll
@@ -181,7 +219,7 @@ template <class L, class Previous> INLINE void back(Context& c, bool first_micro
 #pragma unroll
           for (int right = 0; right < PLANES; ++right) {
             u32 words[2];
-            read_right<L::AT_BACK, L::BACK_BYTES>(c, c.step, (right * Previous::NT + n) * L::OUT_KT + step, words);
+            read_right<L::AT_BACK, L::BACK_BYTES>(c, c.step, ((right * Previous::NT + n) * L::OUT_KT + step) * 2, words);
 #pragma unroll
             for (int plane = 0; plane + right < PLANES; ++plane)
 #pragma unroll
@@ -190,7 +228,7 @@ template <class L, class Previous> INLINE void back(Context& c, bool first_micro
       }
     }
     constexpr int SPLIT = L::OUT_KT < WARPS ? L::OUT_KT : WARPS;
-    reduce<Previous::NT, SPLIT>(c, sum, [&](int m, int n, float (&d)[4]) { deliver<Previous>(c, group * GROUP_TILES + m, n, d); });
+    reduce<Previous::NT, SPLIT>(c, sum, [&](int m, int n, int half, float (&d)[2 * FINISH]) { deliver<Previous>(c, group * GROUP_TILES + m, n, half, d); });
   }
   if constexpr (!Previous::FIRST) written<Previous::DELTA_EXCHANGE>(c, c.backs);
   if constexpr (Previous::FIRST || BLOCKS == 1 || IS_CLUSTER) __syncthreads();

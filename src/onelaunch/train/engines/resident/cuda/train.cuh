@@ -2,40 +2,52 @@
 #pragma once
 #include "loss.cuh"
 
-// Rows of the next pass on their way into shared memory, each thread's own pieces: no barrier is needed to read them.
-// A piece is the four values of a row that a lane needs of a step of 16 inputs.
+// Rows of a pass in shared memory, bytes or half-precision numbers, on their way while the pass before computes.
 template <class L> struct Inputs {
-  static constexpr int PIECE = 4 * X_BYTES;
-  INLINE static u32 at(const Context& c, u32 buffer, int m, int half, int ks, int plane) {
-    return c.shared + AT_X + buffer * X_BUFFER_BYTES + ((((plane * ROW_TILES + m) * 2 + half) * L::KS + ks) * THREADS + threadIdx.x) * PIECE;
-  }
-  INLINE static void fetch(const Context& c, u32 buffer, const u8* x, u64 plane_bytes, u32 row_table, u64 first_row, u32 rows) {
-    for (int m = 0; m < ROW_TILES; ++m)
+  static constexpr int CHUNKS = L::KT * X_BYTES;  // of 16 bytes a row
+  INLINE static u32 buffer_at(const Context& c, u32 buffer) { return c.shared + AT_X + buffer * X_BUFFER_BYTES; }
+  INLINE static u32 targets_at(const Context& c, u32 buffer) { return c.shared + AT_TARGETS + buffer * (ROWS * TARGET_WORDS * 4); }
+
+  // `row_table`: shared address of the rows' numbers, or 0: they are `first_row` and what follows.
+  INLINE static void fetch(const Context& c, u32 buffer, const u8* x, const u32* y, u64 plane_bytes, u32 row_table, u64 first_row, u32 rows) {
+    auto number = [&](u32 row) -> u64 { return row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row; };
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const u32 row = m * 16 + c.g + half * 8;
-        const u64 number = row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row;
-        const u8* from = x + number * X_PITCH + c.q * PIECE;
-#pragma unroll
-        for (int ks = 0; ks < L::KS; ++ks)
-          if (Weights<L>::mine(c, ks))
-#pragma unroll
-            for (int plane = 0; plane < X_PLANES; ++plane)
-              copy_async<PIECE>(at(c, buffer, m, half, ks, plane), from + plane * plane_bytes + (ks * WARPS + c.warp) * 4 * PIECE);
+    for (int plane = 0; plane < X_PLANES; ++plane)
+#pragma unroll 4
+      for (u32 i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+        const u32 row = i / CHUNKS, chunk = i % CHUNKS;
+        copy_16_bytes(buffer_at(c, buffer) + (plane * ROWS + row) * X_SHARED_PITCH + chunk * 16, x + plane * plane_bytes + number(row) * X_PITCH + chunk * 16);
       }
+    for (u32 i = threadIdx.x; i < ROWS * TARGET_WORDS; i += THREADS)
+      copy_4_bytes(targets_at(c, buffer) + i * 4, y + number(i / TARGET_WORDS) * TARGET_WORDS + i % TARGET_WORDS);
     copies_issued();
   }
+  // Lane's address for `ldmatrix`: rows of a tile, the 16 bytes at `chunk`; two blocks of eight rows, then the next chunk's.
+  INLINE static u32 at(const Context& c, u32 buffer, int m, int chunk, int plane) {
+    return buffer_at(c, buffer) + (plane * ROWS + m * 16 + (c.lane & 15)) * X_SHARED_PITCH + chunk * 16;
+  }
   INLINE static void read(const Context& c, u32 buffer, int m, int ks, int plane, u32 (&left)[4]) {
+    const int step = ks * WARPS + c.warp;
+    if constexpr (X_BYTES == 2) {
+      load_matrices(at(c, buffer, m, step * 2 + (c.lane >> 4), plane), left);
+    } else {  // a lane has bytes 4q to 4q + 3 of its rows: the even ones stand first in the step, then the odd ones
+      u32 bytes[2];
+      load_matrices(at(c, buffer, m, step, plane), bytes);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if constexpr (X_BYTES == 2) {
-        u32 words[2];
-        load_shared(at(c, buffer, m, half, ks, plane), words);
-        left[half] = words[0], left[2 + half] = words[1];
-      } else {
-        const u32 word = load_word(at(c, buffer, m, half, ks, plane));
-        left[half] = widened(__byte_perm(word, 0, 0x4140)), left[2 + half] = widened(__byte_perm(word, 0, 0x4342));
-      }
+      for (int half = 0; half < 2; ++half) left[half] = widened(__byte_perm(bytes[half], 0, 0x4240)), left[2 + half] = widened(__byte_perm(bytes[half], 0, 0x4341));
+    }
+  }
+  INLINE static void read_transposed(const Context& c, u32 buffer, int m, int ks, int plane, u32 (&left)[4]) {
+    const int step = ks * WARPS + c.warp;
+    if constexpr (X_BYTES == 2) {
+      u32 t[4];
+      load_transposed(at(c, buffer, m, step * 2 + (c.lane >> 4), plane), t);
+      left[0] = t[0], left[1] = t[2], left[2] = t[1], left[3] = t[3];
+    } else {  // bytes 2g and 2g + 1 of rows 2q and 2q + 1
+      u32 bytes[2];
+      load_transposed(at(c, buffer, m, step, plane), bytes);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) left[2 * half] = widened(__byte_perm(bytes[half], 0, 0x4240)), left[2 * half + 1] = widened(__byte_perm(bytes[half], 0, 0x4341));
     }
   }
   // Two bytes in 16-bit halves as numbers: bf16 u * 2^-6 (the byte is u * 2^-133 as it stands), fp16 u.
@@ -61,20 +73,17 @@ INLINE double learning_rate(const Params* p, double step) {
   return p->lr;
 }
 
-INLINE u32 rows_of(const Params* p, u64 step) {
-  const u64 first = step % p->steps_per_epoch * BATCH;
-  return p->rows - first < BATCH ? (u32)(p->rows - first) : BATCH;
+// Rows of the step at `place` of its epoch.
+INLINE u32 rows_at(const Params* p, u32 place) {
+  const u32 left = (u32)p->rows - place * BATCH;
+  return left < BATCH ? left : BATCH;
 }
 
-// Learning rates of steps [step, step + INTERVAL) and row numbers of steps [step, step + INTERVAL].
-INLINE void fill_tables(const Context& c, u64 step) {
+// Learning rates of steps [step, step + INTERVAL).
+INLINE void fill_rates(const Context& c, u64 step) {
   const Params* p = c.p;
+  const u32 each = (u32)p->steps_per_epoch, first = (u32)(step % each);
   __syncthreads();
-  for (u32 i = threadIdx.x; i < 2 * (INTERVAL + 1); i += THREADS) {
-    u32 keys[4];
-    permutation_keys(p->seed, (step + i / 2) / p->steps_per_epoch, i & 1, keys);
-    for (int k = 0; k < 4; ++k) store_word(c.shared + AT_KEYS + (i * 4 + k) * 4, keys[k]);
-  }
   for (u32 i = threadIdx.x; i < INTERVAL; i += THREADS) {
     const double now = (double)(step + i), lr = learning_rate(p, now);
     float row[4] = {(float)lr, 1.f, 1.f, 0.f};
@@ -83,24 +92,21 @@ INLINE void fill_tables(const Context& c, u64 step) {
       row[1] = (float)(1 / sqrt(-expm1((now + 1) * p->log_beta2)));
       row[2] = (float)(1 - lr * p->weight_decay);
     }
-    row[3] = 1.f / ((float)rows_of(p, step + i) * LOSS_UNITS);
+    row[3] = 1.f / ((float)rows_at(p, (first + i) % each) * LOSS_UNITS);
     store_shared(c.shared + AT_RATES + i * 16, row);
   }
   __syncthreads();
-  for (u32 i = threadIdx.x; i < (INTERVAL + 1) * BATCH; i += THREADS) {
-    const u64 place = (step + i / BATCH) % p->steps_per_epoch * BATCH + i % BATCH;
-    const u32 row = place < p->rows ? permuted_row((u32)place, c.shared + AT_KEYS + i / BATCH * 32, (u32)p->rows) : 0;
-    store_word(c.shared + AT_ROWS + i * 4, row);
+}
+// Numbers of the rows of a micro-batch of a step: the table holds four steps.
+INLINE u32 row_table(const Context& c, u32 step, u32 micro) { return c.shared + AT_ROWS + ((step & 3) * BATCH + micro * ROWS) * 4; }
+// Warps from `first_warp` on fill it in for one step.
+INLINE void find_rows(const Context& c, u32 first_warp, u32 step, u64 epoch, u32 place) {
+  for (u32 i = (c.warp - first_warp) * 32; i < BATCH; i += (WARPS - first_warp) * 32) {
+    const u32 row = permuted_rows(c.p->seed, epoch, place * BATCH + i + c.lane, (u32)c.p->rows);
+    if (i + c.lane < BATCH) store_word(row_table(c, step, 0) + (i + c.lane) * 4, row);
   }
-  __syncthreads();
 }
-INLINE u32 row_table(const Context& c, u64 step, u64 table_step, u32 micro) {
-  return c.shared + AT_ROWS + ((u32)(step - table_step) * BATCH + micro * ROWS) * 4;
-}
-INLINE u32 micro_rows(const Params* p, u64 step, u32 micro) {
-  const u32 all = rows_of(p, step), before = micro * ROWS;
-  return all <= before ? 0 : (all - before < ROWS ? all - before : ROWS);
-}
+INLINE u32 micro_rows(u32 all, u32 micro) { return all - micro * ROWS < ROWS ? all - micro * ROWS : ROWS; }
 
 // What the host sees of the run, and whether it goes on: every INTERVAL steps, the same answer in every block.
 INLINE bool look(Context& c, u32 count, u64 step, float loss, bool broken) {
@@ -130,6 +136,7 @@ INLINE void record_epoch(Context& c, u32 index, double check_loss, u64 check_cor
 }
 INLINE float sum_of_losses(const Context& c) {
   float sum = 0.f;
-  for (int m = 0; m < ROW_TILES; ++m) sum += load_float(c.shared + AT_LOSSES + m * 4);
+#pragma unroll 8
+  for (int half = 0; half < ROW_TILES * 2; ++half) sum += load_float(c.shared + AT_LOSSES + half * 4);
   return sum;
 }

@@ -42,16 +42,16 @@ INLINE void step_weight(float& weight, float gradient, float& state0, float& sta
     else if constexpr (WEIGHT_DECAY) gradient = fmaf(rule.weight_decay, weight, gradient);
     state0 = fmaf(gradient - state0, rule.new_mean, state0);
     state1 = fmaf(rule.new_square * gradient, gradient, rule.beta2 * state1);
-    weight -= r.rate * (state0 / (sqrtf(state1) * r.inverse_root + rule.eps));
+    float root;  // to 2^-22, a sixth of the time of a rounded one
+    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(state1));
+    weight -= r.rate * __fdividef(state0, fmaf(root, r.inverse_root, rule.eps));
   }
 }
 
-// Which input of the layer stands at place `i` of a step of 16. The first layer takes four neighbouring values a lane, so that
-// a row is read in whole words; the weights follow its order.
+// Which input of the layer stands at place `i` of a step of 16. Bytes come in pairs that are split into even and odd ones (see
+// Inputs); the weights follow their order.
 template <class L> INLINE int input_of(int step, int i) {
-  if constexpr (!L::FIRST) return step * 16 + i;
-  const int j = i & 7;
-  return step * 16 + (j / 2) * 4 + (i / 8) * 2 + (j & 1);
+  return step * 16 + (L::FIRST && X_BYTES == 1 ? (i & 7) * 2 + (i >> 3) : i);
 }
 
 template <class L> struct Weights {
@@ -121,11 +121,11 @@ template <class L> INLINE void send_back(const Context& c, u32 count, int step, 
     const int owner = (step * 2 + half) / TILES, tile = (step * 2 + half) % TILES;
 #pragma unroll
     for (int plane = 0; plane < PLANES; ++plane) {
-      const int index = (plane * TILES + tile) * L::OUT_KT + place / 2;
+      const int index = (plane * TILES + tile) * (L::OUT_KT * 2) + place;
       if constexpr (L::REPLICATED) {
-        if (owner == (int)c.rank) store_word(c.shared + L::AT_BACK + (index * 32 + c.lane) * 8 + (place & 1) * 4, planes[plane]);
+        if (owner == (int)c.rank) store_word(c.shared + L::AT_BACK + index * 128 + c.lane * 4, planes[plane]);
       } else if (owner < BLOCKS) {
-        send_right<L::BACK_EXCHANGE, L::AT_BACK, L::BACK_BYTES>(c, count, owner, index, place & 1, planes[plane]);
+        send_right<L::BACK_EXCHANGE, L::AT_BACK, L::BACK_BYTES>(c, count, owner, index, planes[plane]);
       }
     }
   }
@@ -143,9 +143,19 @@ template <class L> INLINE void send_all_back(const Context& c, const Weights<L>&
         }
 }
 
-// Gradient of the warp's weights from its inputs and the block's deltas, and the update. `read` gives the left operand of a row
-// tile, a step and a plane. `last`: of the step's micro-batches.
+// The block's deltas of a row tile and a tile of units, as the right operand whose k are the rows.
+template <class L> INLINE void read_delta(const Context& c, int plane, int m, int n, u32 (&w)[2]) {
+  load_transposed(c.shared + L::AT_DELTA + ((plane * ROW_TILES + m) * L::NT + n) * 256 + (c.lane & 15) * 16, w);
+}
+
+// Gradient of the warp's weights from its inputs and the block's deltas, and the update. `read` gives the inputs of a row tile, a
+// step and a plane as the left operand whose k are the rows. `last`: of the step's micro-batches.
 template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, const Rates& rates, const Rule& rule, bool first, bool last, Read read) {
+  constexpr bool KEEP = ROW_TILES * L::NT * PLANES <= 8;  // the deltas in registers, for all steps
+  u32 kept[KEEP ? ROW_TILES * L::NT * PLANES : 1][2];
+  if constexpr (KEEP)
+#pragma unroll
+    for (int i = 0; i < ROW_TILES * L::NT * PLANES; ++i) read_delta<L>(c, 0, 0, i, kept[i]);
 #pragma unroll
   for (int ks = 0; ks < L::KS; ++ks)
     if (Weights<L>::mine(c, ks)) {
@@ -159,18 +169,14 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
       for (int m = 0; m < ROW_TILES; ++m) {
         u32 left[L::IN_PLANES][4];
 #pragma unroll
-        for (int plane = 0; plane < L::IN_PLANES; ++plane) {
-          u32 rows[4];
-          read(m, ks, plane, rows);
-          left[plane][0] = transposed(rows[0]), left[plane][1] = transposed(rows[2]);
-          left[plane][2] = transposed(rows[1]), left[plane][3] = transposed(rows[3]);
-        }
+        for (int plane = 0; plane < L::IN_PLANES; ++plane) read(m, ks, plane, left[plane]);
 #pragma unroll
         for (int n = 0; n < L::NT; ++n)
 #pragma unroll
           for (int right = 0; right < PLANES; ++right) {
             u32 delta[2];
-            load_shared(c.shared + L::AT_DELTA + (((right * ROW_TILES + m) * L::NT + n) * 32 + c.lane) * 8, delta);
+            if constexpr (KEEP) delta[0] = kept[(right * ROW_TILES + m) * L::NT + n][0], delta[1] = kept[(right * ROW_TILES + m) * L::NT + n][1];
+            else read_delta<L>(c, right, m, n, delta);
 #pragma unroll
             for (int plane = 0; plane < L::IN_PLANES; ++plane)
               if (plane + right < PLANES) multiply_add(gradient[n], left[plane], delta[0], delta[1]);
@@ -198,12 +204,12 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
   if (L::BIAS && threadIdx.x < L::UNITS) {
     const u32 unit = threadIdx.x, sums = c.shared + L::AT_BIAS_SUMS;
     float gradient = 0.f;
-#pragma unroll 4
-    for (int m = 0; m < ROW_TILES; ++m) gradient += load_float(sums + (m * L::UNITS + unit) * 4);
+#pragma unroll 8
+    for (int half = 0; half < ROW_TILES * 2; ++half) gradient += load_float(sums + (half * L::UNITS + unit) * 4);
     if constexpr (MICRO > 1) {
-      const u32 kept = sums + (ROW_TILES * L::UNITS + unit) * 4;
-      if (!first) gradient += load_float(kept);
-      if (!last) store_float(kept, gradient);
+      const u32 so_far = sums + (ROW_TILES * 2 * L::UNITS + unit) * 4;
+      if (!first) gradient += load_float(so_far);
+      if (!last) store_float(so_far, gradient);
     }
     if (last) {
       const u32 at = c.shared + L::AT_BIAS + unit * 4;
