@@ -1,5 +1,5 @@
 """The cases, one file a group. Importing this package registers them all."""
 
-from onelaunch.bench.cases import cpu, ops, train
+from onelaunch.bench.cases import cpu, fuse, ops, train
 
-__all__ = ["cpu", "ops", "train"]
+__all__ = ["cpu", "fuse", "ops", "train"]
