@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 import onelaunch as ol
 from onelaunch.cli import _app
 from onelaunch.errors import OnelaunchError
-from onelaunch.fuse.placing import regions
+from onelaunch.fuse.decide import contenders
+from onelaunch.fuse.placing import place_regions, regions
+from onelaunch.fuse.record import record
+from onelaunch.fuse.region import Options
 from onelaunch.fuse.resources import occupancy
 from onelaunch.fuse.roofline import DEVICES, Cost
 from onelaunch.fuse.verdict import force
@@ -120,6 +123,20 @@ def test_a_fusion_that_does_not_pay_is_not_made() -> None:
     with force(False):
         assert ol.fuse(other) is other
         assert ol.fuse(other, torch.randn(2, 3)) is other
+
+
+def test_what_is_measured_is_the_chain_itself() -> None:
+    """The two contenders of a measurement, run on the CPU: the same gradients, from the chain's own weights."""
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()).double()
+    watched = place_regions(model, Options(), sized=True)
+    run = record(watched, (rows().double().requires_grad_(),))
+    assert [one.chain.name for one in run.chains] == ["linear + gelu", "batch_norm + relu"]
+    for one in run.chains:
+        apart, fused = contenders(one, [run.steps[position] for position in one.steps], torch.device("cpu"))
+        assert fused.args[2] is apart.args[2]  # type: ignore[attr-defined]
+        for a, b in zip(apart(), fused(), strict=True):  # type: ignore[call-overload]
+            assert (a is None) == (b is None)
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
 def test_other_devices() -> None:

@@ -63,9 +63,13 @@ def _check(make: Callable[[float], nn.Sequential], rows: int, width: int) -> Non
             results[name] = [y.detach(), *gradients]
         for index, wanted in enumerate(results["exact"]):
             scale = wanted.norm().clamp_min(1e-30)
-            ours, eager = (((results[name][index].double() - wanted).norm() / scale).item() for name in ("fused", "eager"))
+            ours, eager = (
+                ((results[name][index].double() - wanted).norm() / scale).item() for name in ("fused", "eager")
+            )
             # A bias before a batch norm has no gradient but rounding.
-            assert ours < 2 * eager + 1e-3 or scale < 1e-6, f"result {index} differs by {ours:.1e}, eager's by {eager:.1e}"
+            assert ours < 2 * eager + 1e-3 or scale < 1e-6, (
+                f"result {index} differs by {ours:.1e}, eager's by {eager:.1e}"
+            )
 
 
 def _training(make: Callable[[float], nn.Sequential], rows: int, width: int) -> Trial:
@@ -88,7 +92,9 @@ def _training(make: Callable[[float], nn.Sequential], rows: int, width: int) -> 
     return Trial(ours, lambda: _check(make, rows, width), peers, cuda=True, memory={"onelaunch": ours, **peers})
 
 
-@case("fuse/mlp-training", "fuse", "training step of a 6-layer MLP, 4096 wide, BatchNorm, Dropout, batch 8192, bf16, SGD")
+@case(
+    "fuse/mlp-training", "fuse", "training step of a 6-layer MLP, 4096 wide, BatchNorm, Dropout, batch 8192, bf16, SGD"
+)
 def _mlp_training() -> Trial:
     return _training(mlp, TRAINING_ROWS, WIDTH)
 
@@ -128,6 +134,4 @@ def _mlp_inference() -> Trial:
         "onelaunch as a CUDA graph": graphed(fused),
     }
     memory = {"onelaunch": calls(fused, 1), "torch eager": calls(model, 1), "torch.compile": calls(compiled, 1)}
-    return Trial(
-        calls(fused), lambda: _check(mlp, INFERENCE_ROWS, WIDTH), peers, units=CALLS, cuda=True, memory=memory
-    )
+    return Trial(calls(fused), lambda: _check(mlp, INFERENCE_ROWS, WIDTH), peers, units=CALLS, cuda=True, memory=memory)

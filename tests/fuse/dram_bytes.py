@@ -1,0 +1,154 @@
+"""The bytes and launches of an explanation against the profiler's DRAM counters, for four chains, apart and fused.
+
+    python -m tests.fuse.dram_bytes RESULT.json      needs a CUDA device and Nsight Compute (ncu)
+
+Under the profiler this module runs itself once (`--run`): each chain apart and fused, forward and backward, with a
+kernel nobody else uses between them to tell them apart.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onelaunch as ol
+from onelaunch.device import describe_machine
+from onelaunch.fuse.decide import contenders, decision_on
+from onelaunch.fuse.placing import place_regions
+from onelaunch.fuse.record import record
+from onelaunch.fuse.region import Options
+
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+MARKER = "erfinv"
+WITHIN = 0.10
+
+
+class Loss(nn.Module):
+    def forward(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, target)
+
+
+def cases() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+    """Tensors of a gigabyte: what L2 keeps or owes at either end does not count."""
+    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    return {
+        "relu + dropout, 65536 x 4096, fp32": (
+            nn.Sequential(nn.ReLU(), nn.Dropout(0.5)),
+            (torch.randn(65536, 4096, device="cuda", requires_grad=True),),
+        ),
+        "batch_norm + relu + dropout, 262144 x 2048, bf16": (
+            nn.Sequential(nn.BatchNorm1d(2048), nn.ReLU(), nn.Dropout(0.1)).cuda(),
+            (torch.randn(262144, 2048, **half).requires_grad_(),),
+        ),
+        "linear + gelu + dropout, 131072 x 1024 x 4096, bf16": (
+            nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Dropout(0.1)).to(**half),
+            (torch.randn(131072, 1024, **half).requires_grad_(),),
+        ),
+        "cross_entropy, 16384 x 32768, bf16": (
+            Loss(),
+            (torch.randn(16384, 32768, **half).requires_grad_(), torch.randint(32768, (16384,), device="cuda")),
+        ),
+    }
+
+
+def run() -> None:
+    """Called under the profiler; prints what is expected, one JSON line."""
+    marker = torch.zeros(1, device="cuda")
+    expected = []
+    for name, (model, inputs) in cases().items():
+        watched = place_regions(model.train(), Options(), sized=True, everywhere=True)
+        recorded = record(watched, inputs)
+        (one,) = recorded.chains
+        steps = [recorded.steps[position] for position in one.steps]
+        device = inputs[0].device
+        decision = decision_on(one, recorded, device)
+        assert decision is not None
+        del watched
+        for way, work, call in zip(
+            ("apart", "fused"), (decision.before, decision.after), contenders(one, steps, device), strict=True
+        ):
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.start()
+            marker.erfinv_()
+            call()
+            torch.cuda.synchronize()
+            torch.cuda.profiler.stop()
+            expected.append(
+                {"case": name, "way": way, "bytes": work.total.bytes, "launches": work.total.launches,
+                 "seconds": decision.measured[way == "fused"] if decision.measured else None}
+            )  # fmt: skip
+        del one, steps, recorded, inputs, call
+        torch.cuda.empty_cache()
+    print("EXPECTED " + json.dumps(expected))
+
+
+def profile(out: Path) -> int:
+    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv"]
+    command += ["--print-units", "base", "--print-kernel-base", "demangled"]
+    command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "tests.fuse.dram_bytes", "--run"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stdout[-3000:], done.stderr[-3000:])
+        return 1
+    expected = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("EXPECTED "))[9:])
+    found = compared(expected, kernels_of(done.stdout))
+    result = {
+        "machine": describe_machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python -m tests.fuse.dram_bytes RESULT.json",
+        "onelaunch": ol.__version__,
+        "within": WITHIN,
+        "cases": found,
+    }
+    out.write_text(json.dumps(result, indent=1) + "\n")
+    for one in found:
+        print(f"{one['case']:<52} {one['way']:<6} {one['bytes'] / 1e9:7.3f} GB said, {one['dram_bytes'] / 1e9:7.3f} counted"
+              f" ({one['ratio'] - 1:+.1%}); launches {one['launches']} said, {one['kernels']} counted")  # fmt: skip
+    return int(any(abs(one["ratio"] - 1) > WITHIN for one in found))
+
+
+def kernels_of(output: str) -> list[dict[str, Any]]:
+    """Kernels in the order they ran, each with its DRAM bytes, from the profiler's CSV."""
+    lines = output.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.startswith('"ID"'))
+    kernels: dict[str, dict[str, Any]] = {}
+    for row in csv.DictReader(io.StringIO("\n".join(line for line in lines[start:] if line.startswith('"')))):
+        kernel = kernels.setdefault(row["ID"], {"name": row["Kernel Name"], "bytes": 0.0})
+        assert row["Metric Unit"] == "byte", row
+        kernel["bytes"] += float(row["Metric Value"].replace(",", ""))
+    return list(kernels.values())
+
+
+def compared(expected: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    runs: list[list[dict[str, Any]]] = []
+    for kernel in kernels:
+        if MARKER in kernel["name"]:
+            runs.append([])
+        else:
+            runs[-1].append(kernel)
+    found = []
+    for said, ran in zip(expected, runs, strict=True):
+        counted = sum(kernel["bytes"] for kernel in ran)
+        names = [kernel["name"][:90] for kernel in ran]
+        found.append(
+            {**said, "dram_bytes": counted, "ratio": said["bytes"] / counted, "kernels": len(ran), "names": names}
+        )
+    return found
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--run"]:
+        run()
+    else:
+        sys.exit(profile(Path(sys.argv[1])))

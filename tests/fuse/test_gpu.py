@@ -1,0 +1,92 @@
+"""Fused models on a CUDA device: equal to the original, decided by measurement, explained with the kernels' resources."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import onelaunch as ol
+from onelaunch.fuse import decide as decisions
+from onelaunch.fuse.verdict import force
+from tests.fuse.test_everywhere import Network
+from tests.fuse.test_explain import Block
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    decisions._table.cache_clear()
+    yield tmp_path / "onelaunch" / "fuse"
+    decisions._table.cache_clear()
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_equal_on_the_device(dtype: torch.dtype, limit: float) -> None:
+    model = Network().to("cuda", dtype)
+    with force(True):
+        fused = ol.fuse(model)
+    x, target = torch.randn(256, 12, device="cuda", dtype=dtype), torch.randint(5, (256,), device="cuda")
+    exact = Network().double().cuda()
+    for mode in (True, False):
+        exact.load_state_dict(model.state_dict())
+        found = []
+        for one, batch in ((fused, x), (exact, x.double())):
+            loss = one.train(mode)(batch, target)
+            found.append([loss, *torch.autograd.grad(loss, list(one.parameters()))])
+        with torch.no_grad():
+            found[0].append(fused(x))  # in evaluation mode: with the folded weights
+            found[1].append(exact(x.double()))
+        for ours, wanted in zip(*found, strict=True):
+            error = (ours.double() - wanted).norm()
+            assert error <= 5 * limit * max(wanted.norm().item(), 0.1), (mode, error)
+
+
+def test_dropout_and_graph_capture() -> None:
+    fused = ol.fuse(Network(0.5)).cuda()
+    x = torch.randn(64, 12, device="cuda")
+    fused(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fused(x)
+    seen = []
+    for _ in range(2):
+        graph.replay()
+        seen.append(y.clone())
+    assert not torch.equal(*seen)
+
+
+def test_decisions_are_measured_once(cache: Path) -> None:
+    model, x = Block().cuda(), torch.randn(4096, 32, device="cuda")
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    explained = ol.explain(model, x)
+    (file,) = cache.glob("chains-*.json")
+    known = json.loads(file.read_text())
+    assert known
+    assert all(set(times) == {"apart", "fused"} for times in known.values())
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+    group = explained.groups[0]
+    assert group.measured is not None
+    assert group.fused == (group.measured[1] < group.measured[0])
+    if group.fused:
+        assert all(kernel.registers > 0 and 0 < kernel.occupancy <= 1 for kernel in group.kernels)
+        assert group.kernels
+        assert "registers" in str(explained)
+    again = ol.explain(model, x)
+    assert again.groups[0].measured == group.measured
+    predicted = ol.explain(model, x, device="A100")
+    assert predicted.groups[0].measured is None
+
+
+def test_large_chain_pays_and_tiny_one_is_decided() -> None:
+    model = nn.Sequential(nn.LayerNorm(4096), nn.ReLU(), nn.Dropout(0.5)).cuda()
+    (group,) = ol.explain(model, torch.randn(8192, 4096, device="cuda")).groups
+    assert group.fused
+    assert group.measured is not None
+    assert group.measured[1] < group.measured[0]
