@@ -2,7 +2,7 @@
 
 `narrow_step_kernel` walks over tiles of rows with all weights on chip: gather, forward, loss, backward, and the weights'
 gradients summed in registers over all of a program's tiles; activations never reach memory. Each program writes its sums once,
-and `narrow_update_kernel` adds them in a fixed order and takes the optimizer's step.
+and `weight_update.parts_update` adds them in a fixed order and takes the optimizer's step.
 
 Parameters lie in one fp32 vector, padded to powers of two: for each Linear its weights `[outputs, inputs]`, then its bias.
 Padding is zero and stays so: padded inputs and units are zero, hence their gradients.
@@ -16,14 +16,12 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import cdiv, launch
-from onelaunch.kernels.optimizer import updated
+from onelaunch.kernels.launch import launch
 from onelaunch.kernels.output_layer import loss_and_gradient
 from onelaunch.kernels.run_arguments import Clock, Rows
-from onelaunch.kernels.run_state import add_up_loss, as_number, gathered_rows, hyper, slope
+from onelaunch.kernels.run_state import as_number, gathered_rows, hyper, slope
 from onelaunch.kernels.tiles import activate
 
-UPDATE_BLOCK, PARTS_BLOCK = 32, 64
 MOST_LINEARS = 4
 
 
@@ -123,8 +121,8 @@ def narrow_step_kernel(
     db_out = tl.zeros((OUT,), tl.float32)
 
     column = tl.arange(0, IN)
-    loss_sum = 0.0
-    right_sum = tl.zeros((), tl.int64)
+    losses = tl.zeros((ROWS,), tl.float32)
+    rights = tl.zeros((ROWS,), tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(batch, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         source, taken = gathered_rows(order_ptr, table_ptr, index, row, batch)
@@ -142,8 +140,8 @@ def narrow_step_kernel(
         loss, gradient, right = loss_and_gradient(
             logits, target_ptr, source, taken, outputs, hyper(table_ptr, 6), OUT, LOSS
         )
-        loss_sum += tl.sum(loss, axis=0)
-        right_sum += tl.sum(right, axis=0)
+        losses += loss  # summed over rows only once, after the last tile: a sum across warps is a barrier
+        rights += right
         g = gradient.to(x.dtype)
         if LINEARS > 3:
             saved = z3 if FROM_Z else h3
@@ -177,53 +175,9 @@ def narrow_step_kernel(
     if LINEARS > 3:
         store_sums(parts_ptr + START_3, dw3, db3, WIDTH_3, WIDTH_2)
     store_sums(parts_ptr + START_4, dw_out, db_out, OUT, LAST)
-    tl.store(loss_parts_ptr + tl.program_id(0), loss_sum)
+    tl.store(loss_parts_ptr + tl.program_id(0), tl.sum(losses, axis=0))
     if LOSS != "mse":
-        tl.atomic_add(control_ptr + 2, right_sum, sem="relaxed")  # integers: the order does not matter
-
-
-@triton.jit(do_not_specialize=["step"])
-def narrow_update_kernel(
-    parts_ptr,
-    master_ptr,
-    copy_ptr,
-    first_ptr,
-    second_ptr,
-    loss_parts_ptr,
-    losses_ptr,
-    control_ptr,
-    table_ptr,
-    step: tl.int32,
-    total,
-    parts,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    OPTIMIZER: tl.constexpr,
-):
-    index = tl.load(control_ptr) + step
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < total
-    sums = tl.zeros((PARTS, BLOCK), tl.float32)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        sums += tl.load(
-            parts_ptr + part[:, None] * total + place[None, :],
-            mask=(part < parts)[:, None] & inside[None, :],
-            other=0.0,
-        )
-    w = tl.load(master_ptr + place, mask=inside, other=0.0)
-    first = first_ptr
-    second = second_ptr
-    if first_ptr is not None:
-        first = first_ptr + place
-    if second_ptr is not None:
-        second = second_ptr + place
-    w = updated(w, tl.sum(sums, axis=0), first, second, inside, table_ptr, index, OPTIMIZER)
-    tl.store(master_ptr + place, w, mask=inside)
-    if copy_ptr is not None:
-        tl.store(copy_ptr + place, w.to(copy_ptr.dtype.element_ty), mask=inside)
-    if tl.program_id(0) == 0:
-        add_up_loss(loss_parts_ptr, losses_ptr, table_ptr, index, parts)
+        tl.atomic_add(control_ptr + 2, tl.sum(rights, axis=0), sem="relaxed")  # integers: the order does not matter
 
 
 def narrow_step(
@@ -246,20 +200,5 @@ def narrow_step(
             bias, "tf32" if tf32 else "ieee",
         ),
         num_warps=warps,
-        num_stages=2,
+        num_stages=3,  # the next tile's rows are on their way while this one computes
     )  # fmt: skip
-
-
-def narrow_update(
-    parts: torch.Tensor, masters: torch.Tensor, copy: torch.Tensor | None, first: torch.Tensor | None,
-    second: torch.Tensor | None, loss_parts: torch.Tensor, losses: torch.Tensor, clock: Clock, *, optimizer: str,
-) -> None:  # fmt: skip
-    total = masters.numel()
-    launch(
-        narrow_update_kernel,
-        (cdiv(total, UPDATE_BLOCK),),
-        (parts, masters, copy, first, second, loss_parts, losses, clock.control, clock.table),
-        (clock.step,),
-        (total, len(parts)),
-        (UPDATE_BLOCK, PARTS_BLOCK, optimizer),
-    )

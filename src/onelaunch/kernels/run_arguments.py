@@ -71,3 +71,4 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 3
     tma: bool = False
+    splits: int = 1  # programs that share one output tile, each with a part of the inner dimension

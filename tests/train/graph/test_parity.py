@@ -18,6 +18,7 @@ WIDTHS = [7, 20, 12, 4]
 def use_large_steps(monkeypatch):
     """The shape of step for large batches, at a size the interpreter can do."""
     monkeypatch.setattr(plan, "SMALL_BATCH", 0)
+    monkeypatch.setattr(plan, "ROWS_OF_A_PART", 8)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +38,9 @@ def test_follows_eager(shape, optimizer, loss, activation, p, schedule, monkeypa
     if shape == "large":
         use_large_steps(monkeypatch)
     options = {**OPTIMIZERS[optimizer], "loss": loss, "schedule": schedule}
-    options |= {"steps": 3, "batch_size": 20, "seed": 2**63 + 9}
+    options |= {"steps": 3, "batch_size": 40, "seed": 2**63 + 9}
     model = network(WIDTHS, activation, p)
-    x, y = data(WIDTHS, loss, rows=31)  # two steps an epoch, the second short
+    x, y = data(WIDTHS, loss, rows=65)  # two steps an epoch, the second short
     assert_follows_eager(model, x, y, options, losses=LOSS_TOLERANCE, weights=WEIGHT_TOLERANCE)
 
 
@@ -50,6 +51,14 @@ def test_depths_images_and_no_bias(shape, widths, monkeypatch):
     options = {"steps": 3, "batch_size": 24, "lr": 0.1, "label_smoothing": 0.1}
     model = network(widths, None, bias=False)
     x, y = data(widths, "cross_entropy", images=True)
+    assert_follows_eager(model, x, y, options, losses=LOSS_TOLERANCE, weights=WEIGHT_TOLERANCE)
+
+
+def test_strips_that_several_programs_share():
+    widths = [5, 20, 520, 3]
+    model = network(widths, "gelu", 0.2)
+    x, y = data(widths, "cross_entropy", rows=16)
+    options = {"steps": 2, "batch_size": 16, "lr": 0.1}
     assert_follows_eager(model, x, y, options, losses=LOSS_TOLERANCE, weights=WEIGHT_TOLERANCE)
 
 

@@ -19,6 +19,8 @@ from onelaunch.train.network import Network
 
 SMALL_BATCH = 64
 EVALUATION_ROWS = 2048
+STRIP_SPLITS = 4
+ROWS_OF_A_PART = 256  # at least, where a weight gradient is summed in parts
 PROGRAMS = 132  # multiprocessors of the chip the tiles were measured on; near enough for others
 SHARED_BYTES = 180 * 1024  # of a program's pipeline
 BYTES = {"uint8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
@@ -40,7 +42,7 @@ class Space:
 class Operation:
     """One kernel of the step. `stage` is the Linear it works for; `uses` are the buffers it reads or writes."""
 
-    kind: str  # gather, forward, output, strip, input_gradient, update; narrow_step, narrow_update
+    kind: str  # one of the cases of StepRunner
     stage: int
     uses: tuple[str, ...]
     tile: Tile
@@ -108,10 +110,13 @@ class Planner:
         m = max(16, power_of_2(self.batch))
         n = between(16, power_of_2(cdiv(inputs, PROGRAMS)), 64)
         k = between(16, power_of_2(outputs), 128 if n <= 32 else 64)
-        stage_bytes = n * k * 4 + m * k * BYTES[self.kind]
-        return Tile(m, n, k, 4, between(2, SHARED_BYTES // stage_bytes, 4))
+        steps = cdiv(outputs, k)
+        return Tile(m, n, k, 4, 4, splits=between(1, steps // 2, STRIP_SPLITS))
 
-    def gemm(self, rows: int, columns: int, inner: int, *, tma: bool) -> Tile:
+    def _widest(self) -> int:
+        return max(stage.linear.inputs for stage in self.stages[1:])
+
+    def gemm(self, rows: int, columns: int, *, tma: bool) -> Tile:
         """The largest tile of which there are enough to fill the chip."""
         if self.kind == "fp32":
             side = 64 if cdiv(rows, 64) * cdiv(columns, 64) >= PROGRAMS // 2 else 32
@@ -119,7 +124,7 @@ class Planner:
         for m, n, warps in ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4)):
             if cdiv(rows, m) * cdiv(columns, n) >= PROGRAMS * 0.7:
                 return Tile(m, n, 64, warps, 4 if m * n <= 128 * 128 else 3, tma)
-        return Tile(32, 64, 64, 4, 4)
+        return Tile(between(16, power_of_2(rows), 32), between(16, power_of_2(columns), 128), 64, 4, 4)
 
     def aligned(self, *widths: int) -> bool:
         """Whether rows of these widths start on 16 bytes, which the tensor memory accelerator wants."""
@@ -148,7 +153,7 @@ class Planner:
                 tile = self.skinny(linear.inputs, linear.outputs, rows)
             else:
                 tma = self.copies and not (training and stage.p) and self.aligned(linear.inputs, linear.outputs)
-                tile = self.gemm(rows, linear.outputs, linear.inputs, tma=tma)
+                tile = self.gemm(rows, linear.outputs, tma=tma)
             operations.append(Operation("forward", number, (*source, *made), tile))
             source = (f"{prefix}h{number}",)
         return operations
@@ -156,9 +161,8 @@ class Planner:
     def output(self, rows: int, prefix: str, *, training: bool) -> Operation:
         last = self.stages[-1].linear
         width = max(16, power_of_2(last.outputs))
-        m = 16
-        if rows > SMALL_BATCH:
-            m = 64 if rows >= 64 * PROGRAMS and width <= 64 else 32 if rows >= 32 * PROGRAMS and width <= 128 else 16
+        single = rows <= SMALL_BATCH
+        m = 1 if single else 64 if width <= 64 else 32 if width <= 256 else 16
         k = between(16, min(power_of_2(last.inputs), 8192 // width), 256)
         tile = Tile(m, width, k, 4 if m * width <= 4096 else 8, 3)
         programs = cdiv(rows, m)
@@ -177,44 +181,55 @@ class Planner:
             uses.append(self.space(f"sums{len(self.stages) - 1}", programs, last.outputs, kind="fp32"))
             if hidden:
                 uses.append(self.space(f"sums{len(self.stages) - 2}", programs, last.inputs, kind="fp32"))
-        return Operation("output", len(self.stages) - 1, tuple(uses), tile)
+        return Operation("output_row" if single else "output", len(self.stages) - 1, tuple(uses), tile)
 
     def backward(self) -> list[Operation]:
         operations = []
         last = len(self.stages) - 1
         if last > 0:
-            operations.append(self.update(last))
+            operations += self.update(last)
         for number in range(last - 1, 0, -1):
             before = self.stages[number - 1]
             linear = self.stages[number].linear
             into = self.space(f"dz{number - 1}", self.batch, linear.inputs)
             uses = [f"dz{number}", f"h{number - 1}", into, *([f"z{number - 1}"] if before.from_z else [])]
             if self.small:
-                operations.append(Operation("strip", number, tuple(uses), self.strip(linear.inputs, linear.outputs)))
+                tile = self.strip(linear.inputs, linear.outputs)
+                if tile.splits > 1:
+                    uses.append(self.space("shares", tile.splits, self.batch, self._widest(), kind="fp32"))
+                    uses.append(self.space(f"tickets.{number}", cdiv(linear.inputs, tile.n), kind="int64"))
+                operations.append(Operation("strip", number, tuple(uses), tile))
                 continue
             tma = self.copies and self.aligned(linear.inputs, linear.outputs)
-            tile = self.gemm(self.batch, linear.inputs, linear.outputs, tma=tma)
+            tile = self.gemm(self.batch, linear.inputs, tma=tma)
             uses.append(self.space(f"sums{number - 1}", cdiv(self.batch, tile.m), linear.inputs, kind="fp32"))
-            operations += [Operation("input_gradient", number, tuple(uses), tile), self.update(number)]
-        operations.append(self.update(0))
+            operations += [Operation("input_gradient", number, tuple(uses), tile), *self.update(number)]
+        operations += self.update(0)
         return operations
 
-    def update(self, number: int) -> Operation:
+    def update(self, number: int) -> list[Operation]:
+        """The weights' step in one kernel; or, where W has too few tiles for the chip, in parts of the batch and their sum."""
         linear = self.stages[number].linear
-        is_last = number == len(self.stages) - 1
-        uses = ["gradient" if is_last else f"dz{number}"]
-        uses += [f"h{number - 1}"] if number else [] if self.small else ["x"]
-        uses += [] if self.small else [f"sums{number}"]
-        uses += ["loss_parts", "losses"] if number == 0 else []
+        gradient = "gradient" if number == len(self.stages) - 1 else f"dz{number}"
+        source = [f"h{number - 1}"] if number else [] if self.small else ["x"]
+        finish = [] if self.small else [f"sums{number}"]
+        finish += ["loss_parts", "losses"] if number == 0 else []
         if self.small:
             m = max(16, power_of_2(self.batch))
             tile = Tile(
                 between(16, power_of_2(linear.outputs), 64), between(16, power_of_2(linear.inputs), 64), m, 4, 2
             )
-        else:
-            tma = self.aligned(linear.inputs, linear.outputs)
-            tile = self.gemm(linear.outputs, linear.inputs, self.batch, tma=tma)
-        return Operation("update", number, tuple(uses), tile)
+            return [Operation("update", number, (gradient, *source, *finish), tile)]
+        tile = self.gemm(linear.outputs, linear.inputs, tma=self.aligned(linear.inputs, linear.outputs))
+        tiles = cdiv(linear.outputs, tile.m) * cdiv(linear.inputs, tile.n)
+        splits = min(cdiv(self.batch, ROWS_OF_A_PART), 2 * PROGRAMS // tiles)
+        if splits <= 2:
+            return [Operation("update", number, (gradient, *source, *finish), tile)]
+        parts = self.space(f"parts{number}", splits, linear.outputs * linear.inputs, kind="fp32")
+        return [
+            Operation("products", number, (gradient, *source, parts), tile),
+            Operation("parts_update", number, (parts, *finish), tile),
+        ]
 
 
 def plan_step(
@@ -240,6 +255,7 @@ def plan_step(
     if part:
         evaluation = planner.forward(part, "check.", training=False)
         evaluation.append(planner.output(part, "check.", training=False))
+    kept += [name for name in planner.spaces if name.startswith("tickets.")]
     return StepPlan(
         tuple(operations), tuple(evaluation), planner.spaces, frozenset(kept), planner.small, part, narrow
     )  # fmt: skip

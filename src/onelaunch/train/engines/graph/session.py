@@ -63,6 +63,9 @@ class GraphSession:
             for place in range(len(self._state_names)):
                 self.buffers.take(f"state{place}.packed").zero_()
             self._pack()
+        for name in self._step_plan.spaces:
+            if name.startswith("tickets."):
+                self.buffers.take(name).zero_()
         self.weights = [self._weights(number, state) for number in range(len(self.stages))]
         self.runner = StepRunner(
             self._step_plan, self.stages, self.weights, self.buffers, optimizer=self._optimizer, loss=spec.loss,

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
+from onelaunch.kernels.backward_strip import backward_strip
 from onelaunch.kernels.dropout_key import NO_KEY
 from onelaunch.kernels.linear import TileShape, can_use_tma, linear_forward
-from onelaunch.kernels.narrow_step import narrow_step, narrow_update
+from onelaunch.kernels.narrow_step import narrow_step
 from onelaunch.kernels.output_layer import output_layer
+from onelaunch.kernels.output_row import output_row
+from onelaunch.kernels.parts_update import parts_update
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Weights
 from onelaunch.kernels.run_state import add_up_losses
 from onelaunch.kernels.stage import gather, input_gradient, stage_forward
-from onelaunch.kernels.weight_update import backward_strip, weight_update
+from onelaunch.kernels.weight_update import partial_products, weight_update
 from onelaunch.train.engines.graph.buffers import Buffers
 from onelaunch.train.engines.graph.plan import Operation, StepPlan
 from onelaunch.train.engines.graph.stages import Stage
@@ -70,21 +73,40 @@ class StepRunner:
                 before = endings[stage - 1]
                 backward_strip(
                     self._take(data, f"dz{stage}"), self._take(data, f"h{stage - 1}"),
-                    self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"), weights, before,
-                    clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
+                    self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"),
+                    self._maybe(operation, data, "shares"), self._maybe(operation, data, f"tickets.{stage}"), weights,
+                    before, clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
             case "input_gradient":
                 input_gradient(
                     self._take(data, f"dz{stage}"), product, self._take(data, f"h{stage - 1}"),
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"),
-                    self._take(data, f"sums{stage - 1}"), endings[stage - 1], clock, tile=tile, tf32=self.tf32,
+                    self._maybe(operation, data, f"sums{stage - 1}"), endings[stage - 1], clock, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
             case "narrow_step" | "narrow_update":
                 self._narrow(operation, data, clock)
+            case "output_row":
+                before = endings[stage - 1] if stage else Ending()
+                output_row(
+                    self._input(data, stage), data.order, product, weights.bias, data.y,
+                    self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
+                    self._maybe(operation, data, f"dz{stage - 1}"), self._take(data, "loss_parts"), before, clock,
+                    loss=self.loss,
+                )  # fmt: skip
+            case "products":
+                partial_products(
+                    self._dz(data, stage), self._input(data, stage), self._take(data, f"parts{stage}"), clock, tile=tile,
+                    tf32=self.tf32,
+                )  # fmt: skip
+            case "parts_update":
+                parts_update(
+                    self._take(data, f"parts{stage}"), self._maybe(operation, data, f"sums{stage}"), weights, clock,
+                    optimizer=self.optimizer, loss_parts=self._maybe(operation, data, "loss_parts"),
+                    losses=self._maybe(operation, data, "losses"),
+                )  # fmt: skip
             case "update":
-                last = stage == len(self.stages) - 1
                 weight_update(
-                    self._take(data, "gradient" if last else f"dz{stage}"), self._input(data, stage), weights,
+                    self._dz(data, stage), self._input(data, stage), weights,
                     self._maybe(operation, data, f"sums{stage}"), clock, optimizer=self.optimizer, tile=tile,
                     tf32=self.tf32, loss_parts=self._maybe(operation, data, "loss_parts"),
                     losses=self._maybe(operation, data, "losses"),
@@ -133,9 +155,10 @@ class StepRunner:
             )  # fmt: skip
         else:
             first_state, second_state = (self._maybe(operation, data, f"state{state}.packed") for state in range(2))
-            narrow_update(
-                take("parts"), masters, copy, first_state, second_state, take("loss_parts"), take("losses"), clock,
-                optimizer=self.optimizer,
+            packed = Weights(masters, None, first_state, second_state, copy=copy)
+            parts_update(
+                take("parts"), None, packed, clock, optimizer=self.optimizer, loss_parts=take("loss_parts"),
+                losses=take("losses"),
             )  # fmt: skip
 
     def _input(self, data: Data, stage: int) -> Rows:
@@ -145,6 +168,10 @@ class StepRunner:
         if f"{data.prefix}x" in self.step.spaces:
             return Rows(self._take(data, "x"))
         return Rows(data.x, data.order)
+
+    def _dz(self, data: Data, stage: int) -> torch.Tensor:
+        """The gradient of a Linear's output."""
+        return self._take(data, "gradient" if stage == len(self.stages) - 1 else f"dz{stage}")
 
     def _take(self, data: Data, name: str) -> torch.Tensor:
         return self.buffers.take(data.prefix + name)

@@ -1,0 +1,156 @@
+"""The last Linear, the loss and both gradients, a program a row: for batches so small that latency is all.
+
+What `output_layer` does with tiles of rows and tensor cores takes 16 µs at 32 rows of 2048 inputs on an H200, waiting for one
+load after another. A program with one row asks for all of the weights at once, and keeps them for the input gradient where
+they fit.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from onelaunch.kernels.launch import launch, next_power_of_2
+from onelaunch.kernels.output_layer import loss_and_gradient
+from onelaunch.kernels.run_arguments import Clock, Ending, Rows
+from onelaunch.kernels.run_state import as_number, gathered_rows, hyper, run_keep, slope
+
+HELD = 32_768  # weights a program holds at once: 64 registers a thread
+WARPS = 16
+
+
+@triton.jit
+def load_operands(x_ptr, w_ptr, place, taken, start, outputs, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    inner = start + tl.arange(0, BLOCK_K)
+    output = tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + place[:, None] * k + inner[None, :], mask=taken[:, None] & (inner < k)[None, :], other=0)
+    inside = (output < outputs)[:, None] & (inner < k)[None, :]
+    return x, tl.load(w_ptr + output[:, None] * k + inner[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def weighted(x, w, kind: tl.constexpr):
+    """w · x, of operands rounded as for a tensor core, summed in fp32."""
+    return tl.sum(w.to(kind).to(tl.float32) * as_number(x).to(kind).to(tl.float32), axis=1)
+
+
+@triton.jit
+def store_input_gradient(
+    factor, x, w, z_ptr, dx_ptr, seed, run_step, layer, row, start, threshold, keep_scale, inverse_scale, k,
+    BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr, FROM_Z: tl.constexpr, DROPOUT: tl.constexpr, kind: tl.constexpr,
+):  # fmt: skip
+    inner = start + tl.arange(0, BLOCK_K)
+    inside = (inner < k)[None, :]
+    element = row.to(tl.int64)[:, None] * k + inner[None, :]
+    dx = tl.sum(w.to(kind).to(tl.float32) * factor[:, None], axis=0)[None, :]
+    if DROPOUT:
+        keep = run_keep(seed, run_step, layer, row, start, threshold, 1, BLOCK_K)
+        dx = tl.where(keep, dx * keep_scale, 0.0)
+    if ACTIVATION is not None:
+        saved = x
+        if FROM_Z:
+            saved = tl.load(z_ptr + element, mask=inside, other=0.0)
+        dx *= slope(saved, inverse_scale, ACTIVATION, FROM_Z)
+    tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["seed", "step", "threshold", "layer"])
+def output_row_kernel(
+    x_ptr,
+    order_ptr,
+    w_ptr,
+    bias_ptr,
+    target_ptr,
+    z_ptr,
+    gradient_ptr,
+    dx_ptr,
+    loss_parts_ptr,
+    control_ptr,
+    table_ptr,
+    seed: tl.int64,
+    step: tl.int32,
+    threshold: tl.int32,
+    layer: tl.int32,
+    keep_scale,
+    inverse_scale,
+    batch,
+    outputs,
+    k,
+    WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WHOLE: tl.constexpr,
+    LOSS: tl.constexpr,
+    GATHER: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FROM_Z: tl.constexpr,
+    DROPOUT: tl.constexpr,
+):
+    """WHOLE: one block holds all inputs."""
+    kind: tl.constexpr = gradient_ptr.dtype.element_ty
+    index = tl.load(control_ptr) + step
+    program = tl.program_id(0)
+    row = program + tl.arange(0, 1)
+    source, taken = gathered_rows(order_ptr, table_ptr, index, row, batch)
+    place = source if GATHER else row.to(tl.int64)
+    output = tl.arange(0, WIDTH)
+    if WHOLE:
+        x, w = load_operands(x_ptr, w_ptr, place, taken, 0, outputs, k, WIDTH, BLOCK_K)
+        sums = weighted(x, w, kind)
+    else:
+        sums = tl.zeros((WIDTH,), tl.float32)
+        for start in range(0, k, BLOCK_K):
+            x_part, w_part = load_operands(x_ptr, w_ptr, place, taken, start, outputs, k, WIDTH, BLOCK_K)
+            sums += weighted(x_part, w_part, kind)
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
+    loss, gradient, right = loss_and_gradient(
+        sums[None, :], target_ptr, source, taken, outputs, hyper(table_ptr, 6), WIDTH, LOSS
+    )
+    tl.store(loss_parts_ptr + program + tl.arange(0, 1), loss)
+    if LOSS != "mse":
+        tl.atomic_add(control_ptr + 2, tl.sum(right, axis=0), sem="relaxed")  # integers: the order does not matter
+    rounded = gradient.to(kind)
+    tl.store(gradient_ptr + row[:, None] * outputs + output[None, :], rounded, mask=(output < outputs)[None, :])
+
+    if dx_ptr is not None:
+        factor = tl.sum(rounded.to(tl.float32), axis=0)  # one row: a change of shape
+        run_step = tl.load(control_ptr + 1) + step
+        if WHOLE:
+            store_input_gradient(
+                factor, x, w, z_ptr, dx_ptr, seed, run_step, layer, row, 0, threshold, keep_scale, inverse_scale, k,
+                BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
+            )  # fmt: skip
+        else:
+            for start in range(0, k, BLOCK_K):
+                x_part, w_part = load_operands(x_ptr, w_ptr, place, taken, start, outputs, k, WIDTH, BLOCK_K)
+                store_input_gradient(
+                    factor, x_part, w_part, z_ptr, dx_ptr, seed, run_step, layer, row, start, threshold, keep_scale,
+                    inverse_scale, k, BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
+                )  # fmt: skip
+
+
+def output_row(
+    x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+    z: torch.Tensor | None, gradient: torch.Tensor, dx: torch.Tensor | None, loss_parts: torch.Tensor, before: Ending,
+    clock: Clock, *, loss: str,
+) -> None:  # fmt: skip
+    """`output_layer` without column sums; `loss_parts` has a place for each row."""
+    batch, outputs = gradient.shape
+    k = weight.shape[1]
+    seed, threshold, layer, scale = before.dropout_values
+    width = next_power_of_2(outputs)
+    block = min(max(8, next_power_of_2(k)), HELD // width)
+    launch(
+        output_row_kernel,
+        (batch,),
+        (x.values, order, weight, bias, target, z, gradient, dx, loss_parts, clock.control, clock.table),
+        (seed, clock.step, threshold, layer, scale, 1 - before.p),
+        (batch, outputs, k),
+        (
+            width, block, k <= block, loss, x.order is not None, before.activation, before.from_z, before.p > 0,
+        ),
+        num_warps=WARPS if width * block >= HELD // 2 else 4,
+    )  # fmt: skip
