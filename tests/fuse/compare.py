@@ -111,4 +111,4 @@ def reasons(fused: nn.Module, training: bool) -> list[str]:
 
 
 def _mode(plan: Any) -> bool:
-    return dict(plan.guard.watched[0][4])["training"]
+    return next(value for _, name, value in plan.guard.values if name == "training")

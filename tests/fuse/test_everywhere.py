@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onelaunch as ol
+from onelaunch.fuse import calls
 from onelaunch.fuse.placing import regions
 from tests.fuse.compare import assert_same
 
@@ -195,6 +197,23 @@ def test_export() -> None:
     exported = torch.export.export(fused, (x,))
     assert "onelaunch" in str(exported.graph)
     torch.testing.assert_close(exported.module()(x), fused(x), rtol=0, atol=1e-12)
+
+
+def test_plain_pytorch_where_the_kernels_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "plain_elsewhere", True)
+    model = Network().double()
+    fused = ol.fuse(model)
+    x, target = batch()
+    assert_same(model, fused, x, target)
+    assert "onelaunch" not in str(torch.export.export(fused, (x,)).graph)
+    names = [event.name for event in profiled(lambda: fused(x, target).backward())]
+    assert not any("onelaunch" in name for name in names)
+
+
+def profiled(run: Callable[[], object]) -> list[torch.autograd.profiler_util.FunctionEvent]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return list(profile.events())
 
 
 def test_scripted_child_is_shared() -> None:

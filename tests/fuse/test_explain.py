@@ -125,6 +125,7 @@ def test_a_fusion_that_does_not_pay_is_not_made() -> None:
         assert ol.fuse(other, torch.randn(2, 3)) is other
 
 
+@pytest.mark.usefixtures("every_chain")
 def test_what_is_measured_is_the_chain_itself() -> None:
     """The two contenders of a measurement, run on the CPU: the same gradients, from the chain's own weights."""
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()).double()

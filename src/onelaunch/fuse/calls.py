@@ -10,26 +10,40 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onelaunch import ops
+from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import plain_eager, wants_gradient
 
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dropout: float) -> Tensor:
-    if _rounds(x, activation):
-        return F.dropout(F.leaky_relu(F.linear(x, weight, bias)), dropout)
-    return ops.linear(x, weight, bias, activation=activation, dropout=dropout)
+# The kernels are for CUDA. Elsewhere the chain runs as plain PyTorch, which is faster there than the ops' reference; tests that
+# want to see the ops themselves on a CPU switch this off.
+plain_elsewhere = True
 
 
-def _rounds(x: Tensor, activation: str | None) -> bool:
-    """The plain-PyTorch path of the ops, which float64 takes, has leaky_relu's slope in float32 only."""
+def _plain(x: Tensor, activation: str | None = None) -> bool:
+    if not x.is_cuda and (plain_elsewhere or x.device.type != "cpu"):
+        return True
+    # The ops' reference, which float64 takes, has leaky_relu's slope in float32 only.
     return activation == "leaky_relu" and x.dtype == torch.float64
 
 
+def _finished(z: Tensor, activation: str | None, dropout: float) -> Tensor:
+    y = activate(z, activation)
+    return F.dropout(y, dropout) if dropout else y
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dropout: float) -> Tensor:
+    if _plain(x, activation):
+        return _finished(F.linear(x, weight, bias), activation, dropout)
+    return ops.linear(x, weight, bias, activation=activation, dropout=dropout)
+
+
 def relu_dropout(x: Tensor, dropout: float) -> Tensor:
-    return ops.relu_dropout(x, dropout)
+    return _finished(x, "relu", dropout) if _plain(x) else ops.relu_dropout(x, dropout)
 
 
 def batch_norm(x: Tensor, norm: Any, activation: str | None, dropout: float) -> Tensor:
     """What the module `norm` does in its mode, then activation and dropout."""
+    if _plain(x, activation):
+        return _finished(norm.forward(x), activation, dropout)
     norm._check_input_dim(x)
     momentum = 0.0 if norm.momentum is None else norm.momentum
     if norm.training and norm.num_batches_tracked is not None:
@@ -37,17 +51,17 @@ def batch_norm(x: Tensor, norm: Any, activation: str | None, dropout: float) -> 
         if norm.momentum is None:
             momentum = 1 / float(norm.num_batches_tracked)
     moved = not norm.training or norm.track_running_stats
-    return batch_norm_with(
+    return ops.batch_norm(
         x,
         norm.running_mean if moved else None,
         norm.running_var if moved else None,
         norm.weight,
         norm.bias,
-        norm.training or norm.running_mean is None,
-        momentum,
-        norm.eps,
-        activation,
-        dropout,
+        training=norm.training or norm.running_mean is None,
+        momentum=momentum,
+        eps=norm.eps,
+        activation=activation,
+        dropout=dropout,
     )
 
 
@@ -55,9 +69,10 @@ def batch_norm_with(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, momentum: float, eps: float, activation: str | None, dropout: float,
 ) -> Tensor:  # fmt: skip
-    if _rounds(x, activation):
-        y = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
-        return F.dropout(F.leaky_relu(y), dropout)
+    """`F.batch_norm`, then activation and dropout."""
+    if _plain(x, activation):
+        z = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return _finished(z, activation, dropout)
     return ops.batch_norm(
         x, running_mean, running_var, weight, bias, training=training, momentum=momentum, eps=eps,
         activation=activation, dropout=dropout,
@@ -65,9 +80,8 @@ def batch_norm_with(
 
 
 def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str) -> Tensor:
-    return ops.cross_entropy(
-        logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction
-    )
+    function = F.cross_entropy if _plain(logits) else ops.cross_entropy
+    return function(logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction)
 
 
 def nll_of_log_softmax(logits: Tensor, target: Tensor, dim: int, ignore_index: int, reduction: str) -> Tensor:

@@ -148,7 +148,9 @@ def known_base(module: nn.Module) -> type[nn.Module] | None:
     return next((kind for kind in type(module).__mro__ if kind in MODULES), None)
 
 
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
 def hooked(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return any(hooks_of(module))
