@@ -9,7 +9,12 @@ import pytest
 
 from onelaunch.bench.contenders import EAGER, OurEngine, TorchLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit:DeprecationWarning"
+    ),  # PyTorch's own, when torch.compile is first used
+]
 QUICK = ("--hidden", "16", "--epochs", "2", "--lr", "0.01", "--schedule", "constant", "--dropout", "0")
 
 
@@ -101,7 +106,7 @@ def test_report_of_a_training_run(cli, blobs, tmp_path):
 
 def test_report_refuses_what_it_cannot_draw(cli, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert "holds no .json file" in cli("report", "empty").err
+    assert "it holds no results" in cli("report", "empty").err
     assert "cannot be read" in cli("report", "nowhere.json").err
     (tmp_path / "other.json").write_text('{"hello": 1}')
     assert "neither a result of `onelaunch bench` nor of `onelaunch compare`" in cli("report", "other.json").err

@@ -110,11 +110,11 @@ def _floor(trial: Trial, times: Mapping[str, Timing], ceilings: Ceilings) -> dic
     A contender called "floor: …" was timed doing the least; else what must be moved and computed is set against ceilings.
     """
     kind = "cuda" if trial.cuda else "cpu"
+    # Asked for in any case: the report draws the roofline from them.
+    counted = ceilings.seconds(kind, trial.floor_bytes, trial.floor_flops, trial.floor_dtype)
     floor = next((timing.median for name, timing in times.items() if name.startswith(FLOOR)), None)
     if floor is None:
-        whole = trial.floor_seconds
-        if whole is None:
-            whole = ceilings.seconds(kind, trial.floor_bytes, trial.floor_flops, trial.floor_dtype)
+        whole = trial.floor_seconds if trial.floor_seconds is not None else counted
         floor = None if whole is None else whole / trial.units
     amounts = {"bytes": trial.floor_bytes, "flops": trial.floor_flops}
     return {

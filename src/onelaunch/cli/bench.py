@@ -78,7 +78,7 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             console.print(line, style="red", markup=False, soft_wrap=True)
         return
     table = Table(title=f"{result['name']}: {result['about']}", title_justify="left", title_style="")
-    table.add_column("")
+    table.add_column("", overflow="fold")
     for column in (f"median, µs a {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"):
         table.add_column(column, justify="right")
     extras = [name for name in ("peak_bytes", "joules") if result.get(name)]
@@ -133,7 +133,7 @@ def _diff(files: list[str]) -> None:
     table = Table(title="new against old", title_justify="left", title_style="")
     for column, side in (("case", "left"), ("µs before", "right"), ("after", "right"), ("change", "right"),
                          ("noise", "right"), ("peers moved", "right"), ("", "left")):  # fmt: skip
-        table.add_column(column, justify=side)  # type: ignore[arg-type]
+        table.add_column(column, justify=side, overflow="fold")  # type: ignore[arg-type]
     changes = compare_results(old, new)
     for change in changes:
         style = "red" if change.verdict in BAD else "green" if change.verdict in GOOD else ""

@@ -81,7 +81,8 @@ def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tu
             said.append(("bad", f"{case['name']} failed its check and was not timed: {case['check'][8:]}"))
     skipped = [case for case in cases if case["check"].startswith("skipped")]
     if skipped:
-        said.append(("note", f"{len(skipped)} cases were skipped: {skipped[0]['check'][9:]}"))
+        count = "1 case was" if len(skipped) == 1 else f"{len(skipped)} cases were"
+        said.append(("note", f"{count} skipped: {skipped[0]['check'][9:]}"))
     absent: dict[str, str] = {}
     for case in cases:
         absent |= case.get("absent") or {}

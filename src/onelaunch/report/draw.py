@@ -1,6 +1,6 @@
 """Charts as SVG text: lines over steps or sizes, and bars against peers. Deterministic: the same values, the same bytes.
 
-A chart is 440 units wide with 12.5-unit type, so that it can be read at the width of a phone. Each has a title and a
+A chart is 400 units wide with 12.5-unit type, so that it can be read at the width of a phone. Each has a title and a
 description for screen readers; the values themselves go into a table beside it (`figure.py`).
 """
 
@@ -16,7 +16,7 @@ from onelaunch.report.number import digits
 from onelaunch.report.scale import Scale, fitted
 from onelaunch.report.theme import SERIES
 
-WIDTH, HEIGHT = 440, 300
+WIDTH, HEIGHT = 400, 280
 LEFT, RIGHT, BOTTOM = 62, 14, 44
 CHARACTER, BOLD_CHARACTER = 6.9, 7.8  # units a character of 12.5-unit type takes, generously
 MOST_MARKERS = 14  # a line with more points is drawn without
@@ -92,7 +92,7 @@ def line_chart(
         parts.append(f'<path class="grid" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
         parts.append(text(LEFT - 6, y(tick) + 4, _tick(write_y(tick)), "end soft"))
     parts.append(_x_axis(x, y.start, x_label, write_x, x_ticks))
-    for number, line in enumerate(lines):
+    for number, line in sorted(enumerate(lines), key=lambda entry: bool(entry[1].dots)):  # dots lie on top
         parts.append(_line(line, number, x, y, write_x, write_y))
     highest = ", ".join(f"{line.name} ends at {write_y(line.y[-1])}" for line in lines if len(line.y) and not line.dots)
     return chart(identity, title, f"{y_label} over {x_label}. {highest}", HEIGHT + top, "".join(parts))

@@ -27,24 +27,27 @@ def read_sources(path: Path) -> list[Source]:
         if (path / METRICS).is_file():
             return [_run(path)]
         if (path / COMPARE_FILE).is_file():
-            return [_results(path / COMPARE_FILE, path.resolve().name)]
-        files = sorted(path.glob("*.json"))
-        if not files:
-            raise OnelaunchError(
-                f"{str(path)!r} is neither a run folder nor a folder of results: it holds no .json file"
-            )
-        return [_results(file, file.stem) for file in files]
-    return [_results(path, path.stem)]
+            path = path / COMPARE_FILE
+            return [Source("compare", path.resolve().parent.name, read_json(path))]
+        found = [source for file in sorted(path.glob("*.json")) if (source := _results(file, file.stem))]
+        if not found:
+            raise OnelaunchError(f"{str(path)!r} is neither a run folder nor a folder of results: it holds no results")
+        return found
+    source = _results(path, path.stem)
+    if source is None:
+        raise OnelaunchError(
+            f"{str(path)!r} is neither a result of `onelaunch bench` nor of `onelaunch compare`: pass one, or a run folder"
+        )
+    return [source]
 
 
-def _results(path: Path, name: str) -> Source:
+def _results(path: Path, name: str) -> Source | None:
+    """None for a file of another shape: a folder of results may hold logs and breakdowns too."""
     content = read_json(path)
     for kind, key, shape in (("bench", "cases", list), ("compare", "contenders", dict)):
         if isinstance(content, dict) and isinstance(content.get(key), shape):
             return Source(kind, name, content)
-    raise OnelaunchError(
-        f"{str(path)!r} is neither a result of `onelaunch bench` nor of `onelaunch compare`: pass one, or a run folder"
-    )
+    return None
 
 
 def read_json(path: Path) -> Any:

@@ -70,7 +70,8 @@ code{font:.86em ui-monospace,'SF Mono',Menlo,Consolas,'DejaVu Sans Mono',monospa
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:.7rem 0}
 dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere}
-.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,25rem),1fr));gap:1.1rem;margin:1rem 0}
+.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,25rem),1fr));gap:1.1rem}
+.figures{margin:1rem 0;align-items:start}
 figure{margin:0;padding:.9rem 1rem;background:var(--panel);border:1px solid var(--line);border-radius:10px;min-width:0}
 figure svg{display:block;width:100%;height:auto;margin:.2rem 0 .4rem}
 figcaption{font-size:.9rem;color:var(--soft)}
@@ -90,8 +91,6 @@ footer{color:var(--soft);font-size:.9rem;padding-top:2rem;padding-bottom:2rem}
 body{font-size:15px}
 main,header,footer{padding-left:.9rem;padding-right:.9rem}
 figure{padding:.7rem}
-dl{grid-template-columns:1fr}
-dd{margin-bottom:.35rem}
 }
 @media print{
 body{font-size:10.5pt}
