@@ -199,6 +199,27 @@ def test_export() -> None:
     torch.testing.assert_close(exported.module()(x), fused(x), rtol=0, atol=1e-12)
 
 
+def test_transforms_of_torch_func() -> None:
+    model = Network().double().eval()
+    fused = ol.fuse(model)
+    x, target = batch()
+    stacked = torch.stack([x, 2 * x])
+    expected = torch.stack([model(x), model(2 * x)])
+    torch.testing.assert_close(torch.func.vmap(fused)(stacked), expected, rtol=0, atol=1e-12)
+    weights = {name: value.detach() for name, value in fused.named_parameters()}
+
+    def loss(weights: dict[str, torch.Tensor], network: nn.Module) -> torch.Tensor:
+        return torch.func.functional_call(network, weights, (x, target))
+
+    ours, theirs = (torch.func.grad(loss)(weights, network) for network in (fused, model))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-12)
+    doubled = {name: 2 * value for name, value in weights.items()}
+    with torch.no_grad():
+        torch.testing.assert_close(loss(doubled, fused), loss(doubled, model), rtol=0, atol=1e-12)
+        torch.testing.assert_close(loss(weights, fused), loss(weights, model), rtol=0, atol=1e-12)
+
+
 def test_plain_pytorch_where_the_kernels_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "plain_elsewhere", True)
     model = Network().double()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from onelaunch import ops
 from onelaunch.ops.activations import activate
-from onelaunch.ops.arguments import plain_eager, wants_gradient
+from onelaunch.ops.arguments import wants_gradient
 
 # The kernels are for CUDA. Elsewhere the chain runs as plain PyTorch, which is faster there than the ops' reference; tests that
 # want to see the ops themselves on a CPU switch this off.
@@ -19,10 +19,18 @@ plain_elsewhere = True
 
 
 def _plain(x: Tensor, activation: str | None = None) -> bool:
+    """Whether the ops cannot serve x, or not as exactly: then PyTorch's own operations do what the chain says."""
     if not x.is_cuda and (plain_elsewhere or x.device.type != "cpu"):
+        return True
+    if not torch.compiler.is_compiling() and _transformed(x):
         return True
     # The ops' reference, which float64 takes, has leaky_relu's slope in float32 only.
     return activation == "leaky_relu" and x.dtype == torch.float64
+
+
+def _transformed(x: Tensor) -> bool:
+    """Inside vmap, grad or jvp of `torch.func`, or a tensor of a subclass (DTensor, a nested tensor)."""
+    return type(x) not in (Tensor, nn.Parameter) or torch._C._functorch.maybe_current_level() is not None
 
 
 def _finished(z: Tensor, activation: str | None, dropout: float) -> Tensor:
@@ -107,8 +115,8 @@ def folded_linear(x: Tensor, layer: nn.Linear, norm: nn.BatchNorm1d, activation:
     where nothing is differentiated; in a graph being compiled or exported, and for a gradient, the norm stays apart.
     """
     tensors = (layer.weight, layer.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
-    direct = plain_eager(x) or (type(x) is Tensor and not torch.compiler.is_compiling() and _no_modes())
-    if x.dim() != 2 or not direct or wants_gradient(x, *tensors) or any(_unversioned(t) for t in tensors):
+    seen_whole = not torch.compiler.is_compiling() and not _transformed(x) and torch._C._len_torch_dispatch_stack() == 0
+    if x.dim() != 2 or not seen_whole or wants_gradient(x, *tensors) or any(_unversioned(t) for t in tensors):
         return batch_norm(F.linear(x, layer.weight, layer.bias), norm, activation, 0.0)
     made_from = (norm, norm.eps, *((id(t), t.data_ptr(), t._version) for t in tensors if t is not None))
     known = _folded.get(layer)
@@ -132,10 +140,6 @@ def _fold(layer: nn.Linear, norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
             bias = bias + norm.bias
         dtype = layer.weight.dtype
         return (layer.weight * scale[:, None]).to(dtype), bias.to(dtype)
-
-
-def _no_modes() -> bool:
-    return torch._C._len_torch_dispatch_stack() == 0 and torch._C._len_torch_function_stack() == 0
 
 
 def _unversioned(tensor: Tensor | None) -> bool:
