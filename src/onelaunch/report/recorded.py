@@ -11,6 +11,7 @@ from onelaunch.report.benchmark import FLOOR, OURS, TITLES, peers_of
 from onelaunch.report.machine import chip
 from onelaunch.report.read import read_json
 
+ON_GPU = ("ops", "memory", "fuse")  # also what times the host: it launches work for the GPU
 GROUPS = ("train", "cpu", "ops", "fuse", "memory")  # the order of the README
 
 
@@ -77,7 +78,7 @@ def read_recorded(folder: Path) -> tuple[list[Group], list[dict[str, Any]]]:
         for case in content["cases"]:
             if case["check"] != "passed":
                 continue
-            where = chip(content["machine"], gpu=case["group"] != "cpu")
+            where = chip(content["machine"], gpu=case.get("gpu") is not None or case["group"] in ON_GPU)
             command = content.get("command") or f"onelaunch bench {case['group']}"
             record = Recorded(case, where, path.name, content["date"], command)
             key = (case["name"], where)
