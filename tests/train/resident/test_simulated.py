@@ -1,0 +1,199 @@
+"""Plans executed in NumPy follow PyTorch, in whatever order blocks run; and a broken plan is caught."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from onelaunch.train.engines.resident.plan import Layer, Plan
+from onelaunch.train.engines.resident.source import phase_names
+from tests.conftest import TOLERANCE
+from tests.train.reference import ACTIVATIONS, plain_loop, problem
+from tests.train.resident.fragments import RaceError
+from tests.train.resident.planning import forced_plan
+from tests.train.resident.simulator import Block, Simulation, Task
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+RELATIVE, ABSOLUTE = TOLERANCE[torch.float64]
+Choose = Callable[[list[int]], int]
+
+
+def at_random(seed: int) -> Choose:
+    return random.Random(seed).choice
+
+
+ORDERS: dict[str, Choose] = {"first as far as it can": min, "last as far as it can": max}
+
+
+def model_of(widths: list[int], activation: str | None, *, bias: bool = True) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for index, (inputs, outputs) in enumerate(pairwise(widths)):
+        layers.append(nn.Linear(inputs, outputs, bias=bias))
+        layers += [ACTIVATIONS[activation]()] if activation and index < len(widths) - 2 else []
+    return nn.Sequential(*layers).double()
+
+
+def task_of(plan: Plan, *, rows: int = 50, **options: Any) -> tuple[Task, nn.Sequential]:
+    """Fresh weights and rows for a plan, and the model that has the same."""
+    linears = [layer.stage.linear for layer in plan.layers]
+    chain = plan.layers[0].stage.chain
+    widths = [linears[0].inputs, *(linear.outputs for linear in linears)]
+    model = model_of(widths, chain[0].name if chain else None, bias=linears[0].bias)  # type: ignore[union-attr]
+    x, y = problem(plan.settings.loss, rows, widths[0], widths[-1])
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    weights = [layer.weight.detach().numpy().copy() for layer in layers]
+    biases = [
+        np.zeros(len(w)) if layer.bias is None else layer.bias.detach().numpy().copy()
+        for layer, w in zip(layers, weights, strict=True)
+    ]
+    targets = y.numpy() if plan.settings.loss == "cross_entropy" else y.double().numpy()
+    return Task(weights, biases, x.double().numpy(), targets, lr=0.3, **options), model
+
+
+def assert_follows(plan: Plan, choose: Choose, *, rows: int = 50, **options: Any) -> None:
+    task, model = task_of(plan, rows=rows, **options)
+    y = torch.from_numpy(task.y)
+    sgd = {"optimizer": "sgd", "lr": task.lr, "momentum": task.momentum}
+    expected = plain_loop(
+        model, torch.from_numpy(task.x), y, steps=task.steps, batch_size=plan.settings.batch, options=sgd,
+        loss=plan.settings.loss, seed=task.seed,
+    )  # fmt: skip
+    simulation = Simulation(plan, task)
+    losses = simulation.run(choose)
+    np.testing.assert_allclose(losses, expected, rtol=RELATIVE, atol=ABSOLUTE)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    for layer, (weight, bias) in zip(layers, simulation.weights(), strict=True):
+        np.testing.assert_allclose(weight, layer.weight.detach().numpy(), rtol=RELATIVE, atol=ABSOLUTE)
+        if layer.bias is not None:
+            np.testing.assert_allclose(bias, layer.bias.detach().numpy(), rtol=RELATIVE, atol=ABSOLUTE)
+
+
+@pytest.mark.parametrize("order", ["first as far as it can", "last as far as it can", "at random"])
+@pytest.mark.parametrize(
+    ("widths", "blocks", "cluster", "rows", "batch"),
+    [
+        ([9, 32, 32, 32, 4], 4, True, 16, 16),  # as the engine would
+        ([9, 32, 32, 32, 4], 4, False, 16, 16),
+        ([20, 17, 23, 5], 3, True, 32, 21),  # odd widths, an odd number of tiles, batches that end in the midst
+        ([20, 17, 23, 5], 3, False, 32, 21),
+        ([5, 40, 3], 2, True, 16, 37),  # one hidden layer, three passes a step, the last of them short
+        ([5, 40, 3], 5, False, 16, 37),
+        ([3, 1, 1, 2], 2, True, 16, 1),  # a block that owns nothing real
+        ([3, 1, 1, 2], 2, False, 16, 1),
+        ([4, 24, 8, 16, 6, 2], 2, True, 128, 100),  # rows in two groups
+        ([4, 24, 8, 16, 6, 2], 3, False, 128, 100),
+    ],
+)
+def test_follows_pytorch(widths, blocks, cluster, rows, batch, order):
+    plan = forced_plan(widths, blocks, cluster, rows, batch=batch, activation="tanh")
+    assert_follows(plan, ORDERS.get(order) or at_random(1), steps=4, checks=2, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("widths", "changes"),
+    [
+        ([7, 3], {}),
+        ([7, 3], {"loss": "mse", "bias": False}),
+        ([7, 12, 9, 3], {"activation": None}),
+        ([7, 12, 9, 3], {"loss": "mse", "bias": False, "activation": "relu"}),
+    ],
+)
+def test_one_block_follows_pytorch(widths, changes):
+    assert_follows(forced_plan(widths, 1, False, 32, batch=20, **changes), at_random(2))
+
+
+@pytest.mark.parametrize("cluster", [True, False])
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_every_plane_is_exchanged(precision, cluster):
+    assert_follows(forced_plan([6, 24, 17, 3], 3, cluster, 16, batch=16, precision=precision), at_random(3), steps=3)
+
+
+@pytest.mark.parametrize("cluster", [True, False])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_orders_give_the_same_bits(seed, cluster):
+    plan = forced_plan([6, 24, 17, 3], 3, cluster, 16, batch=40)
+    torch.manual_seed(seed)
+    task, _ = task_of(plan, steps=3, checks=1)
+    runs = [Simulation(plan, task) for _ in range(2)]
+    assert runs[0].run(at_random(seed)) == runs[1].run(min)
+    for left, right in zip(runs[0].weights(), runs[1].weights(), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+# A test that cannot fail proves nothing: each of these plans is wrong in one way, and must be caught in every order.
+
+
+def broken(cluster: bool, *, phases: list[str] | None = None, plan: Plan | None = None, choose: Choose = min) -> None:
+    plan = plan or forced_plan([6, 24, 24, 24, 3], 3, cluster, 16, batch=16)
+    task, _ = task_of(plan, steps=4, checks=1)
+    Simulation(plan, task, phases=phases).run(choose)
+
+
+@pytest.mark.parametrize("choose", [*ORDERS.values(), at_random(4)], ids=[*ORDERS, "at random"])
+@pytest.mark.parametrize("cluster", [True, False])
+def test_one_buffer_for_the_first_layers_values_is_caught(cluster, choose, monkeypatch):
+    monkeypatch.setattr(Plan, "out_buffers", lambda self, layer: 1)
+    with pytest.raises(RaceError, match=r"may still read|finds use"):
+        broken(cluster, choose=choose)
+
+
+@pytest.mark.parametrize("choose", [*ORDERS.values(), at_random(5)], ids=[*ORDERS, "at random"])
+@pytest.mark.parametrize("cluster", [True, False])
+def test_every_missing_wait_is_caught(cluster, choose):
+    names = phase_names(forced_plan([6, 24, 24, 24, 3], 3, cluster, 16, batch=16))
+    waits = [name for name in names if name.startswith("wait")]
+    assert len(waits) >= 5
+    for wait in waits:
+        with pytest.raises(RaceError, match=r"has not waited|finds"):
+            broken(cluster, phases=[name for name in names if name != wait], choose=choose)
+
+
+def test_weights_of_the_way_back_not_awaited_are_caught(monkeypatch):
+    """The deltas that were waited for left later, but stores to another block keep no order."""
+    monkeypatch.setattr(
+        Block, "wait_for_deltas", lambda self, layer: self.wait(self.plan.deltas_exchange(layer), self.backs, layer)
+    )
+    with pytest.raises(RaceError, match="weights back, use 0: block 0 has not waited"):
+        broken(True)
+    broken(False)  # in a grid the flag raised after them covers them
+
+
+def test_a_missing_publisher_is_a_wait_in_vain():
+    names = phase_names(forced_plan([6, 24, 24, 24, 3], 3, True, 16, batch=16))
+    with pytest.raises(RaceError, match="what never comes"):
+        broken(True, phases=[name for name in names if name != "forward 1"])
+
+
+@pytest.mark.parametrize("cluster", [True, False])
+def test_two_owners_of_a_tile_are_caught(cluster, monkeypatch):
+    right = Block.left_offset
+
+    def beside(self: Block, layer: Layer, plane: int, row_tile: int, place: int, half: int) -> int:
+        return right(self, layer, plane, row_tile, place - (self.rank == 2), half)
+
+    monkeypatch.setattr(Block, "left_offset", beside)
+    with pytest.raises(RaceError, match="both write"):
+        broken(cluster)
+
+
+def test_a_slot_too_small_is_caught(monkeypatch):
+    whole = Plan.out_bytes
+    monkeypatch.setattr(Plan, "out_bytes", lambda self, layer: whole(self, layer) - 512 * (layer.index == 1))
+    with pytest.raises(RaceError, match="outside"):
+        broken(True)
+
+
+def test_fewer_flags_than_writers_are_caught():
+    """A warp of a grid waits with one lane a writer: with too few, steps far out are read unasked."""
+    plan = forced_plan([6, 40 * 16, 24, 3], 40, False, 16, batch=16)
+    task, _ = task_of(plan, steps=1)
+    with pytest.raises(RaceError, match=r"has not waited|finds"):
+        Simulation(plan, task, flags_a_warp=8).run(min)
+    Simulation(plan, task).run(min)
