@@ -94,8 +94,15 @@ class Layer:
         return -(-self.tiles * (1 if self.last else self.blocks) // 2)
 
     @property
+    def owned_by_input(self) -> bool:
+        """The last layer after a hidden one: a block owns the weights of its own inputs, and all get copies."""
+        return self.last and not self.first
+
+    @property
     def weight_tiles(self) -> int:
         """fp32 tiles a thread takes part in."""
+        if self.owned_by_input:
+            return -(-(-(-self.input_tiles // 2) * self.tiles) // WARPS)
         return self.steps_a_warp * self.tiles
 
 
@@ -190,6 +197,14 @@ class Plan:
     def back_bytes(self, layer: Layer) -> int:
         return self.planes * layer.input_tiles * layer.output_steps * RIGHT_BYTES
 
+    def copies_bytes(self) -> int:
+        """Half-precision copies of the last layer's weights, as everyone has them."""
+        return self.planes * self.layers[-1].tiles * self.layers[-1].steps * RIGHT_BYTES
+
+    def keeps_values(self, layer: Layer) -> bool:
+        """In a grid the block's own values lie far away, and the last layer's gradient needs them."""
+        return self.blocks > 1 and not self.cluster and layer.index == len(self.layers) - 2
+
     def exchanged_bytes(self, layer: Layer) -> int:
         """What a block receives when everyone hands out its units of `layer`."""
         return self.planes * self.row_tiles * self.blocks * layer.tiles * RIGHT_BYTES
@@ -221,6 +236,11 @@ class Plan:
         return 1 if self.settings.loss == "cross_entropy" else linear.outputs
 
     @property
+    def lot(self) -> int:
+        """Steps whose row numbers are found at once."""
+        return max(1, min(INTERVAL, 1024 // self.settings.batch))
+
+    @property
     def finish(self) -> int:
         """Blocks of eight rows a warp finishes at once: two in a grid, where a lane then writes eight bytes."""
         return 1 if self.blocks == 1 or self.cluster else 2
@@ -244,9 +264,12 @@ class Plan:
             shared.add(name + "bias sums", 4 * layer.units * (2 * self.row_tiles + (self.micro_batches > 1)))
             shared.add(name + "deltas", self.planes * self.row_tiles * layer.tiles * RIGHT_BYTES)
             if layer.last:
-                if not layer.first:
-                    shared.add(name + "weights back", self.back_bytes(layer))
+                if layer.owned_by_input:
+                    shared.add(name + "weights back", self.planes * layer.input_tiles * layer.tiles * RIGHT_BYTES // 2)
+                    slots.add(name + "weights of all", 2 * self.copies_bytes())
                 continue
+            if self.keeps_values(layer):
+                shared.add(name + "own values", self.planes * self.row_tiles * (layer.tiles + 1) * RIGHT_BYTES)
             shared.add(name + "slopes", self.row_tiles * layer.tiles * TILE_BYTES)
             slots.add(name + "values of all", self.out_buffers(layer) * self.out_bytes(layer))
             if not layer.first:
@@ -257,7 +280,9 @@ class Plan:
         shared.add("correct", 4)
         shared.add("decision", 8)
         shared.add("rates", 16 * INTERVAL)
-        shared.add("row numbers", 16 * self.settings.batch)
+        shared.add("round keys", 32 * self.lot)
+        shared.add("row numbers", 8 * self.lot * self.settings.batch)
+        shared.add("row barriers", 16)
         shared.add("barriers", 16 * self.exchanges)
         self.shared, self.exchange = shared, exchange
 
@@ -277,15 +302,19 @@ class Plan:
         return 2 * self.hidden - 1 + layer.index - 1
 
     @property
-    def decision(self) -> int:
+    def last_exchange(self) -> int:
         return max(0, 3 * self.hidden - 2)
+
+    @property
+    def decision(self) -> int:
+        return self.last_exchange + (self.hidden > 0)
 
     @property
     def exchanges(self) -> int:
         return self.decision + 1
 
     def exchange_names(self) -> dict[int, str]:
-        names = {self.decision: "the decision to go on"}
+        names = {self.last_exchange: "the weights of the last layer", self.decision: "the decision to go on"}
         for layer in self.layers[: self.hidden]:
             names[self.values_exchange(layer)] = f"the values of layer {layer.index}"
             if not layer.first:

@@ -299,7 +299,7 @@ class ResidentSession:
     def _refuse_fault(self) -> None:
         control = self._control.array[0]
         if control["fault"]:
-            what = self.layout.exchange_names().get(int(control["fault"]) - 1, "an exchange")
+            what = self.layout.exchange_names().get(int(control["fault"]) - 1, "its rows")
             raise OnelaunchError(
                 f"engine='resident' stopped: block {control['fault_block']} waited in vain for {what} at step "
                 f"{control['fault_step']}; another program may hold the GPU: try again, or pass engine='eager'"

@@ -48,12 +48,14 @@ def _constants(plan: Plan, faults: bool) -> str:
         "X_PLANES": plan.input_planes, "X_BYTES": plan.input_bytes,
         "X_PITCH": plan.input_pitch, "X_SHARED_PITCH": plan.shared_pitch, "X_BUFFERS": plan.input_buffers,
         "X_BUFFER_BYTES": plan.input_buffer_bytes, "INTERVAL": INTERVAL, "FINISH": plan.finish,
+        "LOT": plan.lot, "ROWS_FETCHERS": min(THREADS, -(-plan.rows // 32) * 32),
         "PERMUTATION_BITS": permutation_bits(settings.rows), "STATES": plan.states, "OUTPUTS": last.outputs,
         "TARGET_WORDS": words, "LOSS_UNITS": words, "PARTIALS_BYTES": plan.partials_bytes, "EXCHANGES": plan.exchanges,
         "DECISION": plan.decision, "FLAG_STRIDE": FLAG_STRIDE, "SHARED_BYTES": shared.size,
         "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"], "AT_PARTIALS": shared["partial sums"],
         "AT_LOSSES": shared["row losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
-        "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"],
+        "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"], "AT_KEYS": shared["round keys"],
+        "AT_ROW_BARRIERS": shared["row barriers"],
         "AT_BARRIERS": shared["barriers"],
     }  # fmt: skip
     flags = {
@@ -78,6 +80,9 @@ def _constants(plan: Plan, faults: bool) -> str:
         if not layer.first:
             received = plan.planes * layer.input_tiles * plan.blocks * layer.tiles * 128
             cases += [f"i == {plan.deltas_exchange(layer)} ? {bytes_}", f"i == {plan.back_exchange(layer)} ? {received}"]
+    if plan.hidden:
+        received = plan.planes * layers[-1].tiles * plan.blocks * layers[-2].tiles * 128
+        cases.append(f"i == {plan.last_exchange} ? {received}")
     lines.append("__device__ constexpr unsigned exchange_bytes(unsigned i) { return " + " : ".join([*cases, "0"]) + "; }")
     return "\n".join(lines)
 
@@ -131,11 +136,12 @@ def _layer(plan: Plan, layer: Layer) -> str:
         "AT_ALL_DELTAS": at("deltas of all"), "AT_BACK": at("weights back"), "OUT_STRIDE": (plan.out_buffers(layer) - 1) * plan.out_bytes(layer),
         "BACK_BYTES": plan.back_bytes(layer), "OUT_EXCHANGE": plan.values_exchange(layer),
         "DELTA_EXCHANGE": 0 if layer.first else plan.deltas_exchange(layer),
-        "BACK_EXCHANGE": 0 if layer.first else plan.back_exchange(layer),
+        "BACK_EXCHANGE": 0 if layer.first else plan.back_exchange(layer), "LAST_EXCHANGE": plan.last_exchange,
+        "AT_OWN": at("own values"), "AT_COPIES": at("weights of all"), "COPIES_BYTES": plan.copies_bytes(),
     }  # fmt: skip
     flags = {
         "FIRST": layer.first, "REPLICATED": layer.last, "BIAS": linear.bias, "MASTERS_SHARED": layer.masters_shared,
-        "STATES_SHARED": layer.states_shared,
+        "STATES_SHARED": layer.states_shared, "KEEPS_VALUES": plan.keeps_values(layer),
     }  # fmt: skip
     lines = [_chain_body(layer), f"struct Layer{layer.index} {{  // {linear.inputs} to {linear.outputs}"]
     lines += [f"  static constexpr int {key} = {value};" for key, value in numbers.items()]
@@ -160,15 +166,22 @@ def _read(layer: Layer, transposed: str = "") -> str:
 
 def _forward(plan: Plan) -> list[tuple[str, str]]:
     """The phases of a forward pass with their names, up to and with the loss."""
-    lines = [("rows arrive", "copies_done(); __syncthreads();")]
+    lines = [("rows arrive", "Inputs<Layer0>::arrive(c, buffer, c.passes);")]
     for layer in plan.layers:
         name, index = f"Layer{layer.index}", layer.index
         if not layer.first:
             before = f"Layer{index - 1}"
             wait = f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
             lines.append((f"wait for values {index - 1}", wait))
-        call, extra, idle = ("outputs", ", tally", ", idle") if layer.last else ("forward", "", "")
-        lines.append((f"{call} {index}", f"{call}<{name}>(c, w{index}, draw{extra}, {_read(layer)}{idle});"))
+        if layer.last:
+            sums = f"multiply<{name}>(c, w{index}, group, sum, {_read(layer)});"
+            if layer.owned_by_input:
+                lines.append((f"wait for weights {index}", f"wait_for_copies<{name}>(c, c.step + trained);"))
+                sums = f"multiply_copies<{name}>(c, c.step + trained, group, sum, {_read(layer)});"
+            product = f"[&](int group, float (&sum)[GROUP_TILES][{name}::NT][4]) {{ {sums} }}"
+            lines.append((f"outputs {index}", f"outputs<{name}>(c, draw, tally, {product});"))
+        else:
+            lines.append((f"forward {index}", f"forward<{name}>(c, w{index}, draw, {_read(layer)});"))
         if layer.first:
             lines.append(("fetch the next rows", "next_inputs();"))
     return lines
@@ -184,6 +197,8 @@ def _backward(plan: Plan) -> list[tuple[str, str]]:
             waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::OUT_KT, {name}::NT); wait_for_weights<{name}>(c, micro == 0);"
             lines += [(f"wait for deltas {index}", waits), (f"back {index}", f"back<{name}, {before}>(c);")]
         update = f"update<{name}>(c, w{index}, rates, rule, micro == 0, last, {_read(layer, '_transposed')});"
+        if layer.owned_by_input:
+            update = f"update_last<{name}, {before}>(c, w{index}, rates, rule, micro == 0, last);"
         lines.append((f"update {index}", update))
     return lines
 
@@ -195,10 +210,13 @@ def phase_names(plan: Plan) -> list[str]:
 
 def _kernel(plan: Plan, stamps: bool) -> str:
     validates = plan.settings.validates
-    weights = "\n  ".join(f"Weights<Layer{i}> w{i};" for i in range(len(plan.layers)))
+    last = len(plan.layers) - 1
+    types = [f"Weights<Layer{i}>" for i in range(last)] + [f"LastWeights<Layer{last}, Layer{last - 1}>" if last else "Weights<Layer0>"]
+    weights = "\n  ".join(f"{name} w{i};" for i, name in enumerate(types))
     load = "\n  ".join(f"w{i}.move_all<true>(c);" for i in range(len(plan.layers)))
     save = "\n  ".join(f"w{i}.move_all<false>(c);" for i in range(len(plan.layers)))
-    back = "\n  ".join(f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, len(plan.layers)))
+    back = "\n  ".join(f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, last))
+    back += f"\n  hand_out_all<Layer{last}, Layer{last - 1}>(c, w{last}, 0);" if last else ""
     names = phase_names(plan)
 
     def stamp(index: int) -> str:
@@ -218,8 +236,8 @@ def _kernel(plan: Plan, stamps: bool) -> str:
       for (u32 part = 0; part < count; ++part) {{
         const u64 at = (u64)part * ROWS;
         const Draw draw = {{p->seed, 0, 0, false}};
+        constexpr u32 trained = 1;  // the update of this step is made
         const Tally tally = {{(u32)(p->check_rows - at < ROWS ? p->check_rows - at : ROWS), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer)}};
-        auto idle = []() {{}};
         auto next_inputs = [&]() {{
           if (part + 1 < count) fetch_check(part + 1, buffer ^ (X_BUFFERS - 1));
           else if (step + 1 < p->last_step) fetch(1, 0, buffer ^ (X_BUFFERS - 1));
@@ -247,10 +265,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   Context c;
   c.p = p, c.lane = threadIdx.x & 31, c.warp = threadIdx.x >> 5, c.g = c.lane >> 2, c.q = c.lane & 3;
   c.rank = blockIdx.x, c.shared = shared_address(memory);
-  c.passes = c.backs = c.step = c.turn = 0, c.dead = false;
+  c.passes = c.backs = c.step = c.turn = 0, c.copies = ~0u, c.dead = false;
   {"for (u32 i = 0; i < (BLOCKS + 3) / 4; ++i) c.remote[i] = at_block(c.shared, i * 4 + c.q);" if plan.cluster else ""}
   for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
   __syncthreads();
+#if ROWS_IN_BULK
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copies write where the zeros were
+  if (threadIdx.x == 0) make_barrier(c.shared + AT_ROW_BARRIERS), make_barrier(c.shared + AT_ROW_BARRIERS + 8);
+#endif
   {"make_barriers(c);" if plan.cluster else ""}
   {meet}
   {weights}
@@ -261,15 +283,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   u64 step = p->first_step;
   u32 ahead = 0;  // of the step the table of rates begins with
   u32 place = (u32)(step % p->steps_per_epoch), looks = 0, epoch = 0, buffer = 0;
-  u64 far_epoch = step / p->steps_per_epoch;  // of the step whose rows are found next
-  u32 far_place = place, far_step = (u32)step;
-  auto find_next_rows = [&](u32 first_warp) {{
-    find_rows(c, first_warp, far_step, far_epoch, far_place);
-  }};
-  auto look_further = [&]() {{
-    ++far_step;
-    if (++far_place == (u32)p->steps_per_epoch) far_place = 0, ++far_epoch;
-  }};
   float loss = 0.f;
   bool broken = false;
   auto fetch = [&](u32 later, u32 micro, u32 into) {{
@@ -278,11 +291,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   }};
   {"auto fetch_check = [&](u32 part, u32 into) { const u64 at = (u64)part * ROWS; Inputs<Layer0>::fetch(c, into, p->check_x, p->check_y, p->check_rows * X_PITCH, 0, at, (u32)(p->check_rows - at < ROWS ? p->check_rows - at : ROWS)); };" if validates else ""}
   fill_rates(c, step);
-  for (int i = 0; i < 2; ++i) {{
-    find_next_rows(0);
-    look_further();
-  }}
-  __syncthreads();
+  find_rows(c, step / LOT * LOT);
+  find_rows(c, step / LOT * LOT + LOT);
   fetch(0, 0, 0);
   while (step < p->last_step) {{
     if (ahead == INTERVAL) {{
@@ -308,12 +318,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
         else if (ends && {str(validates).lower()}) {{ {"fetch_check(0, into);" if validates else ""} }}
         else if (step + 1 < p->last_step) fetch(1, 0, into);
       }};
-      constexpr u32 BUSY = GROUP_TILES * 2;  // warps with rows in the last layer
-      auto next_inputs = [&]() {{
-        if (X_BUFFERS == 2) fetch_next();
-        if (BUSY >= WARPS && micro == 0) find_next_rows(0);
-      }};
-      auto idle = [&]() {{ if (BUSY < WARPS && micro == 0) find_next_rows(BUSY); }};
+      auto next_inputs = [&]() {{ if (X_BUFFERS == 2) fetch_next(); }};
+      constexpr u32 trained = 0;
       {deep.join(forward)}
       leave = c.dead;
       if (threadIdx.x == 0) total += sum_of_losses(c);
@@ -331,7 +337,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       broken |= !(fabsf(loss) <= 3.4028235e38f);
     }}{check}
     ++step, ++c.step, ++ahead;
-    look_further();
+    if (step % LOT == 0) find_rows(c, step + LOT);
     place = place + 1 == (u32)p->steps_per_epoch ? 0 : place + 1;
     if (leave) break;
   }}

@@ -76,6 +76,21 @@ INLINE void gather_quad(u32 word, u32 (&row)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) row[i] = __shfl_sync(~0u, word, i, 4);
 }
+// Word i of lane j becomes word j of lane i, within each quad.
+INLINE void transpose_quad(u32 (&w)[4]) {
+  const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const u32 other = __shfl_xor_sync(~0u, odd ? w[i] : w[i + 1], 1);
+    (odd ? w[i] : w[i + 1]) = other;
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 other = __shfl_xor_sync(~0u, high ? w[i] : w[i + 2], 2);
+    (high ? w[i] : w[i + 2]) = other;
+  }
+}
+INLINE u32 pick(const u32 (&w)[4], u32 i) { return i & 2 ? (i & 1 ? w[3] : w[2]) : (i & 1 ? w[1] : w[0]); }
 INLINE void clear(float (&tile)[4]) { tile[0] = tile[1] = tile[2] = tile[3] = 0.f; }
 
 // Shared memory by 32-bit address.
@@ -135,6 +150,25 @@ INLINE void copy_16_bytes(u32 to, const void* from) { asm volatile("cp.async.cg.
 INLINE void copy_4_bytes(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
 INLINE void copies_issued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 INLINE void copies_done() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+#if __CUDA_ARCH__ >= 900
+#define ROWS_IN_BULK 1
+// Barriers in shared memory that count the bytes of copies and of other blocks' stores.
+INLINE void make_barrier(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+INLINE void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+INLINE bool arrived(u32 barrier, u32 phase) {
+  u32 yes;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(barrier), "r"(phase) : "memory");
+  return yes;
+}
+INLINE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+#else
+#define ROWS_IN_BULK 0
+#endif
 
 INLINE u64 clock_now() {
   u64 now;

@@ -39,6 +39,7 @@ struct Context {
   u32 lane, warp, g, q, rank, shared;
   u32 remote[(BLOCKS + 3) / 4];  // shared memory of the blocks this lane sends to: q, q + 4, …
   u32 passes, backs, step;  // forward passes, backward passes and updates so far in this launch
+  u32 copies;               // the update whose copies of the last layer's weights have arrived
   u32 turn;                 // which half of the partial sums is next
   bool dead;                // a wait was in vain: leave
 };
@@ -60,20 +61,12 @@ INLINE void send(u32 address, const u32 (&w)[4], u32 barrier) {
 INLINE void send(u32 address, u32 a, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(a), "r"(barrier) : "memory");
 }
-INLINE void expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-INLINE bool arrived(u32 barrier, u32 phase) {
-  u32 yes;
-  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(barrier), "r"(phase) : "memory");
-  return yes;
-}
 INLINE void make_barriers(Context& c) {
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < 2 * EXCHANGES; ++i) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(c.shared + AT_BARRIERS + i * 8) : "memory");
+    for (u32 i = 0; i < 2 * EXCHANGES; ++i) make_barrier(c.shared + AT_BARRIERS + i * 8);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (u32 i = 0; i < EXCHANGES; ++i)
-      for (u32 pair = 0; pair < 2; ++pair) expect(c.shared + AT_BARRIERS + (i * 2 + pair) * 8, exchange_bytes(i));
+      for (u32 pair = 0; pair < 2; ++pair) expect_bytes(c.shared + AT_BARRIERS + (i * 2 + pair) * 8, exchange_bytes(i));
   }
 }
 INLINE void meet_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -113,7 +106,7 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
         return;
       }
   }
-  if (threadIdx.x == 0) expect(barrier, exchange_bytes(EXCHANGE));
+  if (threadIdx.x == 0) expect_bytes(barrier, exchange_bytes(EXCHANGE));
 #else
   const u32 step = (c.lane >> 1) * WARPS + c.warp, writer = (step * 2 + (c.lane & 1)) / tiles;
   if (step < steps && writer < BLOCKS) {
@@ -158,10 +151,11 @@ template <int AT, u32 STRIDE> INLINE void read_left_transposed(const Context& c,
     w[0] = transposed(t[0]), w[1] = transposed(t[2]), w[2] = transposed(t[1]), w[3] = transposed(t[3]);
   }
 }
-// `index` of the first of the two tiles of a step.
-template <int AT, u32 STRIDE> INLINE void read_right(const Context& c, u32 count, u32 index, u32 (&w)[2]) {
-  if constexpr (SLOTS_SHARED) load_matrices(c.shared + slot_offset<AT, STRIDE>(count) + index * 128 + (c.lane & 15) * 16, w);
-  else load_global(c.p->exchange + (slot_offset<AT, STRIDE>(count) + c.rank * STRIDE * 2 + index * 128 + c.lane * 8) / 4, w);
+// `index` of the first of the two tiles of a step. OWN: from the slot meant for this block, not for all.
+template <int AT, u32 STRIDE, bool OWN> INLINE void read_right(const Context& c, u32 count, u32 index, u32 (&w)[2]) {
+  const u32 slot = slot_offset<AT, STRIDE>(count) + index * 128;
+  if constexpr (SLOTS_SHARED) load_matrices(c.shared + slot + (c.lane & 15) * 16, w);
+  else load_global(c.p->exchange + (slot + (OWN ? c.rank * STRIDE * 2 : 0) + c.lane * 8) / 4, w);
 }
 
 // FINISH blocks of 8 x 8 values (rows `half * 8 + g` and, for two, eight further) of a tile of units into everyone's slot.
@@ -194,19 +188,37 @@ template <int EXCHANGE, int AT, u32 STRIDE, int N> INLINE void publish_left(cons
 #endif
 }
 // A packed 8 x 8 block of weights (inputs along the rows) into the slot of the block that multiplies by it on the way back.
-template <int EXCHANGE, int AT, u32 STRIDE> INLINE void send_right(const Context& c, u32 count, u32 to, u32 index, u32 word) {
-  const u32 slot = slot_offset<AT, STRIDE>(count) + index * 128;
-  if constexpr (BLOCKS == 1) store_word(c.shared + slot + c.lane * 4, word);
-#if IS_CLUSTER
-  else {
-    u32 row[4];
-    gather_quad(word, row);
-    if (c.q == (index & 3)) send(at_block(c.shared, to) + slot + c.g * 16, row, at_block(c.shared, to) + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8);
-  }
-#else
+#if !IS_CLUSTER
+template <int AT, u32 STRIDE> INLINE void send_right(const Context& c, u32 count, u32 to, u32 index, u32 word) {
+  if constexpr (BLOCKS == 1) store_word(c.shared + slot_offset<AT, STRIDE>(count) + index * 128 + c.lane * 4, word);
   else store_global(c.p->exchange + (slot_offset<AT, STRIDE>(count) + to * STRIDE * 2 + (index & ~1u) * 128 + c.lane * 8 + (index & 1) * 4) / 4, word);
+}
+#endif
+// The same for all: into everyone's slot.
+template <int EXCHANGE, int AT, u32 STRIDE> INLINE void publish_right(const Context& c, u32 count, u32 index, u32 word) {
+  const u32 slot = slot_offset<AT, STRIDE>(count);
+  if constexpr (BLOCKS == 1) store_word(c.shared + slot + index * 128 + c.lane * 4, word);
+#if IS_CLUSTER
+  u32 row[4];
+  gather_quad(word, row);
+  const u32 barrier = AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8;
+#pragma unroll
+  for (u32 to = 0; to < (BLOCKS + 3) / 4; ++to)
+    if (BLOCKS % 4 == 0 || to * 4 + c.q < BLOCKS) send(c.remote[to] + slot + index * 128 + c.g * 16, row, c.remote[to] + barrier);
+#else
+  if constexpr (BLOCKS > 1) store_global(c.p->exchange + (slot + (index & ~1u) * 128 + c.lane * 8 + (index & 1) * 4) / 4, word);
 #endif
 }
+#if IS_CLUSTER
+// Four blocks of weights at once, `index[i]` in the slot of block `to[i]` (or nowhere, beyond the last block): a lane sends one row.
+template <int EXCHANGE, int AT, u32 STRIDE> INLINE void send_four_right(const Context& c, u32 count, const u32 (&to)[4], const u32 (&index)[4], u32 (&words)[4]) {
+  transpose_quad(words);
+  const u32 block = pick(to, c.q), slot = slot_offset<AT, STRIDE>(count) + pick(index, c.q) * 128;
+  if (block >= BLOCKS) return;
+  const u32 there = at_block(c.shared, block);
+  send(there + slot + c.g * 16, words, there + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8);
+}
+#endif
 
 // One word from block 0 to all: the same decision everywhere. Uses of it are counted by `count`.
 INLINE u32 agreed(Context& c, u32 count, u32 word) {

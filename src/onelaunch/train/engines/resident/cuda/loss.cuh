@@ -1,6 +1,6 @@
 // The last layer, which every block computes whole: outputs, loss, right predictions, and the loss's gradient.
 #pragma once
-#include "passes.cuh"
+#include "last_layer.cuh"
 
 struct Tally {
   u32 rows;          // of this micro-batch that are real
@@ -79,12 +79,12 @@ template <int NT> INLINE float row_loss(float (&z)[NT][2], u32 q, u32 target, fl
   return loss;
 }
 
-// Outputs and loss of a pass. Sums of the loss over eight rows lie at AT_LOSSES afterwards, right predictions are added at
-// AT_CORRECT. Warps without rows call `idle`.
-template <class L, class Read, class Idle> INLINE void outputs(Context& c, const Weights<L>& w, const Draw& draw, const Tally& tally, Read read, Idle idle) {
+// Outputs and loss of a pass; `multiply` gives a group's sums. Sums of the loss over eight rows lie at AT_LOSSES afterwards, right predictions are added at
+// AT_CORRECT.
+template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& draw, const Tally& tally, Multiply multiply) {
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][L::NT][4];
-    multiply<L>(c, w, group, sum, read);
+    multiply(group, sum);
     const u32 buffer = store_partials<L::NT, L::SPLIT>(c, sum);
     if (c.warp < GROUP_TILES * 2) {  // a warp takes eight rows
       const int m = c.warp >> 1, half = c.warp & 1, row_tile = group * GROUP_TILES + m;
@@ -120,8 +120,6 @@ template <class L, class Read, class Idle> INLINE void outputs(Context& c, const
           split(z[n][0], z[n][1], words[0]);
           keep_delta<L>(c, row_tile, n, half, z[n], words);
         }
-    } else if (group == 0) {
-      idle();
     }
   }
   c.dead = __syncthreads_or(c.dead);

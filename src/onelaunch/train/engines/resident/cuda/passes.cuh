@@ -104,16 +104,20 @@ template <int EXCHANGE, int AT, u32 STRIDE, class L, int N> INLINE void publish(
     publish_left<EXCHANGE, AT, STRIDE>(c, count, (plane * ROW_TILES + row_tile) * L::OUT_KT + place / 2, place & 1, half, w);
   }
 }
+// The block's own values or deltas: [plane][row tile][tile of units], 16 rows of 16 bytes.
+template <int AT, int NT, int N> INLINE void keep_words(const Context& c, int row_tile, int n, int half, const u32 (&words)[N][PLANES]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane)
+      store_word(c.shared + AT + ((plane * ROW_TILES + row_tile) * NT + n) * 256 + (half + i) * 128 + c.lane * 4, words[i][plane]);
+}
 // Gradients of N / 2 rows of a tile by the layer's sums, where the weights' gradient finds them, and their sums by unit.
 template <class L, int N> INLINE void keep_delta(const Context& c, int row_tile, int n, int half, const float (&d)[N], const u32 (&words)[N / 2][PLANES]) {
   float sum[2] = {0.f, 0.f};
+  keep_words<L::AT_DELTA, L::NT>(c, row_tile, n, half, words);
 #pragma unroll
-  for (int i = 0; i < N / 2; ++i) {
-#pragma unroll
-    for (int plane = 0; plane < PLANES; ++plane)
-      store_word(c.shared + L::AT_DELTA + ((plane * ROW_TILES + row_tile) * L::NT + n) * 256 + (half + i) * 128 + c.lane * 4, words[i][plane]);
-    sum[0] += d[2 * i], sum[1] += d[2 * i + 1];
-  }
+  for (int i = 0; i < N / 2; ++i) sum[0] += d[2 * i], sum[1] += d[2 * i + 1];
   sum[0] = column_sum(sum[0]), sum[1] = column_sum(sum[1]);
   if (c.g == 0) store_shared(c.shared + L::AT_BIAS_SUMS + ((row_tile * 2 + half) * L::UNITS + n * 8 + c.q * 2) * 4, sum[0], sum[1]);
 }
@@ -144,6 +148,7 @@ template <class L, class Read> INLINE void forward(Context& c, const Weights<L>&
         split(z[2 * i], z[2 * i + 1], words[i]);
       }
       publish<L::OUT_EXCHANGE, L::AT_OUT, L::OUT_STRIDE, L>(c, c.passes, row_tile, n, half, words);
+      if constexpr (L::KEEPS_VALUES) keep_words<L::AT_OWN, L::NT>(c, row_tile, n, half, words);
     });
   }
   written<L::OUT_EXCHANGE>(c, c.passes);
@@ -219,7 +224,7 @@ template <class L, class Previous> INLINE void back(Context& c) {
 #pragma unroll
           for (int right = 0; right < PLANES; ++right) {
             u32 words[2];
-            read_right<L::AT_BACK, L::BACK_BYTES>(c, c.step, ((right * Previous::NT + n) * L::OUT_KT + step) * 2, words);
+            read_right<L::AT_BACK, L::BACK_BYTES, true>(c, c.step, ((right * Previous::NT + n) * L::OUT_KT + step) * 2, words);
 #pragma unroll
             for (int plane = 0; plane + right < PLANES; ++plane)
 #pragma unroll

@@ -14,30 +14,44 @@ INLINE void philox(u32 (&c)[4], u64 seed) {
   }
 }
 
-// The rows that stand at `place` (one a lane) of an epoch; all lanes of a warp together. Lanes beyond the rows give 0.
-INLINE u32 permuted_rows(u64 seed, u64 epoch, u32 place, u32 rows) {
+// Half (0 or 1) of the eight round keys of an epoch's row order.
+INLINE void permutation_keys(u64 seed, u64 epoch, u32 half, u32 (&keys)[4]) {
+  keys[0] = half, keys[1] = (u32)epoch, keys[2] = (u32)(epoch >> 32), keys[3] = 0xFFFFFFFFu;
+  philox(keys, seed);
+}
+// N rows at once, so that their latencies overlap: `value[i]` is a place in its epoch (or ~0: none) and becomes the row there.
+// The keys lie at `keys[i]` in shared memory.
+template <int N> INLINE void permute_rows(u32 (&value)[N], const u32 (&keys)[N], u32 rows) {
   constexpr u32 RIGHT = PERMUTATION_BITS - PERMUTATION_BITS / 2, LEFT = PERMUTATION_BITS / 2;
-  u32 words[4] = {threadIdx.x & 1, (u32)epoch, (u32)(epoch >> 32), 0xFFFFFFFFu}, keys[8];
-  philox(words, seed);  // even lanes hold the first four round keys, odd lanes the others
+  u32 words[N][8];
+  bool walking[N];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) keys[i] = __shfl_sync(~0u, words[i & 3], i / 4);
-  if (place >= rows) return 0;
-  u32 value = place;
-  do {
-    u32 left = value >> RIGHT, right = value & ((1u << RIGHT) - 1);
+  for (int i = 0; i < N; ++i) {
 #pragma unroll
-    for (int round = 0; round < 8; ++round) {
-      const u32 width = round & 1 ? RIGHT : LEFT;  // of the half that is replaced: the halves trade places every round
-      u32 mixed = (right ^ keys[round]) * 0x85EBCA6Bu;
-      mixed ^= mixed >> 13;
-      mixed *= 0xC2B2AE35u;
-      mixed = (mixed ^ (mixed >> 16)) & ((1u << width) - 1);
-      const u32 next = left ^ mixed;
-      left = right, right = next;
+    for (int round = 0; round < 8; ++round) words[i][round] = load_word(keys[i] + round * 4);
+    walking[i] = value[i] < rows;
+    value[i] = walking[i] ? value[i] : 0;
+  }
+  for (bool more = true; more;) {
+    more = false;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      u32 left = value[i] >> RIGHT, right = value[i] & ((1u << RIGHT) - 1);
+#pragma unroll
+      for (int round = 0; round < 8; ++round) {
+        const u32 width = round & 1 ? RIGHT : LEFT;  // of the half that is replaced: the halves trade places every round
+        u32 mixed = (right ^ words[i][round]) * 0x85EBCA6Bu;
+        mixed ^= mixed >> 13;
+        mixed *= 0xC2B2AE35u;
+        mixed = (mixed ^ (mixed >> 16)) & ((1u << width) - 1);
+        const u32 next = left ^ mixed;
+        left = right, right = next;
+      }
+      if (walking[i]) value[i] = (left << RIGHT) | right;
+      walking[i] = walking[i] && value[i] >= rows;
+      more |= walking[i];
     }
-    value = (left << RIGHT) | right;
-  } while (value >= rows);
-  return value;
+  }
 }
 
 // Keep factors of N / 2 rows, eight apart from `row` on, units (unit + 2q, unit + 2q + 1), `unit` a multiple of eight.

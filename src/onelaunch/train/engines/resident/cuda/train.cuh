@@ -8,19 +8,49 @@ template <class L> struct Inputs {
   INLINE static u32 buffer_at(const Context& c, u32 buffer) { return c.shared + AT_X + buffer * X_BUFFER_BYTES; }
   INLINE static u32 targets_at(const Context& c, u32 buffer) { return c.shared + AT_TARGETS + buffer * (ROWS * TARGET_WORDS * 4); }
 
-  // `row_table`: shared address of the rows' numbers, or 0: they are `first_row` and what follows.
+  // `row_table`: shared address of the rows' numbers, or 0: they are `first_row` and what follows. A lane a row.
   INLINE static void fetch(const Context& c, u32 buffer, const u8* x, const u32* y, u64 plane_bytes, u32 row_table, u64 first_row, u32 rows) {
-    auto number = [&](u32 row) -> u64 { return row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row; };
+#if ROWS_IN_BULK
+    const u32 barrier = c.shared + AT_ROW_BARRIERS + buffer * 8;
+    if (threadIdx.x == THREADS - ROWS_FETCHERS) expect_bytes(barrier, X_PLANES * ROWS * X_PITCH);
+#endif
+    if (threadIdx.x >= THREADS - ROWS_FETCHERS)
+      for (u32 row = threadIdx.x - (THREADS - ROWS_FETCHERS); row < ROWS; row += ROWS_FETCHERS) {
+        const u64 number = row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row;
+#if ROWS_IN_BULK
 #pragma unroll
-    for (int plane = 0; plane < X_PLANES; ++plane)
-#pragma unroll 4
-      for (u32 i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
-        const u32 row = i / CHUNKS, chunk = i % CHUNKS;
-        copy_16_bytes(buffer_at(c, buffer) + (plane * ROWS + row) * X_SHARED_PITCH + chunk * 16, x + plane * plane_bytes + number(row) * X_PITCH + chunk * 16);
+        for (int plane = 0; plane < X_PLANES; ++plane)
+          copy_bulk(buffer_at(c, buffer) + (plane * ROWS + row) * X_SHARED_PITCH, x + plane * plane_bytes + number * X_PITCH, X_PITCH, barrier);
+#endif
+#pragma unroll
+        for (int word = 0; word < TARGET_WORDS; ++word) copy_4_bytes(targets_at(c, buffer) + (row * TARGET_WORDS + word) * 4, y + number * TARGET_WORDS + word);
       }
-    for (u32 i = threadIdx.x; i < ROWS * TARGET_WORDS; i += THREADS)
-      copy_4_bytes(targets_at(c, buffer) + i * 4, y + number(i / TARGET_WORDS) * TARGET_WORDS + i % TARGET_WORDS);
+#if !ROWS_IN_BULK
+    for (u32 row = c.warp; row < ROWS; row += WARPS) {
+      const u64 number = row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row;
+#pragma unroll
+      for (int plane = 0; plane < X_PLANES; ++plane)
+        for (u32 chunk = c.lane; chunk < CHUNKS; chunk += 32)
+          copy_16_bytes(buffer_at(c, buffer) + (plane * ROWS + row) * X_SHARED_PITCH + chunk * 16, x + plane * plane_bytes + number * X_PITCH + chunk * 16);
+    }
+#endif
     copies_issued();
+  }
+  // Until the rows of fetch number `count` are there. (The targets are read after a barrier of the block.)
+  INLINE static void arrive(Context& c, u32 buffer, u32 count) {
+    copies_done();
+#if ROWS_IN_BULK
+    const u32 barrier = c.shared + AT_ROW_BARRIERS + buffer * 8, phase = (count / X_BUFFERS) & 1;
+    if (c.dead || arrived(barrier, phase)) return;
+    const u64 begin = clock_now();
+    while (!arrived(barrier, phase))
+      if (clock_now() - begin > c.p->patience) {
+        give_up(c, EXCHANGES);
+        return;
+      }
+#else
+    __syncthreads();
+#endif
   }
   // Lane's address for `ldmatrix`: rows of a tile, the 16 bytes at `chunk`; two blocks of eight rows, then the next chunk's.
   INLINE static u32 at(const Context& c, u32 buffer, int m, int chunk, int plane) {
@@ -97,14 +127,34 @@ INLINE void fill_rates(const Context& c, u64 step) {
   }
   __syncthreads();
 }
-// Numbers of the rows of a micro-batch of a step: the table holds four steps.
-INLINE u32 row_table(const Context& c, u32 step, u32 micro) { return c.shared + AT_ROWS + ((step & 3) * BATCH + micro * ROWS) * 4; }
-// Warps from `first_warp` on fill it in for one step.
-INLINE void find_rows(const Context& c, u32 first_warp, u32 step, u64 epoch, u32 place) {
-  for (u32 i = (c.warp - first_warp) * 32; i < BATCH; i += (WARPS - first_warp) * 32) {
-    const u32 row = permuted_rows(c.p->seed, epoch, place * BATCH + i + c.lane, (u32)c.p->rows);
-    if (i + c.lane < BATCH) store_word(row_table(c, step, 0) + (i + c.lane) * 4, row);
+// Numbers of the rows of a micro-batch of a step: the table holds two lots of LOT steps.
+INLINE u32 row_table(const Context& c, u32 step, u32 micro) { return c.shared + AT_ROWS + (step % (2 * LOT) * BATCH + micro * ROWS) * 4; }
+// Fill in the lot that begins with `step`, which is a multiple of LOT. `place`: of that step in its epoch.
+INLINE void find_rows(const Context& c, u64 step) {
+  const u32 each = (u32)c.p->steps_per_epoch, first = (u32)(step % each);
+  const u64 epoch = step / each;
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < 2 * LOT; i += THREADS) {
+    u32 keys[4];
+    permutation_keys(c.p->seed, epoch + (first + i / 2) / each, i & 1, keys);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) store_word(c.shared + AT_KEYS + (i * 4 + k) * 4, keys[k]);
   }
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < LOT * BATCH; i += THREADS * 2) {
+    u32 value[2], keys[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const u32 number = i + k * THREADS, of = number / BATCH, place = (first + of) % each * BATCH + number % BATCH;
+      value[k] = number < LOT * BATCH ? place : ~0u;
+      keys[k] = c.shared + AT_KEYS + (number < LOT * BATCH ? of : 0) * 32;
+    }
+    permute_rows(value, keys, (u32)c.p->rows);
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      if (i + k * THREADS < LOT * BATCH) store_word(row_table(c, (u32)step, 0) + (i + k * THREADS) * 4, value[k]);
+  }
+  __syncthreads();
 }
 INLINE u32 micro_rows(u32 all, u32 micro) { return all - micro * ROWS < ROWS ? all - micro * ROWS : ROWS; }
 

@@ -54,6 +54,19 @@ template <class L> INLINE int input_of(int step, int i) {
   return step * 16 + (L::FIRST && X_BYTES == 1 ? (i & 7) * 2 + (i >> 3) : i);
 }
 
+  template <class L, bool LOAD> INLINE void move_bias(const Context& c) {
+    const int first = L::REPLICATED ? 0 : c.rank * L::UNITS, unit = threadIdx.x;
+    if (unit >= L::UNITS) return;
+    const bool real = L::BIAS && first + unit < L::OUT;
+#pragma unroll
+    for (int kind = 0; kind <= STATES; ++kind) {
+      float* flat = kind == 0 ? c.p->weights : c.p->state[kind - 1];
+      const u32 at = c.shared + L::AT_BIAS + (kind * L::UNITS + unit) * 4;
+      if (LOAD) store_float(at, real ? flat[L::BIAS_AT + first + unit] : 0.f);
+      else if (real && (!L::REPLICATED || c.rank == 0)) flat[L::BIAS_AT + first + unit] = load_float(at);
+    }
+  }
+
 template <class L> struct Weights {
   static constexpr int N = L::KS * L::NT;
   Tiles<N, L::MASTERS_SHARED> master;
@@ -83,18 +96,6 @@ template <class L> struct Weights {
         if (LOAD) tiles.set(ks * L::NT + n, t);
       }
   }
-  template <bool LOAD> INLINE void move_bias(const Context& c) {
-    const int first = L::REPLICATED ? 0 : c.rank * L::UNITS, unit = threadIdx.x;
-    if (unit >= L::UNITS) return;
-    const bool real = L::BIAS && first + unit < L::OUT;
-#pragma unroll
-    for (int kind = 0; kind <= STATES; ++kind) {
-      float* flat = kind == 0 ? c.p->weights : c.p->state[kind - 1];
-      const u32 at = c.shared + L::AT_BIAS + (kind * L::UNITS + unit) * 4;
-      if (LOAD) store_float(at, real ? flat[L::BIAS_AT + first + unit] : 0.f);
-      else if (real && (!L::REPLICATED || c.rank == 0)) flat[L::BIAS_AT + first + unit] = load_float(at);
-    }
-  }
   template <bool LOAD> INLINE void move_all(const Context& c) {
     if (LOAD) {
       master.place(c, L::AT_MASTERS);
@@ -105,28 +106,41 @@ template <class L> struct Weights {
     move<LOAD>(c, master, c.p->weights);
     if constexpr (STATES > 0) move<LOAD>(c, state0, c.p->state[0]);
     if constexpr (STATES > 1) move<LOAD>(c, state1, c.p->state[1]);
-    move_bias<LOAD>(c);
+    move_bias<L, LOAD>(c);
   }
 };
 
-// The copies of a 16 x 8 block of weights that the way back multiplies by, to the owners of its inputs; for update `count`.
-template <class L> INLINE void send_back(const Context& c, u32 count, int step, int n, const float (&t)[4]) {
-  if constexpr (L::FIRST) return;
-  constexpr int TILES = L::FIRST ? 1 : L::IN_TILES;  // tiles of eight inputs a block owns
-  const int place = (L::REPLICATED ? 0 : (int)c.rank * L::NT) + n;  // of these eight units among all
+// The copies of a step's 16 inputs x all tiles that the way back multiplies by, to the owners of the inputs; for update `count`.
+template <class L> INLINE void send_back(const Context& c, u32 count, int step, const float (&t)[L::NT][4]) {
+  if constexpr (!L::FIRST) {
+    constexpr int TILES = L::IN_TILES;  // tiles of eight inputs a block owns
+    const int first = c.rank * L::NT;  // of these tiles of units among all
+    u32 words[L::NT * 2][PLANES];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    u32 planes[PLANES];
-    split(t[half * 2], t[half * 2 + 1], planes);
-    const int owner = (step * 2 + half) / TILES, tile = (step * 2 + half) % TILES;
+    for (int n = 0; n < L::NT; ++n) {
+      split(t[n][0], t[n][1], words[n * 2]);
+      split(t[n][2], t[n][3], words[n * 2 + 1]);
+    }
+    auto owner = [&](int i) { return (step * 2 + (i & 1)) / TILES; };
+    auto index = [&](int i, int plane) { return (plane * TILES + (step * 2 + (i & 1)) % TILES) * (L::OUT_KT * 2) + first + i / 2; };
 #pragma unroll
     for (int plane = 0; plane < PLANES; ++plane) {
-      const int index = (plane * TILES + tile) * (L::OUT_KT * 2) + place;
-      if constexpr (L::REPLICATED) {
-        if (owner == (int)c.rank) store_word(c.shared + L::AT_BACK + index * 128 + c.lane * 4, planes[plane]);
-      } else if (owner < BLOCKS) {
-        send_right<L::BACK_EXCHANGE, L::AT_BACK, L::BACK_BYTES>(c, count, owner, index, planes[plane]);
+#if IS_CLUSTER
+#pragma unroll
+      for (int i = 0; i < L::NT * 2; i += 4) {
+        u32 to[4], at[4], four[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int j = i + k < L::NT * 2 ? i + k : i;
+          to[k] = i + k < L::NT * 2 ? owner(j) : BLOCKS, at[k] = index(j, plane), four[k] = words[j][plane];
+        }
+        send_four_right<L::BACK_EXCHANGE, L::AT_BACK, L::BACK_BYTES>(c, count, to, at, four);
       }
+#else
+#pragma unroll
+      for (int i = 0; i < L::NT * 2; ++i)
+        if (owner(i) < BLOCKS) send_right<L::AT_BACK, L::BACK_BYTES>(c, count, owner(i), index(i, plane), words[i][plane]);
+#endif
     }
   }
 }
@@ -134,13 +148,12 @@ template <class L> INLINE void send_all_back(const Context& c, const Weights<L>&
   if constexpr (!L::FIRST)
 #pragma unroll
     for (int ks = 0; ks < L::KS; ++ks)
-      if (Weights<L>::mine(c, ks))
+      if (Weights<L>::mine(c, ks)) {
+        float t[L::NT][4];
 #pragma unroll
-        for (int n = 0; n < L::NT; ++n) {
-          float t[4];
-          w.master.get(ks * L::NT + n, t);
-          send_back<L>(c, count, ks * WARPS + c.warp, n, t);
-        }
+        for (int n = 0; n < L::NT; ++n) w.master.get(ks * L::NT + n, t[n]);
+        send_back<L>(c, count, ks * WARPS + c.warp, t);
+      }
 }
 
 // The block's deltas of a row tile and a tile of units, as the right operand whose k are the rows.
@@ -148,10 +161,45 @@ template <class L> INLINE void read_delta(const Context& c, int plane, int m, in
   load_transposed(c.shared + L::AT_DELTA + ((plane * ROW_TILES + m) * L::NT + n) * 256 + (c.lane & 15) * 16, w);
 }
 
+// One tile of weights by its finished gradient; `weight` is what it becomes.
+template <class W> INLINE void step_tile(W& w, int i, const float (&gradient)[4], float scale, float (&weight)[4], const Rates& rates, const Rule& rule) {
+  float s0[4] = {0.f, 0.f, 0.f, 0.f}, s1[4] = {0.f, 0.f, 0.f, 0.f};
+  w.master.get(i, weight);
+  if constexpr (STATES > 0) w.state0.get(i, s0);
+  if constexpr (STATES > 1) w.state1.get(i, s1);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) step_weight(weight[e], gradient[e] * scale, s0[e], s1[e], rates, rule);
+  w.master.set(i, weight);
+  if constexpr (STATES > 0) w.state0.set(i, s0);
+  if constexpr (STATES > 1) w.state1.set(i, s1);
+}
+template <class L> INLINE void step_bias(const Context& c, const Rates& rates, const Rule& rule, bool first, bool last) {
+  if (!L::BIAS || threadIdx.x >= L::UNITS) return;
+  const u32 unit = threadIdx.x, sums = c.shared + L::AT_BIAS_SUMS, at = c.shared + L::AT_BIAS + unit * 4;
+  float gradient = 0.f, s0 = 0.f, s1 = 0.f;
+#pragma unroll 8
+  for (int half = 0; half < ROW_TILES * 2; ++half) gradient += load_float(sums + (half * L::UNITS + unit) * 4);
+  if constexpr (MICRO > 1) {
+    const u32 so_far = sums + (ROW_TILES * 2 * L::UNITS + unit) * 4;
+    if (!first) gradient += load_float(so_far);
+    if (!last) {
+      store_float(so_far, gradient);
+      return;
+    }
+  }
+  float bias = load_float(at);
+  if constexpr (STATES > 0) s0 = load_float(at + L::UNITS * 4);
+  if constexpr (STATES > 1) s1 = load_float(at + 2 * L::UNITS * 4);
+  step_weight(bias, gradient * BIAS_SCALE, s0, s1, rates, rule);
+  store_float(at, bias);
+  if constexpr (STATES > 0) store_float(at + L::UNITS * 4, s0);
+  if constexpr (STATES > 1) store_float(at + 2 * L::UNITS * 4, s1);
+}
+
 // Gradient of the warp's weights from its inputs and the block's deltas, and the update. `read` gives the inputs of a row tile, a
 // step and a plane as the left operand whose k are the rows. `last`: of the step's micro-batches.
 template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, const Rates& rates, const Rule& rule, bool first, bool last, Read read) {
-  constexpr bool KEEP = ROW_TILES * L::NT * PLANES <= 8;  // the deltas in registers, for all steps
+  constexpr bool KEEP = ROW_TILES <= 4 && ROW_TILES * L::NT * PLANES <= 8;  // the deltas in registers, for all steps
   u32 kept[KEEP ? ROW_TILES * L::NT * PLANES : 1][2];
   if constexpr (KEEP)
 #pragma unroll
@@ -159,7 +207,7 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
 #pragma unroll
   for (int ks = 0; ks < L::KS; ++ks)
     if (Weights<L>::mine(c, ks)) {
-      float gradient[L::NT][4];
+      float gradient[L::NT][4], weights[L::NT][4];
 #pragma unroll
       for (int n = 0; n < L::NT; ++n) {
         clear(gradient[n]);
@@ -182,44 +230,14 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
               if (plane + right < PLANES) multiply_add(gradient[n], left[plane], delta[0], delta[1]);
           }
       }
+      if (MICRO > 1 && !last) {
 #pragma unroll
-      for (int n = 0; n < L::NT; ++n) {
-        const int i = ks * L::NT + n;
-        if (MICRO > 1 && !last) {
-          w.gradient.set(i, gradient[n]);
-          continue;
-        }
-        float weight[4], s0[4] = {0, 0, 0, 0}, s1[4] = {0, 0, 0, 0};
-        w.master.get(i, weight);
-        if constexpr (STATES > 0) w.state0.get(i, s0);
-        if constexpr (STATES > 1) w.state1.get(i, s1);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) step_weight(weight[e], gradient[n][e] * L::GRADIENT_SCALE, s0[e], s1[e], rates, rule);
-        w.master.set(i, weight);
-        if constexpr (STATES > 0) w.state0.set(i, s0);
-        if constexpr (STATES > 1) w.state1.set(i, s1);
-        send_back<L>(c, c.step + 1, ks * WARPS + c.warp, n, weight);
+        for (int n = 0; n < L::NT; ++n) w.gradient.set(ks * L::NT + n, gradient[n]);
+        continue;
       }
+#pragma unroll
+      for (int n = 0; n < L::NT; ++n) step_tile(w, ks * L::NT + n, gradient[n], L::GRADIENT_SCALE, weights[n], rates, rule);
+      send_back<L>(c, c.step + 1, ks * WARPS + c.warp, weights);
     }
-  if (L::BIAS && threadIdx.x < L::UNITS) {
-    const u32 unit = threadIdx.x, sums = c.shared + L::AT_BIAS_SUMS;
-    float gradient = 0.f;
-#pragma unroll 8
-    for (int half = 0; half < ROW_TILES * 2; ++half) gradient += load_float(sums + (half * L::UNITS + unit) * 4);
-    if constexpr (MICRO > 1) {
-      const u32 so_far = sums + (ROW_TILES * 2 * L::UNITS + unit) * 4;
-      if (!first) gradient += load_float(so_far);
-      if (!last) store_float(so_far, gradient);
-    }
-    if (last) {
-      const u32 at = c.shared + L::AT_BIAS + unit * 4;
-      float bias = load_float(at), s0 = 0.f, s1 = 0.f;
-      if constexpr (STATES > 0) s0 = load_float(at + L::UNITS * 4);
-      if constexpr (STATES > 1) s1 = load_float(at + 2 * L::UNITS * 4);
-      step_weight(bias, gradient * BIAS_SCALE, s0, s1, rates, rule);
-      store_float(at, bias);
-      if constexpr (STATES > 0) store_float(at + L::UNITS * 4, s0);
-      if constexpr (STATES > 1) store_float(at + 2 * L::UNITS * 4, s1);
-    }
-  }
+  step_bias<L>(c, rates, rule, first, last);
 }
