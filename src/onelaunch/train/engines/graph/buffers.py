@@ -149,4 +149,6 @@ def make_buffers(memory: str, step: StepPlan, layout: Layout, device: torch.devi
             return Arena(step, layout, device)
         case "caching":
             return Pool(step, device)
+        case "malloc":  # for the benchmark that shows why not
+            return DriverPool(step, device, ordered=False)
     return DriverPool(step, device)

@@ -38,8 +38,11 @@ def optimizer_name(run: Run) -> str:
 
 
 class GraphSession:
-    def __init__(self, run: Run, state: Mapping[str, torch.Tensor], *, capture: bool = True) -> None:
-        """Without `capture` every step is launched kernel by kernel, which Triton's interpreter can do too."""
+    def __init__(
+        self, run: Run, state: Mapping[str, torch.Tensor], *, capture: bool = True, memory: str | None = None
+    ) -> None:
+        """Without `capture` every step is launched kernel by kernel, which Triton's interpreter can do too. `memory`, in place
+        of the run's, may also be "malloc" (see buffers)."""
         spec, network = run.spec, run.network
         assert network is not None
         self.run, self.spec = run, spec
@@ -56,7 +59,7 @@ class GraphSession:
         )  # fmt: skip
         layout = self._step_plan.layout()
         self.plan = describe(network, self._step_plan, self.precision, layout)
-        self.buffers = make_buffers(spec.memory, self._step_plan, layout, run.device)
+        self.buffers = make_buffers(memory or spec.memory, self._step_plan, layout, run.device)
         self._parameters = dict(run.model.named_parameters())
         self._masters = {name: p.detach().contiguous() for name, p in self._parameters.items()}
         if self._step_plan.narrow:
@@ -204,7 +207,8 @@ class GraphSession:
             done = self._advance(end - step)
             step += done
             loss = float(losses[step - epoch_first - 1])  # waits for the device
-            self._step_seconds = (time.perf_counter() - begin) / done
+            if step - done > first_step:  # the first may have compiled and captured
+                self._step_seconds = (time.perf_counter() - begin) / done
             right = int(self.data.control[2]) if counts else None
             monitor.report(step, loss, right)
             if monitor.stop or not np.isfinite(loss):
@@ -216,21 +220,30 @@ class GraphSession:
             first_step, losses[first_step - epoch_first : step - epoch_first].to("cpu", copy=True), right, validation
         )
 
+    def train_steps(self, count: int) -> None:
+        """Queue the first `count` steps of an epoch once more, for benchmarks; nothing waits for the device."""
+        with torch.no_grad():
+            self._begin(0)
+            self._queue(min(count, self.spec.steps_per_epoch))
+
     def _advance(self, most: int) -> int:
         """Queues up to `most` steps, about REPLAY_SECONDS of them, and returns how many."""
-        if not (self._warm and self._capture):
-            self.runner.train(self.data, 0)
-            advance(self.data.control, 1)
-            self._warm = True
-            return 1
-        wanted = int(REPLAY_SECONDS / self._step_seconds) if self._step_seconds else GRAPH_STEPS[-1]
+        wanted = int(REPLAY_SECONDS / self._step_seconds) if self._step_seconds else 1
         wanted = max(1, min(most, wanted))
-        left = wanted
-        for steps in GRAPH_STEPS:
-            while left >= steps:
-                self._graph(steps).replay()
-                left -= steps
+        self._queue(wanted)
         return wanted
+
+    def _queue(self, count: int) -> None:
+        while count:
+            if self._warm and self._capture:
+                steps = next(size for size in GRAPH_STEPS if size <= count)
+                self._graph(steps).replay()
+            else:
+                steps = 1
+                self.runner.train(self.data, 0)
+                advance(self.data.control, 1)
+                self._warm = True
+            count -= steps
 
     def _graph(self, steps: int) -> torch.cuda.CUDAGraph:
         if steps not in self._graphs:
