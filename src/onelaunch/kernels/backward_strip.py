@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import cdiv, launch
+from onelaunch.kernels.launch import cdiv
 from onelaunch.kernels.optimizer import update_scalars, updated
 from onelaunch.kernels.parts_update import update_bias
 from onelaunch.kernels.run_arguments import Clock, Ending, Tile, Weights
-from onelaunch.kernels.run_state import run_keep, slope
+from onelaunch.kernels.run_state import begin, launch_step, run_keep, slope
 
 
 @triton.jit(do_not_specialize=["seed", "step", "threshold", "layer"])
@@ -55,8 +55,10 @@ def strip_kernel(
     DROPOUT: tl.constexpr,
     OPTIMIZER: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Columns `[BLOCK_K]` of one Linear: dx = (dz·W) times the slope of the stage before, and W -= lr * dzᵀ·h."""
+    begin(OVERLAP)
     scalars = update_scalars(table_ptr, tl.load(control_ptr) + step)
     strip = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
@@ -120,7 +122,7 @@ def backward_strip(
     batch, n = dz.shape
     k = weights.weight.shape[1]
     seed, threshold, layer, scale = before.dropout_values
-    launch(
+    launch_step(
         strip_kernel,
         (cdiv(k, tile.n) * tile.splits,),
         (

@@ -44,30 +44,34 @@ def launch(
     *,
     num_warps: int = 4,
     num_stages: int = 3,
+    launch_pdl: bool = False,
 ) -> None:
     """Runs `kernel(*tensors, *values, *sizes, *constants)`: its parameters come in that order, the first tensor given.
 
     Values are floats, or integers the kernel declares `do_not_specialize` with a type; sizes are integers it may be
-    specialised on; constants are its constexpr parameters.
+    specialised on; constants are its constexpr parameters. `launch_pdl`: it may start while the kernel before it ends.
     """
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    if launch_pdl:
+        options["launch_pdl"] = True
     first = tensors[0]
     assert first is not None
     device = first.get_device()
     if device < 0 or not isinstance(kernel, JITFunction):
-        kernel[grid](*tensors, *values, *sizes, *constants, num_warps=num_warps, num_stages=num_stages)
+        kernel[grid](*tensors, *values, *sizes, *constants, **options)
         return
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            launch(kernel, grid, tensors, values, sizes, constants, num_warps=num_warps, num_stages=num_stages)
+            launch(kernel, grid, tensors, values, sizes, constants, **options)
         return
     pointers: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
     kinds = tuple([None if t is None else (t.dtype, p & 15) for t, p in zip(tensors, pointers, strict=True)])
-    key = (kernel, device, kinds, sizes, constants, num_warps, num_stages)
+    key = (kernel, device, kinds, sizes, constants, num_warps, num_stages, launch_pdl)
     compiled = _compiled.get(key)
     if compiled is None or _hooked():
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
-        _compiled[key] = kernel[grid](*tensors, *values, *sizes, *constants, num_warps=num_warps, num_stages=num_stages)
+        _compiled[key] = kernel[grid](*tensors, *values, *sizes, *constants, **options)
         return
     compiled.run(
         grid[0],

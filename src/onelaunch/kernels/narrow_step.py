@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import launch
 from onelaunch.kernels.output_layer import loss_and_gradient
 from onelaunch.kernels.run_arguments import Clock, Rows
-from onelaunch.kernels.run_state import as_number, gathered_rows, hyper, slope
+from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, slope
 from onelaunch.kernels.tiles import activate
 
 MOST_LINEARS = 4
@@ -91,8 +90,10 @@ def narrow_step_kernel(
     FROM_Z: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """UNITS are the hidden widths as they are, WIDTH, IN and OUT as padded; those past the last hidden layer are not used."""
+    begin(OVERLAP)
     index = tl.load(control_ptr) + step
     # Where each Linear begins: its weights, then its bias. The last one's inputs are LAST wide.
     START_2: tl.constexpr = WIDTH_1 * (IN + 1)
@@ -127,7 +128,7 @@ def narrow_step_kernel(
         row = tile * ROWS + tl.arange(0, ROWS)
         source, taken = gathered_rows(order_ptr, table_ptr, index, row, batch)
         inside = taken[:, None] & (column < inputs)[None, :]
-        x = as_number(tl.load(x_ptr + source[:, None] * inputs + column[None, :], mask=inside, other=0)).to(w1.dtype)
+        x = as_number(tl.load(x_ptr + source[:, None] * inputs + column[None, :], mask=inside, other=0), w1.dtype)
         z1, h1 = hidden(x, w1, b1, UNITS_1, WIDTH_1, ACTIVATION, PRECISION)
         last = h1
         if LINEARS > 2:
@@ -189,7 +190,7 @@ def narrow_step(
     and as padded; `weights` are the masters in the type of the products."""
     hidden_units = (*units[1:-1], 0, 0)[:3]
     hidden_widths = (*widths[1:-1], 1, 1)[:3]
-    launch(
+    launch_step(
         narrow_step_kernel,
         (len(parts),),
         (x.values, x.order, target, weights, masters, parts, loss_parts, clock.control, clock.table),

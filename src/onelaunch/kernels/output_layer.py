@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Tile
-from onelaunch.kernels.run_state import as_number, gathered_rows, hyper, run_keep, slope
+from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, run_keep, slope
 
 MOST_OUTPUTS = 1024  # a row of logits stays in registers
 
@@ -92,7 +92,9 @@ def output_layer_kernel(
     FROM_Z: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     index = tl.load(control_ptr) + step
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
@@ -107,8 +109,7 @@ def output_layer_kernel(
             w_ptr + output[None, :] * k + inner[:, None], mask=(output < outputs)[None, :] & (inner < k)[:, None],
             other=0.0,
         )  # fmt: skip
-        if GATHER:
-            x = as_number(x).to(gradient_ptr.dtype.element_ty)
+        x = as_number(x, gradient_ptr.dtype.element_ty)
         logits = tl.dot(x, w.to(x.dtype), logits, input_precision=PRECISION)
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)[None, :]
@@ -162,7 +163,7 @@ def output_layer(
     need), their column sums and the loss, a row a program of `tile.m` rows; adds the right predictions to `control[2]`."""
     batch, outputs = gradient.shape
     seed, threshold, layer, scale = before.dropout_values
-    launch(
+    launch_step(
         output_layer_kernel,
         (cdiv(batch, tile.m),),
         (

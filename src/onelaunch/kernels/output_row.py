@@ -13,20 +13,21 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import launch, next_power_of_2
+from onelaunch.kernels.launch import next_power_of_2
 from onelaunch.kernels.output_layer import loss_and_gradient
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows
-from onelaunch.kernels.run_state import as_number, gathered_rows, hyper, run_keep, slope
+from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, run_keep, slope
 
 HELD = 32_768  # weights a program holds at once: 64 registers a thread
 WARPS = 16
 
 
 @triton.jit
-def load_operands(x_ptr, w_ptr, place, taken, start, outputs, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_operands(x_ptr, w_ptr, place, start, outputs, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    """A row of x, also where its place is not taken: nothing comes of it, and asking would delay the load."""
     inner = start + tl.arange(0, BLOCK_K)
     output = tl.arange(0, WIDTH)
-    x = tl.load(x_ptr + place[:, None] * k + inner[None, :], mask=taken[:, None] & (inner < k)[None, :], other=0)
+    x = tl.load(x_ptr + place[:, None] * k + inner[None, :], mask=(inner < k)[None, :], other=0)
     inside = (output < outputs)[:, None] & (inner < k)[None, :]
     return x, tl.load(w_ptr + output[:, None] * k + inner[None, :], mask=inside, other=0.0)
 
@@ -34,7 +35,7 @@ def load_operands(x_ptr, w_ptr, place, taken, start, outputs, k, WIDTH: tl.const
 @triton.jit
 def weighted(x, w, kind: tl.constexpr):
     """w · x, of operands rounded as for a tensor core, summed in fp32."""
-    return tl.sum(w.to(kind).to(tl.float32) * as_number(x).to(kind).to(tl.float32), axis=1)
+    return tl.sum(w.to(kind).to(tl.float32) * as_number(x, kind).to(tl.float32), axis=1)
 
 
 @triton.jit
@@ -87,8 +88,10 @@ def output_row_kernel(
     ACTIVATION: tl.constexpr,
     FROM_Z: tl.constexpr,
     DROPOUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """WHOLE: one block holds all inputs."""
+    begin(OVERLAP)
     kind: tl.constexpr = gradient_ptr.dtype.element_ty
     index = tl.load(control_ptr) + step
     program = tl.program_id(0)
@@ -97,12 +100,12 @@ def output_row_kernel(
     place = source if GATHER else row.to(tl.int64)
     output = tl.arange(0, WIDTH)
     if WHOLE:
-        x, w = load_operands(x_ptr, w_ptr, place, taken, 0, outputs, k, WIDTH, BLOCK_K)
+        x, w = load_operands(x_ptr, w_ptr, place, 0, outputs, k, WIDTH, BLOCK_K)
         sums = weighted(x, w, kind)
     else:
         sums = tl.zeros((WIDTH,), tl.float32)
         for start in range(0, k, BLOCK_K):
-            x_part, w_part = load_operands(x_ptr, w_ptr, place, taken, start, outputs, k, WIDTH, BLOCK_K)
+            x_part, w_part = load_operands(x_ptr, w_ptr, place, start, outputs, k, WIDTH, BLOCK_K)
             sums += weighted(x_part, w_part, kind)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
@@ -125,7 +128,7 @@ def output_row_kernel(
             )  # fmt: skip
         else:
             for start in range(0, k, BLOCK_K):
-                x_part, w_part = load_operands(x_ptr, w_ptr, place, taken, start, outputs, k, WIDTH, BLOCK_K)
+                x_part, w_part = load_operands(x_ptr, w_ptr, place, start, outputs, k, WIDTH, BLOCK_K)
                 store_input_gradient(
                     factor, x_part, w_part, z_ptr, dx_ptr, seed, run_step, layer, row, start, threshold, keep_scale,
                     inverse_scale, k, BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
@@ -143,7 +146,7 @@ def output_row(
     seed, threshold, layer, scale = before.dropout_values
     width = next_power_of_2(outputs)
     block = min(max(8, next_power_of_2(k)), HELD // width)
-    launch(
+    launch_step(
         output_row_kernel,
         (batch,),
         (x.values, order, weight, bias, target, z, gradient, dx, loss_parts, clock.control, clock.table),

@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.optimizer import update_scalars, updated
 from onelaunch.kernels.run_arguments import Clock, Weights
-from onelaunch.kernels.run_state import add_up_loss
+from onelaunch.kernels.run_state import add_up_loss, begin, launch_step
 
 PARTS_UPDATE_BLOCK = 32  # weights a program: one line of memory a part
 
@@ -73,9 +73,11 @@ def parts_update_kernel(
     UNITS: tl.constexpr,
     PARTS: tl.constexpr,
     OPTIMIZER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """The optimizer's step where several programs have left their sums: `parts` rows of `total` weight gradients, and `sums`
     rows of `units` bias gradients, which the last program adds up."""
+    begin(OVERLAP)
     index = tl.load(control_ptr) + step
     scalars = update_scalars(table_ptr, index)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -100,7 +102,7 @@ def parts_update(
     the step's loss where that is given."""
     total = weights.weight.numel()
     units = 1 if weights.bias is None else weights.bias.numel()
-    launch(
+    launch_step(
         parts_update_kernel,
         (cdiv(total, PARTS_UPDATE_BLOCK),),
         (

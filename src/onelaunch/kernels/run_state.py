@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onelaunch.kernels.launch import cdiv, launch
 from onelaunch.kernels.run_arguments import WIDTH, Clock
@@ -23,6 +24,15 @@ from onelaunch.rng import permutation_bits, permutation_keys
 
 _WIDTH = tl.constexpr(WIDTH)
 ORDER_BLOCK = 1024
+
+
+@triton.jit
+def begin(OVERLAP: tl.constexpr):
+    """First in every kernel of a step: wait for the kernel before, whose end this one's start may overlap, and let the next
+    one start. All of them wait, so whatever an earlier kernel wrote is there."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -43,11 +53,12 @@ def gathered_rows(order_ptr, table_ptr, index, row, batch):
 
 
 @triton.jit
-def as_number(x):
-    """Values as the model takes them: uint8 means value / 255."""
-    number = x.to(tl.float32)
+def as_number(x, kind: tl.constexpr):
+    """Values as the model takes them, in the type of the products: uint8 means value / 255."""
     if x.dtype == tl.uint8:
-        number = number * (1 / 255)
+        number = (x.to(tl.float32) * (1 / 255)).to(kind)
+    else:
+        number = x.to(kind)
     return number
 
 
@@ -125,10 +136,27 @@ def add_up_loss(loss_parts_ptr, losses_ptr, table_ptr, index, loss_parts):
 
 
 @triton.jit
-def advance_kernel(control_ptr, steps):
+def advance_kernel(control_ptr, steps, OVERLAP: tl.constexpr):
     """The graph's steps are done: the next replay begins after them."""
+    begin(OVERLAP)
     tl.store(control_ptr, tl.load(control_ptr) + steps)
     tl.store(control_ptr + 1, tl.load(control_ptr + 1) + steps)
+
+
+def launch_step(
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], values: tuple[int | float, ...],
+    sizes: tuple[int, ...], constants: tuple[Any, ...], *, num_warps: int = 4, num_stages: int = 3,
+) -> None:  # fmt: skip
+    """`launch` for a kernel of a step, whose last constant is OVERLAP: on Hopper and later its start overlaps the end of the
+    one before, which saves about a microsecond a kernel inside a graph."""
+    device = next(tensor.device for tensor in reversed(tensors) if isinstance(tensor, torch.Tensor))
+    overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    if all(tensor is None or isinstance(tensor, torch.Tensor) for tensor in tensors):
+        launch(kernel, grid, tensors, values, sizes, (*constants, overlap), launch_pdl=overlap, **options)
+    else:  # tensor descriptors take Triton's own way, slower on the host, which a captured graph does not feel
+        with torch.cuda.device(device):
+            kernel[grid](*tensors, *values, *sizes, *constants, overlap, launch_pdl=overlap, **options)
 
 
 def fill_row_order(order: torch.Tensor, keys: torch.Tensor, seed: int, epoch: int) -> None:
@@ -146,25 +174,20 @@ def fill_row_order(order: torch.Tensor, keys: torch.Tensor, seed: int, epoch: in
 
 
 def advance(control: torch.Tensor, steps: int) -> None:
-    launch(advance_kernel, (1,), (control,), (), (steps,), (), num_warps=1)
-
-
-def launch_with_descriptors(
-    kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], values: tuple[int | float, ...],
-    sizes: tuple[int, ...], constants: tuple[Any, ...], *, num_warps: int, num_stages: int,
-) -> None:  # fmt: skip
-    """`launch` for kernels that take tensor descriptors; slower on the host, which a captured graph does not feel."""
-    kernel[grid](*tensors, *values, *sizes, *constants, num_warps=num_warps, num_stages=num_stages)
+    launch_step(advance_kernel, (1,), (control,), (), (steps,), (), num_warps=1)
 
 
 @triton.jit(do_not_specialize=["step"])
-def add_up_losses_kernel(loss_parts_ptr, losses_ptr, control_ptr, table_ptr, step: tl.int32, loss_parts):
+def add_up_losses_kernel(
+    loss_parts_ptr, losses_ptr, control_ptr, table_ptr, step: tl.int32, loss_parts, OVERLAP: tl.constexpr
+):  # fmt: skip
+    begin(OVERLAP)
     add_up_loss(loss_parts_ptr, losses_ptr, table_ptr, tl.load(control_ptr) + step, loss_parts)
 
 
 def add_up_losses(loss_parts: torch.Tensor, losses: torch.Tensor, clock: Clock) -> None:
     """losses[place] = the sum of the parts times the table's row weight."""
-    launch(
+    launch_step(
         add_up_losses_kernel,
         (1,),
         (loss_parts, losses, clock.control, clock.table),

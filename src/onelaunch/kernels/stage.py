@@ -15,16 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.linear import tile_of
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Tile
-from onelaunch.kernels.run_state import (
-    as_number,
-    gathered_rows,
-    launch_with_descriptors,
-    run_keep,
-    slope,
-)
+from onelaunch.kernels.run_state import as_number, begin, gathered_rows, launch_step, run_keep, slope
 from onelaunch.kernels.tiles import activate
 
 BAND = 8
@@ -38,6 +32,7 @@ def stage_forward_kernel(
     bias_ptr,
     h_ptr,
     z_ptr,
+    gathered_ptr,
     control_ptr,
     table_ptr,
     seed: tl.int64,
@@ -55,7 +50,9 @@ def stage_forward_kernel(
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     tile_m, tile_n = tile_of(tl.program_id(0), batch, n, BLOCK_M, BLOCK_N, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     unit = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -66,14 +63,18 @@ def stage_forward_kernel(
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, k, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + source[:, None] * k + inner[None, :], mask=taken[:, None] & (inner < k)[None, :], other=0)
+        # The weights first: gathered rows wait for the row order, and these need not.
         w = tl.load(
             w_ptr + unit.to(tl.int64)[None, :] * k + inner[:, None],
             mask=(unit < n)[None, :] & (inner < k)[:, None],
             other=0.0,
         )
-        if order_ptr is not None:
-            x = as_number(x).to(h_ptr.dtype.element_ty)
+        x = tl.load(x_ptr + source[:, None] * k + inner[None, :], mask=taken[:, None] & (inner < k)[None, :], other=0)
+        x = as_number(x, h_ptr.dtype.element_ty)
+        if gathered_ptr is not None:  # noqa: SIM102 (known when compiling, unlike the tile)
+            if tile_n == 0:
+                inside = (row < batch)[:, None] & (inner < k)[None, :]
+                tl.store(gathered_ptr + row.to(tl.int64)[:, None] * k + inner[None, :], x, mask=inside)
         z = tl.dot(x, w.to(x.dtype), z, input_precision=PRECISION)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + unit, mask=unit < n, other=0.0)[None, :]
@@ -116,8 +117,10 @@ def input_gradient_kernel(
     DROPOUT: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """dx = dz·W times the slope of the stage before; each tile's column sums go to row `tile_m` of `sums`."""
+    begin(OVERLAP)
     tile_m, tile_k = tile_of(tl.program_id(0), batch, k, BLOCK_M, BLOCK_K, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -158,29 +161,31 @@ def input_gradient_kernel(
 
 @triton.jit(do_not_specialize=["step"])
 def gather_kernel(
-    x_ptr, order_ptr, out_ptr, control_ptr, table_ptr, step: tl.int32, batch, k, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, order_ptr, out_ptr, control_ptr, table_ptr, step: tl.int32, batch, k, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = the step's rows in the type of the products; places past the end of a short batch become zero."""
+    begin(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source, taken = gathered_rows(order_ptr, table_ptr, tl.load(control_ptr) + step, row, batch)
     inside = (column < k)[None, :]
     x = tl.load(x_ptr + source[:, None] * k + column[None, :], mask=taken[:, None] & inside, other=0)
-    out = as_number(x).to(out_ptr.dtype.element_ty)
+    out = as_number(x, out_ptr.dtype.element_ty)
     tl.store(out_ptr + row.to(tl.int64)[:, None] * k + column[None, :], out, mask=(row < batch)[:, None] & inside)
 
 
 def stage_forward(
     x: Rows, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, z: torch.Tensor | None, ending: Ending,
-    clock: Clock, *, tile: Tile, tf32: bool,
+    clock: Clock, *, tile: Tile, tf32: bool, gathered: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fills h `[batch, n]`, and z before the activation where given."""
+    """Fills h `[batch, n]`; where given also z, before the activation, and `gathered`, the rows as the product took them."""
     batch, n = h.shape
     seed, threshold, layer, scale = ending.dropout_values
-    launch(
+    launch_step(
         stage_forward_kernel,
         (cdiv(batch, tile.m) * cdiv(n, tile.n),),
-        (x.values, x.order, weight, bias, h, z, clock.control, clock.table),
+        (x.values, x.order, weight, bias, h, z, gathered, clock.control, clock.table),
         (seed, clock.step, threshold, layer, scale),
         (batch, n, weight.shape[1]),
         (tile.m, tile.n, tile.k, BAND, ending.activation, ending.p > 0, "tf32" if tf32 else "ieee"),
@@ -204,8 +209,7 @@ def input_gradient(
 
         gradient = TensorDescriptor(dz, list(dz.shape), list(dz.stride()), [tile.m, tile.k])
         source = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [tile.k, tile.n])
-    run = launch_with_descriptors if tile.tma else launch
-    run(
+    launch_step(
         input_gradient_kernel,
         (cdiv(batch, tile.m) * cdiv(k, tile.n),),
         (gradient, source, h, z, dx, sums, clock.control),
@@ -225,7 +229,7 @@ def gather(x: Rows, out: torch.Tensor, clock: Clock) -> None:
     batch, k = out.shape
     block = min(1024, next_power_of_2(k))
     rows = max(1, 2048 // block)
-    launch(
+    launch_step(
         gather_kernel,
         (cdiv(batch, rows), cdiv(k, block)),
         (x.values, x.order, out, clock.control, clock.table),

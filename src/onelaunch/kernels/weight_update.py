@@ -14,17 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import cdiv, launch
+from onelaunch.kernels.launch import cdiv
 from onelaunch.kernels.linear import tile_of
 from onelaunch.kernels.optimizer import update_scalars
 from onelaunch.kernels.parts_update import column_sums, update_bias, update_in_place
 from onelaunch.kernels.run_arguments import Clock, Rows, Tile, Weights
-from onelaunch.kernels.run_state import (
-    add_up_loss,
-    as_number,
-    gathered_rows,
-    launch_with_descriptors,
-)
+from onelaunch.kernels.run_state import add_up_loss, as_number, begin, gathered_rows, launch_step
 
 BAND = 8
 
@@ -75,7 +70,7 @@ def products(
                 x_ptr + source[:, None] * k + column[None, :], mask=taken[:, None] & (column < k)[None, :], other=0
             )
             if order_ptr is not None:
-                x = as_number(x).to(dz.dtype)
+                x = as_number(x, dz.dtype)
         gradient = tl.dot(tl.trans(dz), x, gradient, input_precision=PRECISION)
         if BIAS:
             bias_gradient += tl.sum(dz.to(tl.float32), axis=0)
@@ -101,8 +96,10 @@ def partial_products_kernel(
     BAND: tl.constexpr,
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Part p of `parts`, `[n, k]`, = dzᵀ·x over rows `[p * rows, (p + 1) * rows)`: for tiles too few to fill a chip."""
+    begin(OVERLAP)
     tiles = tl.cdiv(n, BLOCK_N) * tl.cdiv(k, BLOCK_K)
     part = tl.program_id(0) // tiles
     tile_n, tile_k = tile_of(tl.program_id(0) % tiles, n, k, BLOCK_N, BLOCK_K, BAND)
@@ -148,11 +145,13 @@ def weight_update_kernel(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
     TMA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """W -= lr * dzᵀ·x over one tile of W. `sums`, where given, holds `parts` rows whose sum is the bias gradient.
 
     The last of a step's kernels also adds up the step's loss.
     """
+    begin(OVERLAP)
     index = tl.load(control_ptr) + step
     scalars = update_scalars(table_ptr, index)
     tile = tl.program_id(0)
@@ -197,8 +196,7 @@ def weight_update(
     sizes = (batch, n, k, 0 if sums is None else len(sums), 0 if loss_parts is None else len(loss_parts))
     early = batch <= tile.k  # one product of the whole batch
     constants = (tile.m, tile.n, tile.k, BAND, optimizer, "tf32" if tf32 else "ieee", early, tile.tma)
-    run = launch_with_descriptors if tile.tma else launch
-    run(
+    launch_step(
         weight_update_kernel, grid, tensors, (clock.step,), sizes, constants, num_warps=tile.warps,
         num_stages=tile.stages,
     )  # fmt: skip
@@ -210,8 +208,7 @@ def partial_products(dz: torch.Tensor, x: Rows, parts: torch.Tensor, clock: Cloc
     k = parts.shape[1] // n
     rows = cdiv(cdiv(batch, len(parts)), tile.k) * tile.k
     gradient, source = _operands(dz, x, tile)
-    run = launch_with_descriptors if tile.tma else launch
-    run(
+    launch_step(
         partial_products_kernel,
         (cdiv(n, tile.m) * cdiv(k, tile.n) * len(parts),),
         (gradient, source, x.order, parts, clock.control, clock.table),

@@ -55,7 +55,7 @@ class GraphSession:
         self._step_plan = plan_step(
             self.stages, batch=self.batch, rows=spec.rows, steps_per_epoch=spec.steps_per_epoch,
             precision=self.precision, check_rows=check_rows, states=len(self._state_names),
-            processors=_processors(run.device),
+            processors=_processors(run.device), images=run.x.dtype == torch.uint8,
         )  # fmt: skip
         layout = self._step_plan.layout()
         self.plan = describe(network, self._step_plan, self.precision, layout)
@@ -74,7 +74,10 @@ class GraphSession:
             self._step_plan, self.stages, self.weights, self.buffers, optimizer=self._optimizer, loss=spec.loss,
             batch=self.batch, tf32=self.precision == "tf32", seed=spec.seed,
         )  # fmt: skip
-        self.data = self._data(run.x, run.y, "")
+        x = run.x.flatten(1)
+        if "data" in self._step_plan.spaces:
+            x = self.buffers.take("data").copy_(x)
+        self.data = self._data(x, run.y, "")
         if run.validation is not None:
             self.check = self._check_data()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}

@@ -105,8 +105,10 @@ class StepRunner:
                     losses=self._maybe(operation, data, "losses"),
                 )  # fmt: skip
             case "update":
+                gathered = self._maybe(operation, data, "gathered")
+                source = self._input(data, stage) if gathered is None else Rows(gathered)
                 weight_update(
-                    self._dz(data, stage), self._input(data, stage), weights,
+                    self._dz(data, stage), source, weights,
                     self._maybe(operation, data, f"sums{stage}"), clock, optimizer=self.optimizer, tile=tile,
                     tf32=self.tf32, loss_parts=self._maybe(operation, data, "loss_parts"),
                     losses=self._maybe(operation, data, "losses"),
@@ -123,7 +125,8 @@ class StepRunner:
                 tf32=self.tf32,
             )  # fmt: skip
         else:
-            stage_forward(x, weight, bias, h, z, ending, clock, tile=tile, tf32=self.tf32)
+            gathered = self._maybe(operation, data, "gathered")
+            stage_forward(x, weight, bias, h, z, ending, clock, tile=tile, tf32=self.tf32, gathered=gathered)
 
     def _output(
         self, operation: Operation, data: Data, clock: Clock, endings: list[Ending], weight: torch.Tensor
