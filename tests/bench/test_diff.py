@@ -23,7 +23,10 @@ def results(
         (results(5.0, spread=0.2), results(6.0, spread=0.2), "noise"),
         (results(5.0, spread=0.0), results(5.05, spread=0.0), "noise"),  # 1 %: nobody acts on it
         (results(5.0, peer=10.0), results(6.0, peer=12.0), "machine"),  # everybody became slower alike
+        (results(5.0, peer=10.0), results(6.0, peer=20.0), "machine"),  # we less than the others
         (results(5.0, peer=10.0), results(6.0, peer=10.1), "slower"),
+        (results(5.0, peer=10.0), results(6.0, peer=8.0), "slower"),
+        (results(5.0, peer=10.0), results(9.0, peer=11.0), "slower"),  # far more than the others
         (results(5.0), results(None, check="failed: AssertionError"), "failed"),
         (results(None, check="failed: AssertionError"), results(5.0), "mended"),
         (results(None, check="skipped: no GPU"), results(None, check="skipped: no GPU"), "skipped"),

@@ -55,10 +55,13 @@ def _change(name: str, old: dict[str, Any] | None, new: dict[str, Any] | None) -
 
 
 def _verdict(ratio: float, noise: float, peers: float | None) -> str:
-    if abs(math.log(ratio)) <= max(math.log(noise), math.log1p(LEAST_CHANGE)):
+    allowed = max(math.log(noise), math.log1p(LEAST_CHANGE))
+    change, moved = math.log(ratio), math.log(peers) if peers else 0.0
+    if abs(change) <= allowed:
         return "noise"
-    if peers is not None and abs(math.log(ratio / peers)) <= max(math.log(noise), math.log1p(LEAST_CHANGE)):
-        return "machine"  # the peers, whose code is the same, moved as much
+    # The peers' code is the same: where they moved too, only what we moved beyond them can be ours.
+    if change * moved > 0 and abs(moved) > allowed / 2 and abs(change) <= abs(moved) + allowed:
+        return "machine"
     return "faster" if ratio < 1 else "slower"
 
 

@@ -25,7 +25,13 @@ def provenance(command: str) -> dict[str, Any]:
         "machine": describe_machine() | {"driver": gpu.driver() if gpu else None},
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load": load(),
     }
+
+
+def load() -> float | None:
+    """Processes that wanted a core in the last minute, on average; None where the system does not count them."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def commit() -> str:

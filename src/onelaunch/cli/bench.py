@@ -13,8 +13,9 @@ from rich.table import Table
 
 from onelaunch.bench.case import FLOOR, GROUPS
 from onelaunch.bench.diff import compare_results, differences
-from onelaunch.bench.results import OURS, check_writable, default_path, load_results, save_results
+from onelaunch.bench.results import OURS, check_writable, default_path, load, load_results, save_results
 from onelaunch.bench.run import failures, run_cases, select
+from onelaunch.device import usable_cores
 from onelaunch.errors import OnelaunchError
 
 DIFF = "diff"
@@ -44,6 +45,8 @@ def bench(
     chosen = select(what, filter)
     path = out or default_path()
     check_writable(path)  # before minutes of timing, not after
+    if (busy := load()) and busy > usable_cores() / 2:
+        console.print(f"others use this machine (load {busy:.1f}): times will be off", style="yellow", highlight=False)
     results = run_cases(
         chosen, quick=quick, show=lambda result: _show(console, result),
         save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit), limit=limit,

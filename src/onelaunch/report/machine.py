@@ -26,4 +26,8 @@ def machine_facts(source: dict[str, Any]) -> list[tuple[str, str]]:
         ("versions", ", ".join([f"onelaunch {versions.get('onelaunch', '?')}", *found]) if versions else ""),
         ("commit", source.get("commit", "")),
         ("date", source.get("date", "")),
+        (
+            "load before",
+            f"{source['load']:.1f} on {machine['cpu']['cores']} cores" if source.get("load") is not None else "",
+        ),
     ]
