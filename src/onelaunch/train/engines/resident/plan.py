@@ -23,7 +23,7 @@ MOST_BATCH = 4096
 MOST_ROWS = 256  # of a pass; a larger batch takes several
 MOST_SUMS = 16  # accumulator tiles a warp holds at once: 64 registers
 LEFT_BYTES, RIGHT_BYTES, TILE_BYTES = 512, 256, 512  # of one operand fragment or fp32 tile over 32 lanes
-INTERVAL = 128  # steps between two looks at the host
+INTERVAL = 128  # steps whose learning rates are computed at once
 REGISTERS = 255
 WORKING_REGISTERS = 112  # addresses, operands, partial sums; measured with ptxas over the compiled list
 PLANES = {"bf16": 1, "fp16": 1, "tf32": 2, "fp32": 3}
@@ -145,11 +145,10 @@ class Plan:
         self.input_bytes = 1 if settings.bytes_input else 2
         self.layers = tuple(self._place_weights(list(self._layers())))
         self.group = self._group()
-        self.input_buffers = 2
-        self._lay_out()
-        if self.shared.size > chip.shared_bytes:
-            self.input_buffers = 1
+        for self.input_buffers, self.partial_buffers in ((2, 2), (2, 1), (1, 2), (1, 1)):
             self._lay_out()
+            if self.shared.size <= chip.shared_bytes:
+                break
 
     def _layers(self) -> Iterator[Layer]:
         stages, tiles = self.settings.stages, 0
@@ -217,6 +216,17 @@ class Plan:
         return most * self.group * TILE_BYTES
 
     @property
+    def staging_bytes(self) -> int:
+        """Where a grid's warps bring their steps of everyone's values or deltas."""
+        steps = max((layer.output_steps for layer in self.layers[:-1]), default=0)
+        return self.planes * self.row_tiles * steps * LEFT_BYTES
+
+    @property
+    def looks(self) -> int:
+        """Tables of learning rates between two looks at the host: a look costs microseconds, a step of few rows takes few."""
+        return 4 if self.settings.batch <= 64 else 1
+
+    @property
     def input_pitch(self) -> int:
         """Bytes of a row in global memory: whole steps."""
         return self.layers[0].steps * STEP * self.input_bytes
@@ -250,7 +260,9 @@ class Plan:
         slots = shared if self.blocks == 1 or self.cluster else exchange
         shared.add("inputs", self.input_buffer_bytes * self.input_buffers)
         shared.add("targets", 4 * self.rows * self.target_words * self.input_buffers)
-        shared.add("partial sums", 2 * self.partials_bytes)
+        shared.add("partial sums", self.partial_buffers * self.partials_bytes)
+        if slots is exchange:
+            shared.add("staging", self.staging_bytes)
         for layer in self.layers:
             name = f"layer {layer.index}: "
             tile = TILE_BYTES * WARPS * layer.weight_tiles
@@ -276,13 +288,12 @@ class Plan:
                 slots.add(name + "deltas of all", self.out_bytes(layer))
                 per_block = 2 * self.back_bytes(layer)
                 slots.add(name + "weights back", per_block * (1 if slots is shared else self.blocks))
-        shared.add("row losses", 8 * self.row_tiles)
+        shared.add("losses", 4 * WARPS)
         shared.add("correct", 4)
         shared.add("decision", 8)
         shared.add("rates", 16 * INTERVAL)
         shared.add("round keys", 32 * self.lot)
         shared.add("row numbers", 8 * self.lot * self.settings.batch)
-        shared.add("row barriers", 16)
         shared.add("barriers", 16 * self.exchanges)
         self.shared, self.exchange = shared, exchange
 

@@ -114,6 +114,8 @@ class ResidentSession:
                 if not tried:
                     raise
                 break
+            if tried and layout.rows < tried[0][1].rows:  # a few spilled bytes cost less than another pass
+                break
             source = source_of(layout, faults=faults, stamps=stamps)
             cubin = compile_cubin(source, architecture(self.device))
             tried.append((spilled_bytes(cubin), layout, cubin))

@@ -47,15 +47,15 @@ def _constants(plan: Plan, faults: bool) -> str:
         "ROW_TILES": plan.row_tiles, "GROUP_TILES": plan.group, "MICRO": plan.micro_batches, "PLANES": plan.planes,
         "X_PLANES": plan.input_planes, "X_BYTES": plan.input_bytes,
         "X_PITCH": plan.input_pitch, "X_SHARED_PITCH": plan.shared_pitch, "X_BUFFERS": plan.input_buffers,
-        "X_BUFFER_BYTES": plan.input_buffer_bytes, "INTERVAL": INTERVAL, "FINISH": plan.finish,
-        "LOT": plan.lot, "ROWS_FETCHERS": min(THREADS, -(-plan.rows // 32) * 32),
+        "X_BUFFER_BYTES": plan.input_buffer_bytes, "INTERVAL": INTERVAL, "LOOKS": plan.looks, "FINISH": plan.finish,
+        "LOT": plan.lot, "AT_STAGING": shared.regions["staging"].offset if "staging" in shared.regions else 0,
         "PERMUTATION_BITS": permutation_bits(settings.rows), "STATES": plan.states, "OUTPUTS": last.outputs,
-        "TARGET_WORDS": words, "LOSS_UNITS": words, "PARTIALS_BYTES": plan.partials_bytes, "EXCHANGES": plan.exchanges,
+        "TARGET_WORDS": words, "LOSS_UNITS": words, "PARTIALS_BYTES": plan.partials_bytes,
+        "PARTIAL_BUFFERS": plan.partial_buffers, "EXCHANGES": plan.exchanges,
         "DECISION": plan.decision, "FLAG_STRIDE": FLAG_STRIDE, "SHARED_BYTES": shared.size,
         "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"], "AT_PARTIALS": shared["partial sums"],
-        "AT_LOSSES": shared["row losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
+        "AT_LOSSES": shared["losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
         "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"], "AT_KEYS": shared["round keys"],
-        "AT_ROW_BARRIERS": shared["row barriers"],
         "AT_BARRIERS": shared["barriers"],
     }  # fmt: skip
     flags = {
@@ -159,19 +159,21 @@ def _read(layer: Layer, transposed: str = "") -> str:
         return f"{head} Inputs<Layer0>::read{transposed}(c, buffer, m, ks, plane, left); }}"
     before = f"Layer{layer.index - 1}"
     return (
-        f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE>"
-        f"(c, c.passes, (plane * ROW_TILES + m) * {before}::OUT_KT + ks * WARPS + c.warp, left); }}"
+        f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>"
+        f"(c, c.passes, plane * ROW_TILES + m, ks, left); }}"
     )
 
 
 def _forward(plan: Plan) -> list[tuple[str, str]]:
     """The phases of a forward pass with their names, up to and with the loss."""
-    lines = [("rows arrive", "Inputs<Layer0>::arrive(c, buffer, c.passes);")]
+    lines = [("rows arrive", "Inputs<Layer0>::arrive();")]
     for layer in plan.layers:
         name, index = f"Layer{layer.index}", layer.index
         if not layer.first:
             before = f"Layer{index - 1}"
             wait = f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
+            if not plan.cluster and plan.blocks > 1:
+                wait += f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>(c, c.passes); staged();"
             lines.append((f"wait for values {index - 1}", wait))
         if layer.last:
             sums = f"multiply<{name}>(c, w{index}, group, sum, {_read(layer)});"
@@ -197,9 +199,15 @@ def _backward(plan: Plan) -> list[tuple[str, str]]:
             waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::OUT_KT, {name}::NT); wait_for_weights<{name}>(c, micro == 0);"
             lines += [(f"wait for deltas {index}", waits), (f"back {index}", f"back<{name}, {before}>(c);")]
         update = f"update<{name}>(c, w{index}, rates, rule, micro == 0, last, {_read(layer, '_transposed')});"
+        if not plan.cluster and plan.blocks > 1 and not layer.first and not layer.last:
+            later = int(layer.index == 1 and plan.input_buffers == 1)  # the next rows are on their way too
+            update = f"staged<{later}>(); {update}"
         if layer.owned_by_input:
             update = f"update_last<{name}, {before}>(c, w{index}, rates, rule, micro == 0, last);"
         lines.append((f"update {index}", update))
+    if plan.input_buffers == 1:  # the first layer's update before the second's, which hides the next rows' way
+        first, back = lines.pop(), [name for name, _ in lines].index("back 1") if len(plan.layers) > 1 else -1
+        lines[back + 1 : back + 1] = [first, ("fetch the next rows", "__syncthreads(); fetch_next();")]
     return lines
 
 
@@ -244,6 +252,7 @@ def _kernel(plan: Plan, stamps: bool) -> str:
         }};
         {pad.join(plain)}
         buffer ^= X_BUFFERS - 1;
+        __syncthreads();
         if (threadIdx.x == 0) check_loss += sum_of_losses(c);
         ++c.passes;
       }}
@@ -269,10 +278,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   {"for (u32 i = 0; i < (BLOCKS + 3) / 4; ++i) c.remote[i] = at_block(c.shared, i * 4 + c.q);" if plan.cluster else ""}
   for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
   __syncthreads();
-#if ROWS_IN_BULK
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the copies write where the zeros were
-  if (threadIdx.x == 0) make_barrier(c.shared + AT_ROW_BARRIERS), make_barrier(c.shared + AT_ROW_BARRIERS + 8);
-#endif
   {"make_barriers(c);" if plan.cluster else ""}
   {meet}
   {weights}
@@ -282,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   const float smoothing = (float)p->smoothing;
   u64 step = p->first_step;
   u32 ahead = 0;  // of the step the table of rates begins with
-  u32 place = (u32)(step % p->steps_per_epoch), looks = 0, epoch = 0, buffer = 0;
+  u32 place = (u32)(step % p->steps_per_epoch), looks = 0, since = 0, epoch = 0, buffer = 0;
   float loss = 0.f;
   bool broken = false;
   auto fetch = [&](u32 later, u32 micro, u32 into) {{
@@ -296,7 +301,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   fetch(0, 0, 0);
   while (step < p->last_step) {{
     if (ahead == INTERVAL) {{
-      if (!look(c, looks++, step, loss, broken)) break;
+      if (++since == LOOKS) {{
+        since = 0;
+        if (!look(c, looks++, step, loss, broken)) break;
+      }}
       fill_rates(c, step);
       ahead = 0;
     }}
@@ -322,12 +330,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       constexpr u32 trained = 0;
       {deep.join(forward)}
       leave = c.dead;
-      if (threadIdx.x == 0) total += sum_of_losses(c);
       {deep.join(backward)}
-      if (X_BUFFERS == 1) {{
-        __syncthreads();
-        fetch_next();
-      }}
+      {"__syncthreads();" if len(plan.layers) == 1 else ""}
+      if (threadIdx.x == 0) total += sum_of_losses(c);
       buffer ^= X_BUFFERS - 1;
       ++c.passes, ++c.backs;
     }}

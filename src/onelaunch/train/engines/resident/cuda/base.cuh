@@ -151,25 +151,6 @@ INLINE void copy_4_bytes(u32 to, const void* from) { asm volatile("cp.async.ca.s
 INLINE void copies_issued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 INLINE void copies_done() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-#if __CUDA_ARCH__ >= 900
-#define ROWS_IN_BULK 1
-// Barriers in shared memory that count the bytes of copies and of other blocks' stores.
-INLINE void make_barrier(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
-INLINE void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-INLINE bool arrived(u32 barrier, u32 phase) {
-  u32 yes;
-  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(barrier), "r"(phase) : "memory");
-  return yes;
-}
-INLINE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-#else
-#define ROWS_IN_BULK 0
-#endif
-
 INLINE u64 clock_now() {
   u64 now;
   asm volatile("mov.u64 %0, %%clock64;" : "=l"(now));

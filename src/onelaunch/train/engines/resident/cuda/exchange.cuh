@@ -61,6 +61,15 @@ INLINE void send(u32 address, const u32 (&w)[4], u32 barrier) {
 INLINE void send(u32 address, u32 a, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(a), "r"(barrier) : "memory");
 }
+INLINE void make_barrier(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
+INLINE void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+INLINE bool arrived(u32 barrier, u32 phase) {
+  u32 yes;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(barrier), "r"(phase) : "memory");
+  return yes;
+}
 INLINE void make_barriers(Context& c) {
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < 2 * EXCHANGES; ++i) make_barrier(c.shared + AT_BARRIERS + i * 8);
@@ -132,22 +141,44 @@ template <int EXCHANGE> INLINE void written(Context& c, u32 count) {
 
 // Slots. Left operands lie at index (plane, row tile, step of 16 units), 512 bytes each; right operands at index (plane, tile of
 // eight inputs, tile of eight units), 128 bytes each. STRIDE: to the other one of a pair, or 0.
+//
+// In a grid a warp first brings its steps (`warp, warp + WARPS, …` below KT) of a slot into shared memory, each lane its own 16
+// bytes: all of them are on their way at once, and nobody else needs to be asked before they are read.
 constexpr bool SLOTS_SHARED = BLOCKS == 1 || IS_CLUSTER;
 template <int AT, u32 STRIDE> INLINE u32 slot_offset(u32 count) { return AT + (count & 1) * STRIDE; }
 
-template <int AT, u32 STRIDE> INLINE void read_left(const Context& c, u32 count, u32 index, u32 (&w)[4]) {
-  const u32 at = slot_offset<AT, STRIDE>(count) + index * 512 + c.lane * 16;
-  if constexpr (SLOTS_SHARED) load_matrices(c.shared + at, w);
-  else load_global(c.p->exchange + at / 4, w);
+INLINE u32 staged_at(const Context& c, int part, int ks) { return c.shared + AT_STAGING + (((ks * WARPS + c.warp) * (PLANES * ROW_TILES) + part) * 32 + c.lane) * 16; }
+
+template <int AT, u32 STRIDE, int KT> INLINE void stage(const Context& c, u32 count) {
+  if constexpr (!SLOTS_SHARED) {
+    const u32* slot = c.p->exchange + slot_offset<AT, STRIDE>(count) / 4 + c.lane * 4;
+#pragma unroll
+    for (int ks = 0; ks < (KT + WARPS - 1) / WARPS; ++ks) {
+      const int step = ks * WARPS + c.warp;
+      if ((ks + 1) * WARPS <= KT || step < KT)
+#pragma unroll
+        for (int part = 0; part < PLANES * ROW_TILES; ++part) copy_16_bytes(staged_at(c, part, ks), slot + (part * KT + step) * 128);
+    }
+    copies_issued();
+  }
+}
+// All but the LATER lots of copies are there.
+template <int LATER = 0> INLINE void staged() {
+  if constexpr (!SLOTS_SHARED) asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
+}
+// The left operand of a plane, a row tile (`part` counts both) and the warp's step `ks`, of a slot of KT steps.
+template <int AT, u32 STRIDE, int KT> INLINE void read_left(const Context& c, u32 count, int part, int ks, u32 (&w)[4]) {
+  if constexpr (SLOTS_SHARED) load_matrices(c.shared + slot_offset<AT, STRIDE>(count) + (part * KT + ks * WARPS + c.warp) * 512 + c.lane * 16, w);
+  else load_shared(staged_at(c, part, ks), w);
 }
 // The same values as the left operand whose rows are the units and whose k are the rows.
-template <int AT, u32 STRIDE> INLINE void read_left_transposed(const Context& c, u32 count, u32 index, u32 (&w)[4]) {
+template <int AT, u32 STRIDE, int KT> INLINE void read_left_transposed(const Context& c, u32 count, int part, int ks, u32 (&w)[4]) {
   u32 t[4];
   if constexpr (SLOTS_SHARED) {
-    load_transposed(c.shared + slot_offset<AT, STRIDE>(count) + index * 512 + c.lane * 16, t);
+    load_transposed(c.shared + slot_offset<AT, STRIDE>(count) + (part * KT + ks * WARPS + c.warp) * 512 + c.lane * 16, t);
     w[0] = t[0], w[1] = t[2], w[2] = t[1], w[3] = t[3];
   } else {
-    read_left<AT, STRIDE>(c, count, index, t);
+    read_left<AT, STRIDE, KT>(c, count, part, ks, t);
     w[0] = transposed(t[0]), w[1] = transposed(t[2]), w[2] = transposed(t[1]), w[3] = transposed(t[3]);
   }
 }

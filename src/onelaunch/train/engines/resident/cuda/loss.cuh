@@ -9,9 +9,16 @@ struct Tally {
   u32 targets;       // shared address: a class, or OUTPUTS floats, a row
 };
 
-// A row spread over a quad: its loss (before the weight), its gradient in `z`, how many predictions are right.
-template <int NT> INLINE float row_loss(float (&z)[NT][2], u32 q, u32 target, float smoothing, float weight, u32& right) {
-  float loss = 0.f;
+struct Result {
+  float loss;  // of the row, before the weight
+  u32 right;   // predictions
+};
+INLINE float exponential(float v) { return PLANES == 1 ? __expf(v) : expf(v); }
+INLINE float logarithm(float v) { return PLANES == 1 ? __logf(v) : logf(v); }
+
+// A row spread over a quad: its gradient in `z`. What the loss needs is returned, so that it can be summed later.
+template <int NT> INLINE Result row_loss(float (&z)[NT][2], u32 q, u32 target, float smoothing, float weight) {
+  Result result = {0.f, 0};
   if constexpr (LOSS == CROSS_ENTROPY) {
     const u32 label = load_word(target);
     float most = -__int_as_float(0x7f800000), total = 0.f, chosen = 0.f, all = 0.f;
@@ -32,16 +39,12 @@ template <int NT> INLINE float row_loss(float (&z)[NT][2], u32 q, u32 target, fl
           if (value == most && unit < first) first = unit;
           if (unit == label) chosen = value - most;
           all += value - most;
-          value = expf(value - most);
+          value = exponential(value - most);
           total += value;
         }
       }
     total = quad_sum(total);
-    first = min(first, __shfl_xor_sync(~0u, first, 1));
-    first = min(first, __shfl_xor_sync(~0u, first, 2));
-    right = first == label;
-    const float size = logf(total), inverse = weight / total;
-    loss = size - (1.f - smoothing) * quad_sum(chosen) - (SMOOTHS ? smoothing / OUTPUTS * quad_sum(all) : 0.f);
+    const float inverse = __fdividef(weight, total);
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -50,8 +53,12 @@ template <int NT> INLINE float row_loss(float (&z)[NT][2], u32 q, u32 target, fl
         float& value = z[n][e];
         value = unit < OUTPUTS ? value * inverse - weight * ((unit == label ? 1.f - smoothing : 0.f) + (SMOOTHS ? smoothing / OUTPUTS : 0.f)) : 0.f;
       }
+    // A quad's lanes each hold a part: their sum is the row's loss.
+    result.loss = (q == 0 ? logarithm(total) : 0.f) - (1.f - smoothing) * chosen - (SMOOTHS ? smoothing / OUTPUTS * all : 0.f);
+    first = min(first, __shfl_xor_sync(~0u, first, 1));
+    first = min(first, __shfl_xor_sync(~0u, first, 2));
+    result.right = q == 0 && first == label;
   } else {
-    right = 0;
 #pragma unroll
     for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -62,32 +69,32 @@ template <int NT> INLINE float row_loss(float (&z)[NT][2], u32 q, u32 target, fl
         const float wanted = real ? load_float(target + unit * 4) : 0.f;
         if constexpr (LOSS == MSE) {
           const float off = real ? value - wanted : 0.f;
-          loss = fmaf(off, off, loss);
+          result.loss = fmaf(off, off, result.loss);
           value = 2.f * weight * off;
         } else {
           if (real) {
-            loss += fmaxf(value, 0.f) - value * wanted + log1pf(expf(-fabsf(value)));
-            right += (value > 0.f) == (wanted > 0.5f);
+            result.loss += fmaxf(value, 0.f) - value * wanted + log1pf(expf(-fabsf(value)));
+            result.right += (value > 0.f) == (wanted > 0.5f);
           }
           value = real ? weight * (sigmoid_of(value) - wanted) : 0.f;
         }
       }
-    loss = quad_sum(loss);
-    right += __shfl_xor_sync(~0u, right, 1);
-    right += __shfl_xor_sync(~0u, right, 2);
   }
-  return loss;
+  return result;
 }
 
-// Outputs and loss of a pass; `multiply` gives a group's sums. Sums of the loss over eight rows lie at AT_LOSSES afterwards, right predictions are added at
-// AT_CORRECT.
+// Outputs and loss of a pass; `multiply` gives a group's sums. Afterwards, and after one more barrier of the
+// block, the loss's sums lie at AT_LOSSES, a float a warp, and right predictions are added at AT_CORRECT.
 template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& draw, const Tally& tally, Multiply multiply) {
+  constexpr u32 FIRST_WARP = WARPS - GROUP_TILES * 2;  // a warp takes eight rows, the last ones do
+  float loss = 0.f;
+  u32 right = 0;
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][L::NT][4];
     multiply(group, sum);
     const u32 buffer = store_partials<L::NT, L::SPLIT>(c, sum);
-    if (c.warp < GROUP_TILES * 2) {  // a warp takes eight rows
-      const int m = c.warp >> 1, half = c.warp & 1, row_tile = group * GROUP_TILES + m;
+    if (c.warp >= FIRST_WARP) {
+      const int m = (c.warp - FIRST_WARP) >> 1, half = c.warp & 1, row_tile = group * GROUP_TILES + m;
       const u32 row = row_tile * 16 + half * 8 + c.g;
       float z[L::NT][2], slope[L::NT][2];
 #pragma unroll
@@ -103,14 +110,9 @@ template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& d
         L::chain(z[n], slope[n], draw, draw.row + row, n * 8);
       }
       const bool real = row < tally.rows;
-      u32 right;
-      float loss = row_loss<L::NT>(z, c.q, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f, right);
-      loss = column_sum(real ? loss : 0.f);
-      right = __reduce_add_sync(~0u, real && c.q == 0 ? right : 0);
-      if (c.lane == 0) {
-        store_float(c.shared + AT_LOSSES + (row_tile * 2 + half) * 4, loss);
-        atomicAdd((u32*)__cvta_shared_to_generic(c.shared + AT_CORRECT), right);
-      }
+      const Result result = row_loss<L::NT>(z, c.q, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f);
+      loss += real ? result.loss : 0.f;
+      right += real ? result.right : 0;
       if (draw.training)
 #pragma unroll
         for (int n = 0; n < L::NT; ++n) {
@@ -123,4 +125,12 @@ template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& d
     }
   }
   c.dead = __syncthreads_or(c.dead);
+  if (c.warp >= FIRST_WARP) {  // while the others go on; read after the next barrier
+    loss = column_sum(quad_sum(loss));
+    right = __reduce_add_sync(~0u, right);
+    if (c.lane == 0) {
+      store_float(c.shared + AT_LOSSES + (c.warp - FIRST_WARP) * 4, loss);
+      atomicAdd((u32*)__cvta_shared_to_generic(c.shared + AT_CORRECT), right);
+    }
+  }
 }

@@ -18,8 +18,9 @@ INLINE u32 partial_at(const Context& c, u32 buffer, int warp, int tile, int tile
   return buffer + (((warp * GROUP_TILES * tiles + tile) * 2 + half) * 32 + c.lane) * 8;
 }
 template <int NT, int SPLIT> INLINE u32 store_partials(Context& c, const float (&sum)[GROUP_TILES][NT][4]) {
+  if (PARTIAL_BUFFERS == 1) __syncthreads();  // the sums before these are read
   const u32 buffer = c.shared + AT_PARTIALS + c.turn * PARTIALS_BYTES;
-  c.turn ^= 1;
+  c.turn ^= PARTIAL_BUFFERS - 1;
   if (c.warp < SPLIT)
 #pragma unroll
     for (int m = 0; m < GROUP_TILES; ++m)
@@ -203,6 +204,8 @@ template <class L> INLINE void wait_for_weights(Context& c, bool first_micro_bat
 // From a hidden layer's deltas, everyone's, to those of the layer before it.
 template <class L, class Previous> INLINE void back(Context& c) {
   constexpr int STEPS = (L::OUT_KT + WARPS - 1) / WARPS;
+  stage<L::AT_ALL_DELTAS, 0, L::OUT_KT>(c, c.backs);
+  staged();
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][Previous::NT][4];
 #pragma unroll
@@ -218,7 +221,7 @@ template <class L, class Previous> INLINE void back(Context& c) {
         for (int plane = 0; plane < PLANES; ++plane)
 #pragma unroll
           for (int m = 0; m < GROUP_TILES; ++m)
-            read_left<L::AT_ALL_DELTAS, 0>(c, c.backs, (plane * ROW_TILES + group * GROUP_TILES + m) * L::OUT_KT + step, left[plane][m]);
+            read_left<L::AT_ALL_DELTAS, 0, L::OUT_KT>(c, c.backs, plane * ROW_TILES + group * GROUP_TILES + m, ks, left[plane][m]);
 #pragma unroll
         for (int n = 0; n < Previous::NT; ++n)
 #pragma unroll
@@ -232,6 +235,7 @@ template <class L, class Previous> INLINE void back(Context& c) {
           }
       }
     }
+    if (group + 1 == ROW_TILES / GROUP_TILES) stage<Previous::AT_OUT, Previous::OUT_STRIDE, Previous::OUT_KT>(c, c.passes);  // for the update
     constexpr int SPLIT = L::OUT_KT < WARPS ? L::OUT_KT : WARPS;
     reduce<Previous::NT, SPLIT>(c, sum, [&](int m, int n, int half, float (&d)[2 * FINISH]) { deliver<Previous>(c, group * GROUP_TILES + m, n, half, d); });
   }

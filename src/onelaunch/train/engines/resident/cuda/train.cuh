@@ -8,49 +8,36 @@ template <class L> struct Inputs {
   INLINE static u32 buffer_at(const Context& c, u32 buffer) { return c.shared + AT_X + buffer * X_BUFFER_BYTES; }
   INLINE static u32 targets_at(const Context& c, u32 buffer) { return c.shared + AT_TARGETS + buffer * (ROWS * TARGET_WORDS * 4); }
 
-  // `row_table`: shared address of the rows' numbers, or 0: they are `first_row` and what follows. A lane a row.
+  // `row_table`: shared address of the rows' numbers, or 0: they are `first_row` and what follows. A warp takes whole rows.
   INLINE static void fetch(const Context& c, u32 buffer, const u8* x, const u32* y, u64 plane_bytes, u32 row_table, u64 first_row, u32 rows) {
-#if ROWS_IN_BULK
-    const u32 barrier = c.shared + AT_ROW_BARRIERS + buffer * 8;
-    if (threadIdx.x == THREADS - ROWS_FETCHERS) expect_bytes(barrier, X_PLANES * ROWS * X_PITCH);
-#endif
-    if (threadIdx.x >= THREADS - ROWS_FETCHERS)
-      for (u32 row = threadIdx.x - (THREADS - ROWS_FETCHERS); row < ROWS; row += ROWS_FETCHERS) {
-        const u64 number = row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row;
-#if ROWS_IN_BULK
+    constexpr int EACH = ROWS / WARPS;
+    u64 number[EACH];
 #pragma unroll
-        for (int plane = 0; plane < X_PLANES; ++plane)
-          copy_bulk(buffer_at(c, buffer) + (plane * ROWS + row) * X_SHARED_PITCH, x + plane * plane_bytes + number * X_PITCH, X_PITCH, barrier);
-#endif
+    for (int i = 0; i < EACH; ++i) {
+      const u32 row = i * WARPS + c.warp;
+      number[i] = row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row;
+    }
 #pragma unroll
-        for (int word = 0; word < TARGET_WORDS; ++word) copy_4_bytes(targets_at(c, buffer) + (row * TARGET_WORDS + word) * 4, y + number * TARGET_WORDS + word);
-      }
-#if !ROWS_IN_BULK
-    for (u32 row = c.warp; row < ROWS; row += WARPS) {
-      const u64 number = row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row;
+    for (int i = 0; i < EACH; ++i) {
+      const u32 row = i * WARPS + c.warp;
+      const u8* from = x + number[i] * X_PITCH;
+      const u32 to = buffer_at(c, buffer) + row * X_SHARED_PITCH;
 #pragma unroll
       for (int plane = 0; plane < X_PLANES; ++plane)
-        for (u32 chunk = c.lane; chunk < CHUNKS; chunk += 32)
-          copy_16_bytes(buffer_at(c, buffer) + (plane * ROWS + row) * X_SHARED_PITCH + chunk * 16, x + plane * plane_bytes + number * X_PITCH + chunk * 16);
+#pragma unroll
+        for (u32 chunk = 0; chunk < CHUNKS; chunk += 32)
+          if (chunk + 32 <= CHUNKS || chunk + c.lane < CHUNKS)
+            copy_16_bytes(to + plane * (ROWS * X_SHARED_PITCH) + (chunk + c.lane) * 16, from + plane * plane_bytes + (chunk + c.lane) * 16);
+#pragma unroll
+      for (u32 word = 0; word < TARGET_WORDS; word += 32)
+        if (word + c.lane < TARGET_WORDS)
+          copy_4_bytes(targets_at(c, buffer) + (row * TARGET_WORDS + word + c.lane) * 4, y + number[i] * TARGET_WORDS + word + c.lane);
     }
-#endif
     copies_issued();
   }
-  // Until the rows of fetch number `count` are there. (The targets are read after a barrier of the block.)
-  INLINE static void arrive(Context& c, u32 buffer, u32 count) {
+  INLINE static void arrive() {
     copies_done();
-#if ROWS_IN_BULK
-    const u32 barrier = c.shared + AT_ROW_BARRIERS + buffer * 8, phase = (count / X_BUFFERS) & 1;
-    if (c.dead || arrived(barrier, phase)) return;
-    const u64 begin = clock_now();
-    while (!arrived(barrier, phase))
-      if (clock_now() - begin > c.p->patience) {
-        give_up(c, EXCHANGES);
-        return;
-      }
-#else
     __syncthreads();
-#endif
   }
   // Lane's address for `ldmatrix`: rows of a tile, the 16 bytes at `chunk`; two blocks of eight rows, then the next chunk's.
   INLINE static u32 at(const Context& c, u32 buffer, int m, int chunk, int plane) {
@@ -186,7 +173,7 @@ INLINE void record_epoch(Context& c, u32 index, double check_loss, u64 check_cor
 }
 INLINE float sum_of_losses(const Context& c) {
   float sum = 0.f;
-#pragma unroll 8
-  for (int half = 0; half < ROW_TILES * 2; ++half) sum += load_float(c.shared + AT_LOSSES + half * 4);
+#pragma unroll
+  for (int warp = 0; warp < GROUP_TILES * 2; ++warp) sum += load_float(c.shared + AT_LOSSES + warp * 4);
   return sum;
 }

@@ -1,0 +1,158 @@
+"""A plan in words: where it runs and why, who owns what, what lies where, who tells whom what, and what happens in a step.
+
+`describe(plan)` is what `History.plan` shows of a resident run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from onelaunch.train.engines.resident.choice import predicted_microseconds
+from onelaunch.train.engines.resident.plan import TILE, WARPS, Layer, Memory, Plan
+from onelaunch.train.engines.resident.source import phase_names
+from onelaunch.train.network import Dropout
+
+PLACES = {True: "shared memory", False: "registers"}
+
+
+def describe(plan: Plan) -> str:
+    parts = [_head(plan), _ownership(plan), _memory("shared memory of a block", plan.shared)]
+    if plan.exchange.size:
+        parts.append(_memory("global memory, kept in the L2 cache", plan.exchange))
+    if plan.blocks > 1:
+        parts.append(_exchanges(plan))
+    parts.append(_phases(plan))
+    return "\n".join("\n".join(part) for part in parts)
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    settings, linears = plan.settings, [layer.stage.linear for layer in plan.layers]
+    widths = "-".join(str(width) for width in [linears[0].inputs, *(linear.outputs for linear in linears)])
+    yield f"resident: {widths}, batch {settings.batch}, {settings.precision}, {settings.optimizer}"
+    planes = (
+        f"a number is {plan.planes} bf16 numbers whose sum it is"
+        if plan.planes > 1
+        else f"products in {settings.precision}"
+    )
+    yield f"precision: {planes}; sums, masters and optimizer state are fp32"
+    yield f"placement: {_placement(plan)}; predicted {predicted_microseconds(plan):.1f} µs a step"
+    rows = f"rows: {plan.rows} a pass, {plan.group * 16} of them multiplied at once"
+    if plan.micro_batches > 1:
+        rows += f"; a batch takes {plan.micro_batches} passes, whose gradients are summed"
+    buffers = (
+        "fetched while the pass before computes"
+        if plan.input_buffers == 2
+        else "fetched after the pass before: no room for two"
+    )
+    yield f"{rows}; {buffers}"
+
+
+def _placement(plan: Plan) -> str:
+    """Where, and why there."""
+    if plan.blocks == 1:
+        why = "an exchange would cost more than it saves" if plan.hidden else "there is no hidden layer to share"
+        return f"one block of {WARPS} warps: {why}"
+    if plan.cluster:
+        why = "the network fits in it, and blocks hand over in a third of a grid's time"
+        return f"a cluster of {plan.blocks} blocks of {WARPS} warps: {why}"
+    if not plan.chip.clusters:
+        why = "this chip has no clusters"
+    else:
+        largest = Plan(plan.settings, plan.chip, plan.chip.largest_cluster, True, plan.rows, working=plan.working)
+        why = f"in a cluster {largest.refusal}" if largest.refusal else "predicted faster than a cluster"
+    return f"a grid of {plan.blocks} blocks of {WARPS} warps, all on the chip at once: {why}"
+
+
+def _ownership(plan: Plan) -> Iterator[str]:
+    for layer in plan.layers:
+        linear = layer.stage.linear
+        chain = [f"dropout {part.p}" if isinstance(part, Dropout) else part.name for part in layer.stage.chain]
+        head = f"layer {layer.index}: linear {', '.join([f'{linear.inputs} -> {linear.outputs}', *chain])}"
+        yield f"{head}: {_owned(plan, layer)}; {_held(plan, layer)}"
+
+
+def _owned(plan: Plan, layer: Layer) -> str:
+    if layer.last and plan.blocks == 1:
+        return "all outputs"
+    if layer.last:
+        return f"every block computes all outputs and owns the weights of its own {layer.input_tiles * TILE} inputs"
+    if plan.blocks == 1:
+        return f"all {layer.units} units, padded to whole tiles of {TILE}"
+    return f"block b owns units {layer.units}b to {layer.units}b + {layer.units - 1}"
+
+
+def _held(plan: Plan, layer: Layer) -> str:
+    masters = f"masters in {PLACES[layer.masters_shared]} ({layer.weight_tiles * 4} floats a thread)"
+    if not plan.states:
+        return masters
+    return f"{masters}, optimizer state ({layer.weight_tiles * 4 * plan.states}) in {PLACES[layer.states_shared]}"
+
+
+def _memory(title: str, memory: Memory) -> Iterator[str]:
+    yield f"{title}: {memory.size:,} bytes"
+    for region in memory.regions.values():
+        yield f"  {region.offset:>9,}  {region.bytes:>9,}  {region.name}"
+
+
+def exchanged_bytes(plan: Plan) -> dict[int, int]:
+    """What a block receives in each exchange, by the exchange's number."""
+    found = {plan.decision: 4}
+    for layer in plan.layers[: plan.hidden]:
+        found[plan.values_exchange(layer)] = plan.exchanged_bytes(layer)
+        if not layer.first:
+            found[plan.deltas_exchange(layer)] = plan.exchanged_bytes(layer)
+            found[plan.back_exchange(layer)] = plan.planes * layer.input_tiles * plan.blocks * layer.tiles * 128
+    if plan.hidden:
+        last = plan.layers[-1]
+        found[plan.last_exchange] = plan.planes * last.tiles * plan.blocks * last.input_tiles * 128
+    return found
+
+
+def _exchanges(plan: Plan) -> Iterator[str]:
+    way = (
+        "st.async into every block's shared memory, counted by its barriers"
+        if plan.cluster
+        else "global memory, a flag a writer"
+    )
+    sizes, names = exchanged_bytes(plan), plan.exchange_names()
+    yield f"exchanges, by {way}; bytes a block receives:"
+    for number in sorted(sizes):
+        yield f"  {sizes[number]:>9,}  {names[number]}"
+
+
+def _phases(plan: Plan) -> Iterator[str]:
+    yield "a pass:"
+    for number, name in enumerate(phase_names(plan), 1):
+        alone = plan.blocks == 1 and name.startswith("wait")
+        yield f"  {number:>2}. {name}: {'the barrier of the block' if alone else _what(plan, name)}"
+
+
+def _what(plan: Plan, name: str) -> str:
+    """What a phase reads and writes."""
+    found = re.fullmatch(r"(.*?)(?: (\d+))?", name)
+    assert found is not None
+    layer = plan.layers[int(found[2] or 0)]
+    before = layer.index - 1
+    values = "the rows" if layer.first else f"all values of layer {before}"
+    match found[1]:
+        case "rows arrive":
+            return "waits for their copy"
+        case "fetch the next rows":
+            return "begins their copy" if plan.input_buffers == 2 else "nothing, there is one buffer only"
+        case "forward":
+            return f"reads {values} and its masters; writes slopes, and its units' values to all"
+        case "outputs":
+            weights = "the weights of all" if layer.owned_by_input else "its masters"
+            return f"reads {values} and {weights}; every block writes the loss and the outputs' deltas"
+        case "back":
+            deltas = "the outputs' deltas" if layer.last else f"all deltas of layer {layer.index}"
+            to = "" if before == 0 else ", to itself and to all"
+            return f"reads {deltas}, weights back and slopes {before}; writes its deltas of layer {before}{to}"
+        case "update":
+            read = f"its own values of layer {before}" if layer.owned_by_input else values
+            to = "all" if layer.last else f"the owners of layer {before}"
+            return f"reads {read} and its deltas; writes its masters{'' if layer.first else f', and copies to {to}'}"
+        case "wait for deltas" if plan.cluster:
+            return "and for the weights that go with them"
+    return "until all bytes are here" if plan.cluster else "until their writers' flags are up"
