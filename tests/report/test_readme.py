@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from onelaunch.bench import case, results
 from onelaunch.errors import OnelaunchError
+from onelaunch.report import benchmark
 from onelaunch.report.readme import ALL, BEGIN, END, RESULTS, generate, main, stale
+from onelaunch.report.recorded import GROUPS
 from tests.conftest import ROOT
 from tests.report.results import bench_results, compare_results
 
@@ -47,9 +50,9 @@ def test_results_go_between_the_markers(project, capsys):
 
 
 def test_where_a_peer_is_faster_is_said_first(project):
-    results = generate(project)[project / ALL]
-    assert "| ops/relu | NVIDIA H200 | JAX & scan | 1.11× its time |" in results
-    assert "floor" not in results.split("## Fused ops")[0].split("## Where")[1]
+    text = generate(project)[project / ALL]
+    assert "| ops/relu | NVIDIA H200 | JAX & scan | 1.11× its time |" in text
+    assert "floor" not in text.split("## Fused ops")[0].split("## Where")[1]
     assert "In 2 of 2 recorded cases a peer is faster" in generate(project)[project / "README.md"]
 
 
@@ -78,3 +81,9 @@ def test_a_readme_without_markers_is_refused(project):
     (project / "README.md").write_text("no markers")
     with pytest.raises(OnelaunchError, match="must hold the lines"):
         generate(project)
+
+
+def test_measuring_and_drawing_call_things_alike():
+    """`bench` and `report` do not know each other; what one writes the other reads."""
+    assert (benchmark.OURS, benchmark.FLOOR) == (results.OURS, case.FLOOR)
+    assert set(benchmark.TITLES) == set(case.GROUPS) == set(GROUPS)
