@@ -43,6 +43,6 @@ def plan_of(widths: list[int], *, chip: Chip = H200, **changes: Any) -> Plan:
     return choose_plan(settings_of(widths, **changes), chip, **forced)
 
 
-def forced_plan(widths: list[int], blocks: int, cluster: bool, rows: int, **changes: Any) -> Plan:
+def forced_plan(widths: list[int], blocks: int, cluster: bool, rows: int, *, chip: Chip = H200, **changes: Any) -> Plan:
     """A plan nobody would choose, such as six blocks for a dozen units."""
-    return Plan(settings_of(widths, **changes), H200, blocks, cluster, rows)
+    return Plan(settings_of(widths, **changes), chip, blocks, cluster, rows)

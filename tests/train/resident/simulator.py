@@ -53,6 +53,7 @@ class Block(Port):
         super().__init__(simulation.wires, rank)
         self.phases, self.forward_phases, self.task = simulation.phases, simulation.forward_phases, simulation.task
         self.passes = self.backs = self.step = 0
+        self.rows_used = -1  # the pass whose rows are no longer needed
         self.masters: list[Array] = []
         self.biases: list[Array] = []
         for layer, weight, bias in zip(self.plan.layers, self.task.weights, self.task.biases, strict=True):
@@ -106,9 +107,9 @@ class Block(Port):
         yield None
 
     def fetch_the_next_rows(self, layer: Layer) -> Iterator[None]:
-        """Into the other buffer, whose rows nobody reads any more."""
-        if self.plan.input_buffers == 2:
-            self.inputs[(self.passes + 1) % 2] = (-1, np.empty(0))
+        """Into the other buffer, or, where there is one, into it as soon as the first layer's update has read it."""
+        if self.plan.input_buffers == 2 or self.rows_used == self.passes:
+            self.inputs[(self.passes + 1) % self.plan.input_buffers] = (-1, np.empty(0))
         yield None
 
     def groups(self) -> Iterator[range]:
@@ -196,6 +197,7 @@ class Block(Port):
 
     def update(self, layer: Layer) -> Iterator[None]:
         delta = self.deltas[layer.index]
+        self.rows_used = self.passes if layer.first else self.rows_used
         inputs = self.read_inputs(layer, range(self.plan.row_tiles))[:, owned(layer, self.rank)[1]]
         gradients = (delta.T @ inputs, delta.sum(axis=0) * layer.stage.linear.bias)
         if not self.first:

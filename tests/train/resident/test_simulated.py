@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from onelaunch.train.engines.resident.plan import Layer, Plan
+from onelaunch.train.engines.resident.plan import Chip, Layer, Plan
 from onelaunch.train.engines.resident.source import phase_names
 from tests.conftest import TOLERANCE
 from tests.train.reference import ACTIVATIONS, plain_loop, problem
@@ -113,6 +113,16 @@ def test_one_block_follows_pytorch(widths, changes):
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 def test_every_plane_is_exchanged(precision, cluster):
     assert_follows(forced_plan([6, 24, 17, 3], 3, cluster, 16, batch=16, precision=precision), at_random(3), steps=3)
+
+
+@pytest.mark.parametrize(
+    ("widths", "blocks", "cluster"), [([9, 24, 17, 3], 2, True), ([9, 24, 17, 3], 3, False), ([9, 3], 1, False)]
+)
+def test_rows_in_one_buffer(widths, blocks, cluster):
+    crowded = Chip(132, 1024, True)  # nothing fits: every economy is made
+    plan = forced_plan(widths, blocks, cluster, 16, batch=20, chip=crowded)
+    assert plan.input_buffers == 1
+    assert_follows(plan, at_random(6), checks=1)
 
 
 @pytest.mark.parametrize("cluster", [True, False])

@@ -123,7 +123,10 @@ def _exchanges(plan: Plan) -> Iterator[str]:
 
 def _phases(plan: Plan) -> Iterator[str]:
     yield "a pass:"
-    for number, name in enumerate(phase_names(plan), 1):
+    names = phase_names(plan)
+    if plan.input_buffers == 1:
+        names.remove("fetch the next rows")  # the first one: it has no buffer to fetch into
+    for number, name in enumerate(names, 1):
         alone = plan.blocks == 1 and name.startswith("wait")
         yield f"  {number:>2}. {name}: {'the barrier of the block' if alone else _what(plan, name)}"
 
@@ -139,7 +142,7 @@ def _what(plan: Plan, name: str) -> str:
         case "rows arrive":
             return "waits for their copy"
         case "fetch the next rows":
-            return "begins their copy" if plan.input_buffers == 2 else "nothing, there is one buffer only"
+            return "begins their copy"
         case "forward":
             return f"reads {values} and its masters; writes slopes, and its units' values to all"
         case "outputs":
