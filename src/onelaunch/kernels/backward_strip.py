@@ -18,7 +18,7 @@ from onelaunch.kernels.launch import cdiv
 from onelaunch.kernels.optimizer import update_scalars, updated
 from onelaunch.kernels.parts_update import update_bias
 from onelaunch.kernels.run_arguments import Clock, Ending, Tile, Weights
-from onelaunch.kernels.run_state import begin, launch_step, run_keep, slope
+from onelaunch.kernels.run_state import begin, launch_step, release, run_keep, slope
 
 
 @triton.jit(do_not_specialize=["seed", "step", "threshold", "layer"])
@@ -86,6 +86,7 @@ def strip_kernel(
             if (start // BLOCK_N) % strips == strip:
                 bias_gradient = tl.sum(dz.to(tl.float32), axis=0)
                 update_bias(bias_gradient, unit, n, bias_ptr, bias_first_ptr, bias_second_ptr, scalars, OPTIMIZER)
+    release(OVERLAP)
     last = True
     if SPLITS > 1:
         share = batch * k
@@ -123,6 +124,7 @@ def backward_strip(
     k = weights.weight.shape[1]
     seed, threshold, layer, scale = before.dropout_values
     launch_step(
+        clock,
         strip_kernel,
         (cdiv(k, tile.n) * tile.splits,),
         (

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from onelaunch.kernels.output_layer import loss_and_gradient
 from onelaunch.kernels.run_arguments import Clock, Rows
-from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, slope
+from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, release, slope
 from onelaunch.kernels.tiles import activate
 
 MOST_LINEARS = 4
@@ -169,6 +169,7 @@ def narrow_step_kernel(
         if BIAS:
             db1 += tl.sum(g.to(tl.float32), axis=0)
 
+    release(OVERLAP)
     parts_ptr += tl.program_id(0) * TOTAL
     store_sums(parts_ptr, dw1, db1, WIDTH_1, IN)
     if LINEARS > 2:
@@ -191,6 +192,7 @@ def narrow_step(
     hidden_units = (*units[1:-1], 0, 0)[:3]
     hidden_widths = (*widths[1:-1], 1, 1)[:3]
     launch_step(
+        clock,
         narrow_step_kernel,
         (len(parts),),
         (x.values, x.order, target, weights, masters, parts, loss_parts, clock.control, clock.table),

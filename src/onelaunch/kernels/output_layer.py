@@ -164,6 +164,7 @@ def output_layer(
     batch, outputs = gradient.shape
     seed, threshold, layer, scale = before.dropout_values
     launch_step(
+        clock,
         output_layer_kernel,
         (cdiv(batch, tile.m),),
         (

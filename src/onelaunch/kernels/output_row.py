@@ -16,7 +16,7 @@ import triton.language as tl
 from onelaunch.kernels.launch import next_power_of_2
 from onelaunch.kernels.output_layer import loss_and_gradient
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows
-from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, run_keep, slope
+from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, release, run_keep, slope
 
 HELD = 32_768  # weights a program holds at once: 64 registers a thread
 WARPS = 16
@@ -109,6 +109,7 @@ def output_row_kernel(
             sums += weighted(x_part, w_part, kind)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
+    release(OVERLAP)
     loss, gradient, right = loss_and_gradient(
         sums[None, :], target_ptr, source, taken, outputs, hyper(table_ptr, 6), WIDTH, LOSS
     )
@@ -147,6 +148,7 @@ def output_row(
     width = next_power_of_2(outputs)
     block = min(max(8, next_power_of_2(k)), HELD // width)
     launch_step(
+        clock,
         output_row_kernel,
         (batch,),
         (x.values, order, weight, bias, target, z, gradient, dx, loss_parts, clock.control, clock.table),

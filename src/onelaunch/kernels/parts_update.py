@@ -11,7 +11,7 @@ import triton.language as tl
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.optimizer import update_scalars, updated
 from onelaunch.kernels.run_arguments import Clock, Weights
-from onelaunch.kernels.run_state import add_up_loss, begin, launch_step
+from onelaunch.kernels.run_state import add_up_loss, begin, launch_step, release
 
 PARTS_UPDATE_BLOCK = 32  # weights a program: one line of memory a part
 
@@ -83,6 +83,7 @@ def parts_update_kernel(
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < total
     gradient = column_sums(parts_ptr, place, inside, parts, total, PARTS)
+    release(OVERLAP)
     w = tl.load(w_ptr + place, mask=inside, other=0.0)
     update_in_place(w, gradient, place, inside, w_ptr, copy_ptr, first_ptr, second_ptr, scalars, OPTIMIZER)
     if tl.program_id(0) == tl.num_programs(0) - 1:
@@ -103,6 +104,7 @@ def parts_update(
     total = weights.weight.numel()
     units = 1 if weights.bias is None else weights.bias.numel()
     launch_step(
+        clock,
         parts_update_kernel,
         (cdiv(total, PARTS_UPDATE_BLOCK),),
         (

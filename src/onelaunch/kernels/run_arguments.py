@@ -21,6 +21,7 @@ class Clock(NamedTuple):
     control: torch.Tensor
     table: torch.Tensor
     step: int  # within the graph
+    overlap: bool = False  # whether a kernel may start while the one before it ends
 
 
 class Rows(NamedTuple):

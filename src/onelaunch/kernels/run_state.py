@@ -28,10 +28,17 @@ ORDER_BLOCK = 1024
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """First in every kernel of a step: wait for the kernel before, whose end this one's start may overlap, and let the next
-    one start. All of them wait, so whatever an earlier kernel wrote is there."""
+    """First in every kernel of a step: wait for the kernel before, whose end this one's start may overlap. All of them wait, so
+    whatever an earlier kernel wrote is there."""
     if OVERLAP:
         gdc_wait()
+
+
+@triton.jit
+def release(OVERLAP: tl.constexpr):
+    """After a program's main loop: the next kernel may be brought onto the chip. Sooner, it would take the place of programs
+    that still have work."""
+    if OVERLAP:
         gdc_launch_dependents()
 
 
@@ -136,27 +143,24 @@ def add_up_loss(loss_parts_ptr, losses_ptr, table_ptr, index, loss_parts):
 
 
 @triton.jit
-def advance_kernel(control_ptr, steps, OVERLAP: tl.constexpr):
+def advance_kernel(control_ptr, steps):
     """The graph's steps are done: the next replay begins after them."""
-    begin(OVERLAP)
     tl.store(control_ptr, tl.load(control_ptr) + steps)
     tl.store(control_ptr + 1, tl.load(control_ptr + 1) + steps)
 
 
 def launch_step(
-    kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], values: tuple[int | float, ...],
+    clock: Clock, kernel: Any, grid: tuple[int, ...], tensors: tuple[Any, ...], values: tuple[int | float, ...],
     sizes: tuple[int, ...], constants: tuple[Any, ...], *, num_warps: int = 4, num_stages: int = 3,
 ) -> None:  # fmt: skip
-    """`launch` for a kernel of a step, whose last constant is OVERLAP: on Hopper and later its start overlaps the end of the
-    one before, which saves about a microsecond a kernel inside a graph."""
-    device = next(tensor.device for tensor in reversed(tensors) if isinstance(tensor, torch.Tensor))
-    overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """`launch` for a kernel of a step, whose last constant is OVERLAP."""
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    options |= {"launch_pdl": True} if clock.overlap else {}
     if all(tensor is None or isinstance(tensor, torch.Tensor) for tensor in tensors):
-        launch(kernel, grid, tensors, values, sizes, (*constants, overlap), launch_pdl=overlap, **options)
+        launch(kernel, grid, tensors, values, sizes, (*constants, clock.overlap), **options)
     else:  # tensor descriptors take Triton's own way, slower on the host, which a captured graph does not feel
-        with torch.cuda.device(device):
-            kernel[grid](*tensors, *values, *sizes, *constants, overlap, launch_pdl=overlap, **options)
+        with torch.cuda.device_of(clock.control):
+            kernel[grid](*tensors, *values, *sizes, *constants, clock.overlap, **options)
 
 
 def fill_row_order(order: torch.Tensor, keys: torch.Tensor, seed: int, epoch: int) -> None:
@@ -174,7 +178,7 @@ def fill_row_order(order: torch.Tensor, keys: torch.Tensor, seed: int, epoch: in
 
 
 def advance(control: torch.Tensor, steps: int) -> None:
-    launch_step(advance_kernel, (1,), (control,), (), (steps,), (), num_warps=1)
+    launch(advance_kernel, (1,), (control,), (), (steps,), (), num_warps=1)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -188,6 +192,7 @@ def add_up_losses_kernel(
 def add_up_losses(loss_parts: torch.Tensor, losses: torch.Tensor, clock: Clock) -> None:
     """losses[place] = the sum of the parts times the table's row weight."""
     launch_step(
+        clock,
         add_up_losses_kernel,
         (1,),
         (loss_parts, losses, clock.control, clock.table),

@@ -18,7 +18,7 @@ import triton.language as tl
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.linear import tile_of
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Tile
-from onelaunch.kernels.run_state import as_number, begin, gathered_rows, launch_step, run_keep, slope
+from onelaunch.kernels.run_state import as_number, begin, gathered_rows, launch_step, release, run_keep, slope
 from onelaunch.kernels.tiles import activate
 
 BAND = 8
@@ -76,6 +76,7 @@ def stage_forward_kernel(
                 inside = (row < batch)[:, None] & (inner < k)[None, :]
                 tl.store(gathered_ptr + row.to(tl.int64)[:, None] * k + inner[None, :], x, mask=inside)
         z = tl.dot(x, w.to(x.dtype), z, input_precision=PRECISION)
+    release(OVERLAP)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + unit, mask=unit < n, other=0.0)[None, :]
     inside = (row < batch)[:, None] & (unit < n)[None, :]
@@ -142,6 +143,7 @@ def input_gradient_kernel(
                 other=0.0,
             )
         dx = tl.dot(dz, w.to(dz.dtype), dx, input_precision=PRECISION)
+    release(OVERLAP)
     inside = (row < batch)[:, None] & (column < k)[None, :]
     element = row.to(tl.int64)[:, None] * k + column[None, :]
     if DROPOUT:
@@ -183,6 +185,7 @@ def stage_forward(
     batch, n = h.shape
     seed, threshold, layer, scale = ending.dropout_values
     launch_step(
+        clock,
         stage_forward_kernel,
         (cdiv(batch, tile.m) * cdiv(n, tile.n),),
         (x.values, x.order, weight, bias, h, z, gathered, clock.control, clock.table),
@@ -210,6 +213,7 @@ def input_gradient(
         gradient = TensorDescriptor(dz, list(dz.shape), list(dz.stride()), [tile.m, tile.k])
         source = TensorDescriptor(weight, list(weight.shape), list(weight.stride()), [tile.k, tile.n])
     launch_step(
+        clock,
         input_gradient_kernel,
         (cdiv(batch, tile.m) * cdiv(k, tile.n),),
         (gradient, source, h, z, dx, sums, clock.control),
@@ -230,6 +234,7 @@ def gather(x: Rows, out: torch.Tensor, clock: Clock) -> None:
     block = min(1024, next_power_of_2(k))
     rows = max(1, 2048 // block)
     launch_step(
+        clock,
         gather_kernel,
         (cdiv(batch, rows), cdiv(k, block)),
         (x.values, x.order, out, clock.control, clock.table),
