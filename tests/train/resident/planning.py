@@ -38,8 +38,8 @@ def settings_of(widths: list[int], **changes: Any) -> Settings:
 
 
 def plan_of(widths: list[int], *, chip: Chip = H200, **changes: Any) -> Plan:
-    """The plan chosen; `blocks` and `cluster` force a placement."""
-    forced = {name: changes.pop(name) for name in ("blocks", "cluster") if name in changes}
+    """The plan chosen; `blocks`, `cluster` and `working` as for `choose_plan`."""
+    forced = {name: changes.pop(name) for name in ("blocks", "cluster", "working") if name in changes}
     return choose_plan(settings_of(widths, **changes), chip, **forced)
 
 
