@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from onelaunch.train.engines.resident.session import ResidentSession
 
 
+MOST_PASSES = 2  # a step, for "auto": beyond, an engine that goes through memory once is faster
+
+
 class ResidentEngine:
     name = "resident"
 
@@ -39,9 +42,11 @@ class ResidentEngine:
 
         precision = "tf32" if run.spec.precision == "auto" else run.spec.precision
         try:
-            choose_plan(settings_for(run, precision), chip_of(run.device))
+            plan = choose_plan(settings_for(run, precision), chip_of(run.device))
         except NotResidentError as reason:
             return str(reason)
+        if run.spec.engine == "auto" and plan.micro_batches > MOST_PASSES:
+            return f"a batch of {run.spec.batch_size} rows would take {plan.micro_batches} passes on the chip"
         return ""
 
     def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> ResidentSession:

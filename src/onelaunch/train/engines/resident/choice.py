@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from onelaunch.train.engines.resident.plan import (
-    MOST_BATCH, MOST_OUTPUTS, MOST_ROWS, ROW_TILE, TILE, WORKING_REGISTERS, Chip, Plan, Settings,
+    MOST_BATCH,
+    MOST_OUTPUTS,
+    MOST_ROWS,
+    ROW_TILE,
+    TILE,
+    WORKING_REGISTERS,
+    Chip,
+    Plan,
+    Settings,
 )  # fmt: skip
 from onelaunch.train.engines.resident.stages import NotResidentError
 
@@ -38,7 +46,9 @@ def choose_plan(
                 best = seconds, plan
             break
     if best is None:
-        raise NotResidentError(f"the network does not fit on the chip: {refusals[-1] if refusals else 'too wide for its blocks'}")
+        raise NotResidentError(
+            f"the network does not fit on the chip: {refusals[-1] if refusals else 'too wide for its blocks'}"
+        )
     return best[1]
 
 
@@ -72,15 +82,15 @@ def _pass_rows(batch: int) -> Iterator[int]:
 
 
 def predicted_microseconds(plan: Plan) -> float:
-    """A step's time, roughly: only the order of the candidates matters. Constants from the H200 (docs/resident.md)."""
-    exchange = 0.0 if plan.blocks == 1 else 0.30 if plan.cluster else 1.1
-    per_kilobyte = 0.0 if plan.blocks == 1 else 0.025 if plan.cluster else 0.011
-    time = 0.0
+    """A step's time, roughly: only the order of the candidates matters. Fitted to nine plans timed on an H200."""
+    exchange, kilobyte = (0.0, 0.0) if plan.blocks == 1 else (0.2, 0.02) if plan.cluster else (1.0, 0.012)
+    groups = plan.row_tiles // plan.group
+    time = 0.8
     for layer in plan.layers:
-        products = plan.row_tiles * layer.tiles * layer.steps_a_warp * plan.planes * (plan.planes + 1) / 2
-        passes = 2 if layer.first else 3
-        time += 0.25 * passes + passes * products * 0.006
+        phases = 2 if layer.first else 3
+        pairs = plan.planes * (plan.planes + 1) / 2
+        products = plan.row_tiles * layer.tiles * layer.steps_a_warp * pairs
+        time += phases * (0.25 * groups + (0.0 if layer.last else 0.008 * products))
         if not layer.last:
-            times = 1 if layer.first else 2
-            time += times * (exchange + per_kilobyte * plan.exchanged_bytes(layer) / 1024)
-    return time * plan.micro_batches + 0.5
+            time += (1 if layer.first else 2) * (exchange + kilobyte * plan.exchanged_bytes(layer) / 1024)
+    return time * plan.micro_batches

@@ -9,6 +9,7 @@ step k of a layer belong to warp k modulo WARPS, as one accumulator tile for eac
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -170,7 +171,7 @@ class Plan:
             room -= layer.weight_tiles * self.states if with_states else 0
             placed[layer.index] = (not fits, not with_states)
         return [
-            Layer(*(getattr(layer, name) for name in list(Layer.__dataclass_fields__)[:-2]), *placed[layer.index])
+            dataclasses.replace(layer, masters_shared=placed[layer.index][0], states_shared=placed[layer.index][1])
             for layer in layers
         ]
 
@@ -178,7 +179,7 @@ class Plan:
         """Row tiles multiplied at once."""
         widest = max(layer.tiles for layer in self.layers)
         group = 1
-        while group * 2 <= min(WARPS, self.row_tiles, 4) and self.row_tiles % (group * 2) == 0:
+        while group * 2 <= self.row_tiles and self.row_tiles % (group * 2) == 0:
             if group * 2 * widest > MOST_SUMS:
                 break
             group *= 2
@@ -336,9 +337,6 @@ class Plan:
     @property
     def flag_words(self) -> int:
         return self.exchanges * self.blocks * FLAG_STRIDE
-
-    def __str__(self) -> str:
-        return "resident"
 
     @property
     def refusal(self) -> str:

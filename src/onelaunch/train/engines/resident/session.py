@@ -19,7 +19,8 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.resident.choice import choose_plan
 from onelaunch.train.engines.resident.compile import Cubin, compile_cubin
-from onelaunch.train.engines.resident.plan import Chip, Plan, Settings, THREADS
+from onelaunch.train.engines.resident.describe import describe
+from onelaunch.train.engines.resident.plan import THREADS, Chip, Plan, Settings
 from onelaunch.train.engines.resident.source import source_of
 from onelaunch.train.engines.resident.stages import NotResidentError, stages_of
 from onelaunch.train.objective import predictions_per_row
@@ -27,6 +28,7 @@ from onelaunch.train.objective import predictions_per_row
 LOOK_SECONDS = 0.002
 WORKING = (112, 136, 160, 184)  # registers left free of weights, tried until nothing spills
 PATIENCE_SECONDS = 10.0
+CLOCK_HZ = 2e9  # about what a multiprocessor counts in a second
 MOST_LOSSES = 2**22  # of one launch: 16 MB of the host's memory
 STATE_NAMES = {"sgd": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}
 CONTROL = np.dtype(
@@ -89,7 +91,8 @@ class ResidentSession:
         self.layout, self.cubin = self._compile(plan, fault is not None, stamps)
         self.kernel = load(self.cubin, "train", run.device)
         self._refuse_crowding()
-        self.plan = f"{self.layout}\n{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes of spills"
+        registers = f"{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes spilled"
+        self.plan = f"{describe(self.layout)}\n{registers}"
         self.allocations = {"launches": 0}
         self._stream = torch.cuda.Stream(run.device)
         self._tensors = dict(run.model.state_dict(keep_vars=True))
@@ -97,8 +100,6 @@ class ResidentSession:
         self._most_steps = min(max(MOST_LOSSES, run.spec.steps_per_epoch), run.spec.total_steps)
         self._losses = MappedArray(self._most_steps, np.float32, run.device)
         self._records = MappedArray(self._most_steps // run.spec.steps_per_epoch + 2, RECORD, run.device)
-        self._clock_hz = torch.cuda.get_device_properties(run.device).clock_rate * 1e3 if hasattr(
-            torch.cuda.get_device_properties(run.device), "clock_rate") else 2e9  # fmt: skip
         self._buffers(state)
         self._params = self._parameters(fault, patience)
         self._running = False
@@ -142,7 +143,7 @@ class ResidentSession:
             check = run.validation
             self._check_x = self._rows(check[0]) if check else None
             self._check_y = self._targets(check[1]) if check else None
-            self._weights = self._flat({name: tensor for name, tensor in self._tensors.items()})
+            self._weights = self._flat(self._tensors)
             self._states = [
                 self._flat({name: state.get(f"{kind}.{name}") for name in self._tensors}) for kind in self._state_kinds
             ]
@@ -159,7 +160,8 @@ class ResidentSession:
         x = x.reshape(len(x), -1)
         width = self.layout.layers[0].steps * 16
         if x.dtype == torch.uint8:
-            return torch.nn.functional.pad(x, (0, width - x.shape[1])).contiguous()
+            x = torch.nn.functional.pad(x, (0, width - x.shape[1])).contiguous()
+            return x if x.data_ptr() % 16 == 0 else x.clone()  # rows are fetched in pieces of 16 bytes
         half = torch.float16 if self.precision == "fp16" else torch.bfloat16
         rest, planes = torch.nn.functional.pad(x.float(), (0, width - x.shape[1])), []
         for _ in range(self.layout.input_planes):
@@ -183,7 +185,9 @@ class ResidentSession:
         parts = []
         for name, shape in self._names():
             tensor = tensors.get(name)
-            values = torch.zeros(shape, device=self.device) if tensor is None else tensor.detach().to(self.device).float()
+            values = (
+                torch.zeros(shape, device=self.device) if tensor is None else tensor.detach().to(self.device).float()
+            )
             parts.append(values.reshape(-1))
         return torch.cat(parts)
 
@@ -208,7 +212,7 @@ class ResidentSession:
         params["rows"], params["seed"] = spec.rows, spec.seed
         params["check_rows"] = len(run.validation[0]) if run.validation else 0
         params["steps_per_epoch"], params["total_steps"] = spec.steps_per_epoch, spec.total_steps
-        params["patience"] = int(patience * self._clock_hz)
+        params["patience"] = int(patience * CLOCK_HZ)
         params["fault_step"], params["fault_block"] = fault if fault else (2**63, 0)
         for name in ("lr", "momentum", "weight_decay", "eps"):
             params[name] = getattr(spec, name)
@@ -275,7 +279,9 @@ class ResidentSession:
             if now - reported > 0.03:
                 reported = now
                 counts = spec.loss != "mse"
-                monitor.report(int(control["done"]), float(control["loss"]), int(control["correct"]) if counts else None)
+                monitor.report(
+                    int(control["done"]), float(control["loss"]), int(control["correct"]) if counts else None
+                )
             if monitor.stop:
                 control["stop"] = 1
             time.sleep(LOOK_SECONDS)

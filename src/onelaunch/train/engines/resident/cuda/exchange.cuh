@@ -117,10 +117,11 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
   }
   if (threadIdx.x == 0) expect_bytes(barrier, exchange_bytes(EXCHANGE));
 #else
-  const u32 step = (c.lane >> 1) * WARPS + c.warp, writer = (step * 2 + (c.lane & 1)) / tiles;
-  if (step < steps && writer < BLOCKS) {
+  const u64 begin = clock_now();
+  for (u32 first = c.lane >> 1; first * WARPS + c.warp < steps && !c.dead; first += 16) {  // two lanes a step, one a tile of it
+    const u32 writer = ((first * WARPS + c.warp) * 2 + (c.lane & 1)) / tiles;
+    if (writer >= BLOCKS) break;
     const u32* flag = c.p->flags + (EXCHANGE * BLOCKS + writer) * FLAG_STRIDE;
-    const u64 begin = clock_now();
     while ((int)(load_acquire(flag) - (count + 1)) < 0)
       if (clock_now() - begin > c.p->patience) {
         give_up(c, EXCHANGE);

@@ -86,15 +86,18 @@ template <int NT> INLINE Result row_loss(float (&z)[NT][2], u32 q, u32 target, f
 // Outputs and loss of a pass; `multiply` gives a group's sums. Afterwards, and after one more barrier of the
 // block, the loss's sums lie at AT_LOSSES, a float a warp, and right predictions are added at AT_CORRECT.
 template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& draw, const Tally& tally, Multiply multiply) {
-  constexpr u32 FIRST_WARP = WARPS - GROUP_TILES * 2;  // a warp takes eight rows, the last ones do
+  constexpr int PARTS = GROUP_TILES * 2, FIRST_WARP = LOSS_WARPS < WARPS ? WARPS - LOSS_WARPS : 0;  // a warp takes eight rows, the last ones do
   float loss = 0.f;
   u32 right = 0;
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][L::NT][4];
     multiply(group, sum);
     const u32 buffer = store_partials<L::NT, L::SPLIT>(c, sum);
-    if (c.warp >= FIRST_WARP) {
-      const int m = (c.warp - FIRST_WARP) >> 1, half = c.warp & 1, row_tile = group * GROUP_TILES + m;
+#pragma unroll
+    for (int first = 0; first < PARTS; first += WARPS) {
+      const int part = first + (int)c.warp - FIRST_WARP;
+      if (part < 0 || part >= PARTS) break;
+      const int m = part >> 1, half = part & 1, row_tile = group * GROUP_TILES + m;
       const u32 row = row_tile * 16 + half * 8 + c.g;
       float z[L::NT][2], slope[L::NT][2];
 #pragma unroll
@@ -125,7 +128,7 @@ template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& d
     }
   }
   c.dead = __syncthreads_or(c.dead);
-  if (c.warp >= FIRST_WARP) {  // while the others go on; read after the next barrier
+  if ((int)c.warp >= FIRST_WARP) {  // while the others go on; read after the next barrier
     loss = column_sum(quad_sum(loss));
     right = __reduce_add_sync(~0u, right);
     if (c.lane == 0) {

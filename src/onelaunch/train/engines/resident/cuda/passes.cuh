@@ -3,15 +3,8 @@
 // Every product is split over the warps along its inner dimension; partial sums meet in shared memory and are added in the
 // order of the warps, so the same bits come out every time.
 #pragma once
-#include "weights.cuh"
 #include "random.cuh"
-#include "activations.cuh"
-
-struct Draw {  // what dropout depends on
-  u64 seed;
-  u32 step, row;
-  bool training;
-};
+#include "weights.cuh"
 
 // Partial sums of a group of row tiles: [warp][row tile][tile of units][half][lane], two floats each.
 INLINE u32 partial_at(const Context& c, u32 buffer, int warp, int tile, int tiles, int half) {

@@ -54,15 +54,26 @@ template <int N> INLINE void permute_rows(u32 (&value)[N], const u32 (&keys)[N],
   }
 }
 
-// Keep factors of N / 2 rows, eight apart from `row` on, units (unit + 2q, unit + 2q + 1), `unit` a multiple of eight.
-template <int N> INLINE void keep_factors(float (&keep)[N], u64 seed, u32 layer, u32 step, u32 row, u32 unit, u32 threshold, float scale) {
+struct Draw {  // what dropout depends on
+  u64 seed;
+  u32 step, row;
+  bool training;
+};
+
+// Dropout of N / 2 rows, eight apart from `row` on, units (unit + 2q, unit + 2q + 1), `unit` a multiple of eight.
+template <int N> INLINE void dropout(float (&z)[N], float (&slope)[N], const Draw& draw, u32 layer, u32 row, u32 unit, u32 threshold, float scale) {
+  if (!draw.training) return;
   const u32 q = threadIdx.x & 3;
 #pragma unroll
   for (int half = 0; half < N / 2; ++half) {
-    u32 c[4] = {unit / 8, row + half * 8, step, layer};
-    philox(c, seed);
-    const u32 bits = q & 2 ? (q & 1 ? c[3] : c[2]) : (q & 1 ? c[1] : c[0]);
-    keep[half * 2] = (bits & 0xffffu) < threshold ? scale : 0.f;
-    keep[half * 2 + 1] = (bits >> 16) < threshold ? scale : 0.f;
+    u32 c[4] = {unit / 8, row + half * 8, draw.step, layer};
+    philox(c, draw.seed);
+    const u32 bits = pick(c, q);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float keep = (e ? bits >> 16 : bits & 0xffffu) < threshold ? scale : 0.f;
+      z[half * 2 + e] *= keep;
+      slope[half * 2 + e] *= keep;
+    }
   }
 }

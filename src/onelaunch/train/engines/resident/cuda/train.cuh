@@ -174,6 +174,6 @@ INLINE void record_epoch(Context& c, u32 index, double check_loss, u64 check_cor
 INLINE float sum_of_losses(const Context& c) {
   float sum = 0.f;
 #pragma unroll
-  for (int warp = 0; warp < GROUP_TILES * 2; ++warp) sum += load_float(c.shared + AT_LOSSES + warp * 4);
+  for (int warp = 0; warp < LOSS_WARPS; ++warp) sum += load_float(c.shared + AT_LOSSES + warp * 4);
   return sum;
 }

@@ -1,0 +1,153 @@
+// The kernel: one launch trains from `first_step` to `last_step`. The phases of a pass and the layers' weights are the plan's
+// (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS); they use `c`, `draw`, `tally`, `buffer`, `trained`, `next_inputs` from here.
+#pragma once
+#include "train.cuh"
+
+#if STAMPS  // clocks that thread 0 of block 0 spends in each phase
+#define STAMP(i) if (threadIdx.x == 0) { const u32 now = (u32)clock_now(); spent[i] += now - stamped; stamped = now; }
+#else
+#define STAMP(i)
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) u8 memory[];
+  const Params* p = &params;
+  Context c;
+  c.p = p, c.lane = threadIdx.x & 31, c.warp = threadIdx.x >> 5, c.g = c.lane >> 2, c.q = c.lane & 3;
+  c.rank = blockIdx.x, c.shared = shared_address(memory);
+  c.passes = c.backs = c.step = c.turn = 0, c.copies = ~0u, c.dead = false;
+  for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
+#if STAMPS
+  __shared__ u32 spent[PHASES];
+  for (u32 i = threadIdx.x; i < PHASES; i += THREADS) spent[i] = 0;
+  u32 stamped = (u32)clock_now();
+#endif
+  __syncthreads();
+#if IS_CLUSTER
+  for (u32 i = 0; i < (BLOCKS + 3) / 4; ++i) c.remote[i] = at_block(c.shared, i * 4 + c.q < BLOCKS ? i * 4 + c.q : 0);
+  make_barriers(c);
+  meet_cluster();
+#endif
+  DECLARE_WEIGHTS
+  LOAD_WEIGHTS
+  __syncthreads();
+  HAND_OUT_WEIGHTS
+
+  const Rule rule = {(float)p->momentum, (float)p->weight_decay, (float)p->new_mean, (float)p->new_square, (float)p->beta2, (float)p->eps};
+  const float smoothing = (float)p->smoothing;
+  u64 step = p->first_step;
+  u32 place = (u32)(step % p->steps_per_epoch);  // of the step in its epoch
+  u32 ahead = 0, tables = 0, looks = 0;          // steps into the table of rates; tables since the last look; looks
+  u32 epoch = 0, buffer = 0;
+  float loss = 0.f;
+  bool broken = false;  // a loss was not finite
+  auto fetch = [&](u32 later, u32 micro) {
+    const u32 at = place + later == (u32)p->steps_per_epoch ? 0 : place + later;
+    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, micro), 0, micro_rows(rows_at(p, at), micro));
+  };
+  auto check_rows = [&](u32 part) {
+    const u64 left = p->check_rows - (u64)part * ROWS;
+    return (u32)(left < ROWS ? left : ROWS);
+  };
+  auto fetch_check = [&](u32 part) {
+    if constexpr (VALIDATES)
+      Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->check_x, p->check_y, p->check_rows * X_PITCH, 0, (u64)part * ROWS, check_rows(part));
+  };
+
+  fill_rates(c, step);
+  find_rows(c, step / LOT * LOT);
+  find_rows(c, step / LOT * LOT + LOT);
+  buffer = X_BUFFERS - 1;
+  fetch(0, 0);
+  buffer = 0;
+  while (step < p->last_step) {
+    if (ahead == INTERVAL) {
+      if (++tables == LOOKS) {
+        tables = 0;
+        if (!look(c, looks++, step, loss, broken)) break;
+      }
+      fill_rates(c, step);
+      ahead = 0;
+    }
+    float scalars[4];
+    load_shared(c.shared + AT_RATES + ahead * 16, scalars);
+    const Rates rates = {scalars[0], scalars[1], scalars[2], scalars[3]};
+    const bool ends = place + 1 == (u32)p->steps_per_epoch || step + 1 == p->total_steps;
+    const u32 rows = rows_at(p, place), count = MICRO == 1 ? 1 : (rows + ROWS - 1) / ROWS;
+    float total = 0.f;
+    bool leave = false;
+    STAMP(0)
+    for (u32 micro = 0; micro < count; ++micro) {
+      constexpr u32 trained = 0;
+      const bool last = micro + 1 == count;
+      const Draw draw = {p->seed, (u32)step, micro * ROWS, true};
+      const Tally tally = {micro_rows(rows, micro), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
+      auto fetch_next = [&]() {
+        if (!last) fetch(0, micro + 1);
+        else if (ends && VALIDATES) fetch_check(0);
+        else if (step + 1 < p->last_step) fetch(1, 0);
+      };
+      auto next_inputs = [&]() {
+        if (X_BUFFERS == 2) fetch_next();
+      };
+      FORWARD_PHASES
+      leave = c.dead;  // the same in the whole block: it was agreed on with the outputs
+      BACKWARD_PHASES
+      if (LAYERS == 1) __syncthreads();  // no phase of the way back has brought one
+      if (threadIdx.x == 0) total += sum_of_losses(c);
+      buffer ^= X_BUFFERS - 1;
+      ++c.passes, ++c.backs;
+    }
+    if (c.rank == 0 && threadIdx.x == 0) {
+      loss = total * rates.row_weight;
+      p->losses[step - p->first_step] = loss;
+      broken |= !(fabsf(loss) <= 3.4028235e38f);
+    }
+    if (ends && VALIDATES) {
+      const u32 before = load_word(c.shared + AT_CORRECT), parts = (u32)((p->check_rows + ROWS - 1) / ROWS);
+      double check_loss = 0;
+      for (u32 part = 0; part < parts; ++part) {
+        constexpr u32 trained = 1;  // the update of this step is made
+        const Draw draw = {p->seed, 0, 0, false};
+        const Tally tally = {check_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
+        auto next_inputs = [&]() {
+          if (part + 1 < parts) fetch_check(part + 1);
+          else if (step + 1 < p->last_step) fetch(1, 0);
+        };
+        FORWARD_PHASES
+        __syncthreads();
+        if (threadIdx.x == 0) check_loss += sum_of_losses(c);
+        buffer ^= X_BUFFERS - 1;
+        ++c.passes;
+      }
+      __syncthreads();
+      const u32 right = load_word(c.shared + AT_CORRECT) - before;
+      __syncthreads();
+      if (threadIdx.x == 0) store_word(c.shared + AT_CORRECT, before);
+      record_epoch(c, epoch++, check_loss, right);
+    } else if (ends) {
+      record_epoch(c, epoch++, 0, 0);
+    }
+    ++step, ++c.step, ++ahead;
+    place = place + 1 == (u32)p->steps_per_epoch ? 0 : place + 1;
+    if (step % LOT == 0) find_rows(c, step + LOT);
+    if (leave) break;
+  }
+  copies_done();
+  __syncthreads();
+  SAVE_WEIGHTS
+#if STAMPS
+  if (c.rank == 0)
+    for (u32 i = threadIdx.x; i < PHASES; i += THREADS) p->stamps[i] = spent[i];
+#endif
+  if (c.rank == 0 && threadIdx.x == 0) {
+    volatile Control* control = p->control;
+    control->loss = loss;
+    control->correct = load_word(c.shared + AT_CORRECT);
+    __threadfence_system();
+    control->done = (u32)step;
+  }
+#if IS_CLUSTER
+  meet_cluster();  // nobody leaves while another may still send to it
+#endif
+}
