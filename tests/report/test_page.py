@@ -89,7 +89,8 @@ def test_every_figure_has_a_table_and_its_command(html, outline):
         assert "made by <code>onelaunch " in figure
     assert len(outline.all("caption")) == len(outline.all("table"))
     assert all(cell.get("scope") in ("col", "row") for cell in outline.all("th"))
-    assert all(region["aria-label"] for region in outline.all("div") if region.get("role") == "region")
+    assert not re.search(r"<th[^>]*></th>", html), "a column without a name"
+    assert all(group["aria-label"] for group in outline.all("div") if group.get("role") == "group")
 
 
 @pytest.mark.parametrize(

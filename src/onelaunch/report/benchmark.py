@@ -106,7 +106,7 @@ def _bars(case: dict[str, Any], identity: str, command: str) -> Figure:
         bars.append(Bar(name, timing["median"], seconds(timing["median"]) + ratio, low, high, _kind(name)))
     bars.sort(key=lambda bar: bar.value)
     svg = bar_chart(f"{identity}-time", case["name"], bars, what=f"Median time of a {case['unit']}")
-    head = ["", "median", "least", "quartiles", "n", "spread", "peak memory", "energy"]
+    head = ["contender", "median", "least", "quartiles", "n", "spread", "peak memory", "energy"]
     rows = [
         [name, seconds(t["median"]), seconds(t["minimum"]), " – ".join(map(seconds, t["quartiles"])), str(t["n"]),
          percent(t["spread"]), byte_size((case.get("peak_bytes") or {}).get(name)),
@@ -176,5 +176,5 @@ def _memory(case: dict[str, Any], identity: str, command: str) -> Figure:
     bars = [Bar(name, float(v), byte_size(v), kind=_kind(name)) for name, v in peaks.items() if math.isfinite(v)]
     svg = bar_chart(f"{identity}-peak", f"{case['name']}: peak memory", bars, what="Peak memory")
     rows = [[name, byte_size(value), f"{value:,}"] for name, value in peaks.items()]
-    table = Table("Peak memory", ["", "peak", "bytes"], rows)
+    table = Table("Peak memory", ["contender", "peak", "bytes"], rows)
     return Figure(f"{case['name']}: peak memory", svg, table, command)

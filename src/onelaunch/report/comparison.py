@@ -61,7 +61,7 @@ def comparison_table(found: dict[str, Any]) -> Table:
              seconds(one["startup_seconds"]), byte_size(one["peak_bytes"]), _mean(final["loss"]),
              _mean(final["accuracy"], share=True)]
         )  # fmt: skip
-    head = ["", "a step", "an epoch", "start-up", "peak memory", "final loss", "final accuracy"]
+    head = ["contender", "a step", "an epoch", "start-up", "peak memory", "final loss", "final accuracy"]
     ours = frozenset(number for number, name in enumerate(found) if is_ours(name))
     return Table(
         "Everybody, the same run: medians over the epochs; final figures on the validation rows", head, rows, ours
@@ -138,7 +138,7 @@ def _bars(found: dict[str, Any], identity: str, command: str) -> Figure:
         ]
         for name, one in found.items()
     ]
-    table = Table("Time of a step", ["", "median", "least", "most", "epochs"], rows)
+    table = Table("Time of a step", ["contender", "median", "least", "most", "epochs"], rows)
     return Figure(
         "Time of a step",
         svg,
@@ -166,7 +166,7 @@ def _memory(memory: dict[str, Any], identity: str, command: str) -> Figure:
         "Weights, gradients, optimizer state, batch and activations, without the data set. A flat line is an arena laid out "
         "before the first step."
     )
-    table = Table("Memory over a step", ["", "least", "most", "operations that allocate or free"], rows)
+    table = Table("Memory over a step", ["contender", "least", "most", "operations that allocate or free"], rows)
     return Figure("Memory over a step", svg, table, command, note)
 
 

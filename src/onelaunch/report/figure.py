@@ -25,7 +25,7 @@ class Table:
             body.append(f"<tr{mark}>{''.join(cells)}</tr>")
         # A wide table scrolls by itself, and the keyboard can reach it.
         return (
-            f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(self.caption, quote=True)}"><table>'
+            f'<div class="scroll" role="group" tabindex="0" aria-label="{escape(self.caption, quote=True)}"><table>'
             f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
             f"<tbody>{''.join(body)}</tbody></table></div>"
         )
