@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import onelaunch as ol
 from onelaunch.fuse import calls
 from onelaunch.fuse.placing import regions
+from onelaunch.fuse.verdict import force
+from tests.conftest import ROOT
 from tests.fuse.compare import assert_same
 
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
@@ -114,20 +119,28 @@ def test_checkpointing_recomputes_the_same_masks() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_ddp(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        model = Network().double()
-        x, target = batch()
+def ddp_gradients(store: str) -> None:
+    """In a process of its own, which ends at once: gloo's threads and the reducer can wait for each other at its end."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    model = Network().double()
+    x, target = batch()
+    with force(True):
         wrapped = nn.parallel.DistributedDataParallel(ol.fuse(model))
-        wrapped(x, target).backward()
-        got = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        model.zero_grad()
-        model(x, target).backward()
-        for mine, parameter in zip(got, model.parameters(), strict=True):
-            torch.testing.assert_close(mine, parameter.grad, rtol=0, atol=1e-12)
-    finally:
-        torch.distributed.destroy_process_group()
+    calls.plain_elsewhere = False
+    wrapped(x, target).backward()
+    got = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    model(x, target).backward()
+    for mine, parameter in zip(got, model.parameters(), strict=True):
+        torch.testing.assert_close(mine, parameter.grad, rtol=0, atol=1e-12)
+    print("the same gradients", flush=True)
+    os._exit(0)
+
+
+def test_ddp(tmp_path: Path) -> None:
+    script = f"from tests.fuse.test_everywhere import ddp_gradients; ddp_gradients({str(tmp_path / 'store')!r})"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "the same gradients" in done.stdout, done.stderr[-2000:]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler itself

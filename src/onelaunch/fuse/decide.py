@@ -78,8 +78,12 @@ def judge(steps: list[Step], roof: DeviceModel, measured: tuple[float, float] | 
     overruled = forced()
     pays = fused_seconds < apart_seconds if overruled is None else overruled
     how = "measured" if measured else "predicted"
-    times = f"{_time(fused_seconds)} fused, {_time(apart_seconds)} apart ({how})"
-    return Decision(pays, times if pays else f"does not pay: {times}", before, after, predicted, measured)
+    if pays:
+        saved = 1 - fused_seconds / apart_seconds if apart_seconds else 0.0
+        reason = f"saves {saved:.0%} of its time ({how})"
+    else:
+        reason = f"does not pay: {_time(fused_seconds)} fused, {_time(apart_seconds)} apart ({how})"
+    return Decision(pays, reason, before, after, predicted, measured)
 
 
 def seconds_apart(roof: DeviceModel, step: Step) -> float:

@@ -107,6 +107,7 @@ class Explanation:
         return {
             "name": group.name,
             "labels": list(group.labels),
+            "where": place(group.labels),
             "operations": list(group.operations),
             "fused": group.fused,
             "reason": group.reason,
@@ -161,7 +162,7 @@ class Explanation:
         for group in self.groups:
             cost = group.after.total
             row: list[Any] = [
-                Text.assemble((group.name, "bold"), "\n", (", ".join(group.labels), "dim")),
+                Text.assemble((group.name, "bold"), "\n", (place(group.labels), "dim")),
                 Text.assemble(
                     ("fused" if group.fused else "not fused", "green" if group.fused else "yellow"), f": {group.reason}"
                 ),
@@ -202,6 +203,16 @@ class Explanation:
         console.print(self)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue().rstrip("\n")
+
+
+def place(labels: tuple[str, ...]) -> str:
+    """`encoder.0: dense, dropout` for paths that begin alike."""
+    paths = [label.split(".") for label in labels]
+    same = 0
+    while all(len(path) > same + 1 and path[same] == paths[0][same] for path in paths):
+        same += 1
+    rest = ", ".join(".".join(path[same:]) for path in paths)
+    return f"{'.'.join(paths[0][:same])}: {rest}" if same else rest
 
 
 def _kernel(kernel: KernelResources) -> str:

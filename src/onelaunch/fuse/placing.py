@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from onelaunch.fuse.region import Fusion, Options, Plan, Region
@@ -32,8 +33,8 @@ def place_regions(model: Model, options: Options, sized: bool = False, everywher
     for mode in modes:
         with in_mode(fused, mode):
             for path, module in fused.named_modules():
-                if path in found or (path and not module._modules) or "forward" in vars(module):
-                    continue  # known; a single operation; a forward that somebody put in the place of the class's
+                if path in found or not _has_forward(module, path):
+                    continue
                 region = Region(module, path, _below(shared, path), fusion)
                 plan = region.make_plan(Arguments.required_by(type(module).forward))
                 fusion.notes += _notes(plan, path)
@@ -43,6 +44,14 @@ def place_regions(model: Model, options: Options, sized: bool = False, everywher
         region.module.forward = region
     make_plans(fused, modes)
     return fused
+
+
+def _has_forward(module: nn.Module, path: str) -> bool:
+    """Not so a list of modules, a single operation, or where somebody put a forward in the place of the class's."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    own = type(module).forward is not nn.Module.forward and "forward" not in vars(module)
+    return own and (not path or bool(module._modules))
 
 
 def make_plans(fused: nn.Module, modes: Iterable[bool] = (True, False)) -> None:

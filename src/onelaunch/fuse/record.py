@@ -214,7 +214,11 @@ class _Counter(TorchDispatchMode):
             tensors = [x for x in tree_leaves((args, kwargs)) if _is_tensor(x)]
             counted = self.registry.get(func.overloadpacket)
             flops = counted(*args, **(kwargs or {}), out_val=result) if counted else max(x.numel() for x in outputs)
-            moved = sum(x.numel() * x.element_size() for x in {id(x): x for x in (*tensors, *outputs)}.values())
+            if func.overloadpacket is _aten.embedding:  # reads the rows it gives, not the whole table
+                tensors = [outputs[0], *tensors[1:]]
+            else:
+                outputs = [x for x in outputs if all(x is not read for read in tensors)]
+            moved = sum(x.numel() * x.element_size() for x in (*tensors, *outputs))
             self.cost += Cost(moved, flops, 1)
         return result
 
