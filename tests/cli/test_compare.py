@@ -94,6 +94,13 @@ def test_bad_arguments_end_with_2(cli, blobs, arguments, message):
     assert message in outcome.err
 
 
+def test_a_run_that_cannot_be_made_leaves_no_folder(cli, blobs, tmp_path):
+    outcome = cli("compare", "--data", blobs, "--layers", "5,4,2", "--out", "none")
+    assert outcome.code == 2
+    assert "is not a class of this model" in outcome.err
+    assert not (tmp_path / "none").exists()
+
+
 def test_report_of_a_training_run(cli, blobs, tmp_path):
     assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
     outcome = cli("report", "run", "--out", "page.html")

@@ -21,6 +21,7 @@ from onelaunch.cli.train import load_data, say, widths_of
 from onelaunch.data import Dataset
 from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError
+from onelaunch.files import write_atomic
 from onelaunch.report.comparison import agreement, comparison_table, is_ours, speed_up
 from onelaunch.report.read import COMPARE_FILE
 from onelaunch.report.write import REPORT, write_report
@@ -57,8 +58,11 @@ def compare(
             "network": f"{'-'.join(map(str, widths))}, {settings.activation}, dropout {settings.dropout:g}",
             "data": dataset.source, "contenders": {}, "absent": {}, "sizes": {},
         }  # fmt: skip
-        (folder.path / CONFIG).write_text(settings.to_toml())
+        write_atomic(folder.path / CONFIG, settings.to_toml())
         _measure(folder.path, results, settings, dataset, widths, hidden, seeds)
+    except OnelaunchError:
+        folder.discard()  # which keeps a folder with results
+        raise
     finally:
         folder.close()
 
