@@ -5,7 +5,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onelaunch.report import number
@@ -17,6 +17,7 @@ finite = st.floats(-1e6, 1e6, allow_subnormal=False)
 positive = st.floats(1e-9, 1e9)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(finite, min_size=1, max_size=20))
 def test_a_linear_scale_holds_its_values_and_has_round_ticks(values):
     scale = fitted(values, 0, 100)
@@ -26,6 +27,7 @@ def test_a_linear_scale_holds_its_values_and_has_round_ticks(values):
     assert ticks == sorted(ticks)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(positive, min_size=1, max_size=20))
 def test_a_logarithmic_scale_holds_its_values(values):
     scale = fitted(values, 0, 100, log=True)
@@ -41,6 +43,7 @@ def test_places_on_paper():
     assert Scale(0, 10, 50, 0)(2.5) == 37.5
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(positive, positive), min_size=1, max_size=30), st.booleans())
 def test_any_lines_make_valid_svg_inside_its_frame(points, log):
     x, y = zip(*points, strict=True)
