@@ -58,8 +58,7 @@ def strip_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Columns `[BLOCK_K]` of one Linear: dx = (dz·W) times the slope of the stage before, and W -= lr * dzᵀ·h."""
-    begin(OVERLAP)
-    scalars = update_scalars(table_ptr, tl.load(control_ptr) + step)
+    scalars = update_scalars(table_ptr, tl.load(control_ptr, cache_modifier=".cg") + step)
     strip = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     strips = tl.num_programs(0) // SPLITS
@@ -68,7 +67,8 @@ def strip_kernel(
     row = tl.arange(0, BLOCK_M)
     own = (row < batch)[:, None] & (column < k)[None, :]
     element = row[:, None] * k + column[None, :]
-    h = tl.load(h_ptr + element, mask=own, other=0.0)
+    h = tl.load(h_ptr + element, mask=own, other=0.0, cache_modifier=".cg")
+    begin(OVERLAP)  # for dz alone
     dx = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     for start in range(split * rows_a_split, tl.minimum((split + 1) * rows_a_split, n), BLOCK_N):
         unit = start + tl.arange(0, BLOCK_N)

@@ -23,13 +23,18 @@ WARPS = 16
 
 
 @triton.jit
-def load_operands(x_ptr, w_ptr, place, start, outputs, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_row(x_ptr, place, start, k, BLOCK_K: tl.constexpr):
     """A row of x, also where its place is not taken: nothing comes of it, and asking would delay the load."""
     inner = start + tl.arange(0, BLOCK_K)
+    return tl.load(x_ptr + place[:, None] * k + inner[None, :], mask=(inner < k)[None, :], other=0)
+
+
+@triton.jit
+def load_weights(w_ptr, start, outputs, k, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+    inner = start + tl.arange(0, BLOCK_K)
     output = tl.arange(0, WIDTH)
-    x = tl.load(x_ptr + place[:, None] * k + inner[None, :], mask=(inner < k)[None, :], other=0)
     inside = (output < outputs)[:, None] & (inner < k)[None, :]
-    return x, tl.load(w_ptr + output[:, None] * k + inner[None, :], mask=inside, other=0.0)
+    return tl.load(w_ptr + output[:, None] * k + inner[None, :], mask=inside, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -68,6 +73,8 @@ def output_row_kernel(
     z_ptr,
     gradient_ptr,
     dx_ptr,
+    data_ptr,
+    gathered_ptr,
     loss_parts_ptr,
     control_ptr,
     table_ptr,
@@ -80,8 +87,10 @@ def output_row_kernel(
     batch,
     outputs,
     k,
+    features,
     WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FEATURES: tl.constexpr,
     WHOLE: tl.constexpr,
     LOSS: tl.constexpr,
     GATHER: tl.constexpr,
@@ -91,22 +100,30 @@ def output_row_kernel(
     OVERLAP: tl.constexpr,
 ):
     """WHOLE: one block holds all inputs."""
-    begin(OVERLAP)
     kind: tl.constexpr = gradient_ptr.dtype.element_ty
-    index = tl.load(control_ptr) + step
+    index = tl.load(control_ptr, cache_modifier=".cg") + step
     program = tl.program_id(0)
     row = program + tl.arange(0, 1)
-    source, taken = gathered_rows(order_ptr, table_ptr, index, row, batch)
-    place = source if GATHER else row.to(tl.int64)
     output = tl.arange(0, WIDTH)
     if WHOLE:
-        x, w = load_operands(x_ptr, w_ptr, place, 0, outputs, k, WIDTH, BLOCK_K)
+        w = load_weights(w_ptr, 0, outputs, k, WIDTH, BLOCK_K)
+    source, taken = gathered_rows(order_ptr, table_ptr, index, row, batch)
+    if gathered_ptr is not None:
+        feature = tl.arange(0, FEATURES)[None, :]
+        inside = feature < features
+        features_row = tl.load(data_ptr + source[:, None] * features + feature, mask=taken[:, None] & inside, other=0)
+    place = source if GATHER else row.to(tl.int64)
+    begin(OVERLAP)  # for x; and before any store, since buffers share memory
+    if gathered_ptr is not None:
+        tl.store(gathered_ptr + row[:, None] * features + feature, as_number(features_row, kind), mask=inside)
+    if WHOLE:
+        x = load_row(x_ptr, place, 0, k, BLOCK_K)
         sums = weighted(x, w, kind)
     else:
         sums = tl.zeros((WIDTH,), tl.float32)
         for start in range(0, k, BLOCK_K):
-            x_part, w_part = load_operands(x_ptr, w_ptr, place, start, outputs, k, WIDTH, BLOCK_K)
-            sums += weighted(x_part, w_part, kind)
+            x_part = load_row(x_ptr, place, start, k, BLOCK_K)
+            sums += weighted(x_part, load_weights(w_ptr, start, outputs, k, WIDTH, BLOCK_K), kind)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
     release(OVERLAP)
@@ -129,7 +146,8 @@ def output_row_kernel(
             )  # fmt: skip
         else:
             for start in range(0, k, BLOCK_K):
-                x_part, w_part = load_operands(x_ptr, w_ptr, place, start, outputs, k, WIDTH, BLOCK_K)
+                x_part = load_row(x_ptr, place, start, k, BLOCK_K)
+                w_part = load_weights(w_ptr, start, outputs, k, WIDTH, BLOCK_K)
                 store_input_gradient(
                     factor, x_part, w_part, z_ptr, dx_ptr, seed, run_step, layer, row, start, threshold, keep_scale,
                     inverse_scale, k, BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
@@ -139,23 +157,26 @@ def output_row_kernel(
 def output_row(
     x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
     z: torch.Tensor | None, gradient: torch.Tensor, dx: torch.Tensor | None, loss_parts: torch.Tensor, before: Ending,
-    clock: Clock, *, loss: str,
+    clock: Clock, *, loss: str, data: torch.Tensor | None = None, gathered: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`output_layer` without column sums; `loss_parts` has a place for each row."""
+    """`output_layer` without column sums; `loss_parts` has a place for each row. Fills `gathered` with this step's rows of
+    `data` too, which the first Linear's update will want without waiting for their order."""
     batch, outputs = gradient.shape
     k = weight.shape[1]
     seed, threshold, layer, scale = before.dropout_values
     width = next_power_of_2(outputs)
+    features = 1 if gathered is None else gathered.shape[1]
     block = min(max(8, next_power_of_2(k)), HELD // width)
     launch_step(
         clock,
         output_row_kernel,
         (batch,),
-        (x.values, order, weight, bias, target, z, gradient, dx, loss_parts, clock.control, clock.table),
+        (x.values, order, weight, bias, target, z, gradient, dx, data, gathered, loss_parts, clock.control, clock.table),
         (seed, clock.step, threshold, layer, scale, 1 - before.p),
-        (batch, outputs, k),
+        (batch, outputs, k, features),
         (
-            width, block, k <= block, loss, x.order is not None, before.activation, before.from_z, before.p > 0,
+            width, block, next_power_of_2(features), k <= block, loss, x.order is not None, before.activation,
+            before.from_z, before.p > 0,
         ),
         num_warps=WARPS if width * block >= HELD // 2 else 4,
     )  # fmt: skip

@@ -28,8 +28,10 @@ ORDER_BLOCK = 1024
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """First in every kernel of a step: wait for the kernel before, whose end this one's start may overlap. All of them wait, so
-    whatever an earlier kernel wrote is there."""
+    """In every kernel of a step, before it reads what the kernel before it wrote: wait for that one's end, which this one's
+    start may overlap. All of them wait, so what still earlier kernels wrote is there without waiting; it is then read past L1
+    (".cg"), which may hold an older version.
+    """
     if OVERLAP:
         gdc_wait()
 
@@ -44,19 +46,20 @@ def release(OVERLAP: tl.constexpr):
 
 @triton.jit
 def hyper(table_ptr, COLUMN: tl.constexpr):
-    return tl.load(table_ptr + COLUMN)
+    return tl.load(table_ptr + COLUMN, cache_modifier=".cg")
 
 
 @triton.jit
 def scalar(table_ptr, index, COLUMN: tl.constexpr):
-    return tl.load(table_ptr + (index + 1) * _WIDTH + COLUMN)
+    return tl.load(table_ptr + (index + 1) * _WIDTH + COLUMN, cache_modifier=".cg")
 
 
 @triton.jit
 def gathered_rows(order_ptr, table_ptr, index, row, batch):
     """The data rows of places `row` of this step's batch, and which places are taken (the epoch's last batch may be short)."""
     taken = row < scalar(table_ptr, index, 4).to(tl.int32)
-    return tl.load(order_ptr + index * batch + row, mask=taken, other=0).to(tl.int64), taken
+    order = tl.load(order_ptr + index * batch + row, mask=taken, other=0, cache_modifier=".cg")
+    return order.to(tl.int64), taken
 
 
 @triton.jit

@@ -32,7 +32,6 @@ def stage_forward_kernel(
     bias_ptr,
     h_ptr,
     z_ptr,
-    gathered_ptr,
     control_ptr,
     table_ptr,
     seed: tl.int64,
@@ -63,18 +62,13 @@ def stage_forward_kernel(
     z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, k, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        # The weights first: gathered rows wait for the row order, and these need not.
+        x = tl.load(x_ptr + source[:, None] * k + inner[None, :], mask=taken[:, None] & (inner < k)[None, :], other=0)
         w = tl.load(
             w_ptr + unit.to(tl.int64)[None, :] * k + inner[:, None],
             mask=(unit < n)[None, :] & (inner < k)[:, None],
             other=0.0,
         )
-        x = tl.load(x_ptr + source[:, None] * k + inner[None, :], mask=taken[:, None] & (inner < k)[None, :], other=0)
         x = as_number(x, h_ptr.dtype.element_ty)
-        if gathered_ptr is not None:  # noqa: SIM102 (known when compiling, unlike the tile)
-            if tile_n == 0:
-                inside = (row < batch)[:, None] & (inner < k)[None, :]
-                tl.store(gathered_ptr + row.to(tl.int64)[:, None] * k + inner[None, :], x, mask=inside)
         z = tl.dot(x, w.to(x.dtype), z, input_precision=PRECISION)
     release(OVERLAP)
     if bias_ptr is not None:
@@ -179,16 +173,16 @@ def gather_kernel(
 
 def stage_forward(
     x: Rows, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, z: torch.Tensor | None, ending: Ending,
-    clock: Clock, *, tile: Tile, tf32: bool, gathered: torch.Tensor | None = None,
+    clock: Clock, *, tile: Tile, tf32: bool,
 ) -> None:  # fmt: skip
-    """Fills h `[batch, n]`; where given also z, before the activation, and `gathered`, the rows as the product took them."""
+    """Fills h `[batch, n]`, and z before the activation where given."""
     batch, n = h.shape
     seed, threshold, layer, scale = ending.dropout_values
     launch_step(
         clock,
         stage_forward_kernel,
         (cdiv(batch, tile.m) * cdiv(n, tile.n),),
-        (x.values, x.order, weight, bias, h, z, gathered, clock.control, clock.table),
+        (x.values, x.order, weight, bias, h, z, clock.control, clock.table),
         (seed, clock.step, threshold, layer, scale),
         (batch, n, weight.shape[1]),
         (tile.m, tile.n, tile.k, BAND, ending.activation, ending.p > 0, "tf32" if tf32 else "ieee"),

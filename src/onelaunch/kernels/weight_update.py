@@ -183,7 +183,7 @@ def weight_update_kernel(
 def small_update(
     tile, dz_ptr, x_ptr, w_ptr, first_ptr, second_ptr, bias_ptr, bias_first_ptr, bias_second_ptr, scalars, batch, n, k,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, OPTIMIZER: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """W -= lr * dzᵀ·x over one tile of W, for a batch of at most BLOCK_M rows."""
     tiles_k = tl.cdiv(k, BLOCK_K)
@@ -192,11 +192,13 @@ def small_update(
     place = unit.to(tl.int64)[:, None] * k + column[None, :]
     inside = (unit < n)[:, None] & (column < k)[None, :]
     # The product is over before the weights arrive: ask for them first.
-    w = tl.load(w_ptr + place, mask=inside, other=0.0)
+    w = tl.load(w_ptr + place, mask=inside, other=0.0, cache_modifier=".cg")
     row = tl.arange(0, BLOCK_M)
     rows = (row < batch)[:, None]
+    x_inside = rows & (column < k)[None, :]
+    x = tl.load(x_ptr + row[:, None] * k + column[None, :], mask=x_inside, other=0.0, cache_modifier=".cg")
+    begin(OVERLAP)  # for dz alone
     dz = tl.load(dz_ptr + row[:, None] * n + unit[None, :], mask=rows & (unit < n)[None, :], other=0.0)
-    x = tl.load(x_ptr + row[:, None] * k + column[None, :], mask=rows & (column < k)[None, :], other=0.0)
     gradient = tl.dot(tl.trans(dz), x, input_precision=PRECISION)
     update_in_place(w, gradient, place, inside, w_ptr, None, first_ptr, second_ptr, scalars, OPTIMIZER)
     if bias_ptr is not None:  # noqa: SIM102 (known when compiling, unlike the tile)
@@ -243,23 +245,23 @@ def ends_update_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A small batch's last launch: the first Linear's update, the last one's, and the sum of the step's loss."""
-    begin(OVERLAP)
-    index = tl.load(control_ptr) + step
+    index = tl.load(control_ptr, cache_modifier=".cg") + step
     scalars = update_scalars(table_ptr, index)
     tiles = tl.cdiv(n, BLOCK_N) * tl.cdiv(k, BLOCK_K)
     program = tl.program_id(0)
     if program < tiles:
         small_update(
             program, dz_ptr, x_ptr, w_ptr, first_ptr, second_ptr, bias_ptr, bias_first_ptr, bias_second_ptr, scalars,
-            batch, n, k, BLOCK_N, BLOCK_K, BLOCK_M, OPTIMIZER, PRECISION,
+            batch, n, k, BLOCK_N, BLOCK_K, BLOCK_M, OPTIMIZER, PRECISION, OVERLAP,
         )  # fmt: skip
     elif program < tl.num_programs(0) - 1:
         small_update(
             program - tiles, last_dz_ptr, last_x_ptr, last_w_ptr, last_first_ptr, last_second_ptr, last_bias_ptr,
             last_bias_first_ptr, last_bias_second_ptr, scalars, batch, last_n, last_k, LAST_N, BLOCK_K, BLOCK_M,
-            OPTIMIZER, PRECISION,
+            OPTIMIZER, PRECISION, OVERLAP,
         )  # fmt: skip
     else:
+        begin(OVERLAP)
         add_up_loss(loss_parts_ptr, losses_ptr, table_ptr, index, loss_parts)
     release(OVERLAP)
 

@@ -106,7 +106,7 @@ class Planner:
         widest = 256 if inputs % 256 == 0 else 128
         k = min(power_of_2(inputs), widest if n <= 16 else 128 if n <= 64 else 64)
         stage_bytes = n * k * 4 + m * k * BYTES[self.kind]
-        return Tile(m, n, max(k, 16), 4, between(2, SHARED_BYTES // stage_bytes, 5))
+        return Tile(m, n, max(k, 16), 4, between(2, SHARED_BYTES // stage_bytes, 6))
 
     def strip(self, inputs: int, outputs: int) -> Tile:
         """(batch, columns of the strip, units a step). Two programs a multiprocessor, 2048 x 2048 at 32 rows on an H200, µs: 32
@@ -151,8 +151,6 @@ class Planner:
         for number, stage in enumerate(self.stages[:-1]):
             linear = stage.linear
             made = [self.space(f"{prefix}h{number}", rows, linear.outputs)]
-            if training and not gathers and number == 0:
-                made.append(self.space("gathered", rows, linear.inputs))
             if training and stage.from_z:
                 made.append(self.space(f"{prefix}z{number}", rows, linear.outputs))
             if rows <= SMALL_BATCH:
@@ -183,6 +181,8 @@ class Planner:
             uses.append(self.space(f"dz{len(self.stages) - 2}", rows, last.inputs))
             if self.stages[-2].from_z:
                 uses.append(f"z{len(self.stages) - 2}")
+            if single:
+                uses.append(self.space("gathered", rows, self.stages[0].linear.inputs))
         if training and not self.small:
             uses.append(self.space(f"sums{len(self.stages) - 1}", programs, last.outputs, kind="fp32"))
             if hidden:

@@ -98,11 +98,12 @@ class StepRunner:
                 )  # fmt: skip
             case "output_row":
                 before = endings[stage - 1] if stage else Ending()
+                gathered = self._maybe(operation, data, "gathered")
                 output_row(
                     self._input(data, stage), data.order, product, weights.bias, data.y,
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
                     self._maybe(operation, data, f"dz{stage - 1}"), self._take(data, "loss_parts"), before, clock,
-                    loss=self.loss,
+                    loss=self.loss, data=None if gathered is None else data.x, gathered=gathered,
                 )  # fmt: skip
             case "products":
                 partial_products(
@@ -134,8 +135,7 @@ class StepRunner:
                 tf32=self.tf32,
             )  # fmt: skip
         else:
-            gathered = self._maybe(operation, data, "gathered")
-            stage_forward(x, weight, bias, h, z, ending, clock, tile=tile, tf32=self.tf32, gathered=gathered)
+            stage_forward(x, weight, bias, h, z, ending, clock, tile=tile, tf32=self.tf32)
 
     def _output(
         self, operation: Operation, data: Data, clock: Clock, endings: list[Ending], weight: torch.Tensor
