@@ -19,10 +19,10 @@ Piece = tuple[int, Array]  # offset in its slot, 8 x 8 numbers
 
 
 class Wires:
-    """What lies between the blocks: memories, bytes that arrived, flags. `flags_a_warp`: lanes that wait in a grid."""
+    """What lies between the blocks: memories, bytes that arrived, flags."""
 
-    def __init__(self, plan: Plan, flags_a_warp: int) -> None:
-        self.plan, self.flags_a_warp = plan, flags_a_warp
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.near = plan.blocks == 1 or plan.cluster
         self.shared = [Slots(plan.shared) for _ in range(plan.blocks)]
         self.far = Slots(plan.exchange)
@@ -117,7 +117,7 @@ class Port:
     def _wait_for_flags(self, exchange: int, use: int, layer: Layer) -> Iterator[Ready]:
         flags = self.wires.flags
         for warp in range(WARPS):
-            steps = range(warp, layer.output_steps, WARPS)[: self.wires.flags_a_warp // 2]
+            steps = range(warp, layer.output_steps, WARPS)
             for writer in sorted({(step * 2 + odd) // layer.tiles for step in steps for odd in (0, 1)}):
                 if writer < self.plan.blocks:
                     key = exchange, writer, use

@@ -67,7 +67,7 @@ class Block(Port):
         self.sums = list(self.states)
         self.slopes: dict[int, Array] = {}
         self.deltas: dict[int, Array] = {}
-        self.inputs: list[tuple[int, Array]] = [(-1, np.empty(0))] * self.plan.input_buffers
+        self.inputs = [(-1, np.empty(0), self.task.y)] * self.plan.input_buffers
         self.losses: list[float] = []
 
     # The run.
@@ -88,7 +88,7 @@ class Block(Port):
             self.step += 1
             for _ in range(task.checks if step % 2 else 0):
                 self.part = np.arange(min(plan.rows, len(task.x)))
-                self.count = len(self.part)
+                self.count, self.rows_used = len(self.part), self.passes  # nothing comes back for these rows
                 yield from self.run_phases(self.forward_phases)
 
     def run_phases(self, phases: Sequence[str]) -> Iterator[Ready | None]:
@@ -103,14 +103,21 @@ class Block(Port):
     def rows_arrive(self, layer: Layer) -> Iterator[None]:
         x = self.task.x[self.part]
         padded = np.pad(x, ((0, self.plan.rows - len(x)), (0, layer.steps * STEP - x.shape[1])))
-        self.inputs[self.passes % self.plan.input_buffers] = (self.passes, padded)
+        self.inputs[self.passes % self.plan.input_buffers] = (self.passes, padded, self.task.y[self.part])
         yield None
 
     def fetch_the_next_rows(self, layer: Layer) -> Iterator[None]:
-        """Into the other buffer, or, where there is one, into it as soon as the first layer's update has read it."""
+        """Into the other buffer. Where there is one: into it, as soon as the pass needs no more of it."""
         if self.plan.input_buffers == 2 or self.rows_used == self.passes:
-            self.inputs[(self.passes + 1) % self.plan.input_buffers] = (-1, np.empty(0))
+            self.inputs[(self.passes + 1) % self.plan.input_buffers] = (-1, np.empty(0), np.empty(0))
         yield None
+
+    def fetched(self) -> tuple[Array, npt.NDArray[np.generic]]:
+        """Rows and targets of this pass."""
+        number, x, y = self.inputs[self.passes % self.plan.input_buffers]
+        if number != self.passes:
+            raise RaceError(f"block {self.rank} needs the rows of pass {self.passes}, others are on their way there")
+        return x, y
 
     def groups(self) -> Iterator[range]:
         """Row tiles multiplied at once."""
@@ -124,9 +131,7 @@ class Block(Port):
             before = self.plan.layers[layer.index - 1]
             exchange, stride = self.plan.values_exchange(before), self.out_stride(before)
             return self.read_left(before, "values of all", exchange, self.passes, stride, rows)
-        number, values = self.inputs[self.passes % self.plan.input_buffers]
-        assert number == self.passes
-        return values[rows.start * ROW_TILE : rows.stop * ROW_TILE]
+        return self.fetched()[0][rows.start * ROW_TILE : rows.stop * ROW_TILE]
 
     def out_stride(self, layer: Layer) -> int:
         return (self.plan.out_buffers(layer) - 1) * self.plan.out_bytes(layer)
@@ -157,7 +162,7 @@ class Block(Port):
         sums = [self.sum_up(layer, rows) for rows in self.groups()]
         z, slope = (np.concatenate(parts) for parts in zip(*sums, strict=True))
         width, rows = layer.stage.linear.outputs, len(self.part)
-        real, target = z[:rows, :width], self.task.y[self.part]
+        real, target = z[:rows, :width], self.fetched()[1]
         delta = np.zeros_like(z)
         if self.plan.settings.loss == "cross_entropy":
             exponents = np.exp(real - real.max(axis=1, keepdims=True))
@@ -294,13 +299,13 @@ def owned(layer: Layer, rank: int) -> tuple[slice, slice]:
 
 
 class Simulation:
-    """All blocks. `phases` of a training pass, where a test wants others than the plan's; `flags_a_warp`: lanes that wait."""
+    """All blocks. `phases`: of a training pass, where a test wants others than the plan's."""
 
-    def __init__(self, plan: Plan, task: Task, *, phases: Sequence[str] | None = None, flags_a_warp: int = 32) -> None:
+    def __init__(self, plan: Plan, task: Task, *, phases: Sequence[str] | None = None) -> None:
         self.plan, self.task = plan, task
         self.phases = list(phases or phase_names(plan))
         self.forward_phases = self.phases[: 1 + next(i for i, p in enumerate(self.phases) if p.startswith("outputs"))]
-        self.wires = Wires(plan, flags_a_warp)
+        self.wires = Wires(plan)
         self.blocks = [Block(self, rank) for rank in range(plan.blocks)]
 
     def run(self, choose: Callable[[list[int]], int]) -> list[float]:

