@@ -18,7 +18,7 @@ from onelaunch.bench.run import failures, run_cases, select
 from onelaunch.device import usable_cores
 from onelaunch.errors import OnelaunchError
 
-DIFF = "diff"
+DIFF, LARGE = "diff", "train/large/"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")
 
 
@@ -31,6 +31,9 @@ def bench(
     limit: Annotated[
         float | None, typer.Option(help="Start no case after so many seconds; name those left out.")
     ] = None,
+    large: Annotated[
+        bool, typer.Option(help="Of train: networks and batches too large to be resident, in place of the others.")
+    ] = False,
     out: Annotated[Path | None, typer.Option(help="Where to save the results as JSON; else under runs/.")] = None,
 ) -> None:
     """Time onelaunch and its peers on the same work; what fails its check is not timed.
@@ -42,14 +45,16 @@ def bench(
         _diff(what[1:])
         return
     console = Console()
-    chosen = select(what, filter)
+    chosen = [one for one in select(what, filter) if one.group != "train" or (LARGE in one.name) == large]
+    if not chosen:
+        raise OnelaunchError(f"large={large} leaves no case: {'leave out' if large else 'pass'} --large")
     path = out or default_path()
     check_writable(path)  # before minutes of timing, not after
     if (busy := load()) and busy > usable_cores() / 2:
         console.print(f"others use this machine (load {busy:.1f}): times will be off", style="yellow", highlight=False)
     results = run_cases(
         chosen, quick=quick, show=lambda result: _show(console, result),
-        save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit), limit=limit,
+        save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit, large), limit=limit,
     )  # fmt: skip
     skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
     for reason, count in skipped.items():
@@ -67,10 +72,11 @@ def bench(
         raise typer.Exit(1)
 
 
-def _command(groups: list[str], filter: str, quick: bool, limit: float | None) -> str:
+def _command(groups: list[str], filter: str, quick: bool, limit: float | None, large: bool) -> str:
     """The command that takes these results again, wherever they are saved."""
     flags = [*(["--filter", filter] if filter else []), *(["--quick"] if quick else [])]
     flags += ["--limit", f"{limit:g}"] if limit is not None else []
+    flags += ["--large"] if large else []
     return shlex.join(["onelaunch", "bench", *groups, *flags])
 
 

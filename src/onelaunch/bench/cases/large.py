@@ -1,0 +1,95 @@
+"""Networks and batches too large to be resident, on the graph engine: `onelaunch bench train --large`.
+
+All contenders keep the data on the GPU and gather each batch there, compute in bf16 with fp32 masters, and launch nothing from
+Python between two steps: a whole step as a CUDA graph (as written, and compiled first) and a JAX scan over many steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from onelaunch.bench.case import Trial, Work, case
+from onelaunch.bench.cases.train import check_losses, train
+from onelaunch.bench.peers_jax import jax_scan, why_no_jax
+from onelaunch.bench.peers_torch import Captured, Steps, row_order, seconds_of
+from onelaunch.bench.workload import Workload
+from onelaunch.errors import UnsupportedError
+from onelaunch.train.engines.contract import Run
+
+SAMPLES = 5
+BYTES_OF_A_WEIGHT = 12  # of fp32: read forward, read and written backward
+
+
+@dataclass(frozen=True)
+class Large:
+    workload: Workload
+    rows: int
+    steps: int  # a call of ours
+    peer_steps: int
+
+    def floor_bytes(self) -> float | None:
+        """What a step of a small batch must move: the weights. A large one is bound by its arithmetic."""
+        weights = sum(inputs * outputs for inputs, outputs in pairwise(self.workload.widths))
+        return BYTES_OF_A_WEIGHT * weights + 2 * self.workload.batch * self.workload.widths[0]
+
+
+def _scan(run: Run, steps: int) -> Steps:
+    work = jax_scan(run, row_order(run, steps), 10)
+    return lambda count: work()
+
+
+def _peers(run: Run, steps: int) -> tuple[dict[str, Work], dict[str, str]]:
+    def timed(make: Callable[[], Steps]) -> Work:
+        """Made by its first call, the warm-up: compiling takes long, and one that cannot be made is absent, no failure."""
+        made = functools.cache(lambda: seconds_of(make(), steps, steps))
+        return lambda: made()()
+
+    peers = {
+        "CUDA graph": timed(functools.partial(Captured, run)),
+        "CUDA graph, compiled": timed(functools.partial(Captured, run, "default")),
+    }
+    absent = {}
+    if reason := why_no_jax(run.device):
+        absent["JAX scan, unroll 10"] = reason
+    else:
+        peers["JAX scan, unroll 10"] = timed(functools.partial(_scan, run, steps))
+    return peers, absent
+
+
+def _trial(large: Large) -> Trial:
+    if not torch.cuda.is_available():
+        raise UnsupportedError("this machine has no CUDA device")
+    torch.compiler.reset()  # else the networks of earlier cases count towards the limit of recompilations
+    device, workload = torch.device("cuda", torch.cuda.current_device()), large.workload
+    fresh = functools.partial(workload.run, device, rows=large.rows, engine="graph", steps=large.steps)
+    run = fresh()
+    peers, absent = _peers(run, large.peer_steps)
+    if workload.loss == "mse":
+        absent["tiny-cuda-nn"] = "not installed; 134.6 µs a step in fp16 with its run-time compiler, measured apart"
+    return Trial(
+        ours=lambda: train(run)[2] / large.steps, check=lambda: check_losses(fresh()), peers=peers, absent=absent,
+        floor_bytes=large.floor_bytes(), floor_flops=workload.batch * workload.flops_a_row, floor_dtype="bf16", cuda=True,
+        self_timed=True, repeats=SAMPLES,
+    )  # fmt: skip
+
+
+def _register(large: Large) -> None:
+    workload = large.workload
+    name = f"train/large/{workload.network}/{workload.batch}"
+    about = f"{workload.network}, batch {workload.batch}, sgd, bf16, {workload.loss}: a step of a long run"
+    case(name, "train", about)(lambda: _trial(large))
+
+
+def _mlp(hidden: int, batch: int) -> Workload:
+    return Workload((784, hidden, hidden, hidden, 10), batch, precision="bf16")
+
+
+_register(Large(_mlp(2048, 32), 61_440, 7680, 1000))
+_register(Large(_mlp(8192, 32), 61_440, 960, 200))
+_register(Large(_mlp(1024, 4096), 65_536, 1600, 400))
+_register(Large(Workload((64, 64, 64, 16), 262_144, precision="bf16", loss="mse", bias=False), 8 * 262_144, 3200, 400))
