@@ -51,7 +51,7 @@ def session(model: nn.Module, x: torch.Tensor, y: torch.Tensor, options: dict[st
     """A session that launches kernel by kernel; `more`: validation, state."""
     from onelaunch.train.engines.graph.session import GraphSession
 
-    run = make_run(model, x, y, more.get("validation"), options)
+    run = make_run(model, x, y, more.get("validation"), {"precision": "fp32", **options})
     return GraphSession(run, more.get("state", {}), capture=False)
 
 
