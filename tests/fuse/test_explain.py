@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 import onelaunch as ol
 from onelaunch.cli import _app
 from onelaunch.errors import OnelaunchError
-from onelaunch.fuse.decide import contenders
 from onelaunch.fuse.placing import place_regions, regions
 from onelaunch.fuse.record import record
 from onelaunch.fuse.region import Options
 from onelaunch.fuse.resources import occupancy
 from onelaunch.fuse.roofline import DEVICES, Cost
+from onelaunch.fuse.timing import contenders
 from onelaunch.fuse.verdict import force
 from tests.fuse.models import ResNet
 from tests.fuse.test_models import transformers

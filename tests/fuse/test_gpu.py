@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import onelaunch as ol
-from onelaunch.fuse import decide as decisions
+from onelaunch.fuse import timing
 from onelaunch.fuse.verdict import force
 from tests.fuse.test_everywhere import Network
 from tests.fuse.test_explain import Block
@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Attempting to 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    decisions._table.cache_clear()
+    timing._table.cache_clear()
     yield tmp_path / "onelaunch" / "fuse"
-    decisions._table.cache_clear()
+    timing._table.cache_clear()
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])

@@ -84,6 +84,12 @@ def _products_backward(step: Step) -> Cost:
     return cost
 
 
+def _reads_twice(step: Step) -> bool:
+    """PyTorch's backward of log_softmax reads its gradient twice, for the sum and for the result, if a row is long."""
+    shape = step.inputs[0].shape
+    return len(shape) > 1 and shape[1] > 1024
+
+
 def apart(step: Step) -> Work:
     """What PyTorch does for one operation of the tables."""
     size = step.output.bytes  # of one pass over the elements
@@ -103,10 +109,10 @@ def apart(step: Step) -> Work:
             forward = Cost(2 * size + n, n, 1) if active else Cost()
             backward = Cost(2 * size + n, n, 1) if active else Cost()
         case "batch_norm":
-            forward = Cost(3 * size, 6 * n, 4) if training else Cost(2 * size, 2 * n, 1)
-            backward = Cost(5 * size, 8 * n, 2) if training else Cost(3 * size, 4 * n, 2)
+            forward = Cost(3 * size, 6 * n, 5) if training else Cost(2 * size, 2 * n, 1)
+            backward = Cost(5 * size, 8 * n, 3) if training else Cost(3 * size, 4 * n, 2)
         case "log_softmax":
-            forward, backward = Cost(2 * size, 4 * n, 1), Cost(3 * size, 4 * n, 1)
+            forward, backward = Cost(2 * size, 4 * n, 1), Cost((3 + _reads_twice(step)) * size, 4 * n, 1)
         case "nll_loss":
             logits = step.inputs[0].bytes
             forward, backward = Cost(0, 0, 1), Cost(logits, 0, 2)
@@ -114,7 +120,7 @@ def apart(step: Step) -> Work:
             logits, n = step.inputs[0].bytes, step.inputs[0].numel
             smooth = 1 if step.options.get("smoothing") else 0
             forward = Cost((2 + smooth) * logits, 4 * n, 2 + 5 * smooth)
-            backward = Cost((4 + 3 * smooth) * logits, 4 * n, 3 + 3 * smooth)
+            backward = Cost((4 + _reads_twice(step) + 3 * smooth) * logits, 4 * n, 3 + 3 * smooth)
     return Work(forward, backward if differentiated else Cost())
 
 
@@ -150,6 +156,6 @@ def fused(steps: Sequence[Step], extra_pass: bool = False) -> Work:
             half = logits.dtype == torch.float16
             many = logits.shape[1] >= 512 if len(logits.shape) > 1 else False
             writes = differentiated and not half
-            forward = Cost((2 if writes else 1) * logits.bytes, 6 * logits.numel, 2 + (2 if writes and many else 0))
+            forward = Cost((2 if writes else 1) * logits.bytes, 6 * logits.numel, 2 + (3 if writes and many else 0))
             backward = Cost(2 * logits.bytes if half else 0, logits.numel, 1)
     return Work(forward, backward if differentiated else Cost())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ from torch import nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.fuse.costs import Step, Work
-from onelaunch.fuse.decide import Decision, contenders, decision_on, device_of, seconds_apart
+from onelaunch.fuse.decide import Decision, decision_on, device_of, seconds_apart
 from onelaunch.fuse.explanation import Explanation, Group, OperationCost
 from onelaunch.fuse.placing import fusion_of, make_plans, place_regions
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import Options
 from onelaunch.fuse.resources import KernelResources, resources_of
 from onelaunch.fuse.roofline import DeviceModel, device_model, named_device
+from onelaunch.fuse.timing import contenders, waits_for_host
 
 
 def explain(model: nn.Module, *inputs: Any, device: str | None = None) -> Explanation:
@@ -37,24 +39,17 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None) -> Explan
         make_plans(watched, (model.training,))
     run = record(watched, inputs)
     where = device_of(model, inputs)
-    if known is None:
-        groups = [_group(one, run, decision_on(one, run, where, roof), where) for one in run.chains]
-    else:
-        groups = [_as_decided(one, run, where, roof) for one in run.chains]
+    by_host = where.type == "cuda" and roof is None and waits_for_host(watched, inputs)
+    decisions = [decision_on(one, run, where, roof, by_host) for one in run.chains]
+    if known is not None:  # fused without sizes: what is fused is, and the times say what that is worth here
+        decisions = [None if decision is None else replace(decision, fused=True) for decision in decisions]
+    groups = [_group(one, run, decision, where) for one, decision in zip(run.chains, decisions, strict=True)]
     shown = roof or device_model(where)
     operations = [_operation(step, shown) for step in run.steps]
     notes = fusion.notes if fusion else []
     untraced = [note for note in dict.fromkeys(notes) if "is not one graph" in note]
     kept = [group for group in groups if group is not None]
     return Explanation(type(model).__name__, model.training, shown, operations, kept, untraced)
-
-
-def _as_decided(one: Found, run: Record, where: torch.device, roof: DeviceModel | None) -> Group | None:
-    reason = one.chain.reason
-    group = _group(one, run, decision_on(one, run, where, roof), where)
-    if group is None or reason is not None or group.fused:
-        return group
-    return Group(**{**vars(group), "fused": True})  # fused without sizes: the times say what that is worth here
 
 
 def _group(one: Found, run: Record, decision: Decision | None, where: torch.device) -> Group | None:

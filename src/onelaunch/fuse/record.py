@@ -19,11 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.fuse import region as regions_of_models
 from onelaunch.fuse.chains import Chain, label
 from onelaunch.fuse.costs import Spec, Step, apart
 from onelaunch.fuse.operations import Operation, of_call
-from onelaunch.fuse.region import Plan, Region, absolute
+from onelaunch.fuse.region import Plan, Region, absolute, watched_by
 from onelaunch.fuse.roofline import Cost
 from onelaunch.fuse.tracing import inputs_of
 
@@ -92,12 +91,10 @@ class _Recorder(TorchFunctionMode):
             self.open.pop()
 
         hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-        regions_of_models.watcher = self.run_region
         try:
-            with self:
+            with watched_by(self.run_region), self:
                 yield
         finally:
-            regions_of_models.watcher = None
             for hook in hooks:
                 hook.remove()
 

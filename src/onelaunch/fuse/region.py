@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,8 +27,8 @@ from onelaunch.fuse.verdict import without_sizes
 MOST_PLANS = (
     16  # of one region; a forward whose constants never repeat (a growing position, say) is left alone after that
 )
-# While a model is recorded: what runs a region's plan instead.
-watcher: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any] | None = None
+Watcher = Callable[["Region", "Plan", tuple[Any, ...], dict[str, Any]], Any]
+watcher: Watcher | None = None  # what runs the plans of all regions, for a while
 _one_at_a_time = threading.RLock()  # a trace replaces methods of nn.Module while it runs
 
 
@@ -125,6 +126,22 @@ class Region(StandsForClass):
 
     def __repr__(self) -> str:
         return f"Region({self.path or 'the model'})"
+
+
+@contextmanager
+def watched_by(other: Watcher) -> Iterator[None]:
+    """`other` runs the plans of all regions."""
+    global watcher
+    before, watcher = watcher, other
+    try:
+        yield
+    finally:
+        watcher = before
+
+
+def run_apart(region: Region, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The class's own forward, in which nothing is fused."""
+    return type(region.module).forward(region.module, *args, **kwargs)
 
 
 def absolute(prefix: str, path: str) -> str:
