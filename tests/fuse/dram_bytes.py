@@ -110,7 +110,7 @@ def profile(out: Path) -> int:
         "command": "python -m tests.fuse.dram_bytes RESULT.json",
         "onelaunch": ol.__version__,
         "within": WITHIN,
-        "cases": found,
+        "chains": found,
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
     for one in found:

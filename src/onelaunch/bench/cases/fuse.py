@@ -130,7 +130,6 @@ def _mlp_inference() -> Trial:
         "torch eager": calls(model),
         "torch.compile": calls(compiled),
         "CUDA graph of eager": graphed(model),
-        "onelaunch as a CUDA graph": graphed(fused),
     }
     memory = {"onelaunch": calls(fused, 1), "torch eager": calls(model, 1), "torch.compile": calls(compiled, 1)}
     return Trial(calls(fused), lambda: _check(mlp, INFERENCE_ROWS, WIDTH), peers, units=CALLS, cuda=True, memory=memory)
