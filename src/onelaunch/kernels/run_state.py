@@ -168,7 +168,8 @@ def launch_step(
 
 def fill_row_order(order: torch.Tensor, keys: torch.Tensor, seed: int, epoch: int) -> None:
     """Fills the int32 `order` with the epoch's row order; `keys` is int64 scratch of eight."""
-    keys.copy_(torch.tensor(permutation_keys(seed, epoch)))
+    words = torch.tensor(permutation_keys(seed, epoch))
+    keys.copy_(words.pin_memory() if keys.is_cuda else words, non_blocking=True)
     n = len(order)
     launch(
         row_order_kernel,

@@ -126,8 +126,8 @@ def test_stops_at_a_step_and_goes_on_from_its_state():
     expected = torch.cat([segment.losses for segment in whole.segments(0, Silent())])
     whole.close()
     part = session(model, x, y, options)
-    first = next(part.segments(0, Silent(reports=2)))
-    assert len(first.losses) == 2
+    first = next(part.segments(0, Silent(reports=1)))
+    assert len(first.losses) == 2  # the one reported, and the one under way by then
     state = part.snapshot()
     part.close()
     assert set(state) == {f"momentum.{name}" for name in model.state_dict()}
@@ -135,6 +135,27 @@ def test_stops_at_a_step_and_goes_on_from_its_state():
     got = torch.cat([first.losses, *(segment.losses for segment in rest.segments(2, Silent()))])
     rest.close()
     assert torch.equal(got, expected)
+    assert_same_weights(model, twin, 0.0)
+
+
+def test_epochs_run_ahead_of_their_results(monkeypatch):
+    from onelaunch.train.engines.graph.session import GraphSession
+
+    options = {"epochs": 3, "batch_size": 30, "lr": 0.05}
+    x, y = data(WIDTHS, "cross_entropy")
+    model, twin = network(WIDTHS, "relu"), network(WIDTHS, "relu")
+    twin.load_state_dict(model.state_dict())
+    check = (x[:7], y[:7])
+    plain = session(twin, x, y, options, validation=check)
+    expected = list(plain.segments(0, Silent()))
+    plain.close()
+    monkeypatch.setattr(GraphSession, "_is_short", lambda self, step: True)
+    ahead = session(model, x, y, options, validation=check)
+    segments = list(ahead.segments(0, Silent()))
+    ahead.close()
+    for got, want in zip(segments, expected, strict=True):
+        assert torch.equal(got.losses, want.losses)
+        assert (got.first_step, got.correct, got.validation) == (want.first_step, want.correct, want.validation)
     assert_same_weights(model, twin, 0.0)
 
 

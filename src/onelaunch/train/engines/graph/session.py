@@ -8,20 +8,22 @@ The fp32 weights are the model's own parameters, updated in place.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
-from math import prod
 
 import numpy as np
 import torch
 
-from onelaunch.kernels.run_arguments import HYPER, WIDTH, Weights
+from onelaunch.kernels.run_arguments import HYPER, WIDTH
 from onelaunch.kernels.run_state import advance, fill_row_order
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.graph.buffers import make_buffers
+from onelaunch.train.engines.graph.parameters import Parameters
 from onelaunch.train.engines.graph.plan import describe, plan_step
 from onelaunch.train.engines.graph.scalars import hyperparameters, step_lines
 from onelaunch.train.engines.graph.stages import stages_of
 from onelaunch.train.engines.graph.step import Data, StepRunner
+from onelaunch.train.engines.graph.transfer import Look, Pending, download, upload
 from onelaunch.train.objective import predictions_per_row
 
 REPLAY_SECONDS = 0.05  # of work between two looks at the losses
@@ -60,18 +62,14 @@ class GraphSession:
         layout = self._step_plan.layout()
         self.plan = describe(network, self._step_plan, self.precision, layout)
         self.buffers = make_buffers(memory or spec.memory, self._step_plan, layout, run.device)
-        self._parameters = dict(run.model.named_parameters())
-        self._masters = {name: p.detach().contiguous() for name, p in self._parameters.items()}
-        if self._step_plan.narrow:
-            for place in range(len(self._state_names)):
-                self.buffers.take(f"state{place}.packed").zero_()
-            self._pack()
         for name in self._step_plan.spaces:
             if name.startswith("tickets."):
                 self.buffers.take(name).zero_()
-        self.weights = [self._weights(number, state) for number in range(len(self.stages))]
+        self.parameters = Parameters(
+            run.model, self.stages, self._step_plan, self.buffers, self._state_names, state
+        )  # fmt: skip
         self.runner = StepRunner(
-            self._step_plan, self.stages, self.weights, self.buffers, optimizer=self._optimizer, loss=spec.loss,
+            self._step_plan, self.stages, self.parameters.weights, self.buffers, optimizer=self._optimizer, loss=spec.loss,
             batch=self.batch, tf32=self.precision == "tf32", seed=spec.seed,
         )  # fmt: skip
         x = run.x.flatten(1)
@@ -88,70 +86,9 @@ class GraphSession:
         self.allocations: dict[str, int] = {}
         self._count(0)
 
-    # Weights and optimizer state.
-
-    def _weights(self, number: int, state: Mapping[str, torch.Tensor]) -> Weights:
-        linear = self.stages[number].linear
-        tensors: dict[str, torch.Tensor | None] = {}
-        for part in ("weight", "bias") if linear.bias else ("weight",):
-            name = f"{linear.path}.{part}"
-            tensors[part] = self._masters[name]
-            for place, kind in zip(("first", "second"), self._state_names, strict=False):
-                kept = self._kept_state(self._state_names.index(kind), number, part)
-                saved = state.get(f"{kind}.{name}")
-                if saved is None:
-                    kept.zero_()
-                else:
-                    kept.copy_(saved)
-                tensors[f"{part}_{place}"] = kept
-        weight = tensors["weight"]
-        assert weight is not None
-        if f"copy.{number}" in self._step_plan.spaces:
-            tensors["copy"] = self.buffers.take(f"copy.{number}").copy_(weight)
-        return Weights(**{"bias": None, **tensors})  # type: ignore[arg-type]
-
-    def _kept_state(self, state: int, number: int, part: str) -> torch.Tensor:
-        if self._step_plan.narrow:
-            return self._packed(f"state{state}.packed", number, part)
-        return self.buffers.take(f"state{state}.{number}.{part}")
-
-    def _packed(self, buffer: str, number: int, part: str) -> torch.Tensor:
-        """A parameter's place in one of the narrow step's vectors, without the padding."""
-        assert self._step_plan.narrow is not None
-        offset, padded, shape = self._step_plan.narrow.place(number, part)
-        whole = self.buffers.take(buffer)[offset : offset + prod(padded)].view(padded)
-        return whole[tuple(slice(size) for size in shape)]
-
-    def _pack(self) -> None:
-        take, spaces = self.buffers.take, self._step_plan.spaces
-        take("packed").zero_()
-        for number, part, name in self._parts():
-            self._packed("packed", number, part).copy_(self._masters[name])
-        if "packed_copy" in spaces:
-            take("packed_copy").copy_(take("packed"))
-
-    def _parts(self) -> Iterator[tuple[int, str, str]]:
-        """(stage, weight or bias, the parameter's name)"""
-        for number, stage in enumerate(self.stages):
-            for part in ("weight", "bias") if stage.linear.bias else ("weight",):
-                yield number, part, f"{stage.linear.path}.{part}"
-
     def snapshot(self) -> State:
-        self._write_back()
-        return {
-            f"{kind}.{name}": self._kept_state(place, number, part).clone(memory_format=torch.contiguous_format)
-            for number, part, name in self._parts()
-            for place, kind in enumerate(self._state_names)
-        }
-
-    def _write_back(self) -> None:
-        """The weights into the model, where it does not hold them already."""
-        with torch.no_grad():
-            for number, part, name in self._parts():
-                if self._step_plan.narrow:
-                    self._masters[name].copy_(self._packed("packed", number, part))
-                if self._masters[name].data_ptr() != self._parameters[name].data_ptr():  # it was not contiguous
-                    self._parameters[name].copy_(self._masters[name])
+        self.parameters.write_back()
+        return self.parameters.state()
 
     # The data, and what the kernels read of the run.
 
@@ -176,7 +113,7 @@ class GraphSession:
         return data
 
     def _begin(self, step: int) -> None:
-        """Row order and scalars of the step's epoch, and the clock at the step."""
+        """Row order and scalars of the step's epoch, and the clock at the step. Nothing here waits for the device."""
         spec, data = self.spec, self.data
         epoch = spec.epoch_of(step)
         fill_row_order(data.order, self.buffers.take("keys"), spec.seed, epoch)
@@ -184,44 +121,91 @@ class GraphSession:
         lines = np.zeros((len(data.table), WIDTH))
         lines[0, : len(HYPER)] = hyperparameters(spec)
         lines[1 : 1 + end - first] = step_lines(spec, first, end - first, self.run.outputs)
-        data.table.copy_(torch.from_numpy(lines))
-        data.control.copy_(torch.tensor([step - first, step, 0, 0]))
+        upload(torch.from_numpy(lines.astype(np.float32)), data.table)
+        upload(torch.tensor([step - first, step, 0, 0]), data.control)
 
     # Training.
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
-        step = first_step
+        step, ahead = first_step, None
         while step < self.spec.total_steps:
             with torch.no_grad(), torch.cuda.device_of(self.run.x):
-                segment = self._segment(step, monitor)
+                if ahead is None and not self._is_short(step):
+                    segment = self._segment(step, monitor)
+                else:
+                    now = ahead or self._queue_epoch(step)
+                    # The next epoch is under way before this one's results are looked at.
+                    more = now.end < self.spec.total_steps and not monitor.stop
+                    ahead = self._queue_epoch(now.end) if more else None
+                    segment = self._result(now)
+                    monitor.report(now.end, float(segment.losses[-1]), segment.correct)
             yield segment
             step += len(segment.losses)
 
+    def _is_short(self, step: int) -> bool:
+        """Whether epochs from here on are run one ahead of what the host has seen: they end before anyone could ask to stop,
+        and no checkpoint is to be taken in between."""
+        spec = self.spec
+        seconds = self._step_seconds * spec.steps_per_epoch
+        whole = step % spec.steps_per_epoch == 0
+        return self._capture and not self.run.checkpoints and whole and 0 < seconds < 2 * REPLAY_SECONDS
+
     def _segment(self, first_step: int, monitor: Monitor) -> Segment:
+        """One epoch, or what is left of it: work is queued while the device does the work queued before."""
         spec = self.spec
         end, epoch_first = spec.epoch_end(first_step), spec.epoch_of(first_step) * spec.steps_per_epoch
-        counts = spec.loss != "mse"
         calls = self.buffers.calls
         self._begin(first_step)
         losses = self.buffers.take("losses")
-        step = first_step
-        while step < end:
-            begin = time.perf_counter()
-            done = self._advance(end - step)
-            step += done
-            loss = float(losses[step - epoch_first - 1])  # waits for the device
-            if step - done > first_step:  # the first may have compiled and captured
-                self._step_seconds = (time.perf_counter() - begin) / done
-            right = int(self.data.control[2]) if counts else None
-            monitor.report(step, loss, right)
-            if monitor.stop or not np.isfinite(loss):
+        step, looks, seen = first_step, deque[Look](), time.perf_counter()
+        while step < end or looks:
+            if step < end and not monitor.stop:
+                done = self._advance(end - step)
+                step += done
+                looks.append(Look(step, done, losses[step - epoch_first - 1 : step - epoch_first], self.data.control))
+                if len(looks) < 2 and step < end:
+                    continue
+            elif not looks:
                 break
-        validation = self._evaluate() if step == end and self.run.validation is not None else None
-        right = int(self.data.control[2]) if counts else None
+            look = looks.popleft()
+            loss, right = look.wait()
+            now = time.perf_counter()
+            if look.step - look.done > first_step:  # the first step may have compiled its kernels
+                self._step_seconds = (now - seen) / look.done
+            seen = now
+            monitor.report(look.step, loss, right if spec.loss != "mse" else None)
+            if not np.isfinite(loss):
+                break
+        pending = Pending(first_step, step, losses[first_step - epoch_first : step - epoch_first], self.data.control)
+        if step == end and self.run.validation is not None:
+            pending.validation = self._queue_evaluation()
+        pending.close()
         self._count(self.buffers.calls - calls)
-        return Segment(
-            first_step, losses[first_step - epoch_first : step - epoch_first].to("cpu", copy=True), right, validation
-        )
+        return self._result(pending)
+
+    def _queue_epoch(self, first_step: int) -> Pending:
+        """All of an epoch, and the way back of its results."""
+        end, calls = self.spec.epoch_end(first_step), self.buffers.calls
+        self._begin(first_step)
+        self._queue(end - first_step)
+        losses = self.buffers.take("losses")[: end - first_step]
+        pending = Pending(first_step, end, losses, self.data.control)
+        if self.run.validation is not None:
+            pending.validation = self._queue_evaluation()
+        pending.close()
+        self._count(self.buffers.calls - calls)
+        return pending
+
+    def _result(self, pending: Pending) -> Segment:
+        pending.wait()
+        counts = self.spec.loss != "mse"
+        metrics = None
+        if pending.validation is not None:
+            losses, control = pending.validation
+            loss = float(losses.double().sum())
+            predictions = len(self.check.x) * predictions_per_row(self.spec, self.run.outputs)
+            metrics = Metrics(loss, int(control[2]) / predictions if counts else None)
+        return Segment(pending.first_step, pending.losses, int(pending.control[2]) if counts else None, metrics)
 
     def train_steps(self, count: int) -> None:
         """Queue the first `count` steps of an epoch once more, for benchmarks; nothing waits for the device."""
@@ -258,18 +242,15 @@ class GraphSession:
             self._graphs[steps] = graph
         return self._graphs[steps]
 
-    def _evaluate(self) -> Metrics:
+    def _queue_evaluation(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The validation data through the network; its losses and right predictions on their way to the host."""
         data = self.check
         if self._step_plan.narrow:
-            self._write_back()
+            self.parameters.write_back()
         data.control.zero_()
         for number in range(len(data.table) - 1):
             self.runner.evaluate(data, number)
-        loss = float(self.buffers.take("check.losses").double().sum())
-        if self.spec.loss == "mse":
-            return Metrics(loss, None)
-        predictions = len(data.x) * predictions_per_row(self.spec, self.run.outputs)
-        return Metrics(loss, int(data.control[2]) / predictions)
+        return download(self.buffers.take("check.losses")), download(data.control)
 
     def _count(self, calls: int) -> None:
         self.allocations.setdefault("before the first step", self.buffers.calls)
@@ -280,7 +261,7 @@ class GraphSession:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._write_back()
+            self.parameters.write_back()
             self._graphs.clear()
             self.buffers.close()
 
