@@ -164,6 +164,14 @@ def test_a_model_with_nothing_to_fuse() -> None:
     assert explained.before.bytes > 0
 
 
+def test_reasons_of_a_model_in_which_nothing_is_fused() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    model[1].register_forward_hook(lambda *_: None)
+    (group,) = ol.explain(model, rows()).groups
+    assert (group.fused, group.reason) == (False, "1 has a hook")
+    assert group.before == group.after
+
+
 def test_table_and_dictionary() -> None:
     explained = ol.explain(Block(), rows())
     text = str(explained)

@@ -92,6 +92,17 @@ def test_the_fold_follows_its_weights() -> None:
             torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
 
 
+def test_the_fold_in_inference_mode() -> None:
+    model = nn.Sequential(nn.Linear(12, 7), nn.BatchNorm1d(7), nn.ReLU()).double().eval()
+    fused = ol.fuse(model)
+    x = rows()
+    with torch.inference_mode():
+        torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
+    fused(x).sum().backward()
+
+
 def test_linear_on_three_axes_does_not_fold() -> None:
     """BatchNorm1d normalises axis 1 of [n, c, l]; the layer's features are axis 2."""
     model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(3)).double()

@@ -278,6 +278,34 @@ def test_an_attribute_that_changes_makes_another_plan() -> None:
     assert len(regions(fused)[0].plans) <= 16
 
 
+def test_forwards_with_star_arguments_and_defaults_only() -> None:
+    class Star(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(12, 12)
+
+        def forward(self, *inputs: torch.Tensor, **options: float) -> torch.Tensor:
+            return F.relu(self.fc(inputs[0])) * options.get("scale", 1.0)
+
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor | None = None, mask: torch.Tensor | None = None) -> torch.Tensor:
+            assert x is not None
+            y = torch.tanh(self.fc(x))
+            return y if mask is None else y * mask
+
+    star, optional = Star().double(), Optional().double()
+    assert fused_names(ol.fuse(star), True) == ["linear + relu"]
+    assert_same(star, ol.fuse(star), rows())
+    assert_same(star, ol.fuse(star), rows(), scale=2.0)
+    assert fused_names(ol.fuse(optional), True) == ["linear + tanh"]
+    assert_same(optional, ol.fuse(optional), rows())
+    assert_same(optional, ol.fuse(optional), mask=rows(), x=rows())
+
+
 def test_a_child_that_is_replaced() -> None:
     model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Dropout(0.0)).double()
     fused = ol.fuse(model)

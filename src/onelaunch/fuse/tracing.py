@@ -72,11 +72,13 @@ class Arguments:
 
     @classmethod
     def required_by(cls, forward: Any) -> Arguments:
-        """One input for each parameter without a default: what a call will most likely pass."""
+        """What a call will most likely pass: an input for each parameter without a default, and one if all have one."""
         parameters = list(inspect.signature(forward).parameters.values())[1:]
         plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         required = [one for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
-        return cls((INPUT,) * len(required), ())
+        positional = (*plain, inspect.Parameter.VAR_POSITIONAL)
+        least = 1 if any(one.kind in positional for one in parameters) else 0
+        return cls((INPUT,) * max(len(required), least), ())
 
 
 class _Input:
