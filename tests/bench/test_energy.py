@@ -5,42 +5,61 @@ import time
 import pytest
 import torch
 
+from onelaunch.bench.case import Work
 from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
+from onelaunch.bench.measure import measure
 
 
-class Meter:
-    """A counter as a card's: each call of `work` takes 30 mJ, shown only when 100 mJ have come together."""
+class Card:
+    """A device that works through a queue, 500 W when busy and 100 W when not, with a counter that moves every 40 ms and takes
+    a while to read."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, call: float = 0.002, reading: float = 0.003) -> None:
+        self.call, self.reading = call, reading
+        self.begin = time.perf_counter()
+        self.free_at = self.begin
+        self.busy: list[tuple[float, float]] = []
 
     def work(self) -> None:
-        self.calls += 1
-        time.sleep(0.001)
+        start = max(time.perf_counter(), self.free_at)
+        self.free_at = start + self.call
+        self.busy.append((start, self.free_at))
+
+    def mark(self) -> Work:
+        until = self.free_at
+        return lambda: time.sleep(max(0.0, until - time.perf_counter()))
 
     def read(self) -> int:
-        return 30 * self.calls // 100 * 100
+        time.sleep(self.reading)
+        tick = self.begin + (time.perf_counter() - self.begin) // 0.04 * 0.04
+        working = sum(max(0.0, min(end, tick) - start) for start, end in self.busy)
+        return int(1e3 * (100 * (tick - self.begin) + 400 * working))
 
 
-def test_a_coarse_counter_gives_the_energy_of_a_unit():
-    meter = Meter()
-    found = joules(meter.work, units=10, seconds=0.2, counter=meter.read, settle=lambda: None)
-    assert found == pytest.approx(0.003, rel=0.05)
+def test_a_unit_costs_what_the_card_draws_while_it_is_busy():
+    """2 ms at 500 W, though each reading takes longer than a call."""
+    card = Card()
+    found = joules(card.work, units=10, call_seconds=0.002, seconds=0.4, counter=card.read, mark=card.mark)
+    assert found == pytest.approx(0.1, rel=0.2)
 
 
-def test_power_is_energy_over_time():
-    meter = Meter()
-    begin = time.perf_counter()
-    found = watts(meter.work, seconds=0.2, counter=meter.read, settle=lambda: None)
-    mean = 0.030 * meter.calls / (time.perf_counter() - begin)
-    assert found == pytest.approx(mean, rel=0.15)
+def test_power_of_work_that_waits_for_itself():
+    card = Card(call=0.03)
+
+    def waits() -> None:
+        card.work()
+        card.mark()()
+
+    assert watts(waits, seconds=0.4, counter=card.read, mark=card.mark) == pytest.approx(480, rel=0.2)
 
 
 def test_a_counter_that_stands_still_or_is_missing_gives_none(monkeypatch):
     monkeypatch.setattr("onelaunch.bench.energy.GIVE_UP_SECONDS", 0.05)
     for reading in (7, None):
-        assert joules(lambda: None, units=1, seconds=0.1, counter=lambda: reading, settle=lambda: None) is None  # noqa: B023
+        card = Card(call=0.001)
+        found = joules(card.work, units=1, call_seconds=0.001, seconds=0.1, counter=lambda: reading, mark=card.mark)  # noqa: B023
+        assert found is None
 
 
 def test_without_a_gpu_there_is_no_state():
@@ -58,5 +77,6 @@ def test_the_card_tells_its_clocks_and_energy():
     assert isinstance(state["held_back_by"], list)
     assert gpu.driver().split(".")[0].isdigit()
     x = torch.randn(4096, 4096, device="cuda")
-    used = joules(lambda: x @ x, units=1, seconds=0.3, counter=gpu.millijoules)
-    assert used is None or 0 < used < 100  # a product of 0.14 TFLOP; a card without the counter says so
+    (timing,) = measure({"product": lambda: x @ x}, units=1, cuda=True, seconds=0.1, repeats=5)[0].values()
+    used = joules(lambda: x @ x, units=1, call_seconds=timing.median, seconds=0.3, counter=gpu.millijoules)
+    assert used is None or 50 < used / timing.median < 1500  # watts; a card without the counter says so

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from onelaunch.report.theme import DARK, LIGHT, SERIES
 from onelaunch.report.write import write_report
+from tests.report.results import bench_results
 
 VOID = {"meta", "link", "br", "path", "rect"}
 
@@ -110,6 +112,15 @@ def test_what_ran_where_and_how_it_went_is_there(outline, words):
 def test_a_case_that_failed_has_no_bar(html):
     assert "<h3>ops/broken</h3>" not in html
     assert "<h3>ops/relu</h3>" in html
+
+
+def test_an_energy_no_card_can_draw_is_left_out_and_said(tmp_path):
+    results = bench_results()
+    results["cases"][0]["joules"] = {"onelaunch": 0.5, "torch eager": 0.06}  # 5 kW
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "Energy left out, it held the host&#x27;s time: ops/relu" in html
+    assert "500 mJ" not in html
 
 
 def test_headings_go_down_one_step_at_a_time(outline):

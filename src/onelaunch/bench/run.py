@@ -96,7 +96,10 @@ def run_case(one: Case, *, quick: bool, ceilings: Ceilings) -> dict[str, Any]:
         "times": {name: timing.to_dict() for name, timing in times.items()},
         "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
         "absent": {**trial.absent, **failed},
-        "peak_bytes": _of_each({name: work for name, work in trial.memory.items() if name not in failed}, peak_bytes),
+        "peak_bytes": _of_each(
+            {name: work for name, work in trial.memory.items() if name not in failed},
+            lambda name, work: peak_bytes(work),
+        ),
         **_floor(trial, times, ceilings),
         "notes": dict(trial.notes),
         "gpu": {"before": before, "after": after} if gpu else None,
@@ -131,18 +134,24 @@ def _energy(contenders: Mapping[str, Work], times: Mapping[str, Timing], trial: 
     if gpu is None:
         return {}
     running, seconds = {name: contenders[name] for name in times}, ENERGY_SECONDS[quick]
-    if trial.self_timed:
-        power = _of_each(running, lambda work: watts(work, seconds=seconds, counter=gpu.millijoules))
-        return {name: value * times[name].median for name, value in power.items()}
-    return _of_each(running, lambda work: joules(work, units=trial.units, seconds=seconds, counter=gpu.millijoules))
+
+    def of(name: str, work: Work) -> float | None:
+        unit = times[name].median
+        if trial.self_timed:
+            power = watts(work, seconds=seconds, counter=gpu.millijoules)
+            return None if power is None else power * unit
+        call = trial.units * unit
+        return joules(work, units=trial.units, call_seconds=call, seconds=seconds, counter=gpu.millijoules)
+
+    return _of_each(running, of)
 
 
-def _of_each(contenders: Mapping[str, Work], figure: Callable[[Work], Any]) -> dict[str, Any]:
+def _of_each(contenders: Mapping[str, Work], figure: Callable[[str, Work], Any]) -> dict[str, Any]:
     """A further figure of each contender; one that cannot be had is left out, and stops nobody."""
     found = {}
     for name, work in contenders.items():
         with contextlib.suppress(Exception):
-            found[name] = figure(work)
+            found[name] = figure(name, work)
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -12,6 +12,7 @@ from onelaunch.report.number import byte_size, digits, joules, percent, rate, se
 from onelaunch.report.read import Source
 
 OURS, FLOOR = "onelaunch", "floor"
+MOST_WATTS = 1000
 TITLES = {
     "ops": "Fused ops", "train": "Training runs", "cpu": "Training on a CPU", "memory": "Memory", "fuse": "Fused models"
 }  # fmt: skip
@@ -44,9 +45,18 @@ def peers_of(cases: list[dict[str, Any]]) -> list[str]:
     return [name for name in names if name != OURS and not name.startswith(FLOOR)]
 
 
+def energy_of(case: dict[str, Any]) -> dict[str, float]:
+    """Joules a unit of each contender. Recordings in which some contender would have drawn more than any card does held the
+    host's time (see `bench/energy.py`), and are left out."""
+    used = case.get("joules") or {}
+    plausible = all(value <= MOST_WATTS * case["times"][name]["median"] for name, value in used.items())
+    return used if plausible else {}
+
+
 def group_table(cases: list[dict[str, Any]], title: str) -> Table:
     peers = peers_of(cases)
-    shares, memory, energy = (any(case.get(key) for case in cases) for key in ("floor_share", "peak_bytes", "joules"))
+    shares, memory = (any(case.get(key) for case in cases) for key in ("floor_share", "peak_bytes"))
+    energy = any(energy_of(case) for case in cases)
     clocks = any(case.get("gpu") for case in cases)
     head = ["case", "onelaunch", "spread", "n", *(f"against {peer}" for peer in peers)]
     head += (
@@ -59,7 +69,7 @@ def group_table(cases: list[dict[str, Any]], title: str) -> Table:
         row += [times(case["ratio"].get(peer)) for peer in peers]
         row += [percent(case.get("floor_share"), 0)] * shares
         row += [byte_size((case.get("peak_bytes") or {}).get(OURS))] * memory
-        row += [joules((case.get("joules") or {}).get(OURS))] * energy
+        row += [joules(energy_of(case).get(OURS))] * energy
         rows.append(row + [_clock(case.get("gpu"))] * clocks)
     return Table(
         f"{title}: median time, and how many times faster than each peer (below 1× the peer is faster)", head, rows
@@ -83,6 +93,9 @@ def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tu
     if skipped:
         count = "1 case was" if len(skipped) == 1 else f"{len(skipped)} cases were"
         said.append(("note", f"{count} skipped: {skipped[0]['check'][9:]}"))
+    doubtful = [case["name"] for case in cases if case.get("joules") and not energy_of(case)]
+    if doubtful:
+        said.append(("note", f"Energy left out, it held the host's time: {', '.join(doubtful)}"))
     absent: dict[str, str] = {}
     for case in cases:
         absent |= case.get("absent") or {}
@@ -110,7 +123,7 @@ def _bars(case: dict[str, Any], identity: str, command: str) -> Figure:
     rows = [
         [name, seconds(t["median"]), seconds(t["minimum"]), " – ".join(map(seconds, t["quartiles"])), str(t["n"]),
          percent(t["spread"]), byte_size((case.get("peak_bytes") or {}).get(name)),
-         joules((case.get("joules") or {}).get(name))]
+         joules(energy_of(case).get(name))]
         for name, t in case["times"].items()
     ]  # fmt: skip
     notes = [f"{name}: {words}" for name, words in (case.get("notes") or {}).items()]
@@ -154,7 +167,7 @@ def _energy(cases: list[dict[str, Any]], identity: str, command: str) -> Figure 
     """How many times our energy the most frugal peer takes, a bar a case."""
     bars, rows = [], []
     for case in cases:
-        used = case.get("joules") or {}
+        used = energy_of(case)
         others = {name: used[name] for name in peers_of([case]) if name in used}
         if OURS not in used or not others:
             continue

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.report.benchmark import OURS, peers_of
+from onelaunch.report.benchmark import OURS, energy_of, peers_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.draw import Bar, bar_chart
 from onelaunch.report.machine import chip
@@ -136,7 +136,7 @@ def _full_table(group: Group) -> list[str]:
         cells = [record.title, _time(record), str(ours["n"]), percent(ours["spread"])]
         cells += [times(case["ratio"].get(peer)) for peer in peers]
         cells += [percent(_floor_share(case), 0), byte_size((case.get("peak_bytes") or {}).get(OURS))]
-        cells += [joules((case.get("joules") or {}).get(OURS)), f"[{record.date[:10]}](../{RESULTS}/{record.file})"]
+        cells += [joules(energy_of(case).get(OURS)), f"[{record.date[:10]}](../{RESULTS}/{record.file})"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
