@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -200,6 +202,40 @@ def test_dropout_drops_what_it_should_and_no_gradient_passes_there() -> None:
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     got, wanted = (torch.autograd.grad(out.square().sum(), x, retain_graph=True)[0] for out in (y, expected))
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+
+
+class Spelled(nn.Module):
+    """As transformers writes its gelus."""
+
+    def __init__(self, factor: float = 0.044715) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + self.factor * torch.pow(x, 3.0))))
+
+
+class Swish(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sigmoid() * x
+
+
+def test_activations_that_are_spelled_out() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), Spelled(), nn.Dropout(0.0), nn.LayerNorm(12), Swish()).double()
+    fused = ol.fuse(model)
+    assert fused_names(fused, True) == ["linear + gelu_tanh (spelled out) + dropout", "silu (spelled out)"]
+    assert_same(model, fused, rows())
+    (first, second) = ol.explain(model, rows()).groups
+    assert first.before.forward.launches == 9  # the product and eight elementary operations; nothing is dropped
+    assert first.after.forward.launches == 1
+    assert second.before.forward.launches == 2
+    other = nn.Sequential(nn.Linear(12, 12), Spelled(0.05), nn.Linear(12, 12), nn.ReLU()).double()
+    fused = ol.fuse(other)
+    assert fused_names(fused, True) == ["linear + relu"]
+    assert_same(other, fused, rows())
+    for tree in (model, fused_again := ol.fuse(model)):
+        tree[1].factor = 0.1  # type: ignore[union-attr]
+    assert_same(model, fused_again, rows())
 
 
 def test_across_nested_sequentials_and_residual_branches() -> None:

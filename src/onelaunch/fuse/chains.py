@@ -65,7 +65,7 @@ class Chain:
 
     @property
     def name(self) -> str:
-        return " + ".join(operation.name for operation in self.operations)
+        return " + ".join(f"{op.name} (spelled out)" if op.spelled else op.name for op in self.operations)
 
     @property
     def owner(self) -> str:
@@ -192,6 +192,8 @@ def _grow(head: fx.Node, known: dict[fx.Node, Operation]) -> tuple[Chain | None,
         case "activation" if first.name == "relu":
             in_place = "relu works in place on a value that others may hold" if first.inplace else None
             gains = step("dropout", lambda drop: _NOTHING_GAINED if drop.dropped == 0 else in_place)
+        case "activation" if first.spelled and not first.blocked:
+            gains = True
         case "log_softmax":
             gains = step("nll_loss", lambda loss: _loss_blocker(loss) or _softmax_blocker(first))
         case "cross_entropy":

@@ -150,7 +150,8 @@ def fused(steps: Sequence[Step], extra_pass: bool = False) -> Work:
             forward = Cost((3 if training else 2) * size + bits, first.forward.flops + extra, 4)
             backward = Cost((5 if training else 3) * size + 2 * bits, 8 * n + extra, 3)
         case "activation":
-            forward, backward = Cost(2 * size + bits, 2 * n, 1), Cost(2 * size + bits, n, 1)
+            reads_saved = not dropped  # relu's mask is in the bits
+            forward, backward = Cost(2 * size + bits, 2 * n, 1), Cost((2 + reads_saved) * size + bits, n, 1)
         case _:  # a loss
             logits = first.inputs[0]
             half = logits.dtype == torch.float16

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onelaunch.fuse.spelled import spelled_activation
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -21,6 +23,7 @@ class Operation:
     module: nn.Module | None = None
     path: str = ""  # of the module
     blocked: str | None = None  # why nothing may be fused over it, though its kind could be
+    spelled: bool = False  # an activation that its module writes out in elementary operations
 
     @property
     def input(self) -> Any:
@@ -127,7 +130,12 @@ def of_module(module: nn.Module, path: str, arguments: tuple[Any, ...], keywords
     """The operation a module performs; one of a subclass of a known module is blocked, since it may do anything."""
     kind = known_base(module)
     if kind is None:
-        return None
+        name = spelled_activation(module)
+        if name is None or len(arguments) + len(keywords) != 1:
+            return None
+        given = {"input": next(iter((*arguments, *keywords.values())))}
+        watched = f"{path} has a hook" if hooked(module) else None
+        return Operation("activation", name, given, module, path, watched, spelled=True)
     inputs = dict(zip(("input", "target"), arguments, strict=False)) | keywords
     blocked = None
     if type(module) is not kind:
@@ -142,6 +150,10 @@ def of_module(module: nn.Module, path: str, arguments: tuple[Any, ...], keywords
     elif "forward" in vars(module):
         blocked = f"{path} has a forward of its own"
     return _finished(MODULES[kind], inputs, module, path, blocked)
+
+
+def is_known(module: nn.Module) -> bool:
+    return known_base(module) is not None or spelled_activation(module) is not None
 
 
 def known_base(module: nn.Module) -> type[nn.Module] | None:

@@ -20,10 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.chains import Chain, label
-from onelaunch.fuse.costs import Spec, Step, apart
+from onelaunch.fuse.costs import NOTHING, Spec, Step, apart
 from onelaunch.fuse.operations import Operation, of_call
 from onelaunch.fuse.region import Plan, Region, absolute, watched_by
 from onelaunch.fuse.roofline import Cost
+from onelaunch.fuse.spelled import spelled_activation
 from onelaunch.fuse.tracing import inputs_of
 
 
@@ -135,6 +136,22 @@ class _Recorder(TorchFunctionMode):
             self.makers[tensor] = len(self.record.steps)
         self.record.steps.append(step)
 
+    def merge(self, first: int, name: str) -> None:
+        """The steps from `first` on are one activation, written out."""
+        steps = self.record.steps[first:]
+        if not steps:
+            return
+        whole = replace(
+            steps[-1], role="activation", name=name, inputs=steps[0].inputs[:1],
+            forward=sum((step.forward for step in steps), NOTHING),
+            backward=sum((step.backward for step in steps), NOTHING),
+            sources=tuple(sorted({at for step in steps for at in step.sources if at < first})),
+        )  # fmt: skip
+        self.record.steps[first:] = [whole]
+        for tensor, maker in list(self.makers.items()):
+            if maker > first:
+                self.makers[tensor] = first
+
     def _pass_on(self, read: Any, result: Any) -> None:
         """A view comes from where its tensor comes from."""
         makers = self._makers_of(read)
@@ -168,6 +185,9 @@ class _Walk(fx.Interpreter):
             return super().run_node(n)
         finally:
             recorder.place = outer
+            spelled = spelled_activation(self.fetch_attr(str(n.target))) if n.op == "call_module" else None
+            if spelled is not None:
+                recorder.merge(first, spelled)
             for chain in self.plan.chains:
                 if n in chain.nodes:
                     role = chain.operations[chain.nodes.index(n)].role

@@ -19,7 +19,7 @@ from torch.nn.modules import module as module_hooks
 
 from onelaunch.fuse.chains import Chain, find_chains
 from onelaunch.fuse.guard import Guard
-from onelaunch.fuse.operations import known_base
+from onelaunch.fuse.operations import is_known
 from onelaunch.fuse.rewrite import rewrite
 from onelaunch.fuse.tracing import Arguments, RefusedError, StandsForClass, Trace, inputs_of, trace
 from onelaunch.fuse.verdict import without_sizes
@@ -180,7 +180,7 @@ def chain_key(chain: Chain, path: str, training: bool) -> tuple[bool, str]:
 
 def _watched(traced: Trace) -> list[nn.Module]:
     called = [traced.module(node) for node in traced.graph.nodes if node.op == "call_module"]
-    known = [module for module in called if known_base(module) is not None]
+    known = [module for module in called if is_known(module)]
     return list(dict.fromkeys([*traced.inlined.values(), *known]))
 
 

@@ -10,6 +10,7 @@ from torch import fx
 from onelaunch.fuse import calls
 from onelaunch.fuse.chains import Chain
 from onelaunch.fuse.operations import Operation
+from onelaunch.ops.activations import activate
 
 
 def rewrite(graph: fx.Graph, chains: Iterable[Chain]) -> None:
@@ -46,6 +47,8 @@ def _call(graph: fx.Graph, chain: Chain) -> fx.Node:
             options = (first.option("training", False), first.option("momentum", 0.1), first.option("eps", 1e-5))
             tensors = [_tensor(graph, first, name) for name in names]
             return graph.call_function(calls.batch_norm_with, (x, *tensors, *options, activation, dropout))
+        case "activation" if first.spelled:
+            return graph.call_function(activate, (x, first.name))
         case "activation":
             return graph.call_function(calls.relu_dropout, (x, dropout))
         case _:

@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from onelaunch.fuse.operations import hooked, known_base
+from onelaunch.fuse.operations import hooked, is_known
 
 # Names in a forward's code that make it more than a function of its tensors, or that a proxy answers wrongly.
 TELLING_NAMES = frozenset({"isinstance", "issubclass", "type", "is_tensor", "hasattr", "print", "warn"})
@@ -148,8 +148,8 @@ def why_opaque(module: nn.Module) -> str | None:
         return "is scripted"
     if type(module) in (nn.Sequential, nn.Identity):
         return None
-    if type(module).__module__.startswith("torch.nn") or known_base(module) is not None:
-        return "is a module of torch.nn"
+    if type(module).__module__.startswith("torch.nn") or is_known(module):
+        return "is one operation"
     return why_not_readable(type(module).forward)
 
 
