@@ -10,21 +10,26 @@ from onelaunch.train.engines.resident.plan import (
     MOST_ROWS,
     ROW_TILE,
     TILE,
+    WARPS,
     WORKING_REGISTERS,
     Chip,
     Plan,
     Settings,
 )  # fmt: skip
+from onelaunch.train.engines.resident.rows_plan import RowsPlan
 from onelaunch.train.engines.resident.stages import NotResidentError
+
+MOST_SHARE = 128  # rows of a block in a pass, where blocks divide the rows: a tile a warp
 
 
 def choose_plan(
     settings: Settings, chip: Chip, *, blocks: int | None = None, cluster: bool | None = None,
+    by_rows: bool | None = None,
     working: int = WORKING_REGISTERS,
 ) -> Plan:  # fmt: skip
     """The plan predicted fastest among those that fit; NotResidentError with the reason where none does.
 
-    `blocks` and `cluster` force a placement, for tests and measurements.
+    `blocks`, `cluster` and `by_rows` force a placement, for tests and measurements.
     """
     outputs = settings.stages[-1].linear.outputs
     if outputs > MOST_OUTPUTS:
@@ -32,24 +37,34 @@ def choose_plan(
     if settings.batch > MOST_BATCH:
         raise NotResidentError(f"batch_size={settings.batch} is above the {MOST_BATCH} rows this engine takes")
     refusals: list[str] = []
-    best: tuple[float, Plan] | None = None
-    for count, clustered in _placements(settings, chip):
-        if blocks not in (None, count) or cluster not in (None, clustered):
-            continue
-        for rows in _pass_rows(settings.batch):
-            plan = Plan(settings, chip, count, clustered, rows, working=working)
-            if plan.refusal:
-                refusals.append(plan.refusal)
+    fitting: list[Plan] = []
+    for candidates in _candidates(settings, chip, working):
+        for plan in candidates:
+            if blocks not in (None, plan.blocks) or cluster not in (None, plan.cluster):
                 continue
-            seconds = predicted_microseconds(plan)
-            if best is None or seconds < best[0]:
-                best = seconds, plan
-            break
-    if best is None:
-        raise NotResidentError(
-            f"the network does not fit on the chip: {refusals[-1] if refusals else 'too wide for its blocks'}"
+            if by_rows not in (None, isinstance(plan, RowsPlan)):
+                continue
+            if not plan.refusal:
+                fitting.append(plan)
+                break
+            refusals.append(plan.refusal)
+    if not fitting:
+        reason = refusals[-1] if refusals else "too wide for its blocks"
+        raise NotResidentError(f"the network does not fit on the chip: {reason}")
+    return min(fitting, key=predicted_microseconds)
+
+
+def _candidates(settings: Settings, chip: Chip, working: int) -> Iterator[Iterator[Plan]]:
+    """Each iterator gives plans of one placement with ever fewer rows a pass: the first that fits is the best of them."""
+    for count in (1, 2, 4, 8, 16):
+        if count == 1 or (chip.clusters and count <= chip.largest_cluster):
+            share = -(-settings.batch // count)
+            yield (RowsPlan(settings, chip, count, rows) for rows in _pass_rows(share, MOST_SHARE))
+    for count, clustered in _placements(settings, chip):
+        yield (
+            Plan(settings, chip, count, clustered, rows, working=working)
+            for rows in _pass_rows(settings.batch, MOST_ROWS)
         )
-    return best[1]
 
 
 def _placements(settings: Settings, chip: Chip) -> Iterator[tuple[int, bool]]:
@@ -69,20 +84,22 @@ def _placements(settings: Settings, chip: Chip) -> Iterator[tuple[int, bool]]:
             yield blocks, False
 
 
-def _pass_rows(batch: int) -> Iterator[int]:
+def _pass_rows(batch: int, most: int) -> Iterator[int]:
     """Rows of a pass, the most first: the whole batch if it fits, else a part of it."""
     rows = -(-batch // ROW_TILE) * ROW_TILE
     if rows > ROW_TILE * 4:
         rows = -(-rows // (ROW_TILE * 4)) * ROW_TILE * 4  # a multiple of what is multiplied at once
-    if rows <= MOST_ROWS:
+    if rows <= most:
         yield rows
     for smaller in (256, 128, 64, 32, 16):
-        if smaller < rows:
+        if smaller < rows and smaller <= most:
             yield smaller
 
 
 def predicted_microseconds(plan: Plan) -> float:
-    """A step's time, roughly: only the order of the candidates matters. Fitted to nine plans timed on an H200."""
+    """A step's time, roughly: only the order of the candidates matters. Fitted to plans timed on an H200."""
+    if isinstance(plan, RowsPlan):
+        return _predicted_by_rows(plan)
     exchange, kilobyte = (0.0, 0.0) if plan.blocks == 1 else (0.2, 0.02) if plan.cluster else (1.0, 0.012)
     groups = plan.row_tiles // plan.group
     time = 0.8
@@ -94,3 +111,11 @@ def predicted_microseconds(plan: Plan) -> float:
         if not layer.last:
             time += (1 if layer.first else 2) * (exchange + kilobyte * plan.exchanged_bytes(layer) / 1024)
     return time * plan.micro_batches
+
+
+def _predicted_by_rows(plan: RowsPlan) -> float:
+    pairs, turns = plan.planes * (plan.planes + 1) / 2, -(-plan.row_tiles // WARPS)
+    products = sum(layer.steps * layer.tiles * (1 if layer.first else 2) for layer in plan.layers)
+    clocks = turns * (products * pairs * 60 + 600 * len(plan.layers)) + plan.slots * plan.row_tiles * pairs * 30
+    exchanged = (plan.shared.regions["parts"].bytes + plan.copies_total) / 1024
+    return clocks / 1755 * plan.micro_batches + (0.6 + 0.025 * exchanged if plan.blocks > 1 else 0.0) + 1.0

@@ -130,6 +130,11 @@ class Memory:
         return self.regions[name].offset
 
 
+def planes_of(settings: Settings) -> int:
+    """Half-precision numbers that make up one value."""
+    return PLANES[settings.precision]
+
+
 class Plan:
     def __init__(
         self, settings: Settings, chip: Chip, blocks: int, cluster: bool, rows: int, *, working: int = WORKING_REGISTERS
@@ -137,7 +142,7 @@ class Plan:
         """`working`: registers that the weights leave free; more of them when the compiler had to spill."""
         self.settings, self.chip, self.working = settings, chip, working
         self.blocks, self.cluster = blocks, cluster and blocks > 1
-        self.planes = PLANES[settings.precision]
+        self.planes = planes_of(settings)
         self.states = STATES[settings.optimizer] + (settings.optimizer == "sgd" and settings.momentum)
         self.rows = rows
         self.row_tiles = rows // ROW_TILE

@@ -64,7 +64,8 @@ def settings_for(run: Run, precision: str) -> Settings:
 def chip_of(device: torch.device) -> Chip:
     properties = torch.cuda.get_device_properties(device)
     clusters = (properties.major, properties.minor) >= (9, 0)
-    return Chip(properties.multi_processor_count, properties.shared_memory_per_block_optin, clusters)
+    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Chip(properties.multi_processor_count, shared, clusters)
 
 
 def architecture(device: torch.device) -> str:

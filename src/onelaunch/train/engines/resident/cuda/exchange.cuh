@@ -75,7 +75,7 @@ INLINE void make_barriers(Context& c) {
     for (u32 i = 0; i < 2 * EXCHANGES; ++i) make_barrier(c.shared + AT_BARRIERS + i * 8);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (u32 i = 0; i < EXCHANGES; ++i)
-      for (u32 pair = 0; pair < 2; ++pair) expect_bytes(c.shared + AT_BARRIERS + (i * 2 + pair) * 8, exchange_bytes(i));
+      for (u32 pair = 0; pair < 2; ++pair) expect_bytes(c.shared + AT_BARRIERS + (i * 2 + pair) * 8, exchange_bytes(i, c.rank));
   }
 }
 INLINE void meet_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -115,7 +115,7 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
         return;
       }
   }
-  if (threadIdx.x == 0) expect_bytes(barrier, exchange_bytes(EXCHANGE));
+  if (threadIdx.x == 0) expect_bytes(barrier, exchange_bytes(EXCHANGE, c.rank));
 #else
   const u64 begin = clock_now();
   for (u32 first = c.lane >> 1; first * WARPS + c.warp < steps && !c.dead; first += 16) {  // two lanes a step, one a tile of it

@@ -1,7 +1,11 @@
 // The kernel: one launch trains from `first_step` to `last_step`. The phases of a pass and the layers' weights are the plan's
 // (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS); they use `c`, `draw`, `tally`, `buffer`, `trained`, `next_inputs` from here.
 #pragma once
+#if BY_ROWS
+#include "rows.cuh"
+#else
 #include "train.cuh"
+#endif
 
 #if STAMPS  // clocks that thread 0 of block 0 spends in each phase
 #define STAMP(i) if (threadIdx.x == 0) { const u32 now = (u32)clock_now(); spent[i] += now - stamped; stamped = now; }
@@ -41,9 +45,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   u32 epoch = 0, buffer = 0;
   float loss = 0.f;
   bool broken = false;  // a loss was not finite
+  const u32 share = SHARES == 1 ? 0 : c.rank;  // of a micro-batch's rows, where the blocks divide them
   auto fetch = [&](u32 later, u32 micro) {
     const u32 at = place + later == (u32)p->steps_per_epoch ? 0 : place + later;
-    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, micro), 0, micro_rows(rows_at(p, at), micro));
+    const u32 part = micro * SHARES + share;
+    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, part), 0, micro_rows(rows_at(p, at), part));
   };
   auto check_rows = [&](u32 part) {
     const u64 left = p->check_rows - (u64)part * ROWS;
@@ -73,19 +79,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     load_shared(c.shared + AT_RATES + ahead * 16, scalars);
     const Rates rates = {scalars[0], scalars[1], scalars[2], scalars[3]};
     const bool ends = place + 1 == (u32)p->steps_per_epoch || step + 1 == p->total_steps;
-    const u32 rows = rows_at(p, place), count = MICRO == 1 ? 1 : (rows + ROWS - 1) / ROWS;
+    const u32 rows = rows_at(p, place), count = MICRO == 1 ? 1 : (rows + ROWS * SHARES - 1) / (ROWS * SHARES);
     float total = 0.f;
     bool leave = false;
+#if BY_ROWS
+    float gradient[SLOTS_ALL][4];
+#endif
     STAMP(0)
     for (u32 micro = 0; micro < count; ++micro) {
       constexpr u32 trained = 0;
       const bool last = micro + 1 == count;
-      const Draw draw = {p->seed, (u32)step, micro * ROWS, true};
-      const Tally tally = {micro_rows(rows, micro), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
+      const u32 part = micro * SHARES + share;
+      const Draw draw = {p->seed, (u32)step, part * ROWS, true};
+      const Tally tally = {micro_rows(rows, part), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
       auto fetch_next = [&]() {
         if (!last) fetch(0, micro + 1);
         else if (ends && VALIDATES) fetch_check(0);
         else if (step + 1 < p->last_step) fetch(1, 0);
+        else copies_issued();  // an empty lot, for those who count them
       };
       auto next_inputs = [&]() {
         if (X_BUFFERS == 2) fetch_next();
@@ -93,8 +104,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       FORWARD_PHASES
       leave = c.dead;  // the same in the whole block: it was agreed on with the outputs
       BACKWARD_PHASES
-      if (LAYERS == 1) __syncthreads();  // no phase of the way back has brought one
-      if (threadIdx.x == 0) total += sum_of_losses(c);
       buffer ^= X_BUFFERS - 1;
       ++c.passes, ++c.backs;
     }
@@ -110,12 +119,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
         constexpr u32 trained = 1;  // the update of this step is made
         const Draw draw = {p->seed, 0, 0, false};
         const Tally tally = {check_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
-        auto next_inputs = [&]() {
+        auto fetch_next = [&]() {
           if (part + 1 < parts) fetch_check(part + 1);
           else if (step + 1 < p->last_step) fetch(1, 0);
         };
+        auto next_inputs = [&]() {
+          if (X_BUFFERS == 2) fetch_next();
+        };
         FORWARD_PHASES
         __syncthreads();
+        if (X_BUFFERS == 1) fetch_next();
         if (threadIdx.x == 0) check_loss += sum_of_losses(c);
         buffer ^= X_BUFFERS - 1;
         ++c.passes;

@@ -43,8 +43,9 @@ template <class L> struct Inputs {
   INLINE static u32 at(const Context& c, u32 buffer, int m, int chunk, int plane) {
     return buffer_at(c, buffer) + (plane * ROWS + m * 16 + (c.lane & 15)) * X_SHARED_PITCH + chunk * 16;
   }
-  INLINE static void read(const Context& c, u32 buffer, int m, int ks, int plane, u32 (&left)[4]) {
-    const int step = ks * WARPS + c.warp;
+  INLINE static void read(const Context& c, u32 buffer, int m, int ks, int plane, u32 (&left)[4]) { read_step(c, buffer, m, ks * WARPS + c.warp, plane, left); }
+  INLINE static void read_transposed(const Context& c, u32 buffer, int m, int ks, int plane, u32 (&left)[4]) { read_step_transposed(c, buffer, m, ks * WARPS + c.warp, plane, left); }
+  INLINE static void read_step(const Context& c, u32 buffer, int m, int step, int plane, u32 (&left)[4]) {
     if constexpr (X_BYTES == 2) {
       load_matrices(at(c, buffer, m, step * 2 + (c.lane >> 4), plane), left);
     } else {  // a lane has bytes 4q to 4q + 3 of its rows: the even ones stand first in the step, then the odd ones
@@ -54,8 +55,7 @@ template <class L> struct Inputs {
       for (int half = 0; half < 2; ++half) left[half] = widened(__byte_perm(bytes[half], 0, 0x4240)), left[2 + half] = widened(__byte_perm(bytes[half], 0, 0x4341));
     }
   }
-  INLINE static void read_transposed(const Context& c, u32 buffer, int m, int ks, int plane, u32 (&left)[4]) {
-    const int step = ks * WARPS + c.warp;
+  INLINE static void read_step_transposed(const Context& c, u32 buffer, int m, int step, int plane, u32 (&left)[4]) {
     if constexpr (X_BYTES == 2) {
       u32 t[4];
       load_transposed(at(c, buffer, m, step * 2 + (c.lane >> 4), plane), t);
@@ -143,7 +143,7 @@ INLINE void find_rows(const Context& c, u64 step) {
   }
   __syncthreads();
 }
-INLINE u32 micro_rows(u32 all, u32 micro) { return all - micro * ROWS < ROWS ? all - micro * ROWS : ROWS; }
+INLINE u32 micro_rows(u32 all, u32 micro) { return all <= micro * ROWS ? 0 : all - micro * ROWS < ROWS ? all - micro * ROWS : ROWS; }
 
 // What the host sees of the run, and whether it goes on: every INTERVAL steps, the same answer in every block.
 INLINE bool look(Context& c, u32 count, u64 step, float loss, bool broken) {

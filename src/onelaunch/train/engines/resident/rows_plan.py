@@ -1,0 +1,132 @@
+"""The plan by rows: every block has the whole network and a share of the rows; gradients are summed over the blocks.
+
+For networks whose weights fit into one block twice over, with batches too large to hand every row to everyone. Nothing is
+exchanged on the way through the layers; after it, each block sends its partial gradients to the tiles' owners, and these send
+the new weights back.
+"""
+
+from __future__ import annotations
+
+from onelaunch.train.engines.resident.plan import (
+    INTERVAL,
+    REGISTERS,
+    RIGHT_BYTES,
+    STATES,
+    STEP,
+    THREADS,
+    TILE_BYTES,
+    WARPS,
+    Chip,
+    Layer,
+    Memory,
+    Plan,
+    Settings,
+    planes_of,
+)
+
+PARTS, COPIES = 0, 1  # the exchanges; the decision is the third
+WIDEST = 128  # units of a layer: a warp holds a row tile's values of one layer in registers
+
+
+class RowsPlan(Plan):
+    def __init__(self, settings: Settings, chip: Chip, blocks: int, rows: int) -> None:
+        """`rows`: of a block in a pass."""
+        self.settings, self.chip, self.working = settings, chip, 0
+        self.blocks, self.cluster, self.rows = blocks, blocks > 1, rows
+        self.planes = planes_of(settings)
+        self.states = STATES[settings.optimizer] + (settings.optimizer == "sgd" and settings.momentum)
+        self.row_tiles = rows // 16
+        self.micro_batches = -(-settings.batch // (rows * blocks))
+        self.input_planes = 1 if settings.bytes_input else self.planes
+        self.input_bytes = 1 if settings.bytes_input else 2
+        self.layers = tuple(self._whole_layers())
+        self.group = 1
+        own = -(-self.slots // blocks)
+        self.states_shared = self.states > 0 and (own * (1 + self.states) + self.slots) * 4 > REGISTERS - 150
+        for self.input_buffers in (2, 1):
+            self._lay_out()
+            if self.shared.size <= chip.shared_bytes:
+                break
+
+    def _whole_layers(self) -> list[Layer]:
+        layers: list[Layer] = []
+        for index, stage in enumerate(self.settings.stages):
+            steps, tiles = -(-stage.linear.inputs // STEP), -(-stage.linear.outputs // STEP) * 2
+            last = index == len(self.settings.stages) - 1
+            layers.append(Layer(index, stage, index == 0, last, steps, tiles, 1, steps * 2))
+        return layers
+
+    @property
+    def chunk(self) -> int:
+        """Tiles of units whose sums a warp holds at once."""
+        return 8 if self.planes == 1 else 4
+
+    def layer_slots(self, layer: Layer) -> int:
+        """Gradient tiles of a layer a warp computes."""
+        return -(-layer.steps * layer.tiles // WARPS)
+
+    def first_slot(self, layer: Layer) -> int:
+        return sum(self.layer_slots(before) for before in self.layers[: layer.index])
+
+    @property
+    def slots(self) -> int:
+        return sum(self.layer_slots(layer) for layer in self.layers)
+
+    def unit_at(self, layer: Layer) -> int:
+        return sum(before.units for before in self.layers[: layer.index])
+
+    @property
+    def all_units(self) -> int:
+        return sum(layer.units for layer in self.layers)
+
+    def received_parts(self, rank: str) -> str:
+        """Bytes of partial sums that block `rank` receives, as an expression."""
+        biases = self.blocks * (self.all_units + 4) * 4
+        return f"({self.slots} - {rank} + {self.blocks - 1}) / {self.blocks} * {WARPS * self.blocks * TILE_BYTES} + {biases}"
+
+    @property
+    def copies_total(self) -> int:
+        return sum(self.planes * layer.steps * 2 * layer.tiles * 128 for layer in self.layers)
+
+    def _lay_out(self) -> None:
+        shared, own = Memory(), -(-self.slots // self.blocks)
+        shared.add("inputs", self.input_buffer_bytes * self.input_buffers)
+        shared.add("targets", 4 * self.rows * self.target_words * self.input_buffers)
+        for layer in self.layers:
+            name, values = f"layer {layer.index}: ", self.planes * self.row_tiles * layer.tiles * RIGHT_BYTES
+            shared.add(name + "weights", self.planes * layer.steps * 2 * layer.tiles * 128)
+            shared.add(name + "deltas", values)
+            if not layer.last:
+                shared.add(name + "values", values)
+                shared.add(name + "slopes", self.row_tiles * layer.tiles * TILE_BYTES)
+        shared.add("bias", 4 * self.all_units * (1 + self.states))
+        shared.add("bias sums", 4 * self.all_units * self.row_tiles)
+        shared.add("bias totals", 4 * self.all_units)
+        shared.add("parts", own * WARPS * self.blocks * TILE_BYTES if self.blocks > 1 else 16)
+        shared.add("bias parts", self.blocks * (self.all_units + 4) * 4)
+        shared.add("states", own * THREADS * 16 * self.states if self.states_shared else 16)
+        shared.add("losses", 4 * WARPS)
+        shared.add("correct", 4)
+        shared.add("right", 4)
+        shared.add("decision", 8)
+        shared.add("rates", 16 * INTERVAL)
+        shared.add("round keys", 32 * self.lot)
+        shared.add("row numbers", 8 * self.lot * self.settings.batch)
+        shared.add("barriers", 16 * self.exchanges)
+        self.shared, self.exchange = shared, Memory()
+
+    @property
+    def decision(self) -> int:
+        return 2
+
+    def exchange_names(self) -> dict[int, str]:
+        return {PARTS: "partial gradients", COPIES: "new weights", self.decision: "the decision to go on"}
+
+    @property
+    def refusal(self) -> str:
+        widest = max(layer.units for layer in self.layers)
+        if widest > WIDEST:
+            return f"a layer of {widest} units is too wide to divide rows, {WIDEST} are the most"
+        if self.planes * max(layer.tiles for layer in self.layers) > 24:
+            return f"{self.settings.precision} values of a layer of {widest} units do not fit in registers"
+        return super().refusal

@@ -1,0 +1,154 @@
+"""The source of a plan by units: each block owns units of every layer, and the blocks exchange values and deltas."""
+
+from __future__ import annotations
+
+from onelaunch.train.engines.resident.emit import Phases, constants, layer_struct, phases_macro
+from onelaunch.train.engines.resident.plan import WARPS, Layer, Plan
+
+
+def units_source(plan: Plan, *, faults: bool, stamps: bool) -> str:
+    names = [name for name, _ in units_phases(plan)]
+    layers = plan.layers
+    own = {
+        "BY_ROWS": 0, "SHARES": 1, "LAYERS": len(layers), "GROUP_TILES": plan.group, "FINISH": plan.finish,
+        "LOSS_WARPS": min(WARPS, 2 * plan.group), "PARTIALS_BYTES": plan.partials_bytes,
+        "PARTIAL_BUFFERS": plan.partial_buffers, "AT_PARTIALS": plan.shared["partial sums"],
+        "AT_STAGING": plan.shared.regions["staging"].offset if "staging" in plan.shared.regions else 0,
+    }  # fmt: skip
+    exchanged = {number: str(size) for number, size in received_bytes(plan).items()}
+    parts = [
+        constants(plan, units_phases(plan), own=own, exchanged=exchanged, faults=faults, stamps=stamps),
+        '#include "activations.cuh"',
+        '#include "random.cuh"',
+        *(_layer(plan, layer) for layer in layers),
+        phases_macro("FORWARD_PHASES", _forward(plan), names),
+        phases_macro("BACKWARD_PHASES", _backward(plan), names),
+        _weights(plan),
+        '#include "kernel.cuh"',
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def units_phases(plan: Plan) -> Phases:
+    return [*_forward(plan), *_backward(plan)]
+
+
+def received_bytes(plan: Plan) -> dict[int, int]:
+    """What a block receives in each exchange but the decision, by the exchange's number."""
+    found = {}
+    for layer in plan.layers[: plan.hidden]:
+        found[plan.values_exchange(layer)] = plan.exchanged_bytes(layer)
+        if not layer.first:
+            found[plan.deltas_exchange(layer)] = plan.exchanged_bytes(layer)
+            found[plan.back_exchange(layer)] = plan.planes * layer.input_tiles * plan.blocks * layer.tiles * 128
+    if plan.hidden:
+        last = plan.layers[-1]
+        found[plan.last_exchange] = plan.planes * last.tiles * plan.blocks * last.input_tiles * 128
+    return found
+
+
+def _layer(plan: Plan, layer: Layer) -> str:
+    name = f"layer {layer.index}: "
+
+    def at(what: str) -> int:
+        for memory in (plan.shared, plan.exchange):
+            if name + what in memory.regions:
+                return memory[name + what]
+        return 0
+
+    numbers = {
+        "KS": layer.steps_a_warp, "UNITS": layer.units, "SPLIT": layer.split, "OUT_KT": layer.output_steps,
+        "IN_TILES": layer.input_tiles, "AT_MASTERS": at("masters"),
+        "AT_STATES": at("states"), "AT_GRADIENTS": at("gradients"), "AT_BIAS": at("bias"), "AT_BIAS_SUMS": at("bias sums"),
+        "AT_DELTA": at("deltas"), "AT_SLOPE": at("slopes"), "AT_OUT": at("values of all"),
+        "AT_ALL_DELTAS": at("deltas of all"), "AT_BACK": at("weights back"),
+        "OUT_STRIDE": (plan.out_buffers(layer) - 1) * plan.out_bytes(layer),
+        "BACK_BYTES": plan.back_bytes(layer), "OUT_EXCHANGE": plan.values_exchange(layer),
+        "DELTA_EXCHANGE": 0 if layer.first else plan.deltas_exchange(layer),
+        "BACK_EXCHANGE": 0 if layer.first else plan.back_exchange(layer), "LAST_EXCHANGE": plan.last_exchange,
+        "AT_OWN": at("own values"), "AT_COPIES": at("weights of all"), "COPIES_BYTES": plan.copies_bytes(),
+    }  # fmt: skip
+    flags = {
+        "REPLICATED": layer.last, "MASTERS_SHARED": layer.masters_shared, "STATES_SHARED": layer.states_shared,
+        "KEEPS_VALUES": plan.keeps_values(layer),
+    }  # fmt: skip
+    return layer_struct(plan, layer, numbers, flags)
+
+
+def _read(layer: Layer, transposed: str = "") -> str:
+    """How a warp reads its inputs of a layer: from the rows fetched, or from everyone's values of the layer before."""
+    head = "[&](int m, int ks, int plane, u32 (&left)[4]) {"
+    if layer.first:
+        return f"{head} Inputs<Layer0>::read{transposed}(c, buffer, m, ks, plane, left); }}"
+    before = f"Layer{layer.index - 1}"
+    return (
+        f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>"
+        f"(c, c.passes, plane * ROW_TILES + m, ks, left); }}"
+    )
+
+
+def _forward(plan: Plan) -> Phases:
+    """The phases of a forward pass with their names, up to and with the loss."""
+    lines = [("rows arrive", "Inputs<Layer0>::arrive();")]
+    for layer in plan.layers:
+        name, index = f"Layer{layer.index}", layer.index
+        if not layer.first:
+            before = f"Layer{index - 1}"
+            wait = f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
+            if not plan.cluster and plan.blocks > 1:
+                wait += f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>(c, c.passes); staged();"
+            lines.append((f"wait for values {index - 1}", wait))
+        if layer.last:
+            sums = f"multiply<{name}>(c, w{index}, group, sum, {_read(layer)});"
+            if layer.owned_by_input:
+                lines.append((f"wait for weights {index}", f"wait_for_copies<{name}>(c, c.step + trained);"))
+                sums = f"multiply_copies<{name}>(c, c.step + trained, group, sum, {_read(layer)});"
+            product = f"[&](int group, float (&sum)[GROUP_TILES][{name}::NT][4]) {{ {sums} }}"
+            lines.append((f"outputs {index}", f"outputs<{name}>(c, draw, tally, {product});"))
+        else:
+            lines.append((f"forward {index}", f"forward<{name}>(c, w{index}, draw, {_read(layer)});"))
+        if layer.first:
+            lines.append(("fetch the next rows", "next_inputs();"))
+    return lines
+
+
+def _backward(plan: Plan) -> Phases:
+    lines = []
+    for layer in reversed(plan.layers):
+        name, before, index = f"Layer{layer.index}", f"Layer{layer.index - 1}", layer.index
+        if not layer.first and layer.last:
+            lines.append((f"back {index}", f"back_from_outputs<{name}, {before}>(c);"))
+        elif not layer.first:
+            waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::OUT_KT, {name}::NT); "
+            waits += f"wait_for_weights<{name}>(c, micro == 0);"
+            lines += [(f"wait for deltas {index}", waits), (f"back {index}", f"back<{name}, {before}>(c);")]
+        update = f"update<{name}>(c, w{index}, rates, rule, micro == 0, last, {_read(layer, '_transposed')});"
+        if not plan.cluster and plan.blocks > 1 and not layer.first and not layer.last:
+            later = int(layer.index == 1 and plan.input_buffers == 1)  # the next rows are on their way too
+            update = f"staged<{later}>(); {update}"
+        if layer.owned_by_input:
+            update = f"update_last<{name}, {before}>(c, w{index}, rates, rule, micro == 0, last);"
+        lines.append((f"update {index}", update))
+    if plan.input_buffers == 1:  # the first layer's update before the second's, which hides the next rows' way
+        first, back = lines.pop(), [name for name, _ in lines].index("back 1") if len(plan.layers) > 1 else -1
+        lines[back + 1 : back + 1] = [first, ("fetch the next rows", "__syncthreads(); fetch_next();")]
+    meet = "__syncthreads(); " if len(plan.layers) == 1 else ""  # else a phase has brought a barrier since the outputs
+    lines.append(("sum the loss", f"{meet}if (threadIdx.x == 0) total += sum_of_losses(c);"))
+    return lines
+
+
+def _weights(plan: Plan) -> str:
+    """What is done with every layer's weights: declared, loaded, handed to those who need copies, saved."""
+    last = len(plan.layers) - 1
+    types = [f"Weights<Layer{i}>" for i in range(last)]
+    types.append(f"LastWeights<Layer{last}, Layer{last - 1}>" if last else "Weights<Layer0>")
+    handed = [f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, last)]
+    handed += [f"hand_out_all<Layer{last}, Layer{last - 1}>(c, w{last}, 0);"] if last else []
+    macros = {
+        "DECLARE_WEIGHTS": [f"{name} w{i};" for i, name in enumerate(types)],
+        "LOAD_WEIGHTS": [f"w{i}.move_all<true>(c);" for i in range(last + 1)],
+        "HAND_OUT_WEIGHTS": handed,
+        "SAVE_WEIGHTS": [f"w{i}.move_all<false>(c);" for i in range(last + 1)],
+    }
+    return "\n".join(f"#define {name} {' '.join(statements)}" for name, statements in macros.items())
