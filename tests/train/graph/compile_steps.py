@@ -24,7 +24,8 @@ from onelaunch.kernels import (
 )
 from onelaunch.kernels.run_arguments import Clock, Weights
 from onelaunch.train.engines.graph.buffers import TYPES
-from onelaunch.train.engines.graph.plan import StepPlan, plan_step
+from onelaunch.train.engines.graph.operations import StepPlan
+from onelaunch.train.engines.graph.plan import plan_step
 from onelaunch.train.engines.graph.stages import Stage
 from onelaunch.train.engines.graph.step import Data, StepRunner
 from onelaunch.train.network import Linear

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from onelaunch.errors import UnsupportedError
-from onelaunch.train.engines.graph.plan import Space, StepPlan
+from onelaunch.train.engines.graph.operations import Space, StepPlan
 from onelaunch.train.memory import Layout
 
 TYPES = {

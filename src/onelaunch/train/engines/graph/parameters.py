@@ -15,7 +15,7 @@ from torch import nn
 from onelaunch.kernels.run_arguments import Weights
 from onelaunch.train.engines.contract import State
 from onelaunch.train.engines.graph.buffers import Buffers
-from onelaunch.train.engines.graph.plan import StepPlan
+from onelaunch.train.engines.graph.operations import StepPlan
 from onelaunch.train.engines.graph.stages import Stage
 
 

@@ -8,13 +8,12 @@ products: GEMMs in their own type, with a copy of the weights that the update ke
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import prod
 
 from onelaunch.kernels.run_arguments import WIDTH, Tile
 from onelaunch.train.engines.graph.narrow import Narrow, narrow_of
+from onelaunch.train.engines.graph.operations import BYTES, Operation, Space, StepPlan
 from onelaunch.train.engines.graph.stages import Stage
-from onelaunch.train.memory import Layout, lifetimes, plan
+from onelaunch.train.memory import Layout
 from onelaunch.train.network import Network
 
 SMALL_BATCH = 64
@@ -24,54 +23,6 @@ STRIP_SPLITS = 4
 ROWS_OF_A_PART = 256  # at least, where a weight gradient is summed in parts
 PROGRAMS = 132  # multiprocessors of the chip the tiles were measured on; near enough for others
 SHARED_BYTES = 180 * 1024  # of a program's pipeline
-BYTES = {"uint8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
-
-
-@dataclass(frozen=True)
-class Space:
-    """A buffer's shape and type."""
-
-    shape: tuple[int, ...]
-    kind: str
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * BYTES[self.kind]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One kernel of the step. `stage` is the Linear it works for; `uses` are the buffers it reads or writes."""
-
-    kind: str  # one of the cases of StepRunner
-    stage: int
-    uses: tuple[str, ...]
-    tile: Tile
-
-    def __str__(self) -> str:
-        return self.kind if self.kind.startswith("narrow") else f"{self.kind} {self.stage}"
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    operations: tuple[Operation, ...]
-    evaluation: tuple[Operation, ...]
-    spaces: dict[str, Space]
-    kept: frozenset[str]  # buffers that live as long as the run
-    small: bool
-    check_part: int  # rows of validation data at a time; 0 without
-    narrow: Narrow | None = None
-
-    def layout(self) -> Layout:
-        moments = [operation.uses for operation in (*self.operations, *self.evaluation)]
-        return plan(lifetimes({name: space.nbytes for name, space in self.spaces.items()}, moments, self.kept))
-
-    def last_uses(self, operations: tuple[Operation, ...]) -> list[tuple[str, ...]]:
-        """For each operation, the buffers nobody needs after it."""
-        last: dict[str, int] = {}
-        for number, operation in enumerate(operations):
-            last |= {name: number for name in operation.uses if name not in self.kept}
-        return [tuple(name for name, at in last.items() if at == number) for number in range(len(operations))]
 
 
 def power_of_2(n: int) -> int:

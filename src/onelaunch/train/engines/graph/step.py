@@ -18,7 +18,7 @@ from onelaunch.kernels.run_state import add_up_losses
 from onelaunch.kernels.stage import gather, input_gradient, stage_forward
 from onelaunch.kernels.weight_update import ends_update, partial_products, weight_update
 from onelaunch.train.engines.graph.buffers import Buffers
-from onelaunch.train.engines.graph.plan import Operation, StepPlan
+from onelaunch.train.engines.graph.operations import Operation, StepPlan
 from onelaunch.train.engines.graph.stages import Stage
 
 
