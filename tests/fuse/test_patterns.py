@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.fuse import calls
 from tests.fuse.compare import assert_same, fused_names
 
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
@@ -103,6 +104,20 @@ def test_the_fold_in_inference_mode() -> None:
     with torch.no_grad():
         torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
     fused(x).sum().backward()
+
+
+def test_the_fold_is_made_again_in_the_same_memory() -> None:
+    """A captured CUDA graph goes on reading it."""
+    model = nn.Sequential(nn.Linear(12, 7), nn.BatchNorm1d(7)).double().eval()
+    fused = ol.fuse(model)
+    with torch.no_grad():
+        fused(rows())
+        before = calls._folded[fused[0]].weight
+        value = before.clone()
+        model[0].weight.mul_(2)
+        fused(rows())
+    assert calls._folded[fused[0]].weight is before
+    assert not torch.equal(before, value)
 
 
 def test_linear_on_three_axes_does_not_fold() -> None:

@@ -111,8 +111,8 @@ _folded: weakref.WeakKeyDictionary[nn.Module, _Folded] = weakref.WeakKeyDictiona
 def folded_linear(x: Tensor, layer: nn.Linear, norm: nn.BatchNorm1d, activation: str | None) -> Tensor:
     """`act(norm(layer(x)))` in evaluation, with the batch norm folded into the layer's weights.
 
-    The folded weights are kept until a tensor they were made from is another one or has been written to. They are used
-    where nothing is differentiated; in a graph being compiled or exported, and for a gradient, the norm stays apart.
+    The folded weights are kept, and made again in the same memory (a captured CUDA graph may read it) when a tensor they come
+    from is another one or has been written to. Where something is differentiated, compiled or exported the norm stays apart.
     """
     tensors = (layer.weight, layer.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var)
     seen_whole = not torch.compiler.is_compiling() and not _transformed(x) and torch._C._len_torch_dispatch_stack() == 0
@@ -121,15 +121,17 @@ def folded_linear(x: Tensor, layer: nn.Linear, norm: nn.BatchNorm1d, activation:
     made_from = (norm, norm.eps, *((id(t), t.data_ptr(), t._version) for t in tensors if t is not None))
     known = _folded.get(layer)
     if known is None or known.made_from != made_from:
-        known = _Folded(made_from, *_fold(layer, norm))
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():  # what is captured has not run yet
+            return batch_norm(F.linear(x, layer.weight, layer.bias), norm, activation, 0.0)
+        known = _Folded(made_from, *_fold(layer, norm, known))
         _folded[layer] = known
     return linear(x, known.weight, known.bias, activation, 0.0)
 
 
-def _fold(layer: nn.Linear, norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
+def _fold(layer: nn.Linear, norm: nn.BatchNorm1d, known: _Folded | None) -> tuple[Tensor, Tensor]:
     assert norm.running_mean is not None
     assert norm.running_var is not None
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         exact = torch.float64 if layer.weight.dtype == torch.float64 else torch.float32
         scale = (norm.running_var.to(exact) + norm.eps).rsqrt()
         if norm.weight is not None:
@@ -139,7 +141,12 @@ def _fold(layer: nn.Linear, norm: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
         if norm.bias is not None:
             bias = bias + norm.bias
         dtype = layer.weight.dtype
-        return (layer.weight * scale[:, None]).to(dtype), bias.to(dtype)
+        folded = (layer.weight * scale[:, None]).to(dtype), bias.to(dtype)
+        if known is None or (known.weight.shape, known.weight.dtype, known.weight.device) != (
+            layer.weight.shape, dtype, layer.weight.device,
+        ):  # fmt: skip
+            return folded
+        return known.weight.copy_(folded[0]), known.bias.copy_(folded[1])
 
 
 def _unversioned(tensor: Tensor | None) -> bool:

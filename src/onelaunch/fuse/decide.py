@@ -11,6 +11,7 @@ from torch import nn
 from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.costs import NOTHING, Step, Work, fused
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
+from onelaunch.fuse.quantities import duration
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import chain_key
 from onelaunch.fuse.roofline import DeviceModel, device_model
@@ -79,7 +80,7 @@ def judge(steps: list[Step], roof: DeviceModel, measured: tuple[float, float] | 
         saved = 1 - fused_seconds / apart_seconds if apart_seconds else 0.0
         reason = f"saves {saved:.0%} of its time ({how})"
     else:
-        reason = f"does not pay: {_time(fused_seconds)} fused, {_time(apart_seconds)} apart ({how})"
+        reason = f"does not pay: {duration(fused_seconds)} fused, {duration(apart_seconds)} apart ({how})"
     return Decision(pays, reason, before, after, predicted, measured)
 
 
@@ -90,10 +91,6 @@ def seconds_apart(roof: DeviceModel, step: Step) -> float:
 def seconds_of(roof: DeviceModel, work: Work, dtype: torch.dtype) -> float:
     """Forward and backward are bound apart: a product's time must not hide behind a pass over memory."""
     return roof.seconds(work.forward, dtype) + roof.seconds(work.backward, dtype)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"
 
 
 def device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:

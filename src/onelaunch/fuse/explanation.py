@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from onelaunch.fuse.costs import Work
+from onelaunch.fuse.quantities import count, duration, size
 from onelaunch.fuse.resources import KernelResources
 from onelaunch.fuse.roofline import DeviceModel
 
@@ -223,21 +224,3 @@ def _kernel(kernel: KernelResources) -> str:
 
 def _change(before: float, after: float, show: Any) -> str:
     return show(before) if before == after else f"{show(before)} → {show(after)}"
-
-
-def size(value: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f} B"
-
-
-def count(value: float) -> str:
-    for unit, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value:.0f}"
-
-
-def duration(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} µs" if seconds < 1e-3 else f"{seconds * 1e3:.3g} ms"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -13,8 +13,8 @@ from onelaunch.errors import ArgumentTypeError, OnelaunchError, suggest
 from onelaunch.fuse.decide import decide
 from onelaunch.fuse.placing import fusion_of, place_regions, regions
 from onelaunch.fuse.region import Options
+from onelaunch.fuse.twin import Model
 
-Model = TypeVar("Model", bound=nn.Module)
 log = logging.getLogger("onelaunch")
 
 

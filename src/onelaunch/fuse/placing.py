@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
 from torch import nn
 
 from onelaunch.fuse.region import Fusion, Options, Plan, Region
 from onelaunch.fuse.tracing import Arguments
-from onelaunch.fuse.twin import twin
-
-Model = TypeVar("Model", bound=nn.Module)
+from onelaunch.fuse.twin import Model, twin
 
 
 def place_regions(model: Model, options: Options, sized: bool = False, everywhere: bool = False) -> Model:
