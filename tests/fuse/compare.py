@@ -112,3 +112,9 @@ def reasons(fused: nn.Module, training: bool) -> list[str]:
 
 def _mode(plan: Any) -> bool:
     return next(value for _, name, value in plan.guard.values if name == "training")
+
+
+def planned(fused: nn.Module, x: torch.Tensor) -> list[str]:
+    """What is fused in a call as the modules stand."""
+    plans = [region.plan((x,), {}) for region in regions(fused)]
+    return [chain.name for plan in plans if plan is not None for chain in plan.fused]

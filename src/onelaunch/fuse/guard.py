@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from onelaunch.fuse.arguments import CONSTANTS
 from onelaunch.fuse.operations import hooked, hooks_of
-from onelaunch.fuse.tracing import CONSTANTS
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
 _ABSENT = object()

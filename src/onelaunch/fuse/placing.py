@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from onelaunch.fuse.arguments import Arguments
 from onelaunch.fuse.region import Fusion, Options, Plan, Region
-from onelaunch.fuse.tracing import Arguments
 from onelaunch.fuse.twin import Model, twin
 
 

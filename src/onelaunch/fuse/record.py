@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.fuse.chains import Chain, label
+from onelaunch.fuse.aliases import label
+from onelaunch.fuse.arguments import inputs_of
+from onelaunch.fuse.chains import Chain
 from onelaunch.fuse.costs import NOTHING, Spec, Step, apart
 from onelaunch.fuse.operations import Operation, of_call
 from onelaunch.fuse.region import Plan, Region, absolute, watched_by
 from onelaunch.fuse.roofline import Cost
 from onelaunch.fuse.spelled import spelled_activation
-from onelaunch.fuse.tracing import inputs_of
 
 
 @dataclass

@@ -17,11 +17,12 @@ import torch
 from torch import fx, nn
 from torch.nn.modules import module as module_hooks
 
+from onelaunch.fuse.arguments import Arguments, inputs_of
 from onelaunch.fuse.chains import Chain, find_chains
 from onelaunch.fuse.guard import Guard
 from onelaunch.fuse.operations import is_known
 from onelaunch.fuse.rewrite import rewrite
-from onelaunch.fuse.tracing import Arguments, RefusedError, StandsForClass, Trace, inputs_of, trace
+from onelaunch.fuse.tracing import RefusedError, StandsForClass, Trace, trace
 from onelaunch.fuse.verdict import without_sizes
 
 MOST_PLANS = (

@@ -27,6 +27,7 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
+from onelaunch.fuse.arguments import INPUT, Arguments
 from onelaunch.fuse.operations import hooked, is_known
 
 # Names in a forward's code that make it more than a function of its tensors, or that a proxy answers wrongly.
@@ -45,7 +46,6 @@ HARMLESS = frozenset(
         "is_contiguous",
     }
 )
-CONSTANTS = (bool, int, float, str, types.NoneType, torch.dtype, torch.device)
 
 
 class RefusedError(Exception):
@@ -57,46 +57,6 @@ class StandsForClass:
 
 
 STANDS_FOR_CLASS = StandsForClass()
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """How a call's arguments divide into constants, part of the trace, and tensors (or anything else), its inputs."""
-
-    positional: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        return cls(tuple(map(_kind, args)), tuple((name, _kind(value)) for name, value in kwargs.items()))
-
-    @classmethod
-    def required_by(cls, forward: Any) -> Arguments:
-        """What a call will most likely pass: an input for each parameter without a default, and one if all have one."""
-        parameters = list(inspect.signature(forward).parameters.values())[1:]
-        plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        required = [one for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
-        positional = (*plain, inspect.Parameter.VAR_POSITIONAL)
-        least = 1 if any(one.kind in positional for one in parameters) else 0
-        return cls((INPUT,) * max(len(required), least), ())
-
-
-class _Input:
-    def __repr__(self) -> str:
-        return "input"
-
-
-INPUT = _Input()
-
-
-def _kind(value: Any) -> Any:
-    # The type is part of a constant: 1, 1.0 and True are equal and hash alike.
-    return (type(value), value) if isinstance(value, CONSTANTS) else INPUT
-
-
-def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The values that take the places of the graph's placeholders."""
-    return [value for value in (*args, *kwargs.values()) if not isinstance(value, CONSTANTS)]
 
 
 @dataclass
