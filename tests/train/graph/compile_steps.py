@@ -14,6 +14,7 @@ import torch
 
 from onelaunch.kernels import (
     backward_strip,
+    ends_update,
     narrow_step,
     output_layer,
     output_row,
@@ -32,7 +33,7 @@ from onelaunch.train.network import Linear
 from tests.kernels import compile_all
 
 MODULES = (
-    backward_strip, narrow_step, output_layer, output_row, parts_update, run_state, stage, weight_update
+    backward_strip, ends_update, narrow_step, output_layer, output_row, parts_update, run_state, stage, weight_update
 )  # fmt: skip
 compile_all.TYPES[torch.int32] = "*i32"
 

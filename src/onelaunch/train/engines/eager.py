@@ -21,6 +21,7 @@ from onelaunch.train.distributed import LostRankError, is_lost, lost, world
 from onelaunch.train.engines.captured import Clock, Witness, capture
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.dropout import RunDropout
+from onelaunch.train.engines.torch_optimizer import count_steps_from, make_optimizer, optimizer_state, restore_optimizer
 from onelaunch.train.objective import as_features, count_correct, loss_of, predictions_per_row
 
 EVALUATION_ROWS = 256
@@ -28,7 +29,6 @@ REPORT_SECONDS = 0.05
 AGREE_STEPS = 8  # between two looks at whether a rank wants to stop
 WARM_UP_STEPS = 3  # before a capture: libraries make their workspaces, optimizers their state
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-STATE_NAMES = {"momentum": "momentum_buffer", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # ours: torch.optim's
 
 
 class EagerEngine:
@@ -67,7 +67,7 @@ class EagerSession:
         self.parameters = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
         self.dtype = next(iter(self.parameters.values())).dtype
         self.lr = torch.zeros((), device=run.device)  # on the device, so that a captured step reads it there
-        self.optimizer = _optimizer(run, list(self.parameters.values()), self.lr)
+        self.optimizer = make_optimizer(run, list(self.parameters.values()), self.lr)
         self.scaler = torch.amp.GradScaler(run.device.type) if self.precision == "fp16" else None
         self._modes = {module: module.training for module in run.model.modules()}
         self._restore(state)
@@ -102,10 +102,7 @@ class EagerSession:
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
         step = first_step
-        for parameter_state in self.optimizer.state.values():
-            if "exp_avg" in parameter_state:  # a checkpoint of another engine has no step of its own
-                at = torch.tensor(float(first_step), device=self._step_device)
-                parameter_state.setdefault("step", at)
+        count_steps_from(self.optimizer, first_step, self.run.device)
         while step < self.spec.total_steps:
             with self._own_settings():
                 segment = self._segment(step, monitor)
@@ -259,14 +256,7 @@ class EagerSession:
         return Metrics(mean, None if self.spec.loss == "mse" else share)
 
     def snapshot(self) -> State:
-        state: State = {}
-        for name, parameter in self.parameters.items():
-            for ours, theirs in STATE_NAMES.items():
-                tensor = self.optimizer.state.get(parameter, {}).get(theirs)
-                if tensor is not None:
-                    state[f"{ours}.{name}"] = tensor
-            if "step" in self.optimizer.state.get(parameter, {}):
-                state[f"engine.step.{name}"] = self.optimizer.state[parameter]["step"]
+        state = optimizer_state(self.optimizer, self.parameters)
         for name, tensor in zip(("rng_cpu", "rng_cuda"), self._rng, strict=False):
             state[f"engine.{name}"] = tensor
         if self.scaler is not None:
@@ -276,15 +266,7 @@ class EagerSession:
 
     def _restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over a snapshot, or begin with a generator that follows the run's seed alone."""
-        for name, parameter in self.parameters.items():
-            found = {
-                theirs: state[f"{ours}.{name}"] for ours, theirs in STATE_NAMES.items() if f"{ours}.{name}" in state
-            }
-            if found:
-                copies = {theirs: tensor.to(parameter).clone() for theirs, tensor in found.items()}
-                if f"engine.step.{name}" in state:
-                    copies["step"] = state[f"engine.step.{name}"].to(self._step_device).clone()
-                self.optimizer.state[parameter].update(copies)
+        restore_optimizer(self.optimizer, self.parameters, state, self.run.device)
         if self.scaler is not None and "engine.scaler" in state:
             scale, growth = state["engine.scaler"].tolist()
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": int(growth)})
@@ -295,11 +277,6 @@ class EagerSession:
             self._rng[0] = state["engine.rng_cpu"].cpu()
         if "engine.rng_cuda" in state and self._cuda_devices:
             self._rng[1] = state["engine.rng_cuda"].cpu()
-
-    @property
-    def _step_device(self) -> torch.device:
-        """Where the optimizer counts its steps: on a GPU too, since a captured step counts there."""
-        return self.run.device
 
     @property
     def _cuda_devices(self) -> list[torch.device]:
@@ -345,22 +322,6 @@ class EagerSession:
         self.optimizer.zero_grad(set_to_none=True)
         for module, mode in self._modes.items():
             module.training = mode
-
-
-def _optimizer(run: Run, parameters: list[torch.nn.Parameter], lr: torch.Tensor) -> torch.optim.Optimizer:
-    """PyTorch's own. On CUDA its fused form, which reads the learning rate from the device: a step can then be captured."""
-    spec = run.spec
-    cuda = run.device.type == "cuda"
-    rate = lr if cuda else spec.lr
-    if spec.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=rate, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay,
-            fused=cuda,
-        )  # fmt: skip
-    kind = torch.optim.Adam if spec.optimizer == "adam" else torch.optim.AdamW
-    return kind(
-        parameters, lr=rate, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay, fused=cuda, capturable=cuda
-    )
 
 
 ENGINE = EagerEngine()

@@ -8,6 +8,7 @@ import torch
 
 from onelaunch.kernels.backward_strip import backward_strip
 from onelaunch.kernels.dropout_key import NO_KEY
+from onelaunch.kernels.ends_update import ends_update
 from onelaunch.kernels.linear import TileShape, can_use_tma, linear_forward
 from onelaunch.kernels.narrow_step import narrow_step
 from onelaunch.kernels.output_layer import output_layer
@@ -16,7 +17,7 @@ from onelaunch.kernels.parts_update import parts_update
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Weights
 from onelaunch.kernels.run_state import add_up_losses
 from onelaunch.kernels.stage import gather, input_gradient, stage_forward
-from onelaunch.kernels.weight_update import ends_update, partial_products, weight_update
+from onelaunch.kernels.weight_update import partial_products, weight_update
 from onelaunch.train.engines.graph.buffers import Buffers
 from onelaunch.train.engines.graph.operations import Operation, StepPlan
 from onelaunch.train.engines.graph.stages import Stage
