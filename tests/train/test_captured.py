@@ -33,8 +33,9 @@ class ReadsBack(nn.Linear):
 
 def test_plain_modules_leave_no_trace():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).train()
+    x = torch.randn(8, 4)
     witness = Witness(model)
-    model(torch.randn(8, 4)).sum().backward()
+    model(x).sum().backward()
     assert witness.complaint() == ""
 
 
@@ -54,8 +55,9 @@ def test_draws_on_the_host_are_noticed(draw, what):
 
 def test_attributes_that_change_are_noticed():
     model = nn.Sequential(nn.Linear(4, 4), Counts(4, 2))
+    x = torch.randn(3, 4)
     witness = Witness(model)
-    model(torch.randn(3, 4))
+    model(x)
     assert witness.complaint() == "1.calls changes from step to step"
 
 
