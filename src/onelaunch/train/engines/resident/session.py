@@ -7,16 +7,19 @@ times a second.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import time
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
+from onelaunch.train.engines.resident.buffers import Buffers
 from onelaunch.train.engines.resident.choice import choose_plan
 from onelaunch.train.engines.resident.compile import Cubin, compile_cubin
 from onelaunch.train.engines.resident.describe import describe
@@ -25,12 +28,15 @@ from onelaunch.train.engines.resident.source import source_of
 from onelaunch.train.engines.resident.stages import NotResidentError, stages_of
 from onelaunch.train.objective import predictions_per_row
 
+if TYPE_CHECKING:
+    from onelaunch.train.engines.resident.launch import LoadedKernel
+
 LOOK_SECONDS = 0.002
+LARGEST_CLUSTERS = (16, 8, 1)
 WORKING = (112, 136, 160, 184)  # registers left free of weights, tried until nothing spills
 PATIENCE_SECONDS = 10.0
 CLOCK_HZ = 2e9  # about what a multiprocessor counts in a second
 MOST_LOSSES = 2**22  # of one launch: 16 MB of the host's memory
-STATE_NAMES = {"sgd": ("momentum",), "adam": ("exp_avg", "exp_avg_sq"), "adamw": ("exp_avg", "exp_avg_sq")}
 CONTROL = np.dtype(
     [("stop", "<u4"), ("done", "<u4"), ("epochs", "<u4"), ("fault", "<u4"), ("fault_block", "<u4"), ("fault_step", "<u4"),
      ("loss", "<f4"), ("correct", "<u4")]
@@ -84,30 +90,44 @@ class ResidentSession:
         patience: float = PATIENCE_SECONDS, stamps: bool = False,
     ) -> None:  # fmt: skip
         """The keyword arguments are for tests and measurements: another plan, a block that falls silent at a step."""
-        from onelaunch.train.engines.resident.launch import load
         from onelaunch.train.engines.resident.pinned import MappedArray
 
         self.run, self.spec, self.device = run, run.spec, run.device
         self.precision = "tf32" if run.spec.precision == "auto" else run.spec.precision
-        self.layout, self.cubin = self._compile(plan, fault is not None, stamps)
-        self.kernel = load(self.cubin, "train", run.device)
-        self._refuse_crowding()
+        self.layout, self.cubin, self.kernel = self._prepare(plan, fault is not None, stamps)
         registers = f"{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes spilled"
         self.plan = f"{describe(self.layout)}\n{registers}"
         self.allocations = {"launches": 0}
         self._stream = torch.cuda.Stream(run.device)
-        self._tensors = dict(run.model.state_dict(keep_vars=True))
         self._control = MappedArray(1, CONTROL, run.device)
         self._most_steps = min(max(MOST_LOSSES, run.spec.steps_per_epoch), run.spec.total_steps)
         self._losses = MappedArray(self._most_steps, np.float32, run.device)
         self._records = MappedArray(self._most_steps // run.spec.steps_per_epoch + 2, RECORD, run.device)
-        self._buffers(state)
+        self._buffers = Buffers(run, self.layout, self.precision, state)
         self._params = self._parameters(fault, patience)
         self._running = False
 
-    def _compile(self, plan: Plan | None, faults: bool, stamps: bool) -> tuple[Plan, Cubin]:
+    def _prepare(self, plan: Plan | None, faults: bool, stamps: bool) -> tuple[Plan, Cubin, LoadedKernel]:
+        """A plan whose blocks the device holds at once: a chip's largest cluster may not fit into every one of its parts."""
+        from onelaunch.train.engines.resident.launch import load
+
+        chip = chip_of(self.device)
+        for largest in LARGEST_CLUSTERS if chip.clusters else (1,):
+            possible = dataclasses.replace(chip, clusters=chip.clusters and largest > 1, largest_cluster=largest)
+            layout, cubin = self._compile(plan, possible, faults, stamps)
+            kernel = load(cubin, "train", self.device)
+            at_once = kernel.max_active_clusters(
+                block=THREADS, cluster=layout.blocks if layout.cluster else 1, shared_bytes=layout.shared.size
+            )
+            if at_once >= (1 if layout.cluster else layout.blocks):
+                return layout, cubin, kernel
+        raise OnelaunchError(
+            f"engine='resident' needs {layout.blocks} blocks at once, {self.device} holds fewer: pass engine='eager'"
+        )
+
+    def _compile(self, plan: Plan | None, chip: Chip, faults: bool, stamps: bool) -> tuple[Plan, Cubin]:
         """The chosen plan, compiled; with more weights in shared memory where the compiler ran out of registers."""
-        settings, chip = settings_for(self.run, self.precision), chip_of(self.device)
+        settings = settings_for(self.run, self.precision)
         tried: list[tuple[int, Plan, Cubin]] = []
         for working in WORKING:
             try:
@@ -118,97 +138,19 @@ class ResidentSession:
                 break
             if tried and layout.rows < tried[0][1].rows:  # a few spilled bytes cost less than another pass
                 break
-            source = source_of(layout, faults=faults, stamps=stamps)
-            cubin = compile_cubin(source, architecture(self.device))
+            cubin = compile_cubin(source_of(layout, faults=faults, stamps=stamps), architecture(self.device))
             tried.append((spilled_bytes(cubin), layout, cubin))
             if plan or not tried[-1][0]:
                 break
         return min(tried, key=lambda entry: entry[0])[1:]
 
-    def _refuse_crowding(self) -> None:
-        layout = self.layout
-        at_once = self.kernel.max_active_clusters(
-            block=THREADS, cluster=layout.blocks if layout.cluster else 1, shared_bytes=layout.shared.size
-        )
-        if at_once < (1 if layout.cluster else layout.blocks):
-            raise OnelaunchError(
-                f"engine='resident' needs {layout.blocks} blocks at once, this device holds fewer now: pass engine='eager'"
-            )
-
-    # Data, weights and state on the device.
-
-    def _buffers(self, state: Mapping[str, torch.Tensor]) -> None:
-        run, layout = self.run, self.layout
-        with torch.no_grad():
-            self._x, self._y = self._rows(run.x), self._targets(run.y)
-            check = run.validation
-            self._check_x = self._rows(check[0]) if check else None
-            self._check_y = self._targets(check[1]) if check else None
-            self._weights = self._flat(self._tensors)
-            self._states = [
-                self._flat({name: state.get(f"{kind}.{name}") for name in self._tensors}) for kind in self._state_kinds
-            ]
-        self._exchange = torch.zeros(max(layout.exchange.size // 4, 1), dtype=torch.int32, device=self.device)
-        self.stamps = torch.zeros(256, dtype=torch.int32, device=self.device)
-        self._flags = torch.zeros(layout.flag_words, dtype=torch.int32, device=self.device)
-
-    @property
-    def _state_kinds(self) -> tuple[str, ...]:
-        return STATE_NAMES[self.spec.optimizer][: self.layout.states]
-
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows as the kernel fetches them: bytes, or planes of half precision whose sum the value is; whole steps of 16."""
-        x = x.reshape(len(x), -1)
-        width = self.layout.layers[0].steps * 16
-        if x.dtype == torch.uint8:
-            x = torch.nn.functional.pad(x, (0, width - x.shape[1])).contiguous()
-            return x if x.data_ptr() % 16 == 0 else x.clone()  # rows are fetched in pieces of 16 bytes
-        half = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        rest, planes = torch.nn.functional.pad(x.float(), (0, width - x.shape[1])), []
-        for _ in range(self.layout.input_planes):
-            planes.append(rest.to(half))
-            rest = rest - planes[-1].float()
-        return torch.stack(planes).contiguous()
-
-    def _targets(self, y: torch.Tensor) -> torch.Tensor:
-        if self.spec.loss == "cross_entropy":
-            return y.to(torch.int32).contiguous()
-        return y.reshape(len(y), -1).float().contiguous()
-
-    def _names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for layer in self.layout.layers:
-            linear = layer.stage.linear
-            yield f"{linear.path}.weight", (linear.outputs, linear.inputs)
-            if linear.bias:
-                yield f"{linear.path}.bias", (linear.outputs,)
-
-    def _flat(self, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
-        parts = []
-        for name, shape in self._names():
-            tensor = tensors.get(name)
-            values = (
-                torch.zeros(shape, device=self.device) if tensor is None else tensor.detach().to(self.device).float()
-            )
-            parts.append(values.reshape(-1))
-        return torch.cat(parts)
-
-    def _unflat(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        found, at = {}, 0
-        for name, shape in self._names():
-            size = math.prod(shape)
-            found[name] = flat[at : at + size].reshape(shape)
-            at += size
-        return found
+    # What the kernel is told.
 
     def _parameters(self, fault: tuple[int, int] | None, patience: float) -> np.ndarray:
         spec, run = self.spec, self.run
         params = np.zeros(1, PARAMS)
-        tensors = {
-            "x": self._x, "check_x": self._check_x, "y": self._y, "check_y": self._check_y, "weights": self._weights,
-            "exchange": self._exchange, "flags": self._flags, "stamps": self.stamps,
-        } | {f"state{i}": tensor for i, tensor in enumerate(self._states)}  # fmt: skip
-        for name, tensor in tensors.items():
-            params[name] = tensor.data_ptr() if tensor is not None else 0
+        for name, tensor in self._buffers.by_name.items():
+            params[name] = tensor.data_ptr()
         params["control"], params["records"] = self._control.address, self._records.address
         params["rows"], params["seed"] = spec.rows, spec.seed
         params["check_rows"] = len(run.validation[0]) if run.validation else 0
@@ -251,7 +193,7 @@ class ResidentSession:
         params["first_step"], params["last_step"] = first, end
         params["losses"] = self._losses.address
         self._first = first
-        self._flags.zero_()
+        self._buffers.by_name["flags"].zero_()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         layout = self.layout
         self.kernel.launch(
@@ -318,20 +260,17 @@ class ResidentSession:
 
     def snapshot(self) -> State:
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        self._write_back()
-        state: State = {}
-        for kind, flat in zip(self._state_kinds, self._states, strict=True):
-            state |= {f"{kind}.{name}": tensor.clone() for name, tensor in self._unflat(flat).items()}
-        return state
+        self._buffers.write_back()
+        return self._buffers.state()
 
-    def _write_back(self) -> None:
-        with torch.no_grad():
-            for name, values in self._unflat(self._weights).items():
-                self._tensors[name].copy_(values)
+    @property
+    def stamps(self) -> torch.Tensor:
+        """Clocks spent in each phase, where the source was made to take them."""
+        return self._buffers.by_name["stamps"]
 
     def close(self) -> None:
         if self._running:
             self._control.array["stop"] = 1
             self._stream.synchronize()
             self._running = False
-        self._write_back()
+        self._buffers.write_back()

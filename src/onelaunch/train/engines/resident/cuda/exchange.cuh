@@ -44,11 +44,6 @@ struct Context {
   bool dead;                // a wait was in vain: leave
 };
 
-INLINE u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
 #if IS_CLUSTER
 INLINE u32 at_block(u32 address, u32 block) {
   u32 remote;
