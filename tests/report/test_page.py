@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from onelaunch.report.comparison import noise
 from onelaunch.report.theme import DARK, LIGHT, SERIES
 from onelaunch.report.write import write_report
-from tests.report.results import bench_results
+from tests.report.results import bench_results, compare_results
 
 VOID = {"meta", "link", "br", "path", "rect"}
 
@@ -121,6 +122,17 @@ def test_an_energy_no_card_can_draw_is_left_out_and_said(tmp_path):
     html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
     assert "Energy left out, it held the host&#x27;s time: ops/relu" in html
     assert "500 mJ" not in html
+
+
+def test_times_of_a_busy_machine_are_called_so():
+    results = compare_results()
+    assert noise(results) == []
+    results["contenders"]["torch.compile"]["step_seconds"]["maximum"] = 1e-3
+    results["sizes"]["step_seconds"]["torch eager"]["128"]["maximum"] = 1e-3
+    assert [words for _, words in noise(results)] == [
+        "The machine was busy: torch.compile took 180 µs to 1.00 ms a step",
+        "The machine was busy: torch eager at size 128 took 90.0 µs to 1.00 ms a step",
+    ]
 
 
 def test_headings_go_down_one_step_at_a_time(outline):

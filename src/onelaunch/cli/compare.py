@@ -22,7 +22,7 @@ from onelaunch.data import Dataset
 from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.report.comparison import agreement, comparison_table, is_ours, speed_up
+from onelaunch.report.comparison import agreement, comparison_table, is_ours, noise, speed_up
 from onelaunch.report.read import COMPARE_FILE
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.build import mlp
@@ -120,6 +120,8 @@ def _show(results: dict[str, Any]) -> None:
         console.print(table)
     for kind, words in agreement(results["contenders"]):
         console.print(words, style="" if kind == "good" else "red", markup=False, highlight=False, soft_wrap=True)
+    for _, words in noise(results):
+        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for name, reason in results["absent"].items():
         console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
     if results["sizes"]:

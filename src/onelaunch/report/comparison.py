@@ -12,7 +12,7 @@ from onelaunch.report.number import byte_size, digits, percent, seconds, times
 from onelaunch.report.read import Source
 
 OURS = "onelaunch"
-NOISY = 1.5  # slowest over fastest epoch
+NOISY = 1.5  # slowest over fastest
 
 
 def is_ours(name: str) -> bool:
@@ -38,7 +38,7 @@ def compare_section(source: Source, identity: str) -> Section:
         figures.append(_memory(content["memory"], identity, command))
     if (content.get("sizes") or {}).get("step_seconds"):
         figures += size_figures(content["sizes"], identity, command)
-    said = [*agreement(found), *_noise(found)]
+    said = [*agreement(found), *noise(content)]
     said += [("bad", "Interrupted: what was done is here.")] if content.get("interrupted") else []
     said += [("note", f"Absent: {name} ({reason})") for name, reason in content.get("absent", {}).items()]
     return Section(identity, f"Comparison {source.name}", facts, tables, figures, said)
@@ -92,12 +92,16 @@ def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
     return said
 
 
-def _noise(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Whose times cannot be believed: the same work took half as long again in another epoch."""
+def noise(content: dict[str, Any]) -> list[tuple[str, str]]:
+    """Whose times cannot be believed: the same work took half as long again in another epoch or sample."""
+    by_size = (content.get("sizes") or {}).get("step_seconds", {})
+    timed = [(name, "", one["step_seconds"]) for name, one in content["contenders"].items()]
+    timed += [(name, f" at size {size}", t) for name, sizes in by_size.items() for size, t in sizes.items()]
     return [
-        ("bad", f"The machine was busy: an epoch of {name} took {seconds(t['minimum'])} to {seconds(t['maximum'])} a step")
-        for name, one in found.items() for t in [one["step_seconds"]] if t["maximum"] > NOISY * t["minimum"]
-    ]  # fmt: skip
+        ("bad", f"The machine was busy: {name}{where} took {seconds(t['minimum'])} to {seconds(t['maximum'])} a step")
+        for name, where, t in timed
+        if t["maximum"] > NOISY * t["minimum"]
+    ]
 
 
 def _curves(found: dict[str, Any], identity: str, command: str, content: dict[str, Any]) -> Figure:
