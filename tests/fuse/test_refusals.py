@@ -163,11 +163,16 @@ def test_frozen_batch_norm_with_live_dropout() -> None:
 
 
 class Untraceable(nn.Module):
+    mean: torch.Tensor
+    steps: torch.Tensor
+
     def __init__(self, body: Callable[[Untraceable, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.fc, self.scale = nn.Linear(12, 12), nn.Parameter(torch.ones(12))
         self.calls = 0
         self.kept: list[torch.Tensor] = []
+        self.register_buffer("mean", torch.zeros(12))
+        self.register_buffer("steps", torch.zeros(()))
         self.body = body
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -200,6 +205,16 @@ def keeps(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def replaces_a_buffer(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    m.mean = 0.9 * m.mean + x.detach().mean(0)
+    return x - m.mean
+
+
+def counts_in_a_buffer(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    m.steps += 1
+    return x * m.steps
+
+
 def without_grad(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         y = x * 2
@@ -214,6 +229,8 @@ def without_grad(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
         (draws_in_python, "draws random numbers"),
         (counts, "changes its attribute calls"),
         (keeps, "changes its attribute kept"),
+        (replaces_a_buffer, "replaces its buffers"),
+        (counts_in_a_buffer, "replaces its buffers"),
         (without_grad, "enters no_grad"),
     ],
 )
@@ -223,6 +240,7 @@ def test_refused_forward(body: Callable[[Untraceable, torch.Tensor], torch.Tenso
         trace(model, Arguments.required_by(Untraceable.forward))
     assert model.calls == 0
     assert model.kept == []
+    assert all(isinstance(buffer, torch.Tensor) for buffer in model.buffers())
     outer = nn.Sequential(model, nn.Linear(12, 12), nn.Tanh()).double()
     fused = ol.fuse(outer)
     assert fused_names(fused, True) == ["linear + tanh"]

@@ -18,7 +18,7 @@ import inspect
 import operator
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,7 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
     """The graph of `root`'s own forward for a call of this kind, or RefusedError."""
     tracer = _Tracer(arguments)
     try:
-        with _unchanged(root), _NoTensorsOfItsOwn():
+        with _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
             graph = tracer.trace(root)
     except RefusedError:
         raise
@@ -129,36 +129,50 @@ def _names(code: Any) -> Iterator[str]:
 
 
 @contextmanager
-def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Puts back what the block changes of the module's attributes (and lists, dicts, sets there), and refuses then."""
-    attributes = vars(module)
-    before = dict(attributes)
+def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts back what the block changes of the modules' attributes (lists, dicts and sets in them too), and refuses then.
+
+    The dictionaries of buffers and parameters among them are those of the original model.
+    """
+    before = [(vars(module), dict(vars(module))) for module in modules]
     contents = [
         (name, value, value.copy())
-        for name, value in before.items()
-        if type(value) in (list, dict, set) and name not in ("_parameters", "_buffers", "_modules")
+        for _, attributes in before
+        for name, value in attributes.items()
+        if isinstance(value, (list, dict, set))
     ]
     random_state = random.getstate()
     changed: list[str] = []
     try:
         yield
     finally:
-        names = attributes.keys() | before.keys()
-        changed += [name for name in names if attributes.get(name, before) is not before.get(name, before)]
-        if changed:
-            attributes.clear()
-            attributes.update(before)
         for name, value, old in contents:
-            if len(value) != len(old) or (type(value) is list and any(map(operator.is_not, value, old))):
+            if not _same_contents(value, old):
                 changed.append(name)
                 value.clear()
-                value.extend(old) if type(value) is list else value.update(old)
+                value.extend(old) if isinstance(value, list) else value.update(old)
+        for now, old in before:
+            if not _same_contents(now, old):
+                changed += [name for name in now.keys() | old.keys() if now.get(name, old) is not old.get(name, old)]
+                now.clear()
+                now.update(old)
         drawn = random.getstate() != random_state
         random.setstate(random_state)
     if changed:
-        raise RefusedError(f"its forward changes its attribute {changed[0]}")
+        what = {"_buffers": "buffers", "_parameters": "parameters", "_modules": "children"}.get(changed[0])
+        raise RefusedError(
+            f"its forward replaces its {what}" if what else f"its forward changes its attribute {changed[0]}"
+        )
     if drawn:
         raise RefusedError("draws random numbers in Python")
+
+
+def _same_contents(now: Any, old: Any) -> bool:
+    if len(now) != len(old) or isinstance(now, set):
+        return bool(now == old)
+    if isinstance(now, list):
+        return not any(map(operator.is_not, now, old))
+    return all(map(operator.is_, now.values(), old.values())) and list(now) == list(old)
 
 
 class _Proxy(fx.Proxy):
@@ -244,7 +258,7 @@ class _Tracer(fx.Tracer):
             owner, self.owner = self.owner, path
             try:
                 self.inlined[path] = m
-                with _unchanged(m):
+                with _unchanged([m]):
                     return type(m).forward(m, *args, **kwargs)
             except Exception as error:
                 reason = _first_line(error)
