@@ -63,14 +63,14 @@ class Slots:
         self.regions = regions
         self.fragments: dict[int, Fragment] = {}
 
-    def address(self, name: str, offset: int) -> int:
+    def address(self, name: str, offset: int, size: int) -> int:
         region = self.regions.regions[name]
-        if not 0 <= offset <= region.bytes - BYTES:
+        if not 0 <= offset <= region.bytes - size:
             raise RaceError(f"{name}: {offset} lies outside its {region.bytes} bytes")
         return region.offset + offset
 
-    def write(self, name: str, offset: int, values: Array, use: int, clock: Clock) -> None:
-        address = self.address(name, offset)
+    def write(self, name: str, offset: int, values: Array, use: int, clock: Clock, size: int = BYTES) -> None:
+        address = self.address(name, offset, size)
         old = self.fragments.get(address)
         if old is not None:
             if old.writer != clock.rank or old.use == use:
@@ -84,7 +84,7 @@ class Slots:
     def read(self, name: str, offset: int, use: int, clock: Clock, warp: int, *, awaited: bool = True) -> Array:
         """`awaited`: whether the block waited for this very exchange; stores into another block's memory need that, they
         keep no order among themselves."""
-        address = self.address(name, offset)
+        address = self.address(name, offset, 0)
         found = self.fragments.get(address)
         if found is None or found.use != use:
             there = "nothing" if found is None else f"use {found.use}"

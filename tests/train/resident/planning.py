@@ -7,6 +7,7 @@ from typing import Any
 
 from onelaunch.train.engines.resident.choice import choose_plan
 from onelaunch.train.engines.resident.plan import H200, Chip, Plan, Settings
+from onelaunch.train.engines.resident.rows_plan import RowsPlan
 from onelaunch.train.engines.resident.stages import Stage
 from onelaunch.train.network import Activation, Dropout, Linear
 
@@ -38,11 +39,16 @@ def settings_of(widths: list[int], **changes: Any) -> Settings:
 
 
 def plan_of(widths: list[int], *, chip: Chip = H200, **changes: Any) -> Plan:
-    """The plan chosen; `blocks`, `cluster` and `working` as for `choose_plan`."""
-    forced = {name: changes.pop(name) for name in ("blocks", "cluster", "working") if name in changes}
+    """The plan chosen; `blocks`, `cluster`, `by_rows` and `working` as for `choose_plan`."""
+    forced = {name: changes.pop(name) for name in ("blocks", "cluster", "by_rows", "working") if name in changes}
     return choose_plan(settings_of(widths, **changes), chip, **forced)
 
 
 def forced_plan(widths: list[int], blocks: int, cluster: bool, rows: int, *, chip: Chip = H200, **changes: Any) -> Plan:
     """A plan nobody would choose, such as six blocks for a dozen units."""
     return Plan(settings_of(widths, **changes), chip, blocks, cluster, rows)
+
+
+def rows_plan(widths: list[int], blocks: int, rows: int, *, chip: Chip = H200, **changes: Any) -> RowsPlan:
+    """`blocks` share the rows of a batch, `rows` each in a pass."""
+    return RowsPlan(settings_of(widths, **changes), chip, blocks, rows)

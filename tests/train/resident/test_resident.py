@@ -22,7 +22,12 @@ from tests.train.reference import OPTIMIZERS, assert_same_course, assert_same_we
 
 pytestmark = pytest.mark.gpu
 SMALL, DEEP = [20, 40, 24, 5], [784, 128, 128, 128, 10]
-PLACEMENTS = [(1, False), (2, True), (5, False)]
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "one block": {"blocks": 1, "cluster": False, "by_rows": False},
+    "cluster": {"blocks": 2, "cluster": True, "by_rows": False},
+    "grid": {"blocks": 5, "cluster": False, "by_rows": False},
+    "rows": {"blocks": 2, "cluster": True, "by_rows": True},
+}
 # Beside fp32: what rounding of the operands does to 200 steps.
 LOOSER = {"tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
 
@@ -72,13 +77,12 @@ def losses_of(session: Any) -> list[float]:
         session.close()
 
 
-def placed(run: Run, blocks: int, cluster: bool, **more: Any) -> Any:
+def placed(run: Run, place: str, **more: Any) -> Any:
     from onelaunch.train.engines.resident.choice import choose_plan
     from onelaunch.train.engines.resident.session import ResidentSession, chip_of, settings_for
 
     precision = "tf32" if run.spec.precision == "auto" else run.spec.precision
-    plan = choose_plan(settings_for(run, precision), chip_of(run.device), blocks=blocks, cluster=cluster)
-    assert (plan.blocks, plan.cluster) == (blocks, cluster)
+    plan = choose_plan(settings_for(run, precision), chip_of(run.device), **PLACEMENTS[place])
     return ResidentSession(run, {}, plan=plan, **more)
 
 
@@ -123,13 +127,13 @@ def test_odd_sizes_follow_eager(widths, batch, images, bias):
     follow_eager(pair(widths, "relu", bias=bias), x, y, batch_size=batch)
 
 
-@pytest.mark.parametrize(("blocks", "cluster"), PLACEMENTS)
-def test_placements_agree_and_draw_the_same_masks(blocks, cluster):
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_placements_agree_and_draw_the_same_masks(place):
     x, y = rows_of(SMALL)
     model, twin = pair(SMALL, "relu", 0.3)
     options = {"steps": 200, "batch_size": 32, "lr": 0.05, "precision": "fp32"}
     want = fit(twin, x, y, "eager", **options)
-    got = losses_of(placed(make_run(model, x, y, None, options), blocks, cluster))
+    got = losses_of(placed(make_run(model, x, y, None, options), place))
     assert_same_course(got, want.losses, LOSS_TOLERANCE)
     assert_same_weights(model, twin, WEIGHT_TOLERANCE)
 
@@ -170,28 +174,28 @@ def test_auto_says_what_it_chose():
 # The course of a run.
 
 
-@pytest.mark.parametrize(("blocks", "cluster"), PLACEMENTS)
-def test_the_same_seed_gives_the_same_bits(blocks, cluster):
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_the_same_seed_gives_the_same_bits(place):
     x, y = rows_of(SMALL)
     options = {"epochs": 30, "batch_size": 32, "lr": 0.05, "precision": "bf16"}
     runs = []
     for _ in range(3):
         model = pair(SMALL)[0]
-        losses = losses_of(placed(make_run(model, x, y, None, options), blocks, cluster))
+        losses = losses_of(placed(make_run(model, x, y, None, options), place))
         runs.append((losses, torch.cat([tensor.flatten() for tensor in model.state_dict().values()])))
     assert all(losses == runs[0][0] and torch.equal(weights, runs[0][1]) for losses, weights in runs)
 
 
-@pytest.mark.parametrize(("blocks", "cluster"), PLACEMENTS)
-def test_a_stop_leaves_the_weights_of_the_last_step(blocks, cluster):
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_a_stop_leaves_the_weights_of_the_last_step(place):
     x, y = rows_of(SMALL, rows=400_000)
     model, twin = pair(SMALL)
     options = {"batch_size": 1, "lr": 1e-4, "precision": "bf16"}
-    session = placed(make_run(model, x, y, None, {**options, "epochs": 1}), blocks, cluster)
+    session = placed(make_run(model, x, y, None, {**options, "epochs": 1}), place)
     losses = next(session.segments(0, Silent(reports=1))).losses.tolist()
     session.close()
     assert 0 < len(losses) < 400_000
-    again = losses_of(placed(make_run(twin, x, y, None, {**options, "steps": len(losses)}), blocks, cluster))
+    again = losses_of(placed(make_run(twin, x, y, None, {**options, "steps": len(losses)}), place))
     assert losses == again
     assert_same_weights(model, twin, 0.0)
 
@@ -210,12 +214,12 @@ def test_a_resumed_run_ends_in_the_same_bits(optimizer, tmp_path):
     assert_same_weights(resumed, whole, 0.0)
 
 
-@pytest.mark.parametrize(("blocks", "cluster"), PLACEMENTS[1:])
-def test_a_silent_block_ends_the_run_with_the_phase_named(blocks, cluster):
+@pytest.mark.parametrize("place", ["cluster", "grid", "rows"])
+def test_a_silent_block_ends_the_run_with_the_phase_named(place):
     x, y = rows_of(SMALL)
     model = pair(SMALL)[0]
     run = make_run(model, x, y, None, {"steps": 2000, "batch_size": 32, "lr": 0.01, "precision": "bf16"})
-    session = placed(run, blocks, cluster, fault=(70, 1), patience=0.5)
+    session = placed(run, place, fault=(70, 1), patience=0.5)
     with pytest.raises(
         OnelaunchError, match=r"block \d+ waited in vain for the (values|deltas) of layer \d at step 7\d"
     ):

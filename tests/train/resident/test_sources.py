@@ -13,6 +13,7 @@ import pytest
 
 from onelaunch.train.engines.resident.compile import compile_cubin, why_not
 from onelaunch.train.engines.resident.plan import A100, H200, PLANES, Plan
+from onelaunch.train.engines.resident.rows_plan import RowsPlan
 from onelaunch.train.engines.resident.session import WORKING, spilled_bytes
 from onelaunch.train.engines.resident.source import source_of
 from onelaunch.train.schedule import SCHEDULES
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"cannot compile CUDA he
 class Row:
     arch: str
     widths: list[int]
-    place: str  # one block, cluster or grid
+    place: str  # wanted: one block, cluster, grid or rows
     changes: dict[str, Any] = field(default_factory=dict)
     faults: bool = False
     stamps: bool = False
@@ -45,19 +46,22 @@ MAIN = {
     "128 adam bf16": Row("sm_90a", LAYERS, "cluster", {**MNIST, "optimizer": "adam"}),
     "128 sgd tf32": Row("sm_90a", LAYERS, "cluster", {**MNIST, "precision": "tf32"}),
     "128 sgd fp32": Row("sm_90a", LAYERS, "cluster", {**MNIST, "precision": "fp32"}),
-    "64 sgd bf16": Row("sm_90a", [64, 64, 64, 16], "any", {"batch": 256, "loss": "mse", "bias": False}),
+    "64 sgd bf16": Row("sm_90a", [64, 64, 64, 16], "rows", {"batch": 256, "loss": "mse", "bias": False}),
 }
 OTHERS = {
-    "one linear": Row("sm_80", [7, 3], "one block", {"precision": "fp16", "loss": "bce_with_logits", "smooths": False}),
+    "one linear": Row("sm_80", [7, 3], "one block", {"precision": "fp16", "loss": "bce_with_logits", "by_rows": False}),
+    "rows in one block": Row(
+        "sm_80", [5, 9, 2], "rows", {"blocks": 1, "by_rows": True, "optimizer": "adam", "dropout": 0.1}
+    ),
     "micro-batches": Row(
         "sm_80", [20, 40, 24, 5], "grid",
-        {"blocks": 3, "batch": 300, "precision": "fp32", "optimizer": "adamw", "weight_decay": True, "loss": "mse",
-         "activation": "gelu", "dropout": 0.3, "schedule": "cosine", "validates": True},
+        {"blocks": 3, "by_rows": False, "batch": 300, "precision": "fp32", "optimizer": "adamw", "weight_decay": True,
+         "loss": "mse", "activation": "gelu", "dropout": 0.3, "schedule": "cosine", "validates": True},
     ),
     "nesterov": Row(
         "sm_100a", [20, 40, 24, 5], "cluster",
-        {"blocks": 2, "cluster": True, "batch": 37, "momentum": True, "nesterov": True, "weight_decay": True,
-         "smooths": True, "activation": "leaky_relu", "dropout": 0.5, "schedule": "linear"},
+        {"blocks": 2, "cluster": True, "by_rows": False, "batch": 37, "momentum": True, "nesterov": True,
+         "weight_decay": True, "smooths": True, "activation": "leaky_relu", "dropout": 0.5, "schedule": "linear"},
         faults=True,
     ),
     "adam": Row(
@@ -66,15 +70,30 @@ OTHERS = {
          "schedule": "one_cycle", "bytes_input": True, "loss": "bce_with_logits"},
         stamps=True,
     ),
-    "sigmoid": Row("sm_90a", [5, 9, 9, 2], "one block", {"activation": "sigmoid", "precision": "fp16", "batch": 1}),
-    "tanh": Row("sm_80", [5, 9, 2], "one block", {"activation": "tanh", "momentum": True, "bytes_input": True}),
-    "gelu_tanh": Row("sm_100a", [5, 9, 64], "one block", {"activation": "gelu_tanh", "precision": "fp16", "bytes_input": True}),
+    "sigmoid": Row(
+        "sm_90a", [5, 9, 9, 2], "one block",
+        {"by_rows": False, "activation": "sigmoid", "precision": "fp16", "batch": 1},
+    ),
+    "tanh": Row(
+        "sm_80", [5, 9, 2], "one block",
+        {"by_rows": False, "activation": "tanh", "momentum": True, "bytes_input": True},
+    ),
+    "gelu_tanh": Row(
+        "sm_100a", [5, 9, 64], "rows",
+        {"blocks": 2, "by_rows": True, "activation": "gelu_tanh", "precision": "fp16", "bytes_input": True, "batch": 99},
+    ),
 }  # fmt: skip
+
+
+def place_of(plan: Plan) -> str:
+    if isinstance(plan, RowsPlan):
+        return "rows"
+    return "one block" if plan.blocks == 1 else "cluster" if plan.cluster else "grid"
 
 
 @pytest.mark.parametrize("name", MAIN)
 def test_the_main_rows_compile_without_a_spill(name, tmp_path):
-    row, spilled = MAIN[name], []
+    row, spilled = MAIN[name], list[int]()
     for working in WORKING:  # as a session does
         made = compile_cubin(source_of(row.plan(working=working)), row.arch, place=tmp_path)
         assert made.code.startswith(b"\x7fELF")
@@ -88,8 +107,7 @@ def test_the_main_rows_compile_without_a_spill(name, tmp_path):
 def test_other_rows_compile(name, tmp_path):
     row = OTHERS[name]
     plan = row.plan()
-    placed = "one block" if plan.blocks == 1 else "cluster" if plan.cluster else "grid"
-    assert placed == row.place
+    assert place_of(plan) == row.place
     made = compile_cubin(source_of(plan, faults=row.faults, stamps=row.stamps), row.arch, place=tmp_path)
     assert made.code.startswith(b"\x7fELF")
     assert f"'{row.arch}'" in made.log

@@ -9,11 +9,23 @@ import re
 from collections.abc import Iterator
 
 from onelaunch.train.engines.resident.choice import predicted_microseconds
-from onelaunch.train.engines.resident.plan import TILE, WARPS, Layer, Memory, Plan
+from onelaunch.train.engines.resident.plan import TILE, TILE_BYTES, WARPS, Layer, Memory, Plan
+from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, RowsPlan
 from onelaunch.train.engines.resident.source import phase_names
+from onelaunch.train.engines.resident.units_source import received_bytes
 from onelaunch.train.network import Dropout
 
 PLACES = {True: "shared memory", False: "registers"}
+# What the phases do that are the same for all layers.
+PHASES = {
+    "rows arrive": "waits for their copy",
+    "fetch the next rows": "begins their copy",
+    "sum the loss": "adds up what the warps have of it",
+    "row tiles": "a warp takes 16 rows through all layers and back in its registers; writes values, slopes and deltas",
+    "meet": "the barrier of the block",
+    "gradient": "reads the block's values and deltas; a warp adds up the gradient of its tiles",
+    "update": "sends partial gradients to the tiles' owners, who write their masters and send copies to all",
+}
 
 
 def describe(plan: Plan) -> str:
@@ -37,7 +49,10 @@ def _head(plan: Plan) -> Iterator[str]:
     )
     yield f"precision: {planes}; sums, masters and optimizer state are fp32"
     yield f"placement: {_placement(plan)}; predicted {predicted_microseconds(plan):.1f} µs a step"
-    rows = f"rows: {plan.rows} a pass, {plan.group * 16} of them multiplied at once"
+    if isinstance(plan, RowsPlan):
+        rows = f"rows: {plan.rows} a block and pass, {WARPS * 16} of them at once, a tile of 16 a warp"
+    else:
+        rows = f"rows: {plan.rows} a pass, {plan.group * 16} of them multiplied at once"
     if plan.micro_batches > 1:
         rows += f"; a batch takes {plan.micro_batches} passes, whose gradients are summed"
     buffers = (
@@ -50,6 +65,9 @@ def _head(plan: Plan) -> Iterator[str]:
 
 def _placement(plan: Plan) -> str:
     """Where, and why there."""
+    if isinstance(plan, RowsPlan) and plan.blocks > 1:
+        why = "each has the whole network and its share of the rows, so nothing is exchanged between layers"
+        return f"a cluster of {plan.blocks} blocks of {WARPS} warps: {why}"
     if plan.blocks == 1:
         why = "an exchange would cost more than it saves" if plan.hidden else "there is no hidden layer to share"
         return f"one block of {WARPS} warps: {why}"
@@ -73,6 +91,10 @@ def _ownership(plan: Plan) -> Iterator[str]:
 
 
 def _owned(plan: Plan, layer: Layer) -> str:
+    if isinstance(plan, RowsPlan):
+        first, last = plan.first_slot(layer), plan.first_slot(layer) + plan.layer_slots(layer) - 1
+        slots = f"slots {first} to {last}, slot s is block s % {plan.blocks}'s"
+        return f"{layer.steps * layer.tiles} tiles over {WARPS} warps in {slots}"
     if layer.last and plan.blocks == 1:
         return "all outputs"
     if layer.last:
@@ -83,6 +105,9 @@ def _owned(plan: Plan, layer: Layer) -> str:
 
 
 def _held(plan: Plan, layer: Layer) -> str:
+    if isinstance(plan, RowsPlan):
+        states = f", optimizer state in {PLACES[plan.states_shared]}" if plan.states else ""
+        return f"masters in registers, a copy in every block's shared memory{states}"
     masters = f"masters in {PLACES[layer.masters_shared]} ({layer.weight_tiles * 4} floats a thread)"
     if not plan.states:
         return masters
@@ -96,17 +121,12 @@ def _memory(title: str, memory: Memory) -> Iterator[str]:
 
 
 def exchanged_bytes(plan: Plan) -> dict[int, int]:
-    """What a block receives in each exchange, by the exchange's number."""
-    found = {plan.decision: 4}
-    for layer in plan.layers[: plan.hidden]:
-        found[plan.values_exchange(layer)] = plan.exchanged_bytes(layer)
-        if not layer.first:
-            found[plan.deltas_exchange(layer)] = plan.exchanged_bytes(layer)
-            found[plan.back_exchange(layer)] = plan.planes * layer.input_tiles * plan.blocks * layer.tiles * 128
-    if plan.hidden:
-        last = plan.layers[-1]
-        found[plan.last_exchange] = plan.planes * last.tiles * plan.blocks * last.input_tiles * 128
-    return found
+    """What block 0 receives in each exchange, by the exchange's number; no other receives more."""
+    if isinstance(plan, RowsPlan):
+        tiles = -(-plan.slots // plan.blocks) * WARPS * plan.blocks * TILE_BYTES
+        parts = tiles + plan.blocks * (plan.all_units + 4) * 4
+        return {PARTS: parts, COPIES: plan.copies_total, plan.decision: 4}
+    return {**received_bytes(plan), plan.decision: 4}
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:
@@ -135,14 +155,12 @@ def _what(plan: Plan, name: str) -> str:
     """What a phase reads and writes."""
     found = re.fullmatch(r"(.*?)(?: (\d+))?", name)
     assert found is not None
-    layer = plan.layers[int(found[2] or 0)]
+    if found[2] is None:
+        return PHASES[name]
+    layer = plan.layers[int(found[2])]
     before = layer.index - 1
     values = "the rows" if layer.first else f"all values of layer {before}"
     match found[1]:
-        case "rows arrive":
-            return "waits for their copy"
-        case "fetch the next rows":
-            return "begins their copy"
         case "forward":
             return f"reads {values} and its masters; writes slopes, and its units' values to all"
         case "outputs":
