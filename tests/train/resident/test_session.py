@@ -6,6 +6,7 @@ What the kernel computes is tested on a GPU (`test_resident.py`); here it only f
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import threading
 import time
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from onelaunch.errors import OnelaunchError
+from onelaunch.train.engines.contract import Metrics
 from onelaunch.train.engines.resident import session as host
 from onelaunch.train.engines.resident.buffers import Buffers
 from onelaunch.train.engines.resident.choice import choose_plan
@@ -38,7 +40,8 @@ class Stream:
     def __init__(self, *_: Any) -> None:
         self.work: threading.Thread | None = None
 
-    def wait_stream(self, _: Any) -> None: ...
+    def wait_stream(self, other: Stream) -> None:
+        other.synchronize()
 
     def synchronize(self) -> None:
         if self.work:
@@ -134,8 +137,6 @@ def protocol(monkeypatch: pytest.MonkeyPatch) -> type[Kernel]:
 
 
 def make(checkpoints: bool = False, **options: Any) -> Any:
-    import dataclasses
-
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     x, y = torch.randn(100, 6), torch.randint(3, (100,))
@@ -144,7 +145,8 @@ def make(checkpoints: bool = False, **options: Any) -> Any:
 
 
 def test_a_run_is_one_launch_and_a_segment_an_epoch(protocol):
-    session = host.ResidentSession(make(steps=25), {})
+    run = make(steps=25)
+    session = host.ResidentSession(run, {})
     segments = list(session.segments(0, Monitor()))
     assert protocol.launched == [(0, 25)]
     assert [(part.first_step, len(part.losses), part.correct) for part in segments] == [
@@ -153,17 +155,17 @@ def test_a_run_is_one_launch_and_a_segment_an_epoch(protocol):
         (20, 5, 25),
     ]
     torch.testing.assert_close(torch.cat([part.losses for part in segments]), 1 / torch.arange(1, 26))
-    assert segments[1].validation.loss == pytest.approx(20 * 2.0 / 10)
-    assert segments[1].validation.accuracy == pytest.approx(0.1)
+    assert segments[1].validation == Metrics(loss=20 * 2.0 / 10, accuracy=0.1)
     session.snapshot()
-    assert (session.run.model[0].weight == 25).all()
+    assert (run.model[0].weight == 25).all()
 
 
 def test_with_a_checkpoint_each_epoch_is_a_launch(protocol):
-    session = host.ResidentSession(make(checkpoints=True, steps=25), {})
+    run = make(checkpoints=True, steps=25)
+    session = host.ResidentSession(run, {})
     for part in session.segments(0, Monitor()):
         session.snapshot()
-        assert (session.run.model[0].bias == part.first_step + len(part.losses)).all()
+        assert (run.model[0].bias == part.first_step + len(part.losses)).all()
     assert protocol.launched == [(0, 10), (10, 20), (20, 25)]
 
 
@@ -212,18 +214,18 @@ def test_close_stops_a_kernel_nobody_waits_for(protocol):
     session.close()
     session.close()
     assert time.perf_counter() - begin < 5
-    assert not session._stream.work.is_alive()
+    assert session._control.array[0]["stop"]
 
 
 def test_the_parameters_are_laid_out_as_the_kernel_reads_them():
     text = (SOURCES / "exchange.cuh").read_text()
-    body = re.search(r"struct Params \{(.*?)\n\};", text, re.S)[1]
+    body = text.split("struct Params {")[1].split("\n};")[0]
     names = []
     for line in re.sub(r"//[^\n]*", "", body).split(";"):
         for name in re.findall(r"(\w+)(?:\[2\])?\s*(?:,|$)", line.strip()):
             names += [f"{name}0", f"{name}1"] if f"{name}[2]" in line else [name]
     assert tuple(names) == host.POINTERS + host.COUNTS + host.NUMBERS
-    control = re.search(r"struct Control \{(.*?)\n\};", text, re.S)[1]
+    control = text.split("struct Control {")[1].split("\n};")[0]
     assert tuple(re.findall(r"(\w+)[,;]", re.sub(r"//[^\n]*", "", control))) == host.CONTROL.names
 
 
