@@ -69,7 +69,7 @@ def _check(capture: bool) -> None:
 
 def _trial(capture: bool) -> Trial:
     if not torch.cuda.is_available():
-        raise UnsupportedError("no CUDA device here")
+        raise UnsupportedError("this machine has no CUDA device")
     notes: dict[str, str] = {}
     ways = {memory: name for memory, name in WAYS.items() if memory != "malloc" or not capture}
     return Trial(
