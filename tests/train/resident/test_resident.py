@@ -124,7 +124,8 @@ def test_follows_eager(optimizer, loss, activation, p, schedule, more):
 def test_odd_sizes_follow_eager(widths, batch, images, bias):
     rows = 1900 if batch > 500 else 600
     x, y = rows_of(widths, rows=rows, images=images)
-    follow_eager(pair(widths, "relu", bias=bias), x, y, batch_size=batch)
+    lr = 0.005 if images else 0.05  # pixels are all positive: a larger step overshoots, and rounding grows
+    follow_eager(pair(widths, "relu", bias=bias), x, y, batch_size=batch, lr=lr)
 
 
 @pytest.mark.parametrize("place", PLACEMENTS)
