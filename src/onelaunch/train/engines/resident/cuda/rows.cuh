@@ -251,7 +251,8 @@ INLINE void copy_all(const Context& c, const OwnWeights& w, u32 count) {
 
 // Partial sums of this block to the tiles' owners, and of biases and loss to everyone.
 INLINE u32 part_at(int slot, u32 warp, u32 from) { return AT_PARTS + (((slot / BLOCKS) * WARPS + warp) * BLOCKS + from) * 512; }
-INLINE u32 bias_part_at(u32 from) { return AT_BIAS_PARTS + from * (UNITS_ALL + 4) * 4; }
+// Two of these in turn: a block that has all new copies may send its next ones while another still reads.
+INLINE u32 bias_part_at(const Context& c, u32 from) { return AT_BIAS_PARTS + ((c.step & 1) * BLOCKS + from) * (UNITS_ALL + 4) * 4; }
 INLINE void send_parts(const Context& c, const float (&gradient)[SLOTS_ALL][4], float loss, u32 right) {
 #if IS_CLUSTER
   if (stays_silent(c)) return;
@@ -269,7 +270,7 @@ INLINE void send_parts(const Context& c, const float (&gradient)[SLOTS_ALL][4], 
 #pragma unroll
     for (u32 block = 0; block < BLOCKS; ++block) {
       const u32 there = at_block(c.shared, block);
-      send(there + bias_part_at(c.rank) + (score ? UNITS_ALL / 4 : i - 1) * 16, words, there + barrier);
+      send(there + bias_part_at(c, c.rank) + (score ? UNITS_ALL / 4 : i - 1) * 16, words, there + barrier);
     }
   }
 #endif
@@ -308,7 +309,7 @@ INLINE void step_own(const Context& c, OwnWeights& w, const float (&gradient)[SL
     float sum = BLOCKS == 1 ? load_float(c.shared + AT_BIAS_TOTALS + unit * 4) : 0.f, bias = load_float(at), s0 = 0.f, s1 = 0.f;
     if constexpr (BLOCKS > 1)
 #pragma unroll
-      for (u32 from = 0; from < BLOCKS; ++from) sum += load_float(c.shared + bias_part_at(from) + unit * 4);
+      for (u32 from = 0; from < BLOCKS; ++from) sum += load_float(c.shared + bias_part_at(c, from) + unit * 4);
     if constexpr (STATES > 0) s0 = load_float(at + UNITS_ALL * 4);
     if constexpr (STATES > 1) s1 = load_float(at + 2 * UNITS_ALL * 4);
     step_weight(bias, has_bias(unit) ? sum * BIAS_SCALE : 0.f, s0, s1, rates, rule);
@@ -338,8 +339,8 @@ INLINE void finish_step(Context& c, OwnWeights& w, const float (&gradient)[SLOTS
       total = 0.f;
       u32 right = load_word(c.shared + AT_CORRECT);
       for (u32 from = 0; from < BLOCKS; ++from) {
-        total += load_float(c.shared + bias_part_at(from) + UNITS_ALL * 4);
-        right += load_word(c.shared + bias_part_at(from) + UNITS_ALL * 4 + 4);
+        total += load_float(c.shared + bias_part_at(c, from) + UNITS_ALL * 4);
+        right += load_word(c.shared + bias_part_at(c, from) + UNITS_ALL * 4 + 4);
       }
       store_word(c.shared + AT_CORRECT, right);
     }
