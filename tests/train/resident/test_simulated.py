@@ -18,6 +18,7 @@ from tests.conftest import TOLERANCE
 from tests.train.reference import ACTIVATIONS, plain_loop, problem
 from tests.train.resident.fragments import RaceError
 from tests.train.resident.planning import forced_plan, rows_plan
+from tests.train.resident.rows_simulator import RowsBlock
 from tests.train.resident.running import Task
 from tests.train.resident.simulator import Simulation
 from tests.train.resident.units_simulator import UnitsBlock
@@ -31,9 +32,6 @@ def at_random(seed: int) -> Choose:
     return random.Random(seed).choice
 
 
-ONE_BUFFER = pytest.mark.xfail(
-    strict=True, raises=RaceError, reason="a next step's biases may arrive while a slow block still reads this step's"
-)
 ORDERS: dict[str, Choose] = {"first as far as it can": min, "last as far as it can": max}
 
 
@@ -111,12 +109,10 @@ def test_follows_pytorch(widths, blocks, cluster, rows, batch, order):
     ("widths", "blocks", "rows", "batch", "precision"),
     [
         ([9, 24, 17, 3], 1, 32, 30, "bf16"),
-        pytest.param([9, 24, 17, 3], 4, 16, 50, "tf32", marks=ONE_BUFFER),  # the last block's rows end in the midst
-        pytest.param([9, 24, 17, 3], 2, 16, 80, "fp32", marks=ONE_BUFFER),  # three passes a step
-        pytest.param(
-            [5, 8, 3], 8, 16, 20, "bf16", marks=ONE_BUFFER
-        ),  # blocks that own no weights, and rows for two of them only
-        pytest.param([5, 3], 2, 16, 30, "bf16", marks=ONE_BUFFER),
+        ([9, 24, 17, 3], 4, 16, 50, "tf32"),  # the last block's rows end in the midst
+        ([9, 24, 17, 3], 2, 16, 80, "fp32"),  # three passes a step
+        ([5, 8, 3], 8, 16, 20, "bf16"),  # blocks that own no weights, and rows for two of them only
+        ([5, 3], 2, 16, 30, "bf16"),
     ],
 )
 def test_blocks_that_share_the_rows_follow_pytorch(widths, blocks, rows, batch, precision, order):
@@ -251,3 +247,19 @@ def test_rows_fetched_too_early_are_caught(monkeypatch):
     monkeypatch.setattr(UnitsBlock, "forward", hasty)
     with pytest.raises(RaceError, match="needs the rows of pass 0"):
         broken(True, plan=crowded_plan([9, 24, 17, 3], 2, True))
+
+
+@pytest.mark.parametrize("blocks", [2, 8])  # all of them, or some, own weights
+def test_one_buffer_for_bias_parts_is_caught(blocks, monkeypatch):
+    """New weights leave before the biases' parts are read, so whoever has all of them may be a step ahead."""
+    right = RowsBlock.bias_offset
+    monkeypatch.setattr(RowsBlock, "bias_offset", lambda self, sender, use: right(self, sender, 0))
+    with pytest.raises(RaceError, match=r"bias parts.*(may still read|finds use)"):
+        broken(True, plan=rows_plan([5, 8, 3], blocks, 16, batch=16 * blocks))
+
+
+def test_weights_read_before_they_arrive_are_caught():
+    plan = rows_plan([5, 8, 3], 2, 16, batch=32)
+    names = phase_names(plan)
+    with pytest.raises(RaceError, match="weights: block 0 reads use 1 and finds use 0"):
+        broken(True, plan=plan, phases=[name for name in names if name != "update"])
