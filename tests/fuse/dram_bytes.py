@@ -67,7 +67,7 @@ def run() -> None:
     marker = torch.zeros(1, device="cuda")
     expected = []
     for name, (model, inputs) in cases().items():
-        watched = place_regions(model.train(), Options(), sized=True, everywhere=True)
+        watched, _ = place_regions(model.train(), Options(), sized=True, everywhere=True)
         recorded = record(watched, inputs)
         (one,) = recorded.chains
         steps = [recorded.steps[position] for position in one.steps]

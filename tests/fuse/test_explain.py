@@ -129,7 +129,7 @@ def test_a_fusion_that_does_not_pay_is_not_made() -> None:
 def test_what_is_measured_is_the_chain_itself() -> None:
     """The two contenders of a measurement, run on the CPU: the same gradients, from the chain's own weights."""
     model = nn.Sequential(nn.Linear(WIDTH, 8), nn.GELU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()).double()
-    watched = place_regions(model, Options(), sized=True)
+    watched, _ = place_regions(model, Options(), sized=True)
     run = record(watched, (rows().double().requires_grad_(),))
     assert [one.chain.name for one in run.chains] == ["linear + gelu", "batch_norm + relu"]
     for one in run.chains:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import checkpoint as checkpointing
 
 import onelaunch as ol
 from onelaunch.fuse.arguments import Arguments
@@ -16,6 +17,7 @@ from onelaunch.fuse.placing import regions
 from onelaunch.fuse.tracing import RefusedError, trace
 from tests.fuse.compare import assert_same, fused_names, planned, reasons
 
+renamed = checkpointing.checkpoint
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
 
 
@@ -262,6 +264,47 @@ def test_a_forward_that_asks_for_types_is_left_alone() -> None:
     assert ol.fuse(model) is model
     with pytest.raises(RefusedError, match="calls isinstance"):
         trace(model, Arguments.required_by(Asks.forward))
+
+
+class Contexts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Sequential(nn.Linear(12, 12), nn.ReLU()), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.last(self.helped(x)))
+
+    def helped(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class Checkpointed(Contexts):
+    def helped(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpointing.checkpoint(self.inner, x, use_reentrant=False)
+
+
+class Hidden(Contexts):
+    def helped(self, x: torch.Tensor) -> torch.Tensor:
+        return renamed(self.inner, x, use_reentrant=False)
+
+
+class InFloat(Contexts):
+    def helped(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return self.inner(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Checkpointed, "calls checkpoint"), (InFloat, "calls autocast"), (Hidden, "or a checkpoint")]
+)
+def test_contexts_that_a_graph_does_not_record(kind: type[Contexts], reason: str) -> None:
+    assert len(regions(ol.fuse(Contexts()))) == 2
+    model = kind().double()
+    fused = ol.fuse(model)
+    assert [region.path for region in regions(fused)] == ["inner"]
+    assert_same(model, fused, rows())
+    with pytest.raises(RefusedError, match=reason):
+        trace(model, Arguments.required_by(kind.forward))
 
 
 def test_an_attribute_that_changes_makes_another_plan() -> None:

@@ -32,9 +32,8 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None) -> Explan
         raise OnelaunchError("inputs is empty: pass example inputs, as in ol.explain(model, x)")
     roof = None if device is None else named_device(device)
     known = fusion_of(model)
-    watched = place_regions(model, known.options if known else Options(), sized=True, everywhere=True)
-    fusion = fusion_of(watched)
-    if known is not None and fusion is not None:  # a fused model: what was decided then is what it does
+    watched, fusion = place_regions(model, known.options if known else Options(), sized=True, everywhere=True)
+    if known is not None:  # a fused model: what was decided then is what it does
         fusion.sized, fusion.verdicts = known.sized, known.verdicts
         make_plans(watched, (model.training,))
     run = record(watched, inputs)
@@ -46,8 +45,7 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None) -> Explan
     groups = [_group(one, run, decision, where) for one, decision in zip(run.chains, decisions, strict=True)]
     shown = roof or device_model(where)
     operations = [_operation(step, shown) for step in run.steps]
-    notes = fusion.notes if fusion else []
-    untraced = [note for note in dict.fromkeys(notes) if "is not one graph" in note]
+    untraced = [note for note in dict.fromkeys(fusion.notes) if "is not one graph" in note]
     kept = [group for group in groups if group is not None]
     return Explanation(type(model).__name__, model.training, shown, operations, kept, untraced)
 

@@ -39,17 +39,15 @@ def fuse(
     if any(is_lazy(parameter) for parameter in model.parameters()):
         log.warning("fuse: %s has parameters that are not initialised; call it once, then fuse it", _kind(model))
         return model
-    fused = place_regions(model, options, sized=bool(inputs))
+    fused, fusion = place_regions(model, options, sized=bool(inputs))
     found = regions(fused)
     if inputs and found:
         decide(fused, inputs)
     if any(plan.fused for region in found for plan in region.plans):
         return fused
     reasons = [chain.reason for region in found for plan in region.plans for chain in plan.chains if chain.reason]
-    reason = (
-        reasons[0] if reasons else "no chain of operations that can be one was found; ol.explain(model, x) says more"
-    )
-    log.warning("fuse: nothing to fuse in %s: %s", _kind(model), reason)
+    reasons += [*fusion.notes, "no chain of operations that can be one was found"]
+    log.warning("fuse: nothing to fuse in %s: %s", _kind(model), reasons[0])
     return model
 
 

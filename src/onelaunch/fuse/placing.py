@@ -14,7 +14,9 @@ from onelaunch.fuse.region import Fusion, Options, Plan, Region
 from onelaunch.fuse.twin import Model, twin
 
 
-def place_regions(model: Model, options: Options, sized: bool = False, everywhere: bool = False) -> Model:
+def place_regions(
+    model: Model, options: Options, sized: bool = False, everywhere: bool = False
+) -> tuple[Model, Fusion]:
     """The twin of `model`, with a region in each module that owns a chain in training or in evaluation mode.
 
     `sized`: example inputs will decide. A chain that is not fused counts too if `everywhere`: a record then meets it.
@@ -40,7 +42,7 @@ def place_regions(model: Model, options: Options, sized: bool = False, everywher
     for region in found.values():
         region.module.forward = region
     make_plans(fused, modes)
-    return fused
+    return fused, fusion
 
 
 def _has_forward(module: nn.Module, path: str) -> bool:

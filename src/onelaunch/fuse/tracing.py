@@ -31,7 +31,13 @@ from onelaunch.fuse.arguments import INPUT, Arguments
 from onelaunch.fuse.operations import hooked, is_known
 
 # Names in a forward's code that make it more than a function of its tensors, or that a proxy answers wrongly.
-TELLING_NAMES = frozenset({"isinstance", "issubclass", "type", "is_tensor", "hasattr", "print", "warn"})
+TELLING_NAMES = frozenset(
+    {
+        *("isinstance", "issubclass", "type", "is_tensor", "hasattr", "print", "warn"),
+        # A graph records none of these, and some change nothing while it is recorded.
+        *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "checkpoint", "save_on_cpu"),
+    }
+)
 # Questions about a real tensor (a parameter's) that make no new one; a change of mode is seen at the next node.
 HARMLESS = frozenset(
     {
@@ -79,13 +85,14 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
     except RefusedError:
         raise
     except Exception as error:  # fx and the forward itself may raise anything when fed with proxies
-        raise RefusedError(_first_line(error)) from error
+        raise RefusedError(_said_by(error)) from error
     return Trace(graph, root, tracer.inlined, tracer.opaque)
 
 
-def _first_line(error: Exception) -> str:
+def _said_by(error: Exception) -> str:
+    """The first sentence of an error."""
     text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
+    return text[0].split(". ")[0].rstrip(".") if text else type(error).__name__
 
 
 class _NoTensorsOfItsOwn(TorchFunctionMode):
@@ -110,14 +117,25 @@ def why_opaque(module: nn.Module) -> str | None:
         return None
     if type(module).__module__.startswith("torch.nn") or is_known(module):
         return "is one operation"
-    return why_not_readable(type(module).forward)
+    return why_not_readable(type(module))
 
 
-def why_not_readable(forward: Any) -> str | None:
-    inner = inspect.unwrap(forward)
-    names = set(_names(getattr(forward, "__code__", None))) | set(_names(getattr(inner, "__code__", None)))
-    telling = sorted(names & TELLING_NAMES)
-    return f"its forward calls {telling[0]}" if telling else None
+def why_not_readable(kind: type[nn.Module]) -> str | None:
+    """Why a trace of this class's forward, and of the methods it calls, would not be the whole truth."""
+    seen: set[str] = set()
+    left = ["forward"]
+    while left:
+        name = left.pop()
+        method = getattr(kind, name, None)
+        if name in seen or not isinstance(method, types.FunctionType) or method.__module__.startswith("torch."):
+            continue
+        seen.add(name)
+        names = {*_names(method.__code__), *_names(getattr(inspect.unwrap(method), "__code__", None))}
+        telling = sorted(names & TELLING_NAMES)
+        if telling:
+            return f"its forward calls {telling[0]}"
+        left += sorted(names)
+    return None
 
 
 def _names(code: Any) -> Iterator[str]:
@@ -203,7 +221,7 @@ class _Tracer(fx.Tracer):
         return _Proxy(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        reason = why_not_readable(root_fn) if not type(self.root).__module__.startswith("torch.nn") else None
+        reason = why_not_readable(type(self.root))
         if reason:
             raise RefusedError(reason)
         self.inlined[""] = self.root
@@ -227,7 +245,7 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self.modes:
-            raise RefusedError("enters no_grad or autocast")
+            raise RefusedError("enters no_grad, autocast or a checkpoint")
         node = super().create_node(*args, **kwargs)
         node.meta["owner"] = self.owner
         return node
@@ -261,7 +279,7 @@ class _Tracer(fx.Tracer):
                 with _unchanged([m]):
                     return type(m).forward(m, *args, **kwargs)
             except Exception as error:
-                reason = _first_line(error)
+                reason = _said_by(error)
                 self.inlined = known
                 self._forget_after(last)
             finally:
@@ -281,4 +299,5 @@ def _modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
+        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,  # set by checkpointing and save_on_cpu
     )
