@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onelaunch.train.engines.graph import ENGINE
-from onelaunch.train.engines.graph.plan import plan_step
+from onelaunch.train.engines.graph.plan import Chip, plan_step
 from onelaunch.train.engines.graph.stages import NotStagedError, Stage, stages_of
 from onelaunch.train.inputs import make_run
 from onelaunch.train.network import Linear, describe
@@ -45,6 +45,19 @@ def test_every_buffer_has_its_place(widths, batch, precision):
     assert layout.nbytes <= 1.05 * layout.lower_bound
     freed = [name for names in step.last_uses(step.operations) for name in names]
     assert sorted(freed) == sorted({name for one in step.operations for name in one.uses} - step.kept)
+
+
+def test_a_smaller_chip_gets_smaller_tiles():
+    small = Chip(processors=84, shared=99 * 1024, tma=False)
+    for batch in (32, 4096):
+        step = plan_step(
+            stages([784, 2048, 2048, 10]), batch=batch, rows=batch, steps_per_epoch=1, precision="bf16", check_rows=0,
+            states=0, chip=small,
+        )  # fmt: skip
+        for one in step.operations:
+            weight_bytes = 4 if step.small else 2
+            assert not one.tile.tma
+            assert one.tile.stages * one.tile.k * (2 * one.tile.m + weight_bytes * one.tile.n) <= small.shared
 
 
 def test_few_kernels_a_step():

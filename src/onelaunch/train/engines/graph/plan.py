@@ -8,6 +8,7 @@ products: GEMMs in their own type, with a copy of the weights that the update ke
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from onelaunch.kernels.run_arguments import WIDTH, Tile
 from onelaunch.train.engines.graph.narrow import Narrow, narrow_of
@@ -21,8 +22,18 @@ EVALUATION_ROWS = 2048
 MOST_COPIED = 2**31  # values of x that are kept in the type of the products as well
 STRIP_SPLITS = 4
 ROWS_OF_A_PART = 256  # at least, where a weight gradient is summed in parts
-PROGRAMS = 132  # multiprocessors of the chip the tiles were measured on; near enough for others
-SHARED_BYTES = 180 * 1024  # of a program's pipeline
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What tiles depend on."""
+
+    processors: int
+    shared: int  # bytes a program may have
+    tma: bool  # a tensor memory accelerator
+
+
+H200 = Chip(132, 227 * 1024, True)  # on which the tiles were measured
 
 
 def power_of_2(n: int) -> int:
@@ -40,8 +51,8 @@ def between(low: int, value: int, high: int) -> int:
 class Planner:
     """Writes down the operations of one network's step."""
 
-    def __init__(self, stages: list[Stage], batch: int, precision: str) -> None:
-        self.stages, self.batch, self.precision = stages, batch, precision
+    def __init__(self, stages: list[Stage], batch: int, precision: str, chip: Chip) -> None:
+        self.stages, self.batch, self.precision, self.chip = stages, batch, precision, chip
         self.kind = precision if precision in ("bf16", "fp16") else "fp32"
         self.small = batch <= SMALL_BATCH
         self.copies = self.kind != "fp32" and not self.small
@@ -52,21 +63,26 @@ class Planner:
     def skinny(self, inputs: int, outputs: int, rows: int) -> Tile:
         """Whole batch, a few units, deep pipeline: the weights pass by once."""
         m = max(16, power_of_2(rows))
-        n = between(16, power_of_2(cdiv(outputs, PROGRAMS)), 128)
+        n = between(16, power_of_2(cdiv(outputs, self.chip.processors)), 128)
         # 784 inputs in steps of 256 would be 1024: 8.0 µs at 2048 units on an H200, in steps of 128 6.7.
         widest = 256 if inputs % 256 == 0 else 128
         k = min(power_of_2(inputs), widest if n <= 16 else 128 if n <= 64 else 64)
         stage_bytes = n * k * 4 + m * k * BYTES[self.kind]
-        return Tile(m, n, max(k, 16), 4, between(2, SHARED_BYTES // stage_bytes, 6))
+        return Tile(m, n, max(k, 16), 4, self._depth(stage_bytes, 6))
+
+    def _depth(self, stage_bytes: int, most: int) -> int:
+        """Stages of a pipeline that leave a fifth of the shared memory for the rest."""
+        return between(1, self.chip.shared * 4 // 5 // stage_bytes, most)
 
     def strip(self, inputs: int, outputs: int) -> Tile:
         """(batch, columns of the strip, units a step). Two programs a multiprocessor, 2048 x 2048 at 32 rows on an H200, µs: 32
         columns 16.2, 16 columns 17.2 to 19.7, 64 columns 16.4; one program a strip 19.2."""
         m = max(16, power_of_2(self.batch))
-        n = between(32, power_of_2(cdiv(inputs, PROGRAMS)), 64)
+        n = between(32, power_of_2(cdiv(inputs, self.chip.processors)), 64)
         k = between(16, power_of_2(outputs), 64)
-        splits = between(1, 2 * PROGRAMS // cdiv(inputs, n), STRIP_SPLITS)
-        return Tile(m, n, k, 4, 4, splits=min(splits, max(1, cdiv(outputs, k) // 2)))
+        splits = between(1, 2 * self.chip.processors // cdiv(inputs, n), STRIP_SPLITS)
+        depth = self._depth(n * k * 4 + m * k * BYTES[self.kind], 4)
+        return Tile(m, n, k, 4, depth, splits=min(splits, max(1, cdiv(outputs, k) // 2)))
 
     def _widest(self) -> int:
         return max(stage.linear.inputs for stage in self.stages[1:])
@@ -74,16 +90,17 @@ class Planner:
     def gemm(self, rows: int, columns: int, *, tma: bool) -> Tile:
         """The largest tile of which there are enough to fill the chip."""
         if self.kind == "fp32":
-            side = 64 if cdiv(rows, 64) * cdiv(columns, 64) >= PROGRAMS // 2 else 32
+            side = 64 if cdiv(rows, 64) * cdiv(columns, 64) >= self.chip.processors // 2 else 32
             return Tile(side, side, 32, 4, 3)
         for m, n, warps in ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4)):
-            if cdiv(rows, m) * cdiv(columns, n) >= PROGRAMS * 0.7:
-                return Tile(m, n, 64, warps, 4 if m * n <= 128 * 128 else 3, tma)
+            depth = self._depth((m + n) * 64 * 2, 4 if m * n <= 128 * 128 else 3)
+            if cdiv(rows, m) * cdiv(columns, n) >= self.chip.processors * 0.7 and depth >= 3:
+                return Tile(m, n, 64, warps, depth, tma)
         return Tile(between(16, power_of_2(rows), 32), between(16, power_of_2(columns), 128), 64, 4, 4)
 
     def aligned(self, *widths: int) -> bool:
         """Whether rows of these widths start on 16 bytes, which the tensor memory accelerator wants."""
-        return self.kind != "fp32" and all(width * BYTES[self.kind] % 16 == 0 for width in widths)
+        return self.chip.tma and self.kind != "fp32" and all(w * BYTES[self.kind] % 16 == 0 for w in widths)
 
     # Operations.
 
@@ -181,7 +198,7 @@ class Planner:
             return [Operation("update", number, (gradient, *source, *finish), tile)]
         tile = self.gemm(linear.outputs, linear.inputs, tma=self.aligned(linear.inputs, linear.outputs))
         tiles = cdiv(linear.outputs, tile.m) * cdiv(linear.inputs, tile.n)
-        splits = min(cdiv(self.batch, ROWS_OF_A_PART), 2 * PROGRAMS // tiles)
+        splits = min(cdiv(self.batch, ROWS_OF_A_PART), 2 * self.chip.processors // tiles)
         if splits <= 2:
             return [Operation("update", number, (gradient, *source, *finish), tile)]
         parts = self.space(f"parts{number}", splits, linear.outputs * linear.inputs, kind="fp32")
@@ -193,11 +210,11 @@ class Planner:
 
 def plan_step(
     stages: list[Stage], *, batch: int, rows: int, steps_per_epoch: int, precision: str, check_rows: int, states: int,
-    processors: int = PROGRAMS, images: bool = False,
+    images: bool = False, chip: Chip = H200,
 ) -> StepPlan:  # fmt: skip
     """The step and the evaluation of a run on `rows` rows; `states` tensors an optimizer keeps for each parameter. `images`: x
     is uint8."""
-    planner = Planner(stages, batch, precision)
+    planner = Planner(stages, batch, precision, chip)
     part = min(max(EVALUATION_ROWS, batch), max(check_rows, SMALL_BATCH + 1)) if check_rows else 0
     narrow = narrow_of(stages, batch, planner.kind)
     if narrow:
@@ -207,7 +224,7 @@ def plan_step(
         # The products round x anyway: once, before the first step, it halves what every step gathers.
         kept.append(planner.space("data", rows, stages[0].linear.inputs))
     if narrow:
-        operations, more = _narrow_operations(planner, narrow, states, processors)
+        operations, more = _narrow_operations(planner, narrow, states)
         kept += more
     else:
         kept += _kept(planner, states)
@@ -224,11 +241,9 @@ def plan_step(
     )  # fmt: skip
 
 
-def _narrow_operations(
-    planner: Planner, narrow: Narrow, states: int, processors: int
-) -> tuple[list[Operation], list[str]]:
+def _narrow_operations(planner: Planner, narrow: Narrow, states: int) -> tuple[list[Operation], list[str]]:
     space, tile = planner.space, Tile(narrow.rows, 1, 1, narrow.warps)
-    programs = min(cdiv(planner.batch, narrow.rows), 2 * processors)
+    programs = min(cdiv(planner.batch, narrow.rows), 2 * planner.chip.processors)
     parts = [space("parts", programs, narrow.total, kind="fp32"), space("loss_parts", programs, kind="fp32")]
     kept = [space("packed", narrow.total, kind="fp32")]
     kept += [space("packed_copy", narrow.total)] if planner.kind != "fp32" else []

@@ -19,7 +19,7 @@ from onelaunch.kernels.run_state import advance, fill_row_order
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.graph.buffers import make_buffers
 from onelaunch.train.engines.graph.parameters import Parameters
-from onelaunch.train.engines.graph.plan import describe, plan_step
+from onelaunch.train.engines.graph.plan import H200, Chip, describe, plan_step
 from onelaunch.train.engines.graph.scalars import hyperparameters, step_lines
 from onelaunch.train.engines.graph.stages import stages_of
 from onelaunch.train.engines.graph.step import Data, StepRunner
@@ -28,6 +28,9 @@ from onelaunch.train.objective import predictions_per_row
 
 REPLAY_SECONDS = 0.05  # of work between two looks at the losses
 GRAPH_STEPS = (64, 8, 1)  # of the graphs; the longest that still fits is replayed
+# Of one program, by compute capability; the datacentre chips have more than the rest.
+SHARED_KIBIBYTES, LEAST_SHARED_KIBIBYTES = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}, 99
+TMA = ((9, 0), (10, 0), (10, 3))
 STATES = {"sgd": (), "momentum": ("momentum",), "nesterov": ("momentum",)}
 
 
@@ -57,7 +60,7 @@ class GraphSession:
         self._step_plan = plan_step(
             self.stages, batch=self.batch, rows=spec.rows, steps_per_epoch=spec.steps_per_epoch,
             precision=self.precision, check_rows=check_rows, states=len(self._state_names),
-            processors=_processors(run.device), images=run.x.dtype == torch.uint8,
+            images=run.x.dtype == torch.uint8, chip=_chip(run.device),
         )  # fmt: skip
         layout = self._step_plan.layout()
         self.plan = describe(network, self._step_plan, self.precision, layout)
@@ -266,5 +269,10 @@ class GraphSession:
             self.buffers.close()
 
 
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+def _chip(device: torch.device) -> Chip:
+    if device.type != "cuda":
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    shared = SHARED_KIBIBYTES.get(capability, LEAST_SHARED_KIBIBYTES) * 1024
+    return Chip(properties.multi_processor_count, shared, capability in TMA)
