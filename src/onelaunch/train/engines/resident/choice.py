@@ -36,7 +36,7 @@ def choose_plan(
         raise NotResidentError(f"the model has {outputs} outputs, this engine takes up to {MOST_OUTPUTS}")
     if settings.batch > MOST_BATCH:
         raise NotResidentError(f"batch_size={settings.batch} is above the {MOST_BATCH} rows this engine takes")
-    refusals: list[str] = []
+    refused: list[Plan] = []
     fitting: list[Plan] = []
     for candidates in _candidates(settings, chip, working):
         for plan in candidates:
@@ -47,9 +47,10 @@ def choose_plan(
             if not plan.refusal:
                 fitting.append(plan)
                 break
-            refusals.append(plan.refusal)
+            refused.append(plan)
     if not fitting:
-        reason = refusals[-1] if refusals else "too wide for its blocks"
+        nearest = min(refused, key=lambda plan: plan.shared.size, default=None)
+        reason = nearest.refusal if nearest else "too wide for its blocks"
         raise NotResidentError(f"the network does not fit on the chip: {reason}")
     return min(fitting, key=predicted_microseconds)
 

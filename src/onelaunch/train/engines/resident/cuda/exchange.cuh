@@ -124,6 +124,7 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
       }
   }
   c.dead = __any_sync(~0u, c.dead);
+  __syncwarp();  // what one lane has acquired, all may read
 #endif
 }
 
