@@ -18,14 +18,11 @@ from onelaunch.ops.arguments import wants_gradient
 plain_elsewhere = True
 
 
-def _plain(x: Tensor, activation: str | None = None) -> bool:
+def _plain(x: Tensor) -> bool:
     """Whether the ops cannot serve x, or not as exactly: then PyTorch's own operations do what the chain says."""
     if not x.is_cuda and (plain_elsewhere or x.device.type != "cpu"):
         return True
-    if not torch.compiler.is_compiling() and _transformed(x):
-        return True
-    # The ops' reference, which float64 takes, has leaky_relu's slope in float32 only.
-    return activation == "leaky_relu" and x.dtype == torch.float64
+    return not torch.compiler.is_compiling() and _transformed(x)
 
 
 def _transformed(x: Tensor) -> bool:
@@ -39,7 +36,7 @@ def _finished(z: Tensor, activation: str | None, dropout: float) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, dropout: float) -> Tensor:
-    if _plain(x, activation):
+    if _plain(x):
         return _finished(F.linear(x, weight, bias), activation, dropout)
     return ops.linear(x, weight, bias, activation=activation, dropout=dropout)
 
@@ -50,7 +47,7 @@ def relu_dropout(x: Tensor, dropout: float) -> Tensor:
 
 def batch_norm(x: Tensor, norm: Any, activation: str | None, dropout: float) -> Tensor:
     """What the module `norm` does in its mode, then activation and dropout."""
-    if _plain(x, activation):
+    if _plain(x):
         return _finished(norm.forward(x), activation, dropout)
     norm._check_input_dim(x)
     momentum = 0.0 if norm.momentum is None else norm.momentum
@@ -78,7 +75,7 @@ def batch_norm_with(
     training: bool, momentum: float, eps: float, activation: str | None, dropout: float,
 ) -> Tensor:  # fmt: skip
     """`F.batch_norm`, then activation and dropout."""
-    if _plain(x, activation):
+    if _plain(x):
         z = F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
         return _finished(z, activation, dropout)
     return ops.batch_norm(

@@ -46,7 +46,9 @@ class Run:
     y: torch.Tensor
     validation: tuple[torch.Tensor, torch.Tensor] | None
     outputs: int  # values a row of the model's output has
-    checkpoints: bool = False  # whether a snapshot is taken after each segment; an engine may run on between them if not
+    checkpoints: bool = (
+        False  # whether a snapshot is taken after each segment; an engine may run on between them if not
+    )
 
     @property
     def device(self) -> torch.device:
