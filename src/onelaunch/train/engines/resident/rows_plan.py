@@ -103,7 +103,9 @@ class RowsPlan(Plan):
         shared.add("bias sums", 4 * self.all_units * self.row_tiles)
         shared.add("bias totals", 4 * self.all_units)
         shared.add("parts", own * WARPS * self.blocks * TILE_BYTES if self.blocks > 1 else 16)
-        shared.add("bias parts", 2 * self.blocks * (self.all_units + 4) * 4)  # in turn: copies may be ahead of their reading
+        shared.add(
+            "bias parts", 2 * self.blocks * (self.all_units + 4) * 4
+        )  # in turn: copies may be ahead of their reading
         shared.add("states", own * THREADS * 16 * self.states if self.states_shared else 16)
         shared.add("losses", 4 * WARPS)
         shared.add("correct", 4)
