@@ -2,7 +2,7 @@
 // (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS); they use `c`, `draw`, `tally`, `buffer`, `trained`, `next_inputs` from here.
 #pragma once
 #if BY_ROWS
-#include "rows.cuh"
+#include "rows_update.cuh"
 #else
 #include "train.cuh"
 #endif

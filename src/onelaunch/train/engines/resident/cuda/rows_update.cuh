@@ -1,0 +1,205 @@
+// The end of a step where blocks divide the rows: the weights' gradient, its parts brought together, the update, the new copies.
+#pragma once
+#include "rows.cuh"
+
+// The weights' gradient. A layer's tiles (step-major) are dealt to the warps, SLOTS consecutive ones each; slot numbers run through
+// all layers, and slot s of every warp belongs to block s % BLOCKS.
+template <class L> INLINE int tile_of(const Context& c, int slot) { return c.warp * L::SLOTS + slot; }
+template <class L, class Read> INLINE void add_gradient(const Context& c, float (&gradient)[SLOTS_ALL][4], Read read) {
+#pragma unroll(ROW_TILES <= 4 ? ROW_TILES : 2)
+  for (int m = 0; m < ROW_TILES; ++m) {
+    u32 left[L::IN_PLANES][4];
+#pragma unroll
+    for (int slot = 0; slot < L::SLOTS; ++slot) {
+      const int tile = tile_of<L>(c, slot), step = tile / L::NT, n = tile % L::NT;
+      if (tile >= L::KT * L::NT) break;
+      if (slot == 0 || L::NT % L::SLOTS != 0)  // else all the warp's tiles have the same inputs
+#pragma unroll
+        for (int plane = 0; plane < L::IN_PLANES; ++plane) read(m, step, plane, left[plane]);
+#pragma unroll
+      for (int right = 0; right < PLANES; ++right) {
+        u32 delta[2];
+        read_delta<L>(c, right, m, n, delta);
+#pragma unroll
+        for (int plane = 0; plane < L::IN_PLANES; ++plane)
+          if (plane + right < PLANES) multiply_add(gradient[L::FIRST_SLOT + slot], left[plane], delta[0], delta[1]);
+      }
+    }
+  }
+}
+// The values of layer L as the left operand whose k are the rows.
+template <class L> INLINE void read_values_transposed(const Context& c, int m, int step, int plane, u32 (&w)[4]) {
+  u32 t[4];
+  load_transposed(c.shared + L::AT_VALUES + ((plane * ROW_TILES + m) * L::NT + step * 2) * 256 + c.lane * 16, t);
+  w[0] = t[0], w[1] = t[2], w[2] = t[1], w[3] = t[3];
+}
+
+struct OwnWeights {  // tiles of slots rank, rank + BLOCKS, …
+  static constexpr int N = (SLOTS_ALL + BLOCKS - 1) / BLOCKS;
+  Tiles<N, false> master;
+  Tiles<(STATES > 0 ? N : 1), STATES_SHARED> state0;
+  Tiles<(STATES > 1 ? N : 1), STATES_SHARED> state1;
+};
+template <class L, bool LOAD> INLINE void move_tile(const Context& c, int slot, float (&t)[4], float* flat) {
+  const int tile = tile_of<L>(c, slot), step = tile / L::NT, n = tile % L::NT;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const int in = input_of<L>(step, c.g + (e >> 1) * 8), out = n * 8 + c.q * 2 + (e & 1);
+    const bool real = tile < L::KT * L::NT && in < L::IN && out < L::OUT;
+    float* at = flat + L::WEIGHT_AT + (u64)out * L::IN + in;
+    if (LOAD) t[e] = real ? *at : 0.f;
+    else if (real) *at = t[e];
+  }
+}
+template <class L> INLINE void copy_tile(const Context& c, u32 count, int slot, const float (&t)[4]) {
+  const int tile = tile_of<L>(c, slot), step = tile / L::NT, n = tile % L::NT;
+  if (tile >= L::KT * L::NT) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    u32 planes[PLANES];
+    split(t[half * 2], t[half * 2 + 1], planes);
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane)
+      publish_right<COPIES, L::AT_COPIES, 0>(c, count, (plane * L::NT + n) * (L::KT * 2) + step * 2 + half, transposed(planes[plane]));
+  }
+}
+// The layer a slot belongs to: `act<Layer>(slot within it)`.
+#define WITH_LAYER_OF(slot, act) EACH_LAYER(if ((slot) >= L::FIRST_SLOT && (slot) < L::FIRST_SLOT + L::SLOTS) { act; })
+
+template <bool LOAD> INLINE void move_weights(const Context& c, OwnWeights& w) {
+  if (LOAD) {
+    w.state0.place(c, AT_STATES);
+    w.state1.place(c, AT_STATES + OwnWeights::N * THREADS * 16);
+  }
+#pragma unroll
+  for (int kind = 0; kind <= STATES; ++kind) {
+    float* flat = kind == 0 ? c.p->weights : c.p->state[kind - 1];
+#pragma unroll
+    for (int i = 0; i < OwnWeights::N; ++i) {
+      const int slot = i * BLOCKS + c.rank;
+      float t[4] = {0.f, 0.f, 0.f, 0.f};
+      if (!LOAD) kind == 0 ? w.master.get(i, t) : kind == 1 ? w.state0.get(STATES > 0 ? i : 0, t) : w.state1.get(STATES > 1 ? i : 0, t);
+      WITH_LAYER_OF(slot, (move_tile<L, LOAD>(c, slot - L::FIRST_SLOT, t, flat)))
+      if (LOAD) kind == 0 ? w.master.set(i, t) : kind == 1 ? w.state0.set(STATES > 0 ? i : 0, t) : w.state1.set(STATES > 1 ? i : 0, t);
+    }
+    EACH_LAYER({
+      for (u32 unit = threadIdx.x; unit < L::NT * 8; unit += THREADS) {
+        const bool real = L::BIAS && unit < L::OUT;
+        const u32 at = c.shared + AT_BIAS + (kind * UNITS_ALL + L::UNIT_AT + unit) * 4;
+        if (LOAD) store_float(at, real ? flat[L::BIAS_AT + unit] : 0.f);
+        else if (real && c.rank == 0) flat[L::BIAS_AT + unit] = load_float(at);
+      }
+    })
+  }
+}
+INLINE void copy_all(const Context& c, const OwnWeights& w, u32 count) {
+#pragma unroll
+  for (int i = 0; i < OwnWeights::N; ++i) {
+    const int slot = i * BLOCKS + c.rank;
+    float t[4];
+    w.master.get(i, t);
+    WITH_LAYER_OF(slot, (copy_tile<L>(c, count, slot - L::FIRST_SLOT, t)))
+  }
+}
+
+// Partial sums of this block to the tiles' owners, and of biases and loss to everyone.
+INLINE u32 part_at(int slot, u32 warp, u32 from) { return AT_PARTS + (((slot / BLOCKS) * WARPS + warp) * BLOCKS + from) * 512; }
+// Two of these in turn: a block that has all new copies may send its next ones while another still reads.
+INLINE u32 bias_part_at(const Context& c, u32 from) { return AT_BIAS_PARTS + ((c.step & 1) * BLOCKS + from) * (UNITS_ALL + 4) * 4; }
+INLINE void send_parts(const Context& c, const float (&gradient)[SLOTS_ALL][4], float loss, u32 right) {
+#if IS_CLUSTER
+  if (stays_silent(c)) return;
+  const u32 barrier = AT_BARRIERS + (PARTS * 2 + (c.step & 1)) * 8;
+#pragma unroll
+  for (int slot = 0; slot < SLOTS_ALL; ++slot) {
+    const u32 there = at_block(c.shared, slot % BLOCKS);
+    const u32 words[4] = {__float_as_uint(gradient[slot][0]), __float_as_uint(gradient[slot][1]), __float_as_uint(gradient[slot][2]), __float_as_uint(gradient[slot][3])};
+    send(there + part_at(slot, c.warp, c.rank) + c.lane * 16, words, there + barrier);
+  }
+  for (u32 i = threadIdx.x; i < UNITS_ALL / 4 + 1; i += THREADS) {
+    const bool score = i == 0;  // thread 0 knows it
+    u32 words[4] = {__float_as_uint(loss), right, 0, 0};
+    if (!score) load_shared(c.shared + AT_BIAS_TOTALS + (i - 1) * 16, words);
+#pragma unroll
+    for (u32 block = 0; block < BLOCKS; ++block) {
+      const u32 there = at_block(c.shared, block);
+      send(there + bias_part_at(c, c.rank) + (score ? UNITS_ALL / 4 : i - 1) * 16, words, there + barrier);
+    }
+  }
+#endif
+}
+// The block's sums by unit, over its row tiles and micro-batches.
+INLINE void total_biases(const Context& c, bool first) {
+  for (u32 unit = threadIdx.x; unit < UNITS_ALL; unit += THREADS) {
+    float sum = first ? 0.f : load_float(c.shared + AT_BIAS_TOTALS + unit * 4);
+#pragma unroll 4
+    for (int m = 0; m < ROW_TILES; ++m) sum += load_float(c.shared + AT_BIAS_SUMS + (m * UNITS_ALL + unit) * 4);
+    store_float(c.shared + AT_BIAS_TOTALS + unit * 4, sum);
+  }
+}
+INLINE void step_own(const Context& c, OwnWeights& w, const float (&gradient)[SLOTS_ALL][4], const Rates& rates, const Rule& rule) {
+#pragma unroll
+  for (int i = 0; i < OwnWeights::N; ++i) {
+    const int slot = i * BLOCKS + c.rank;
+    if (slot >= SLOTS_ALL) break;
+    float sum[4], part[4], weight[4];
+    if constexpr (BLOCKS == 1) {
+      sum[0] = gradient[i][0], sum[1] = gradient[i][1], sum[2] = gradient[i][2], sum[3] = gradient[i][3];
+    } else {
+      load_shared(c.shared + part_at(slot, c.warp, 0) + c.lane * 16, sum);
+#pragma unroll
+      for (int from = 1; from < BLOCKS; ++from) {
+        load_shared(c.shared + part_at(slot, c.warp, from) + c.lane * 16, part);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e] += part[e];
+      }
+    }
+    WITH_LAYER_OF(slot, (step_tile(w, i, sum, L::GRADIENT_SCALE, weight, rates, rule)))
+    WITH_LAYER_OF(slot, (copy_tile<L>(c, c.step + 1, slot - L::FIRST_SLOT, weight)))
+  }
+  for (u32 unit = threadIdx.x; unit < UNITS_ALL; unit += THREADS) {  // every block has all biases: the same sums, the same bits
+    const u32 at = c.shared + AT_BIAS + unit * 4;
+    float sum = BLOCKS == 1 ? load_float(c.shared + AT_BIAS_TOTALS + unit * 4) : 0.f, bias = load_float(at), s0 = 0.f, s1 = 0.f;
+    if constexpr (BLOCKS > 1)
+#pragma unroll
+      for (u32 from = 0; from < BLOCKS; ++from) sum += load_float(c.shared + bias_part_at(c, from) + unit * 4);
+    if constexpr (STATES > 0) s0 = load_float(at + UNITS_ALL * 4);
+    if constexpr (STATES > 1) s1 = load_float(at + 2 * UNITS_ALL * 4);
+    step_weight(bias, has_bias(unit) ? sum * BIAS_SCALE : 0.f, s0, s1, rates, rule);
+    if (!has_bias(unit)) continue;
+    store_float(at, bias);
+    if constexpr (STATES > 0) store_float(at + UNITS_ALL * 4, s0);
+    if constexpr (STATES > 1) store_float(at + 2 * UNITS_ALL * 4, s1);
+  }
+}
+
+// A row tile's part of the loss and the right predictions, of all the warp's rows.
+INLINE void add_score(const Context& c, const Draw& draw, Score& score) {
+  const float loss = column_sum(quad_sum(score.loss));
+  const u32 right = __reduce_add_sync(~0u, score.right);
+  if (c.lane == 0) {
+    store_float(c.shared + AT_LOSSES + c.warp * 4, loss);
+    atomicAdd((u32*)__cvta_shared_to_generic(c.shared + (BLOCKS > 1 && draw.training ? AT_RIGHT : AT_CORRECT)), right);
+  }
+}
+// After a step's last micro-batch: everyone's parts together, the update, and the new copies. `total`: of this block's losses,
+// and in block 0 of all afterwards (thread 0).
+INLINE void finish_step(Context& c, OwnWeights& w, const float (&gradient)[SLOTS_ALL][4], const Rates& rates, const Rule& rule, float& total) {
+  if constexpr (BLOCKS > 1) {
+    send_parts(c, gradient, total, load_word(c.shared + AT_RIGHT));
+    wait_for<PARTS>(c, c.step, 0, 1);
+    if (c.rank == 0 && threadIdx.x == 0) {
+      total = 0.f;
+      u32 right = load_word(c.shared + AT_CORRECT);
+      for (u32 from = 0; from < BLOCKS; ++from) {
+        total += load_float(c.shared + bias_part_at(c, from) + UNITS_ALL * 4);
+        right += load_word(c.shared + bias_part_at(c, from) + UNITS_ALL * 4 + 4);
+      }
+      store_word(c.shared + AT_CORRECT, right);
+    }
+  }
+  step_own(c, w, gradient, rates, rule);
+  wait_for<COPIES>(c, c.step + 1, 0, 1);
+  __syncthreads();
+  if (BLOCKS > 1 && threadIdx.x == 0) store_word(c.shared + AT_RIGHT, 0);
+}
