@@ -294,6 +294,11 @@ class Plan:
                 slots.add(name + "deltas of all", self.out_bytes(layer))
                 per_block = 2 * self.back_bytes(layer)
                 slots.add(name + "weights back", per_block * (1 if slots is shared else self.blocks))
+        self._add_bookkeeping(shared)
+        self.shared, self.exchange = shared, exchange
+
+    def _add_bookkeeping(self, shared: Memory) -> None:
+        """What every placement has beside its network."""
         shared.add("losses", 4 * WARPS)
         shared.add("correct", 4)
         shared.add("decision", 8)
@@ -301,7 +306,6 @@ class Plan:
         shared.add("round keys", 32 * self.lot)
         shared.add("row numbers", 8 * self.lot * self.settings.batch)
         shared.add("barriers", 16 * self.exchanges)
-        self.shared, self.exchange = shared, exchange
 
     # Exchanges are numbered: values of each hidden layer, then deltas and weights of each but the first, then the decision.
 

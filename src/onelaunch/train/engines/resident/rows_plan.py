@@ -8,7 +8,6 @@ the new weights back.
 from __future__ import annotations
 
 from onelaunch.train.engines.resident.plan import (
-    INTERVAL,
     REGISTERS,
     RIGHT_BYTES,
     STATES,
@@ -107,14 +106,8 @@ class RowsPlan(Plan):
             "bias parts", 2 * self.blocks * (self.all_units + 4) * 4
         )  # in turn: copies may be ahead of their reading
         shared.add("states", own * THREADS * 16 * self.states if self.states_shared else 16)
-        shared.add("losses", 4 * WARPS)
-        shared.add("correct", 4)
         shared.add("right", 4)
-        shared.add("decision", 8)
-        shared.add("rates", 16 * INTERVAL)
-        shared.add("round keys", 32 * self.lot)
-        shared.add("row numbers", 8 * self.lot * self.settings.batch)
-        shared.add("barriers", 16 * self.exchanges)
+        self._add_bookkeeping(shared)
         self.shared, self.exchange = shared, Memory()
 
     @property

@@ -4,12 +4,8 @@
 #include "passes.cuh"
 
 // L: the last layer, H: the one before it. A tile is 16 of the block's inputs by eight outputs; tile i belongs to warp i % WARPS.
-template <class L, class H> struct LastWeights {
+template <class L, class H> struct LastWeights : Masters<L, ((H::NT + 1) / 2 * L::NT + WARPS - 1) / WARPS> {
   static constexpr int TILES = (H::NT + 1) / 2 * L::NT, N = (TILES + WARPS - 1) / WARPS;
-  Tiles<N, L::MASTERS_SHARED> master;
-  Tiles<(STATES > 0 ? N : 1), (STATES > 0 && L::STATES_SHARED)> state0;
-  Tiles<(STATES > 1 ? N : 1), (STATES > 1 && L::STATES_SHARED)> state1;
-  Tiles<(MICRO > 1 ? N : 1), (MICRO > 1)> gradient;
 
   template <bool LOAD, class T> INLINE void move(const Context& c, T& tiles, float* flat) {
 #pragma unroll
@@ -29,15 +25,10 @@ template <class L, class H> struct LastWeights {
     }
   }
   template <bool LOAD> INLINE void move_all(const Context& c) {
-    if (LOAD) {
-      master.place(c, L::AT_MASTERS);
-      state0.place(c, L::AT_STATES);
-      state1.place(c, L::AT_STATES + N * THREADS * 16);
-      gradient.place(c, L::AT_GRADIENTS);
-    }
-    move<LOAD>(c, master, c.p->weights);
-    if constexpr (STATES > 0) move<LOAD>(c, state0, c.p->state[0]);
-    if constexpr (STATES > 1) move<LOAD>(c, state1, c.p->state[1]);
+    if (LOAD) this->place(c);
+    move<LOAD>(c, this->master, c.p->weights);
+    if constexpr (STATES > 0) move<LOAD>(c, this->state0, c.p->state[0]);
+    if constexpr (STATES > 1) move<LOAD>(c, this->state1, c.p->state[1]);
     move_bias<L, LOAD>(c);
   }
 };

@@ -67,13 +67,22 @@ template <class L> INLINE int input_of(int step, int i) {
     }
   }
 
-template <class L> struct Weights {
-  static constexpr int N = L::KS * L::NT;
+// N accumulator tiles of weights with all that belongs to them.
+template <class L, int N> struct Masters {
   Tiles<N, L::MASTERS_SHARED> master;
   Tiles<(STATES > 0 ? N : 1), (STATES > 0 && L::STATES_SHARED)> state0;
   Tiles<(STATES > 1 ? N : 1), (STATES > 1 && L::STATES_SHARED)> state1;
   Tiles<(MICRO > 1 ? N : 1), (MICRO > 1)> gradient;
 
+  INLINE void place(const Context& c) {
+    master.place(c, L::AT_MASTERS);
+    state0.place(c, L::AT_STATES);
+    state1.place(c, L::AT_STATES + N * THREADS * 16);
+    gradient.place(c, L::AT_GRADIENTS);
+  }
+};
+
+template <class L> struct Weights : Masters<L, L::KS * L::NT> {
   INLINE static bool mine(const Context& c, int ks) { return (ks + 1) * WARPS <= L::KT || ks * WARPS + c.warp < L::KT; }
 
   // Between the flat arrays of the host, laid out as PyTorch does ([out][in], then the bias), and the tiles.
@@ -97,15 +106,10 @@ template <class L> struct Weights {
       }
   }
   template <bool LOAD> INLINE void move_all(const Context& c) {
-    if (LOAD) {
-      master.place(c, L::AT_MASTERS);
-      state0.place(c, L::AT_STATES);
-      state1.place(c, L::AT_STATES + N * THREADS * 16);
-      gradient.place(c, L::AT_GRADIENTS);
-    }
-    move<LOAD>(c, master, c.p->weights);
-    if constexpr (STATES > 0) move<LOAD>(c, state0, c.p->state[0]);
-    if constexpr (STATES > 1) move<LOAD>(c, state1, c.p->state[1]);
+    if (LOAD) this->place(c);
+    move<LOAD>(c, this->master, c.p->weights);
+    if constexpr (STATES > 0) move<LOAD>(c, this->state0, c.p->state[0]);
+    if constexpr (STATES > 1) move<LOAD>(c, this->state1, c.p->state[1]);
     move_bias<L, LOAD>(c);
   }
 };
