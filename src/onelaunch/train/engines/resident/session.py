@@ -31,7 +31,7 @@ from onelaunch.train.objective import predictions_per_row
 if TYPE_CHECKING:
     from onelaunch.train.engines.resident.launch import LoadedKernel
 
-LOOK_SECONDS = 0.002
+FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.0002, 0.002
 LARGEST_CLUSTERS = (16, 8, 1)
 WORKING = (112, 136, 160, 184)  # registers left free of weights, tried until nothing spills
 PATIENCE_SECONDS = 10.0
@@ -208,6 +208,7 @@ class ResidentSession:
         """Segments as the kernel finishes epochs, until the launch has ended."""
         spec, control = self.spec, self._control.array[0]
         step, epochs, reported = first, 0, 0.0
+        begin = time.perf_counter()
         finished = torch.cuda.Event()
         finished.record(self._stream)
         while True:
@@ -227,7 +228,9 @@ class ResidentSession:
                 )
             if monitor.stop:
                 control["stop"] = 1
-            time.sleep(LOOK_SECONDS)
+            time.sleep(
+                min(LOOK_SECONDS, FIRST_LOOK_SECONDS + (now - begin) / 50)
+            )  # a short run is not rounded up by much
         finished.synchronize()
         self._running = False
         self._refuse_fault()
