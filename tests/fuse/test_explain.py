@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 from typer.testing import CliRunner
 
@@ -181,6 +184,21 @@ def test_table_and_dictionary() -> None:
     assert content["groups"][0]["bound"] in ("memory", "compute", "launch")
     assert content["operations"][0]["label"] == "fc"
     assert content["before"]["bytes"] > content["after"]["bytes"]
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_narrow_terminal_keeps_the_decisions(measured: bool) -> None:
+    explained = ol.explain(Block(), rows())
+    if measured:  # as on CUDA
+        explained.groups = [replace(group, measured=(1.5e-3, 1.25e-3)) for group in explained.groups]
+    console = Console(file=io.StringIO(), width=80)
+    console.print(explained)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for part in ("batch_norm", "dropout", "not fused", "readers", "the whole model", "chains fused", "launches"):
+        assert part in text
+    assert ("1.5 ms → 1.25 ms" in text) == measured
 
 
 def test_a_hugging_face_model_with_opaque_parts() -> None:

@@ -150,43 +150,45 @@ class Explanation:
 
         before, after = self.before, self.after
         measured = any(group.measured for group in self.groups)
+        narrow = (
+            options.max_width < LEAST_WIDTH
+        )  # rich would shrink the first columns to nothing, and they are the answer
         table = Table(
             title=f"{self.model} ({self.mode}) on {self.device.name}", title_justify="left", title_style="bold"
         )
-        table.add_column("operations", overflow="fold")
-        table.add_column("decision and reason", overflow="fold", ratio=1)
-        for column in ("bytes", "launches", "FLOPs", "FLOPs/byte", "bound by", "predicted"):
+        for column in ("operations, decision",) if narrow else ("operations", "decision and reason"):
+            table.add_column(column, overflow="fold", ratio=None if column == "operations" else 1)
+        times = ("measured",) if narrow and measured else ("predicted", "measured") if measured else ("predicted",)
+        for column in ("bytes", "launches", *(() if narrow else ("FLOPs", "FLOPs/byte", "bound by")), *times):
             table.add_column(column, justify="right", no_wrap=True)
-        if measured:
-            table.add_column("measured", justify="right", no_wrap=True)
+        if measured and not narrow:
             table.add_column("registers, shared, spills, occupancy", overflow="fold")
         for group in self.groups:
             cost = group.after.total
-            row: list[Any] = [
-                Text.assemble((group.name, "bold"), "\n", (place(group.labels), "dim")),
-                Text.assemble(
-                    ("fused" if group.fused else "not fused", "green" if group.fused else "yellow"), f": {group.reason}"
-                ),
-                _change(group.before.total.bytes, cost.bytes, size),
-                _change(group.before.total.launches, cost.launches, str),
-                count(cost.flops),
-                f"{cost.intensity:.3g}",
-                self.device.bound(cost, group.dtype),
-                _change(*group.predicted, duration) if group.predicted else "",
-            ]
-            if measured:
-                row.append(_change(*group.measured, duration) if group.measured else "")
+            name = Text.assemble((group.name, "bold"), "\n", (place(group.labels), "dim"))
+            decision = Text.assemble(
+                ("fused" if group.fused else "not fused", "green" if group.fused else "yellow"), f": {group.reason}"
+            )
+            row: list[Any] = [Text("\n").join([name, decision])] if narrow else [name, decision]
+            row.append(_change(group.before.total.bytes, cost.bytes, size))
+            row.append(_change(group.before.total.launches, cost.launches, str))
+            if not narrow:
+                row += [count(cost.flops), f"{cost.intensity:.3g}", self.device.bound(cost, group.dtype)]
+            known = {"predicted": group.predicted, "measured": group.measured}
+            row += [_change(*pair, duration) if (pair := known[column]) else "" for column in times]
+            if measured and not narrow:
                 row.append("\n".join(map(_kernel, group.kernels)))
             table.add_row(*row)
         table.add_section()
         saved = f"{sum(group.fused for group in self.groups)} of {len(self.groups)} chains fused"
-        table.add_row(
-            "the whole model", saved, _change(before.bytes, after.bytes, size),
-            _change(before.launches, after.launches, str), count(after.flops), "", "",
-            _change(before.seconds, after.seconds, duration), *(["", ""] if measured else []),
-            style="bold",
-        )  # fmt: skip
+        row = [f"the whole model: {saved}"] if narrow else ["the whole model", saved]
+        row += [_change(before.bytes, after.bytes, size), _change(before.launches, after.launches, str)]
+        row += [] if narrow else [count(after.flops), "", ""]
+        row += [_change(before.seconds, after.seconds, duration) if column == "predicted" else "" for column in times]
+        table.add_row(*row, style="bold")
         yield table
+        if narrow:
+            yield Text(f"FLOPs and bounds: in {LEAST_WIDTH} columns, as HTML or as JSON.", style="dim")
         if not self.groups:
             yield Text(
                 "No chain of operations that can be one was found: fuse returns this model as it is.", style="yellow"
