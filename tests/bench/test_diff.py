@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from onelaunch.bench.diff import compare_results, differences
+from onelaunch.bench.results import load_results
 from onelaunch.errors import OnelaunchError
+from onelaunch.report.read import read_json
 
 
 def results(
@@ -35,6 +37,34 @@ def results(
 def test_a_change_is_told_from_noise(before, after, verdict):
     (change,) = compare_results(before, after)
     assert change.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"cases": [1]},
+        {"cases": [{"name": "ops/x", "times": None}]},
+        results("fast"),  # type: ignore[arg-type]
+        results(0.0),
+        results(float("nan")),
+    ],
+)
+def test_damaged_results_are_refused(damaged):
+    for pair in ((results(5.0), damaged), (damaged, results(5.0))):
+        with pytest.raises(OnelaunchError, match=r"take it again|real times"):
+            compare_results(*pair)
+
+
+def test_results_without_a_machine_are_said():
+    assert "machine" in differences({**results(5.0), "machine": None}, results(5.0))[0]
+
+
+def test_json_nested_too_deep_is_refused(tmp_path):
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000)
+    for read in (load_results, read_json):
+        with pytest.raises(OnelaunchError, match="is not JSON"):
+            read(path)
 
 
 def test_cases_of_one_file_only_are_named():

@@ -96,6 +96,12 @@ def test_ctrl_c_keeps_what_is_done():
 
 
 @pytest.mark.usefixtures("temporary_cases")
+@pytest.mark.parametrize("limit", [-1.0, float("nan")])
+def test_a_limit_that_is_no_time_is_refused(limit):
+    with pytest.raises(OnelaunchError, match=f"limit={limit:g} must be 0 or more"):
+        run_cases([], quick=True, show=lambda result: None, limit=limit)
+
+
 def test_past_the_limit_no_case_is_started_and_those_left_out_are_named():
     case("train/first", "train", "one")(lambda: Trial(ours=nothing, check=lambda: time.sleep(0.05)))
     case("train/second", "train", "two")(lambda: pytest.fail("started past the limit"))

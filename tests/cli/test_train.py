@@ -236,7 +236,7 @@ MISTAKES = {
     "flag type": (("--epochs", "many"), "Invalid value for '--epochs'"),
     "dropout": (("--dropout", "1.5"), "dropout=1.5 must lie between 0 and 1"),
     "activation": (("--activation", "rely"), "did you mean 'relu'"),
-    "engine": (("--engine", "resident"), "engine='resident' cannot run this"),
+    "engine": (("--engine", "resident"), "; pass engine='auto'"),
     "precision": (("--precision", "fp12"), "precision='fp12' is not known"),
     "unknown data": (("--data", "minst"), "did you mean 'mnist'"),
     "no such file": (("--data", "none.csv"), "none.csv: no such file"),

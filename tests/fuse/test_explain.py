@@ -247,6 +247,16 @@ ready = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
 def broken():
     raise RuntimeError("no weights")
 number = 3
+def ends():
+    raise SystemExit(3)
+class Ends(nn.Module):
+    def forward(self, x):
+        raise SystemExit(3)
+class Forgets(nn.Module):
+    def __init__(self):
+        pass
+def weightless():
+    return nn.Linear(3, 3, device="meta")
 """
 
 
@@ -290,6 +300,12 @@ def test_command(file: Path) -> None:
         (("model.py", "--input", "2x3"), "names no file"),
         (("model.py:broken", "--input", "2x3"), "cannot be made: RuntimeError: no weights"),
         (("model.py:number", "--input", "2x3"), "cannot be made"),
+        (("model.py:ends", "--input", "2x3"), "cannot be made: SystemExit: 3; mend it"),
+        (("model.py:Ends", "--input", "2x3"), "cannot be run: SystemExit: 3; mend it"),
+        (("model.py:Forgets", "--input", "2x3"), "cannot be made: AttributeError"),
+        (("model.py:weightless", "--input", "2x3"), "cannot be made: NotImplementedError: Cannot copy out of meta"),
+        (("model.py:build", "--input", "999999999x99999999"), "input='999999999x99999999' does not fit into memory"),
+        (("model.py:build", "--input", f"{10**20}x8"), "does not fit into memory"),
         (("model.py:build", "--input", "2x"), "input='2x' is not a shape"),
         (("model.py:build", "--input", "2x3:half"), "is not a shape"),
         (("model.py:build", "--input", "2x3"), "inputs do not fit Sequential"),

@@ -28,7 +28,15 @@ class Change:
 
 def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """A change of every case that either file holds."""
-    before, after = ({case["name"]: case for case in results["cases"]} for results in (old, new))
+    try:
+        return _changes(*({case["name"]: case for case in results["cases"]} for results in (old, new)))
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise OnelaunchError(
+            f"a file is not as `onelaunch bench` writes it ({type(error).__name__}: {error}): take it again"
+        ) from error
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
     if not before.keys() & after.keys():
         raise OnelaunchError("the two files have no case in common: pass results of the same `onelaunch bench` groups")
     return [_change(name, before.get(name), after.get(name)) for name in {**before, **after}]
@@ -44,6 +52,8 @@ def _change(name: str, old: dict[str, Any] | None, new: dict[str, Any] | None) -
         return Change(name, "failed" if now is None else "mended")
     assert old is not None
     assert new is not None
+    if not all(math.isfinite(one["median"]) and one["median"] > 0 for one in (was, now)):
+        raise OnelaunchError(f"{name} took {was['median']}, then {now['median']} seconds: pass results with real times")
     ratio, noise = now["median"] / was["median"], (1 + was["spread"]) * (1 + now["spread"])
     peers = [
         new["times"][peer]["median"] / timing["median"]
@@ -67,6 +77,8 @@ def _verdict(ratio: float, noise: float, peers: float | None) -> str:
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What besides our code differs between the two runs, a line each."""
+    if not all(isinstance(results.get("machine", {}), dict) for results in (old, new)):
+        return ["a file does not say on what machine it was taken"]
     found = []
     for what, pick in (
         ("cpu", lambda machine: machine.get("cpu", {}).get("name")),

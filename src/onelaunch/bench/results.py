@@ -77,7 +77,7 @@ def load_results(path: Path) -> dict[str, Any]:
         results = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OnelaunchError(f"{str(path)!r} cannot be read: {reason_of(error)}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OnelaunchError(f"{str(path)!r} is not JSON: {error}; pass what `onelaunch bench --out` wrote") from error
     cases = results.get("cases") if isinstance(results, dict) else None
     if not isinstance(cases, list):

@@ -49,6 +49,8 @@ def run_cases(
 
     `limit`: seconds after which no further case is started; the results name those left out.
     """
+    if limit is not None and not limit >= 0:  # which NaN is not either
+        raise OnelaunchError(f"limit={limit:g} must be 0 or more: pass seconds, or leave it out")
     ceilings = Ceilings()
     results: dict[str, Any] = {
         **provenance(command), "quick": quick, "interrupted": False, "ceilings": ceilings.measured, "left_out": [],

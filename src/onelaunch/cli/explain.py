@@ -42,8 +42,16 @@ def explain(
         require_option("device", device, DEVICES)
     where = torch.device("cpu") if device is not None else default_device()
     shapes = [_input(text, DTYPES[dtype], where) for text in input]
-    network = _load(model).to(where, DTYPES[dtype]).train(not eval)
-    explanation = explain_model(network, *shapes, device=device)
+    try:
+        network = _load(model).to(where, DTYPES[dtype]).train(not eval)
+    except OnelaunchError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and end the program
+        raise _refused(model, "made", error) from error
+    try:
+        explanation = explain_model(network, *shapes, device=device)
+    except SystemExit as error:
+        raise _refused(model, "run", error) from error
     if as_json:
         typer.echo(json.dumps(explanation.to_dict(), indent=1))
     else:
@@ -60,9 +68,19 @@ def _input(text: str, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
         sizes = [0]
     if min(sizes) < 1 or kind not in ("", "int64"):
         raise OnelaunchError(f"input={text!r} is not a shape: pass sizes with x between, such as 64x784 or 8x128:int64")
-    if kind:
-        return torch.zeros(sizes, dtype=torch.int64, device=where)
-    return torch.randn(sizes, device=where).to(dtype)
+    try:
+        if kind:
+            return torch.zeros(sizes, dtype=torch.int64, device=where)
+        return torch.randn(sizes, device=where).to(dtype)
+    except (RuntimeError, TypeError, OverflowError) as error:  # more than memory holds, or than a size may be
+        raise OnelaunchError(f"input={text!r} does not fit into memory: pass smaller sizes") from error
+
+
+def _refused(target: str, what: str, error: BaseException) -> OnelaunchError:
+    text = str(error).strip().splitlines()
+    return OnelaunchError(
+        f"model={target!r} cannot be {what}: {type(error).__name__}: {text[0] if text else ''}; mend it, then try again"
+    )
 
 
 def _load(target: str) -> nn.Module:
@@ -75,7 +93,8 @@ def _load(target: str) -> nn.Module:
     if spec is None or spec.loader is None:
         raise OnelaunchError(f"model={target!r} is not a Python file: pass FILE.py:NAME")
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.resolve().parent))  # so that it can import what lies beside it
+    beside = str(path.resolve().parent)
+    sys.path.insert(0, beside)  # so that it can import what lies beside it
     try:
         spec.loader.exec_module(module)
         found: Any = getattr(module, name, None)
@@ -84,15 +103,8 @@ def _load(target: str) -> nn.Module:
                 f"model={target!r}: {path} has no {name!r}{suggest(name, vars(module))}; pass FILE.py:NAME"
             )
         made = found if isinstance(found, nn.Module) else found()
-    except OnelaunchError:
-        raise
-    except Exception as error:  # the user's code may raise anything
-        text = str(error).strip().splitlines()
-        raise OnelaunchError(
-            f"model={target!r} cannot be made: {type(error).__name__}: {text[0] if text else ''}; mend it, then try again"
-        ) from error
     finally:
-        sys.path.pop(0)
+        sys.path.remove(beside)
     if not isinstance(made, nn.Module):
         raise OnelaunchError(
             f"model={target!r} gives a {type(made).__name__}: pass a name that gives a torch.nn.Module"

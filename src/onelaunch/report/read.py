@@ -57,7 +57,7 @@ def read_json(path: Path) -> Any:
         raise OnelaunchError(
             f"{str(path)!r} cannot be read: {reason_of(error)}; pass a run folder or a results file"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OnelaunchError(f"{str(path)!r} is not JSON: {str(error).splitlines()[0]}") from error
 
 

@@ -51,7 +51,7 @@ class RunFolder(Listener):
                 # Hidden files alone are what a process leaves that was killed before it had written anything.
                 if any(not entry.name.startswith(".") for entry in path.iterdir()):
                     raise OnelaunchError(
-                        f"out={out!r} is not empty: pass another folder, or --resume {out} to go on with the run in it"
+                        f"out={out!r} is not empty: pass another folder, or go on with: onelaunch train --resume {out}"
                     )
             else:
                 path = _dated_folder(Path("runs"), name)

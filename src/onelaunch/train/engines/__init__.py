@@ -55,7 +55,9 @@ def choose(run: Run) -> tuple[Engine, str]:
             return found, _reason(name, wanted, passed_over)
         passed_over.append(f"{name}: {reason}")
     if wanted != "auto":
-        raise UnsupportedError(f"engine={wanted!r} cannot run this: {passed_over[0].split(': ', 1)[1]}")
+        raise UnsupportedError(
+            f"engine={wanted!r} cannot run this: {passed_over[0].split(': ', 1)[1]}; pass engine='auto'"
+        )
     # The eager engine runs every model, so what it refuses is the precision or the memory asked for.
     raise UnsupportedError(passed_over[-1].split(": ", 1)[1])
 
