@@ -38,6 +38,9 @@ def test_compare_prints_saves_and_draws(cli, blobs, tmp_path):
     assert re.search(
         r"onelaunch cpu agrees with torch eager: largest gap of smoothed losses [\d.]+ % .*bound", outcome.out
     )
+    assert len(re.findall(r"^trained  .*, seed \d: [\d.]+ (µs|ms) a step, loss", outcome.out, re.M)) == 6
+    for word in ("contender", "start-up", "memory", "accuracy"):  # whole, in 80 columns too
+        assert re.search(rf"^┃.* {word} +┃", outcome.out, re.M)
     assert "absent: torch.compile (RuntimeError: no compiler here)" in outcome.out
     assert re.search(r"auto against torch eager, by hidden size: 8: [\d.]+×, 16: [\d.]+×", outcome.out)
     saved = json.loads((tmp_path / "both" / "compare.json").read_text())

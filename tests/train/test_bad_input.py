@@ -63,6 +63,7 @@ MISTAKES = {
     "no batch left": ({"batch_size": 64, "drop_last": True}, r"batch_size=64 with drop_last=True leaves no batch"),
     "one row for BatchNorm": ({"model": NORMALISED, "batch_size": 19}, r"leaves a batch of one row among 20"),
     "validation": ({"validation": X}, r"validation must be a pair"),
+    "validation without rows": ({"validation": (None, None)}, r"validation holds None: .*split"),
     "validation lengths": ({"validation": (X, Y[:3])}, r"validation\[0\] has 20 rows and validation\[1\] has 3"),
     "validation labels": ({"validation": (X, Y + 1)}, r"validation\[1\]\[3\]=4 is not a class"),
     "validation kind": ({"validation": (X.to(torch.uint8), Y)}, r"uint8 means value / 255, so pass both alike"),

@@ -15,6 +15,7 @@ from torch import nn
 from onelaunch.bench.agreement import widest_gap
 from onelaunch.bench.contenders import EAGER, Contender, contenders_for, peak_memory, shortened
 from onelaunch.bench.memory_timeline import step_timeline
+from onelaunch.fuse.quantities import duration
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.engines.cpu import ENGINE as CPU
 from onelaunch.train.objective import as_features, count_correct, loss_of, predictions_per_row
@@ -163,4 +164,4 @@ def _line(name: str, seed: int, record: Record) -> str:
     steps, seconds = (sum(column) for column in zip(*record.epochs, strict=True))
     accuracy = record.final[-1]["accuracy"]
     right = "" if accuracy is None else f", accuracy {accuracy:.2%}".replace("%", " %")
-    return f"{name}, seed {seed}: {1e6 * seconds / steps:.4g} µs a step, loss {record.final[-1]['loss']:.4g}{right}"
+    return f"{name}, seed {seed}: {duration(seconds / steps)} a step, loss {record.final[-1]['loss']:.4g}{right}"

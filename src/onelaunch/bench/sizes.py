@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onelaunch.bench.contenders import Contender, contenders_for, shortened
+from onelaunch.fuse.quantities import duration
 from onelaunch.train.engines import choose
 from onelaunch.train.engines.contract import Run
 
@@ -33,7 +34,7 @@ def time_sizes(
                 absent[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 continue
             results["step_seconds"].setdefault(contender.name, {})[str(size)] = timing
-            show(f"{size:>6}  {contender.name:<20} {1e6 * timing['median']:10.4g} µs a step")
+            show(f"{size:>6}  {contender.name:<20} {duration(timing['median']):>10} a step")
         for name, reason in absent.items():
             results["absent"].setdefault(name, {})[str(size)] = reason
 

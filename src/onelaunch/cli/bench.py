@@ -87,7 +87,7 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             console.print(line, style="red", markup=False, soft_wrap=True)
         return
     table = Table(title=f"{result['name']}: {result['about']}", title_justify="left", title_style="")
-    table.add_column("", overflow="fold")
+    table.add_column("", overflow="fold", no_wrap=True)
     for column in (f"median, µs a {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"):
         table.add_column(column, justify="right")
     extras = [name for name in ("peak_bytes", "joules") if result.get(name)]

@@ -114,7 +114,8 @@ def _show(results: dict[str, Any]) -> None:
         made = comparison_table(results["contenders"])
         table = Table(title=made.caption, title_justify="left", title_style="")
         for number, column in enumerate(made.head):
-            table.add_column(column, justify="right" if number else "left", overflow="fold")
+            head = column.replace(" ", "\n")  # so that 80 columns are enough for whole words
+            table.add_column(head, justify="right" if number else "left", overflow="fold")
         for row in made.rows:
             table.add_row(*row)
         console.print(table)

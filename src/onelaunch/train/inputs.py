@@ -195,6 +195,10 @@ def _validation(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     if not isinstance(validation, tuple | list) or len(validation) != 2:
         raise ArgumentTypeError("validation must be a pair (x, y), such as validation=(test_x, test_y)")
+    if validation[0] is None or validation[1] is None:  # test_x and test_y of data that has no test part
+        raise ArgumentTypeError(
+            "validation holds None: pass rows and their targets (onelaunch.data.split holds some out), or validation=None"
+        )
     names = ("validation[0]", "validation[1]")
     check_x, check_y = to_tensor(names[0], validation[0]), to_tensor(names[1], validation[1])
     _check_lengths(names[0], check_x, names[1], check_y)
