@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from onelaunch.errors import OnelaunchError
 from onelaunch.report.comparison import noise
 from onelaunch.report.theme import DARK, LIGHT, SERIES
 from onelaunch.report.write import write_report
+from onelaunch.train.run_folder import METRICS
 from tests.report.results import bench_results, compare_results
 
 VOID = {"meta", "link", "br", "path", "rect"}
@@ -122,6 +124,13 @@ def test_an_energy_no_card_can_draw_is_left_out_and_said(tmp_path):
     html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
     assert "Energy left out, it held the host&#x27;s time: ops/relu" in html
     assert "500 mJ" not in html
+
+
+def test_metrics_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / METRICS).write_bytes(b"\xff\x00")
+    with pytest.raises(OnelaunchError, match=r"metrics.jsonl' cannot be read"):
+        write_report([tmp_path], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_times_of_a_busy_machine_are_called_so():

@@ -63,7 +63,11 @@ def read_json(path: Path) -> Any:
 
 def _run(path: Path) -> Source:
     epochs = []
-    for line in (path / METRICS).read_text(encoding="utf-8").splitlines():
+    try:
+        lines = (path / METRICS).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise OnelaunchError(f"{str(path / METRICS)!r} cannot be read: {reason_of(error)}; pass another run") from error
+    for line in lines:
         try:
             epochs.append(json.loads(line))
         except ValueError:
