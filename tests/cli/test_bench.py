@@ -48,6 +48,7 @@ def test_results_are_saved_under_runs_with_the_command_and_the_machine(cli, tmp_
     finally:
         del REGISTRY["train/tiny"]
     assert outcome.code == 0
+    assert outcome.err == "case     train/tiny\n"
     (path,) = (tmp_path / "runs").glob("*-bench.json")
     assert outcome.out.splitlines()[-1] == f"saved    {path.relative_to(tmp_path)}"
     saved = json.loads(path.read_text())

@@ -42,6 +42,7 @@ def run_cases(
     quick: bool,
     show: Callable[[dict[str, Any]], None],
     save: Callable[[dict[str, Any]], None] = lambda results: None,
+    announce: Callable[[str], None] = lambda name: None,
     command: str = "",
     limit: float | None = None,
 ) -> dict[str, Any]:
@@ -62,6 +63,7 @@ def run_cases(
             if limit is not None and time.monotonic() - begin > limit:
                 results["left_out"].append(one.name)
                 continue
+            announce(one.name)  # a case may take minutes
             results["cases"].append(run_case(one, quick=quick, ceilings=ceilings))
             save(results)
             show(results["cases"][-1])

@@ -54,6 +54,7 @@ def bench(
         console.print(f"others use this machine (load {busy:.1f}): times will be off", style="yellow", highlight=False)
     results = run_cases(
         chosen, quick=quick, show=lambda result: _show(console, result),
+        announce=lambda name: typer.echo(f"case     {name}", err=True),
         save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit, large), limit=limit,
     )  # fmt: skip
     skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
