@@ -160,6 +160,14 @@ def test_a_run_with_layers_resumes_and_repeats(cli, blobs, tmp_path):
     assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
 
 
+def test_a_comparison_is_not_resumed(cli, tmp_path):
+    for name in ("config.toml", "compare.json"):
+        (tmp_path / name).write_text("")
+    outcome = cli("train", "--resume", tmp_path)
+    assert outcome.code == 2
+    assert "is the folder of a comparison" in outcome.err
+
+
 def test_resume_without_its_checkpoint_is_refused(cli, blobs, tmp_path):
     assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
     (tmp_path / "run" / "checkpoint.safetensors").unlink()

@@ -23,12 +23,11 @@ from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
 from onelaunch.report.comparison import agreement, comparison_table, is_ours, noise, speed_up
-from onelaunch.report.read import COMPARE_FILE
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.build import mlp
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.inputs import make_run
-from onelaunch.train.run_folder import CONFIG, RunFolder
+from onelaunch.train.run_folder import COMPARE_FILE, CONFIG, RunFolder
 
 
 @with_flags(TrainConfig)

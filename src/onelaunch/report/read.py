@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.errors import OnelaunchError, reason_of
-from onelaunch.train.run_folder import ABOUT, CONFIG, METRICS
-
-COMPARE_FILE = "compare.json"
+from onelaunch.train.run_folder import ABOUT, COMPARE_FILE, CONFIG, METRICS
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from onelaunch.train.loop import Listener
 
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
 CHECKPOINT, MODEL, LOCK = "checkpoint.safetensors", "model.safetensors", ".lock"
+COMPARE_FILE = "compare.json"  # of `onelaunch compare`, whose folder is not a run's
 
 
 class RunFolder(Listener):
@@ -152,6 +153,8 @@ class RunFolder(Listener):
 
 def config_of(path: Path) -> Path:
     """The configuration of the run in a folder; refuses a folder without one."""
+    if (path / COMPARE_FILE).exists():  # whose report would be overwritten
+        raise OnelaunchError(f"resume={str(path)!r} is the folder of a comparison: pass the folder of a run")
     config = path / CONFIG
     if not config.is_file():
         raise OnelaunchError(f"resume={str(path)!r} is not a run folder (it has no {CONFIG}): pass the folder of a run")
