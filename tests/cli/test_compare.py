@@ -6,6 +6,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from onelaunch.bench.contenders import EAGER, OurEngine, TorchLoop
 
@@ -95,6 +96,14 @@ def test_bad_arguments_end_with_2(cli, blobs, arguments, message):
     outcome = cli("compare", "--data", blobs, *arguments)
     assert outcome.code == 2
     assert message in outcome.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the engine can run here")
+def test_an_engine_asked_for_by_name_that_cannot_run_ends_with_2(cli, blobs, tmp_path):
+    outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "resident", "--out", "none")
+    assert outcome.code == 2
+    assert "engine='resident' cannot run this" in outcome.err
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_that_cannot_be_made_leaves_no_folder(cli, blobs, tmp_path):

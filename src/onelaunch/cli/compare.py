@@ -25,6 +25,7 @@ from onelaunch.files import write_atomic
 from onelaunch.report.comparison import agreement, comparison_table, is_ours, noise, speed_up
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.build import mlp
+from onelaunch.train.engines import choose
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.inputs import make_run
 from onelaunch.train.run_folder import COMPARE_FILE, CONFIG, RunFolder
@@ -50,6 +51,8 @@ def compare(
         raise OnelaunchError(f"seeds={seeds} and sizes={list(hidden)} must be 1 or more")
     dataset = load_data(settings)
     widths = widths_of(settings, dataset)
+    if settings.engine != "auto":  # asked for by name: say at once that it cannot run, as `train` does
+        choose(_make_run(settings, dataset, widths))
     folder = RunFolder.create(settings.out, f"compare-{Path(settings.data).stem}")
     try:
         results = {
