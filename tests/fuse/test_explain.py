@@ -296,6 +296,7 @@ def test_command(file: Path) -> None:
     ("arguments", "reason"),
     [
         (("model.py:biuld", "--input", "2x3"), "did you mean 'build'"),
+        (("model.py:build", "--input", "2x3", "--html", "page.txt"), "html='page.txt' must end in .html"),
         (("nowhere.py:build", "--input", "2x3"), "names no file"),
         (("model.py", "--input", "2x3"), "names no file"),
         (("model.py:broken", "--input", "2x3"), "cannot be made: RuntimeError: no weights"),

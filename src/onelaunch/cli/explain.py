@@ -40,6 +40,8 @@ def explain(
     require_option("dtype", dtype, DTYPES)
     if device is not None:
         require_option("device", device, DEVICES)
+    if html is not None and html.suffix.lower() not in (".html", ".htm"):
+        raise OnelaunchError(f"html={str(html)!r} must end in .html")
     where = torch.device("cpu") if device is not None else default_device()
     shapes = [_input(text, DTYPES[dtype], where) for text in input]
     try:
