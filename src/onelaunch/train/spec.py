@@ -75,6 +75,11 @@ class Spec:
             raise OnelaunchError(f"a run of {self.total_steps} steps is too long: at most 2**32 - 1 are counted")
 
     @property
+    def compiled_precision(self) -> str:
+        """`precision` on the engines that make kernels of their own, where "auto" is tf32 or better."""
+        return "tf32" if self.precision == "auto" else self.precision
+
+    @property
     def steps_per_epoch(self) -> int:
         whole, rest = divmod(self.rows, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -41,7 +42,7 @@ class Task:
         return order[step % each * batch :][:batch]
 
 
-class Runner(Port):
+class Runner(Port, ABC):
     """One thread block: its place in the run and its rows. A subclass has a method for each kind of phase."""
 
     shares = 1  # into which the rows of a batch are cut, and which one is this block's
@@ -57,13 +58,13 @@ class Runner(Port):
         self.inputs = [(-1, np.empty(0), task.y)] * self.plan.input_buffers
         self.losses: list[float] = []
 
+    @abstractmethod
     def begin(self) -> Iterator[Ready | None]:
         """Hand out what others need of the first weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def collect(self, layer: Layer, weight: Array, bias: Array) -> None:
         """Put this block's own part into a layer's weights and biases."""
-        raise NotImplementedError
 
     def run(self) -> Iterator[Ready | None]:
         plan, task = self.plan, self.task

@@ -51,7 +51,7 @@ class GraphSession:
         spec, network = run.spec, run.network
         assert network is not None
         self.run, self.spec = run, spec
-        self.precision = "tf32" if spec.precision == "auto" else spec.precision
+        self.precision = spec.compiled_precision
         self.stages = stages_of(network)
         self.batch = min(spec.batch_size, spec.rows)
         self._optimizer = optimizer_name(run)

@@ -37,12 +37,10 @@ class ResidentEngine:
             return run.not_plain
         if run.spec.rows >= 2**31:
             return f"x has {run.spec.rows} rows, this engine counts to 2**31 - 1"
-        from onelaunch.train.engines.resident.choice import choose_plan
-        from onelaunch.train.engines.resident.session import chip_of, settings_for
+        from onelaunch.train.engines.resident.session import WORKING, chip_of, plan_for, settings_for
 
-        precision = "tf32" if run.spec.precision == "auto" else run.spec.precision
         try:
-            plan = choose_plan(settings_for(run, precision), chip_of(run.device))
+            plan = plan_for(settings_for(run, run.spec.compiled_precision), chip_of(run.device), WORKING[0])
         except NotResidentError as reason:
             return str(reason)
         if run.spec.engine == "auto" and plan.micro_batches > MOST_PASSES:

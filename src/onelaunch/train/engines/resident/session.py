@@ -8,6 +8,7 @@ times a second.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -79,6 +80,12 @@ def architecture(device: torch.device) -> str:
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
 
+@functools.lru_cache(maxsize=16)
+def plan_for(settings: Settings, chip: Chip, working: int) -> Plan:
+    """The plan of a run: asked for when the engine is chosen, and again when the run starts."""
+    return choose_plan(settings, chip, working=working)
+
+
 def spilled_bytes(cubin: Cubin) -> int:
     found = re.findall(r"(\d+) bytes spill stores", cubin.log)
     return sum(map(int, found))
@@ -93,7 +100,7 @@ class ResidentSession:
         from onelaunch.train.engines.resident.pinned import MappedArray
 
         self.run, self.spec, self.device = run, run.spec, run.device
-        self.precision = "tf32" if run.spec.precision == "auto" else run.spec.precision
+        self.precision = run.spec.compiled_precision
         self.layout, self.cubin, self.kernel = self._prepare(plan, fault is not None, stamps)
         registers = f"{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes spilled"
         self.plan = f"{describe(self.layout)}\n{registers}"
@@ -131,7 +138,7 @@ class ResidentSession:
         tried: list[tuple[int, Plan, Cubin]] = []
         for working in WORKING:
             try:
-                layout = plan or choose_plan(settings, chip, working=working)
+                layout = plan or plan_for(settings, chip, working)
             except NotResidentError:
                 if not tried:
                     raise

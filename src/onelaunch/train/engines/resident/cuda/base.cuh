@@ -98,9 +98,6 @@ INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_s
 INLINE void load_shared(u32 address, u32 (&w)[4]) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
 }
-INLINE void load_shared(u32 address, u32 (&w)[2]) {
-  asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
-}
 INLINE void load_shared(u32 address, float (&v)[4]) {
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address));
 }
@@ -126,9 +123,6 @@ INLINE void store_word(u32 address, u32 word) { asm volatile("st.shared.b32 [%0]
 INLINE void store_float(u32 address, float value) { store_word(address, __float_as_uint(value)); }
 
 // Global memory that other blocks write while we run: L2 only.
-INLINE void load_global(const u32* pointer, u32 (&w)[4]) {
-  asm volatile("ld.relaxed.gpu.global.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "l"(pointer) : "memory");
-}
 INLINE void load_global(const u32* pointer, u32 (&w)[2]) {
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(pointer) : "memory");
 }
