@@ -34,6 +34,11 @@ def _hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
+def _options(num_warps: int, num_stages: int, launch_pdl: bool) -> dict[str, Any]:
+    """Of a call through Triton: made only where it is called, not on every launch of compiled code."""
+    return {"num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if launch_pdl else {})
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -51,17 +56,15 @@ def launch(
     Values are floats, or integers the kernel declares `do_not_specialize` with a type; sizes are integers it may be
     specialised on; constants are its constexpr parameters. `launch_pdl`: it may start while the kernel before it ends.
     """
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-    if launch_pdl:
-        options["launch_pdl"] = True
     first = tensors[0]
     assert first is not None
     device = first.get_device()
     if device < 0 or not isinstance(kernel, JITFunction):
-        kernel[grid](*tensors, *values, *sizes, *constants, **options)
+        kernel[grid](*tensors, *values, *sizes, *constants, **_options(num_warps, num_stages, launch_pdl))
         return
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
+            options = _options(num_warps, num_stages, launch_pdl)
             launch(kernel, grid, tensors, values, sizes, constants, **options)
         return
     pointers: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -71,6 +74,7 @@ def launch(
     if compiled is None or _hooked():
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
+        options = _options(num_warps, num_stages, launch_pdl)
         _compiled[key] = kernel[grid](*tensors, *values, *sizes, *constants, **options)
         return
     compiled.run(
