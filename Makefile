@@ -1,4 +1,4 @@
-# make train   set up .venv if needed, train on what this machine has, end with the path of the run folder
+# make train   set up .venv if needed, train on what this machine has, end with the run folder and its report
 # make test    the same set-up, then the linters and the whole test suite
 # make readme  write the results into README.md and docs/ from benchmarks/results/
 # Pass flags with ARGS, for example: make train ARGS="--data-dir ~/mnist --epochs 2"
