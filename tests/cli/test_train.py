@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from onelaunch.device import usable_cores
+from onelaunch.errors import CheckpointError
 from onelaunch.train.build import mlp
 from onelaunch.train.checkpoint import load_checkpoint
 
@@ -92,8 +94,10 @@ def wait_for_step(folder: Path, step: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         path = folder / "checkpoint.safetensors"
-        if path.exists() and load_checkpoint(path).step >= step:
-            return
+        # Loading opens the file twice, and the run may replace it in between: then look again.
+        with contextlib.suppress(CheckpointError):
+            if path.exists() and load_checkpoint(path).step >= step:
+                return
         time.sleep(0.05)
     raise AssertionError(f"{folder} did not reach step {step}")
 
