@@ -69,8 +69,7 @@ def test_against_float64(
     torch.testing.assert_close(dx.cpu().double(), exact[0].grad, rtol=rtol, atol=5 * atol)
     for got, tensor in ((sums[1], exact[1]), (sums[0], exact[2])):
         assert tensor.grad is not None
-        error = (got.cpu().double() - tensor.grad).norm() / tensor.grad.norm()
-        assert error < 1e-5
+        assert (got.cpu().double() - tensor.grad).norm() <= 1e-5 * tensor.grad.norm()  # both 0 where nothing passes
 
 
 def test_statistics_survive_a_mean_far_from_zero(kernel_device: torch.device) -> None:

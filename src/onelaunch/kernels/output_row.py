@@ -40,7 +40,11 @@ def load_weights(w_ptr, start, outputs, k, WIDTH: tl.constexpr, BLOCK_K: tl.cons
 @triton.jit
 def weighted(x, w, kind: tl.constexpr):
     """w · x, of operands rounded as for a tensor core, summed in fp32."""
-    return tl.sum(w.to(kind).to(tl.float32) * as_number(x, kind).to(tl.float32), axis=1)
+    w, x = w.to(kind).to(tl.float32), as_number(x, kind).to(tl.float32)
+    if kind != tl.float32:
+        return tl.sum(w * x, axis=1)
+    # Products rounded before they are added: fused with the first addition across lanes, each lane would keep a sum of its own.
+    return tl.sum(tl.fma(w, x, tl.zeros_like(w)), axis=1)
 
 
 @triton.jit

@@ -1,0 +1,77 @@
+"""Small GPU programs to run under compute-sanitizer, one a process: `python -m tests.sanitizer.programs ops`.
+
+A tool that watches every access makes a kernel a hundred times slower, so each program is a few steps of small networks or one call
+of each op; odd sizes, so that every edge mask is in it. Results are looked at, lest a program do nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+import onelaunch as ol
+from onelaunch.train.inputs import make_run
+from tests.train.graph.harness import network
+from tests.train.resident.test_resident import PLACEMENTS, losses_of, placed, rows_of
+
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+WIDTHS = [20, 40, 24, 5]
+
+
+def resident(place: str) -> None:
+    """Three steps (the last of a part of a batch) and validation at each precision; Adam in one of them."""
+    x, y = rows_of(WIDTHS, rows=70)
+    for precision in PRECISIONS:
+        optimizer = "adam" if precision == "bf16" else "sgd"
+        options = {"precision": precision, "optimizer": optimizer, "batch_size": 24, "epochs": 1, "lr": 0.01}
+        run = make_run(network(WIDTHS, "relu", 0.3), x, y, (x[:30], y[:30]), options)
+        assert all(0 < loss < 10 for loss in losses_of(placed(run, place, patience=200.0)))
+
+
+def graph() -> None:
+    """The graph engine's ways through a step: few rows, many rows, narrow; each optimizer once."""
+    for widths, batch, optimizer, precision in (
+        (WIDTHS, 24, "sgd", "fp32"),
+        ([70, 300, 300, 10], 24, "adam", "bf16"),
+        ([70, 300, 300, 10], 520, "adamw", "tf32"),
+        ([64, 64, 48, 16], 4096, "sgd", "bf16"),
+    ):
+        x, y = rows_of(widths, rows=2 * batch + 22)
+        options = {"batch_size": batch, "epochs": 1, "lr": 0.01, "progress": False}
+        model = network(widths, "gelu", 0.3)
+        history = ol.fit(model, x, y, engine="graph", optimizer=optimizer, precision=precision, **options)
+        assert all(0 < loss < 10 for loss in history.losses)
+
+
+def ops() -> None:
+    """Forward and backward of every fused op, each dtype."""
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(37, 50, device="cuda", dtype=dtype, requires_grad=True)
+        weight = torch.randn(29, 50, device="cuda", dtype=dtype, requires_grad=True)
+        bias = torch.randn(29, device="cuda", dtype=dtype, requires_grad=True)
+        target = torch.randint(29, (37,), device="cuda")
+        gamma = torch.ones(29, device="cuda", requires_grad=True)
+        beta = torch.zeros(29, device="cuda", requires_grad=True)
+        z = ol.linear(x, weight, bias, activation="relu", dropout=0.2)
+        z = ol.batch_norm(z, None, None, gamma, beta, training=True, activation="silu", dropout=0.1)
+        loss = ol.cross_entropy(ol.relu_dropout(z, 0.1), target, label_smoothing=0.1)
+        loss.backward()
+        for tensor in (x, weight, bias, gamma, beta):
+            assert tensor.grad is not None
+            assert tensor.grad.isfinite().all()
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    **{f"resident-{place.replace(' ', '-')}": partial(resident, place) for place in PLACEMENTS},
+    "graph": graph,
+    "ops": ops,
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]]()
+    torch.cuda.synchronize()
+    print("done")
