@@ -1,7 +1,7 @@
 """Small GPU programs to run under compute-sanitizer, one a process: `python -m tests.sanitizer.programs ops`.
 
-A tool that watches every access makes a kernel a hundred times slower, so each program is a few steps of small networks or one call
-of each op; odd sizes, so that every edge mask is in it. Results are looked at, lest a program do nothing.
+A tool that watches every access makes a kernel a hundred times slower, so each program is a few steps of small networks or one
+call of each op; odd sizes, so that every edge mask is in it. Results are looked at, lest a program do nothing.
 """
 
 from __future__ import annotations
