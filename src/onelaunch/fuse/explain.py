@@ -64,7 +64,7 @@ def _group(one: Found, run: Record, decision: Decision | None, where: torch.devi
         return Group(one.chain.name, tuple(one.steps), labels, False, reason, before, before, dtype)
     return Group(
         one.chain.name, tuple(one.steps), labels, decision.fused, decision.reason, before,
-        decision.after if decision.fused else before, dtype, decision.predicted, decision.measured,
+        decision.after if decision.fused else before, dtype, decision.predicted, decision.measured, decision.memory,
         _kernels(one, steps, where) if decision.measured and decision.fused else (),
     )  # fmt: skip
 

@@ -34,6 +34,7 @@ class Group:
     dtype: torch.dtype
     predicted: tuple[float, float] | None = None  # seconds apart and fused
     measured: tuple[float, float] | None = None
+    memory: tuple[float, float] | None = None  # bytes at the fullest moment apart and fused, beside inputs and results
     kernels: tuple[KernelResources, ...] = ()
 
 
@@ -119,6 +120,7 @@ class Explanation:
             "bound": self.device.bound(cost, group.dtype),
             "predicted_seconds": list(group.predicted) if group.predicted else None,
             "measured_seconds": list(group.measured) if group.measured else None,
+            "memory": list(group.memory) if group.memory else None,
             "kernels": [asdict(kernel) for kernel in group.kernels],
         }
 

@@ -201,6 +201,8 @@ def step_of(operation: Operation, result: torch.Tensor) -> Step:
     options: dict[str, float] = {"training": operation.option("training", operation.role == "dropout") is True}
     tensors = [operation.input]
     match operation.role:
+        case "activation":
+            options["inplace"] = operation.inplace
         case "linear":
             tensors += [t for t in (arguments.get("weight"), arguments.get("bias")) if t is not None]
             bias = arguments.get("bias")

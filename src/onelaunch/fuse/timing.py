@@ -7,6 +7,7 @@ sees, launches included, where the device waits for the host.
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from onelaunch.fuse.region import compiled, run_apart, watched_by
 from onelaunch.fuse.tracing import Trace
 from onelaunch.ops import linear_choice
 
+KERNELS = 2  # the times on disk are those of these kernels and keys; a change of either needs another number
 BURST_SECONDS = 2e-3  # of each sample
 SAMPLES = 7
 HOST_CALLS = 5
@@ -38,7 +40,7 @@ def measure(one: Found, steps: list[Step], device: torch.device, by_host: bool) 
     options = [f"{name}={value}" for step in steps for name, value in step.options.items()]
     key = " ".join(("host" if by_host else "device", one.chain.name, *sizes, *options))
     table = _table(device.index or 0)
-    known = table.choices.get(key)
+    known = _as_times(table.choices.get(key))
     if known is None:
         try:
             apart_run, fused_run = contenders(one, steps, device)
@@ -49,6 +51,13 @@ def measure(one: Found, steps: list[Step], device: torch.device, by_host: bool) 
             known = burst_times(runs) if by_host else device_times(runs)
         table.add(key, known)
     return known["apart"], known["fused"]
+
+
+def _as_times(entry: Any) -> dict[str, float] | None:
+    """An entry of the file, unless it is not what this version writes."""
+    if not isinstance(entry, dict) or set(entry) != {"apart", "fused"}:
+        return None
+    return entry if all(isinstance(time, float) and 0 < time < math.inf for time in entry.values()) else None
 
 
 def contenders(
@@ -194,5 +203,8 @@ def _call_and_return(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 @functools.cache
 def _table(device: int) -> linear_choice.Table:
+    import triton
+
     chip = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    return linear_choice.Table(cache_folder("fuse") / f"chains-{chip}-torch{torch.__version__}.json")
+    versions = f"torch{torch.__version__}-triton{triton.__version__}"
+    return linear_choice.Table(cache_folder("fuse") / f"chains-v{KERNELS}-{chip}-{versions}.json")

@@ -18,6 +18,10 @@ import triton.language as tl
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 from onelaunch.kernels.tiles import (
+    INTERPRETED,
+    INVERSE_SQRT_2PI,
+    LOG2_E,
+    SQRT_HALF,
     activate,
     activation_gradient,
     activation_gradient_from_output,
@@ -30,6 +34,46 @@ from onelaunch.rng import keep_scale, keep_threshold
 
 GROUPS_PER_TILE = 256  # of 8 elements: 2048 elements for 128 threads, two 16-byte loads each in bf16
 BACKWARD_PROGRAMS = 132 * 8  # enough to fill the largest chips; more only lengthen the sum over programs
+ERF_P = tl.constexpr(0.3275911)  # Abramowitz and Stegun 7.1.26
+
+
+@triton.jit
+def normal_cdf(z):
+    """(Φ(z), exp(-z²/2)), the first to 1e-7 by Abramowitz and Stegun 7.1.26, whose tail does not cancel.
+
+    A pass over memory has time for about 30 instructions an element on an H200. With Triton's erf the gelu took 38 of them
+    forward and 58 backward, so that PyTorch's was faster; with this it takes 20 and 33.
+    """
+    magnitude = tl.abs(z) * (SQRT_HALF * ERF_P) + 1
+    power = z * z * (-0.5 * LOG2_E)
+    if INTERPRETED:
+        t, bell = 1 / magnitude, tl.exp2(power)
+    else:
+        t = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [magnitude], tl.float32, True, 1)
+        bell = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], tl.float32, True, 1)
+    series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    tail = t * series * bell
+    return tl.where(z < 0, tail, 1 - tail), bell
+
+
+@triton.jit
+def _activate(z, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu":
+        cdf, _ = normal_cdf(z)
+        y = z * cdf
+    else:
+        y = activate(z, ACTIVATION)
+    return y
+
+
+@triton.jit
+def _activation_gradient(z, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "gelu":
+        cdf, bell = normal_cdf(z)
+        slope = cdf + z * bell * INVERSE_SQRT_2PI
+    else:
+        slope = activation_gradient(z, ACTIVATION)
+    return slope
 
 
 @triton.jit(do_not_specialize=["seed", "offset", "threshold"])
@@ -61,7 +105,7 @@ def activation_dropout_forward_kernel(
         z += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :, :]
     if STORE_Z:
         tl.store(z_ptr + element, z.to(z_ptr.dtype.element_ty), mask=inside)
-    y = activate(z, ACTIVATION)
+    y = _activate(z, ACTIVATION)
     if keep_ptr is not None:
         seed, offset = load_key(key_ptr, seed, offset)
         groups_per_row = tl.cdiv(n, 8)
@@ -107,7 +151,7 @@ def activation_dropout_backward_kernel(
             if FROM_OUTPUT:
                 dz *= activation_gradient_from_output(saved * inverse_scale, ACTIVATION)
             else:
-                dz *= activation_gradient(saved, ACTIVATION)
+                dz *= _activation_gradient(saved, ACTIVATION)
         if keep_ptr is not None:
             within = (row < m)[:, None] & (group < groups_per_row)[None, :]
             bits = tl.load(keep_ptr + row[:, None] * groups_per_row + group[None, :], mask=within, other=0)

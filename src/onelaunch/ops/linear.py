@@ -3,11 +3,13 @@
 Forward is one of three things, whichever a measurement on this chip found fastest for the shape (see `linear_choice`): a Triton
 GEMM that finishes its tiles on the accumulators; cuBLASLt's own epilogue; or cuBLAS and one pass that does the rest. Backward
 is one pass for the slope, the mask and the bias gradient, and two library GEMMs. What is kept for it: 1/8 byte an element for
-relu with dropout; the output for relu, leaky_relu, sigmoid and tanh; the value before the activation for gelu and silu.
+relu with dropout; the output for relu, leaky_relu, sigmoid and tanh; the value before the activation for gelu and silu, whose
+memory then takes its gradient. The input is let go of as soon as the weight's gradient is there, before its own is made.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -111,12 +113,16 @@ def _backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | Non
     return dz.clone() if dz is dy else dz, dz.sum(0)
 
 
-def _backward_cuda(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
+def _backward_cuda(
+    dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float, over_z: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`over_z`: z, where that is what was saved, is nobody else's and not needed again; dz takes its memory."""
     if dy.dtype not in KERNEL_DTYPES or not dy.numel():
         return _backward_cpu(dy, saved, bits, activation, p)
     dy = dy.contiguous()
-    dz, dbias = torch.empty_like(dy), torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
     needs = _needs(activation, p)
+    dz = saved if over_z and needs == "z" else torch.empty_like(dy)
+    dbias = torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
     kernels("activation_dropout").activation_dropout_backward(
         dy, saved.contiguous() if needs != "nothing" else None, bits if p else None, dz, dbias,
         activation=None if needs == "nothing" else activation, from_output=needs == "output", p=p,
@@ -151,7 +157,9 @@ def linear_slope_op(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | N
     return dz.contiguous(), dbias
 
 
-linear_slope_op.register_kernel("cuda")(_backward_cuda)
+@linear_slope_op.register_kernel("cuda")
+def _(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
+    return _backward_cuda(dy, saved, bits, activation, p)
 
 
 @linear_slope_op.register_fake
@@ -179,10 +187,15 @@ def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor 
     if slope is linear_slope_op:  # an op takes tensors, with no elements where there is nothing to say
         saved = dy.new_empty((0, 0)) if saved is None else saved
         bits = dy.new_empty((0, 0), dtype=torch.uint8) if bits is None else bits
+    else:
+        ctx.maybe_clear_saved_tensors()  # unless the graph is kept: what follows holds the only references
     dz, dbias = slope(dy, saved, bits, ctx.activation, ctx.p)
+    del saved, bits
+    dweight = dz.t() @ x if ctx.needs_input_grad[1] else None
+    del x
     return (
         dz @ weight if ctx.needs_input_grad[0] else None,
-        dz.t() @ x if ctx.needs_input_grad[1] else None,
+        dweight,
         dbias.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
     )
 
@@ -210,12 +223,15 @@ class _EagerLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float) -> Tensor:
         out = _forward_cuda(x, weight, bias, activation, p, True)
         _save(ctx, x, weight, bias, activation, p, out)
+        ctx.owns_z = torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # else a hook may hold it
         return out[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        slope = linear_slope_op if torch.is_grad_enabled() else _backward_cuda
-        return *_gradients(ctx, dy, slope), None, None
+        if torch.is_grad_enabled():
+            return *_gradients(ctx, dy, linear_slope_op), None, None
+        last = ctx.owns_z and not torch._C._autograd._get_current_graph_task_keep_graph()
+        return *_gradients(ctx, dy, functools.partial(_backward_cuda, over_z=last)), None, None
 
 
 _apply = direct_apply(_EagerLinear)
