@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from onelaunch.bench.diff import compare_results, differences
+from onelaunch.bench.diff import NOISY, compare_results, differences
 from onelaunch.bench.results import load_results
 from onelaunch.errors import OnelaunchError
 from onelaunch.report.read import read_json
@@ -19,11 +19,13 @@ def results(
 @pytest.mark.parametrize(
     ("before", "after", "verdict"),
     [
-        (results(5.0), results(5.2), "noise"),  # 4 %, and the two spreads allow 6
+        (results(5.0), results(5.2), NOISY),  # 4 %, and the two spreads allow 6
         (results(5.0), results(5.5), "slower"),
         (results(5.0), results(4.0), "faster"),
-        (results(5.0, spread=0.2), results(6.0, spread=0.2), "noise"),
-        (results(5.0, spread=0.0), results(5.05, spread=0.0), "noise"),  # 1 %: nobody acts on it
+        (results(5.0, spread=0.2), results(6.0, spread=0.2), NOISY),
+        (results(5.0, spread=0.2), results(5.0, spread=0.2), NOISY),  # equal by chance
+        (results(5.0), results(5.05), "same"),
+        (results(5.0, spread=0.0), results(5.05, spread=0.0), "same"),  # 1 %: nobody acts on it
         (results(5.0, peer=10.0), results(6.0, peer=12.0), "machine"),  # everybody became slower alike
         (results(5.0, peer=10.0), results(6.0, peer=20.0), "machine"),  # we less than the others
         (results(5.0, peer=10.0), results(6.0, peer=10.1), "slower"),
@@ -70,10 +72,10 @@ def test_json_nested_too_deep_is_refused(tmp_path):
 def test_cases_of_one_file_only_are_named():
     both = {"cases": results(5.0)["cases"] + results(5.0, name="ops/y")["cases"]}
     assert [(c.name, c.verdict) for c in compare_results(results(5.0), both)] == [
-        ("ops/x", "noise"),
+        ("ops/x", "same"),
         ("ops/y", "added"),
     ]
-    assert [c.verdict for c in compare_results(both, results(5.0))] == ["noise", "gone"]
+    assert [c.verdict for c in compare_results(both, results(5.0))] == ["same", "gone"]
     with pytest.raises(OnelaunchError, match="no case in common"):
         compare_results(results(5.0), results(5.0, name="ops/y"))
 

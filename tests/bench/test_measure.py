@@ -2,16 +2,57 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import pytest
 
-from onelaunch.bench.measure import measure, summarise
+from onelaunch.bench.measure import WARM_UPS, Timing, measure, summarise
 
 
 def test_summary_of_known_samples():
     timing = summarise([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (timing.median, timing.minimum, timing.n) == (3.0, 1.0, 5)
     assert timing.quartiles == (2.0, 4.0)
-    assert timing.spread == pytest.approx(abs(1.5 - 4.0) / 3.0)
+    assert timing.spread == pytest.approx((5 - 1) / 3.0)  # few samples: their whole range
+    many = summarise([1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 9.0])
+    assert many.spread == pytest.approx((3.0 - 1.0) / 3.0)
+    drifting = summarise([*[1.0] * 8, *[1.5] * 9])
+    assert drifting.spread == pytest.approx(0.5 / 1.5)
+
+
+@pytest.mark.parametrize("n", [4, 5, 7, 8, 12, 20])
+@pytest.mark.parametrize("noise", ["even", "skewed", "interrupted"])
+def test_the_stated_spread_is_enough_for_another_run(n, noise):
+    random = np.random.default_rng(n)
+
+    def run() -> Timing:
+        samples = {
+            "even": np.exp(random.normal(0, 0.05, n)),
+            "skewed": 1 + random.exponential(0.05, n),
+            "interrupted": 1 + abs(random.normal(0, 0.01, n)) + (random.random(n) < 0.15) * random.random(n) / 2,
+        }[noise]
+        return summarise(samples.tolist())
+
+    apart = 0
+    for _ in range(1000):
+        a, b = run(), run()
+        apart += max(a.median, b.median) / min(a.median, b.median) > (1 + a.spread) * (1 + b.spread)
+    assert apart <= 10
+
+
+def test_short_work_is_repeated_until_a_sample_is_long_enough(monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.measure.SAMPLE_SECONDS", 0.02)
+    calls = {"short": 0, "long": 0}
+
+    def work(name: str, seconds: float) -> None:
+        calls[name] += 1
+        time.sleep(seconds)
+
+    contenders = {"short": lambda: work("short", 0.001), "long": lambda: work("long", 0.03)}
+    times, _ = measure(contenders, units=10, cuda=False, seconds=0.0, repeats=5)
+    assert calls["long"] == WARM_UPS + 1 + times["long"].n
+    assert calls["short"] >= 5 * times["short"].n
+    assert times["short"].median == pytest.approx(1e-4, rel=0.6)
+    assert times["long"].median == pytest.approx(3e-3, rel=0.5)
 
 
 def test_times_are_per_unit_and_failures_are_kept_apart():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
+from pathlib import Path
 
 from onelaunch.bench.case import REGISTRY, Trial, case
+from onelaunch.bench.results import new_path
 from onelaunch.bench.run import select
 
 
@@ -21,9 +24,12 @@ def write(path, content) -> str:
 
 
 def test_diff_tells_slower_from_noise(cli, tmp_path):
-    old, same, slow = (write(tmp_path / f"{t}.json", results(t * 1e-6)) for t in (5.0, 5.1, 6.0))
+    old, same, near, slow = (write(tmp_path / f"{t}.json", results(t * 1e-6)) for t in (5.0, 5.05, 5.15, 6.0))
     quiet = cli("bench", "diff", old, same)
-    assert (quiet.code, "noise" in quiet.out) == (0, True)
+    assert (quiet.code, "same" in quiet.out, "too noisy" in quiet.out) == (0, True, False)
+    unclear = cli("bench", "diff", old, near)
+    assert unclear.code == 0
+    assert "too noisy to tell: the spreads exceed the difference in 1 of 1 cases" in unclear.out
     loud = cli("bench", "diff", old, slow)
     assert loud.code == 1
     assert "slower" in loud.out
@@ -56,6 +62,38 @@ def test_results_are_saved_under_runs_with_the_command_and_the_machine(cli, tmp_
     assert saved["machine"]["cpu"]["name"]
     assert saved["date"][:2] == "20"
     assert saved["cases"][0]["times"]["onelaunch"]["n"] >= 4
+
+
+def test_a_difference_below_the_spreads_is_called_too_noisy_to_tell(cli):
+    select("all")
+    times = itertools.cycle([1.0e-3, 1.3e-3])
+    trial = Trial(ours=lambda: next(times), check=lambda: None, peers={"alike": lambda: 1.1e-3, "slow": lambda: 9e-3},
+                  self_timed=True)  # fmt: skip
+    case("train/noisy", "train", "nothing")(lambda: trial)
+    try:
+        outcome = cli("bench", "train", "--filter", "train/noisy", "--quick")
+    finally:
+        del REGISTRY["train/noisy"]
+    assert "too noisy to tell from alike: 1.0" in outcome.out
+    assert "too noisy to tell from slow" not in outcome.out
+
+
+def test_a_busy_machine_is_said(cli, monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.busy.cores_taken", lambda: 30.0)
+    monkeypatch.setattr("onelaunch.bench.results.cores_taken", lambda: 30.0)
+    select("all")
+    case("train/tiny", "train", "nothing")(lambda: Trial(ours=lambda: 1, check=lambda: None))
+    try:
+        outcome = cli("bench", "train", "--filter", "train/tiny", "--quick", "--out", "saved.json")
+    finally:
+        del REGISTRY["train/tiny"]
+    assert outcome.out.startswith("others use this machine (30.0 of ")
+    assert json.loads(Path("saved.json").read_text())["cores_taken"] == 30.0
+
+
+def test_two_started_in_one_second_save_apart(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert len({new_path() for _ in range(20)}) == 20
 
 
 def test_ctrl_c_keeps_what_is_done_and_ends_with_130(start, tmp_path):

@@ -11,6 +11,8 @@ from onelaunch.bench.results import OURS
 from onelaunch.errors import OnelaunchError
 
 LEAST_CHANGE = 0.02  # below this nobody acts, however quiet the machine
+QUIET = 0.1  # noise up to this: a change that does not show is none to speak of
+NOISY = "too noisy to tell"
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Change:
     """`ratio` is new time over old, `noise` the factor that the two spreads together allow it to be off by."""
 
     name: str
-    verdict: str  # faster, slower, noise, machine, failed, mended, added, gone
+    verdict: str  # faster, slower, same, NOISY, machine, failed, mended, added, gone, skipped
     before: float | None = None
     after: float | None = None
     ratio: float | None = None
@@ -68,7 +70,7 @@ def _verdict(ratio: float, noise: float, peers: float | None) -> str:
     allowed = max(math.log(noise), math.log1p(LEAST_CHANGE))
     change, moved = math.log(ratio), math.log(peers) if peers else 0.0
     if abs(change) <= allowed:
-        return "noise"
+        return "same" if abs(change) <= math.log1p(LEAST_CHANGE) and noise <= 1 + QUIET else NOISY
     # The peers' code is the same: where they moved too, only what we moved beyond them can be ours.
     if change * moved > 0 and abs(moved) > allowed / 2 and abs(change) <= abs(moved) + allowed:
         return "machine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Mapping
@@ -18,13 +19,19 @@ LEAD_CYCLES = 4_000_000
 # Thread pools (OpenMP's for 200 ms, XLA's) spin on after their work: without a pause a contender is timed against the threads
 # of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
 SETTLE_SECONDS = 0.25
-WARM_UPS, LEAST_SAMPLES = 2, 4  # the first calls compile, and fill caches and allocators
+WARM_UPS, LEAST_SAMPLES = 2, 5  # the first calls compile, and fill caches and allocators
+# A sample by the host's clock repeats short work until it fills this: waking up then weighs nothing, and a moment in which
+# another process ran is spread over all of it.
+SAMPLE_SECONDS = 0.1
+FEW = 8  # samples whose quartiles say too little
 
 
 @dataclass(frozen=True)
 class Timing:
     """Seconds a unit. `spread` is what another run may differ by, relative to the median: the larger of the interquartile
-    range and the difference between the medians of the first and the second half.
+    range and the difference between the medians of the first and the second half; of fewer than FEW samples the whole range.
+    Two runs of independent samples then differ by more than their spreads allow once in 250 times or less, whatever n is
+    (with the quartiles alone 1 in 30 at n = 4).
     """
 
     median: float
@@ -43,7 +50,8 @@ def summarise(samples: list[float]) -> Timing:
     first, second = statistics.median(samples[:half]), statistics.median(samples[half:])
     median = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    spread = max(abs(first - second), high - low) / median
+    width = max(samples) - min(samples) if len(samples) < FEW else max(abs(first - second), high - low)
+    spread = width / median
     return Timing(median, min(samples), (low, high), len(samples), spread)
 
 
@@ -56,19 +64,23 @@ def measure(
     Returns the timings and, for contenders that raised, the reason; one that fails does not stop the others.
     """
     failed: dict[str, str] = {}
+    calls = dict.fromkeys(contenders, 1)  # that make a sample
 
     def attempt(name: str, work: Work) -> float | None:
         """A sample, unless this contender raises now or has raised before."""
         if name in failed:
             return None
         try:
-            return _time_once(work, cuda, self_timed) / (1 if self_timed else units)
+            return _sample(work, calls[name], cuda, self_timed) / (1 if self_timed else units)
         except Exception as error:  # a peer may raise anything, at any call
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             return None
 
     for name, work in contenders.items():
         for _ in range(WARM_UPS):
+            taken = attempt(name, work)
+        if taken and not cuda and not self_timed:
+            calls[name] = max(1, math.ceil(SAMPLE_SECONDS / (taken * units)))
             attempt(name, work)
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     begin = time.perf_counter()
@@ -82,7 +94,8 @@ def measure(
     return {name: summarise(taken) for name, taken in samples.items() if name not in failed}, failed
 
 
-def _time_once(work: Work, cuda: bool, self_timed: bool) -> float:
+def _sample(work: Work, calls: int, cuda: bool, self_timed: bool) -> float:
+    """Seconds a call; of work that times itself, whatever it says."""
     if self_timed:
         taken = work()
         assert isinstance(taken, float), taken
@@ -97,8 +110,9 @@ def _time_once(work: Work, cuda: bool, self_timed: bool) -> float:
         return start.elapsed_time(end) / 1e3
     time.sleep(SETTLE_SECONDS)
     begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - begin) / calls
 
 
 def peak_bytes(work: Work) -> int:

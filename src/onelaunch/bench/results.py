@@ -9,10 +9,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from onelaunch.bench.busy import cores_taken
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.device import describe_machine
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
+from onelaunch.train.history import json_ready
 
 OURS = "onelaunch"
 
@@ -25,13 +27,8 @@ def provenance(command: str) -> dict[str, Any]:
         "machine": describe_machine() | {"driver": gpu.driver() if gpu else None},
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "load": load(),
+        "cores_taken": round(cores_taken(), 2),
     }
-
-
-def load() -> float | None:
-    """Processes that wanted a core in the last minute, on average; None where the system does not count them."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def commit() -> str:
@@ -47,8 +44,19 @@ def commit() -> str:
     return name.stdout.strip()
 
 
-def default_path() -> Path:
-    return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}-bench.json"
+def new_path() -> Path:
+    """A dated file under runs/ that no other process takes: it holds results without a case already."""
+    stem = f"{datetime.now():%Y%m%d-%H%M%S}"
+    for number in range(1, 1000):
+        path = Path("runs") / (f"{stem}-bench.json" if number == 1 else f"{stem}-{number}-bench.json")
+        check_writable(path)
+        try:
+            with open(path, "x", encoding="utf-8") as file:
+                file.write('{"cases": []}\n')
+        except FileExistsError:
+            continue
+        return path
+    raise OnelaunchError(f"out: a thousand files are called {stem}-bench.json: pass --out")
 
 
 def check_writable(path: Path) -> None:
@@ -66,7 +74,7 @@ def check_writable(path: Path) -> None:
 def save_results(results: dict[str, Any], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(results, indent=1) + "\n")
+        write_atomic(path, json.dumps(json_ready(results), indent=1) + "\n")
     except OSError as error:
         raise OnelaunchError(f"out={str(path)!r} cannot be written: {error.strerror}; pass a writable path") from error
 

@@ -11,12 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from onelaunch.bench.busy import warning
 from onelaunch.bench.case import FLOOR, GROUPS
-from onelaunch.bench.diff import compare_results, differences
-from onelaunch.bench.results import OURS, check_writable, default_path, load, load_results, save_results
+from onelaunch.bench.diff import NOISY, compare_results, differences
+from onelaunch.bench.results import OURS, check_writable, load_results, new_path, save_results
 from onelaunch.bench.run import failures, run_cases, select
-from onelaunch.device import usable_cores
 from onelaunch.errors import OnelaunchError
+from onelaunch.report.benchmark import undecided
 
 DIFF, LARGE = "diff", "train/large/"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")
@@ -48,10 +49,11 @@ def bench(
     chosen = [one for one in select(what, filter) if one.group != "train" or (LARGE in one.name) == large]
     if not chosen:
         raise OnelaunchError(f"large={large} leaves no case: {'leave out' if large else 'pass'} --large")
-    path = out or default_path()
-    check_writable(path)  # before minutes of timing, not after
-    if (busy := load()) and busy > usable_cores() / 2:
-        console.print(f"others use this machine (load {busy:.1f}): times will be off", style="yellow", highlight=False)
+    if out is not None:
+        check_writable(out)  # before minutes of timing, not after
+    path = out or new_path()
+    if busy := warning():
+        console.print(busy, style="yellow", highlight=False)
     results = run_cases(
         chosen, quick=quick, show=lambda result: _show(console, result),
         announce=lambda name: typer.echo(f"case     {name}", err=True),
@@ -102,6 +104,9 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             *(_extra(result, extra, name) for extra in extras),
         )  # fmt: skip
     console.print(table)
+    for name, factor in undecided(result).items():
+        line = f"too noisy to tell from {name}: {_ratio(result['ratio'][name])}, and the spreads allow {factor:.2f}×"
+        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for name, text in result["notes"].items():
         console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
     for name, reason in result["absent"].items():
@@ -115,7 +120,10 @@ def _show(console: Console, result: dict[str, Any]) -> None:
 def _standing(result: dict[str, Any], name: str) -> str:
     if name == OURS or name.startswith(FLOOR):
         return ""
-    ratio = result["ratio"][name]
+    return ("≈ " if name in undecided(result) else "") + _ratio(result["ratio"][name])
+
+
+def _ratio(ratio: float) -> str:
     return f"{ratio:.2f}× faster" if ratio >= 1 else f"{1 / ratio:.2f}× slower"
 
 
@@ -151,6 +159,11 @@ def _diff(files: list[str]) -> None:
         shares = ("" if r is None else f"{r - 1:+.1%}" for r in (change.ratio, change.noise, change.peers))
         table.add_row(change.name, *times, *shares, change.verdict, style=style)
     console.print(table)
+    noisy = [change.name for change in changes if change.verdict == NOISY]
+    if noisy:
+        line = f"{NOISY}: the spreads exceed the difference in {len(noisy)} of {len(changes)} cases"
+        remedy = "take both again without --quick, on a machine with nothing else to do"
+        console.print(f"{line}: {remedy}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in differences(old, new):
         console.print(f"also different: {line}", markup=False, highlight=False, soft_wrap=True)
     if any(change.verdict in BAD for change in changes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from onelaunch.bench.busy import warning
 from onelaunch.bench.compare import compare as compare_run
 from onelaunch.bench.results import provenance, save_results
 from onelaunch.bench.sizes import time_sizes
@@ -53,20 +55,35 @@ def compare(
     widths = widths_of(settings, dataset)
     if settings.engine != "auto":  # asked for by name: say at once that it cannot run, as `train` does
         choose(_make_run(settings, dataset, widths))
+    _require_empty(settings.out)
+    if busy := warning():
+        say("note", busy)
+    results: dict[str, Any] = {
+        **provenance(_command(config, flags or {}, hidden, seeds)), "interrupted": False,
+        "network": f"{'-'.join(map(str, widths))}, {settings.activation}, dropout {settings.dropout:g}",
+        "data": dataset.source, "contenders": {}, "absent": {}, "sizes": {},
+    }  # fmt: skip
     folder = RunFolder.create(settings.out, f"compare-{Path(settings.data).stem}")
     try:
-        results = {
-            **provenance(_command(config, flags or {}, hidden, seeds)), "interrupted": False,
-            "network": f"{'-'.join(map(str, widths))}, {settings.activation}, dropout {settings.dropout:g}",
-            "data": dataset.source, "contenders": {}, "absent": {}, "sizes": {},
-        }  # fmt: skip
+        save_results(results, folder.path / COMPARE_FILE)  # first: a config alone makes a run, for `train --resume`
         write_atomic(folder.path / CONFIG, settings.to_toml())
         _measure(folder.path, results, settings, dataset, widths, hidden, seeds)
-    except OnelaunchError:
-        folder.discard()  # which keeps a folder with results
+    except (OnelaunchError, KeyboardInterrupt):
+        if not results["contenders"]:
+            (folder.path / COMPARE_FILE).unlink(missing_ok=True)
+            folder.discard()
         raise
     finally:
         folder.close()
+
+
+def _require_empty(out: str | None) -> None:
+    """A comparison starts anew; a run folder would be offered to be resumed."""
+    entries: list[Path] = []
+    with contextlib.suppress(OSError, ValueError):  # which creating it will tell
+        entries = list(Path(out).expanduser().iterdir()) if out is not None else []
+    if any(not entry.name.startswith(".") for entry in entries):
+        raise OnelaunchError(f"out={out!r} is not empty: pass another folder")
 
 
 def _measure(
@@ -90,6 +107,8 @@ def _measure(
                 hidden, lambda h: run_of(settings.seed, [h] * depth), lambda line: say("size", line), results["sizes"]
             )
     except KeyboardInterrupt:
+        if not results["contenders"]:
+            raise
         results["interrupted"] = True
     save()
     _show(results)
@@ -140,7 +159,7 @@ def _command(config: Path | None, flags: dict[str, Any], sizes: Sequence[int], s
         flag = name.replace("_", "-")
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif name not in ("out", "data_dir"):
+        elif name != "out":
             words += [f"--{flag}", ",".join(map(str, value)) if isinstance(value, list) else str(value)]
     words += ["--sizes", ",".join(map(str, sizes))] if sizes else []
     words += ["--seeds", str(seeds)] if seeds > 1 else []

@@ -8,6 +8,24 @@ import typer
 from onelaunch.device import default_device, describe_machine
 from onelaunch.train.engines import FASTEST_FIRST, engine_or_reason
 
+GPU = "a GPU of compute capability 8.0 or more"
+NEEDS = {
+    "resident": f"{GPU}, cuda-core and NVRTC (pip install 'onelaunch[gpu]')",
+    "graph": f"{GPU}, triton",
+    "cpu": "llvmlite, no GPU",
+    "eager": "PyTorch alone, with a GPU or without",
+}
+
+
+def _lacks(engine: str) -> str:
+    """Why an engine cannot run on this machine; empty when it can."""
+    if engine in ("resident", "graph") and not torch.cuda.is_available():
+        return (
+            "this PyTorch is built without CUDA" if torch.version.cuda is None else "PyTorch finds no CUDA device here"
+        )
+    found = engine_or_reason(engine, torch.device("cpu") if engine == "cpu" else default_device())
+    return found if isinstance(found, str) else ""
+
 
 def info() -> None:
     """Show versions, devices, and which engines can run here and why the others cannot."""
@@ -21,8 +39,8 @@ def info() -> None:
     if not machine["gpus"]:
         rows.append(("gpu", "none that this PyTorch can use"))
     for name in FASTEST_FIRST:
-        found = engine_or_reason(name, torch.device("cpu") if name == "cpu" else default_device())
-        rows.append((f"engine {name}", f"no: {found}" if isinstance(found, str) else "yes"))
+        lacks = _lacks(name)
+        rows.append((f"engine {name}", f"{f'no: {lacks}' if lacks else 'yes'}; needs {NEEDS[name]}"))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")

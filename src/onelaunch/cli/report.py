@@ -12,12 +12,13 @@ from onelaunch.report.write import REPORT, write_report
 
 
 def report(
-    inputs: Annotated[list[Path], typer.Argument(help="Run folders, results files, or folders of results files.")],
+    inputs: Annotated[list[Path], typer.Argument(help="Run folders, results files, or folders of either.")],
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path(REPORT),
 ) -> None:
-    """Draw runs and results as one self-contained HTML page."""
+    """Draw runs and results as one self-contained HTML page. What cannot be read is named and left out."""
     if out.is_dir():
         out = out / REPORT
     if out.suffix.lower() not in (".html", ".htm"):
         raise OnelaunchError(f"out={str(out)!r} must end in .html, or be a folder")
-    typer.echo(f"report   {write_report(inputs, out)}")
+    page = write_report(inputs, out, lambda words: typer.echo(f"left out {words}", err=True))
+    typer.echo(f"report   {page}")

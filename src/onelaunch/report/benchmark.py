@@ -21,10 +21,13 @@ TITLES = {
 def bench_sections(source: Source, identity: str) -> list[Section]:
     content = source.content
     groups = list(dict.fromkeys(case["group"] for case in content["cases"]))
+    if not groups:
+        said = [("note", "No case is finished."), *_statements([], content)]
+        return [Section(identity, f"Benchmark {source.name}", machine_facts(content), statements=said)]
     sections = []
     for group in groups:
         cases = [case for case in content["cases"] if case["group"] == group]
-        timed = [case for case in cases if case["times"]]
+        timed = [case for case in cases if has_times(case)]
         command = content.get("command") or f"onelaunch bench {group}{' --quick' if content.get('quick') else ''}"
         here = f"{identity}-{group}"
         facts = [("results", source.name), *machine_facts(content), ("command", command)]
@@ -39,10 +42,28 @@ def bench_sections(source: Source, identity: str) -> list[Section]:
     return sections
 
 
+def has_times(case: dict[str, Any]) -> bool:
+    """Whether the case was timed, and every time is one."""
+    medians = [timing["median"] for timing in case["times"].values()]
+    return bool(medians) and all(median is not None and 0 < median < math.inf for median in medians)
+
+
 def peers_of(cases: list[dict[str, Any]]) -> list[str]:
     """All peers that were timed in some case, in the order they first appear; floors are no peers."""
     names = dict.fromkeys(name for case in cases for name in case["times"])
     return [name for name in names if name != OURS and not name.startswith(FLOOR)]
+
+
+def undecided(case: dict[str, Any]) -> dict[str, float]:
+    """Peers whose time differs from ours by less than the two spreads allow, with the factor they allow."""
+    spread = {name: timing["spread"] for name, timing in case["times"].items()}
+    allowed = {peer: (1 + spread[OURS]) * (1 + spread[peer]) for peer in peers_of([case])}
+    return {peer: factor for peer, factor in allowed.items() if 1 / factor <= case["ratio"][peer] <= factor}
+
+
+def against(case: dict[str, Any], peer: str) -> str:
+    """`2.43×`; `≈ 1.02×` where the spreads allow it to be the other way round."""
+    return f"{'≈ ' if peer in undecided(case) else ''}{times(case['ratio'].get(peer))}"
 
 
 def energy_of(case: dict[str, Any]) -> dict[str, float]:
@@ -66,14 +87,14 @@ def group_table(cases: list[dict[str, Any]], title: str) -> Table:
     for case in cases:
         ours = case["times"][OURS]
         row = [case["name"], f"{seconds(ours['median'])} a {case['unit']}", percent(ours["spread"]), str(ours["n"])]
-        row += [times(case["ratio"].get(peer)) for peer in peers]
+        row += [against(case, peer) for peer in peers]
         row += [percent(case.get("floor_share"), 0)] * shares
         row += [byte_size((case.get("peak_bytes") or {}).get(OURS))] * memory
         row += [joules(energy_of(case).get(OURS))] * energy
         rows.append(row + [_clock(case.get("gpu"))] * clocks)
-    return Table(
-        f"{title}: median time, and how many times faster than each peer (below 1× the peer is faster)", head, rows
-    )
+    caption = f"{title}: median time, and how many times faster than each peer (below 1× the peer is faster"
+    close = "; ≈: too noisy to tell" if any("≈" in cell for row in rows for cell in row) else ""
+    return Table(f"{caption}{close})", head, rows)
 
 
 def _clock(gpu: dict[str, Any] | None) -> str:
@@ -89,6 +110,8 @@ def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tu
     for case in cases:
         if case["check"].startswith("failed"):
             said.append(("bad", f"{case['name']} failed its check and was not timed: {case['check'][8:]}"))
+        elif case["times"] and not has_times(case):
+            said.append(("bad", f"{case['name']} is left out: it holds times that are none"))
     skipped = [case for case in cases if case["check"].startswith("skipped")]
     if skipped:
         count = "1 case was" if len(skipped) == 1 else f"{len(skipped)} cases were"
@@ -114,7 +137,7 @@ def _kind(name: str) -> str:
 def _bars(case: dict[str, Any], identity: str, command: str) -> Figure:
     bars = []
     for name, timing in case["times"].items():
-        ratio = f", {times(case['ratio'][name])}" if _kind(name) == "bar" else ""
+        ratio = f", {against(case, name)}" if _kind(name) == "bar" else ""
         low, high = timing["quartiles"]
         bars.append(Bar(name, timing["median"], seconds(timing["median"]) + ratio, low, high, _kind(name)))
     bars.sort(key=lambda bar: bar.value)

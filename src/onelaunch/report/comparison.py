@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
+from onelaunch.report.draw import Bar, Line, bar_chart, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
 from onelaunch.report.number import byte_size, digits, percent, seconds, times
@@ -39,6 +39,7 @@ def compare_section(source: Source, identity: str) -> Section:
     if (content.get("sizes") or {}).get("step_seconds"):
         figures += size_figures(content["sizes"], identity, command)
     said = [*agreement(found), *noise(content)]
+    said += [] if found else [("note", "No contender is finished yet.")]
     said += [("bad", "Interrupted: what was done is here.")] if content.get("interrupted") else []
     said += [("note", f"Absent: {name} ({reason})") for name, reason in content.get("absent", {}).items()]
     return Section(identity, f"Comparison {source.name}", facts, tables, figures, said)
@@ -107,11 +108,12 @@ def noise(content: dict[str, Any]) -> list[tuple[str, str]]:
 def _curves(found: dict[str, Any], identity: str, command: str, content: dict[str, Any]) -> Figure:
     several = len(content.get("seeds", [])) > 1
     lines = [
-        Line(name, one["curve"]["steps"], one["curve"]["mean"], one["curve"]["low"] if several else (),
-             one["curve"]["high"] if several else ())
-        for name, one in found.items()
-    ]  # fmt: skip
-    positive = all(value > 0 for line in lines for value in line.y)
+        Line(
+            name, c["steps"], known(c["mean"]), known(c["low"] if several else ()), known(c["high"] if several else ())
+        )
+        for name, c in ((name, one["curve"]) for name, one in found.items())
+    ]
+    positive = not any(value <= 0 for line in lines for value in line.y)
     svg = line_chart(
         f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean of a stretch", log_y=positive
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -46,6 +46,11 @@ class Bar:
     low: float | None = None
     high: float | None = None
     kind: str = "bar"  # or "ours", or "floor"
+
+
+def known(values: Iterable[float | None]) -> list[float]:
+    """JSON has no word for a number that is not finite: null stands for it."""
+    return [math.nan if value is None else value for value in values]
 
 
 def place(value: float) -> str:
@@ -148,8 +153,10 @@ def _line(line: Line, number: int, x: Scale, y: Scale, write_x: Write, write_y: 
         return ""
     parts = []
     if len(line.low):
-        over = [f"{place(x(a))} {place(y(b))}" for a, b in zip(line.x, line.high, strict=True)]
-        under = [f"{place(x(a))} {place(y(b))}" for a, b in zip(line.x, line.low, strict=True)]
+        over, under = (
+            [f"{place(x(a))} {place(y(b))}" for a, b in zip(line.x, edge, strict=True) if math.isfinite(b)]
+            for edge in (line.high, line.low)
+        )
         parts.append(f'<path class="b{number}" d="M{"L".join(over + under[::-1])}z"/>')
     if not line.dots:
         first, *rest = points

@@ -26,8 +26,13 @@ def machine_facts(source: dict[str, Any]) -> list[tuple[str, str]]:
         ("versions", ", ".join([f"onelaunch {versions.get('onelaunch', '?')}", *found]) if versions else ""),
         ("commit", source.get("commit", "")),
         ("date", source.get("date", "")),
-        (
-            "load before",
-            f"{source['load']:.1f} on {machine['cpu']['cores']} cores" if source.get("load") is not None else "",
-        ),
+        ("others", _others(source)),
     ]
+
+
+def _others(source: dict[str, Any]) -> str:
+    """What else ran there. Older results have the load average in its place."""
+    cores = source.get("machine", {}).get("cpu", {}).get("cores", "?")
+    if source.get("cores_taken") is not None:
+        return f"took {source['cores_taken']:.1f} of {cores} cores before it began"
+    return f"load {source['load']:.1f} on {cores} cores before it began" if source.get("load") is not None else ""

@@ -1,15 +1,20 @@
-"""Numbers as people read them: three digits and the unit that fits."""
+"""Numbers as people read them: three digits and the unit that fits; a dash for what is none."""
 
 from __future__ import annotations
+
+import math
 
 SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 JOULES = ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ"))
 BYTES = ((2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B"))
+NONE = "–"
 RATES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
-def digits(value: float) -> str:
+def digits(value: float | None) -> str:
     """Three significant digits, without an exponent where people would not write one."""
+    if value is None or not math.isfinite(value):
+        return NONE
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1000:
@@ -18,8 +23,8 @@ def digits(value: float) -> str:
 
 
 def _with_unit(value: float | None, units: tuple[tuple[float, str], ...], suffix: str = "") -> str:
-    if value is None:
-        return "–"
+    if value is None or not math.isfinite(value):
+        return NONE
     for size, name in units:
         if abs(value) >= 0.9995 * size:
             return f"{digits(value / size)} {name}{suffix}"
@@ -44,9 +49,9 @@ def rate(value: float | None, unit: str) -> str:
 
 
 def percent(value: float | None, places: int = 1) -> str:
-    return "–" if value is None else f"{100 * value:.{places}f} %"
+    return NONE if value is None or not math.isfinite(value) else f"{100 * value:.{places}f} %"
 
 
 def times(value: float | None) -> str:
     """A ratio: `2.43×`."""
-    return "–" if value is None else f"{digits(value)}×"
+    return NONE if value is None or not math.isfinite(value) else f"{digits(value)}×"

@@ -13,16 +13,18 @@ from onelaunch.version import VERSION
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(sections: Sequence[Section], command: str) -> str:
+def page(sections: Sequence[Section], command: str, left_out: Sequence[str] = ()) -> str:
     title = "onelaunch report" if len(sections) != 1 else f"{sections[0].title} – onelaunch report"
     links = "".join(f'<li><a href="#{s.identity}">{escape(s.title)}</a></li>' for s in sections)
     navigation = f'<nav aria-label="Sections"><ul>{links}</ul></nav>' if len(sections) > 1 else ""
+    missing = "".join(f'<p class="bad">Left out: {escape(words)}</p>' for words in left_out)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><meta name="color-scheme" content="light dark">'
         f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{page_style()}</style></head><body>'
-        f'<a class="skip" href="#content">Skip to the results</a><header><h1>onelaunch report</h1>{navigation}</header>'
+        '<a class="skip" href="#content">Skip to the results</a>'
+        f"<header><h1>onelaunch report</h1>{navigation}{missing}</header>"
         f'<main id="content" tabindex="-1">{"".join(section.html() for section in sections)}</main>'
         f"<footer><p>onelaunch {escape(VERSION)}. This page is made by <code>{escape(command)}</code>. "
         "Whiskers and bands show the spread; shorter bars are better; a factor beside a bar is its time over onelaunch's.</p>"

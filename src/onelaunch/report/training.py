@@ -5,11 +5,12 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from onelaunch.report.draw import Line, line_chart
+from onelaunch.report.draw import Line, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
 from onelaunch.report.number import digits, percent, seconds
 from onelaunch.report.read import Source
+from onelaunch.train.run_folder import CONFIG
 
 POINTS = 300
 SHOWN = ("batch_size", "optimizer", "lr", "schedule", "precision", "seed")
@@ -17,7 +18,7 @@ SHOWN = ("batch_size", "optimizer", "lr", "schedule", "precision", "seed")
 
 def run_section(source: Source, identity: str) -> Section:
     about, epochs, config = (source.content[key] for key in ("about", "epochs", "config"))
-    command = f"onelaunch train {shlex.quote(source.name + '/config.toml')}"
+    command = f"onelaunch train {shlex.quote(str(source.path / CONFIG))}"
     facts = [
         ("data", about.get("data", "")),
         ("run", ", ".join(f"{key} {config[key]}" for key in SHOWN if key in config)),
@@ -43,15 +44,15 @@ def _time(about: dict[str, Any]) -> str:
 
 
 def _loss(epochs: list[dict[str, Any]], identity: str, command: str) -> Figure:
-    losses = [loss for epoch in epochs for loss in epoch.get("losses", []) if loss is not None]
+    losses = known(loss for epoch in epochs for loss in epoch.get("losses", []))
     stretch = max(1, -(-len(losses) // POINTS))
     means = [sum(losses[i : i + stretch]) / len(losses[i : i + stretch]) for i in range(0, len(losses), stretch)]
     ends = [min(i + stretch, len(losses)) for i in range(0, len(losses), stretch)]
     lines = [Line("training", ends, means)] if means else []
     checked = [epoch for epoch in epochs if epoch.get("validation")]
     if checked:
-        lines.append(Line("validation", [e["step"] for e in checked], [e["validation"]["loss"] for e in checked]))
-    positive = all(value > 0 for line in lines for value in line.y)
+        lines.append(Line("validation", [e["step"] for e in checked], known(e["validation"]["loss"] for e in checked)))
+    positive = not any(value <= 0 for line in lines for value in line.y)
     svg = line_chart(f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=positive)
     rows = [
         [str(e["epoch"] + 1), digits(e["loss"]), _validation(e, "loss"), percent(e.get("accuracy"), 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,33 +12,56 @@ from onelaunch.report.benchmark import bench_sections
 from onelaunch.report.comparison import compare_section
 from onelaunch.report.figure import Section
 from onelaunch.report.page import page
-from onelaunch.report.read import read_sources
+from onelaunch.report.read import Complain, Source, read_sources
 from onelaunch.report.training import run_section
+from onelaunch.version import VERSION
 
 REPORT = "report.html"
 
 
-def write_report(inputs: Sequence[Path], out: Path) -> Path:
-    """A page about run folders, results files and folders of results. Nothing is written when an input cannot be read."""
+def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda words: None) -> Path:
+    """A page about run folders, results files and folders of either.
+
+    What cannot be shown is named to `complain` and on the page; an error only where nothing is left.
+    """
     sections: list[Section] = []
+    left_out: list[str] = []
     for path in inputs:
-        for source in read_sources(path):
-            identity = f"part{len(sections) + 1}"
+        try:
+            sources = read_sources(path, left_out.append)
+        except OnelaunchError as error:
+            left_out.append(str(error))
+            continue
+        for source in sources:
             try:
-                if source.kind == "bench":
-                    sections += bench_sections(source, identity)
-                elif source.kind == "compare":
-                    sections.append(compare_section(source, identity))
-                else:
-                    sections.append(run_section(source, identity))
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
-                raise OnelaunchError(
-                    f"{source.name!r} is not as onelaunch writes it ({type(error).__name__}: {error}): take it again"
-                ) from error
-    html = page(sections, f"onelaunch report {' '.join(path.name for path in inputs)}")
+                sections += _sections(source, f"part{len(sections) + 1}")
+            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+                left_out.append(_odd(source, error))
+    if not sections:
+        more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
+        raise OnelaunchError((left_out[0] if left_out else "inputs=[] is empty: pass a run folder or results") + more)
+    for words in left_out:
+        complain(words)
+    command = shlex.join(["onelaunch", "report", *map(str, inputs)])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, html)
-    except OSError as error:
+        write_atomic(out, page(sections, command, left_out))
+    except (OSError, ValueError) as error:
         raise OnelaunchError(f"out={str(out)!r} cannot be written: {reason_of(error)}; pass another path") from error
     return out
+
+
+def _sections(source: Source, identity: str) -> list[Section]:
+    if source.kind == "bench":
+        return bench_sections(source, identity)
+    return [compare_section(source, identity) if source.kind == "compare" else run_section(source, identity)]
+
+
+def _odd(source: Source, error: Exception) -> str:
+    machine = source.content.get("machine")
+    versions = machine.get("versions") if isinstance(machine, dict) else None
+    written = versions.get("onelaunch") if isinstance(versions, dict) else None
+    remedy = "take it again"
+    if isinstance(written, str) and written != VERSION:
+        remedy = f"it was written by onelaunch {written:.20}, this is {VERSION}: {remedy}, or use that version"
+    return f"{str(source.path)!r} is not as onelaunch writes it ({type(error).__name__}: {error!s:.80}): {remedy}"

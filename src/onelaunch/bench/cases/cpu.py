@@ -1,8 +1,7 @@
 """The CPU engine against what else trains a small network on a CPU: a step of each, data in memory, the same batches.
 
 Peers: PyTorch as written, PyTorch compiled, a JAX scan over a whole epoch (one call, no interpreter between steps, the
-strongest of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch over ROWS rows, or several for a
-network so small that waking up would weigh as much as the work (64-32-10: an epoch is 1 ms).
+strongest of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch over ROWS rows.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from onelaunch.train.engines.cpu.session import CpuSession
 
 CPU = torch.device("cpu")
 ROWS, CHECKED_STEPS = 8192, 50
-TINY, EPOCHS_IF_TINY = 50_000, 10  # FLOPs a row
 ENDLESS = 2**20  # epochs: more than any benchmark runs
 
 
@@ -83,23 +81,14 @@ def _trial(workload: Workload) -> Trial:
         absent["JAX scan"] = reason
     else:
         peers["JAX scan"] = jax_scan(run, row_order(run, steps))
-    epochs = EPOCHS_IF_TINY if workload.flops_a_row < TINY else 1
     return Trial(
-        ours=_repeated(_ours(run), epochs),
+        ours=_ours(run),
         check=lambda: _check(workload),
-        peers={name: _repeated(work, epochs) for name, work in peers.items()},
+        peers=peers,
         absent=absent,
-        units=epochs * steps,
-        floor_flops=epochs * ROWS * workload.flops_a_row,
+        units=steps,
+        floor_flops=ROWS * workload.flops_a_row,
     )
-
-
-def _repeated(work: Work, times: int) -> Work:
-    def several() -> None:
-        for _ in range(times):
-            work()
-
-    return several
 
 
 def _register(workload: Workload) -> None:
