@@ -3,57 +3,71 @@
 Two kernels (ReLU, then the product with a dropout mask) against one that does both, 50 * 2**20 floats. First as a hurried
 benchmark does it: one launch of each, the unfused one first. The driver loads code when it is first used, and whoever comes
 first pays for it. Then as it should be: warmed up, many launches, medians. docs/measuring.md tells the story.
+
+`--out benchmarks/results/cold-launch-CHIP-DATE.json` records it; `make readme` puts the newest recording into that page.
 """
 
 from __future__ import annotations
 
-import ctypes
+import argparse
+import functools
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
-from cuda.core import Device, LaunchConfig, Program, ProgramOptions, launch
+from cuda.core import Program, ProgramOptions
+
+from onelaunch.bench.measure import LEAD_CYCLES
+from onelaunch.bench.results import check_writable, provenance, save_results
+from onelaunch.train.engines.resident.launch import LoadedKernel
 
 N, BLOCK, REPEATS = 50 * 2**20, 256, 50
 SOURCE = """
-extern "C" __global__ void relu(const float* x, float* y, unsigned n) {
+extern "C" __global__ void relu(const float* x, float* y, unsigned long long n) {
   unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = fmaxf(x[i], 0.f);
 }
-extern "C" __global__ void dropout(const float* x, const float* mask, float* y, unsigned n) {
+extern "C" __global__ void dropout(const float* x, const float* mask, float* y, unsigned long long n) {
   unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = x[i] * mask[i];
 }
-extern "C" __global__ void relu_dropout(const float* x, const float* mask, float* y, unsigned n) {
+extern "C" __global__ void relu_dropout(const float* x, const float* mask, float* y, unsigned long long n) {
   unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) y[i] = fmaxf(x[i], 0.f) * mask[i];
 }
 """
 
 
-def milliseconds(work: Callable[[], None]) -> float:
+def seconds_of(work: Callable[[], None], *, hurried: bool) -> float:
+    """By events. Not hurried: the device waits first, so that the time the host takes to launch is not in it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if not hurried:
+        torch.cuda._sleep(LEAD_CYCLES)
     start.record()
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / 1e3
 
 
-def main() -> None:
+def measure() -> dict[str, dict[str, float]]:
     x = torch.randn(N, device="cuda")
     mask = (torch.rand(N, device="cuda") < 0.5).float() * 2
     between, unfused, fused = (torch.full_like(x, torch.nan) for _ in range(3))
     torch.cuda.synchronize()
-    device = Device(torch.cuda.current_device())
-    device.set_current()
+    device = torch.device("cuda", torch.cuda.current_device())
     capability = "".join(map(str, torch.cuda.get_device_capability()))
     code = Program(SOURCE, "c++", ProgramOptions(arch=f"sm_{capability}")).compile("cubin")
-    stream = device.create_stream(torch.cuda.current_stream())
-    shape = LaunchConfig(grid=-(-N // BLOCK), block=BLOCK)
+
+    @functools.cache
+    def kernel(name: str) -> LoadedKernel:  # loaded when it is first launched, as a CUDA program's are
+        return LoadedKernel(code, name, device)
 
     def run(name: str, *tensors: torch.Tensor) -> None:
-        launch(stream, shape, code.get_kernel(name), *(tensor.data_ptr() for tensor in tensors), ctypes.c_uint32(N))
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        kernel(name).launch(torch.cuda.current_stream(), grid=-(-N // BLOCK), block=BLOCK, args=[*pointers, N])
 
     def two() -> None:
         run("relu", x, between)
@@ -62,12 +76,30 @@ def main() -> None:
     def one() -> None:
         run("relu_dropout", x, mask, fused)
 
-    cold = milliseconds(two), milliseconds(one)
+    cold = seconds_of(two, hurried=True), seconds_of(one, hurried=True)
     assert torch.equal(unfused, fused), "the fused kernel computes something else"
-    warm = [(milliseconds(two), milliseconds(one)) for _ in range(REPEATS)]
+    warm = [(seconds_of(two, hurried=False), seconds_of(one, hurried=False)) for _ in range(REPEATS)]
     medians = [statistics.median(times) for times in zip(*warm, strict=True)]
-    for words, (slow, fast) in (("one launch each, unfused first", cold), (f"median of {REPEATS}, warm", medians)):
-        print(f"{words:<32} two kernels {slow:8.3f} ms   one {fast:7.3f} ms   ratio {slow / fast:6.1f}")
+    return {
+        "one launch each, the unfused first": {"two_kernels": cold[0], "one_kernel": cold[1]},
+        f"warmed up, medians of {REPEATS}": {"two_kernels": medians[0], "one_kernel": medians[1]},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One cold launch of each, then warm medians.")
+    parser.add_argument("--out", type=Path, help="where to save the figures as JSON")
+    out: Path | None = parser.parse_args().out
+    if out is not None:
+        check_writable(out)
+    if not torch.cuda.is_available():
+        sys.exit("error: this machine has no CUDA device that PyTorch can use: run it on one that has")
+    found = measure()
+    for words, one in found.items():
+        slow, fast = 1e3 * one["two_kernels"], 1e3 * one["one_kernel"]
+        print(f"{words:<36} two kernels {slow:8.3f} ms   one {fast:7.3f} ms   ratio {slow / fast:6.1f}")
+    if out is not None:
+        save_results({**provenance("python benchmarks/cold_launch.py"), "cold_launch": found}, out)
 
 
 if __name__ == "__main__":

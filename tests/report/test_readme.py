@@ -11,10 +11,10 @@ import pytest
 from onelaunch.bench import case, results
 from onelaunch.errors import OnelaunchError
 from onelaunch.report import benchmark
-from onelaunch.report.readme import ALL, BEGIN, END, RESULTS, generate, main, stale
+from onelaunch.report.readme import ALL, BEGIN, COLD_BEGIN, COLD_END, END, MEASURING, RESULTS, generate, main, stale
 from onelaunch.report.recorded import GROUPS
 from tests.conftest import ROOT
-from tests.report.results import bench_results, compare_results
+from tests.report.results import MACHINE, bench_results, compare_results, timing
 
 
 def test_the_committed_results_are_what_the_recordings_say():
@@ -28,6 +28,8 @@ def project(tmp_path: Path) -> Path:
     (tmp_path / RESULTS / "compare.json").write_text(json.dumps(compare_results()))
     (tmp_path / RESULTS / "notes.json").write_text('{"breakdown": {}}')  # of another shape: left alone
     (tmp_path / "README.md").write_text(f"# before\n{BEGIN}\nold\n{END}\nafter\n")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / MEASURING).write_text(f"story\n{COLD_BEGIN}\n{COLD_END}\nend\n")
     return tmp_path
 
 
@@ -41,9 +43,10 @@ def test_results_go_between_the_markers(project, capsys):
     assert "old" not in text
     assert "| relu | 100 µs a call | 2.50× | 0.900× |" in text
     assert "onelaunch bench ops memory" in text
-    assert "ops/broken" not in text  # it failed: no figure
+    assert "broken failed its check and has no time." in text
+    everywhere = text + (project / ALL).read_text()
     for figure in (project / "docs" / "figures").glob("*.svg"):
-        assert f"docs/figures/{figure.name}" in text
+        assert f"figures/{figure.name}" in everywhere
     capsys.readouterr()
     main(project)
     assert capsys.readouterr().out == "nothing changed\n"
@@ -65,6 +68,81 @@ def test_the_newest_recording_of_a_case_counts(project):
     text = generate(project)[project / "README.md"]
     assert "| relu | 200 µs a call |" in text
     assert "| step | 300 µs a call |" in text  # which the newer file does not hold
+
+
+def test_a_newer_failure_takes_an_older_figure_away_and_a_skipped_case_does_not(project):
+    newer = bench_results()
+    newer["date"] = "2026-12-01T00:00:00+00:00"
+    newer["cases"] = [
+        {**newer["cases"][0], "check": "failed: AssertionError: off by <3> | more", "times": {}, "gpu": None},
+        {**newer["cases"][1], "check": "skipped: no GPU", "times": {}},
+    ]
+    (project / RESULTS / "a-newer.json").write_text(json.dumps(newer))
+    files = generate(project)
+    text, everything = files[project / "README.md"], files[project / ALL]
+    assert "| relu |" not in text + everything
+    assert "relu failed its check and has no time." in text
+    assert "**relu failed its check** ([2026-12-01]" in everything
+    assert "off by &lt;3&gt; \\| more" in everything
+    assert "| step | 300 µs a call |" in text
+    assert "2 failed the check" in text
+
+
+def test_absent_peers_notes_and_doubtful_ratios_are_said(project):
+    results = bench_results()
+    results["cases"][0]["times"]["torch eager"]["spread"] = 3.0
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    files = generate(project)
+    assert "- Absent: peer (not installed)" in files[project / ALL]
+    assert "- relu: placement: cluster of 8" in files[project / ALL]
+    assert "| relu | 100 µs a call | ≈ 2.50× | 0.900× |" in files[project / "README.md"]
+    assert "≈: too noisy to tell" in files[project / "README.md"]
+
+
+def test_times_that_are_none_are_not_shown(project):
+    results = bench_results()
+    results["cases"][0]["times"]["onelaunch"]["median"] = float("nan")
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    assert "| relu |" not in generate(project)[project / "README.md"]
+
+
+def test_the_newest_sizes_of_a_chip_are_drawn_and_where_a_peer_wins_is_said(project):
+    newer = compare_results()
+    newer["date"] = "2026-12-01T00:00:00+00:00"
+    newer["sizes"]["step_seconds"]["torch eager"]["8192"] = timing(0.5e-3)
+    (project / RESULTS / "a-sizes.json").write_text(json.dumps(newer))
+    files = generate(project)
+    drawn = [path.name for path in files if path.name.startswith("sizes-")]
+    assert drawn == [
+        "sizes-nvidia-h200-time-of-a-step-over-hidden-size.svg",
+        "sizes-nvidia-h200-speed-up-over-hidden-size.svg",
+    ]
+    assert f"({RESULTS}/a-sizes.json)" in files[project / "README.md"]
+    assert "compare.json" not in files[project / "README.md"]
+    everything = files[project / ALL]
+    assert "| 784-128-10, relu, hidden size 8,192 | NVIDIA H200 | torch eager | 2.00× its time |" in everything
+    assert "| 8,192 | 1.00 ms | 500 µs | resident |" in everything
+
+
+def test_the_newest_cold_launch_is_told(project):
+    assert "not recorded yet" in generate(project)[project / MEASURING]
+    for name, date, cold in (("b", "2026-11-20", 0.02), ("a", "2026-11-21", 0.0192)):
+        measured = {
+            "one launch each": {"two_kernels": cold, "one_kernel": 0.0002},
+            "warm": {"two_kernels": 0.00036, "one_kernel": 0.0002},
+        }
+        content = {"machine": MACHINE, "date": f"{date}T00:00:00+00:00", "cold_launch": measured}
+        (project / RESULTS / f"{name}.json").write_text(json.dumps(content))
+    text = generate(project)[project / MEASURING]
+    assert text.startswith("story\n")
+    assert "| one launch each | 19.2 ms | 200 µs | 96.0× |" in text
+    assert "| warm | 360 µs | 200 µs | 1.80× |" in text
+
+
+def test_a_recording_of_another_shape_is_named(project):
+    (project / RESULTS / "odd.json").write_text(json.dumps({"machine": MACHINE, "date": "2026", "cases": [{"x": 1}]}))
+    with pytest.raises(OnelaunchError, match=r"odd.json' is not as onelaunch writes it"):
+        generate(project)
 
 
 def test_a_changed_recording_or_figure_is_noticed(project):

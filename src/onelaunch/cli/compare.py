@@ -136,12 +136,14 @@ def _show(results: dict[str, Any]) -> None:
         table = Table(title=made.caption, title_justify="left", title_style="")
         for number, column in enumerate(made.head):
             head = column.replace(" ", "\n")  # so that 80 columns are enough for whole words
-            table.add_column(head, justify="right" if number else "left", overflow="fold")
+            table.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=not number)
         for row in made.rows:
             table.add_row(*row)
         console.print(table)
     for kind, words in agreement(results["contenders"]):
-        console.print(words, style="" if kind == "good" else "red", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            words, style={"good": "", "note": "yellow"}.get(kind, "red"), markup=False, highlight=False, soft_wrap=True
+        )
     for _, words in noise(results):
         console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for name, reason in results["absent"].items():

@@ -13,6 +13,7 @@ from onelaunch.report.read import Source
 
 OURS = "onelaunch"
 NOISY = 1.5  # slowest over fastest
+VAGUE = 0.5  # a bound so wide that to stay within it says nothing
 
 
 def is_ours(name: str) -> bool:
@@ -84,12 +85,14 @@ def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
         gap = one["gap"]
         if gap is None:
             continue
+        vague = gap["agrees"] and gap["bound"] > VAGUE
+        found_so = "cannot be told from" if vague else "agrees with" if gap["agrees"] else "does not agree with"
         where = f"steps {gap['first_step'] + 1:,} to {gap['last_step'] + 1:,}"
         words = (
-            f"{name} {'agrees' if gap['agrees'] else 'does not agree'} with {reference}: largest gap of smoothed losses "
-            f"{percent(gap['relative'], 2)} ({where}; bound {percent(gap['bound'], 2)})"
+            f"{name} {found_so} {reference}: largest gap of smoothed losses {percent(gap['relative'], 2)} ({where}; bound "
+            f"{percent(gap['bound'], 2)}{', the losses vary too much' if vague else ''})"
         )
-        said.append(("good" if gap["agrees"] else "bad", words))
+        said.append(("note" if vague else "good" if gap["agrees"] else "bad", words))
     return said
 
 

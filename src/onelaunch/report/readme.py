@@ -1,4 +1,5 @@
-"""Writes the results into the README, `docs/results.md` and `docs/figures/`, from `benchmarks/results/` alone.
+"""Writes the results into the README, `docs/results.md`, `docs/measuring.md` and `docs/figures/`: from `benchmarks/results/`
+and nothing else.
 
 `make readme` runs it; a test fails when what is committed differs from what it would write.
 """
@@ -7,19 +8,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.report.benchmark import OURS, energy_of, peers_of
+from onelaunch.report.benchmark import against, peers_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.draw import Bar, bar_chart
 from onelaunch.report.machine import chip
-from onelaunch.report.number import byte_size, joules, percent, seconds, times
-from onelaunch.report.recorded import Group, Recorded, read_recorded
+from onelaunch.report.number import seconds, times
+from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes, read_recorded
+from onelaunch.report.results_page import FIGURES, RESULTS, figure_name, plain, results_page, time_of
 from onelaunch.report.standalone import standalone
 
 BEGIN, END = "<!-- results: made by `make readme` -->", "<!-- end of results -->"
-RESULTS, FIGURES, ALL = "benchmarks/results", "docs/figures", "docs/results.md"
+COLD_BEGIN, COLD_END = "<!-- cold launch: made by `make readme` -->", "<!-- end of cold launch -->"
+ALL, MEASURING = "docs/results.md", "docs/measuring.md"
 # Of the many cases of a group the README shows these; docs/results.md shows all.
 HEADLINES = {
     "ops": ("relu_dropout-", "batch_norm-", "cross_entropy-", "linear-relu-8192", "linear-gelu_tanh-4096", "-training"),
@@ -29,29 +33,37 @@ FEW = 16
 
 def generate(root: Path) -> dict[Path, str]:
     """Every generated file under `root` with its content."""
-    groups, comparisons = read_recorded(root / RESULTS)
-    readme = root / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise OnelaunchError(f"{str(readme)!r} must hold the lines {BEGIN!r} and {END!r} once each, around the results")
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    files = {root / FIGURES / f"{group.file_stem}.svg": _figure(group) for group in groups}
-    pictures = []
-    for comparison in comparisons:
-        stem, sizes = Path(comparison["file"]).stem, comparison.get("sizes") or {}
-        for figure in size_figures(sizes, stem, comparison["command"]) if sizes.get("step_seconds") else []:
-            name = f"{stem}-{figure.title.lower().replace(' ', '-')}.svg"
-            files[root / FIGURES / name] = standalone(figure.svg)
-            pictures.append(f"![{figure.title}, {chip(comparison['machine'])}]({FIGURES}/{name})")
-    shown = [_short(group) for group in groups]
-    recorded = [record for group in groups for record in group.cases]
-    lost = sum(bool(record.lost_to()) for record in recorded)
-    honesty = f"In {lost} of {len(recorded)} recorded cases a peer is faster: [{ALL}]({ALL}) has them all, these first."
-    summary = "\n".join([*shown, *pictures, "", honesty, ""])
-    files[readme] = f"{before}{BEGIN}\n{summary}{END}{after}"
-    files[root / ALL] = _everything(groups)
+    recordings = read_recorded(root / RESULTS)
+    readme, measuring = root / "README.md", root / MEASURING
+    shown = [group for group in recordings.groups if not group.beside_the_gpu]
+    files = {root / FIGURES / f"{group.file_stem}.svg": _figure(group) for group in shown if group.cases}
+    for sizes in recordings.sizes:
+        for figure in size_figures(sizes.content["sizes"], sizes.file_stem, sizes.content["command"]):
+            files[root / FIGURES / figure_name(sizes, figure.title)] = standalone(figure.svg)
+    parts = [*map(_short, shown), *map(_over_size, recordings.sizes), _honesty(recordings), ""]
+    files[readme] = between(readme, BEGIN, END, "\n".join(parts))
+    files[root / ALL] = results_page(recordings)
+    if measuring.is_file():
+        files[measuring] = between(measuring, COLD_BEGIN, COLD_END, _cold(recordings.cold_launch))
     return files
+
+
+def between(path: Path, begin: str, end: str, words: str) -> str:
+    """The text of a file with `words` between two marks."""
+    text = path.read_text(encoding="utf-8")
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise OnelaunchError(f"{str(path)!r} must hold the lines {begin!r} and {end!r} once each, around the results")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{words}{end}{rest.split(end)[1]}"
+
+
+def _honesty(recordings: Recordings) -> str:
+    timed = [record for group in recordings.groups for record in group.cases]
+    failed = sum(len(group.failed) for group in recordings.groups)
+    lost = sum(bool(record.lost_to()) for record in timed)
+    also = f" {failed} failed the check, and have no time." if failed else ""
+    where = f"[{ALL}]({ALL}) has them all, these first, with who was absent and why."
+    return f"In {lost} of {len(timed)} recorded cases a peer is faster: {where}{also}"
 
 
 def _headlines(group: Group) -> list[Recorded]:
@@ -63,24 +75,30 @@ def _headlines(group: Group) -> list[Recorded]:
 def _short(group: Group) -> str:
     chosen = _headlines(group)
     peers = peers_of([record.case for record in chosen])
-    commands = " · ".join(f"`{command}`" for command in dict.fromkeys(record.command for record in chosen))
-    files = ", ".join(f"[{f}]({RESULTS}/{f})" for f in dict.fromkeys(record.file for record in chosen))
-    dates = ", ".join(dict.fromkeys(record.date[:10] for record in chosen))
-    lines = [
-        f"**{group.title}** on {group.chip}: {commands}, {dates}, {files}. Medians; × is a peer's time over ours.",
-        "",
-        f"| case | onelaunch | {' | '.join(f'against {peer}' for peer in peers)} |",
-        f"|---|---|{'---|' * len(peers)}",
-    ]
-    for record in chosen:
-        ratios = " | ".join(times(record.case["ratio"].get(peer)) for peer in peers)
-        lines.append(f"| {record.title} | {_time(record)} | {ratios} |")
-    lines += ["", f"![{group.title}: the fastest peer's time over ours]({FIGURES}/{group.file_stem}.svg)", ""]
+    sources = [*chosen, *group.failed]
+    commands = " · ".join(f"`{command}`" for command in dict.fromkeys(record.command for record in sources))
+    names = ", ".join(f"[{f}]({RESULTS}/{f})" for f in dict.fromkeys(record.file for record in sources))
+    dates = ", ".join(dict.fromkeys(record.date[:10] for record in sources))
+    table = [[record.title, time_of(record), *(against(record.case, peer) for peer in peers)] for record in chosen]
+    close = "; ≈: too noisy to tell" if any("≈" in cell for row in table for cell in row) else ""
+    meaning = f"Medians; × is a peer's time over ours{close}."
+    lines = [f"**{group.title}** on {group.chip}: {commands}, {dates}, {names}. {meaning}", ""]
+    if chosen:
+        head = ["case", "onelaunch", *(f"against {peer}" for peer in peers)]
+        lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+        lines += [f"| {' | '.join(row)} |" for row in table]
+        lines += ["", f"![{group.title}: the fastest peer's time over ours]({FIGURES}/{group.file_stem}.svg)", ""]
+    for record in group.failed:
+        lines += [f"{plain(record.title)} failed its check and has no time.", ""]
     return "\n".join(lines)
 
 
-def _time(record: Recorded) -> str:
-    return f"{seconds(record.case['times'][OURS]['median'])} a {record.case['unit']}"
+def _over_size(sizes: Sizes) -> str:
+    content = sizes.content
+    figure = size_figures(content["sizes"], sizes.file_stem, content["command"])[0]
+    where = f"[{sizes.file}]({RESULTS}/{sizes.file})"
+    head = f"**{figure.title}** on {sizes.chip}: `{content['command']}`, {content['date'][:10]}, {where}."
+    return f"{head}\n\n![{figure.title}]({FIGURES}/{figure_name(sizes, figure.title)})\n"
 
 
 def _figure(group: Group) -> str:
@@ -99,54 +117,18 @@ def _figure(group: Group) -> str:
     return standalone(drawn)
 
 
-def _everything(groups: list[Group]) -> str:
+def _cold(recorded: dict[str, Any] | None) -> str:
+    if recorded is None:
+        return "Its output is not recorded yet: expect a large ratio first, and one near 1.7 second.\n"
+    where = f"[{recorded['file']}](../{RESULTS}/{recorded['file']})"
     lines = [
-        "# Results",
-        "",
-        "Made by `make readme` from `benchmarks/results/`: the newest recording of each case on each chip.",
-        "How the figures are taken: [measuring.md](measuring.md).",
+        f"| {chip(recorded['machine'])}, {recorded['date'][:10]}, {where} | two kernels | one kernel | ratio |",
+        "|---|---|---|---|",
     ]
-    lost = [
-        (group, record, peer, ratio) for group in groups for record in group.cases for peer, ratio in record.lost_to()
-    ]
-    lines += ["", "## Where a peer is faster", ""]
-    if lost:
-        lines += [
-            "By more than the spread of the two.",
-            "| case | chip | peer | onelaunch takes |",
-            "|---|---|---|---|",
-        ]
-        lines += [
-            f"| {r.case['name']} | {g.chip} | {peer} | {times(1 / ratio)} its time |" for g, r, peer, ratio in lost
-        ]
-    else:
-        lines.append("In no recorded case by more than the spread of the two.")
-    for group in groups:
-        lines += ["", f"## {group.title}: {group.chip}", "", *_full_table(group)]
+    for words, one in recorded["cold_launch"].items():
+        two, fused = one["two_kernels"], one["one_kernel"]
+        lines.append(f"| {plain(words)} | {seconds(two)} | {seconds(fused)} | {times(two / fused)} |")
     return "\n".join(lines) + "\n"
-
-
-def _full_table(group: Group) -> list[str]:
-    peers = peers_of([record.case for record in group.cases])
-    head = ["case", "onelaunch", "n", "spread", *(f"against {peer}" for peer in peers), "share of the floor's speed"]
-    head += ["peak memory", "energy", "recorded"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    for record in group.cases:
-        case, ours = record.case, record.case["times"][OURS]
-        cells = [record.title, _time(record), str(ours["n"]), percent(ours["spread"])]
-        cells += [times(case["ratio"].get(peer)) for peer in peers]
-        cells += [percent(_floor_share(case), 0), byte_size((case.get("peak_bytes") or {}).get(OURS))]
-        cells += [joules(energy_of(case).get(OURS)), f"[{record.date[:10]}](../{RESULTS}/{record.file})"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _floor_share(case: dict[str, object]) -> float | None:
-    """Also of older files, which timed the floor but did not set us against it."""
-    share, ratios = case.get("floor_share"), case["ratio"]
-    if share is None and isinstance(ratios, dict):
-        return next((ratio for name, ratio in ratios.items() if name.startswith("floor")), None)
-    return share if isinstance(share, float) else None
 
 
 def stale(root: Path) -> list[str]:

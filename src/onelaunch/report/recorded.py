@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onelaunch.report.benchmark import FLOOR, OURS, TITLES, peers_of
+from onelaunch.errors import OnelaunchError
+from onelaunch.report.benchmark import FLOOR, OURS, TITLES, has_times, peers_of
+from onelaunch.report.comparison import speed_up
 from onelaunch.report.machine import chip
 from onelaunch.report.read import read_json
 
@@ -17,13 +19,17 @@ GROUPS = ("train", "cpu", "ops", "fuse", "memory")  # the order of the README
 
 @dataclass(frozen=True)
 class Recorded:
-    """A passed case with where it came from."""
+    """A case that passed its check or failed it, with where it came from."""
 
     case: dict[str, Any]
     chip: str
     file: str
     date: str
     command: str
+
+    @property
+    def passed(self) -> bool:
+        return bool(self.case["check"] == "passed")
 
     @property
     def title(self) -> str:
@@ -50,7 +56,8 @@ class Group:
 
     name: str
     chip: str
-    cases: Sequence[Recorded]
+    cases: Sequence[Recorded]  # with times
+    failed: Sequence[Recorded]
 
     @property
     def title(self) -> str:
@@ -58,34 +65,99 @@ class Group:
 
     @property
     def file_stem(self) -> str:
-        words = "".join(
-            letter if letter.isalnum() else "-"
-            for letter in f"{self.name}-{self.chip.split(',')[0]}".replace("(R)", "")
-        )
-        return "-".join(word for word in words.lower().split("-") if word)
+        return stem_of(f"{self.name}-{self.chip.split(',')[0]}")
+
+    @property
+    def beside_the_gpu(self) -> bool:
+        """What `bench train` also times on the processor of a GPU's machine."""
+        return self.name == "train" and bool(self.cases) and not any(record.case.get("gpu") for record in self.cases)
 
 
-def read_recorded(folder: Path) -> tuple[list[Group], list[dict[str, Any]]]:
-    """Groups of bench cases, and the comparisons. A file of another shape (a breakdown, a log of trials) is left alone."""
+@dataclass(frozen=True)
+class Sizes:
+    """The time of a step over the hidden size, from `onelaunch compare --sizes`."""
+
+    content: dict[str, Any]
+    chip: str
+    file: str
+
+    @property
+    def file_stem(self) -> str:
+        return stem_of(f"sizes-{self.chip.split(',')[0]}")
+
+    def lost_to(self) -> list[tuple[str, int, float]]:
+        """Peer, hidden size and its time over ours, where its slowest sample was faster than our fastest."""
+        sizes = self.content["sizes"]
+        found = []
+        for peer, ratios in speed_up(sizes).items():
+            for hidden, ratio in ratios.items():
+                ours = sizes["step_seconds"][sizes["auto"][str(hidden)]][str(hidden)]
+                if sizes["step_seconds"][peer][str(hidden)]["maximum"] < ours["minimum"]:
+                    found.append((peer, hidden, ratio))
+        return found
+
+
+@dataclass(frozen=True)
+class Recordings:
+    groups: Sequence[Group]
+    sizes: Sequence[Sizes]  # one a chip
+    cold_launch: dict[str, Any] | None  # of `benchmarks/cold_launch.py`
+
+
+def stem_of(words: str) -> str:
+    letters = "".join(letter if letter.isalnum() else "-" for letter in words.replace("(R)", ""))
+    return "-".join(word for word in letters.lower().split("-") if word)
+
+
+def read_recorded(folder: Path) -> Recordings:
+    """A file of another shape (a breakdown, a log of trials) is left alone. A case that was skipped says nothing; one that
+    failed says that older figures of it hold no more."""
     newest: dict[tuple[str, str], Recorded] = {}
-    comparisons = []
+    sizes: dict[str, Sizes] = {}
+    cold: dict[str, Any] | None = None
     for path in sorted(folder.glob("*.json")):
         content = read_json(path)
-        if isinstance(content, dict) and isinstance(content.get("contenders"), dict):
-            comparisons.append({**content, "file": path.name})
-        if not isinstance(content, dict) or not isinstance(content.get("cases"), list) or "machine" not in content:
+        if not isinstance(content, dict) or "machine" not in content:
             continue
-        for case in content["cases"]:
-            if case["check"] != "passed":
-                continue
-            where = chip(content["machine"], gpu=case.get("gpu") is not None or case["group"] in ON_GPU)
+        try:
+            date = content["date"]
+            if "cold_launch" in content and (cold is None or cold["date"] <= date):
+                cold = {**content, "file": path.name}
+            if (content.get("sizes") or {}).get("step_seconds"):
+                where = chip(content["machine"])
+                if where not in sizes or sizes[where].content["date"] <= date:
+                    sizes[where] = Sizes(content, where, path.name)
+            for record in _cases(content, path.name):
+                key = (record.case["name"], record.chip)
+                if key not in newest or newest[key].date <= record.date:
+                    newest[key] = record
+        except (LookupError, TypeError, AttributeError) as error:
+            raise OnelaunchError(
+                f"{str(path)!r} is not as onelaunch writes it ({type(error).__name__}: {error}): take it again"
+            ) from error
+    return Recordings(_grouped(list(newest.values())), [sizes[where] for where in sorted(sizes)], cold)
+
+
+def _cases(content: dict[str, Any], file: str) -> list[Recorded]:
+    found = []
+    for case in content.get("cases", []):
+        if case["check"].startswith("failed") or (case["check"] == "passed" and has_times(case)):
+            # A failed case has no clocks: it stands beside those of its name on the GPU, if it has ever run there.
+            gpu = (
+                bool(case.get("gpu"))
+                or case["group"] in ON_GPU
+                or (case["check"] != "passed" and case["group"] != "cpu")
+            )
             command = content.get("command") or f"onelaunch bench {case['group']}"
-            record = Recorded(case, where, path.name, content["date"], command)
-            key = (case["name"], where)
-            if key not in newest or newest[key].date <= record.date:
-                newest[key] = record
+            found.append(Recorded(case, chip(content["machine"], gpu=gpu), file, content["date"], command))
+    return found
+
+
+def _grouped(records: Sequence[Recorded]) -> list[Group]:
     found: dict[tuple[str, str], list[Recorded]] = {}
-    for record in newest.values():
+    for record in records:
         found.setdefault((record.case["group"], record.chip), []).append(record)
     order = sorted(found, key=lambda key: (GROUPS.index(key[0]) if key[0] in GROUPS else len(GROUPS), key[1]))
-    return [Group(name, where, found[name, where]) for name, where in order], comparisons
+    return [
+        Group(*key, [r for r in found[key] if r.passed], [r for r in found[key] if not r.passed]) for key in order
+    ]  # fmt: skip

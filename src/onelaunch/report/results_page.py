@@ -1,0 +1,126 @@
+"""`docs/results.md`: every recorded case, those in which a peer is faster first, and what failed or was absent."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from onelaunch.report.benchmark import OURS, against, energy_of, peers_of
+from onelaunch.report.comparison import size_figures
+from onelaunch.report.number import byte_size, joules, percent, seconds, times
+from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes
+
+RESULTS, FIGURES = "benchmarks/results", "docs/figures"
+
+
+def results_page(recordings: Recordings) -> str:
+    lines = [
+        "# Results",
+        "",
+        "Made by `make readme` from `benchmarks/results/`: the newest recording of each case on each chip.",
+        "How the figures are taken: [measuring.md](measuring.md). ≈: the difference is within the spread, too noisy to tell.",
+        "",
+        "## Where a peer is faster",
+        "",
+        *_lost(recordings),
+    ]
+    for group in recordings.groups:
+        lines += ["", f"## {group.title}: {group.chip}", ""]
+        lines += _full_table(group) if group.cases else []
+        lines += _remarks(group)
+    for sizes in recordings.sizes:
+        lines += ["", f"## Over the hidden size: {sizes.chip}", "", *_over_size(sizes)]
+    return "\n".join(lines) + "\n"
+
+
+def time_of(record: Recorded) -> str:
+    return f"{seconds(record.case['times'][OURS]['median'])} a {record.case['unit']}"
+
+
+def plain(words: str) -> str:
+    """As Markdown shows it, in a table too."""
+    return escape(" ".join(words.split()), quote=False).replace("|", "\\|")
+
+
+def _lost(recordings: Recordings) -> list[str]:
+    rows = [
+        f"| {record.case['name']} | {group.chip} | {peer} | {times(1 / ratio)} its time |"
+        for group in recordings.groups
+        for record in group.cases
+        for peer, ratio in record.lost_to()
+    ]
+    rows += [
+        f"| {sizes.content['network']}, hidden size {hidden:,} | {sizes.chip} | {peer} | {times(1 / ratio)} its time |"
+        for sizes in recordings.sizes
+        for peer, hidden, ratio in sizes.lost_to()
+    ]
+    if not rows:
+        return ["In no recorded case by more than the spread of the two."]
+    head = ["| case | chip | peer | onelaunch takes |", "|---|---|---|---|"]
+    return ["By more than the spread of the two.", *head, *rows]
+
+
+def _full_table(group: Group) -> list[str]:
+    peers = peers_of([record.case for record in group.cases])
+    head = ["case", "onelaunch", "n", "spread", *(f"against {peer}" for peer in peers), "share of the floor's speed"]
+    head += ["peak memory", "energy", "recorded"]
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    for record in group.cases:
+        case, ours = record.case, record.case["times"][OURS]
+        cells = [record.title, time_of(record), str(ours["n"]), percent(ours["spread"])]
+        cells += [against(case, peer) for peer in peers]
+        cells += [percent(_floor_share(case), 0), byte_size((case.get("peak_bytes") or {}).get(OURS))]
+        cells += [joules(energy_of(case).get(OURS)), f"[{record.date[:10]}](../{RESULTS}/{record.file})"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _floor_share(case: dict[str, Any]) -> float | None:
+    """Also of older files, which timed the floor but did not set us against it."""
+    share = case.get("floor_share")
+    if share is None:
+        return next((ratio for name, ratio in case["ratio"].items() if name.startswith("floor")), None)
+    return float(share)
+
+
+def _remarks(group: Group) -> list[str]:
+    """What failed, what a case says of itself, and who was not there."""
+    said = [
+        f"- **{record.title} failed its check** ([{record.date[:10]}](../{RESULTS}/{record.file})), so it has no time: "
+        f"{plain(record.case['check'].removeprefix('failed: '))}"
+        for record in group.failed
+    ]
+    for record in group.cases:
+        said += [
+            f"- {record.title}: {plain(f'{name}: {words}')}" for name, words in (record.case.get("notes") or {}).items()
+        ]
+    absent: dict[tuple[str, str], list[str]] = {}
+    for record in group.cases:
+        for peer, reason in (record.case.get("absent") or {}).items():
+            absent.setdefault((peer, reason), []).append(record.title)
+    for (peer, reason), titles in absent.items():
+        where = "" if len(titles) == len(group.cases) else f" from {', '.join(titles)}"
+        said.append(f"- Absent{where}: {plain(f'{peer} ({reason})')}")
+    return ["", *said] if said else []
+
+
+def _over_size(sizes: Sizes) -> list[str]:
+    content = sizes.content
+    where = f"[{content['date'][:10]}](../{RESULTS}/{sizes.file})"
+    lines = [f"{plain(content.get('network', ''))}: `{content['command']}`, {where}.", ""]
+    for figure in size_figures(content["sizes"], sizes.file_stem, content["command"]):
+        table = figure.table
+        lines += [f"![{figure.title}](figures/{figure_name(sizes, figure.title)})", "", f"{table.caption}:", ""]
+        lines += [f"| {' | '.join(table.head)} |", f"|{'---|' * len(table.head)}"]
+        lines += [f"| {' | '.join(row)} |" for row in table.rows]
+        lines.append("")
+    absent = content["sizes"].get("absent", {})
+    lines += [
+        f"- Absent at {', '.join(by_size)}: {plain(f'{name} ({next(iter(by_size.values()))})')}"
+        for name, by_size in absent.items()
+    ]
+    return lines[:-1] if not lines[-1] else lines
+
+
+def figure_name(sizes: Sizes, title: str) -> str:
+    return f"{sizes.file_stem}-{title.lower().replace(' ', '-')}.svg"
