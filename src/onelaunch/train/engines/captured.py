@@ -31,9 +31,15 @@ class Clock:
 def capture(body: StepBody, clock: Clock) -> torch.cuda.CUDAGraph:
     """Record `body`, which reads the clock, and the clock's tick. Raises what PyTorch raises where that cannot be."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        body(clock.state)
-        clock.state.add_(1)
+    try:
+        with torch.cuda.graph(graph):
+            body(clock.state)
+            clock.state.add_(1)
+    except BaseException:
+        # PyTorch leaves the generator as if it were still captured: every draw on the device would fail from now on.
+        generator = torch.cuda.default_generators[clock.state.get_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+        raise
     return graph
 
 

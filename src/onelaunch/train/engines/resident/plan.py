@@ -252,9 +252,14 @@ class Plan:
         return 1 if self.settings.loss == "cross_entropy" else linear.outputs
 
     @property
+    def table_rows(self) -> int:
+        """Row numbers of a step that a block needs."""
+        return self.settings.batch
+
+    @property
     def lot(self) -> int:
         """Steps whose row numbers are found at once."""
-        return max(1, min(INTERVAL, 1024 // self.settings.batch))
+        return max(1, min(INTERVAL, 1024 // self.table_rows))
 
     @property
     def finish(self) -> int:
@@ -304,7 +309,7 @@ class Plan:
         shared.add("decision", 8)
         shared.add("rates", 16 * INTERVAL)
         shared.add("round keys", 32 * self.lot)
-        shared.add("row numbers", 8 * self.lot * self.settings.batch)
+        shared.add("row numbers", 8 * self.lot * self.table_rows)
         shared.add("barriers", 16 * self.exchanges)
 
     # Exchanges are numbered: values of each hidden layer, then deltas and weights of each but the first, then the decision.

@@ -56,9 +56,26 @@ class RowsPlan(Plan):
         return layers
 
     @property
-    def chunk(self) -> int:
-        """Tiles of units whose sums a warp holds at once."""
-        return 8 if self.planes == 1 else 4
+    def team(self) -> int:
+        """Warps that take a row tile through the network together."""
+        return max(team for team in (1, 2, 4, 8) if team == 1 or team * self.row_tiles <= WARPS)
+
+    def tiles_each(self, layer: Layer) -> int:
+        """Tiles of units of a layer that a warp has."""
+        return -(-layer.tiles // self.team)
+
+    def slopes_shared(self, layer: Layer) -> bool:
+        """A few slopes wait for the way back in registers."""
+        return self.tiles_each(layer) > 2
+
+    def tiles_at_once(self, layer: Layer) -> int:
+        """Of those, the ones whose sums it holds at once: an equal part, or all."""
+        each = self.tiles_each(layer)
+        return max(some for some in range(1, 1 + 8 // min(self.planes, 2)) if each % some == 0)
+
+    @property
+    def table_rows(self) -> int:
+        return self.micro_batches * self.rows  # the block's share of each
 
     def layer_slots(self, layer: Layer) -> int:
         """Gradient tiles of a layer a warp computes."""
@@ -97,10 +114,11 @@ class RowsPlan(Plan):
             shared.add(name + "deltas", values)
             if not layer.last:
                 shared.add(name + "values", values)
-                shared.add(name + "slopes", self.row_tiles * layer.tiles * TILE_BYTES)
+                if self.slopes_shared(layer):
+                    shared.add(name + "slopes", self.tiles_each(layer) * WARPS * TILE_BYTES)
         shared.add("bias", 4 * self.all_units * (1 + self.states))
         shared.add("bias sums", 4 * self.all_units * self.row_tiles)
-        shared.add("bias totals", 4 * self.all_units)
+        shared.add("bias totals", 4 * (self.all_units + 4))
         shared.add("parts", own * WARPS * self.blocks * TILE_BYTES if self.blocks > 1 else 16)
         shared.add(
             "bias parts", 2 * self.blocks * (self.all_units + 4) * 4

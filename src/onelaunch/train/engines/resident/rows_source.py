@@ -12,7 +12,7 @@ def rows_source(plan: RowsPlan, *, faults: bool, stamps: bool) -> str:
     own = {
         "BY_ROWS": 1, "SHARES": plan.blocks, "LAYERS": len(plan.layers), "GROUP_TILES": 1, "FINISH": 1, "LOSS_WARPS": 8,
         "PARTIALS_BYTES": 0, "PARTIAL_BUFFERS": 1, "AT_PARTIALS": 0, "AT_STAGING": 0, "PARTS": PARTS, "COPIES": COPIES,
-        "CHUNK": plan.chunk, "SLOTS_ALL": plan.slots, "UNITS_ALL": plan.all_units, "AT_BIAS": shared["bias"],
+        "TEAM": plan.team, "SLOTS_ALL": plan.slots, "UNITS_ALL": plan.all_units, "AT_BIAS": shared["bias"],
         "AT_BIAS_SUMS": shared["bias sums"], "AT_BIAS_TOTALS": shared["bias totals"], "AT_RIGHT": shared["right"],
         "AT_PARTS": shared["parts"], "AT_BIAS_PARTS": shared["bias parts"], "AT_STATES": shared["states"],
         "STATES_SHARED": int(plan.states_shared),
@@ -45,9 +45,10 @@ def _layer(plan: RowsPlan, layer: Layer) -> str:
     numbers = {
         "UNIT_AT": plan.unit_at(layer), "SLOTS": plan.layer_slots(layer), "FIRST_SLOT": plan.first_slot(layer),
         "AT_COPIES": shared[name + "weights"], "AT_DELTA": shared[name + "deltas"],
-        "AT_VALUES": 0 if layer.last else shared[name + "values"], "AT_SLOPE": 0 if layer.last else shared[name + "slopes"],
+        "AT_VALUES": 0 if layer.last else shared[name + "values"], "EACH": plan.tiles_each(layer),
+        "AT_ONCE": plan.tiles_at_once(layer),
     }  # fmt: skip
-    return layer_struct(plan, layer, numbers, {})
+    return layer_struct(plan, layer, numbers, {"SLOPES_SHARED": plan.slopes_shared(layer)})
 
 
 def _each_layer(plan: RowsPlan) -> str:
@@ -63,28 +64,37 @@ def _each_layer(plan: RowsPlan) -> str:
 
 
 def _forward(plan: RowsPlan) -> Phases:
-    """A warp's row tiles through the network and, when training, back."""
-    lines = [f"u32 v{layer.index}[PLANES][Layer{layer.index}::NT / 2][4];" for layer in plan.layers[:-1]]
+    """A team's row tile through the network and, when training, back. Weights are read before a barrier: no wait after it."""
+    hidden, last = plan.layers[:-1], plan.layers[-1].index
     read = "[&](int step, int plane, u32 (&left)[4]) {{ {} }}"
     source = read.format("Inputs<Layer0>::read_step(c, buffer, m, step, plane, left);")
-    for layer in plan.layers[:-1]:
+    weights = [f"ForwardWeights<Layer{layer.index}> w{layer.index};" for layer in hidden]
+    lines = [" ".join([*weights, f"OutwardWeights<Layer{last}> w{last};"]), "w0.prepare(c);"]
+    for layer in hidden:
         i = layer.index
-        lines.append(f"tile_forward<Layer{i}>(c, draw, m, v{i}, {source});")
-        source = read.format(" ".join(f"left[{word}] = v{i}[plane][step][{word}];" for word in range(4)))
-    last = len(plan.layers) - 1
-    lines.append(f"u32 d{last}[PLANES][Layer{last}::NT / 2][4];")
-    lines.append(f"tile_outputs<Layer{last}>(c, draw, tally, m, score, d{last}, {source});")
+        place = plan.shared[f"layer {i}: slopes"] if plan.slopes_shared(layer) else 0
+        lines.append(f"Slopes<Layer{i}> slopes{i}; slopes{i}.place(c, {place});")
+        lines.append(
+            f"tile_forward<Layer{i}>(c, draw, m, w{i}, slopes{i}, {source}); w{i + 1}.prepare(c); meet_team(c);"
+        )
+        source = read.format(f"read_values<Layer{i}>(c, m, step, plane, left);")
+    lines.append(f"u32 out[PLANES][Layer{last}::NT / 2][4];")
+    lines.append(f"tile_outputs<Layer{last}>(c, draw, tally, m, w{last}, score, out, {source});")
     back = []
+    source = read.format(" ".join(f"left[{word}] = out[plane][step][{word}];" for word in range(4)))
     for i in range(last, 0, -1):
-        back.append(f"u32 d{i - 1}[PLANES][Layer{i - 1}::NT / 2][4];")
-        back.append(f"tile_backward<Layer{i}, Layer{i - 1}>(c, m, d{i}, d{i - 1});")
+        back.append(
+            f"BackwardWeights<Layer{i}, Layer{i - 1}> b{i}; b{i}.prepare(c);{'' if i == last else ' meet_team(c);'}"
+        )
+        back.append(f"tile_backward<Layer{i}, Layer{i - 1}>(c, m, b{i}, slopes{i - 1}, {source});")
+        source = read.format(f"read_deltas<Layer{i - 1}>(c, m, step, plane, left);")
     lines.append(f"if (draw.training) {{ {' '.join(back)} }}")
     body = " \\\n    ".join(lines)
-    tiles = f"Score score = {{0.f, 0}}; for (int m = c.warp; m < ROW_TILES; m += WARPS) {{ {body} }} add_score(c, draw, score);"
+    tiles = f"for (int m = c.warp / TEAM; m < ROW_TILES; m += WARPS / TEAM) {{ {body} }}"
     return [
         ("rows arrive", "Inputs<Layer0>::arrive();"),
-        ("fetch the next rows", "next_inputs();"),
-        ("row tiles", f"{{ {tiles} }}"),
+        ("fetch the next rows", "if (!draw.training) next_inputs();"),
+        ("row tiles", f"{{ Score score = {{0.f, 0}}; {tiles} add_score(c, draw, score); }}"),
         ("meet", "c.dead = __syncthreads_or(c.dead);"),
     ]
 
@@ -97,16 +107,14 @@ def _backward(plan: RowsPlan) -> Phases:
         if layer.first:
             read = "Inputs<Layer0>::read_step_transposed(c, buffer, m, step, plane, left);"
         sums.append(
-            f"add_gradient<Layer{i}>(c, gradient, [&](int m, int step, int plane, u32 (&left)[4]) {{ {read} }});"
+            f"add_gradient<Layer{i}>(c, gradient, [&](int m, int step, int plane, u32 (&left)[4]) {{ {read} }}); "
+            f"if (last) send_parts<Layer{i}>(c, gradient);"
         )
     clear = "if (micro == 0) for (int i = 0; i < SLOTS_ALL; ++i) clear(gradient[i]);"
-    fetch = [] if plan.input_buffers == 2 else [("fetch the next rows", "__syncthreads(); fetch_next();")]
+    fetch = "fetch_next();" if plan.input_buffers == 2 else "__syncthreads(); fetch_next();"
     return [
+        ("sum the loss", "sum_biases_and_loss(c, micro == 0, last);"),
         ("gradient", f"{clear} {' '.join(sums)}"),
-        (
-            "sum the loss",
-            "total_biases(c, micro == 0); if (threadIdx.x == 0) total += sum_of_losses(c); __syncthreads();",
-        ),
-        *fetch,
+        ("fetch the next rows", fetch),  # while the parts are on their way
         ("update", "if (last) finish_step(c, w, gradient, rates, rule, total);"),
     ]

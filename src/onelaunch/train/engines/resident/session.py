@@ -32,7 +32,7 @@ from onelaunch.train.objective import predictions_per_row
 if TYPE_CHECKING:
     from onelaunch.train.engines.resident.launch import LoadedKernel
 
-FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.0002, 0.002
+FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.00005, 0.002
 LARGEST_CLUSTERS = (16, 8, 1)
 WORKING = (112, 136, 160, 184)  # registers left free of weights, tried until nothing spills
 PATIENCE_SECONDS = 10.0
@@ -235,9 +235,7 @@ class ResidentSession:
                 )
             if monitor.stop:
                 control["stop"] = 1
-            time.sleep(
-                min(LOOK_SECONDS, FIRST_LOOK_SECONDS + (now - begin) / 50)
-            )  # a short run is not rounded up by much
+            time.sleep(min(LOOK_SECONDS, FIRST_LOOK_SECONDS + (now - begin) / 500))  # no run is rounded up by much
         finished.synchronize()
         self._running = False
         self._refuse_fault()

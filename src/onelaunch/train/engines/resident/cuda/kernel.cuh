@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   auto fetch = [&](u32 later, u32 micro) {
     const u32 at = place + later == (u32)p->steps_per_epoch ? 0 : place + later;
     const u32 part = micro * SHARES + share;
-    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, part), 0, micro_rows(rows_at(p, at), part));
+    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, micro), 0, micro_rows(rows_at(p, at), part));
   };
   auto check_rows = [&](u32 part) {
     const u64 left = p->check_rows - (u64)part * ROWS;

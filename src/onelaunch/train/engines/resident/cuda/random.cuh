@@ -19,16 +19,16 @@ INLINE void permutation_keys(u64 seed, u64 epoch, u32 half, u32 (&keys)[4]) {
   keys[0] = half, keys[1] = (u32)epoch, keys[2] = (u32)(epoch >> 32), keys[3] = 0xFFFFFFFFu;
   philox(keys, seed);
 }
-// N rows at once, so that their latencies overlap: `value[i]` is a place in its epoch (or ~0: none) and becomes the row there.
-// The keys lie at `keys[i]` in shared memory.
-template <int N> INLINE void permute_rows(u32 (&value)[N], const u32 (&keys)[N], u32 rows) {
+// N rows of an epoch at once, so that their latencies overlap: `value[i]` is a place in it (or ~0: none) and becomes the row there.
+// The epoch's keys lie at `keys` in shared memory.
+template <int N> INLINE void permute_rows(u32 (&value)[N], u32 keys, u32 rows) {
   constexpr u32 RIGHT = PERMUTATION_BITS - PERMUTATION_BITS / 2, LEFT = PERMUTATION_BITS / 2;
-  u32 words[N][8];
+  u32 words[8];
   bool walking[N];
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int round = 0; round < 8; ++round) words[round] = load_word(keys + round * 4);
 #pragma unroll
-    for (int round = 0; round < 8; ++round) words[i][round] = load_word(keys[i] + round * 4);
+  for (int i = 0; i < N; ++i) {
     walking[i] = value[i] < rows;
     value[i] = walking[i] ? value[i] : 0;
   }
@@ -40,7 +40,7 @@ template <int N> INLINE void permute_rows(u32 (&value)[N], const u32 (&keys)[N],
 #pragma unroll
       for (int round = 0; round < 8; ++round) {
         const u32 width = round & 1 ? RIGHT : LEFT;  // of the half that is replaced: the halves trade places every round
-        u32 mixed = (right ^ words[i][round]) * 0x85EBCA6Bu;
+        u32 mixed = (right ^ words[round]) * 0x85EBCA6Bu;
         mixed ^= mixed >> 13;
         mixed *= 0xC2B2AE35u;
         mixed = (mixed ^ (mixed >> 16)) & ((1u << width) - 1);

@@ -1,55 +1,105 @@
 // The placement for small networks with many rows: every block has the whole network and a share of the rows.
 //
-// A warp takes tiles of 16 rows through all layers and back in its registers: a packed accumulator is the next product's left
-// operand, forward and backward, and the one half-precision copy of the weights in shared memory serves both, read as it is or
-// transposed. Values and deltas are set down for the weights' gradient, which the block's warps then share out tile by tile.
-// Blocks send their partial tiles to the tile's owner, which adds them in the order of the blocks, updates its fp32 master and
-// gives everyone the new copy.
+// A team of TEAM warps takes a tile of 16 rows through all layers and back; each warp of it has EACH tiles of a layer's units, the
+// same ones on both ways. Values and deltas are set down in shared memory as `ldmatrix` wants them: for the team's next layer,
+// and for the weights' gradient, which the block's warps then share out tile by tile. Outputs and loss are so few that every warp of
+// a team computes them all: their gradient is then in its registers. The one half-precision copy of the weights serves both
+// ways, read as it is or transposed.
 #pragma once
 #include "train.cuh"
+
+INLINE int member(const Context& c) { return c.warp % TEAM; }
+INLINE void meet_team(const Context& c) {
+  if constexpr (TEAM == 1) __syncwarp();
+  else asm volatile("bar.sync %0, %1;" ::"r"(1 + c.warp / TEAM), "n"(TEAM * 32) : "memory");
+}
+// The warp's tiles of a layer: EACH from this one on, as far as there are any.
+template <class L> INLINE int first_tile(const Context& c) { return member(c) * L::EACH; }
+template <class L> INLINE bool has_tile(int n) { return L::EACH * TEAM == L::NT || n < L::NT; }
 
 // Layer L's copy: [plane][tile of outputs][tile of inputs], eight outputs of 16 bytes (eight inputs) each.
 template <class L> INLINE u32 copy_at(const Context& c, int plane, int n, int input_tile) {
   return c.shared + L::AT_COPIES + ((plane * L::NT + n) * (L::KT * 2) + input_tile) * 128;
 }
-// As right operands: k are the inputs of a step, or the outputs of tiles 2 * step and 2 * step + 1.
-template <class L> INLINE void forward_right(const Context& c, int plane, int n, int step, u32 (&w)[2]) {
-  load_matrices(copy_at<L>(c, plane, n, step * 2) + (c.lane & 15) * 16, w);
-}
-template <class L> INLINE void backward_right(const Context& c, int plane, int step, int input_tile, u32 (&w)[2]) {
-  load_transposed(copy_at<L>(c, plane, step * 2 + ((c.lane >> 3) & 1), input_tile) + (c.lane & 7) * 16, w);
-}
 // Values or deltas of the block's rows: [plane][row tile][tile of units], 16 rows of 16 bytes.
-template <int AT, int NT> INLINE void set_down(const Context& c, int m, int n, const u32 (&upper)[PLANES], const u32 (&lower)[PLANES]) {
+template <class L> INLINE u32 unit_tile_at(const Context& c, int at, int plane, int m, int n) { return c.shared + at + ((plane * ROW_TILES + m) * L::NT + n) * 256; }
+template <class L> INLINE void read_values(const Context& c, int m, int step, int plane, u32 (&left)[4]) { load_matrices(unit_tile_at<L>(c, L::AT_VALUES, plane, m, step * 2) + c.lane * 16, left); }
+template <class L> INLINE void read_deltas(const Context& c, int m, int step, int plane, u32 (&left)[4]) { load_matrices(unit_tile_at<L>(c, L::AT_DELTA, plane, m, step * 2) + c.lane * 16, left); }
+template <class L> INLINE void set_down(const Context& c, int at, int m, int n, const u32 (&upper)[PLANES], const u32 (&lower)[PLANES]) {
 #pragma unroll
   for (int plane = 0; plane < PLANES; ++plane) {
-    const u32 at = c.shared + AT + ((plane * ROW_TILES + m) * NT + n) * 256 + c.lane * 4;
-    store_word(at, upper[plane]);
-    store_word(at + 128, lower[plane]);
+    store_word(unit_tile_at<L>(c, at, plane, m, n) + c.lane * 4, upper[plane]);
+    store_word(unit_tile_at<L>(c, at, plane, m, n) + c.lane * 4 + 128, lower[plane]);
   }
 }
-template <class L> INLINE u32 tile_slope_at(const Context& c, int m, int n) { return c.shared + L::AT_SLOPE + ((m * L::NT + n) * 32 + c.lane) * 16; }
 
-// Sums of one tile of units: the left operand of all steps times the weights. `read(step, plane, left)`.
-template <class L, int TILES, class Read> INLINE void tile_sums(const Context& c, int first, float (&sum)[TILES][4], Read read) {
+// The right operands of TILES tiles over STEPS steps of 16. Where they are few, all are read at once and kept: before a barrier, on
+// whose other side they are needed without delay.
+template <class Source, int TILES, int STEPS> struct Rights {
+  static constexpr bool KEPT = TILES * STEPS * PLANES <= 16;
+  u32 kept[KEPT ? PLANES : 1][KEPT ? TILES : 1][KEPT ? STEPS : 1][2];
+  INLINE void prepare(const Context& c) {
+    if constexpr (KEPT)
 #pragma unroll
-  for (int n = 0; n < TILES; ++n) clear(sum[n]);
-#pragma unroll(L::KT <= 8 ? L::KT : 2)
-  for (int step = 0; step < L::KT; ++step) {
-    u32 left[L::IN_PLANES][4];
+      for (int step = 0; step < STEPS; ++step)
 #pragma unroll
-    for (int plane = 0; plane < L::IN_PLANES; ++plane) read(step, plane, left[plane]);
+        for (int n = 0; n < TILES; ++n)
+#pragma unroll
+          for (int plane = 0; plane < PLANES; ++plane) Source::read(c, plane, n, step, kept[plane][n][step]);
+  }
+  INLINE void get(const Context& c, int plane, int n, int step, u32 (&w)[2]) const {
+    if constexpr (KEPT) w[0] = kept[plane][n][step][0], w[1] = kept[plane][n][step][1];
+    else Source::read(c, plane, n, step, w);
+  }
+};
+// Forward, k are the inputs of a step; back, the outputs of tiles 2 * step and
+// 2 * step + 1. Outward: of all units, not only the warp's own.
+template <class L> struct Forward {
+  INLINE static void read(const Context& c, int plane, int n, int step, u32 (&w)[2]) {
+    const int tile = first_tile<L>(c) + n;
+    if (has_tile<L>(tile)) load_matrices(copy_at<L>(c, plane, tile, step * 2) + (c.lane & 15) * 16, w);
+  }
+};
+template <class L> struct Outward {
+  INLINE static void read(const Context& c, int plane, int n, int step, u32 (&w)[2]) { load_matrices(copy_at<L>(c, plane, n, step * 2) + (c.lane & 15) * 16, w); }
+};
+template <class L, class Previous> struct Backward {
+  INLINE static void read(const Context& c, int plane, int n, int step, u32 (&w)[2]) {
+    const int tile = first_tile<Previous>(c) + n;
+    if (has_tile<Previous>(tile)) load_transposed(copy_at<L>(c, plane, step * 2 + ((c.lane >> 3) & 1), tile) + (c.lane & 7) * 16, w);
+  }
+};
+template <class L> using ForwardWeights = Rights<Forward<L>, L::EACH, L::KT>;
+template <class L> using OutwardWeights = Rights<Outward<L>, L::NT, L::KT>;
+template <class L, class Previous> using BackwardWeights = Rights<Backward<L, Previous>, Previous::EACH, L::NT / 2>;
+
+// Sums of tiles `from` to `from + TILES` of the weights, over STEPS steps: `read(step, plane, left)`. Few tiles have two chains of products
+// each, even and odd steps: a product takes 33 clocks.
+template <int STEPS, int TILES, int LEFT_PLANES, class Weights, class Read> INLINE void tile_sums(const Context& c, int from, float (&sum)[TILES][4], const Weights& weights, Read read) {
+  constexpr int CHAINS = TILES <= 2 && STEPS >= 4 && PLANES == 1 ? 2 : 1;
+  float part[CHAINS][TILES][4];
+#pragma unroll
+  for (int i = 0; i < CHAINS * TILES; ++i) clear(part[i / TILES][i % TILES]);
+#pragma unroll(STEPS <= 8 ? STEPS : 2)
+  for (int step = 0; step < STEPS; ++step) {
+    u32 left[LEFT_PLANES][4];
+#pragma unroll
+    for (int plane = 0; plane < LEFT_PLANES; ++plane) read(step, plane, left[plane]);
 #pragma unroll
     for (int n = 0; n < TILES; ++n)
 #pragma unroll
       for (int right = 0; right < PLANES; ++right) {
         u32 words[2];
-        forward_right<L>(c, right, first + n, step, words);
+        weights.get(c, right, from + n, step, words);
 #pragma unroll
-        for (int plane = 0; plane < L::IN_PLANES; ++plane)
-          if (plane + right < PLANES) multiply_add(sum[n], left[plane], words[0], words[1]);
+        for (int plane = 0; plane < LEFT_PLANES; ++plane)
+          if (plane + right < PLANES) multiply_add(part[step % CHAINS][n], left[plane], words[0], words[1]);
       }
   }
+#pragma unroll
+  for (int n = 0; n < TILES; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sum[n][e] = CHAINS == 2 ? part[0][n][e] + part[CHAINS - 1][n][e] : part[0][n][e];
 }
 // Bias and chain of a tile; slope becomes the derivative by the sums, 0 beyond the layer's units.
 template <class L> INLINE void finish_tile(const Context& c, const Draw& draw, u32 row, int n, float (&z)[4], float (&slope)[4]) {
@@ -65,36 +115,32 @@ template <class L> INLINE void finish_tile(const Context& c, const Draw& draw, u
   for (int e = 0; e < 4; ++e)
     if (n * 8 + c.q * 2 + (e & 1) >= L::OUT) z[e] = slope[e] = 0.f;
 }
-// A row tile through a hidden layer; `out` is the next layer's left operand.
-template <class L, class Read> INLINE void tile_forward(const Context& c, const Draw& draw, int m, u32 (&out)[PLANES][L::NT / 2][4], Read read) {
-  constexpr int TILES = L::NT % CHUNK == 0 ? CHUNK : L::NT % 4 == 0 ? 4 : 2;
+
+// A row tile through the team's tiles of a hidden layer.
+template <class L> using Slopes = Tiles<L::EACH, L::SLOPES_SHARED>;
+template <class L, class Read> INLINE void tile_forward(const Context& c, const Draw& draw, int m, const ForwardWeights<L>& weights, Slopes<L>& slopes, Read read) {
+  constexpr int TILES = L::AT_ONCE;
 #pragma unroll
-  for (int first = 0; first < L::NT; first += TILES) {
+  for (int from = 0; from < L::EACH; from += TILES) {
+    const int first = first_tile<L>(c) + from;
     float sum[TILES][4];
-    tile_sums<L, TILES>(c, first, sum, read);
+    tile_sums<L::KT, TILES, L::IN_PLANES>(c, from, sum, weights, read);
 #pragma unroll
-    for (int i = 0; i < TILES; ++i) {
-      const int n = first + i;
-      float slope[4];
-      u32 upper[PLANES], lower[PLANES];
-      finish_tile<L>(c, draw, draw.row + m * 16 + c.g, n, sum[i], slope);
-      if (draw.training) store_shared(tile_slope_at<L>(c, m, n), slope);
-      split(sum[i][0], sum[i][1], upper);
-      split(sum[i][2], sum[i][3], lower);
-      if (draw.training) set_down<L::AT_VALUES, L::NT>(c, m, n, upper, lower);
-#pragma unroll
-      for (int plane = 0; plane < PLANES; ++plane) out[plane][n / 2][(n & 1) * 2] = upper[plane], out[plane][n / 2][(n & 1) * 2 + 1] = lower[plane];
-    }
+    for (int i = 0; i < TILES; ++i)
+      if (has_tile<L>(first + i)) {
+        float slope[4];
+        u32 upper[PLANES], lower[PLANES];
+        finish_tile<L>(c, draw, draw.row + m * 16 + c.g, first + i, sum[i], slope);
+        slopes.set(from + i, slope);
+        split(sum[i][0], sum[i][1], upper);
+        split(sum[i][2], sum[i][3], lower);
+        set_down<L>(c, L::AT_VALUES, m, first + i, upper, lower);
+      }
   }
 }
-// Deltas of a tile: set down, summed for the bias, and the left operand of what lies before.
-template <class L> INLINE void set_down_deltas(const Context& c, int m, int n, const float (&d)[4], u32 (&out)[PLANES][L::NT / 2][4]) {
-  u32 upper[PLANES], lower[PLANES];
-  split(d[0], d[1], upper);
-  split(d[2], d[3], lower);
-  set_down<L::AT_DELTA, L::NT>(c, m, n, upper, lower);
-#pragma unroll
-  for (int plane = 0; plane < PLANES; ++plane) out[plane][n / 2][(n & 1) * 2] = upper[plane], out[plane][n / 2][(n & 1) * 2 + 1] = lower[plane];
+// Deltas of a tile: set down, and summed for the bias.
+template <class L> INLINE void set_down_deltas(const Context& c, int m, int n, const float (&d)[4], const u32 (&upper)[PLANES], const u32 (&lower)[PLANES]) {
+  set_down<L>(c, L::AT_DELTA, m, n, upper, lower);
   const float sum0 = column_sum(d[0] + d[2]), sum1 = column_sum(d[1] + d[3]);
   if (c.g == 0) store_shared(c.shared + AT_BIAS_SUMS + (m * UNITS_ALL + L::UNIT_AT + n * 8 + c.q * 2) * 4, sum0, sum1);
 }
@@ -102,49 +148,56 @@ struct Score {
   float loss;
   u32 right;
 };
-// Outputs, loss and its gradient of a row tile.
-template <class L, class Read> INLINE void tile_outputs(const Context& c, const Draw& draw, const Tally& tally, int m, Score& score, u32 (&out)[PLANES][L::NT / 2][4], Read read) {
+// Outputs, loss and its gradient of a row tile; `out` is the gradient as a left operand. The team's first warp sets it down and keeps the score.
+template <class L, class Read> INLINE void tile_outputs(const Context& c, const Draw& draw, const Tally& tally, int m, const OutwardWeights<L>& weights, Score& score, u32 (&out)[PLANES][L::NT / 2][4], Read read) {
   float sum[L::NT][4], slope[L::NT][4];
-  tile_sums<L, L::NT>(c, 0, sum, read);
+  tile_sums<L::KT, L::NT, L::IN_PLANES>(c, 0, sum, weights, read);
 #pragma unroll
   for (int n = 0; n < L::NT; ++n) finish_tile<L>(c, draw, draw.row + m * 16 + c.g, n, sum[n], slope[n]);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const u32 row = m * 16 + half * 8 + c.g;
-    const bool real = row < tally.rows;
+    const bool real = row < tally.rows, counts = real && member(c) == 0;
     float z[L::NT][2];
 #pragma unroll
     for (int n = 0; n < L::NT; ++n) z[n][0] = sum[n][half * 2], z[n][1] = sum[n][half * 2 + 1];
     const Result result = row_loss<L::NT>(z, c.q, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f);
-    score.loss += real ? result.loss : 0.f;
-    score.right += real ? result.right : 0;
+    score.loss += counts ? result.loss : 0.f;
+    score.right += counts ? result.right : 0;
 #pragma unroll
     for (int n = 0; n < L::NT; ++n)
 #pragma unroll
       for (int e = 0; e < 2; ++e) sum[n][half * 2 + e] = real ? z[n][e] * slope[n][half * 2 + e] : 0.f;  // 0 times an overflow is not 0
   }
-  if (draw.training)
 #pragma unroll
-    for (int n = 0; n < L::NT; ++n) set_down_deltas<L>(c, m, n, sum[n], out);
+  for (int n = 0; n < L::NT; ++n) {
+    u32 upper[PLANES], lower[PLANES];
+    split(sum[n][0], sum[n][1], upper);
+    split(sum[n][2], sum[n][3], lower);
+    if (draw.training && member(c) == 0) set_down_deltas<L>(c, m, n, sum[n], upper, lower);
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane) out[plane][n / 2][(n & 1) * 2] = upper[plane], out[plane][n / 2][(n & 1) * 2 + 1] = lower[plane];
+  }
 }
-// From a layer's deltas to those of the layer before it.
-template <class L, class Previous> INLINE void tile_backward(const Context& c, int m, const u32 (&left)[PLANES][L::NT / 2][4], u32 (&out)[PLANES][Previous::NT / 2][4]) {
+// From a layer's deltas to the team's tiles of those of the layer before it. `read` gives the deltas as left operands.
+template <class L, class Previous, class Read> INLINE void tile_backward(const Context& c, int m, const BackwardWeights<L, Previous>& weights, const Slopes<Previous>& slopes, Read read) {
+  constexpr int TILES = Previous::AT_ONCE;
 #pragma unroll
-  for (int n = 0; n < Previous::NT; ++n) {
-    float d[4], slope[4];
-    clear(d);
+  for (int from = 0; from < Previous::EACH; from += TILES) {
+    const int first = first_tile<Previous>(c) + from;
+    float d[TILES][4];
+    tile_sums<L::NT / 2, TILES, PLANES>(c, from, d, weights, read);
 #pragma unroll
-    for (int step = 0; step < L::NT / 2; ++step)
+    for (int i = 0; i < TILES; ++i)
+      if (has_tile<Previous>(first + i)) {
+        float slope[4];
+        u32 upper[PLANES], lower[PLANES];
+        slopes.get(from + i, slope);
 #pragma unroll
-      for (int right = 0; right < PLANES; ++right) {
-        u32 words[2];
-        backward_right<L>(c, right, step, n, words);
-#pragma unroll
-        for (int plane = 0; plane + right < PLANES; ++plane) multiply_add(d, left[plane][step], words[0], words[1]);
+        for (int e = 0; e < 4; ++e) d[i][e] *= slope[e];
+        split(d[i][0], d[i][1], upper);
+        split(d[i][2], d[i][3], lower);
+        set_down_deltas<Previous>(c, m, first + i, d[i], upper, lower);
       }
-    load_shared(tile_slope_at<Previous>(c, m, n), slope);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) d[e] *= slope[e];
-    set_down_deltas<Previous>(c, m, n, d, out);
   }
 }

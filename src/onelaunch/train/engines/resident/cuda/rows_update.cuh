@@ -6,23 +6,27 @@
 // all layers, and slot s of every warp belongs to block s % BLOCKS.
 template <class L> INLINE int tile_of(const Context& c, int slot) { return c.warp * L::SLOTS + slot; }
 template <class L, class Read> INLINE void add_gradient(const Context& c, float (&gradient)[SLOTS_ALL][4], Read read) {
+  constexpr bool SAME_STEP = L::NT % L::SLOTS == 0;                 // all the warp's tiles have the same inputs
+  constexpr int PAIR = SAME_STEP && L::SLOTS % 2 == 0 ? 2 : 1;      // neighbours, read at once
 #pragma unroll(ROW_TILES <= 4 ? ROW_TILES : 2)
   for (int m = 0; m < ROW_TILES; ++m) {
     u32 left[L::IN_PLANES][4];
 #pragma unroll
-    for (int slot = 0; slot < L::SLOTS; ++slot) {
+    for (int slot = 0; slot < L::SLOTS; slot += PAIR) {
       const int tile = tile_of<L>(c, slot), step = tile / L::NT, n = tile % L::NT;
       if (tile >= L::KT * L::NT) break;
-      if (slot == 0 || L::NT % L::SLOTS != 0)  // else all the warp's tiles have the same inputs
+      if (slot == 0 || !SAME_STEP)
 #pragma unroll
         for (int plane = 0; plane < L::IN_PLANES; ++plane) read(m, step, plane, left[plane]);
 #pragma unroll
       for (int right = 0; right < PLANES; ++right) {
-        u32 delta[2];
-        read_delta<L>(c, right, m, n, delta);
+        u32 delta[PAIR * 2];
+        load_transposed(unit_tile_at<L>(c, L::AT_DELTA, right, m, n) + (c.lane & (PAIR * 16 - 1)) * 16, delta);
 #pragma unroll
         for (int plane = 0; plane < L::IN_PLANES; ++plane)
-          if (plane + right < PLANES) multiply_add(gradient[L::FIRST_SLOT + slot], left[plane], delta[0], delta[1]);
+#pragma unroll
+          for (int i = 0; i < PAIR; ++i)
+            if (plane + right < PLANES) multiply_add(gradient[L::FIRST_SLOT + slot + i], left[plane], delta[i * 2], delta[i * 2 + 1]);
       }
     }
   }
@@ -30,7 +34,7 @@ template <class L, class Read> INLINE void add_gradient(const Context& c, float 
 // The values of layer L as the left operand whose k are the rows.
 template <class L> INLINE void read_values_transposed(const Context& c, int m, int step, int plane, u32 (&w)[4]) {
   u32 t[4];
-  load_transposed(c.shared + L::AT_VALUES + ((plane * ROW_TILES + m) * L::NT + step * 2) * 256 + c.lane * 16, t);
+  load_transposed(unit_tile_at<L>(c, L::AT_VALUES, plane, m, step * 2) + c.lane * 16, t);
   w[0] = t[0], w[1] = t[2], w[2] = t[1], w[3] = t[3];
 }
 
@@ -102,40 +106,52 @@ INLINE void copy_all(const Context& c, const OwnWeights& w, u32 count) {
   }
 }
 
-// Partial sums of this block to the tiles' owners, and of biases and loss to everyone.
+// Partial sums of this block to the tiles' owners, a layer as soon as it is there.
 INLINE u32 part_at(int slot, u32 warp, u32 from) { return AT_PARTS + (((slot / BLOCKS) * WARPS + warp) * BLOCKS + from) * 512; }
 // Two of these in turn: a block that has all new copies may send its next ones while another still reads.
 INLINE u32 bias_part_at(const Context& c, u32 from) { return AT_BIAS_PARTS + ((c.step & 1) * BLOCKS + from) * (UNITS_ALL + 4) * 4; }
-INLINE void send_parts(const Context& c, const float (&gradient)[SLOTS_ALL][4], float loss, u32 right) {
+template <class L> INLINE void send_parts(const Context& c, const float (&gradient)[SLOTS_ALL][4]) {
 #if IS_CLUSTER
   if (stays_silent(c)) return;
   const u32 barrier = AT_BARRIERS + (PARTS * 2 + (c.step & 1)) * 8;
 #pragma unroll
-  for (int slot = 0; slot < SLOTS_ALL; ++slot) {
+  for (int i = 0; i < L::SLOTS; ++i) {
+    const int slot = L::FIRST_SLOT + i;
     const u32 there = at_block(c.shared, slot % BLOCKS);
     const u32 words[4] = {__float_as_uint(gradient[slot][0]), __float_as_uint(gradient[slot][1]), __float_as_uint(gradient[slot][2]), __float_as_uint(gradient[slot][3])};
     send(there + part_at(slot, c.warp, c.rank) + c.lane * 16, words, there + barrier);
   }
-  for (u32 i = threadIdx.x; i < UNITS_ALL / 4 + 1; i += THREADS) {
-    const bool score = i == 0;  // thread 0 knows it
-    u32 words[4] = {__float_as_uint(loss), right, 0, 0};
-    if (!score) load_shared(c.shared + AT_BIAS_TOTALS + (i - 1) * 16, words);
-#pragma unroll
-    for (u32 block = 0; block < BLOCKS; ++block) {
-      const u32 there = at_block(c.shared, block);
-      send(there + bias_part_at(c, c.rank) + (score ? UNITS_ALL / 4 : i - 1) * 16, words, there + barrier);
-    }
-  }
 #endif
 }
-// The block's sums by unit, over its row tiles and micro-batches.
-INLINE void total_biases(const Context& c, bool first) {
-  for (u32 unit = threadIdx.x; unit < UNITS_ALL; unit += THREADS) {
-    float sum = first ? 0.f : load_float(c.shared + AT_BIAS_TOTALS + unit * 4);
+// The block's sums by unit, over its row tiles and micro-batches, four units an item, and of loss and right predictions as the last
+// item. After the last micro-batch they go to everyone, a warp a receiver: neighbouring lanes' packets travel together.
+constexpr int ITEMS = UNITS_ALL / 4 + 1;
+INLINE void sum_biases_and_loss(const Context& c, bool first, bool last) {
+  for (u32 receiver = c.warp; receiver < (last ? BLOCKS : 1); receiver += WARPS)
+    for (u32 item = c.lane; item < ITEMS; item += 32) {
+      const u32 at = c.shared + AT_BIAS_TOTALS + item * 16;
+      float sum[4] = {0.f, 0.f, 0.f, 0.f}, part[4];
+      if (!first) load_shared(at, sum);
+      if (item == ITEMS - 1) {
+        sum[0] += sum_of_losses(c);
+        sum[1] = __uint_as_float(load_word(c.shared + AT_RIGHT));
+      } else {
 #pragma unroll 4
-    for (int m = 0; m < ROW_TILES; ++m) sum += load_float(c.shared + AT_BIAS_SUMS + (m * UNITS_ALL + unit) * 4);
-    store_float(c.shared + AT_BIAS_TOTALS + unit * 4, sum);
-  }
+        for (int m = 0; m < ROW_TILES; ++m) {
+          load_shared(c.shared + AT_BIAS_SUMS + (m * UNITS_ALL + item * 4) * 4, part);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sum[e] += part[e];
+        }
+      }
+      if (BLOCKS == 1 || !last) store_shared(at, sum);
+#if IS_CLUSTER
+      if (last && !stays_silent(c)) {
+        const u32 there = at_block(c.shared, receiver);
+        const u32 words[4] = {__float_as_uint(sum[0]), __float_as_uint(sum[1]), __float_as_uint(sum[2]), __float_as_uint(sum[3])};
+        send(there + bias_part_at(c, c.rank) + item * 16, words, there + AT_BARRIERS + (PARTS * 2 + (c.step & 1)) * 8);
+      }
+#endif
+    }
 }
 INLINE void step_own(const Context& c, OwnWeights& w, const float (&gradient)[SLOTS_ALL][4], const Rates& rates, const Rule& rule) {
 #pragma unroll
@@ -182,11 +198,13 @@ INLINE void add_score(const Context& c, const Draw& draw, Score& score) {
     atomicAdd((u32*)__cvta_shared_to_generic(c.shared + (BLOCKS > 1 && draw.training ? AT_RIGHT : AT_CORRECT)), right);
   }
 }
-// After a step's last micro-batch: everyone's parts together, the update, and the new copies. `total`: of this block's losses,
-// and in block 0 of all afterwards (thread 0).
+// After a step's last micro-batch: everyone's parts together, the update, and the new copies. `total`: of all blocks' losses
+// afterwards (thread 0 of block 0).
 INLINE void finish_step(Context& c, OwnWeights& w, const float (&gradient)[SLOTS_ALL][4], const Rates& rates, const Rule& rule, float& total) {
-  if constexpr (BLOCKS > 1) {
-    send_parts(c, gradient, total, load_word(c.shared + AT_RIGHT));
+  if constexpr (BLOCKS == 1) {
+    __syncthreads();  // for the sums of biases and loss
+    total = load_float(c.shared + AT_BIAS_TOTALS + UNITS_ALL * 4);
+  } else {
     wait_for<PARTS>(c, c.step, 0, 1);
     if (c.rank == 0 && threadIdx.x == 0) {
       total = 0.f;

@@ -114,9 +114,9 @@ INLINE void fill_rates(const Context& c, u64 step) {
   }
   __syncthreads();
 }
-// Numbers of the rows of a micro-batch of a step: the table holds two lots of LOT steps.
-INLINE u32 row_table(const Context& c, u32 step, u32 micro) { return c.shared + AT_ROWS + (step % (2 * LOT) * BATCH + micro * ROWS) * 4; }
-// Fill in the lot that begins with `step`, which is a multiple of LOT. `place`: of that step in its epoch.
+// Numbers of this block's rows of a micro-batch of a step: the table holds two lots of LOT steps.
+INLINE u32 row_table(const Context& c, u32 step, u32 micro) { return c.shared + AT_ROWS + (step % (2 * LOT) * TABLE_ROWS + micro * ROWS) * 4; }
+// Fill in the lot that begins with `step`, which is a multiple of LOT.
 INLINE void find_rows(const Context& c, u64 step) {
   const u32 each = (u32)c.p->steps_per_epoch, first = (u32)(step % each);
   const u64 epoch = step / each;
@@ -128,18 +128,18 @@ INLINE void find_rows(const Context& c, u64 step) {
     for (int k = 0; k < 4; ++k) store_word(c.shared + AT_KEYS + (i * 4 + k) * 4, keys[k]);
   }
   __syncthreads();
-  for (u32 i = threadIdx.x; i < LOT * BATCH; i += THREADS * 2) {
-    u32 value[2], keys[2];
+  constexpr u32 AT_ONCE = TABLE_ROWS % 4 == 0 ? 4 : TABLE_ROWS % 2 == 0 ? 2 : 1;  // rows of one step
+  for (u32 i = threadIdx.x * AT_ONCE; i < LOT * TABLE_ROWS; i += THREADS * AT_ONCE) {
+    const u32 of = i / TABLE_ROWS, row = i % TABLE_ROWS;
+    u32 value[AT_ONCE];
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const u32 number = i + k * THREADS, of = number / BATCH, place = (first + of) % each * BATCH + number % BATCH;
-      value[k] = number < LOT * BATCH ? place : ~0u;
-      keys[k] = c.shared + AT_KEYS + (number < LOT * BATCH ? of : 0) * 32;
+    for (int k = 0; k < AT_ONCE; ++k) {
+      const u32 in_batch = SHARES == 1 ? row + k : ((row + k) / ROWS * SHARES + c.rank) * ROWS + (row + k) % ROWS;
+      value[k] = in_batch < BATCH ? (first + of) % each * BATCH + in_batch : ~0u;
     }
-    permute_rows(value, keys, (u32)c.p->rows);
+    permute_rows(value, c.shared + AT_KEYS + of * 32, (u32)c.p->rows);
 #pragma unroll
-    for (int k = 0; k < 2; ++k)
-      if (i + k * THREADS < LOT * BATCH) store_word(row_table(c, (u32)step, 0) + (i + k * THREADS) * 4, value[k]);
+    for (int k = 0; k < AT_ONCE; ++k) store_word(row_table(c, (u32)step, 0) + (i + k) * 4, value[k]);
   }
   __syncthreads();
 }
