@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -98,12 +99,18 @@ def profile(out: Path) -> int:
     command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv"]
     command += ["--print-units", "base", "--print-kernel-base", "demangled"]
     command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "tests.fuse.dram_bytes", "--run"]
+    if shutil.which(command[0]) is None:
+        print(f"{command[0]} is not on the PATH: install Nsight Compute, or add its folder to PATH")
+        return 2
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
+    expected, kernels = expected_in(done.stdout), kernels_of(done.stdout)
+    if done.returncode or not expected or not kernels:
         print(done.stdout[-3000:], done.stderr[-3000:])
+        print(
+            f"the profiled run ended with {done.returncode}: {len(expected)} chains said, {len(kernels)} kernels counted"
+        )
         return 1
-    expected = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("EXPECTED "))[9:])
-    found = compared(expected, kernels_of(done.stdout))
+    found = compared(expected, kernels)
     result = {
         "machine": describe_machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -119,15 +126,22 @@ def profile(out: Path) -> int:
     return int(any(abs(one["ratio"] - 1) > WITHIN for one in found))
 
 
+def expected_in(output: str) -> list[dict[str, Any]]:
+    """What `run` printed; the profiler may have written to the same line before it."""
+    lines = [line.partition("EXPECTED ")[2] for line in output.splitlines() if "EXPECTED " in line]
+    return json.loads(lines[-1]) if lines else []
+
+
 def kernels_of(output: str) -> list[dict[str, Any]]:
     """Kernels in the order they ran, each with its DRAM bytes, from the profiler's CSV."""
     lines = output.splitlines()
-    start = next(index for index, line in enumerate(lines) if line.startswith('"ID"'))
+    start = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     kernels: dict[str, dict[str, Any]] = {}
     for row in csv.DictReader(io.StringIO("\n".join(line for line in lines[start:] if line.startswith('"')))):
-        kernel = kernels.setdefault(row["ID"], {"name": row["Kernel Name"], "bytes": 0.0})
-        assert row["Metric Unit"] == "byte", row
-        kernel["bytes"] += float(row["Metric Value"].replace(",", ""))
+        if row["Metric Name"] in METRICS:
+            kernel = kernels.setdefault(row["ID"], {"name": row["Kernel Name"], "bytes": 0.0})
+            assert row["Metric Unit"] == "byte", row
+            kernel["bytes"] += float(row["Metric Value"].replace(",", ""))
     return list(kernels.values())
 
 
@@ -138,10 +152,11 @@ def compared(expected: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> l
             runs.append([])
         else:
             runs[-1].append(kernel)
+    assert len(runs) == len(expected), f"{len(runs)} ranges were counted for {len(expected)} runs"
     found = []
     for said, ran in zip(expected, runs, strict=True):
         counted = sum(kernel["bytes"] for kernel in ran)
-        names = [kernel["name"][:90] for kernel in ran]
+        names = [f"{kernel['bytes'] / 1e9:.3f} GB {kernel['name'][:90]}" for kernel in ran]
         found.append(
             {**said, "dram_bytes": counted, "ratio": said["bytes"] / counted, "kernels": len(ran), "names": names}
         )
@@ -151,5 +166,7 @@ def compared(expected: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> l
 if __name__ == "__main__":
     if sys.argv[1:] == ["--run"]:
         run()
-    else:
+    elif len(sys.argv) == 2:
         sys.exit(profile(Path(sys.argv[1])))
+    else:
+        sys.exit("usage: python -m tests.fuse.dram_bytes RESULT.json")

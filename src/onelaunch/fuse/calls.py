@@ -16,10 +16,13 @@ from onelaunch.ops.arguments import wants_gradient
 # The kernels are for CUDA. Elsewhere the chain runs as plain PyTorch, which is faster there than the ops' reference; tests that
 # want to see the ops themselves on a CPU switch this off.
 plain_elsewhere = True
+_SERVED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def _plain(x: Tensor) -> bool:
     """Whether the ops cannot serve x, or not as exactly: then PyTorch's own operations do what the chain says."""
+    if not isinstance(x, Tensor) or x.dtype not in _SERVED or x.layout is not torch.strided:
+        return True
     if not x.is_cuda and (plain_elsewhere or x.device.type != "cpu"):
         return True
     return not torch.compiler.is_compiling() and _transformed(x)

@@ -22,6 +22,7 @@ from onelaunch.ops import linear_choice
 
 # Two medians of the same chain on an H200 differ by up to this; what is nearer is as fast.
 NOISE = 0.02
+TIMES = ("auto", "device", "program")  # what `fuse` and `explain` may count
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Decision:
     memory: tuple[float, float]  # bytes at the fullest moment
 
 
-def decide(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+def decide(model: nn.Module, inputs: tuple[Any, ...], time: str = "auto") -> None:
     """Writes the verdicts for a fused model at the sizes of `inputs`, for both modes, and makes its plans anew."""
     fusion = fusion_of(model)
     assert fusion is not None
@@ -50,13 +51,18 @@ def decide(model: nn.Module, inputs: tuple[Any, ...]) -> None:
                 if mode is current:
                     raise
                 continue  # these inputs cannot be used in the other mode: one row has no batch statistics, say
-            by_host = device.type == "cuda" and waits_for_host(model, inputs)
+            by_host = device.type == "cuda" and counts_host(time, model, inputs)
             for one in run.chains:
                 decision = decision_on(one, run, device, by_host=by_host)
                 if decision is not None:
                     verdict = None if decision.fused else decision.reason
                     fusion.verdicts[chain_key(one.chain, one.region.path, one.training)] = verdict
     make_plans(model, (False,) if fusion.options.eval_only else (True, False))
+
+
+def counts_host(time: str, model: nn.Module, inputs: tuple[Any, ...]) -> bool:
+    """Whether the time that counts is the one a program sees: `time` is one of TIMES."""
+    return waits_for_host(model, inputs) if time == "auto" else time == "program"
 
 
 def decision_on(
@@ -70,16 +76,19 @@ def decision_on(
     if one.chain.reason is not None or len(steps) != len(one.chain.nodes):
         return None
     measured = measure(one, steps, device, by_host) if device.type == "cuda" and roof is None else None
-    return judge(steps, roof or device_model(device), measured)
+    return judge(steps, roof or device_model(device), measured, by_host)
 
 
-def judge(steps: list[Step], roof: DeviceModel, measured: tuple[float, float] | None = None) -> Decision:
+def judge(
+    steps: list[Step], roof: DeviceModel, measured: tuple[float, float] | None = None, by_host: bool = False
+) -> Decision:
     """Fuses what is faster fused, and what is as fast, within the noise of a measurement, and takes less memory."""
     before = Work(sum((step.forward for step in steps), NOTHING), sum((step.backward for step in steps), NOTHING))
     after = fused(steps, extra_pass=measured is not None and _takes_extra_pass(steps))
     predicted = sum(seconds_apart(roof, step) for step in steps), seconds_of(roof, after, steps[0].output.dtype)
     lying = memory(steps)
-    pays, reason = _verdict(measured or predicted, lying, "measured" if measured else "predicted")
+    how = "predicted" if measured is None else "measured, launching included" if by_host else "measured"
+    pays, reason = _verdict(measured or predicted, lying, how)
     overruled = forced()
     return Decision(pays if overruled is None else overruled, reason, before, after, predicted, measured, lying)
 
@@ -90,7 +99,8 @@ def _verdict(seconds: tuple[float, float], lying: tuple[float, float], how: str)
     freed = lying[0] - lying[1]
     as_fast = fused_seconds <= (1 + NOISE) * apart_seconds
     if fused_seconds < (1 - NOISE) * apart_seconds or (fused_seconds < apart_seconds and freed <= 0):
-        faster = f"saves {1 - fused_seconds / apart_seconds:.1%} of its time".replace(".0%", "%")
+        saved = 1 - fused_seconds / apart_seconds
+        faster = f"saves {saved:.{0 if saved > 0.1 else 1}%} of its time"
         return True, f"{faster}{f' and {size(freed)} of memory' if freed > 0 else ''} ({how})"
     if as_fast and freed > 0:
         return True, f"as fast within {NOISE:.0%}, and saves {size(freed)} of memory ({how})"

@@ -8,26 +8,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.errors import OnelaunchError, require_option
 from onelaunch.fuse.costs import Step, Work
-from onelaunch.fuse.decide import Decision, decision_on, device_of, seconds_apart
+from onelaunch.fuse.decide import TIMES, Decision, counts_host, decision_on, device_of, seconds_apart
 from onelaunch.fuse.explanation import Explanation, Group, OperationCost
+from onelaunch.fuse.fuse import check_model, is_lazy
 from onelaunch.fuse.placing import fusion_of, make_plans, place_regions
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import Options
 from onelaunch.fuse.resources import KernelResources, resources_of
 from onelaunch.fuse.roofline import DeviceModel, device_model, named_device
-from onelaunch.fuse.timing import contenders, waits_for_host
+from onelaunch.fuse.timing import contenders
+from onelaunch.fuse.twin import sealed
 
 
-def explain(model: nn.Module, *inputs: Any, device: str | None = None) -> Explanation:
+def explain(model: nn.Module, *inputs: Any, device: str | None = None, time: str = "auto") -> Explanation:
     """Runs the model once on `inputs`, in the mode it is in, and says for each chain what is done with it and why.
 
     Times are predicted for the device the inputs are on, an H200 where that is a CPU; `device` names another ("A100"). On a
-    CUDA device, and unless another is named, they are measured too.
+    CUDA device, and unless another is named, they are measured too; `time` is that of `fuse`.
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    check_model(model)
+    model = getattr(model, "_orig_mod", model)  # what torch.compile was given
+    if sealed(model) == "compiled":
+        raise OnelaunchError(f"model is a {type(model).__name__} that was compiled: pass it before model.compile()")
+    if is_lazy(model):
+        raise OnelaunchError(f"model is a {type(model).__name__} with parameters not initialised: call it once before")
+    require_option("time", time, TIMES)
     if not inputs:
         raise OnelaunchError("inputs is empty: pass example inputs, as in ol.explain(model, x)")
     roof = None if device is None else named_device(device)
@@ -38,7 +45,7 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None) -> Explan
         make_plans(watched, (model.training,))
     run = record(watched, inputs)
     where = device_of(model, inputs)
-    by_host = where.type == "cuda" and roof is None and waits_for_host(watched, inputs)
+    by_host = where.type == "cuda" and roof is None and counts_host(time, watched, inputs)
     decisions = [decision_on(one, run, where, roof, by_host) for one in run.chains]
     if known is not None:  # fused without sizes: what is fused is, and the times say what that is worth here
         decisions = [None if decision is None else replace(decision, fused=True) for decision in decisions]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from onelaunch.errors import ArgumentTypeError
 from onelaunch.fuse.costs import Work
 from onelaunch.fuse.quantities import count, duration, size
 from onelaunch.fuse.resources import KernelResources
@@ -144,6 +145,8 @@ class Explanation:
         """Write one page that needs nothing else: the model before and after, and a roofline."""
         from onelaunch.fuse.page import write_page
 
+        if not isinstance(path, (str, Path)):
+            raise ArgumentTypeError(f"path is a {type(path).__name__}: pass a file name such as page.html")
         return write_page(self.to_dict(), Path(path))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:

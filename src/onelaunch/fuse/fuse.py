@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import is_lazy as parameter_is_lazy
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, suggest
-from onelaunch.fuse.decide import decide
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, suggest
+from onelaunch.fuse.decide import TIMES, decide
 from onelaunch.fuse.placing import fusion_of, place_regions, regions
 from onelaunch.fuse.region import Options
 from onelaunch.fuse.twin import Model
@@ -24,25 +24,29 @@ def fuse(
     eval_only: bool = False,
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = (),
+    time: str = "auto",
 ) -> Model:
     """`model` with its chains of operations fused: a new module of the same class over the same parameters and buffers.
 
     With example `inputs`, a chain is fused only where that pays at their size: on a CUDA device this is measured once and
-    kept, elsewhere it is predicted. `only` and `skip` name modules, which stand for all inside them. A model in which nothing
-    can be fused comes back as it is, and a log message says why.
+    kept, elsewhere it is predicted. What is measured is the `time` of the "device", for a model that will run as a CUDA graph
+    or on a faster host, or that a "program" sees, launching included; "auto" takes the one this model waits for here. `only`
+    and `skip` name modules, which stand for all inside them. A model in which nothing can be fused comes back as it is, and a
+    log message says why.
     """
-    _check_model("model", model)
+    check_model(model)
+    require_option("time", time, TIMES)
     options = Options(eval_only, _names("only", only, model), _names("skip", skip, model))
     known = fusion_of(model)
     if known is not None and options in (known.options, Options()):
         return model
-    if any(is_lazy(parameter) for parameter in model.parameters()):
+    if is_lazy(model):
         log.warning("fuse: %s has parameters that are not initialised; call it once, then fuse it", _kind(model))
         return model
     fused, fusion = place_regions(model, options, sized=bool(inputs))
     found = regions(fused)
     if inputs and found:
-        decide(fused, inputs)
+        decide(fused, inputs, time)
     if any(plan.fused for region in found for plan in region.plans):
         return fused
     reasons = [chain.reason for region in found for plan in region.plans for chain in plan.chains if chain.reason]
@@ -55,12 +59,20 @@ def _kind(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _check_model(argument: str, model: Any) -> None:
+def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"{argument} is a {type(model).__name__}: pass a torch.nn.Module")
+        raise ArgumentTypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    if not hasattr(model, "_modules"):
+        raise ArgumentTypeError(f"model is a {_kind(model)} that is no module yet: call super().__init__() in its __init__")
+
+
+def is_lazy(model: nn.Module) -> bool:
+    return any(parameter_is_lazy(parameter) for parameter in model.parameters())
 
 
 def _names(argument: str, names: str | Iterable[str], model: nn.Module) -> tuple[str, ...]:
+    if not isinstance(names, Iterable):
+        raise ArgumentTypeError(f"{argument} is a {type(names).__name__}: pass a module's name, or several in a list")
     names = (names,) if isinstance(names, str) else tuple(names)
     known = [path for path, _ in model.named_modules(remove_duplicate=False)]
     for name in names:

@@ -13,6 +13,8 @@ from onelaunch.files import write_atomic
 
 
 def write_page(explanation: dict[str, Any], path: Path) -> Path:
+    if not path.name:
+        raise OnelaunchError(f"path={str(path)!r} has no file name: pass one such as page.html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, page(explanation))

@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from onelaunch.fuse.arguments import Arguments
 from onelaunch.fuse.region import Fusion, Options, Plan, Region
-from onelaunch.fuse.twin import Model, twin
+from onelaunch.fuse.twin import Model, sealed, twin
 
 
 def place_regions(
@@ -31,7 +30,7 @@ def place_regions(
     modes = (False,) if options.eval_only else (True, False)
     for mode in modes:
         with in_mode(fused, mode):
-            for path, module in fused.named_modules():
+            for path, module in _open_modules(fused, fusion.notes):
                 if path in found or not _has_forward(module, path):
                     continue
                 region = Region(module, path, _below(shared, path), fusion)
@@ -47,10 +46,23 @@ def place_regions(
 
 def _has_forward(module: nn.Module, path: str) -> bool:
     """Not so a list of modules, a single operation, or where somebody put a forward in the place of the class's."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
     own = type(module).forward is not nn.Module.forward and "forward" not in vars(module)
     return own and (not path or bool(module._modules))
+
+
+def _open_modules(root: nn.Module, notes: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a twin that are its own; those it shares as they are, and all inside them, are left out and noted."""
+    closed: list[str] = []
+    for path, module in root.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in closed):
+            continue
+        if sealed(module):
+            closed.append(path)
+            notes.append(f"{path or 'the model'} is not one graph: it is {sealed(module)}; fuse it before that")
+            if not path:
+                return
+        else:
+            yield path, module
 
 
 def make_plans(fused: nn.Module, modes: Iterable[bool] = (True, False)) -> None:

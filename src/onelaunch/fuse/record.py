@@ -5,6 +5,7 @@ The model runs for real, so that any model can be recorded; random state and buf
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -52,18 +53,24 @@ def record(model: nn.Module, inputs: tuple[Any, ...]) -> Record:
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     recorder = _Recorder(model)
     try:
-        with torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(model.training), recorder.watching():
+        with (
+            torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(model.training), recorder.watching(),
+            warnings.catch_warnings(),
+        ):  # fmt: skip
+            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # ours
             model(*copies)
     except Exception as error:
-        text = str(error).strip().splitlines()
-        raise OnelaunchError(
-            f"inputs do not fit {type(model).__name__}: {text[0] if text else type(error).__name__}; pass what it takes"
-        ) from error
+        raise OnelaunchError(f"inputs do not fit {type(model).__name__}: {_said(error)}; pass what it takes") from error
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
     return recorder.record
+
+
+def _said(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text and " " in text[0] else f"{type(error).__name__} {text[0] if text else ''}".rstrip()
 
 
 def _counts_batches(func: Any, result: torch.Tensor) -> bool:
@@ -169,6 +176,7 @@ class _Walk(fx.Interpreter):
     def __init__(self, recorder: _Recorder, region: Region, plan: Plan) -> None:
         assert plan.trace is not None
         super().__init__(region.module, graph=plan.trace.graph)
+        self.extra_traceback = False  # which turns a KeyError into another
         self.recorder, self.region = recorder, region
         self.found = {id(chain): Found(chain, region, region.module.training) for chain in plan.chains}
         self.plan = plan

@@ -49,7 +49,7 @@ class Options:
 
 
 def _inside(path: str, names: tuple[str, ...]) -> bool:
-    return any(path == name or path.startswith(f"{name}.") for name in names)
+    return any(not name or path == name or path.startswith(f"{name}.") for name in names)  # "" is the whole model
 
 
 @dataclass
@@ -161,7 +161,10 @@ def make_plan(module: nn.Module, path: str, arguments: Arguments, shared: frozen
         if chain.reason is None:
             chain.reason = _why_not(chain, path, module.training, fusion)
     if plan.fused:
-        plan.run = compiled(traced, plan.fused)
+        try:
+            plan.run = compiled(traced, plan.fused)
+        except (SyntaxError, RecursionError, MemoryError) as error:  # modules nested deeper than Python's parser goes
+            return Plan(arguments, Guard([module]), refusal=f"its code cannot be written: {error}")
     return plan
 
 

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from onelaunch.fuse.arguments import INPUT, Arguments
 from onelaunch.fuse.operations import hooked, is_known
+from onelaunch.fuse.twin import sealed
 
 # Names in a forward's code that make it more than a function of its tensors, or that a proxy answers wrongly.
 TELLING_NAMES = frozenset(
@@ -84,15 +85,16 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
             graph = tracer.trace(root)
     except RefusedError:
         raise
-    except Exception as error:  # fx and the forward itself may raise anything when fed with proxies
+    except (Exception, SystemExit) as error:  # fx and the forward itself may raise anything when fed with proxies
         raise RefusedError(_said_by(error)) from error
     return Trace(graph, root, tracer.inlined, tracer.opaque)
 
 
-def _said_by(error: Exception) -> str:
-    """The first sentence of an error."""
+def _said_by(error: BaseException) -> str:
+    """The first sentence of an error, with its kind where that alone says little."""
     text = str(error).strip().splitlines()
-    return text[0].split(". ")[0].rstrip(".") if text else type(error).__name__
+    first = text[0].split(". ")[0].rstrip(".") if text else ""
+    return first if " " in first else f"{type(error).__name__} {first}".rstrip()
 
 
 class _NoTensorsOfItsOwn(TorchFunctionMode):
@@ -111,8 +113,8 @@ def why_opaque(module: nn.Module) -> str | None:
         return "has a hook"
     if not isinstance(vars(module).get("forward", STANDS_FOR_CLASS), StandsForClass):
         return "has a forward of its own"
-    if isinstance(module, torch.jit.ScriptModule):
-        return "is scripted"
+    if sealed(module):
+        return f"is {sealed(module)}"
     if type(module) in (nn.Sequential, nn.Identity):
         return None
     if type(module).__module__.startswith("torch.nn") or is_known(module):
@@ -127,7 +129,7 @@ def why_not_readable(kind: type[nn.Module]) -> str | None:
     while left:
         name = left.pop()
         method = getattr(kind, name, None)
-        if name in seen or not isinstance(method, types.FunctionType) or method.__module__.startswith("torch."):
+        if name in seen or not isinstance(method, types.FunctionType) or _of_torch(method):
             continue
         seen.add(name)
         names = {*_names(method.__code__), *_names(getattr(inspect.unwrap(method), "__code__", None))}
@@ -136,6 +138,10 @@ def why_not_readable(kind: type[nn.Module]) -> str | None:
             return f"its forward calls {telling[0]}"
         left += sorted(names)
     return None
+
+
+def _of_torch(method: types.FunctionType) -> bool:
+    return (method.__module__ or "").startswith("torch.")  # generated code has no module
 
 
 def _names(code: Any) -> Iterator[str]:
@@ -267,7 +273,7 @@ class _Tracer(fx.Tracer):
             if any(True for _ in m.parameters()) or any(True for _ in m.buffers()):
                 raise RefusedError("calls a module that is not registered") from None
             return forward(*args, **kwargs)  # made on the way, such as a loss: its forward is as good as a function
-        if type(m).__call__ is not nn.Module.__call__:
+        if type(m).__call__ is not nn.Module.__call__ and not sealed(m):
             raise RefusedError(f"{path} has a __call__ of its own")
         reason = why_opaque(m)
         if reason is None:
@@ -278,7 +284,7 @@ class _Tracer(fx.Tracer):
                 self.inlined[path] = m
                 with _unchanged([m]):
                     return type(m).forward(m, *args, **kwargs)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 reason = _said_by(error)
                 self.inlined = known
                 self._forget_after(last)

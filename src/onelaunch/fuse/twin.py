@@ -20,9 +20,8 @@ def twin(root: Model) -> Model:
     """A tree of the same classes that shares all tensors with `root`, but none of its module objects."""
     copies: dict[int, nn.Module] = {}
     for module in root.modules():
-        # A scripted module lives in C++ and cannot be taken apart: both trees hold the same one.
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        copies[id(module)] = module if scripted else object.__new__(type(module))
+        # What cannot be taken apart is in both trees, the same one.
+        copies[id(module)] = module if sealed(module) else object.__new__(type(module))
     for module in root.modules():
         copy = copies[id(module)]
         if copy is module:
@@ -33,6 +32,15 @@ def twin(root: Model) -> Model:
         }
         vars(copy).update(attributes)
     return cast(Model, copies[id(root)])
+
+
+def sealed(module: nn.Module) -> str | None:
+    """Why a module cannot be taken apart: its code lives in C++, or holds on to this very object."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "scripted"
+    # `torch.compile(module)` and `module.compile()`. Asking for the class would import dynamo.
+    compiled = "dynamo_ctx" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None
+    return "compiled" if compiled else None
 
 
 def _reconnected(value: Any, copies: dict[int, nn.Module]) -> Any:
