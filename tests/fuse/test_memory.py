@@ -16,12 +16,13 @@ import onelaunch as ol
 from onelaunch.bench.memory_timeline import LiveBytes
 from onelaunch.fuse import calls, timing
 from onelaunch.fuse.costs import Spec, Step
-from onelaunch.fuse.decide import NOISE, _verdict, judge
+from onelaunch.fuse.decide import NOISE, _verdict, judge, takes_extra_pass
 from onelaunch.fuse.memory import kept_apart, kept_fused, memory
 from onelaunch.fuse.placing import place_regions
 from onelaunch.fuse.record import record
 from onelaunch.fuse.region import Options
 from onelaunch.fuse.roofline import DEVICES
+from onelaunch.ops import linear_choice
 from onelaunch.ops.linear import _EagerLinear
 
 ROWS, WIDTH, INNER = 64, 32, 128
@@ -178,6 +179,21 @@ def test_measured_and_predicted_times_meet_the_same_rule() -> None:
 def test_entries_of_another_version_are_measured_again(entry: Any) -> None:
     assert timing._as_times(entry) is None
     assert timing._as_times({"apart": 1.0, "fused": 2.0}) == {"apart": 1.0, "fused": 2.0}
+
+
+def test_bytes_said_know_the_implementation_from_the_disk() -> None:
+    """An explanation in a new process, whose chains were timed before, says the same bytes as the first."""
+    layers = nn.Linear(WIDTH, INNER), nn.GELU(), nn.Dropout(0.1)
+    steps = steps_of(nn.Sequential(*layers).to(torch.bfloat16), torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
+    key = f"torch.bfloat16 64 {INNER} {WIDTH} gelu True True True False 0 0"
+    library, tile = linear_choice.LIBRARY.name, "128 x 128 x 64"
+    assert takes_extra_pass(steps, {key: {library: 1.0, tile: 2.0}})
+    assert not takes_extra_pass(steps, {key: {library: 2.0, tile: 1.0}})
+    assert not takes_extra_pass(steps, {key.replace("True True", "False True"): {library: 1.0}})
+    assert not takes_extra_pass(steps, {})
+    assert not takes_extra_pass(steps[1:], {key: {library: 1.0}})
+    bytes_said = [judge(steps, DEVICES["H200"], extra_pass=extra).after.total.bytes for extra in (False, True)]
+    assert bytes_said[1] > bytes_said[0]
 
 
 def test_memory_of_losses_folds_and_evaluation() -> None:

@@ -19,6 +19,7 @@ from onelaunch.fuse.roofline import DeviceModel, device_model
 from onelaunch.fuse.timing import measure, waits_for_host
 from onelaunch.fuse.verdict import forced
 from onelaunch.ops import linear_choice
+from onelaunch.ops.activations import FROM_OUTPUT
 
 # Two medians of the same chain on an H200 differ by up to this; what is nearer is as fast.
 NOISE = 0.02
@@ -76,15 +77,20 @@ def decision_on(
     if one.chain.reason is not None or len(steps) != len(one.chain.nodes):
         return None
     measured = measure(one, steps, device, by_host) if device.type == "cuda" and roof is None else None
-    return judge(steps, roof or device_model(device), measured, by_host)
+    extra_pass = measured is not None and takes_extra_pass(steps, linear_choice.table(device.index or 0).choices)
+    return judge(steps, roof or device_model(device), measured, by_host, extra_pass)
 
 
 def judge(
-    steps: list[Step], roof: DeviceModel, measured: tuple[float, float] | None = None, by_host: bool = False
+    steps: list[Step],
+    roof: DeviceModel,
+    measured: tuple[float, float] | None = None,
+    by_host: bool = False,
+    extra_pass: bool = False,
 ) -> Decision:
     """Fuses what is faster fused, and what is as fast, within the noise of a measurement, and takes less memory."""
     before = Work(sum((step.forward for step in steps), NOTHING), sum((step.backward for step in steps), NOTHING))
-    after = fused(steps, extra_pass=measured is not None and _takes_extra_pass(steps))
+    after = fused(steps, extra_pass)
     predicted = sum(seconds_apart(roof, step) for step in steps), seconds_of(roof, after, steps[0].output.dtype)
     lying = memory(steps)
     how = "predicted" if measured is None else "measured, launching included" if by_host else "measured"
@@ -123,12 +129,17 @@ def device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
     return torch.device("cpu")
 
 
-def _takes_extra_pass(steps: list[Step]) -> bool:
-    """Whether `ops.linear` was measured to be fastest as cuBLAS and a pass for this chain."""
+def takes_extra_pass(steps: list[Step], times: dict[str, dict[str, float]]) -> bool:
+    """Whether `ops.linear` was measured to be fastest as cuBLAS and a pass for this chain; `times` are those it keeps."""
     if steps[0].role != "linear":
         return False
-    x, weight = steps[0].inputs[:2]
-    n, k = weight.shape
-    like = (x.dtype, linear_choice.shape_class(max(1, x.numel // k)), n, k)
-    chosen = [choice.name for key, choice in linear_choice._chosen.items() if key[1:5] == like]
-    return bool(chosen) and chosen[-1] == linear_choice.LIBRARY.name
+    roles = {step.role: step for step in steps}
+    x, (n, k), last = steps[0].inputs[0], steps[0].inputs[1].shape, steps[-1].output
+    activation = roles["activation"].name if "activation" in roles else None
+    dropped = "dropout" in roles and bool(roles["dropout"].options.get("dropped"))
+    keeps_z = last.requires_grad and activation is not None and activation not in FROM_OUTPUT
+    bias = len(steps[0].inputs) > 2 or "batch_norm" in roles  # folded weights have one
+    rows = linear_choice.shape_class(max(1, x.numel // k))
+    key = " ".join(map(str, (steps[0].output.dtype, rows, n, k, activation, dropped, keeps_z, bias, "")))
+    found = [taken for name, taken in times.items() if name.startswith(key)]
+    return bool(found) and min(found[-1], key=found[-1].__getitem__) == linear_choice.LIBRARY.name

@@ -63,7 +63,9 @@ def check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
     if not hasattr(model, "_modules"):
-        raise ArgumentTypeError(f"model is a {_kind(model)} that is no module yet: call super().__init__() in its __init__")
+        raise ArgumentTypeError(
+            f"model is a {_kind(model)} that is no module yet: call super().__init__() in its __init__"
+        )
 
 
 def is_lazy(model: nn.Module) -> bool:

@@ -157,9 +157,7 @@ def linear_slope_op(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | N
     return dz.contiguous(), dbias
 
 
-@linear_slope_op.register_kernel("cuda")
-def _(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
-    return _backward_cuda(dy, saved, bits, activation, p)
+linear_slope_op.register_kernel("cuda")(_backward_cuda)
 
 
 @linear_slope_op.register_fake
