@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_compare_prints_saves_and_draws(cli, blobs, tmp_path):
     )
     assert len(re.findall(r"^trained  .*, seed \d: [\d.]+ (µs|ms) a step, loss", outcome.out, re.M)) == 6
     for word in ("contender", "start-up", "memory", "accuracy"):  # whole, in 80 columns too
-        assert re.search(rf"^┃.* {word} +┃", outcome.out, re.M)
+        assert re.search(rf"^.* {word}( |$)", outcome.out, re.M)
     assert "absent: torch.compile (RuntimeError: no compiler here)" in outcome.out
     assert re.search(r"auto against torch eager, by hidden size: 8: [\d.]+×, 16: [\d.]+×", outcome.out)
     saved = json.loads((tmp_path / "both" / "compare.json").read_text())
@@ -83,10 +84,51 @@ def test_an_interrupted_comparison_keeps_what_is_done(cli, blobs, tmp_path, monk
     assert "Interrupted" in (tmp_path / "cut" / "report.html").read_text()
 
 
+def test_a_comparison_interrupted_before_its_first_contender_leaves_nothing(cli, blobs, tmp_path, monkeypatch):
+    def interrupted(self, run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TorchLoop, "train", interrupted)
+    assert cli("compare", "--data", blobs, *QUICK, "--out", "cut").code == 130
+    assert not (tmp_path / "cut").exists()
+
+
+def test_a_comparison_killed_before_its_first_contender_is_no_run(cli, start, blobs, tmp_path):
+    process = start("compare", "--data", blobs, *QUICK, "--out", "killed")
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "killed" / "config.toml").exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    process.communicate()
+    assert (tmp_path / "killed" / "compare.json").is_file()
+    outcome = cli("train", "--resume", "killed")
+    assert (outcome.code, "is the folder of a comparison" in outcome.err) == (2, True)
+    again = cli("compare", "--data", blobs, "--out", "killed")
+    assert (again.code, again.err) == (2, "error: out='killed' is not empty: pass another folder\n")
+
+
+def test_a_comparison_on_a_busy_machine_says_so(cli, blobs, monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.busy.cores_taken", lambda: 30.0)
+    outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu")
+    assert "note     others use this machine (30.0 of " in outcome.out
+
+
+def test_a_comparison_that_diverges_is_drawn_and_saved_as_json(cli, blobs, tmp_path):
+    outcome = cli(
+        "compare", "--data", blobs, *QUICK, "--lr", "1e30", "--optimizer", "sgd", "--out", "wild", "--seeds", "2"
+    )
+    assert outcome.code in (0, 1), outcome.out + outcome.err
+    text = (tmp_path / "wild" / "compare.json").read_text()
+    assert "NaN" not in text
+    assert json.loads(text)["contenders"][EAGER]["final"]["loss"]["mean"] is None
+    page = (tmp_path / "wild" / "report.html").read_text()
+    assert not any("nan" in figure for figure in re.findall(r"<svg.*?</svg>", page))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--seeds", "0"), "seeds=0"),
+        (("--seeds", "0"), "seeds=0 must be 1 or more"),
         (("--sizes", "8,0"), "sizes=[8, 0]"),
         (("--sizes", "8;16"), "is not a list of numbers"),
         (("--optimizer", "adma"), "did you mean 'adam'"),
@@ -121,6 +163,28 @@ def test_report_of_a_training_run(cli, blobs, tmp_path):
     assert "<h3>Loss</h3>" in page
     assert "<h3>Accuracy</h3>" in page
     assert "blobs.npz" in page
+
+
+def test_report_goes_on_without_what_it_cannot_read(cli, blobs, tmp_path):
+    assert cli("train", "--data", blobs, *QUICK, "--out", "results/run 1").code == 0
+    folder = tmp_path / "results"
+    (folder / "cut.json").write_text('{"cases": [')
+    (folder / "future.json").write_text(
+        json.dumps({"cases": [{"group": "ops"}], "machine": {"versions": {"onelaunch": "9.9"}}})
+    )
+    outcome = cli("report", "results")
+    assert outcome.code == 0
+    cut, future = outcome.err.splitlines()
+    assert cut.startswith("left out 'results/cut.json' is not JSON: ")
+    assert "'results/future.json' is not as onelaunch writes it" in future
+    assert "written by onelaunch 9.9" in future
+    page = (tmp_path / "report.html").read_text()
+    assert "<h3>Loss</h3>" in page
+    assert "Left out: &#x27;results/cut.json&#x27; is not JSON" in page
+    assert "made by <code>onelaunch train &#x27;results/run 1/config.toml&#x27;</code>" in page
+    assert cli("train", "results/run 1/config.toml", "--out", "again").code == 0  # pasted
+    assert "made by <code>onelaunch report results</code>" in page
+    assert cli("report", "results/cut.json", "results/future.json").code == 2
 
 
 def test_report_refuses_what_it_cannot_draw(cli, tmp_path):

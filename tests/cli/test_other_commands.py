@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -18,7 +19,8 @@ def test_info_names_versions_devices_and_every_engine(cli):
     assert f"onelaunch        {onelaunch.__version__}" in result.out
     for engine in FASTEST_FIRST:
         line = next(line for line in result.out.splitlines() if line.startswith(f"engine {engine} "))
-        assert "yes" in line or "no: " in line
+        assert re.search(r"(yes|no: .+); needs .+", line)
+        assert "model lies" not in line
 
 
 def test_help_lists_every_key(cli):
@@ -45,6 +47,7 @@ def temporary_cases():
     REGISTRY.update(before)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_bench_times_ours_and_its_peers(cli, tmp_path):
     result = cli("bench", "train", "--filter", "64-32-10", "--quick", "--out", "results.json")
     assert result.code == 0, result.err
@@ -95,6 +98,17 @@ def test_bench_says_which_cases_there_are(cli):
     assert result.code == 2
     assert "train/64-32-10" in result.err
     assert cli("bench", "trian").code == 2
+
+
+def test_bench_refuses_options_that_say_nothing(cli, tmp_path):
+    for arguments, message in (
+        (("cpu", "--large"), "large=True leaves no case: leave out --large"),
+        (("cpu", "--limit", "-1"), "limit=-1 must be 0 or more"),
+    ):
+        result = cli("bench", *arguments)
+        assert result.code == 2
+        assert message in result.err
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_bench_looks_where_to_save_before_it_measures(cli, tmp_path):

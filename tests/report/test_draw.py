@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onelaunch.report import number
 from onelaunch.report.draw import WIDTH, Bar, Line, _tick, bar_chart, line_chart
-from onelaunch.report.scale import Scale, fitted
+from onelaunch.report.scale import Scale, fitted, is_wide
 from onelaunch.report.standalone import standalone
 
 finite = st.floats(-1e6, 1e6, allow_subnormal=False)
@@ -75,11 +75,30 @@ def test_bars_are_as_long_as_their_values():
         assert float(words.attrib["x"]) + 7.8 * len(words.text or "") <= WIDTH + 1, words.text
 
 
+def test_a_whisker_leaves_room_for_the_bars():
+    bars = [Bar("ours", 1.0, "1 s", 0.9, 1.1, "ours"), Bar("peer", 2.0, "2 s", 1.9, 500.0)]
+    root = ElementTree.fromstring(bar_chart("c", "t", bars, what="Time"))
+    widths = [float(rect.attrib["width"]) for rect in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert widths[0] > 50
+
+
+@pytest.mark.parametrize(
+    ("values", "wide"), [([1.0, 2.0], False), ([0.1, 2.0], True), ([0.0, 2.0], False), ([math.nan], False)]
+)
+def test_a_logarithmic_axis_is_for_values_far_apart(values, wide):
+    assert is_wide(values) == wide
+
+
+def test_ticks_of_a_narrow_logarithmic_axis_are_round():
+    assert fitted([1.9, 2.3], 0, 100, log=True).ticks() == pytest.approx([1.8, 2.0, 2.2, 2.4])
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [
         (number.seconds(5.709e-6), "5.71 µs"), (number.seconds(0.9999e-3), "1.00 ms"), (number.seconds(90), "90.0 s"),
-        (number.seconds(None), "–"), (number.seconds(0), "0 ns"), (number.byte_size(206 * 2**20), "206 MiB"),
+        (number.seconds(None), "–"), (number.digits(math.nan), "–"), (number.percent(math.inf), "–"),
+        (number.seconds(0), "0 ns"), (number.byte_size(206 * 2**20), "206 MiB"),
         (number.byte_size(12), "12.0 B"), (number.joules(0.0123), "12.3 mJ"), (number.rate(4.26e12, "B/s"), "4.26 TB/s"),
         (number.percent(0.9852, 2), "98.52 %"), (number.times(2.4312), "2.43×"), (number.times(1234.5), "1,234×"),
         (number.digits(1e-7), "1.00e-07"), (_tick("30.0 ms"), "30 ms"), (_tick("0.050"), "0.05"), (_tick("100"), "100"),

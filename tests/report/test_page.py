@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.report.comparison import noise
+from onelaunch.report.comparison import agreement, noise
 from onelaunch.report.theme import DARK, LIGHT, SERIES
 from onelaunch.report.write import write_report
 from onelaunch.train.run_folder import METRICS
@@ -142,6 +142,42 @@ def test_times_of_a_busy_machine_are_called_so():
         "The machine was busy: torch.compile took 180 µs to 1.00 ms a step",
         "The machine was busy: torch eager at size 128 took 90.0 µs to 1.00 ms a step",
     ]
+
+
+def test_times_that_are_none_are_left_out_and_said(tmp_path):
+    results = bench_results()
+    results["cases"][0]["times"]["torch eager"]["median"] = float("nan")
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "ops/relu is left out: it holds times that are none" in html
+    assert "<h3>ops/relu</h3>" not in html
+
+
+def test_a_ratio_within_the_spreads_is_marked(tmp_path):
+    results = bench_results()
+    results["cases"][0]["times"]["JAX & scan"]["spread"] = 0.5
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "≈ 0.900×" in html
+    assert "≈: too noisy to tell" in html
+
+
+def test_losses_that_vary_too_much_agree_with_nothing():
+    found = compare_results()["contenders"]
+    found["onelaunch resident"]["gap"].update(relative=1.0, bound=4.0)
+    kinds = dict(agreement(found)[::-1])
+    assert "onelaunch resident cannot be told from torch eager" in kinds["note"]
+
+
+def test_results_without_a_case_or_contender_make_a_page(tmp_path):
+    (tmp_path / "bench.json").write_text('{"cases": []}')
+    (tmp_path / "compare.json").write_text(
+        json.dumps({**compare_results(), "contenders": {}, "sizes": {}, "memory": {}})
+    )
+    inputs = [tmp_path / "bench.json", tmp_path / "compare.json", tmp_path / "bench.json"]
+    html = write_report(inputs, tmp_path / "page.html").read_text()
+    assert html.count("No case is finished.") == 1  # named twice, shown once
+    assert "No contender is finished yet." in html
 
 
 def test_headings_go_down_one_step_at_a_time(outline):

@@ -127,7 +127,7 @@ def spread(values: Sequence[Any]) -> dict[str, float] | None:
         return None
     return {
         "median": statistics.median(values), "mean": statistics.fmean(values), "minimum": min(values),
-        "maximum": max(values), "deviation": statistics.stdev(values) if len(values) > 1 else 0.0, "n": len(values),
+        "maximum": max(values), "deviation": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0, "n": len(values),
     }  # fmt: skip
 
 

@@ -19,19 +19,19 @@ LEAD_CYCLES = 4_000_000
 # Thread pools (OpenMP's for 200 ms, XLA's) spin on after their work: without a pause a contender is timed against the threads
 # of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
 SETTLE_SECONDS = 0.25
-WARM_UPS, LEAST_SAMPLES = 2, 5  # the first calls compile, and fill caches and allocators
+WARM_UPS, LEAST_SAMPLES = 2, 6  # the first calls compile, and fill caches and allocators
 # A sample by the host's clock repeats short work until it fills this: waking up then weighs nothing, and a moment in which
 # another process ran is spread over all of it.
 SAMPLE_SECONDS = 0.1
-FEW = 8  # samples whose quartiles say too little
+VERY_FEW, FEW = 6, 8  # below: too few samples to leave one out, and for their quartiles to say much
 
 
 @dataclass(frozen=True)
 class Timing:
     """Seconds a unit. `spread` is what another run may differ by, relative to the median: the larger of the interquartile
-    range and the difference between the medians of the first and the second half; of fewer than FEW samples the whole range.
-    Two runs of independent samples then differ by more than their spreads allow once in 250 times or less, whatever n is
-    (with the quartiles alone 1 in 30 at n = 4).
+    range and the difference between the medians of the first and the second half; of fewer than FEW samples the range of all
+    but the farthest, of fewer than VERY_FEW the whole range. Two runs of independent samples then differ by more than their
+    spreads allow in 3 of 1000 pairs or fewer, whatever n is (with quartiles alone 30 of 1000 at n = 5).
     """
 
     median: float
@@ -50,9 +50,11 @@ def summarise(samples: list[float]) -> Timing:
     first, second = statistics.median(samples[:half]), statistics.median(samples[half:])
     median = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
-    width = max(samples) - min(samples) if len(samples) < FEW else max(abs(first - second), high - low)
-    spread = width / median
-    return Timing(median, min(samples), (low, high), len(samples), spread)
+    width = max(abs(first - second), high - low)
+    if len(samples) < FEW:
+        near = sorted(samples, key=lambda sample: abs(sample - median))[: None if len(samples) < VERY_FEW else -1]
+        width = max(near) - min(near)
+    return Timing(median, min(samples), (low, high), len(samples), width / median)
 
 
 def measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from onelaunch.device import describe_machine
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
 from onelaunch.train.history import json_ready
+from onelaunch.version import VERSION
 
 OURS = "onelaunch"
 
@@ -90,4 +92,19 @@ def load_results(path: Path) -> dict[str, Any]:
     cases = results.get("cases") if isinstance(results, dict) else None
     if not isinstance(cases, list):
         raise OnelaunchError(f"{str(path)!r} holds no benchmark cases: pass what `onelaunch bench --out` wrote")
+    for number, case in enumerate(cases):
+        if not _is_case(case):
+            raise OnelaunchError(
+                f"{str(path)!r} is not as onelaunch {VERSION} writes it (case {number + 1} of {len(cases)}): take it again"
+            )
     return results
+
+
+def _is_case(case: Any) -> bool:
+    """Whether it has a name, a check, and times that can be compared."""
+    try:
+        texts = (case["name"], case["check"])
+        figures = [figure for timing in case["times"].values() for figure in (timing["median"], timing["spread"])]
+        return all(isinstance(text, str) for text in texts) and all(0 <= figure < math.inf for figure in figures)
+    except (KeyError, TypeError, AttributeError):
+        return False

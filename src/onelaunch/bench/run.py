@@ -30,10 +30,15 @@ def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
         c for group in dict.fromkeys(order) for c in REGISTRY.values() if c.group == group and name_contains in c.name
     ]
     if not chosen:
-        names = ", ".join(REGISTRY) or "none"
+        names = ", ".join(c.name for c in REGISTRY.values() if c.group in order) or "none"
         wanted = " ".join(groups)
         raise OnelaunchError(f"no case of group {wanted!r} has {name_contains!r} in its name; there are: {names}")
     return chosen
+
+
+def check_limit(limit: float | None) -> None:
+    if limit is not None and not limit >= 0:  # which NaN is not either
+        raise OnelaunchError(f"limit={limit:g} must be 0 or more: pass seconds, or leave it out")
 
 
 def run_cases(
@@ -50,8 +55,7 @@ def run_cases(
 
     `limit`: seconds after which no further case is started; the results name those left out.
     """
-    if limit is not None and not limit >= 0:  # which NaN is not either
-        raise OnelaunchError(f"limit={limit:g} must be 0 or more: pass seconds, or leave it out")
+    check_limit(limit)
     ceilings = Ceilings()
     results: dict[str, Any] = {
         **provenance(command), "quick": quick, "interrupted": False, "ceilings": ceilings.measured, "left_out": [],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +16,7 @@ from onelaunch.bench.busy import warning
 from onelaunch.bench.case import FLOOR, GROUPS
 from onelaunch.bench.diff import NOISY, compare_results, differences
 from onelaunch.bench.results import OURS, check_writable, load_results, new_path, save_results
-from onelaunch.bench.run import failures, run_cases, select
+from onelaunch.bench.run import check_limit, failures, run_cases, select
 from onelaunch.errors import OnelaunchError
 from onelaunch.report.benchmark import undecided
 
@@ -47,8 +48,9 @@ def bench(
         return
     console = Console()
     chosen = [one for one in select(what, filter) if one.group != "train" or (LARGE in one.name) == large]
-    if not chosen:
+    if not chosen or (large and not any(LARGE in one.name for one in chosen)):
         raise OnelaunchError(f"large={large} leaves no case: {'leave out' if large else 'pass'} --large")
+    check_limit(limit)
     if out is not None:
         check_writable(out)  # before minutes of timing, not after
     path = out or new_path()
@@ -89,9 +91,9 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             line = f"{result['name']}: check {result['check']}; not timed"
             console.print(line, style="red", markup=False, soft_wrap=True)
         return
-    table = Table(title=f"{result['name']}: {result['about']}", title_justify="left", title_style="")
+    table = _table(f"{result['name']}: {result['about']}")
     table.add_column("", overflow="fold", no_wrap=True)
-    for column in (f"median, µs a {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"):
+    for column in (f"median,\nµs a {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"):
         table.add_column(column, justify="right")
     extras = [name for name in ("peak_bytes", "joules") if result.get(name)]
     for name in extras:
@@ -115,6 +117,11 @@ def _show(console: Console, result: dict[str, Any]) -> None:
         console.print(f"{result['floor_share']:.0%} of the floor's speed", highlight=False)
     if result.get("gpu"):
         console.print(_clocks(result["gpu"]), markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(title: str) -> Table:
+    """Without lines between, so that 80 columns are enough."""
+    return Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
 
 
 def _standing(result: dict[str, Any], name: str) -> str:
@@ -148,7 +155,7 @@ def _diff(files: list[str]) -> None:
         raise OnelaunchError(f"diff takes two results files (got {len(files)}): onelaunch bench diff OLD.json NEW.json")
     old, new = (load_results(Path(file)) for file in files)
     console = Console()
-    table = Table(title="new against old", title_justify="left", title_style="")
+    table = _table("new against old")
     for column, side in (("case", "left"), ("µs before", "right"), ("after", "right"), ("change", "right"),
                          ("noise", "right"), ("peers moved", "right"), ("", "left")):  # fmt: skip
         table.add_column(column, justify=side, overflow="fold")  # type: ignore[arg-type]

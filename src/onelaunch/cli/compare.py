@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -49,8 +50,10 @@ def compare(
     """
     settings = make_config(read_config(config) if config else {}, flags or {})
     hidden: Sequence[int] = sizes or []  # type: ignore[assignment]  # the parser makes a list of it
-    if seeds < 1 or any(size < 1 for size in hidden):
-        raise OnelaunchError(f"seeds={seeds} and sizes={list(hidden)} must be 1 or more")
+    if seeds < 1:
+        raise OnelaunchError(f"seeds={seeds} must be 1 or more: pass how many to train")
+    if any(size < 1 for size in hidden):
+        raise OnelaunchError(f"sizes={list(hidden)} must be widths of 1 or more, such as 128,256,512")
     dataset = load_data(settings)
     widths = widths_of(settings, dataset)
     if settings.engine != "auto":  # asked for by name: say at once that it cannot run, as `train` does
@@ -133,12 +136,12 @@ def _show(results: dict[str, Any]) -> None:
     console = Console()
     if results["contenders"]:
         made = comparison_table(results["contenders"])
-        table = Table(title=made.caption, title_justify="left", title_style="")
+        table = Table(title=made.caption, title_justify="left", title_style="", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
         for number, column in enumerate(made.head):
-            head = column.replace(" ", "\n")  # so that 80 columns are enough for whole words
+            head = column.replace(" ", "\n")  # so that 80 columns are enough for whole words, without lines between
             table.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=not number)
         for row in made.rows:
-            table.add_row(*row)
+            table.add_row(*(cell.replace(" ± ", "\n± ") for cell in row))
         console.print(table)
     for kind, words in agreement(results["contenders"]):
         console.print(

@@ -30,7 +30,7 @@ def bench_sections(source: Source, identity: str) -> list[Section]:
         timed = [case for case in cases if has_times(case)]
         command = content.get("command") or f"onelaunch bench {group}{' --quick' if content.get('quick') else ''}"
         here = f"{identity}-{group}"
-        facts = [("results", source.name), *machine_facts(content), ("command", command)]
+        facts = [*machine_facts(content), ("command", command)]
         figures = [_bars(case, f"{here}-{number}", command) for number, case in enumerate(timed)]
         for extra in (_roofline(timed, content.get("ceilings", {}), here, command), _energy(timed, here, command)):
             figures += [extra] if extra else []
@@ -38,7 +38,8 @@ def bench_sections(source: Source, identity: str) -> list[Section]:
             _memory(c, f"{here}-{n}", command) for n, c in enumerate(timed) if group == "memory" and c.get("peak_bytes")
         ]
         tables = [group_table(timed, TITLES.get(group, group))] if timed else []
-        sections.append(Section(here, TITLES.get(group, group), facts, tables, figures, _statements(cases, content)))
+        title = f"{TITLES.get(group, group)} ({source.name})"
+        sections.append(Section(here, title, facts, tables, figures, _statements(cases, content)))
     return sections
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from onelaunch.report.draw import Bar, Line, bar_chart, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
-from onelaunch.report.number import byte_size, digits, percent, seconds, times
+from onelaunch.report.number import NONE, byte_size, digits, percent, seconds, times
 from onelaunch.report.read import Source
+from onelaunch.report.scale import is_wide
 
 OURS = "onelaunch"
 NOISY = 1.5  # slowest over fastest
@@ -71,8 +72,8 @@ def comparison_table(found: dict[str, Any]) -> Table:
 
 
 def _mean(value: dict[str, float] | None, share: bool = False) -> str:
-    if value is None:
-        return "–"
+    if value is None or value["mean"] is None:
+        return NONE
     write = (lambda v: percent(v, 2)) if share else digits
     return write(value["mean"]) + (f" ± {write(value['deviation'])}" if value["n"] > 1 else "")
 
@@ -116,9 +117,9 @@ def _curves(found: dict[str, Any], identity: str, command: str, content: dict[st
         )
         for name, c in ((name, one["curve"]) for name, one in found.items())
     ]
-    positive = not any(value <= 0 for line in lines for value in line.y)
+    wide = is_wide(value for line in lines for value in line.y)
     svg = line_chart(
-        f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean of a stretch", log_y=positive
+        f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean of a stretch", log_y=wide
     )
     rows = [[f"{step:,}", *(digits(line.y[i]) for line in lines)] for i, step in _thinned(lines[0].x)]
     note = "Bands run from the least to the largest seed." if several else ""

@@ -19,6 +19,7 @@ from onelaunch.report.theme import SERIES
 WIDTH, HEIGHT = 400, 280
 LEFT, RIGHT, BOTTOM = 62, 14, 44
 CHARACTER, BOLD_CHARACTER = 6.9, 7.8  # units a character of 12.5-unit type takes, generously
+LONGEST_WHISKER = 2.0  # times the bar
 MOST_MARKERS = 14  # a line with more points is drawn without
 MARKERS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-3.5-3.5h7v7h-7z", "M0-4.6L4.4 3.4H-4.4z", "M0-5L5 0L0 5L-5 0z",
            "M0 4.6L4.4-3.4H-4.4z", "M-1.5-4.5h3v9h-3z", "M-4.5-1.5h9v3h-9z")  # fmt: skip
@@ -174,11 +175,14 @@ def _line(line: Line, number: int, x: Scale, y: Scale, write_x: Write, write_y: 
 def bar_chart(
     identity: str, title: str, bars: Sequence[Bar], *, what: str, heading: str = "", mark: float | None = None
 ) -> str:
-    """Horizontal bars from zero, each with its name above and its value beside it; whiskers from low to high.
+    """Horizontal bars from zero, each with its name above and its value beside it; whiskers from low to high, or to an open end
+    where they would leave no room for the bars.
 
     `heading` is for a picture that stands alone; `mark` draws a line across all bars.
     """
-    widest = max((bar.high or bar.value for bar in bars), default=1.0) or 1.0
+    widest = (
+        max((max(bar.value, min(bar.high or 0.0, LONGEST_WHISKER * bar.value)) for bar in bars), default=1.0) or 1.0
+    )
     room = max((len(bar.shown) for bar in bars), default=0) * BOLD_CHARACTER + 12
     scale = Scale(0, widest, 0, max(80, WIDTH - room))
     parts, y = [text(0, 14, heading, "soft")] if heading else [], 26.0 if heading else 0.0
@@ -192,10 +196,10 @@ def bar_chart(
             f'<rect class="{bar.kind}" x="0.5" y="{place(y + 20)}" width="{place(length)}" height="16" rx="2">{words}</rect>'
         )
         if bar.low is not None and bar.high is not None and bar.high > bar.low:
-            low, high = place(scale(bar.low)), place(scale(bar.high))
-            ends = f"M{low} {place(middle - 4)}v8M{high} {place(middle - 4)}v8"
+            low, high = place(scale(bar.low)), place(scale(min(bar.high, widest)))
+            ends = f"M{low} {place(middle - 4)}v8" + (f"M{high} {place(middle - 4)}v8" if bar.high <= widest else "")
             parts.append(f'<path class="whisker" d="M{low} {place(middle)}H{high}{ends}"/>')
-        end = max(length, scale(bar.high) if bar.high is not None else 0)
+        end = max(length, scale(min(bar.high, widest)) if bar.high is not None else 0)
         parts.append(text(end + 7, y + 32, bar.shown, "strong" if bar.kind == "ours" else ""))
         y += 45
     spoken = "; ".join(f"{bar.label} {bar.shown}" for bar in bars)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+WIDE = 4
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -43,6 +45,12 @@ def fitted(values: Iterable[float], start: float, end: float, *, log: bool = Fal
     return Scale(low, high, start, end, log)
 
 
+def is_wide(values: Iterable[float]) -> bool:
+    """Whether a logarithmic axis shows more than a linear one: all positive, and the largest several times the least."""
+    known = [value for value in values if math.isfinite(value)]
+    return bool(known) and min(known) > 0 and max(known) > WIDE * min(known)
+
+
 def _linear_ticks(low: float, high: float, most: int) -> list[float]:
     rough = (high - low) / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
@@ -54,6 +62,8 @@ def _linear_ticks(low: float, high: float, most: int) -> list[float]:
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    if high / low < 5:  # less than the steps between powers
+        return _linear_ticks(low, high, most)
     for factors in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         found = [f * 10.0**p for p in powers for f in factors if low <= f * 10.0**p <= high]
         if len(found) <= most:

@@ -80,7 +80,7 @@ details{font-size:.9rem;margin-top:.3rem}
 summary{cursor:pointer;color:var(--link);width:max-content;max-width:100%}
 .scroll{overflow-x:auto;margin:.8rem 0}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
-caption{text-align:left;color:var(--soft);padding-bottom:.3rem}
+caption{text-align:left;color:var(--soft);padding-bottom:.3rem;max-width:calc(100vw - 4rem)}
 th,td{text-align:right;padding:.28rem .75rem;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;padding-left:0}
 thead th{color:var(--soft);font-weight:600;vertical-align:bottom}
@@ -97,7 +97,7 @@ body{font-size:10.5pt}
 nav,.skip,details:not([open]){display:none}
 figure,tr{break-inside:avoid}
 h2,h3{break-after:avoid}
-.scroll{overflow:visible}
+.scroll{overflow:visible;break-inside:avoid}
 table{font-size:8.5pt}
 th,td{padding:.15rem .4rem;white-space:normal}
 .figures{grid-template-columns:1fr 1fr}

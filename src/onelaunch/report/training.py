@@ -10,6 +10,7 @@ from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
 from onelaunch.report.number import digits, percent, seconds
 from onelaunch.report.read import Source
+from onelaunch.report.scale import is_wide
 from onelaunch.train.run_folder import CONFIG
 
 POINTS = 300
@@ -52,8 +53,8 @@ def _loss(epochs: list[dict[str, Any]], identity: str, command: str) -> Figure:
     checked = [epoch for epoch in epochs if epoch.get("validation")]
     if checked:
         lines.append(Line("validation", [e["step"] for e in checked], known(e["validation"]["loss"] for e in checked)))
-    positive = not any(value <= 0 for line in lines for value in line.y)
-    svg = line_chart(f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=positive)
+    wide = is_wide(value for line in lines for value in line.y)
+    svg = line_chart(f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=wide)
     rows = [
         [str(e["epoch"] + 1), digits(e["loss"]), _validation(e, "loss"), percent(e.get("accuracy"), 2),
          _validation(e, "accuracy"), seconds(e.get("seconds"))]

@@ -26,6 +26,7 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
     """
     sections: list[Section] = []
     left_out: list[str] = []
+    shown: set[Path] = set()  # a folder may be named beside what lies in it
     for path in inputs:
         try:
             sources = read_sources(path, left_out.append)
@@ -33,6 +34,9 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
             left_out.append(str(error))
             continue
         for source in sources:
+            if (place := source.path.resolve()) in shown:
+                continue
+            shown.add(place)
             try:
                 sections += _sections(source, f"part{len(sections) + 1}")
             except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
