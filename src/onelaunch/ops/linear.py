@@ -226,7 +226,7 @@ class _EagerLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return *_gradients(ctx, dy, linear_slope_op), None, None
         last = ctx.owns_z and not torch._C._autograd._get_current_graph_task_keep_graph()
         return *_gradients(ctx, dy, functools.partial(_backward_cuda, over_z=last)), None, None
