@@ -12,17 +12,18 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.halves import joined, load_low, store_weights
 from onelaunch.kernels.launch import cdiv, next_power_of_2
-from onelaunch.kernels.optimizer import update_scalars
-from onelaunch.kernels.parts_update import update_bias, update_in_place
+from onelaunch.kernels.optimizer import update_scalars, updated
+from onelaunch.kernels.parts_update import update_bias
 from onelaunch.kernels.run_arguments import Clock, Tile, Weights
 from onelaunch.kernels.run_state import add_up_loss, begin, launch_step, release
 
 
 @triton.jit
 def small_update(
-    tile, dz_ptr, x_ptr, w_ptr, first_ptr, second_ptr, bias_ptr, bias_first_ptr, bias_second_ptr, scalars, batch, n, k,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, OPTIMIZER: tl.constexpr,
+    tile, dz_ptr, x_ptr, w_ptr, low_ptr, first_ptr, second_ptr, bias_ptr, bias_first_ptr, bias_second_ptr, scalars,
+    batch, n, k, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, OPTIMIZER: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """W -= lr * dzᵀ·x over one tile of W, for a batch of at most BLOCK_M rows."""
@@ -33,6 +34,7 @@ def small_update(
     inside = (unit < n)[:, None] & (column < k)[None, :]
     # The product is over before the weights arrive: ask for them first.
     w = tl.load(w_ptr + place, mask=inside, other=0.0, cache_modifier=".cg")
+    low = load_low(low_ptr, place, inside)
     row = tl.arange(0, BLOCK_M)
     rows = (row < batch)[:, None]
     x_inside = rows & (column < k)[None, :]
@@ -40,7 +42,8 @@ def small_update(
     begin(OVERLAP)  # for dz alone
     dz = tl.load(dz_ptr + row[:, None] * n + unit[None, :], mask=rows & (unit < n)[None, :], other=0.0)
     gradient = tl.dot(tl.trans(dz), x, input_precision=PRECISION)
-    update_in_place(w, gradient, place, inside, w_ptr, None, first_ptr, second_ptr, scalars, OPTIMIZER)
+    w = updated(joined(w, low), gradient, first_ptr, second_ptr, place, inside, scalars, OPTIMIZER)
+    store_weights(w, w_ptr, low_ptr, place, inside)
     if bias_ptr is not None:  # noqa: SIM102 (known when compiling, unlike the tile)
         if tile % tiles_k == 0:
             sums = tl.sum(dz.to(tl.float32), axis=0)
@@ -52,6 +55,7 @@ def ends_update_kernel(
     dz_ptr,
     x_ptr,
     w_ptr,
+    low_ptr,
     first_ptr,
     second_ptr,
     bias_ptr,
@@ -60,6 +64,7 @@ def ends_update_kernel(
     last_dz_ptr,
     last_x_ptr,
     last_w_ptr,
+    last_low_ptr,
     last_first_ptr,
     last_second_ptr,
     last_bias_ptr,
@@ -91,14 +96,14 @@ def ends_update_kernel(
     program = tl.program_id(0)
     if program < tiles:
         small_update(
-            program, dz_ptr, x_ptr, w_ptr, first_ptr, second_ptr, bias_ptr, bias_first_ptr, bias_second_ptr, scalars,
-            batch, n, k, BLOCK_N, BLOCK_K, BLOCK_M, OPTIMIZER, PRECISION, OVERLAP,
+            program, dz_ptr, x_ptr, w_ptr, low_ptr, first_ptr, second_ptr, bias_ptr, bias_first_ptr, bias_second_ptr,
+            scalars, batch, n, k, BLOCK_N, BLOCK_K, BLOCK_M, OPTIMIZER, PRECISION, OVERLAP,
         )  # fmt: skip
     elif program < tl.num_programs(0) - 1:
         small_update(
-            program - tiles, last_dz_ptr, last_x_ptr, last_w_ptr, last_first_ptr, last_second_ptr, last_bias_ptr,
-            last_bias_first_ptr, last_bias_second_ptr, scalars, batch, last_n, last_k, LAST_N, BLOCK_K, BLOCK_M,
-            OPTIMIZER, PRECISION, OVERLAP,
+            program - tiles, last_dz_ptr, last_x_ptr, last_w_ptr, last_low_ptr, last_first_ptr, last_second_ptr,
+            last_bias_ptr, last_bias_first_ptr, last_bias_second_ptr, scalars, batch, last_n, last_k, LAST_N, BLOCK_K,
+            BLOCK_M, OPTIMIZER, PRECISION, OVERLAP,
         )  # fmt: skip
     else:
         begin(OVERLAP)
@@ -121,10 +126,10 @@ def ends_update(
         ends_update_kernel,
         (programs,),
         (
-            dz, x, weights.weight, weights.weight_first, weights.weight_second, weights.bias, weights.bias_first,
-            weights.bias_second, last_dz, last_x, last_weights.weight, last_weights.weight_first,
-            last_weights.weight_second, last_weights.bias, last_weights.bias_first, last_weights.bias_second,
-            loss_parts, losses, clock.control, clock.table,
+            dz, x, weights.weight, weights.low, weights.weight_first, weights.weight_second, weights.bias,
+            weights.bias_first, weights.bias_second, last_dz, last_x, last_weights.weight, last_weights.low,
+            last_weights.weight_first, last_weights.weight_second, last_weights.bias, last_weights.bias_first,
+            last_weights.bias_second, loss_parts, losses, clock.control, clock.table,
         ),
         (clock.step,),
         (batch, n, k, last_n, last_k, len(loss_parts)),

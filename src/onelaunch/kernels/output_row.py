@@ -18,7 +18,7 @@ from onelaunch.kernels.output_layer import loss_and_gradient
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows
 from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, release, run_keep, slope
 
-HELD = 32_768  # weights a program holds at once: 64 registers a thread
+HELD = 131_072  # bytes of weights a program holds at once: 64 registers a thread
 WARPS = 16
 
 
@@ -170,7 +170,8 @@ def output_row(
     seed, threshold, layer, scale = before.dropout_values
     width = next_power_of_2(outputs)
     features = 1 if gathered is None else gathered.shape[1]
-    block = min(max(8, next_power_of_2(k)), HELD // width)
+    held = HELD // weight.element_size()
+    block = min(max(8, next_power_of_2(k)), held // width)
     launch_step(
         clock,
         output_row_kernel,
@@ -182,5 +183,5 @@ def output_row(
             width, block, next_power_of_2(features), k <= block, loss, x.order is not None, before.activation,
             before.from_z, before.p > 0,
         ),
-        num_warps=WARPS if width * block >= HELD // 2 else 4,
+        num_warps=WARPS if width * block >= held // 2 else 4,
     )  # fmt: skip

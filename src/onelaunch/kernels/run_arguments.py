@@ -52,7 +52,9 @@ class Ending(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A Linear's fp32 weights, what the optimizer keeps for them, and a copy in the type of the products (large batches)."""
+    """A Linear's fp32 weights, what the optimizer keeps for them, and a copy in the type of the products (large batches).
+
+    With `low` the weights come in halves (kernels/halves.py), and `weight` is the high one, in bf16."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -61,6 +63,7 @@ class Weights(NamedTuple):
     bias_first: torch.Tensor | None = None
     bias_second: torch.Tensor | None = None
     copy: torch.Tensor | None = None
+    low: torch.Tensor | None = None
 
 
 class Tile(NamedTuple):

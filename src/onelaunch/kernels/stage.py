@@ -1,8 +1,8 @@
 """One stage of an MLP in a training run: `dropout(act(x · Wᵀ + b))` forward, and the gradient on its way down.
 
 They differ from the level-1 ops in what a run needs: rows may be gathered from the data set on the way in, weights may be the
-fp32 masters themselves (small batches read each weight once, so a copy in another type would only add bytes), and dropout draws
-the run's masks, which are computed again in the backward pass instead of being kept.
+fp32 masters themselves (a copy that the update has to keep would add bytes to a small batch), and dropout draws the run's
+masks, which are computed again in the backward pass instead of being kept.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

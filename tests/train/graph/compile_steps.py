@@ -11,10 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onelaunch.kernels import (
     backward_strip,
     ends_update,
+    halves,
     narrow_step,
     output_layer,
     output_row,
@@ -26,16 +28,17 @@ from onelaunch.kernels import (
 from onelaunch.kernels.run_arguments import Clock, Weights
 from onelaunch.train.engines.graph.buffers import TYPES
 from onelaunch.train.engines.graph.operations import StepPlan
-from onelaunch.train.engines.graph.plan import plan_step
+from onelaunch.train.engines.graph.plan import H200, Chip, plan_step
 from onelaunch.train.engines.graph.stages import Stage
 from onelaunch.train.engines.graph.step import Data, StepRunner
 from onelaunch.train.network import Linear
 from tests.kernels import compile_all
 
 MODULES = (
-    backward_strip, ends_update, narrow_step, output_layer, output_row, parts_update, run_state, stage, weight_update
+    backward_strip, ends_update, halves, narrow_step, output_layer, output_row, parts_update, run_state, stage,
+    weight_update,
 )  # fmt: skip
-compile_all.TYPES[torch.int32] = "*i32"
+compile_all.TYPES |= {torch.int16: "*i16", torch.int32: "*i32"}
 
 
 class NoMemory:
@@ -63,7 +66,7 @@ def network(widths: list[int], activation: str, p: float) -> list[Stage]:
     return stages
 
 
-def run_step(widths: list[int], batch: int, activation: str, p: float, optimizer: str, loss: str) -> None:
+def run_step(chip: Chip, widths: list[int], batch: int, activation: str, p: float, optimizer: str, loss: str) -> None:
     stages = network(widths, activation, p)
     states = 0 if optimizer == "sgd" else 2
     step = plan_step(
@@ -75,15 +78,21 @@ def run_step(widths: list[int], batch: int, activation: str, p: float, optimizer
         check_rows=0,
         states=states,
         images=True,
+        chip=chip,
     )
-    # Descriptors of tiles take another way into a kernel, which needs a device.
-    step = replace(step, operations=tuple(replace(one, tile=one.tile._replace(tma=False)) for one in step.operations))
+    # Level 1's GEMM makes its descriptors on a device.
+    operations = (
+        one if one.kind == "strip" else replace(one, tile=one.tile._replace(tma=False)) for one in step.operations
+    )
+    step = replace(step, operations=tuple(operations))
     buffers, weights = NoMemory(step), []
     for number, one in enumerate(stages):
         weight = torch.empty(one.linear.outputs, one.linear.inputs, device="meta")
         bias = torch.empty(one.linear.outputs, device="meta")
         copy = buffers.take(f"copy.{number}") if f"copy.{number}" in step.spaces else None
         kept = Weights(weight, bias, copy=copy)
+        if f"high.{number}" in step.spaces:
+            kept = kept._replace(weight=buffers.take(f"high.{number}"), low=buffers.take(f"low.{number}"))
         if states:
             kept = kept._replace(weight_first=weight, weight_second=weight, bias_first=bias, bias_second=bias)
         weights.append(kept)
@@ -94,21 +103,39 @@ def run_step(widths: list[int], batch: int, activation: str, p: float, optimizer
     runner.train(Data(x, y, buffers.take("order"), buffers.take("control"), buffers.take("table"), ""), 2)
 
 
+def stand_ins(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Tensors of types that no kernel uses in the place of descriptors, so that the compiler's table can name these."""
+    types = iter((torch.uint16, torch.uint32, torch.uint64))
+    made = []
+    for tensor in tensors:
+        if isinstance(tensor, TensorDescriptor):
+            kind = next(types)
+            compile_all.TYPES[kind] = f"tensordesc<{compile_all.TYPES[tensor.base.dtype][1:]}{tensor.block_shape}>"
+            tensor = torch.empty(0, dtype=kind)
+        made.append(tensor)
+    return tuple(made)
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     compiler = compile_all.Compiler(capability)
+    chip = H200 if capability >= 90 else Chip(108, 163 * 1024, tma=False)
 
     def launch_step(clock: Clock, *arguments: Any, **options: Any) -> None:
-        *rest, constants = arguments
-        compiler(*rest, (*constants, capability >= 90), **options)
+        kernel, grid, tensors, *rest, constants = arguments
+        compiler(kernel, grid, stand_ins(tensors), *rest, (*constants, capability >= 90), **options)
 
     for module in MODULES:
         module.launch_step = launch_step  # type: ignore[attr-defined]
         if hasattr(module, "launch"):
             module.launch = compiler  # type: ignore[attr-defined]
-    run_step([784, 640, 640, 10], 32, "gelu", 0.1, "adam", "cross_entropy")
-    run_step([784, 256, 256, 10], 512, "relu", 0.1, "sgd", "cross_entropy")
-    run_step([64, 64, 48, 16], 4096, "tanh", 0.0, "sgd", "mse")
+    run_step(chip, [784, 640, 640, 10], 32, "gelu", 0.1, "sgd", "cross_entropy")  # halves
+    run_step(chip, [784, 8192, 8192, 10], 32, "relu", 0.0, "adam", "cross_entropy")  # whole weights in tiles
+    run_step(chip, [784, 640, 640, 10], 32, "gelu", 0.1, "adam", "cross_entropy")
+    run_step(chip, [784, 256, 256, 10], 512, "relu", 0.1, "sgd", "cross_entropy")
+    run_step(chip, [64, 64, 48, 16], 4096, "tanh", 0.0, "sgd", "mse")
+    halves.split_weights(torch.empty(99), torch.empty(99, dtype=torch.bfloat16), torch.empty(99, dtype=torch.int16))
+    halves.join_weights(torch.empty(99), torch.empty(99, dtype=torch.bfloat16), torch.empty(99, dtype=torch.int16))
     run_state.advance(torch.empty(4, dtype=torch.int64), 8)
     run_state.fill_row_order(torch.empty(1000, dtype=torch.int32), torch.empty(8, dtype=torch.int64), 3, 4)
     print("\n".join(compiler.done))

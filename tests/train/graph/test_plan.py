@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onelaunch.train.engines.graph import ENGINE
-from onelaunch.train.engines.graph.plan import Chip, plan_step
+from onelaunch.train.engines.graph.plan import H200, Chip, plan_step
 from onelaunch.train.engines.graph.stages import NotStagedError, Stage, stages_of
 from onelaunch.train.inputs import make_run
 from onelaunch.train.network import Linear, describe
@@ -72,6 +72,24 @@ def test_few_kernels_a_step():
     ]  # fmt: skip
     assert kinds([64, 64, 64, 16], 262_144) == ["narrow_step", "narrow_update"]
     assert kinds([784, 1024, 1024, 10], 4096)[:4] == ["gather", "forward", "forward", "output"]
+
+
+def test_weights_in_halves_where_they_gain():
+    def halves(widths: list[int], **options: object) -> bool:
+        given = {"batch": 32, "precision": "bf16", "states": 0, "chip": H200, **options}
+        step = plan_step(stages(widths), rows=64, steps_per_epoch=2, check_rows=0, **given)
+        kinds = {space.kind for name, space in step.spaces.items() if name.startswith(("high.", "low."))}
+        assert kinds in (set(), {"bf16", "int16"})
+        assert all(one.tile.tma for one in step.operations if one.kind == "strip") or not kinds
+        return bool(kinds)
+
+    assert halves([784, 2048, 2048, 10])
+    assert not halves([784, 2048, 2048, 10], batch=65)
+    assert not halves([784, 2048, 2048, 10], precision="fp16")
+    assert not halves([784, 2048, 2048, 10], states=1)
+    assert not halves([784, 2048, 2048, 10], chip=Chip(108, 163 * 1024, tma=False))
+    assert not halves([785, 2048, 2048, 10])
+    assert not halves([784, 10])
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from onelaunch.train.engines.graph.operations import Space, StepPlan
 from onelaunch.train.memory import Layout
 
 TYPES = {
-    "uint8": torch.uint8, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int32": torch.int32,
-    "int64": torch.int64,
+    "uint8": torch.uint8, "int16": torch.int16, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
+    "int32": torch.int32, "int64": torch.int64,
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from onelaunch.kernels.run_arguments import Tile
 from onelaunch.train.engines.graph.narrow import Narrow
 from onelaunch.train.memory import Layout, lifetimes, plan
 
-BYTES = {"uint8": 1, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
+BYTES = {"uint8": 1, "int16": 2, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The weights and the optimizer's state of a run, where the kernels want them.
 
-The fp32 weights are the model's own parameters, updated in place. A narrow network's lie in one padded vector instead, and go
-back into the model when somebody looks.
+The fp32 weights are the model's own parameters, updated in place. A narrow network's lie in one padded vector instead, and
+those of a small batch in bf16 in halves; both go back into the model when somebody looks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import nn
 
+from onelaunch.kernels.halves import join_weights, split_weights
 from onelaunch.kernels.run_arguments import Weights
 from onelaunch.train.engines.contract import State
 from onelaunch.train.engines.graph.buffers import Buffers
@@ -27,7 +28,7 @@ class Parameters:
         """`state_names` are the tensors the optimizer keeps for a parameter; `state` is a snapshot's, or empty."""
         self._stages, self._step, self._buffers, self._state_names = stages, step, buffers, state_names
         self._parameters = dict(model.named_parameters())
-        self._masters = {name: p.detach().contiguous() for name, p in self._parameters.items()}
+        self._masters = {name: _aligned(p.detach().contiguous()) for name, p in self._parameters.items()}
         if step.narrow:
             self._pack()
         self.weights = [self._weights(number, state) for number in range(len(stages))]
@@ -46,6 +47,11 @@ class Parameters:
                 else:
                     kept.copy_(saved)
                 tensors[f"{part}_{('first', 'second')[place]}"] = kept
+        if f"high.{number}" in self._step.spaces:
+            master, (high, low) = tensors["weight"], self._halves(number)
+            assert master is not None
+            split_weights(master, high, low)
+            tensors |= {"weight": high, "low": low}
         if f"copy.{number}" in self._step.spaces:
             tensors["copy"] = self._buffers.take(f"copy.{number}").copy_(self._masters[f"{linear.path}.weight"])
         return Weights(**tensors)  # type: ignore[arg-type]
@@ -54,6 +60,9 @@ class Parameters:
         if self._step.narrow:
             return self._packed(f"state{place}.packed", number, part)
         return self._buffers.take(f"state{place}.{number}.{part}")
+
+    def _halves(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._buffers.take(f"high.{number}"), self._buffers.take(f"low.{number}")
 
     def _packed(self, buffer: str, number: int, part: str) -> torch.Tensor:
         """A parameter's place in one of the narrow step's vectors, without the padding."""
@@ -83,7 +92,9 @@ class Parameters:
             for number, part, name in self._parts():
                 if self._step.narrow:
                     self._masters[name].copy_(self._packed("packed", number, part))
-                if self._masters[name].data_ptr() != self._parameters[name].data_ptr():  # it was not contiguous
+                if part == "weight" and f"high.{number}" in self._step.spaces:
+                    join_weights(self._masters[name], *self._halves(number))
+                if self._masters[name].data_ptr() != self._parameters[name].data_ptr():  # not contiguous, or not aligned
                     self._parameters[name].copy_(self._masters[name])
 
     def state(self) -> State:
@@ -93,3 +104,8 @@ class Parameters:
             for number, part, name in self._parts()
             for place, kind in enumerate(self._state_names)
         }
+
+
+def _aligned(parameter: torch.Tensor) -> torch.Tensor:
+    """Itself, or a copy that begins on 16 bytes, which descriptors of tiles want."""
+    return parameter if parameter.data_ptr() % 16 == 0 else parameter.clone()

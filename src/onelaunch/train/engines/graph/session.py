@@ -2,7 +2,7 @@
 
 Nothing of a step comes from Python: kernels read where the run is from the device, which the graph itself moves on. The host
 fills the row order and the scalars once an epoch, looks at the losses about twenty times a second, and answers Ctrl-C then.
-The fp32 weights are the model's own parameters, updated in place.
+Where the weights lie meanwhile: parameters.py.
 """
 
 from __future__ import annotations
