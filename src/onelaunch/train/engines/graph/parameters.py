@@ -94,7 +94,7 @@ class Parameters:
                     self._masters[name].copy_(self._packed("packed", number, part))
                 if part == "weight" and f"high.{number}" in self._step.spaces:
                     join_weights(self._masters[name], *self._halves(number))
-                if self._masters[name].data_ptr() != self._parameters[name].data_ptr():  # not contiguous, or not aligned
+                if self._masters[name].data_ptr() != self._parameters[name].data_ptr():  # it is a copy
                     self._parameters[name].copy_(self._masters[name])
 
     def state(self) -> State:
