@@ -91,17 +91,19 @@ def drive(
             clock = time.perf_counter()
             for segment in session.segments(len(history.losses), switch):
                 seconds = time.perf_counter() - clock
+                clock += seconds  # a GPU trains on while this one is recorded: what that takes belongs to the next
                 _refuse_divergence(segment.first_step, segment.losses, checkpoint)
                 record = recorder.add(segment, seconds)
                 history.plan, history.allocations = session.plan, dict(session.allocations)
                 if written:
+                    saving = time.perf_counter()
                     save(session.snapshot())
+                    clock += time.perf_counter() - saving
                 if record:
                     progress.epoch(record)
                     listener.epoch(history, record)
                 if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
                     raise KeyboardInterrupt
-                clock = time.perf_counter()
         session.snapshot()
         save.refuse_bad_weights()
     finally:

@@ -8,12 +8,10 @@ from itertools import product
 import numpy as np
 
 from onelaunch.train.engines.resident.plan import STEP, TILE, TILE_BYTES, WARPS, Layer
-from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, RowsPlan
+from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, SCORE_BYTES, RowsPlan
 from tests.train.resident.exchanges import Piece, Ready, Wires
 from tests.train.resident.fragments import BYTES, Array
 from tests.train.resident.running import Runner, Task, chain, loss_of
-
-SCORE = 4  # words after a block's bias sums: its loss, its right predictions
 
 
 class RowsBlock(Runner):
@@ -85,7 +83,7 @@ class RowsBlock(Runner):
         found = np.zeros((layer.units, layer.steps * STEP))
         for plane, n, tile in product(range(self.plan.planes), range(layer.tiles), range(layer.steps * 2)):
             offset = ((plane * layer.tiles + n) * layer.steps * 2 + tile) * BYTES
-            values = self.read(f"layer {layer.index}: weights", COPIES, self.step, offset, 0)
+            values = self.read(f"layer {layer.index}: weights", COPIES, self.step + self.trained, offset, 0)
             found[n * TILE :][:TILE, tile * TILE :][:, :TILE] += values
         return found
 
@@ -120,10 +118,9 @@ class RowsBlock(Runner):
         inputs = [self.fetched()[0], *self.values[1:-1]]
         found = [delta.T @ values for delta, values in zip(self.deltas, inputs, strict=True)]
         self.gradients = found if self.first else [a + b for a, b in zip(self.gradients, found, strict=True)]
-        self.rows_used = self.passes
         yield None
 
-    def sum_the_loss(self, layer: Layer) -> Iterator[None]:
+    def sum_biases(self, layer: Layer) -> Iterator[None]:
         sums = np.concatenate([delta.sum(axis=0) for delta in self.deltas])
         self.bias_sums = sums if self.first else self.bias_sums + sums
         yield None
@@ -142,6 +139,7 @@ class RowsBlock(Runner):
                 self.copy_tile(layer, tile, self.step + 1)
             yield None
         self.step_biases()
+        self.add_scores()
         yield from self.wait(COPIES, self.step + 1, layer)
 
     # Partial gradients to the owners, sums of biases and the loss to all.
@@ -151,9 +149,19 @@ class RowsBlock(Runner):
 
     def bias_offset(self, sender: int, use: int) -> int:
         """As many buffers as the plan has room for, used in turn."""
-        each = (self.plan.all_units + SCORE) * 4
+        each = self.plan.all_units * 4
         buffers = self.plan.shared.regions["bias parts"].bytes // (self.plan.blocks * each)
         return (use % buffers * self.plan.blocks + sender) * each
+
+    def score_offset(self, sender: int, m: int, use: int) -> int:
+        return ((use % 2 * self.plan.blocks + sender) * self.plan.row_tiles + m) * SCORE_BYTES
+
+    def add_scores(self) -> None:
+        """Block 0 has the losses of all."""
+        if self.rank == 0 and self.plan.blocks > 1:
+            places = product(range(self.plan.blocks), range(self.plan.row_tiles))
+            offsets = [self.score_offset(sender, m, self.step) for sender, m in places]
+            self.total = sum(float(self.read("scores", PARTS, self.step, offset, 0)[0]) for offset in offsets)
 
     def send_parts(self) -> None:
         if self.plan.blocks == 1:
@@ -163,10 +171,13 @@ class RowsBlock(Runner):
             for slot, warp, tile in self.tiles(layer):
                 piece = (self.part_offset(slot, warp, self.rank), padded[self.tile_at(layer, tile)])
                 self.write([slot % self.plan.blocks], "parts", PARTS, self.step, [piece], TILE_BYTES)
-        score = np.array([self.total, 0, 0, 0])
-        piece = (self.bias_offset(self.rank, self.step), np.concatenate([self.bias_sums, score]))
-        size = (self.plan.all_units + SCORE) * 4
-        self.write(range(self.plan.blocks), "bias parts", PARTS, self.step, [piece], size)
+        if self.plan.has_biases:
+            piece = (self.bias_offset(self.rank, self.step), self.bias_sums)
+            self.write(range(self.plan.blocks), "bias parts", PARTS, self.step, [piece], self.plan.all_units * 4)
+        tiles = self.plan.row_tiles
+        for m, loss in enumerate([self.total] + [0.0] * (tiles - 1)):
+            piece = (self.score_offset(self.rank, m, self.step), np.array([loss, 0, 0, 0]))
+            self.write([0], "scores", PARTS, self.step, [piece], SCORE_BYTES)
 
     def read_parts(self, layer: Layer, slot: int, tile: int) -> Array:
         """The sum over the blocks, in their order."""
@@ -178,9 +189,8 @@ class RowsBlock(Runner):
 
     def step_biases(self) -> None:
         sums = self.bias_sums
-        if self.plan.blocks > 1:
+        if self.plan.blocks > 1 and self.plan.has_biases:
             offsets = [self.bias_offset(sender, self.step) for sender in range(self.plan.blocks)]
-            parts = np.sum([self.read("bias parts", PARTS, self.step, offset, 0) for offset in offsets], axis=0)
-            sums, self.total = parts[: self.plan.all_units], float(parts[self.plan.all_units])
+            sums = np.sum([self.read("bias parts", PARTS, self.step, offset, 0) for offset in offsets], axis=0)
         self.bias_states = self.task.momentum * self.bias_states + sums * self.has_bias
         self.biases -= self.task.lr * self.bias_states

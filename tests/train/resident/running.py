@@ -54,7 +54,7 @@ class Runner(Port, ABC):
         super().__init__(wires, rank)
         self.task, self.phases, self.forward_phases = task, phases, forward_phases
         self.passes = self.backs = self.step = 0
-        self.rows_used = -1  # the pass whose rows are no longer needed
+        self.trained = 0  # 1 in passes that check, after the update of the step
         self.inputs = [(-1, np.empty(0), task.y)] * self.plan.input_buffers
         self.losses: list[float] = []
 
@@ -78,11 +78,18 @@ class Runner(Port, ABC):
                 yield from self.run_phases(self.phases)
                 self.backs += 1
             self.losses.append(self.total)
-            self.step += 1
+            self.trained = 1
             for _ in range(task.checks if step % 2 else 0):
                 self.part = np.arange(min(plan.rows, len(task.x)))
                 self.count = len(self.part)
                 yield from self.run_phases(self.forward_phases)
+            self.trained = 0
+            self.step += 1
+        yield from self.end()
+
+    def end(self) -> Iterator[None]:
+        """What is left to do after the last step."""
+        yield None
 
     def run_phases(self, phases: Sequence[str]) -> Iterator[Ready | None]:
         for phase in phases:
@@ -100,10 +107,9 @@ class Runner(Port, ABC):
         yield None
 
     def fetch_the_next_rows(self, layer: Layer) -> Iterator[None]:
-        """Into the other buffer. Where there is one: into it, as soon as the pass needs no more of it. (A pass that does not
-        train fetches after its last phase then.)"""
-        if self.plan.input_buffers == 2 or self.rows_used == self.passes:
-            self.inputs[(self.passes + 1) % self.plan.input_buffers] = (-1, np.empty(0), np.empty(0))
+        """Into the other buffer; where there is one, over the rows of this pass. (A pass that does not train fetches after its
+        last phase then.)"""
+        self.inputs[(self.passes + 1) % self.plan.input_buffers] = (-1, np.empty(0), np.empty(0))
         yield None
 
     def fetched(self) -> tuple[Array, npt.NDArray[np.generic]]:

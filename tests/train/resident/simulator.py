@@ -51,7 +51,7 @@ class Simulation:
                 continue
             if ready is not None:
                 waits[rank] = ready
-        assert all(block.losses == self.blocks[0].losses for block in self.blocks)
+        assert all(block.losses == self.blocks[0].losses for block in self.blocks if isinstance(block, UnitsBlock))
         return self.blocks[0].losses
 
     def weights(self) -> list[tuple[Array, Array]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -237,16 +237,13 @@ def test_a_slot_too_small_is_caught(monkeypatch):
         broken(True)
 
 
-def test_rows_fetched_too_early_are_caught(monkeypatch):
-    forward = UnitsBlock.forward
-
-    def hasty(self: UnitsBlock, layer: Layer) -> Iterator[None]:
-        self.rows_used = self.passes
-        return forward(self, layer)
-
-    monkeypatch.setattr(UnitsBlock, "forward", hasty)
+def test_rows_fetched_too_early_are_caught():
+    plan = crowded_plan([9, 24, 17, 3], 2, True)
+    fetch, names = "fetch the next rows", phase_names(plan)
+    names.remove(fetch)
+    names.insert(names.index("update 0"), fetch)
     with pytest.raises(RaceError, match="needs the rows of pass 0"):
-        broken(True, plan=crowded_plan([9, 24, 17, 3], 2, True))
+        broken(True, plan=plan, phases=names)
 
 
 @pytest.mark.parametrize("blocks", [2, 8])  # all of them, or some, own weights

@@ -29,6 +29,7 @@ class UnitsBlock(Runner):
             self.biases.append(np.pad(bias, (0, units.stop))[units].copy())
         self.states = [(np.zeros_like(w), np.zeros_like(b)) for w, b in zip(self.masters, self.biases, strict=True)]
         self.sums = list(self.states)
+        self.late = False  # whether the second layer's update is still to be made
         self.slopes: dict[int, Array] = {}
         self.deltas: dict[int, Array] = {}
 
@@ -47,12 +48,12 @@ class UnitsBlock(Runner):
 
     # Forward.
 
-    def read_inputs(self, layer: Layer, rows: range) -> Array:
-        """What the layer multiplies, of these row tiles."""
+    def read_inputs(self, layer: Layer, rows: range, passes: int) -> Array:
+        """What the layer multiplies in a pass, of these row tiles."""
         if not layer.first:
             before = self.plan.layers[layer.index - 1]
             exchange, stride = self.plan.values_exchange(before), self.out_stride(before)
-            return self.read_left(before, "values of all", exchange, self.passes, stride, rows)
+            return self.read_left(before, "values of all", exchange, passes, stride, rows)
         return self.fetched()[0][rows.start * ROW_TILE : rows.stop * ROW_TILE]
 
     def out_stride(self, layer: Layer) -> int:
@@ -61,7 +62,7 @@ class UnitsBlock(Runner):
     def sum_up(self, layer: Layer, rows: range) -> tuple[Array, Array]:
         """Values and slopes of the units this block computes of a layer."""
         weights = self.read_copies(layer) if layer.owned_by_input else self.masters[layer.index]
-        z = self.read_inputs(layer, rows) @ weights.T + self.biases[layer.index]
+        z = self.read_inputs(layer, rows, self.passes) @ weights.T + self.biases[layer.index]
         self.clock.meet()
         return chain(layer, z)
 
@@ -86,6 +87,7 @@ class UnitsBlock(Runner):
 
     def sum_the_loss(self, layer: Layer) -> Iterator[None]:
         """Every block has the whole of it."""
+        self.late = self.plan.late_update
         yield None
 
     # Backward.
@@ -112,9 +114,21 @@ class UnitsBlock(Runner):
             self.raise_flag(self.plan.deltas_exchange(before), self.backs)
 
     def update(self, layer: Layer) -> Iterator[None]:
+        return self.step_layer(layer, self.passes, self.step + 1)
+
+    def late_update(self, layer: Layer) -> Iterator[None]:
+        if self.late:
+            yield from self.step_layer(layer, self.passes - 1, self.step + self.trained)
+        self.late = False
+
+    def end(self) -> Iterator[None]:
+        if self.late:
+            yield from self.late_update(self.plan.layers[1])
+
+    def step_layer(self, layer: Layer, passes: int, use: int) -> Iterator[None]:
+        """The update by the gradient of a pass; `use`: its number, which the copies of the new weights have."""
         delta = self.deltas[layer.index]
-        self.rows_used = self.passes if layer.first else self.rows_used
-        inputs = self.read_inputs(layer, range(self.plan.row_tiles))[:, owned(layer, self.rank)[1]]
+        inputs = self.read_inputs(layer, range(self.plan.row_tiles), passes)[:, owned(layer, self.rank)[1]]
         gradients = (delta.T @ inputs, delta.sum(axis=0) * layer.stage.linear.bias)
         if not self.first:
             before = self.sums[layer.index]
@@ -126,7 +140,7 @@ class UnitsBlock(Runner):
                 state[:] = self.task.momentum * state + gradient
                 weight -= self.task.lr * state
             if not layer.first:
-                self.send_weights(layer, self.step + 1)
+                self.send_weights(layer, use)
         yield None
 
     # Weights that others multiply by: of a hidden layer those of a block's inputs, on the way back; of the last layer all.
@@ -179,9 +193,10 @@ class UnitsBlock(Runner):
     def read_copies(self, layer: Layer) -> Array:
         found = np.zeros((layer.units, layer.steps * STEP))
         name, places = f"layer {layer.index}: weights of all", range(layer.input_tiles * self.plan.blocks)
+        use = self.step + self.trained
         for plane, n, place in product(range(self.plan.planes), range(layer.tiles), places):
-            offset = self.copy_offset(layer, self.step, plane, n, place)
-            values = self.read(name, self.plan.last_exchange, self.step, offset, place // 2 % WARPS)
+            offset = self.copy_offset(layer, use, plane, n, place)
+            values = self.read(name, self.plan.last_exchange, use, offset, place // 2 % WARPS)
             found[n * TILE :][:TILE, place * TILE :][:, :TILE] += values
         return found
 
@@ -196,8 +211,9 @@ class UnitsBlock(Runner):
             yield from self.wait(self.plan.back_exchange(layer), self.step, layer)
 
     def wait_for_weights(self, layer: Layer) -> Iterator[Ready]:
-        if self.plan.cluster and (self.plan.last_exchange, self.step) not in self.awaited:
-            yield from self.wait(self.plan.last_exchange, self.step, layer)
+        use = self.step + self.trained
+        if self.plan.cluster and (self.plan.last_exchange, use) not in self.awaited:
+            yield from self.wait(self.plan.last_exchange, use, layer)
 
 
 def owned(layer: Layer, rank: int) -> tuple[slice, slice]:

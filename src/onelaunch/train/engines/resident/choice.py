@@ -10,6 +10,7 @@ from onelaunch.train.engines.resident.plan import (
     MOST_ROWS,
     ROW_TILE,
     TILE,
+    TILE_BYTES,
     WARPS,
     WORKING_REGISTERS,
     Chip,
@@ -20,6 +21,7 @@ from onelaunch.train.engines.resident.rows_plan import RowsPlan
 from onelaunch.train.engines.resident.stages import NotResidentError
 
 MOST_SHARE = 128  # rows of a block in a pass, where blocks divide the rows: a tile a warp
+CLOCKS_A_MICROSECOND = 1755
 
 
 def choose_plan(
@@ -111,12 +113,18 @@ def predicted_microseconds(plan: Plan) -> float:
         time += phases * (0.25 * groups + (0.0 if layer.last else 0.008 * products))
         if not layer.last:
             time += (1 if layer.first else 2) * (exchange + kilobyte * plan.exchanged_bytes(layer) / 1024)
-    return time * plan.micro_batches
+    return 1.2 * time * plan.micro_batches
 
 
 def _predicted_by_rows(plan: RowsPlan) -> float:
-    pairs, turns = plan.planes * (plan.planes + 1) / 2, -(-plan.row_tiles // WARPS)
-    products = sum(layer.steps * layer.tiles * (1 if layer.first else 2) for layer in plan.layers)
-    clocks = turns * (products * pairs * 60 + 600 * len(plan.layers)) + plan.slots * plan.row_tiles * pairs * 30
-    exchanged = (plan.shared.regions["parts"].bytes + plan.copies_total) / 1024
-    return clocks / 1755 * plan.micro_batches + (0.6 + 0.025 * exchanged if plan.blocks > 1 else 0.0) + 1.0
+    pairs = plan.planes * (plan.planes + 1) / 2
+    clocks = 500.0 + plan.slots * plan.row_tiles * pairs * 30  # the loss; the weights' gradient
+    for layer in plan.layers:
+        tiles = layer.tiles if layer.last else plan.tiles_each(layer)
+        clocks += (1 if layer.first else 2) * (250 + 20 * layer.steps * tiles * pairs)
+    clocks *= plan.micro_batches
+    if plan.blocks > 1:
+        sent = plan.slots * WARPS * TILE_BYTES + plan.copies_total
+        clocks += 1000 + 100 * plan.blocks + sent / 40  # bytes a clock
+    clocks += 150 * -(-plan.slots // plan.blocks)  # the update
+    return (clocks + 3300) / CLOCKS_A_MICROSECOND

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from onelaunch.train.engines.resident.choice import predicted_microseconds
 from onelaunch.train.engines.resident.plan import TILE, TILE_BYTES, WARPS, Layer, Memory, Plan
-from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, RowsPlan
+from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, SCORE_BYTES, RowsPlan
 from onelaunch.train.engines.resident.source import phase_names
 from onelaunch.train.engines.resident.units_source import received_bytes
 from onelaunch.train.network import Dropout
@@ -21,7 +21,8 @@ PHASES = {
     "rows arrive": "waits for their copy",
     "fetch the next rows": "begins their copy",
     "sum the loss": "adds up what the warps have of it",
-    "row tiles": "a warp takes 16 rows through all layers and back in its registers; writes values, slopes and deltas",
+    "sum biases": "adds up the deltas of each unit; after the last pass of a step, sends the sums to all",
+    "row tiles": "teams of warps take 16 rows each through all layers and back; write values and deltas",
     "meet": "the barrier of the block",
     "gradient": "reads the block's values and deltas; a warp adds up the gradient of its tiles",
     "update": "sends partial gradients to the tiles' owners, who write their masters and send copies to all",
@@ -124,7 +125,7 @@ def exchanged_bytes(plan: Plan) -> dict[int, int]:
     """What block 0 receives in each exchange, by the exchange's number; no other receives more."""
     if isinstance(plan, RowsPlan):
         tiles = -(-plan.slots // plan.blocks) * WARPS * plan.blocks * TILE_BYTES
-        parts = tiles + plan.blocks * (plan.all_units + 4) * 4
+        parts = tiles + plan.blocks * (plan.all_units * 4 * plan.has_biases + plan.row_tiles * SCORE_BYTES)
         return {PARTS: parts, COPIES: plan.copies_total, plan.decision: 4}
     return {**received_bytes(plan), plan.decision: 4}
 
@@ -144,8 +145,6 @@ def _exchanges(plan: Plan) -> Iterator[str]:
 def _phases(plan: Plan) -> Iterator[str]:
     yield "a pass:"
     names = phase_names(plan)
-    if plan.input_buffers == 1:
-        names.remove("fetch the next rows")  # the first one: it has no buffer to fetch into
     for number, name in enumerate(names, 1):
         alone = plan.blocks == 1 and name.startswith("wait")
         yield f"  {number:>2}. {name}: {'the barrier of the block' if alone else _what(plan, name)}"
@@ -170,10 +169,13 @@ def _what(plan: Plan, name: str) -> str:
             deltas = "the outputs' deltas" if layer.last else f"all deltas of layer {layer.index}"
             to = "" if before == 0 else ", to itself and to all"
             return f"reads {deltas}, weights back and slopes {before}; writes its deltas of layer {before}{to}"
-        case "update":
+        case "update" | "late update":
             read = f"its own values of layer {before}" if layer.owned_by_input else values
             to = "all" if layer.last else f"the owners of layer {before}"
-            return f"reads {read} and its deltas; writes its masters{'' if layer.first else f', and copies to {to}'}"
+            when = "of the pass before: " if found[1] == "late update" else ""
+            return (
+                f"{when}reads {read} and its deltas; writes its masters{'' if layer.first else f', and copies to {to}'}"
+            )
         case "wait for deltas" if plan.cluster:
             return "and for the weights that go with them"
     return "until all bytes are here" if plan.cluster else "until their writers' flags are up"

@@ -44,7 +44,7 @@ def constants(
         "X_BYTES": plan.input_bytes, "X_PITCH": plan.input_pitch, "X_SHARED_PITCH": plan.shared_pitch,
         "X_BUFFERS": plan.input_buffers, "X_BUFFER_BYTES": plan.input_buffer_bytes, "INTERVAL": INTERVAL,
         "LOOKS": plan.looks, "LOT": plan.lot, "TABLE_ROWS": plan.table_rows, "STATES": plan.states,
-        "PERMUTATION_BITS": permutation_bits(settings.rows),
+        "FETCH_PARTS": plan.fetch_parts, "PERMUTATION_BITS": permutation_bits(settings.rows),
         "OUTPUTS": last.outputs, "TARGET_WORDS": plan.target_words, "LOSS_UNITS": plan.target_words,
         "EXCHANGES": plan.exchanges, "DECISION": plan.decision, "PHASES": 1 + len(phases), "FLAG_STRIDE": FLAG_STRIDE,
         "SHARED_BYTES": shared.size, "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"],

@@ -252,6 +252,16 @@ class Plan:
         return 1 if self.settings.loss == "cross_entropy" else linear.outputs
 
     @property
+    def late_update(self) -> bool:
+        """Whether the second layer is updated in the next pass, while that waits for the first layer's values."""
+        return self.cluster and self.micro_batches == 1 and self.hidden > 1
+
+    @property
+    def fetch_parts(self) -> int:
+        """Parts in which a cluster fetches the next rows, each while it waits for values; elsewhere one wait is long enough."""
+        return max(1, min(self.hidden - self.late_update, self.rows // WARPS)) if self.cluster else 1
+
+    @property
     def table_rows(self) -> int:
         """Row numbers of a step that a block needs."""
         return self.settings.batch

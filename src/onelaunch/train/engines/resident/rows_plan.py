@@ -24,6 +24,7 @@ from onelaunch.train.engines.resident.plan import (
 )
 
 PARTS, COPIES = 0, 1  # the exchanges; the decision is the third
+SCORE_BYTES = 16  # loss and right predictions of a row tile
 WIDEST = 128  # units of a layer: a warp holds a row tile's values of one layer in registers
 
 
@@ -74,6 +75,14 @@ class RowsPlan(Plan):
         return max(some for some in range(1, 1 + 8 // min(self.planes, 2)) if each % some == 0)
 
     @property
+    def late_update(self) -> bool:
+        return False
+
+    @property
+    def fetch_parts(self) -> int:
+        return 1
+
+    @property
     def table_rows(self) -> int:
         return self.micro_batches * self.rows  # the block's share of each
 
@@ -97,8 +106,13 @@ class RowsPlan(Plan):
 
     def received_parts(self, rank: str) -> str:
         """Bytes of partial sums that block `rank` receives, as an expression."""
-        biases = self.blocks * (self.all_units + 4) * 4
-        return f"({self.slots} - {rank} + {self.blocks - 1}) / {self.blocks} * {WARPS * self.blocks * TILE_BYTES} + {biases}"
+        tiles = f"({self.slots} - {rank} + {self.blocks - 1}) / {self.blocks} * {WARPS * self.blocks * TILE_BYTES}"
+        biases = self.blocks * self.all_units * 4 * self.has_biases
+        return f"{tiles} + {biases} + ({rank} == 0) * {self.blocks * self.row_tiles * SCORE_BYTES}"
+
+    @property
+    def has_biases(self) -> bool:
+        return any(layer.stage.linear.bias for layer in self.layers)
 
     @property
     def copies_total(self) -> int:
@@ -118,13 +132,12 @@ class RowsPlan(Plan):
                     shared.add(name + "slopes", self.tiles_each(layer) * WARPS * TILE_BYTES)
         shared.add("bias", 4 * self.all_units * (1 + self.states))
         shared.add("bias sums", 4 * self.all_units * self.row_tiles)
-        shared.add("bias totals", 4 * (self.all_units + 4))
+        shared.add("bias totals", 4 * self.all_units)
         shared.add("parts", own * WARPS * self.blocks * TILE_BYTES if self.blocks > 1 else 16)
-        shared.add(
-            "bias parts", 2 * self.blocks * (self.all_units + 4) * 4
-        )  # in turn: copies may be ahead of their reading
+        # In turn: copies may be ahead of their reading.
+        shared.add("bias parts", 2 * self.blocks * self.all_units * 4)
+        shared.add("scores", 2 * self.blocks * self.row_tiles * SCORE_BYTES)
         shared.add("states", own * THREADS * 16 * self.states if self.states_shared else 16)
-        shared.add("right", 4)
         self._add_bookkeeping(shared)
         self.shared, self.exchange = shared, Memory()
 

@@ -13,9 +13,9 @@ def rows_source(plan: RowsPlan, *, faults: bool, stamps: bool) -> str:
         "BY_ROWS": 1, "SHARES": plan.blocks, "LAYERS": len(plan.layers), "GROUP_TILES": 1, "FINISH": 1, "LOSS_WARPS": 8,
         "PARTIALS_BYTES": 0, "PARTIAL_BUFFERS": 1, "AT_PARTIALS": 0, "AT_STAGING": 0, "PARTS": PARTS, "COPIES": COPIES,
         "TEAM": plan.team, "SLOTS_ALL": plan.slots, "UNITS_ALL": plan.all_units, "AT_BIAS": shared["bias"],
-        "AT_BIAS_SUMS": shared["bias sums"], "AT_BIAS_TOTALS": shared["bias totals"], "AT_RIGHT": shared["right"],
+        "AT_BIAS_SUMS": shared["bias sums"], "AT_BIAS_TOTALS": shared["bias totals"], "AT_SCORES": shared["scores"],
         "AT_PARTS": shared["parts"], "AT_BIAS_PARTS": shared["bias parts"], "AT_STATES": shared["states"],
-        "STATES_SHARED": int(plan.states_shared),
+        "STATES_SHARED": int(plan.states_shared), "HAS_BIASES": int(plan.has_biases),
     }  # fmt: skip
     exchanged = {PARTS: plan.received_parts("rank"), COPIES: str(plan.copies_total)}
     parts = [
@@ -29,6 +29,7 @@ def rows_source(plan: RowsPlan, *, faults: bool, stamps: bool) -> str:
         "#define DECLARE_WEIGHTS OwnWeights w;",
         "#define LOAD_WEIGHTS move_weights<true>(c, w);",
         "#define HAND_OUT_WEIGHTS copy_all(c, w, 0); wait_for<COPIES>(c, 0, 0, 1);",
+        "#define LATE_UPDATE",
         "#define SAVE_WEIGHTS move_weights<false>(c, w);",
         '#include "kernel.cuh"',
         "",
@@ -89,12 +90,13 @@ def _forward(plan: RowsPlan) -> Phases:
         back.append(f"tile_backward<Layer{i}, Layer{i - 1}>(c, m, b{i}, slopes{i - 1}, {source});")
         source = read.format(f"read_deltas<Layer{i - 1}>(c, m, step, plane, left);")
     lines.append(f"if (draw.training) {{ {' '.join(back)} }}")
+    fetch = [("fetch the next rows", "if (!draw.training) fetch_next();")] if plan.input_buffers == 2 else []
     body = " \\\n    ".join(lines)
     tiles = f"for (int m = c.warp / TEAM; m < ROW_TILES; m += WARPS / TEAM) {{ {body} }}"
     return [
         ("rows arrive", "Inputs<Layer0>::arrive();"),
-        ("fetch the next rows", "if (!draw.training) next_inputs();"),
-        ("row tiles", f"{{ Score score = {{0.f, 0}}; {tiles} add_score(c, draw, score); }}"),
+        *fetch,
+        ("row tiles", tiles),
         ("meet", "c.dead = __syncthreads_or(c.dead);"),
     ]
 
@@ -113,8 +115,8 @@ def _backward(plan: RowsPlan) -> Phases:
     clear = "if (micro == 0) for (int i = 0; i < SLOTS_ALL; ++i) clear(gradient[i]);"
     fetch = "fetch_next();" if plan.input_buffers == 2 else "__syncthreads(); fetch_next();"
     return [
-        ("sum the loss", "sum_biases_and_loss(c, micro == 0, last);"),
+        ("sum biases", "sum_biases(c, micro == 0, last);"),
         ("gradient", f"{clear} {' '.join(sums)}"),
         ("fetch the next rows", fetch),  # while the parts are on their way
-        ("update", "if (last) finish_step(c, w, gradient, rates, rule, total);"),
+        ("update", "if (last) { send_score(c, score); finish_step(c, w, gradient, rates, rule, total); }"),
     ]

@@ -76,41 +76,56 @@ def _layer(plan: Plan, layer: Layer) -> str:
     return layer_struct(plan, layer, numbers, flags)
 
 
-def _read(layer: Layer, transposed: str = "") -> str:
-    """How a warp reads its inputs of a layer: from the rows fetched, or from everyone's values of the layer before."""
+def _read(layer: Layer, transposed: str = "", passes: str = "c.passes") -> str:
+    """How a warp reads its inputs of a layer: from the rows fetched, or from all values of the layer before in a pass."""
     head = "[&](int m, int ks, int plane, u32 (&left)[4]) {"
     if layer.first:
         return f"{head} Inputs<Layer0>::read{transposed}(c, buffer, m, ks, plane, left); }}"
     before = f"Layer{layer.index - 1}"
     return (
         f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>"
-        f"(c, c.passes, plane * ROW_TILES + m, ks, left); }}"
+        f"(c, {passes}, plane * ROW_TILES + m, ks, left); }}"
     )
 
 
 def _forward(plan: Plan) -> Phases:
     """The phases of a forward pass with their names, up to and with the loss."""
     lines = [("rows arrive", "Inputs<Layer0>::arrive();")]
+    fetches = iter(range(plan.fetch_parts if plan.input_buffers == 2 else 0))
     for layer in plan.layers:
         name, index = f"Layer{layer.index}", layer.index
         if not layer.first:
             before = f"Layer{index - 1}"
-            wait = f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
+            if index == 1 and plan.late_update:
+                lines.append(("late update 1", _late_update(plan)))
+            elif (piece := next(fetches, None)) is not None:
+                lines.append(("fetch the next rows", f"fetch_next({piece});"))
+            wait = "" if layer.last else f"Operands<{name}> o{index}; o{index}.prepare(w{index}); "
+            wait += f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
             if not plan.cluster and plan.blocks > 1:
                 wait += f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>(c, c.passes); staged();"
             lines.append((f"wait for values {index - 1}", wait))
         if layer.last:
-            sums = f"multiply<{name}>(c, w{index}, group, sum, {_read(layer)});"
+            sums = f"multiply<{name}>(c, w{index}, Operands<{name}>(), group, sum, {_read(layer)});"
             if layer.owned_by_input:
                 lines.append((f"wait for weights {index}", f"wait_for_copies<{name}>(c, c.step + trained);"))
                 sums = f"multiply_copies<{name}>(c, c.step + trained, group, sum, {_read(layer)});"
             product = f"[&](int group, float (&sum)[GROUP_TILES][{name}::NT][4]) {{ {sums} }}"
             lines.append((f"outputs {index}", f"outputs<{name}>(c, draw, tally, {product});"))
         else:
-            lines.append((f"forward {index}", f"forward<{name}>(c, w{index}, draw, {_read(layer)});"))
-        if layer.first:
-            lines.append(("fetch the next rows", "next_inputs();"))
-    return lines
+            operands = "Operands<Layer0>()" if layer.first else f"o{index}"
+            lines.append((f"forward {index}", f"forward<{name}>(c, w{index}, {operands}, draw, {_read(layer)});"))
+    return lines + [("fetch the next rows", f"fetch_next({piece});") for piece in fetches]
+
+
+def _late_update(plan: Plan) -> str:
+    """The second layer's update, made while the next pass waits for the first layer's values; empty where it is not late."""
+    if not plan.late_update:
+        return ""
+    read = _read(plan.layers[1], "_transposed", "c.passes - 1")
+    return (
+        f"if (late) {{ late = false; update<Layer1>(c, w1, late_rates, rule, true, true, c.step + trained, {read}); }}"
+    )
 
 
 def _backward(plan: Plan) -> Phases:
@@ -123,7 +138,10 @@ def _backward(plan: Plan) -> Phases:
             waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::OUT_KT, {name}::NT); "
             waits += f"wait_for_weights<{name}>(c, micro == 0);"
             lines += [(f"wait for deltas {index}", waits), (f"back {index}", f"back<{name}, {before}>(c);")]
-        update = f"update<{name}>(c, w{index}, rates, rule, micro == 0, last, {_read(layer, '_transposed')});"
+        if index == 1 and plan.late_update:
+            continue
+        read = _read(layer, "_transposed")
+        update = f"update<{name}>(c, w{index}, rates, rule, micro == 0, last, c.step + 1, {read});"
         if not plan.cluster and plan.blocks > 1 and not layer.first and not layer.last:
             later = int(layer.index == 1 and plan.input_buffers == 1)  # the next rows are on their way too
             update = f"staged<{later}>(); {update}"
@@ -146,6 +164,7 @@ def _weights(plan: Plan) -> str:
     handed = [f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, last)]
     handed += [f"hand_out_all<Layer{last}, Layer{last - 1}>(c, w{last}, 0);"] if last else []
     macros = {
+        "LATE_UPDATE": [_late_update(plan)],
         "DECLARE_WEIGHTS": [f"{name} w{i};" for i, name in enumerate(types)],
         "LOAD_WEIGHTS": [f"w{i}.move_all<true>(c);" for i in range(last + 1)],
         "HAND_OUT_WEIGHTS": handed,

@@ -70,7 +70,8 @@ INLINE void make_barriers(Context& c) {
     for (u32 i = 0; i < 2 * EXCHANGES; ++i) make_barrier(c.shared + AT_BARRIERS + i * 8);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (u32 i = 0; i < EXCHANGES; ++i)
-      for (u32 pair = 0; pair < 2; ++pair) expect_bytes(c.shared + AT_BARRIERS + (i * 2 + pair) * 8, exchange_bytes(i, c.rank));
+      for (u32 pair = 0; pair < 2; ++pair)
+        if (exchange_bytes(i, c.rank)) expect_bytes(c.shared + AT_BARRIERS + (i * 2 + pair) * 8, exchange_bytes(i, c.rank));
   }
 }
 INLINE void meet_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
@@ -101,6 +102,7 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
   }
   if (c.dead) return;
 #if IS_CLUSTER
+  if (exchange_bytes(EXCHANGE, c.rank) == 0) return;
   const u32 barrier = c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8, phase = (count >> 1) & 1;
   if (!arrived(barrier, phase)) {
     const u64 begin = clock_now();

@@ -1,5 +1,6 @@
 // The kernel: one launch trains from `first_step` to `last_step`. The phases of a pass and the layers' weights are the plan's
-// (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS); they use `c`, `draw`, `tally`, `buffer`, `trained`, `next_inputs` from here.
+// (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS); they use `c`, `draw`, `tally`, `buffer`, `trained`, `fetch_next` from here. An update
+// that is made in the next pass, while that waits for others, is LATE_UPDATE: `late` until it is made, with the rates it is due.
 #pragma once
 #if BY_ROWS
 #include "rows_update.cuh"
@@ -45,19 +46,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   u32 epoch = 0, buffer = 0;
   float loss = 0.f;
   bool broken = false;  // a loss was not finite
+  bool late = false;
+  Rates late_rates = {0.f, 0.f, 0.f, 0.f};
   const u32 share = SHARES == 1 ? 0 : c.rank;  // of a micro-batch's rows, where the blocks divide them
-  auto fetch = [&](u32 later, u32 micro) {
+  auto fetch = [&](u32 later, u32 micro, u32 piece = FETCH_PARTS) {
     const u32 at = place + later == (u32)p->steps_per_epoch ? 0 : place + later;
     const u32 part = micro * SHARES + share;
-    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, micro), 0, micro_rows(rows_at(p, at), part));
+    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, micro), 0, micro_rows(rows_at(p, at), part), piece);
   };
   auto check_rows = [&](u32 part) {
     const u64 left = p->check_rows - (u64)part * ROWS;
     return (u32)(left < ROWS ? left : ROWS);
   };
-  auto fetch_check = [&](u32 part) {
+  auto fetch_check = [&](u32 part, u32 piece = FETCH_PARTS) {
     if constexpr (VALIDATES)
-      Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->check_x, p->check_y, p->check_rows * X_PITCH, 0, (u64)part * ROWS, check_rows(part));
+      Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->check_x, p->check_y, p->check_rows * X_PITCH, 0, (u64)part * ROWS, check_rows(part), piece);
   };
 
   fill_rates(c, step);
@@ -84,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     bool leave = false;
 #if BY_ROWS
     float gradient[SLOTS_ALL][4];
+    Score score = {0.f, 0};
 #endif
     STAMP(0)
     for (u32 micro = 0; micro < count; ++micro) {
@@ -92,14 +96,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       const u32 part = micro * SHARES + share;
       const Draw draw = {p->seed, (u32)step, part * ROWS, true};
       const Tally tally = {micro_rows(rows, part), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
-      auto fetch_next = [&]() {
-        if (!last) fetch(0, micro + 1);
-        else if (ends && VALIDATES) fetch_check(0);
-        else if (step + 1 < p->last_step) fetch(1, 0);
+      auto fetch_next = [&](u32 piece = FETCH_PARTS) {
+        if (!last) fetch(0, micro + 1, piece);
+        else if (ends && VALIDATES) fetch_check(0, piece);
+        else if (step + 1 < p->last_step) fetch(1, 0, piece);
         else copies_issued();  // an empty lot, for those who count them
-      };
-      auto next_inputs = [&]() {
-        if (X_BUFFERS == 2) fetch_next();
       };
       FORWARD_PHASES
       leave = c.dead;  // the same in the whole block: it was agreed on with the outputs
@@ -107,6 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       buffer ^= X_BUFFERS - 1;
       ++c.passes, ++c.backs;
     }
+    late = true, late_rates = rates;
     if (c.rank == 0 && threadIdx.x == 0) {
       loss = total * rates.row_weight;
       p->losses[step - p->first_step] = loss;
@@ -119,14 +121,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
         constexpr u32 trained = 1;  // the update of this step is made
         const Draw draw = {p->seed, 0, 0, false};
         const Tally tally = {check_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
-        auto fetch_next = [&]() {
-          if (part + 1 < parts) fetch_check(part + 1);
-          else if (step + 1 < p->last_step) fetch(1, 0);
+        auto fetch_next = [&](u32 piece = FETCH_PARTS) {
+          if (part + 1 < parts) fetch_check(part + 1, piece);
+          else if (step + 1 < p->last_step) fetch(1, 0, piece);
         };
-        auto next_inputs = [&]() {
-          if (X_BUFFERS == 2) fetch_next();
-        };
+#if BY_ROWS
+        Score score = {0.f, 0};
         FORWARD_PHASES
+        keep_score(c, score);
+#else
+        FORWARD_PHASES
+#endif
         __syncthreads();
         if (X_BUFFERS == 1) fetch_next();
         if (threadIdx.x == 0) check_loss += sum_of_losses(c);
@@ -147,6 +152,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     if (leave) break;
   }
   copies_done();
+  {
+    constexpr u32 trained = 0;
+    LATE_UPDATE
+  }
   __syncthreads();
   SAVE_WEIGHTS
 #if STAMPS

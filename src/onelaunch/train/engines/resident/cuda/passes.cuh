@@ -51,12 +51,38 @@ template <int NT, int SPLIT, class Finish> INLINE void reduce(Context& c, const 
   }
 }
 
+// The masters as right operands: rounded and transposed. Where they are few, before others' values are awaited.
+template <class L> struct Operands {
+  static constexpr bool KEPT = IS_CLUSTER && !L::FIRST && L::KS * L::NT * PLANES <= 4;
+  u32 kept[KEPT ? L::KS * L::NT : 1][PLANES][2];
+  INLINE static void make(const Weights<L>& w, int tile, u32 (&right)[PLANES][2]) {
+    float t[4];
+    w.master.get(tile, t);
+    u32 low[PLANES], high[PLANES];
+    split(t[0], t[1], low);
+    split(t[2], t[3], high);
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane) right[plane][0] = transposed(low[plane]), right[plane][1] = transposed(high[plane]);
+  }
+  INLINE void prepare(const Weights<L>& w) {
+    if constexpr (KEPT)
+#pragma unroll
+      for (int tile = 0; tile < L::KS * L::NT; ++tile) make(w, tile, kept[tile]);
+  }
+  INLINE void get(const Weights<L>& w, int tile, u32 (&right)[PLANES][2]) const {
+    if constexpr (!KEPT) make(w, tile, right);
+    else
+#pragma unroll
+      for (int plane = 0; plane < PLANES; ++plane) right[plane][0] = kept[tile][plane][0], right[plane][1] = kept[tile][plane][1];
+  }
+};
+
 // The block's outputs of a layer for a group of row tiles: its inputs times the masters. `read(row tile, step, plane)`.
-template <class L, class Read> INLINE void multiply(const Context& c, const Weights<L>& w, int group, float (&sum)[GROUP_TILES][L::NT][4], Read read) {
+template <class L, class Read> INLINE void multiply(const Context& c, const Weights<L>& w, const Operands<L>& operands, int group, float (&sum)[GROUP_TILES][L::NT][4], Read read) {
+  constexpr int CHAINS = IS_CLUSTER && PLANES == 1 && L::KS >= 4 && GROUP_TILES * L::NT <= 2 ? 2 : 1;  // of products, 33 clocks each
+  float part[CHAINS][GROUP_TILES][L::NT][4];
 #pragma unroll
-  for (int m = 0; m < GROUP_TILES; ++m)
-#pragma unroll
-    for (int n = 0; n < L::NT; ++n) clear(sum[m][n]);
+  for (int i = 0; i < CHAINS * GROUP_TILES * L::NT; ++i) clear(part[i / L::NT / GROUP_TILES][i / L::NT % GROUP_TILES][i % L::NT]);
 #pragma unroll
   for (int ks = 0; ks < L::KS; ++ks)
     if (Weights<L>::mine(c, ks)) {
@@ -67,22 +93,22 @@ template <class L, class Read> INLINE void multiply(const Context& c, const Weig
         for (int m = 0; m < GROUP_TILES; ++m) read(group * GROUP_TILES + m, ks, plane, left[plane][m]);
 #pragma unroll
       for (int n = 0; n < L::NT; ++n) {
-        float t[4];
-        w.master.get(ks * L::NT + n, t);
-        u32 low[PLANES], high[PLANES];
-        split(t[0], t[1], low);
-        split(t[2], t[3], high);
+        u32 words[PLANES][2];
+        operands.get(w, ks * L::NT + n, words);
 #pragma unroll
-        for (int right = 0; right < PLANES; ++right) {
-          const u32 right0 = transposed(low[right]), right1 = transposed(high[right]);
+        for (int right = 0; right < PLANES; ++right)
 #pragma unroll
           for (int plane = 0; plane < L::IN_PLANES; ++plane)
             if (plane + right < PLANES)
 #pragma unroll
-              for (int m = 0; m < GROUP_TILES; ++m) multiply_add(sum[m][n], left[plane][m], right0, right1);
-        }
+              for (int m = 0; m < GROUP_TILES; ++m) multiply_add(part[ks % CHAINS][m][n], left[plane][m], words[right][0], words[right][1]);
       }
     }
+#pragma unroll
+  for (int i = 0; i < GROUP_TILES * L::NT * 4; ++i) {
+    const int m = i / 4 / L::NT, n = i / 4 % L::NT, e = i % 4;
+    sum[m][n][e] = CHAINS == 2 ? part[0][m][n][e] + part[CHAINS - 1][m][n][e] : part[0][m][n][e];
+  }
 }
 
 template <class L> INLINE u32 slope_at(const Context& c, int row_tile, int n, int half) {
@@ -117,10 +143,10 @@ template <class L, int N> INLINE void keep_delta(const Context& c, int row_tile,
 }
 
 // Bias, activations and dropout of a hidden layer; its values go to everyone.
-template <class L, class Read> INLINE void forward(Context& c, const Weights<L>& w, const Draw& draw, Read read) {
+template <class L, class Read> INLINE void forward(Context& c, const Weights<L>& w, const Operands<L>& operands, const Draw& draw, Read read) {
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][L::NT][4];
-    multiply<L>(c, w, group, sum, read);
+    multiply<L>(c, w, operands, group, sum, read);
     reduce<L::NT, L::SPLIT>(c, sum, [&](int m, int n, int half, float (&z)[2 * FINISH]) {
       const int row_tile = group * GROUP_TILES + m;
       const u32 unit = n * 8 + c.q * 2, first = c.rank * L::UNITS;
@@ -164,9 +190,10 @@ template <class L, int N> INLINE void deliver(const Context& c, int row_tile, in
 
 // From the gradient of the outputs (in this block's memory) to the deltas of the last hidden layer.
 template <class Last, class L> INLINE void back_from_outputs(Context& c) {
+  constexpr int PARTS = IS_CLUSTER && ROW_TILES * L::NT * 2 <= WARPS ? 2 : 1;  // of a tile: sending it takes longest
 #pragma unroll 2
-  for (int first = 0; first < ROW_TILES * L::NT; first += WARPS) {
-    const int tile = first + c.warp, row_tile = tile / L::NT, n = tile % L::NT;
+  for (int first = 0; first < ROW_TILES * L::NT * PARTS; first += WARPS) {
+    const int part = first + c.warp, tile = part / PARTS, row_tile = tile / L::NT, n = tile % L::NT;
     if (tile >= ROW_TILES * L::NT) break;
     float sum[4];
     clear(sum);
@@ -183,7 +210,13 @@ template <class Last, class L> INLINE void back_from_outputs(Context& c) {
         for (int other = 0; other + plane < PLANES; ++other) multiply_add(sum, left[other], right[0], right[1]);
       }
     }
-    deliver<L>(c, row_tile, n, 0, sum);
+    if constexpr (PARTS == 1) {
+      deliver<L>(c, row_tile, n, 0, sum);
+    } else {
+      const int half = part & 1;
+      float rows[2] = {half ? sum[2] : sum[0], half ? sum[3] : sum[1]};
+      deliver<L>(c, row_tile, n, half, rows);
+    }
   }
   if constexpr (!L::FIRST) written<L::DELTA_EXCHANGE>(c, c.backs);
   if constexpr (L::FIRST || BLOCKS == 1 || IS_CLUSTER) __syncthreads();

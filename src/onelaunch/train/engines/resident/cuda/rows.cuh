@@ -141,6 +141,7 @@ template <class L, class Read> INLINE void tile_forward(const Context& c, const 
 // Deltas of a tile: set down, and summed for the bias.
 template <class L> INLINE void set_down_deltas(const Context& c, int m, int n, const float (&d)[4], const u32 (&upper)[PLANES], const u32 (&lower)[PLANES]) {
   set_down<L>(c, L::AT_DELTA, m, n, upper, lower);
+  if constexpr (!L::BIAS) return;
   const float sum0 = column_sum(d[0] + d[2]), sum1 = column_sum(d[1] + d[3]);
   if (c.g == 0) store_shared(c.shared + AT_BIAS_SUMS + (m * UNITS_ALL + L::UNIT_AT + n * 8 + c.q * 2) * 4, sum0, sum1);
 }

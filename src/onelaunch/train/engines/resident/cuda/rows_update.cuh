@@ -109,7 +109,7 @@ INLINE void copy_all(const Context& c, const OwnWeights& w, u32 count) {
 // Partial sums of this block to the tiles' owners, a layer as soon as it is there.
 INLINE u32 part_at(int slot, u32 warp, u32 from) { return AT_PARTS + (((slot / BLOCKS) * WARPS + warp) * BLOCKS + from) * 512; }
 // Two of these in turn: a block that has all new copies may send its next ones while another still reads.
-INLINE u32 bias_part_at(const Context& c, u32 from) { return AT_BIAS_PARTS + ((c.step & 1) * BLOCKS + from) * (UNITS_ALL + 4) * 4; }
+INLINE u32 bias_part_at(const Context& c, u32 from) { return AT_BIAS_PARTS + ((c.step & 1) * BLOCKS + from) * UNITS_ALL * 4; }
 template <class L> INLINE void send_parts(const Context& c, const float (&gradient)[SLOTS_ALL][4]) {
 #if IS_CLUSTER
   if (stays_silent(c)) return;
@@ -123,25 +123,19 @@ template <class L> INLINE void send_parts(const Context& c, const float (&gradie
   }
 #endif
 }
-// The block's sums by unit, over its row tiles and micro-batches, four units an item, and of loss and right predictions as the last
-// item. After the last micro-batch they go to everyone, a warp a receiver: neighbouring lanes' packets travel together.
-constexpr int ITEMS = UNITS_ALL / 4 + 1;
-INLINE void sum_biases_and_loss(const Context& c, bool first, bool last) {
-  for (u32 receiver = c.warp; receiver < (last ? BLOCKS : 1); receiver += WARPS)
-    for (u32 item = c.lane; item < ITEMS; item += 32) {
+// The block's sums by unit, over its row tiles and micro-batches, four units an item. After the last micro-batch they go to everyone, a warp
+// a receiver: neighbouring lanes' packets travel together.
+INLINE void sum_biases(const Context& c, bool first, bool last) {
+  for (u32 receiver = c.warp; receiver < (last ? BLOCKS : 1) * HAS_BIASES; receiver += WARPS)
+    for (u32 item = c.lane; item < UNITS_ALL / 4; item += 32) {
       const u32 at = c.shared + AT_BIAS_TOTALS + item * 16;
       float sum[4] = {0.f, 0.f, 0.f, 0.f}, part[4];
       if (!first) load_shared(at, sum);
-      if (item == ITEMS - 1) {
-        sum[0] += sum_of_losses(c);
-        sum[1] = __uint_as_float(load_word(c.shared + AT_RIGHT));
-      } else {
 #pragma unroll 4
-        for (int m = 0; m < ROW_TILES; ++m) {
-          load_shared(c.shared + AT_BIAS_SUMS + (m * UNITS_ALL + item * 4) * 4, part);
+      for (int m = 0; m < ROW_TILES; ++m) {
+        load_shared(c.shared + AT_BIAS_SUMS + (m * UNITS_ALL + item * 4) * 4, part);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) sum[e] += part[e];
-        }
+        for (int e = 0; e < 4; ++e) sum[e] += part[e];
       }
       if (BLOCKS == 1 || !last) store_shared(at, sum);
 #if IS_CLUSTER
@@ -152,6 +146,30 @@ INLINE void sum_biases_and_loss(const Context& c, bool first, bool last) {
       }
 #endif
     }
+}
+// Loss and right predictions of a step, a place for each row tile of each block, in block 0; two of them in turn.
+INLINE u32 score_at(const Context& c, u32 from, u32 m) { return AT_SCORES + (((c.step & 1) * BLOCKS + from) * ROW_TILES + m) * 16; }
+INLINE void send_score(const Context& c, const Score& score) {
+  const u32 m = c.warp / TEAM;
+  if (member(c) != 0 || m >= ROW_TILES) return;
+  const float loss = column_sum(quad_sum(score.loss));
+  const u32 right = __reduce_add_sync(~0u, score.right);
+  if (c.lane != 0) return;
+  if constexpr (BLOCKS == 1) store_shared(c.shared + score_at(c, 0, m), __float_as_uint(loss), right);
+#if IS_CLUSTER
+  const u32 words[4] = {__float_as_uint(loss), right, 0, 0}, there = at_block(c.shared, 0);
+  if (!stays_silent(c)) send(there + score_at(c, c.rank, m), words, there + AT_BARRIERS + (PARTS * 2 + (c.step & 1)) * 8);
+#endif
+}
+INLINE float add_scores(const Context& c) {  // thread 0 of block 0
+  float loss = 0.f;
+  u32 right = load_word(c.shared + AT_CORRECT);
+  for (u32 i = 0; i < BLOCKS * ROW_TILES; ++i) {
+    loss += load_float(c.shared + score_at(c, 0, i));
+    right += load_word(c.shared + score_at(c, 0, i) + 4);
+  }
+  store_word(c.shared + AT_CORRECT, right);
+  return loss;
 }
 INLINE void step_own(const Context& c, OwnWeights& w, const float (&gradient)[SLOTS_ALL][4], const Rates& rates, const Rule& rule) {
 #pragma unroll
@@ -173,7 +191,7 @@ INLINE void step_own(const Context& c, OwnWeights& w, const float (&gradient)[SL
     WITH_LAYER_OF(slot, (step_tile(w, i, sum, L::GRADIENT_SCALE, weight, rates, rule)))
     WITH_LAYER_OF(slot, (copy_tile<L>(c, c.step + 1, slot - L::FIRST_SLOT, weight)))
   }
-  for (u32 unit = threadIdx.x; unit < UNITS_ALL; unit += THREADS) {  // every block has all biases: the same sums, the same bits
+  for (u32 unit = threadIdx.x; unit < UNITS_ALL * HAS_BIASES; unit += THREADS) {  // every block has all biases: the same sums, the same bits
     const u32 at = c.shared + AT_BIAS + unit * 4;
     float sum = BLOCKS == 1 ? load_float(c.shared + AT_BIAS_TOTALS + unit * 4) : 0.f, bias = load_float(at), s0 = 0.f, s1 = 0.f;
     if constexpr (BLOCKS > 1)
@@ -189,35 +207,21 @@ INLINE void step_own(const Context& c, OwnWeights& w, const float (&gradient)[SL
   }
 }
 
-// A row tile's part of the loss and the right predictions, of all the warp's rows.
-INLINE void add_score(const Context& c, const Draw& draw, Score& score) {
+// Of a pass that does not train: where the others' sums are expected.
+INLINE void keep_score(const Context& c, const Score& score) {
   const float loss = column_sum(quad_sum(score.loss));
   const u32 right = __reduce_add_sync(~0u, score.right);
   if (c.lane == 0) {
     store_float(c.shared + AT_LOSSES + c.warp * 4, loss);
-    atomicAdd((u32*)__cvta_shared_to_generic(c.shared + (BLOCKS > 1 && draw.training ? AT_RIGHT : AT_CORRECT)), right);
+    atomicAdd((u32*)__cvta_shared_to_generic(c.shared + AT_CORRECT), right);
   }
 }
-// After a step's last micro-batch: everyone's parts together, the update, and the new copies. `total`: of all blocks' losses
-// afterwards (thread 0 of block 0).
+// After a step's last micro-batch: everyone's parts together, the update, and the new copies. `total`: of all losses (thread 0 of block 0).
 INLINE void finish_step(Context& c, OwnWeights& w, const float (&gradient)[SLOTS_ALL][4], const Rates& rates, const Rule& rule, float& total) {
-  if constexpr (BLOCKS == 1) {
-    __syncthreads();  // for the sums of biases and loss
-    total = load_float(c.shared + AT_BIAS_TOTALS + UNITS_ALL * 4);
-  } else {
-    wait_for<PARTS>(c, c.step, 0, 1);
-    if (c.rank == 0 && threadIdx.x == 0) {
-      total = 0.f;
-      u32 right = load_word(c.shared + AT_CORRECT);
-      for (u32 from = 0; from < BLOCKS; ++from) {
-        total += load_float(c.shared + bias_part_at(c, from) + UNITS_ALL * 4);
-        right += load_word(c.shared + bias_part_at(c, from) + UNITS_ALL * 4 + 4);
-      }
-      store_word(c.shared + AT_CORRECT, right);
-    }
-  }
+  if constexpr (BLOCKS == 1) __syncthreads();  // for the sums of biases and the scores
+  else wait_for<PARTS>(c, c.step, 0, 1);
   step_own(c, w, gradient, rates, rule);
+  if (c.rank == 0 && threadIdx.x == 0) total = add_scores(c);
   wait_for<COPIES>(c, c.step + 1, 0, 1);
   __syncthreads();
-  if (BLOCKS > 1 && threadIdx.x == 0) store_word(c.shared + AT_RIGHT, 0);
 }

@@ -8,17 +8,20 @@ template <class L> struct Inputs {
   INLINE static u32 buffer_at(const Context& c, u32 buffer) { return c.shared + AT_X + buffer * X_BUFFER_BYTES; }
   INLINE static u32 targets_at(const Context& c, u32 buffer) { return c.shared + AT_TARGETS + buffer * (ROWS * TARGET_WORDS * 4); }
 
-  // `row_table`: shared address of the rows' numbers, or 0: they are `first_row` and what follows. A warp takes whole rows.
-  INLINE static void fetch(const Context& c, u32 buffer, const u8* x, const u32* y, u64 plane_bytes, u32 row_table, u64 first_row, u32 rows) {
+  // `row_table`: shared address of the rows' numbers, or 0: they are `first_row` and what follows. A warp takes whole rows. `part`: of
+  // FETCH_PARTS, done wherever there is time, or all (FETCH_PARTS).
+  INLINE static void fetch(const Context& c, u32 buffer, const u8* x, const u32* y, u64 plane_bytes, u32 row_table, u64 first_row, u32 rows, u32 part) {
     constexpr int EACH = ROWS / WARPS;
     u64 number[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
+      if (part < FETCH_PARTS && i % FETCH_PARTS != part) continue;
       const u32 row = i * WARPS + c.warp;
       number[i] = row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row;
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
+      if (part < FETCH_PARTS && i % FETCH_PARTS != part) continue;
       const u32 row = i * WARPS + c.warp;
       const u8* from = x + number[i] * X_PITCH;
       const u32 to = buffer_at(c, buffer) + row * X_SHARED_PITCH;

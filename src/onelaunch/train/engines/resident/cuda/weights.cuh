@@ -178,8 +178,9 @@ template <class W> INLINE void step_tile(W& w, int i, const float (&gradient)[4]
   if constexpr (STATES > 1) w.state1.set(i, s1);
 }
 template <class L> INLINE void step_bias(const Context& c, const Rates& rates, const Rule& rule, bool first, bool last) {
-  if (!L::BIAS || threadIdx.x >= L::UNITS) return;
-  const u32 unit = threadIdx.x, sums = c.shared + L::AT_BIAS_SUMS, at = c.shared + L::AT_BIAS + unit * 4;
+  const u32 unit = THREADS - 1 - threadIdx.x;  // the last warp has the fewest tiles
+  if (!L::BIAS || unit >= L::UNITS) return;
+  const u32 sums = c.shared + L::AT_BIAS_SUMS, at = c.shared + L::AT_BIAS + unit * 4;
   float gradient = 0.f, s0 = 0.f, s1 = 0.f;
 #pragma unroll 8
   for (int half = 0; half < ROW_TILES * 2; ++half) gradient += load_float(sums + (half * L::UNITS + unit) * 4);
@@ -201,8 +202,8 @@ template <class L> INLINE void step_bias(const Context& c, const Rates& rates, c
 }
 
 // Gradient of the warp's weights from its inputs and the block's deltas, and the update. `read` gives the inputs of a row tile, a
-// step and a plane as the left operand whose k are the rows. `last`: of the step's micro-batches.
-template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, const Rates& rates, const Rule& rule, bool first, bool last, Read read) {
+// step and a plane as the left operand whose k are the rows. `last`: of the step's micro-batches. `count`: number of the update.
+template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, const Rates& rates, const Rule& rule, bool first, bool last, u32 count, Read read) {
   constexpr bool KEEP = ROW_TILES <= 4 && ROW_TILES * L::NT * PLANES <= 8;  // the deltas in registers, for all steps
   u32 kept[KEEP ? ROW_TILES * L::NT * PLANES : 1][2];
   if constexpr (KEEP)
@@ -241,7 +242,7 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
       }
 #pragma unroll
       for (int n = 0; n < L::NT; ++n) step_tile(w, ks * L::NT + n, gradient[n], L::GRADIENT_SCALE, weights[n], rates, rule);
-      send_back<L>(c, c.step + 1, ks * WARPS + c.warp, weights);
+      send_back<L>(c, count, ks * WARPS + c.warp, weights);
     }
   step_bias<L>(c, rates, rule, first, last);
 }
