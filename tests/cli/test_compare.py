@@ -108,7 +108,7 @@ def test_a_comparison_killed_before_its_first_contender_is_no_run(cli, start, bl
 
 
 def test_a_comparison_on_a_busy_machine_says_so(cli, blobs, monkeypatch):
-    monkeypatch.setattr("onelaunch.bench.busy.cores_taken", lambda: 30.0)
+    monkeypatch.setattr("onelaunch.cli.compare.cores_taken_before", lambda: 30.0)
     outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu")
     assert "note     others use this machine (30.0 of " in outcome.out
 

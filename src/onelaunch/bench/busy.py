@@ -18,8 +18,13 @@ TOO_MANY = 0.25  # of the cores
 
 
 @functools.cache
+def cores_taken_before() -> float:
+    """By others, before this process measured anything."""
+    return cores_taken()
+
+
 def cores_taken() -> float:
-    """Cores that others used while we asked for all (or MOST_THREADS) of them, before anything was measured: once a process."""
+    """Cores that others use now, while we ask for all (or MOST_THREADS) of them."""
     threads = [threading.Thread(target=_work, args=(time.perf_counter() + SECONDS,)) for _ in range(_asked())]
     begin, used = time.perf_counter(), time.process_time()
     for thread in threads:
@@ -39,8 +44,8 @@ def _work(until: float) -> None:
         hashlib.sha256(BLOCK)
 
 
-def warning() -> str:
+def warning(taken: float) -> str:
     """A line for people where times will be off; else empty."""
-    if cores_taken() <= TOO_MANY * _asked():
+    if taken <= TOO_MANY * _asked():
         return ""
-    return f"others use this machine ({cores_taken():.1f} of {_asked()} cores): times will be off"
+    return f"others use this machine ({taken:.1f} of {_asked()} cores): times will be off"

@@ -20,6 +20,7 @@ LEAD_CYCLES = 4_000_000
 # of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
 SETTLE_SECONDS = 0.25
 WARM_UPS, LEAST_SAMPLES = 2, 6  # the first calls compile, and fill caches and allocators
+FEWEST_SAMPLES, PATIENCE = 4, 4  # where even those take so many times longer than they should
 # A sample by the host's clock repeats short work until it fills this: waking up then weighs nothing, and a moment in which
 # another process ran is spread over all of it.
 SAMPLE_SECONDS = 0.1
@@ -60,7 +61,8 @@ def summarise(samples: list[float]) -> Timing:
 def measure(
     contenders: Mapping[str, Work], *, units: int, cuda: bool, seconds: float, repeats: int, self_timed: bool = False
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time all contenders in turn, `repeats` times or until `seconds` a contender are spent (LEAST_SAMPLES times at least).
+    """Time all contenders in turn, `repeats` times or until `seconds` a contender are spent (LEAST_SAMPLES times at least,
+    or FEWEST_SAMPLES where that takes very long).
 
     `self_timed`: a contender's result is its time, in seconds a unit, instead of ours.
     Returns the timings and, for contenders that raised, the reason; one that fails does not stop the others.
@@ -87,7 +89,8 @@ def measure(
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     begin = time.perf_counter()
     for repeat in range(repeats):
-        if repeat >= LEAST_SAMPLES and time.perf_counter() - begin > seconds * (len(contenders) - len(failed)):
+        spent = (time.perf_counter() - begin) / max(1, len(contenders) - len(failed))
+        if spent > seconds and repeat >= (LEAST_SAMPLES if spent < PATIENCE * seconds else FEWEST_SAMPLES):
             break
         for name, work in contenders.items():
             taken = attempt(name, work)

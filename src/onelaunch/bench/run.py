@@ -12,7 +12,7 @@ from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.bench.measure import Timing, measure, peak_bytes
-from onelaunch.bench.results import OURS, provenance
+from onelaunch.bench.results import OURS, note_cores_taken, provenance
 from onelaunch.errors import OnelaunchError, UnsupportedError, require_option
 
 ENERGY_SECONDS = {True: 0.3, False: 1.0}  # of work back to back, for each contender; by `quick`
@@ -73,6 +73,7 @@ def run_cases(
             show(results["cases"][-1])
     except KeyboardInterrupt:
         results["interrupted"] = True
+    note_cores_taken(results)
     save(results)
     return results
 

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from onelaunch.bench.busy import warning
+from onelaunch.bench.busy import cores_taken_before, warning
 from onelaunch.bench.case import FLOOR, GROUPS
 from onelaunch.bench.diff import NOISY, compare_results, differences
 from onelaunch.bench.results import OURS, check_writable, load_results, new_path, save_results
@@ -54,8 +54,7 @@ def bench(
     if out is not None:
         check_writable(out)  # before minutes of timing, not after
     path = out or new_path()
-    if busy := warning():
-        console.print(busy, style="yellow", highlight=False)
+    _warn(console, warning(cores_taken_before()))
     results = run_cases(
         chosen, quick=quick, show=lambda result: _show(console, result),
         announce=lambda name: typer.echo(f"case     {name}", err=True),
@@ -67,6 +66,7 @@ def bench(
     if results["left_out"]:
         names = ", ".join(results["left_out"])
         console.print(f"left out after {limit:g} s: {names}", style="yellow", markup=False, soft_wrap=True)
+    _warn(console, warning(results["cores_taken"][-1]).replace("will be", "may be"))
     failed = failures(results)
     if failed:
         typer.echo(f"failed   {', '.join(failed)}", err=True)
@@ -75,6 +75,11 @@ def bench(
         raise KeyboardInterrupt
     if failed:
         raise typer.Exit(1)
+
+
+def _warn(console: Console, words: str) -> None:
+    if words:
+        console.print(words, style="yellow", highlight=False)
 
 
 def _command(groups: list[str], filter: str, quick: bool, limit: float | None, large: bool) -> str:

@@ -14,9 +14,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from onelaunch.bench.busy import warning
+from onelaunch.bench.busy import cores_taken_before, warning
 from onelaunch.bench.compare import compare as compare_run
-from onelaunch.bench.results import provenance, save_results
+from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
 from onelaunch.cli.config import TrainConfig, make_config, read_config
 from onelaunch.cli.flags import numbers, with_flags
@@ -59,7 +59,7 @@ def compare(
     if settings.engine != "auto":  # asked for by name: say at once that it cannot run, as `train` does
         choose(_make_run(settings, dataset, widths))
     _require_empty(settings.out)
-    if busy := warning():
+    if busy := warning(cores_taken_before()):
         say("note", busy)
     results: dict[str, Any] = {
         **provenance(_command(config, flags or {}, hidden, seeds)), "interrupted": False,
@@ -113,8 +113,11 @@ def _measure(
         if not results["contenders"]:
             raise
         results["interrupted"] = True
+    busy = warning(note_cores_taken(results))
     save()
     _show(results)
+    if busy:
+        say("note", busy.replace("will be", "may be"))
     say("report", str(write_report([folder], folder / REPORT)))
     if results["interrupted"]:
         raise KeyboardInterrupt

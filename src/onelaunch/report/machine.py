@@ -33,6 +33,7 @@ def machine_facts(source: dict[str, Any]) -> list[tuple[str, str]]:
 def _others(source: dict[str, Any]) -> str:
     """What else ran there. Older results have the load average in its place."""
     cores = source.get("machine", {}).get("cpu", {}).get("cores", "?")
-    if source.get("cores_taken") is not None:
-        return f"took {source['cores_taken']:.1f} of {cores} cores before it began"
+    if taken := source.get("cores_taken"):
+        before, *after = (f"{value:.1f}" for value in taken)
+        return f"took {before} of {cores} cores before it began" + (f", {after[-1]} at its end" if after else "")
     return f"load {source['load']:.1f} on {cores} cores before it began" if source.get("load") is not None else ""

@@ -22,7 +22,7 @@ from onelaunch.errors import UnsupportedError
 from onelaunch.train.engines.contract import Run
 
 SAMPLES = 5
-BYTES_OF_A_WEIGHT = 12  # of fp32: read forward, read and written backward
+BYTES_OF_A_WEIGHT = 10  # the half that products read, forward; both halves, read and written, backward
 
 
 @dataclass(frozen=True)
