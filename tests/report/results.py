@@ -35,7 +35,8 @@ def bench_results() -> dict[str, Any]:
     cases.append({**failed, "name": "ops/gpu", "check": "skipped: needs another chip"})
     return {
         "command": "onelaunch bench ops memory", "machine": MACHINE, "commit": "abc", "date": "2026-11-15T00:00:00+00:00",
-        "quick": True, "cores_taken": [0.1, 0.5], "interrupted": True, "ceilings": {"cuda": {"copy": 4e12, "bf16": 7e14}}, "cases": cases,
+        "quick": True, "cores_taken": [0.1, 0.5], "interrupted": True,
+        "ceilings": {"cuda": {"copy": 4e12, "bf16": 7e14}}, "cases": cases,
     }  # fmt: skip
 
 
