@@ -7,6 +7,8 @@ launcher is called with plain addresses. A profiler's launch hook and the interp
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +19,27 @@ from triton.runtime.jit import JITFunction
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 4096
 _runtime = knobs.runtime
+_only_compiling = False
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """What is launched in here is compiled and loaded, and not run: a graph may then be captured before anything has run."""
+    global _only_compiling
+    _only_compiling = True
+    try:
+        yield
+    finally:
+        _only_compiling = False
+
+
+def call(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+    """`kernel[grid](...)`, Triton's own way, or its compilation alone; the compiled kernel."""
+    if not _only_compiling:
+        return kernel[grid](*arguments, **options)
+    compiled = kernel.warmup(*arguments, grid=grid, **options)
+    assert compiled.run  # asking for it loads the kernel
+    return compiled
 
 
 def cdiv(a: int, b: int) -> int:
@@ -71,11 +94,11 @@ def launch(
     kinds = tuple([None if t is None else (t.dtype, p & 15) for t, p in zip(tensors, pointers, strict=True)])
     key = (kernel, device, kinds, sizes, constants, num_warps, num_stages, launch_pdl)
     compiled = _compiled.get(key)
-    if compiled is None or _hooked():
+    if compiled is None or _only_compiling or _hooked():
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         options = _options(num_warps, num_stages, launch_pdl)
-        _compiled[key] = kernel[grid](*tensors, *values, *sizes, *constants, **options)
+        _compiled[key] = call(kernel, grid, *tensors, *values, *sizes, *constants, **options)
         return
     compiled.run(
         grid[0],

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import cdiv, launch
+from onelaunch.kernels.launch import call, cdiv, launch
 from onelaunch.kernels.tiles import activate, load_key, pack_bits, random_16_bits
 from onelaunch.rng import keep_scale, keep_threshold
 
@@ -226,7 +226,9 @@ def linear_forward(
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     programs = min(tiles, processors * tile.per_multiprocessor)
     with torch.cuda.device(x.device):
-        linear_tma_kernel[(programs,)](
+        call(
+            linear_tma_kernel,
+            (programs,),
             x_tiles,
             w_tiles,
             bias,

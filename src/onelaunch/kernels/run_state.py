@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onelaunch.kernels.launch import cdiv, launch
+from onelaunch.kernels.launch import call, cdiv, launch
 from onelaunch.kernels.run_arguments import WIDTH, Clock
 from onelaunch.kernels.tiles import activation_gradient, activation_gradient_from_output
 from onelaunch.rng import permutation_bits, permutation_keys
@@ -163,7 +163,7 @@ def launch_step(
         launch(kernel, grid, tensors, values, sizes, (*constants, clock.overlap), **options)
     else:  # tensor descriptors take Triton's own way, slower on the host, which a captured graph does not feel
         with torch.cuda.device_of(clock.control):
-            kernel[grid](*tensors, *values, *sizes, *constants, clock.overlap, **options)
+            call(kernel, grid, *tensors, *values, *sizes, *constants, clock.overlap, **options)
 
 
 def fill_row_order(order: torch.Tensor, keys: torch.Tensor, seed: int, epoch: int) -> None:

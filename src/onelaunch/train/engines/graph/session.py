@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 
+from onelaunch.kernels.launch import compiling
 from onelaunch.kernels.run_arguments import HYPER, WIDTH
 from onelaunch.kernels.run_state import advance, fill_row_order
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
@@ -83,10 +84,12 @@ class GraphSession:
             self.check = self._check_data()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._graph_calls: dict[int, int] = {}
-        self._capture, self._warm = capture, False
+        self._capture = capture
         self._closed = False
         self._step_seconds = 0.0
         self.allocations: dict[str, int] = {}
+        if capture:
+            self._prepare()
         self._count(0)
 
     def snapshot(self) -> State:
@@ -223,16 +226,25 @@ class GraphSession:
         self._queue(wanted)
         return wanted
 
+    def _prepare(self) -> None:
+        """Kernels and graphs, before the first step: what they take belongs to the start of the run."""
+        with torch.no_grad(), torch.cuda.device_of(self.run.x):
+            with compiling():
+                self.runner.train(self.data, 0)
+                advance(self.data.control, 1)
+            longest = next(steps for steps in GRAPH_STEPS if steps <= self.spec.steps_per_epoch)
+            for steps in dict.fromkeys((longest, 1)):
+                self._graph(steps)
+
     def _queue(self, count: int) -> None:
         while count:
-            if self._warm and self._capture:
+            if self._capture:
                 steps = next(size for size in GRAPH_STEPS if size <= count)
                 self._graph(steps).replay()
             else:
                 steps = 1
                 self.runner.train(self.data, 0)
                 advance(self.data.control, 1)
-                self._warm = True
             count -= steps
 
     def _graph(self, steps: int) -> torch.cuda.CUDAGraph:
