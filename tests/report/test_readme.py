@@ -85,7 +85,7 @@ def test_a_newer_failure_takes_an_older_figure_away_and_a_skipped_case_does_not(
     assert "**relu failed its check** ([2026-12-01]" in everything
     assert "off by &lt;3&gt; \\| more" in everything
     assert "| step | 300 µs a call |" in text
-    assert "2 failed the check" in text
+    assert "Failed their check, and so have no time: 2." in text
 
 
 def test_absent_peers_notes_and_doubtful_ratios_are_said(project):

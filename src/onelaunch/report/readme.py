@@ -61,7 +61,7 @@ def _honesty(recordings: Recordings) -> str:
     timed = [record for group in recordings.groups for record in group.cases]
     failed = sum(len(group.failed) for group in recordings.groups)
     lost = sum(bool(record.lost_to()) for record in timed)
-    also = f" {failed} failed the check, and have no time." if failed else ""
+    also = f" Failed their check, and so have no time: {failed}." if failed else ""
     where = f"[{ALL}]({ALL}) has them all, these first, with who was absent and why."
     return f"In {lost} of {len(timed)} recorded cases a peer is faster: {where}{also}"
 

@@ -14,6 +14,7 @@ from onelaunch.report.machine import chip
 from onelaunch.report.read import read_json
 
 ON_GPU = ("ops", "memory", "fuse")  # also what times the host: it launches work for the GPU
+LARGE = "large/"  # of `bench train --large`: after the others
 GROUPS = ("train", "cpu", "ops", "fuse", "memory")  # the order of the README
 
 
@@ -155,7 +156,7 @@ def _cases(content: dict[str, Any], file: str) -> list[Recorded]:
 
 def _grouped(records: Sequence[Recorded]) -> list[Group]:
     found: dict[tuple[str, str], list[Recorded]] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: record.title.startswith(LARGE)):
         found.setdefault((record.case["group"], record.chip), []).append(record)
     order = sorted(found, key=lambda key: (GROUPS.index(key[0]) if key[0] in GROUPS else len(GROUPS), key[1]))
     return [
