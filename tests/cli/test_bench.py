@@ -81,7 +81,7 @@ def test_a_difference_below_the_spreads_is_called_too_noisy_to_tell(cli):
 def test_a_busy_machine_is_said(cli, monkeypatch):
     for place in ("cli.bench", "bench.results"):
         monkeypatch.setattr(f"onelaunch.{place}.cores_taken_before", lambda: 30.0)
-    monkeypatch.setattr("onelaunch.bench.results.cores_taken", lambda: 31.0)
+    monkeypatch.setattr("onelaunch.bench.busy.Watch.cores_taken", lambda self: 31.0)
     select("all")
     case("train/tiny", "train", "nothing")(lambda: Trial(ours=lambda: 1, check=lambda: None))
     try:
@@ -90,7 +90,7 @@ def test_a_busy_machine_is_said(cli, monkeypatch):
         del REGISTRY["train/tiny"]
     assert outcome.out.startswith("others use this machine (30.0 of ")
     assert json.loads(Path("saved.json").read_text())["cores_taken"] == [30.0, 31.0]
-    assert "others use this machine (31.0 of " in outcome.out
+    assert "others used this machine (31.0 of " in outcome.out
 
 
 def test_two_started_in_one_second_save_apart(tmp_path, monkeypatch):

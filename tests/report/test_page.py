@@ -104,7 +104,7 @@ def test_every_figure_has_a_table_and_its_command(html, outline):
         "Loss curves", "Time of a step", "Memory over a step", "Speed-up over hidden size", "Roofline", "Energy", "Accuracy",
         "580.1", "NVIDIA H200", "torch.compile does not agree with torch eager", "power cap", "placement: cluster of 8",
         "ops/broken failed its check and was not timed: AssertionError: output differs by 3.0", "Absent: peer (not installed)",
-        "1 case was skipped", "took 0.1 of 2 cores before it began, 0.5 at its end",
+        "1 case was skipped", "took 0.1 of 2 cores before it began, 0.5 meanwhile",
         "Interrupted", "cpu, the fastest", "97.00 % ± 1.00 %",
     ],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from onelaunch.bench.busy import cores_taken, cores_taken_before
+from onelaunch.bench.busy import Watch, cores_taken_before
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.device import describe_machine
 from onelaunch.errors import OnelaunchError, reason_of
@@ -33,9 +33,9 @@ def provenance(command: str) -> dict[str, Any]:
     }
 
 
-def note_cores_taken(results: dict[str, Any]) -> float:
-    """Add to the results what others take of the machine now, at their end."""
-    results["cores_taken"].append(round(cores_taken(), 2))
+def note_cores_taken(results: dict[str, Any], watch: Watch) -> float:
+    """Add to the results what others took of the machine meanwhile."""
+    results["cores_taken"].append(round(watch.cores_taken(), 2))
     return float(results["cores_taken"][-1])
 
 

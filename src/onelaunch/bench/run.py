@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from onelaunch.bench.busy import Watch
 from onelaunch.bench.case import FLOOR, GROUPS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.energy import joules, watts
@@ -61,7 +62,7 @@ def run_cases(
         **provenance(command), "quick": quick, "interrupted": False, "ceilings": ceilings.measured, "left_out": [],
         "cases": [],
     }  # fmt: skip
-    begin = time.monotonic()
+    begin, watch = time.monotonic(), Watch()
     try:
         for one in cases:
             if limit is not None and time.monotonic() - begin > limit:
@@ -73,7 +74,7 @@ def run_cases(
             show(results["cases"][-1])
     except KeyboardInterrupt:
         results["interrupted"] = True
-    note_cores_taken(results)
+    note_cores_taken(results, watch)
     save(results)
     return results
 

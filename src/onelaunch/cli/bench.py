@@ -66,7 +66,7 @@ def bench(
     if results["left_out"]:
         names = ", ".join(results["left_out"])
         console.print(f"left out after {limit:g} s: {names}", style="yellow", markup=False, soft_wrap=True)
-    _warn(console, warning(results["cores_taken"][-1]).replace("will be", "may be"))
+    _warn(console, warning(results["cores_taken"][-1]).replace("use", "used").replace("will be", "may be"))
     failed = failures(results)
     if failed:
         typer.echo(f"failed   {', '.join(failed)}", err=True)

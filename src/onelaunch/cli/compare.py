@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from onelaunch.bench.busy import cores_taken_before, warning
+from onelaunch.bench.busy import Watch, cores_taken_before, warning
 from onelaunch.bench.compare import compare as compare_run
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
@@ -101,6 +101,7 @@ def _measure(
         return _make_run(settings.model_copy(update={"seed": seed}), dataset, chosen)
 
     say("model", results["network"])
+    watch = Watch()
     try:
         every = range(settings.seed, settings.seed + seeds)
         compare_run(run_of, every, lambda line: say("trained", line), results, save)
@@ -113,11 +114,11 @@ def _measure(
         if not results["contenders"]:
             raise
         results["interrupted"] = True
-    busy = warning(note_cores_taken(results))
+    busy = warning(note_cores_taken(results, watch))
     save()
     _show(results)
     if busy:
-        say("note", busy.replace("will be", "may be"))
+        say("note", busy.replace("use", "used").replace("will be", "may be"))
     say("report", str(write_report([folder], folder / REPORT)))
     if results["interrupted"]:
         raise KeyboardInterrupt

@@ -35,5 +35,5 @@ def _others(source: dict[str, Any]) -> str:
     cores = source.get("machine", {}).get("cpu", {}).get("cores", "?")
     if taken := source.get("cores_taken"):
         before, *after = (f"{value:.1f}" for value in taken)
-        return f"took {before} of {cores} cores before it began" + (f", {after[-1]} at its end" if after else "")
+        return f"took {before} of {cores} cores before it began" + (f", {after[-1]} meanwhile" if after else "")
     return f"load {source['load']:.1f} on {cores} cores before it began" if source.get("load") is not None else ""
