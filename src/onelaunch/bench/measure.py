@@ -20,7 +20,10 @@ LEAD_CYCLES = 4_000_000
 # of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
 SETTLE_SECONDS = 0.25
 WARM_UPS, LEAST_SAMPLES = 2, 6  # the first calls compile, and fill caches and allocators
-FEWEST_SAMPLES, PATIENCE = 4, 4  # where even those take so many times longer than they should
+FEWEST_SAMPLES, PATIENCE = (
+    4,
+    4,
+)  # where even those take so many times longer than they should; or of whole training runs
 # A sample by the host's clock repeats short work until it fills this: waking up then weighs nothing, and a moment in which
 # another process ran is spread over all of it.
 SAMPLE_SECONDS = 0.1
@@ -90,7 +93,9 @@ def measure(
     begin = time.perf_counter()
     for repeat in range(repeats):
         spent = (time.perf_counter() - begin) / max(1, len(contenders) - len(failed))
-        if spent > seconds and repeat >= (LEAST_SAMPLES if spent < PATIENCE * seconds else FEWEST_SAMPLES):
+        if spent > seconds and repeat >= (
+            FEWEST_SAMPLES if self_timed or spent > PATIENCE * seconds else LEAST_SAMPLES
+        ):
             break
         for name, work in contenders.items():
             taken = attempt(name, work)
