@@ -18,7 +18,7 @@ from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import Options
 from onelaunch.fuse.resources import KernelResources, resources_of
 from onelaunch.fuse.roofline import DeviceModel, device_model, named_device
-from onelaunch.fuse.timing import contenders
+from onelaunch.fuse.timing import buffers_put_back, contenders
 from onelaunch.fuse.twin import sealed
 
 
@@ -78,7 +78,8 @@ def _group(one: Found, run: Record, decision: Decision | None, where: torch.devi
 
 def _kernels(one: Found, steps: list[Step], where: torch.device) -> tuple[KernelResources, ...]:
     _, fused_run = contenders(one, steps, where)
-    return tuple(resources_of(fused_run))
+    with buffers_put_back(one.region.module):
+        return tuple(resources_of(fused_run))
 
 
 def _operation(step: Step, roof: DeviceModel) -> OperationCost:

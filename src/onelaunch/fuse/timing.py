@@ -47,7 +47,7 @@ def measure(one: Found, steps: list[Step], device: torch.device, by_host: bool) 
         except LookupError:
             return None
         runs = {"apart": apart_run, "fused": fused_run}
-        with _buffers_put_back(one.region.module):
+        with buffers_put_back(one.region.module):
             known = burst_times(runs) if by_host else device_times(runs)
         table.add(key, known)
     return known["apart"], known["fused"]
@@ -129,7 +129,7 @@ def _once(
 
 
 @contextmanager
-def _buffers_put_back(module: nn.Module) -> Iterator[None]:
+def buffers_put_back(module: nn.Module) -> Iterator[None]:
     before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -179,7 +179,7 @@ def _burst(run: Callable[[], object], calls: int) -> float:
 def waits_for_host(model: nn.Module, inputs: tuple[Any, ...]) -> bool:
     """Whether the device waits for the host to launch when this model runs, with nothing fused."""
     generators = torch.random.fork_rng(devices=[torch.cuda.current_device()])
-    with _buffers_put_back(model), generators, watched_by(run_apart):
+    with buffers_put_back(model), generators, watched_by(run_apart):
         for _ in range(2):
             _call_and_return(model, inputs)
         torch.cuda.synchronize()

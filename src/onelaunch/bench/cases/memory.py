@@ -34,7 +34,7 @@ def _run(precision: str = "bf16") -> Run:
 def _steps(memory: str, capture: bool, notes: dict[str, str]) -> Work:
     from onelaunch.train.engines.graph.session import GraphSession
 
-    session = GraphSession(_run(), {}, capture=capture, memory=memory)
+    session = GraphSession(_run(), {}, capture=capture, memory=memory, tma=False)
     session.train_steps(STEPS)  # kernels compiled, graphs captured, pools filled
     torch.cuda.synchronize()
     before = session.buffers.calls
@@ -58,7 +58,7 @@ def _check(capture: bool) -> None:
     expected: torch.Tensor | None = None
     for memory in ("plan", *WAYS) if not capture else ("plan", "caching", "stream"):
         run = _run()
-        session = GraphSession(run, {}, capture=capture, memory=memory)
+        session = GraphSession(run, {}, capture=capture, memory=memory, tma=False)
         session.train_steps(STEPS)
         session.close()
         got = torch.cat([parameter.detach().flatten() for parameter in run.model.parameters()])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,11 +46,14 @@ def optimizer_name(run: Run) -> str:
 
 class GraphSession:
     def __init__(
-        self, run: Run, state: Mapping[str, torch.Tensor], *, capture: bool = True, memory: str | None = None
-    ) -> None:
+        self, run: Run, state: Mapping[str, torch.Tensor], *, capture: bool = True, memory: str | None = None,
+        tma: bool = True,
+    ) -> None:  # fmt: skip
         """Without `capture` every step is launched kernel by kernel, which Triton's interpreter can do too. `memory`, in place
-        of the run's, may also be "malloc" (see buffers)."""
+        of the run's, may also be "malloc" (see buffers). Without `tma` no tile is described to the tensor memory accelerator:
+        Triton's way of doing so does not take memory that a graph allocates."""
         spec, network = run.spec, run.network
+        memory = memory or spec.memory
         assert network is not None
         self.run, self.spec = run, spec
         self.precision = spec.compiled_precision
@@ -61,11 +65,11 @@ class GraphSession:
         self._step_plan = plan_step(
             self.stages, batch=self.batch, rows=spec.rows, steps_per_epoch=spec.steps_per_epoch,
             precision=self.precision, check_rows=check_rows, states=len(self._state_names),
-            images=run.x.dtype == torch.uint8, chip=_chip(run.device),
+            images=run.x.dtype == torch.uint8, chip=_chip(run.device, tma=tma and memory != "stream"),
         )  # fmt: skip
         layout = self._step_plan.layout()
         self.plan = describe(network, self._step_plan, self.precision, layout)
-        self.buffers = make_buffers(memory or spec.memory, self._step_plan, layout, run.device)
+        self.buffers = make_buffers(memory, self._step_plan, layout, run.device)
         for name in self._step_plan.spaces:
             if name.startswith("tickets."):
                 self.buffers.take(name).zero_()
@@ -281,10 +285,10 @@ class GraphSession:
             self.buffers.close()
 
 
-def _chip(device: torch.device) -> Chip:
+def _chip(device: torch.device, *, tma: bool) -> Chip:
     if device.type != "cuda":
-        return H200
+        return replace(H200, tma=tma)
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     shared = SHARED_KIBIBYTES.get(capability, LEAST_SHARED_KIBIBYTES) * 1024
-    return Chip(properties.multi_processor_count, shared, capability in TMA)
+    return Chip(properties.multi_processor_count, shared, tma and capability in TMA)
