@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 
 from onelaunch.bench.case import Work
 
-# The device idles this long (about 2 ms) before the first event, while the host queues the work: what is timed is the
-# device, not how fast Python launches.
-LEAD_CYCLES = 4_000_000
+# The device idles before the first event while the host queues the work: what is timed is the device, not how fast Python
+# launches. Twice as long as the host took to queue it in the last warm-up, 2 ms at least.
+LEAD_SECONDS, MOST_LEAD_SECONDS, CYCLES_A_SECOND = 2e-3, 0.5, 2_000_000_000
 # Thread pools (OpenMP's for 200 ms, XLA's) spin on after their work: without a pause a contender is timed against the threads
 # of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
 SETTLE_SECONDS = 0.25
@@ -72,23 +73,35 @@ def measure(
     """
     failed: dict[str, str] = {}
     calls = dict.fromkeys(contenders, 1)  # that make a sample
+    leads = dict.fromkeys(contenders, LEAD_SECONDS)
 
-    def attempt(name: str, work: Work) -> float | None:
-        """A sample, unless this contender raises now or has raised before."""
+    def attempt(name: str, seconds: Callable[[], float]) -> float | None:
+        """What it says, unless this contender raises now or has raised before."""
         if name in failed:
             return None
         try:
-            return _sample(work, calls[name], cuda, self_timed) / (1 if self_timed else units)
+            return seconds()
         except Exception as error:  # a peer may raise anything, at any call
             failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             return None
 
+    def sample(name: str) -> float:
+        work = contenders[name]
+        if self_timed:
+            return _self_timed(work)
+        return (_device_sample(work, leads[name]) if cuda else _host_sample(work, calls[name])) / units
+
     for name, work in contenders.items():
         for _ in range(WARM_UPS):
-            taken = attempt(name, work)
-        if taken and not cuda and not self_timed:
+            taken = attempt(name, functools.partial(sample, name))
+        if self_timed or not taken:
+            continue
+        if cuda:
+            queued = attempt(name, functools.partial(_queueing_seconds, work)) or 0.0
+            leads[name] = min(MOST_LEAD_SECONDS, max(LEAD_SECONDS, 2 * queued))
+        else:
             calls[name] = max(1, math.ceil(SAMPLE_SECONDS / (taken * units)))
-            attempt(name, work)
+            attempt(name, functools.partial(sample, name))
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     begin = time.perf_counter()
     for repeat in range(repeats):
@@ -97,27 +110,41 @@ def measure(
             FEWEST_SAMPLES if self_timed or spent > PATIENCE * seconds else LEAST_SAMPLES
         ):
             break
-        for name, work in contenders.items():
-            taken = attempt(name, work)
+        for name in contenders:
+            taken = attempt(name, functools.partial(sample, name))
             if taken is not None:
                 samples[name].append(taken)
     return {name: summarise(taken) for name, taken in samples.items() if name not in failed}, failed
 
 
-def _sample(work: Work, calls: int, cuda: bool, self_timed: bool) -> float:
-    """Seconds a call; of work that times itself, whatever it says."""
-    if self_timed:
-        taken = work()
-        assert isinstance(taken, float), taken
-        return taken
-    if cuda:
-        torch.cuda._sleep(LEAD_CYCLES)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
+def _queueing_seconds(work: Work) -> float:
+    """What the host takes to queue the work; of work that waits for the device, more than that."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    queued = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return queued
+
+
+def _device_sample(work: Work, lead: float) -> float:
+    torch.cuda._sleep(int(lead * CYCLES_A_SECOND))
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _self_timed(work: Work) -> float:
+    taken = work()
+    assert isinstance(taken, float), taken
+    return taken
+
+
+def _host_sample(work: Work, calls: int) -> float:
+    """Seconds a call by the host's clock."""
     time.sleep(SETTLE_SECONDS)
     begin = time.perf_counter()
     for _ in range(calls):

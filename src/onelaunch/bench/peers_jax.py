@@ -56,14 +56,19 @@ def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any
 
     update, state = _optimizer(run, layers)
 
+    def features(rows: Any) -> Any:
+        return rows.astype(jnp.float32) / 255 if rows.dtype == jnp.uint8 else rows
+
     def train(carry: Any, x: Any, y: Any, order: Any, *validation: Any) -> Any:
         def step(carry: Any, rows: Any) -> Any:
             layers, state = carry
-            loss, gradients = jax.value_and_grad(loss_of)(layers, x[rows], y[rows])
+            loss, gradients = jax.value_and_grad(loss_of)(layers, features(x[rows]), y[rows])
             return update(layers, gradients, state), loss
 
         carry, losses = jax.lax.scan(step, carry, order, unroll=unroll)
-        return carry, losses, loss_of(carry[0], *validation) if validation else None
+        if not validation:
+            return carry, losses, None
+        return carry, losses, loss_of(carry[0], features(validation[0]), validation[1])
 
     with jax.default_matmul_precision(MATMUL[spec.precision]):
         compiled = jax.jit(train).lower((layers, state), *data).compile()

@@ -12,6 +12,7 @@ from torch import nn
 from onelaunch.train.build import mlp
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.inputs import make_run
+from onelaunch.train.objective import as_features
 
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3}
 
@@ -24,6 +25,7 @@ class Workload:
     precision: str = "fp32"
     loss: str = "cross_entropy"
     bias: bool = True
+    pixels: bool = False  # rows of bytes, as images come, in place of floats
 
     @property
     def network(self) -> str:
@@ -39,7 +41,8 @@ class Workload:
             if isinstance(layer, nn.Linear) and not self.bias:
                 layer.register_parameter("bias", None)
         x = torch.rand(rows + held_out, self.widths[0], device=device)
-        y = (x - 0.5) @ torch.randn(self.widths[0], self.widths[-1], device=device)
+        x = (x * 255).round().to(torch.uint8) if self.pixels else x
+        y = (as_features(x, torch.float32) - 0.5) @ torch.randn(self.widths[0], self.widths[-1], device=device)
         y = y.argmax(dim=1) if self.loss == "cross_entropy" else y / self.widths[0] ** 0.5
         options: dict[str, Any] = {
             **length, "batch_size": self.batch, "optimizer": self.optimizer, "lr": LEARNING_RATE[self.optimizer],
