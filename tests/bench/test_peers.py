@@ -19,6 +19,7 @@ WORKLOADS = [
     Workload((12, 16, 5), 8, "adam"),
     Workload((12, 16, 3), 8, loss="mse", bias=False),
     Workload((12, 16, 5), 8, precision="bf16"),
+    Workload((12, 16, 5), 8, pixels=True),
 ]
 
 
