@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from cuda.core import Program, ProgramOptions
 
-from onelaunch.bench.measure import LEAD_CYCLES
+from onelaunch.bench.measure import give_lead
 from onelaunch.bench.results import check_writable, provenance, save_results
 from onelaunch.train.engines.resident.launch import LoadedKernel
 
@@ -44,7 +44,7 @@ def seconds_of(work: Callable[[], None], *, hurried: bool) -> float:
     """By events. Not hurried: the device waits first, so that the time the host takes to launch is not in it."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if not hurried:
-        torch.cuda._sleep(LEAD_CYCLES)
+        give_lead()
     start.record()
     work()
     end.record()

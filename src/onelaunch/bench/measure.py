@@ -127,8 +127,13 @@ def _queueing_seconds(work: Work) -> float:
     return queued
 
 
+def give_lead(seconds: float = LEAD_SECONDS) -> None:
+    """The device idles for about so long, while the host goes on."""
+    torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
+
+
 def _device_sample(work: Work, lead: float) -> float:
-    torch.cuda._sleep(int(lead * CYCLES_A_SECOND))
+    give_lead(lead)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     work()

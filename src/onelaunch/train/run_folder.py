@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -51,9 +52,8 @@ class RunFolder(Listener):
                 path.mkdir(parents=True, exist_ok=True)
                 # Hidden files alone are what a process leaves that was killed before it had written anything.
                 if any(not entry.name.startswith(".") for entry in path.iterdir()):
-                    raise OnelaunchError(
-                        f"out={out!r} is not empty: pass another folder, or go on with: onelaunch train --resume {out}"
-                    )
+                    goes_on = f", or go on with: onelaunch train --resume {shlex.quote(out)}" if is_run(path) else ""
+                    raise OnelaunchError(f"out={out!r} is not empty: pass another folder{goes_on}")
             else:
                 path = _dated_folder(Path("runs"), name)
             return cls(path)
@@ -149,6 +149,10 @@ class RunFolder(Listener):
             for name in (CONFIG, ABOUT, METRICS, LOCK):
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
+
+
+def is_run(path: Path) -> bool:
+    return (path / CONFIG).is_file() and not (path / COMPARE_FILE).exists()
 
 
 def config_of(path: Path) -> Path:
