@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from onelaunch.train.engines.resident.plan import ROW_TILE, STEP, TILE, WARPS, Layer, Plan
+from onelaunch.train.engines.resident.layers import Layer
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.settings import ROW_TILE, STEP, TILE, WARPS
 from onelaunch.train.engines.resident.source import source_of
 from tests.train.resident.fragments import BYTES, Array, Clock, RaceError, Slots
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from onelaunch.train.engines.resident.plan import WARPS, Memory
+from onelaunch.train.engines.resident.layers import Memory
+from onelaunch.train.engines.resident.settings import WARPS
 
 Array = npt.NDArray[np.float64]
 SIDE = 8  # numbers along a fragment

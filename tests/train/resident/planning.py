@@ -6,8 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 from onelaunch.train.engines.resident.choice import choose_plan
-from onelaunch.train.engines.resident.plan import H200, Chip, Plan, Settings
+from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.rows_plan import RowsPlan
+from onelaunch.train.engines.resident.settings import H200, Chip, Settings
 from onelaunch.train.engines.resident.stages import Stage
 from onelaunch.train.network import Activation, Dropout, Linear
 

@@ -7,8 +7,9 @@ from itertools import product
 
 import numpy as np
 
-from onelaunch.train.engines.resident.plan import STEP, TILE, TILE_BYTES, WARPS, Layer
+from onelaunch.train.engines.resident.layers import Layer
 from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, SCORE_BYTES, RowsPlan
+from onelaunch.train.engines.resident.settings import STEP, TILE, TILE_BYTES, WARPS
 from tests.train.resident.exchanges import Piece, Ready, Wires
 from tests.train.resident.fragments import BYTES, Array
 from tests.train.resident.running import Runner, Task, chain, loss_of

@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 import onelaunch as ol
-from onelaunch.train.engines.resident.plan import STEP, Layer, Plan
+from onelaunch.train.engines.resident.layers import Layer
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.settings import STEP
 from tests.train.resident.exchanges import Port, Ready, Wires
 from tests.train.resident.fragments import Array, RaceError
 

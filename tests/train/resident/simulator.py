@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from onelaunch.train.engines.resident.plan import STEP, Plan
+from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.rows_plan import RowsPlan
+from onelaunch.train.engines.resident.settings import STEP
 from onelaunch.train.engines.resident.source import phase_names
 from tests.train.resident.exchanges import Ready, Wires
 from tests.train.resident.fragments import Array, RaceError

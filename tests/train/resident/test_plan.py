@@ -12,7 +12,10 @@ from torch import nn
 
 from onelaunch.train.engines.resident.choice import choose_plan
 from onelaunch.train.engines.resident.describe import describe, exchanged_bytes
-from onelaunch.train.engines.resident.plan import (
+from onelaunch.train.engines.resident.layers import Layer, Memory
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.rows_plan import RowsPlan
+from onelaunch.train.engines.resident.settings import (
     A100,
     H200,
     MOST_BATCH,
@@ -23,11 +26,7 @@ from onelaunch.train.engines.resident.plan import (
     STEP,
     TILE,
     WARPS,
-    Layer,
-    Memory,
-    Plan,
 )
-from onelaunch.train.engines.resident.rows_plan import RowsPlan
 from onelaunch.train.engines.resident.source import phase_names
 from onelaunch.train.engines.resident.stages import NotResidentError, stages_of
 from onelaunch.train.network import describe as network_of

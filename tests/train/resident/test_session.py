@@ -23,7 +23,7 @@ from onelaunch.train.engines.resident import session as host
 from onelaunch.train.engines.resident.buffers import Buffers
 from onelaunch.train.engines.resident.choice import choose_plan
 from onelaunch.train.engines.resident.compile import SOURCES, Cubin
-from onelaunch.train.engines.resident.plan import H200
+from onelaunch.train.engines.resident.settings import H200
 from onelaunch.train.inputs import make_run
 
 WIDTHS = [6, 8, 8, 3]

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from onelaunch.train.engines.resident.plan import Chip, Layer, Plan
+from onelaunch.train.engines.resident.layers import Layer
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.settings import Chip
 from onelaunch.train.engines.resident.source import phase_names
 from tests.conftest import TOLERANCE
 from tests.train.reference import ACTIVATIONS, plain_loop, problem

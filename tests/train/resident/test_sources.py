@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from onelaunch.train.engines.resident.compile import compile_cubin, why_not
-from onelaunch.train.engines.resident.plan import A100, H200, PLANES, Plan
+from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.rows_plan import RowsPlan
 from onelaunch.train.engines.resident.session import WORKING, spilled_bytes
+from onelaunch.train.engines.resident.settings import A100, H200, PLANES
 from onelaunch.train.engines.resident.source import source_of
 from onelaunch.train.schedule import SCHEDULES
 from onelaunch.train.spec import LOSSES, OPTIMIZERS

@@ -7,7 +7,8 @@ from itertools import product
 
 import numpy as np
 
-from onelaunch.train.engines.resident.plan import ROW_TILE, STEP, TILE, WARPS, Layer
+from onelaunch.train.engines.resident.layers import Layer
+from onelaunch.train.engines.resident.settings import ROW_TILE, STEP, TILE, WARPS
 from tests.train.resident.exchanges import Piece, Ready, Wires
 from tests.train.resident.fragments import BYTES, Array
 from tests.train.resident.running import Runner, Task, chain, loss_of

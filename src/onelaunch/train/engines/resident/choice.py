@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from onelaunch.train.engines.resident.plan import (
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.rows_plan import RowsPlan
+from onelaunch.train.engines.resident.settings import (
     MOST_BATCH,
     MOST_OUTPUTS,
     MOST_ROWS,
@@ -14,10 +16,8 @@ from onelaunch.train.engines.resident.plan import (
     WARPS,
     WORKING_REGISTERS,
     Chip,
-    Plan,
     Settings,
-)  # fmt: skip
-from onelaunch.train.engines.resident.rows_plan import RowsPlan
+)
 from onelaunch.train.engines.resident.stages import NotResidentError
 
 MOST_SHARE = 128  # rows of a block in a pass, where blocks divide the rows: a tile a warp

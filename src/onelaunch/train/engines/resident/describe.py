@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterator
 
 from onelaunch.train.engines.resident.choice import predicted_microseconds
-from onelaunch.train.engines.resident.plan import TILE, TILE_BYTES, WARPS, Layer, Memory, Plan
+from onelaunch.train.engines.resident.layers import Layer, Memory
+from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, SCORE_BYTES, RowsPlan
+from onelaunch.train.engines.resident.settings import TILE, TILE_BYTES, WARPS
 from onelaunch.train.engines.resident.source import phase_names
 from onelaunch.train.engines.resident.units_source import received_bytes
 from onelaunch.train.network import Dropout

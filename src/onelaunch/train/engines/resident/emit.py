@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onelaunch.rng import keep_scale, keep_threshold, permutation_bits
-from onelaunch.train.engines.resident.plan import FLAG_STRIDE, INTERVAL, THREADS, WARPS, Layer, Plan
+from onelaunch.train.engines.resident.layers import Layer
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.settings import FLAG_STRIDE, INTERVAL, THREADS, WARPS
 from onelaunch.train.network import Activation, Dropout
 from onelaunch.train.schedule import SCHEDULES
 from onelaunch.train.spec import LOSSES, OPTIMIZERS

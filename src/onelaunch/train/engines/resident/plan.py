@@ -11,128 +11,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
-from onelaunch.train.engines.resident.stages import Stage
-
-WARPS = 8
-THREADS = WARPS * 32
-TILE, STEP = 8, 16
-ROW_TILE = 16
-MOST_OUTPUTS = 64
-MOST_BATCH = 4096
-MOST_ROWS = 256  # of a pass; a larger batch takes several
-MOST_SUMS = 16  # accumulator tiles a warp holds at once: 64 registers
-LEFT_BYTES, RIGHT_BYTES, TILE_BYTES = 512, 256, 512  # of one operand fragment or fp32 tile over 32 lanes
-INTERVAL = 128  # steps whose learning rates are computed at once
-REGISTERS = 255
-WORKING_REGISTERS = 112  # addresses, operands, partial sums; measured with ptxas over the compiled list
-PLANES = {"bf16": 1, "fp16": 1, "tf32": 2, "fp32": 3}
-STATES = {"sgd": 0, "adam": 2, "adamw": 2}
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What the plan must know of a GPU."""
-
-    multiprocessors: int
-    shared_bytes: int  # the most a block may have
-    clusters: bool
-    largest_cluster: int = 16
-
-
-H200 = Chip(132, 232_448, True)
-A100 = Chip(108, 166_912, False)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All that the code depends on."""
-
-    stages: tuple[Stage, ...]
-    batch: int
-    rows: int
-    precision: str  # bf16, fp16, tf32 or fp32
-    optimizer: str
-    momentum: bool
-    nesterov: bool
-    weight_decay: bool
-    schedule: str
-    loss: str
-    smooths: bool
-    bytes_input: bool  # uint8 rows
-    validates: bool
-
-
-@dataclass(frozen=True)
-class Layer:
-    index: int
-    stage: Stage
-    first: bool
-    last: bool  # every block computes it whole
-    steps: int  # of sixteen inputs
-    tiles: int  # of eight units a block
-    blocks: int
-    input_tiles: int  # of eight inputs that a block owns as units of the layer before
-    masters_shared: bool = False
-    states_shared: bool = True
-
-    @property
-    def steps_a_warp(self) -> int:
-        return -(-self.steps // WARPS)
-
-    @property
-    def split(self) -> int:
-        return min(WARPS, self.steps)
-
-    @property
-    def units(self) -> int:
-        return self.tiles * TILE
-
-    @property
-    def output_steps(self) -> int:
-        """Of sixteen units, over all blocks."""
-        return -(-self.tiles * (1 if self.last else self.blocks) // 2)
-
-    @property
-    def owned_by_input(self) -> bool:
-        """The last layer after a hidden one: a block owns the weights of its own inputs, and all get copies."""
-        return self.last and not self.first
-
-    @property
-    def weight_tiles(self) -> int:
-        """fp32 tiles a thread takes part in."""
-        if self.owned_by_input:
-            return -(-(-(-self.input_tiles // 2) * self.tiles) // WARPS)
-        return self.steps_a_warp * self.tiles
-
-
-@dataclass(frozen=True)
-class Region:
-    name: str
-    offset: int
-    bytes: int
-
-
-@dataclass
-class Memory:
-    """Regions laid one after another, each aligned to its first lane's widest access."""
-
-    regions: dict[str, Region] = field(default_factory=dict)
-    size: int = 0
-
-    def add(self, name: str, size: int) -> None:
-        assert name not in self.regions, name
-        self.regions[name] = Region(name, self.size, size)
-        self.size += -(-size // 128) * 128
-
-    def __getitem__(self, name: str) -> int:
-        return self.regions[name].offset
-
-
-def planes_of(settings: Settings) -> int:
-    """Half-precision numbers that make up one value."""
-    return PLANES[settings.precision]
+from onelaunch.train.engines.resident.layers import Layer, Memory
+from onelaunch.train.engines.resident.settings import (
+    FLAG_STRIDE,
+    INTERVAL,
+    LEFT_BYTES,
+    MOST_SUMS,
+    REGISTERS,
+    RIGHT_BYTES,
+    ROW_TILE,
+    STATES,
+    STEP,
+    TILE,
+    TILE_BYTES,
+    WARPS,
+    WORKING_REGISTERS,
+    Chip,
+    Settings,
+    planes_of,
+)
 
 
 class Plan:
@@ -373,6 +271,3 @@ class Plan:
         if self.blocks > self.chip.multiprocessors:
             return f"{self.blocks} blocks do not fit on {self.chip.multiprocessors} multiprocessors at once"
         return ""
-
-
-FLAG_STRIDE = 8  # words: a flag has a 32-byte sector to itself

@@ -7,7 +7,9 @@ the new weights back.
 
 from __future__ import annotations
 
-from onelaunch.train.engines.resident.plan import (
+from onelaunch.train.engines.resident.layers import Layer, Memory
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.settings import (
     REGISTERS,
     RIGHT_BYTES,
     STATES,
@@ -16,9 +18,6 @@ from onelaunch.train.engines.resident.plan import (
     TILE_BYTES,
     WARPS,
     Chip,
-    Layer,
-    Memory,
-    Plan,
     Settings,
     planes_of,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onelaunch.train.engines.resident.emit import Phases, constants, layer_struct, phases_macro
-from onelaunch.train.engines.resident.plan import Layer
+from onelaunch.train.engines.resident.layers import Layer
 from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, RowsPlan
 
 

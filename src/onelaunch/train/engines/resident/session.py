@@ -24,7 +24,8 @@ from onelaunch.train.engines.resident.buffers import Buffers
 from onelaunch.train.engines.resident.choice import choose_plan
 from onelaunch.train.engines.resident.compile import Cubin, compile_cubin
 from onelaunch.train.engines.resident.describe import describe
-from onelaunch.train.engines.resident.plan import THREADS, Chip, Plan, Settings
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.settings import THREADS, Chip, Settings
 from onelaunch.train.engines.resident.source import source_of
 from onelaunch.train.engines.resident.stages import NotResidentError, stages_of
 from onelaunch.train.objective import predictions_per_row

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from onelaunch.train.engines.resident.emit import Phases, constants, layer_struct, phases_macro
-from onelaunch.train.engines.resident.plan import WARPS, Layer, Plan
+from onelaunch.train.engines.resident.layers import Layer
+from onelaunch.train.engines.resident.plan import Plan
+from onelaunch.train.engines.resident.settings import WARPS
 
 
 def units_source(plan: Plan, *, faults: bool, stamps: bool) -> str:
