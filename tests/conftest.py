@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,9 @@ TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
 }
 LOSS_TOLERANCE = 1e-5  # relative, fp32, every one of 200 steps
 WEIGHT_TOLERANCE = 1e-4  # absolute, fp32, after 200 steps
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
