@@ -111,6 +111,10 @@ class RowsBlock(Runner):
         self.values = values
         yield None
 
+    def fetch_rows_to_check(self, layer: Layer) -> Iterator[None]:
+        """Nothing where a pass trains: that fetches later."""
+        return self.fetch_the_next_rows(layer) if self.trained else iter(())
+
     def meet(self, layer: Layer) -> Iterator[None]:
         self.clock.meet()
         yield None

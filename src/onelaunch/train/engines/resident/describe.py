@@ -26,8 +26,9 @@ PHASES = {
     "sum biases": "adds up the deltas of each unit; after the last pass of a step, sends the sums to all",
     "row tiles": "teams of warps take 16 rows each through all layers and back; write values and deltas",
     "meet": "the barrier of the block",
-    "gradient": "reads the block's values and deltas; a warp adds up the gradient of its tiles",
-    "update": "sends partial gradients to the tiles' owners, who write their masters and send copies to all",
+    "fetch rows to check": "begins their copy, in a pass that does not train",
+    "gradient": "reads the block's values and deltas; a warp adds up the gradient of its tiles and sends it to their owners",
+    "update": "the owners add up everyone's gradients, write their masters and send copies to all",
 }
 
 

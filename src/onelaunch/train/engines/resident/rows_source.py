@@ -90,7 +90,7 @@ def _forward(plan: RowsPlan) -> Phases:
         back.append(f"tile_backward<Layer{i}, Layer{i - 1}>(c, m, b{i}, slopes{i - 1}, {source});")
         source = read.format(f"read_deltas<Layer{i - 1}>(c, m, step, plane, left);")
     lines.append(f"if (draw.training) {{ {' '.join(back)} }}")
-    fetch = [("fetch the next rows", "if (!draw.training) fetch_next();")] if plan.input_buffers == 2 else []
+    fetch = [("fetch rows to check", "if (!draw.training) fetch_next();")] if plan.input_buffers == 2 else []
     body = " \\\n    ".join(lines)
     tiles = f"for (int m = c.warp / TEAM; m < ROW_TILES; m += WARPS / TEAM) {{ {body} }}"
     return [
