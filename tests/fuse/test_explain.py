@@ -298,7 +298,7 @@ def test_command(file: Path) -> None:
         (("model.py:biuld", "--input", "2x3"), "did you mean 'build'"),
         (("model.py:build", "--input", "2x3", "--html", "page.txt"), "html='page.txt' must end in .html"),
         (("nowhere.py:build", "--input", "2x3"), "names no file"),
-        (("model.py", "--input", "2x3"), "names no file"),
+        (("model.py", "--input", "2x3"), "names no model in the file: pass model.py:NAME"),
         (("model.py:broken", "--input", "2x3"), "cannot be made: RuntimeError: no weights"),
         (("model.py:number", "--input", "2x3"), "cannot be made"),
         (("model.py:ends", "--input", "2x3"), "cannot be made: SystemExit: 3; mend it"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +194,10 @@ def draws(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
     return x + torch.rand(12, dtype=torch.float64)
 
 
+def draws_in_numpy(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
+    return x * float(np.random.rand())  # noqa: NPY002
+
+
 def draws_in_python(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
     return x * random.random()
 
@@ -229,6 +234,7 @@ def without_grad(m: Untraceable, x: torch.Tensor) -> torch.Tensor:
         (branches, "control flow"),
         (draws, "makes a tensor of its own"),
         (draws_in_python, "draws random numbers"),
+        (draws_in_numpy, "draws random numbers"),
         (counts, "changes its attribute calls"),
         (keeps, "changes its attribute kept"),
         (replaces_a_buffer, "replaces its buffers"),
@@ -246,7 +252,7 @@ def test_refused_forward(body: Callable[[Untraceable, torch.Tensor], torch.Tenso
     outer = nn.Sequential(model, nn.Linear(12, 12), nn.Tanh()).double()
     fused = ol.fuse(outer)
     assert fused_names(fused, True) == ["linear + tanh"]
-    if body not in (draws, draws_in_python):
+    if body not in (draws, draws_in_numpy, draws_in_python):
         assert_same(outer, fused, rows())
 
 

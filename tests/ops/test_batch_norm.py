@@ -97,3 +97,16 @@ def test_errors_name_the_argument() -> None:
         batch_norm(x[:, 0], None, None, training=True)
     with pytest.raises(ValueError, match="vmap"):
         torch.func.vmap(lambda part: batch_norm(part, None, None, training=True))(torch.randn(2, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("statistics", "options", "message"),
+    [
+        ((None, None), {"eps": -1.0}, "eps=-1.0 must be above 0"),
+        ((torch.zeros(3), None), {}, "running_var=None beside the other one"),
+        ((torch.zeros(3), torch.ones(3)), {"momentum": None}, "momentum=None: pass a number"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(statistics, options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        batch_norm(torch.randn(4, 3), *statistics, training=True, **options)

@@ -42,6 +42,18 @@ class Custom(nn.Linear):
     pass
 
 
+def hooked_gradient() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].weight.register_hook(lambda gradient: gradient * 0)
+    return model
+
+
+def hooked_sum() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3))
+    model[0].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model
+
+
 def hooked() -> nn.Module:
     model = nn.Sequential(nn.Linear(2, 2))
     model[0].register_forward_hook(lambda *_: None)
@@ -82,6 +94,8 @@ def normed() -> nn.Module:
         (lambda: nn.Sequential(nn.ReLU()), "no Linear"),
         (lambda: nn.Sequential(nn.Linear(2, 2)).double(), "torch.float64, not torch.float32"),
         (hooked, "has a hook"),
+        (hooked_gradient, "weight of layer '0' has a hook"),
+        (hooked_sum, "bias of layer '0' has a hook"),
         (frozen, "0.bias is frozen"),
         (shared, "used twice"),
         (tied, "share their memory"),

@@ -89,6 +89,8 @@ def _load(target: str) -> nn.Module:
     """The model that `FILE.py:NAME` names."""
     file, _, name = target.rpartition(":")
     path = Path(file)
+    if not file and Path(target).is_file():
+        raise OnelaunchError(f"model={target!r} names no model in the file: pass {target}:NAME, such as {target}:build")
     if not file or not path.is_file():
         raise OnelaunchError(f"model={target!r} names no file: pass FILE.py:NAME, such as model.py:build")
     spec = importlib.util.spec_from_file_location(path.stem, path)

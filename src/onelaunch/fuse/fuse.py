@@ -36,6 +36,8 @@ def fuse(
     """
     check_model(model)
     require_option("time", time, TIMES)
+    if not isinstance(eval_only, bool):
+        raise OnelaunchError(f"eval_only={eval_only!r} must be True or False")
     options = Options(eval_only, _names("only", only, model), _names("skip", skip, model))
     known = fusion_of(model)
     if known is not None and options in (known.options, Options()):

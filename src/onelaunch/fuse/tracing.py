@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
@@ -165,7 +166,7 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         for name, value in attributes.items()
         if isinstance(value, (list, dict, set))
     ]
-    random_state = random.getstate()
+    random_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (a forward may draw from it)
     changed: list[str] = []
     try:
         yield
@@ -180,8 +181,9 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
                 changed += [name for name in now.keys() | old.keys() if now.get(name, old) is not old.get(name, old)]
                 now.clear()
                 now.update(old)
-        drawn = random.getstate() != random_state
+        drawn = random.getstate() != random_state or _words(np.random.get_state()) != _words(numpy_state)  # noqa: NPY002
         random.setstate(random_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
     if changed:
         what = {"_buffers": "buffers", "_parameters": "parameters", "_modules": "children"}.get(changed[0])
         raise RefusedError(
@@ -189,6 +191,11 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         )
     if drawn:
         raise RefusedError("draws random numbers in Python")
+
+
+def _words(state: Any) -> bytes:
+    """Of a state of NumPy's generator, and its place in them."""
+    return state[1].tobytes() + bytes(str(state[2:]), "ascii")
 
 
 def _same_contents(now: Any, old: Any) -> bool:

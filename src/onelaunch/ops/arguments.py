@@ -7,6 +7,7 @@ import importlib
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
 
@@ -84,6 +85,16 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
+
+
+def refuse_forward_mode(name: str, *tensors: torch.Tensor | None) -> None:
+    """A tangent would be lost without a word: PyTorch looks at custom ops in reverse mode only."""
+    if forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise OnelaunchError(
+            f"onelaunch.{name} has no forward-mode derivative: use reverse mode, or the torch.nn.functional ops"
+        )
 
 
 def refuse_vmap(name: str) -> NoReturn:

@@ -24,6 +24,7 @@ from onelaunch.ops.arguments import (
     direct_apply,
     kernels,
     plain_eager,
+    refuse_forward_mode,
     refuse_vmap,
     wants_gradient,
 )
@@ -293,6 +294,16 @@ class _EagerBatchNorm(torch.autograd.Function):
 _apply = direct_apply(_EagerBatchNorm)
 
 
+def _check_numbers(eps: float, momentum: float, running_mean: Tensor | None, running_var: Tensor | None) -> None:
+    if not eps > 0:
+        raise OnelaunchError(f"eps={eps!r} must be above 0: pass a small number, such as 1e-5")
+    if momentum is None:
+        raise OnelaunchError("momentum=None: pass a number; ol.nn.BatchNorm1d makes one of the batches it has seen")
+    if (running_mean is None) != (running_var is None):
+        missing = "running_mean" if running_mean is None else "running_var"
+        raise OnelaunchError(f"{missing}=None beside the other one: pass both running statistics, or neither")
+
+
 def _check(x: Tensor, per_channel: tuple[tuple[str, Tensor | None], ...], training: bool) -> None:
     check_float("x", x)
     shape = x.shape
@@ -327,6 +338,8 @@ def batch_norm(
     """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are moved as torch moves them."""
     named = (("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias))
     _check(x, named, training)
+    _check_numbers(eps, momentum, running_mean, running_var)
+    refuse_forward_mode("batch_norm", x, weight, bias)
     check_activation(activation)
     p = check_probability("dropout", dropout) if training else 0.0
     running = (running_mean, running_var)

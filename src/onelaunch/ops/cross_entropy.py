@@ -26,6 +26,7 @@ from onelaunch.ops.arguments import (
     direct_apply,
     kernels,
     plain_eager,
+    refuse_forward_mode,
     refuse_vmap,
     wants_gradient,
 )
@@ -246,6 +247,7 @@ def cross_entropy(
     _check(logits, target, label_smoothing, reduction)
     if target.dtype.is_floating_point:
         return F.cross_entropy(logits, target, label_smoothing=label_smoothing, reduction=reduction)
+    refuse_forward_mode("cross_entropy", logits)
     fp32_loss = autocast_dtype(logits.device) is not None
     flat = logits
     if logits.dim() > 2:

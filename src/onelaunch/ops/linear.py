@@ -30,6 +30,7 @@ from onelaunch.ops.arguments import (
     direct_apply,
     kernels,
     plain_eager,
+    refuse_forward_mode,
     refuse_vmap,
     wants_gradient,
 )
@@ -272,6 +273,7 @@ def linear(
             )
     if activation is None and p == 0:
         return F.linear(x, weight, bias)
+    refuse_forward_mode("linear", x, weight, bias)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     save = wants_gradient(x, weight, bias)
     if not plain_eager(x):

@@ -11,6 +11,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.modules import module as every_module
+
+# Of `register_module_forward_hook` and the like.
+GLOBAL_HOOKS = (
+    every_module._global_forward_hooks, every_module._global_forward_pre_hooks, every_module._global_backward_hooks,
+    every_module._global_backward_pre_hooks,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,6 +132,11 @@ def _refuse_extras(path: str, module: nn.Module) -> None:
     )  # fmt: skip
     if any(hooks) or "forward" in vars(module) or hasattr(module, "parametrizations"):
         raise NotPlainError(f"layer {path or 'the model itself'!r} has a hook, a parametrization or its own forward")
+    for name, parameter in module._parameters.items():
+        if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            raise NotPlainError(f"{name} of layer {path!r} has a hook")
+    if any(GLOBAL_HOOKS):
+        raise NotPlainError("a hook on all modules is registered")
 
 
 def _layer(path: str, module: nn.Module, dropouts: int) -> Layer | None:

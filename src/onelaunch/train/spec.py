@@ -114,7 +114,7 @@ class Spec:
 def _check_counts(spec: Spec) -> None:
     for argument in ("rows", "epochs", "steps", "batch_size"):
         value = getattr(spec, argument)
-        if value is None:
+        if value is None and argument in ("epochs", "steps"):
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ArgumentTypeError(f"{argument}={value!r} is not an integer: pass a whole number, 1 or more")
@@ -138,8 +138,9 @@ def _check_floats(spec: Spec) -> None:
         object.__setattr__(spec, argument, _number(argument, getattr(spec, argument), bound))
     checked = tuple(_number(f"betas[{i}]", beta, 1) for i, beta in enumerate(betas))
     object.__setattr__(spec, "betas", checked)
-    if not isinstance(spec.nesterov, bool) or not isinstance(spec.drop_last, bool):
-        raise ArgumentTypeError(f"nesterov={spec.nesterov!r} and drop_last={spec.drop_last!r} must be True or False")
+    for argument in ("nesterov", "drop_last"):
+        if not isinstance(getattr(spec, argument), bool):
+            raise ArgumentTypeError(f"{argument}={getattr(spec, argument)!r} must be True or False")
 
 
 def _number(argument: str, value: object, bound: float) -> float:
