@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.kernels.dropout_key import NO_KEY
-from onelaunch.ops.activations import activate, activation_gradient
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
     check_activation,
@@ -28,123 +26,21 @@ from onelaunch.ops.arguments import (
     refuse_vmap,
     wants_gradient,
 )
-from onelaunch.ops.dropout import bytes_for, draw_keep, draw_key, pack, unpack
-from onelaunch.rng import keep_scale
-
-Outputs = tuple[Tensor, Tensor, Tensor]
-
-
-def batch_norm_reference(
-    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None, training: bool,
-    eps: float, activation: str | None, keep: Tensor | None, p: float,
-) -> Tensor:  # fmt: skip
-    """What the op computes, given the dropout mask; differentiable."""
-    y = activate(F.batch_norm(x, mean, var, weight, bias, training, 0.0, eps), activation)
-    return y if keep is None else torch.where(keep, y * keep_scale(p), 0)
-
-
-def _channels_last(x: Tensor) -> Tensor | None:
-    """x as a contiguous `[..., channels]` tensor where its memory lies so, else None."""
-    view = x.movedim(1, -1)
-    return view if view.is_contiguous() else None
-
-
-def _lines_and_inner(x: Tensor) -> tuple[int, int]:
-    """The rows of x's memory and their length: `[rows, channels]`, or `[samples * channels, length]`."""
-    channels = x.shape[1]
-    if x.dim() == 2 or _channels_last(x) is not None:
-        return x.numel() // max(1, channels), channels
-    lines = x.shape[0] * channels
-    return lines, x.numel() // max(1, lines)
-
-
-def _outputs(x: Tensor, p: float) -> Outputs:
-    """Empty (y, statistics: mean and 1 / standard deviation, keep bits)."""
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = torch.empty_like(x) if x.dim() != 2 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    bits = torch.empty(bytes_for(*_lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8, device=x.device)
-    return y, torch.empty((2, x.shape[1]), dtype=exact, device=x.device), bits
-
-
-def _per_channel(statistic: Tensor, x: Tensor) -> Tensor:
-    return statistic.view(1, -1, *[1] * (x.dim() - 2))
-
-
-def _in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements of `tensor` as lines of `like`'s memory."""
-    last = _channels_last(like) is not None
-    return (tensor.movedim(1, -1) if last else tensor).reshape(_lines_and_inner(like))
-
-
-def _forward_cpu(
-    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
-    training: bool, eps: float, activation: str | None, p: float,
-) -> Outputs:  # fmt: skip
-    y, statistics, bits = _outputs(x, p)
-    mean, rstd = statistics
-    exact = x.to(mean.dtype)
-    if training:
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        var, average = torch.var_mean(exact, axes, correction=0)
-    else:
-        assert running_mean is not None
-        assert running_var is not None
-        var, average = running_var, running_mean
-    mean.copy_(average)
-    rstd.copy_((var.to(mean.dtype) + eps).rsqrt())
-    z = _affine(x, mean, rstd, weight, bias)
-    value = activate(z, activation)
-    if p:
-        keep = draw_keep(z, p)
-        value = torch.where(keep, value * keep_scale(p), 0)
-        if activation == "relu":
-            keep = keep & ~(z <= 0)
-        bits.copy_(pack(_in_memory_order(keep, y)))
-    y.copy_(value)
-    return y, statistics, bits
-
-
-def _affine(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    z = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(rstd, x)
-    if weight is not None:
-        z = z * _per_channel(weight, x)
-    return z if bias is None else z + _per_channel(bias, x)
-
-
-def _backward_cpu(
-    dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
-    training: bool, activation: str | None, p: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    mean, rstd = statistics
-    dz = dy.to(mean.dtype)
-    if p:
-        keep = torch.empty_like(x, dtype=torch.bool)
-        _, inner = _lines_and_inner(x)
-        flat = unpack(bits, inner)
-        if _channels_last(x) is not None:
-            keep.movedim(1, -1).copy_(flat.view(x.movedim(1, -1).shape))
-        else:
-            keep.copy_(flat.view(x.shape))
-        dz = torch.where(keep, dz * keep_scale(p), 0)
-    if activation is not None and not (p and activation == "relu"):
-        dz = dz * activation_gradient(_affine(x, mean, rstd, weight, bias), activation)
-    x_hat = _affine(x, mean, rstd, None, None)
-    axes = [axis for axis in range(x.dim()) if axis != 1]
-    dbias, dweight = dz.sum(axes), (dz * x_hat).sum(axes)
-    dx = dz
-    if training:
-        count = x.numel() // max(1, x.shape[1])
-        dx = dz - _per_channel(dbias / count, x) - x_hat * _per_channel(dweight / count, x)
-    dx = dx * _per_channel(rstd, x)
-    if weight is not None:
-        dx = dx * _per_channel(weight, x)
-    return torch.empty_like(x).copy_(dx), torch.stack((dbias, dweight))
+from onelaunch.ops.batch_norm_plain import (
+    Outputs,
+    backward_cpu,
+    channels_last,
+    empty_outputs,
+    forward_cpu,
+    lines_and_inner,
+)
+from onelaunch.ops.dropout import draw_key
 
 
 def _layout(x: Tensor) -> Any:
     layout = kernels("batch_norm").Layout
-    lines, inner = _lines_and_inner(x)
-    if inner == x.shape[1] and (x.dim() == 2 or _channels_last(x) is not None):
+    lines, inner = lines_and_inner(x)
+    if inner == x.shape[1] and (x.dim() == 2 or channels_last(x) is not None):
         return layout(lines, inner, 0)
     return layout(x.shape[0], x.shape[1], inner)
 
@@ -155,8 +51,8 @@ def _forward_cuda(
 ) -> Outputs:  # fmt: skip
     """With a momentum the running statistics are moved by the kernel; without, they are only read."""
     if x.dtype not in KERNEL_DTYPES or not x.numel():
-        return _forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
-    y, statistics, bits = _outputs(x, p)
+        return forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+    y, statistics, bits = empty_outputs(x, p)
     if x.stride() != y.stride():
         x = torch.empty_like(y).copy_(x)
     layout = _layout(x)
@@ -179,7 +75,7 @@ def _backward_cuda(
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if x.dtype not in KERNEL_DTYPES or not x.numel():
-        return _backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
+        return backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
     dx = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
     if x.stride() != dx.stride():
         x = torch.empty_like(dx).copy_(x)
@@ -200,7 +96,7 @@ def batch_norm_op(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+    return forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
 
 
 @batch_norm_op.register_kernel("cuda")
@@ -216,7 +112,7 @@ def _(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> Outputs:  # fmt: skip
-    return _outputs(x, p)
+    return empty_outputs(x, p)
 
 
 @torch.library.custom_op("onelaunch::batch_norm_backward", mutates_args=(), device_types="cpu")
@@ -224,7 +120,7 @@ def batch_norm_backward_op(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
+    return backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
 
 
 batch_norm_backward_op.register_kernel("cuda")(_backward_cuda)

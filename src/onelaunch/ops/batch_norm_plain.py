@@ -1,0 +1,120 @@
+"""Batch norm, activation and dropout in plain PyTorch: what the op does on a CPU, and how its tensors lie in memory."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onelaunch.ops.activations import activate, activation_gradient
+from onelaunch.ops.dropout import bytes_for, draw_keep, pack, unpack
+from onelaunch.rng import keep_scale
+
+Outputs = tuple[Tensor, Tensor, Tensor]
+
+
+def batch_norm_reference(
+    x: Tensor, mean: Tensor | None, var: Tensor | None, weight: Tensor | None, bias: Tensor | None, training: bool,
+    eps: float, activation: str | None, keep: Tensor | None, p: float,
+) -> Tensor:  # fmt: skip
+    """What the op computes, given the dropout mask; differentiable."""
+    y = activate(F.batch_norm(x, mean, var, weight, bias, training, 0.0, eps), activation)
+    return y if keep is None else torch.where(keep, y * keep_scale(p), 0)
+
+
+def channels_last(x: Tensor) -> Tensor | None:
+    """x as a contiguous `[..., channels]` tensor where its memory lies so, else None."""
+    view = x.movedim(1, -1)
+    return view if view.is_contiguous() else None
+
+
+def lines_and_inner(x: Tensor) -> tuple[int, int]:
+    """The rows of x's memory and their length: `[rows, channels]`, or `[samples * channels, length]`."""
+    channels = x.shape[1]
+    if x.dim() == 2 or channels_last(x) is not None:
+        return x.numel() // max(1, channels), channels
+    lines = x.shape[0] * channels
+    return lines, x.numel() // max(1, lines)
+
+
+def empty_outputs(x: Tensor, p: float) -> Outputs:
+    """Empty (y, statistics: mean and 1 / standard deviation, keep bits)."""
+    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    y = torch.empty_like(x) if x.dim() != 2 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    bits = torch.empty(bytes_for(*lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8, device=x.device)
+    return y, torch.empty((2, x.shape[1]), dtype=exact, device=x.device), bits
+
+
+def _per_channel(statistic: Tensor, x: Tensor) -> Tensor:
+    return statistic.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def _in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements of `tensor` as lines of `like`'s memory."""
+    last = channels_last(like) is not None
+    return (tensor.movedim(1, -1) if last else tensor).reshape(lines_and_inner(like))
+
+
+def forward_cpu(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool, eps: float, activation: str | None, p: float,
+) -> Outputs:  # fmt: skip
+    y, statistics, bits = empty_outputs(x, p)
+    mean, rstd = statistics
+    exact = x.to(mean.dtype)
+    if training:
+        axes = [axis for axis in range(x.dim()) if axis != 1]
+        var, average = torch.var_mean(exact, axes, correction=0)
+    else:
+        assert running_mean is not None
+        assert running_var is not None
+        var, average = running_var, running_mean
+    mean.copy_(average)
+    rstd.copy_((var.to(mean.dtype) + eps).rsqrt())
+    z = _affine(x, mean, rstd, weight, bias)
+    value = activate(z, activation)
+    if p:
+        keep = draw_keep(z, p)
+        value = torch.where(keep, value * keep_scale(p), 0)
+        if activation == "relu":
+            keep = keep & ~(z <= 0)
+        bits.copy_(pack(_in_memory_order(keep, y)))
+    y.copy_(value)
+    return y, statistics, bits
+
+
+def _affine(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    z = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(rstd, x)
+    if weight is not None:
+        z = z * _per_channel(weight, x)
+    return z if bias is None else z + _per_channel(bias, x)
+
+
+def backward_cpu(
+    dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    training: bool, activation: str | None, p: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    mean, rstd = statistics
+    dz = dy.to(mean.dtype)
+    if p:
+        keep = torch.empty_like(x, dtype=torch.bool)
+        _, inner = lines_and_inner(x)
+        flat = unpack(bits, inner)
+        if channels_last(x) is not None:
+            keep.movedim(1, -1).copy_(flat.view(x.movedim(1, -1).shape))
+        else:
+            keep.copy_(flat.view(x.shape))
+        dz = torch.where(keep, dz * keep_scale(p), 0)
+    if activation is not None and not (p and activation == "relu"):
+        dz = dz * activation_gradient(_affine(x, mean, rstd, weight, bias), activation)
+    x_hat = _affine(x, mean, rstd, None, None)
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    dbias, dweight = dz.sum(axes), (dz * x_hat).sum(axes)
+    dx = dz
+    if training:
+        count = x.numel() // max(1, x.shape[1])
+        dx = dz - _per_channel(dbias / count, x) - x_hat * _per_channel(dweight / count, x)
+    dx = dx * _per_channel(rstd, x)
+    if weight is not None:
+        dx = dx * _per_channel(weight, x)
+    return torch.empty_like(x).copy_(dx), torch.stack((dbias, dweight))
