@@ -23,7 +23,9 @@ and high word.
 from __future__ import annotations
 
 import numbers
+from typing import Any
 
+import numpy as np
 import torch
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
@@ -153,3 +155,9 @@ def dropout_keep(
 ) -> torch.Tensor:
     """The boolean keep mask `[rows, units]` of dropout layer `layer` at step `step`."""
     return dropout_bits(seed, layer, range(step, step + 1), rows, units, device=device)[0] < keep_threshold(p)
+
+
+def numpy_words() -> bytes:
+    """The state of NumPy's global generator, none of ours: to see whether a user's module has drawn from it."""
+    state: Any = np.random.get_state()  # noqa: NPY002
+    return state[1].tobytes() + str(state[2:]).encode()

@@ -21,10 +21,8 @@ LEAD_SECONDS, MOST_LEAD_SECONDS, CYCLES_A_SECOND = 2e-3, 0.5, 2_000_000_000
 # of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
 SETTLE_SECONDS = 0.25
 WARM_UPS, LEAST_SAMPLES = 2, 6  # the first calls compile, and fill caches and allocators
-FEWEST_SAMPLES, PATIENCE = (
-    4,
-    4,
-)  # where even those take so many times longer than they should; or of whole training runs
+# Where even those take PATIENCE times longer than they should; or of whole training runs.
+FEWEST_SAMPLES, PATIENCE = 4, 4
 # A sample by the host's clock repeats short work until it fills this: waking up then weighs nothing, and a moment in which
 # another process ran is spread over all of it.
 SAMPLE_SECONDS = 0.1

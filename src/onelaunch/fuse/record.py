@@ -28,6 +28,7 @@ from onelaunch.fuse.operations import Operation, of_call
 from onelaunch.fuse.region import Plan, Region, absolute, watched_by
 from onelaunch.fuse.roofline import Cost
 from onelaunch.fuse.spelled import spelled_activation
+from onelaunch.fuse.tracing import said_by
 
 
 @dataclass
@@ -60,17 +61,13 @@ def record(model: nn.Module, inputs: tuple[Any, ...]) -> Record:
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # ours
             model(*copies)
     except Exception as error:
-        raise OnelaunchError(f"inputs do not fit {type(model).__name__}: {_said(error)}; pass what it takes") from error
+        said = said_by(error, sentence=False)
+        raise OnelaunchError(f"inputs do not fit {type(model).__name__}: {said}; pass what it takes") from error
     finally:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
     return recorder.record
-
-
-def _said(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text and " " in text[0] else f"{type(error).__name__} {text[0] if text else ''}".rstrip()
 
 
 def _counts_batches(func: Any, result: torch.Tensor) -> bool:

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from onelaunch.fuse.arguments import INPUT, Arguments
 from onelaunch.fuse.operations import hooked, is_known
 from onelaunch.fuse.twin import sealed
+from onelaunch.rng import numpy_words
 
 # Names in a forward's code that make it more than a function of its tensors, or that a proxy answers wrongly.
 TELLING_NAMES = frozenset(
@@ -87,14 +88,15 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
     except RefusedError:
         raise
     except (Exception, SystemExit) as error:  # fx and the forward itself may raise anything when fed with proxies
-        raise RefusedError(_said_by(error)) from error
+        raise RefusedError(said_by(error)) from error
     return Trace(graph, root, tracer.inlined, tracer.opaque)
 
 
-def _said_by(error: BaseException) -> str:
-    """The first sentence of an error, with its kind where that alone says little."""
-    text = str(error).strip().splitlines()
-    first = text[0].split(". ")[0].rstrip(".") if text else ""
+def said_by(error: BaseException, *, sentence: bool = True) -> str:
+    """The first line of an error, or sentence of it, with its kind where that alone says little."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    if sentence:
+        first = first.split(". ")[0].rstrip(".")
     return first if " " in first else f"{type(error).__name__} {first}".rstrip()
 
 
@@ -166,7 +168,7 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         for name, value in attributes.items()
         if isinstance(value, (list, dict, set))
     ]
-    random_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 (a forward may draw from it)
+    random_state, numpy_state, words = random.getstate(), np.random.get_state(), numpy_words()  # noqa: NPY002
     changed: list[str] = []
     try:
         yield
@@ -181,7 +183,7 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
                 changed += [name for name in now.keys() | old.keys() if now.get(name, old) is not old.get(name, old)]
                 now.clear()
                 now.update(old)
-        drawn = random.getstate() != random_state or _words(np.random.get_state()) != _words(numpy_state)  # noqa: NPY002
+        drawn = random.getstate() != random_state or numpy_words() != words
         random.setstate(random_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
     if changed:
@@ -191,11 +193,6 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         )
     if drawn:
         raise RefusedError("draws random numbers in Python")
-
-
-def _words(state: Any) -> bytes:
-    """Of a state of NumPy's generator, and its place in them."""
-    return state[1].tobytes() + bytes(str(state[2:]), "ascii")
 
 
 def _same_contents(now: Any, old: Any) -> bool:
@@ -292,7 +289,7 @@ class _Tracer(fx.Tracer):
                 with _unchanged([m]):
                     return type(m).forward(m, *args, **kwargs)
             except (Exception, SystemExit) as error:
-                reason = _said_by(error)
+                reason = said_by(error)
                 self.inlined = known
                 self._forget_after(last)
             finally:

@@ -57,7 +57,7 @@ def _hooked() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
-def _options(num_warps: int, num_stages: int, launch_pdl: bool) -> dict[str, Any]:
+def launch_options(num_warps: int, num_stages: int, launch_pdl: bool) -> dict[str, Any]:
     """Of a call through Triton: made only where it is called, not on every launch of compiled code."""
     return {"num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if launch_pdl else {})
 
@@ -83,11 +83,11 @@ def launch(
     assert first is not None
     device = first.get_device()
     if device < 0 or not isinstance(kernel, JITFunction):
-        kernel[grid](*tensors, *values, *sizes, *constants, **_options(num_warps, num_stages, launch_pdl))
+        kernel[grid](*tensors, *values, *sizes, *constants, **launch_options(num_warps, num_stages, launch_pdl))
         return
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
-            options = _options(num_warps, num_stages, launch_pdl)
+            options = launch_options(num_warps, num_stages, launch_pdl)
             launch(kernel, grid, tensors, values, sizes, constants, **options)
         return
     pointers: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -97,7 +97,7 @@ def launch(
     if compiled is None or _only_compiling or _hooked():
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
-        options = _options(num_warps, num_stages, launch_pdl)
+        options = launch_options(num_warps, num_stages, launch_pdl)
         _compiled[key] = call(kernel, grid, *tensors, *values, *sizes, *constants, **options)
         return
     compiled.run(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from onelaunch.kernels.launch import call, cdiv, launch
+from onelaunch.kernels.launch import call, cdiv, launch, launch_options
 from onelaunch.kernels.run_arguments import WIDTH, Clock
 from onelaunch.kernels.tiles import activation_gradient, activation_gradient_from_output
 from onelaunch.rng import permutation_bits, permutation_keys
@@ -157,8 +157,7 @@ def launch_step(
     sizes: tuple[int, ...], constants: tuple[Any, ...], *, num_warps: int = 4, num_stages: int = 3,
 ) -> None:  # fmt: skip
     """`launch` for a kernel of a step, whose last constant is OVERLAP."""
-    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
-    options |= {"launch_pdl": True} if clock.overlap else {}
+    options = launch_options(num_warps, num_stages, clock.overlap)
     if all(tensor is None or isinstance(tensor, torch.Tensor) for tensor in tensors):
         launch(kernel, grid, tensors, values, sizes, (*constants, clock.overlap), **options)
     else:  # tensor descriptors take Triton's own way, slower on the host, which a captured graph does not feel

@@ -56,9 +56,8 @@ def activation_gradient_from_output(a: Tensor, activation: str) -> Tensor:
         case "relu":
             return (~(a <= 0)).to(a.dtype)
         case "leaky_relu":
-            return torch.full_like(a, 0.01).masked_fill_(
-                a > 0, 1.0
-            )  # where() with two numbers would round 0.01 to float32
+            # where() with two numbers would round 0.01 to float32.
+            return torch.full_like(a, 0.01).masked_fill_(a > 0, 1.0)
         case "sigmoid":
             return a * (1 - a)
         case _:

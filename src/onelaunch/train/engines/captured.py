@@ -11,9 +11,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+
+from onelaunch.rng import numpy_words
 
 StepBody = Callable[[torch.Tensor], None]  # of the device's clock: (place in the epoch, step of the run)
 
@@ -53,7 +54,7 @@ class Witness:
     def _look(self) -> dict[str, Any]:
         seen: dict[str, Any] = {
             "Python's random": random.getstate(),
-            "NumPy's random": _numpy_state(),
+            "NumPy's random": numpy_words(),
             "PyTorch's CPU generator": torch.get_rng_state().numpy().tobytes(),
         }
         for path, module in self.model.named_modules():
@@ -69,8 +70,3 @@ class Witness:
             if self._before.get(what) != now.get(what):
                 return f"{what} changes from step to step"
         return ""
-
-
-def _numpy_state() -> bytes:
-    state: Any = np.random.get_state()  # noqa: NPY002 (what a user's module may draw from)
-    return state[1].tobytes() + str(state[2]).encode()

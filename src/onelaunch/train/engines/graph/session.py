@@ -236,9 +236,9 @@ class GraphSession:
             with compiling():
                 self.runner.train(self.data, 0)
                 advance(self.data.control, 1)
-            longest = next(steps for steps in GRAPH_STEPS if steps <= self.spec.steps_per_epoch)
-            for steps in dict.fromkeys((longest, 1)):
-                self._graph(steps)
+            for steps in GRAPH_STEPS:
+                if steps <= self.spec.steps_per_epoch:
+                    self._graph(steps)
 
     def _queue(self, count: int) -> None:
         while count:

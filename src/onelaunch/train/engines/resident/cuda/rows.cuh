@@ -52,16 +52,12 @@ template <class Source, int TILES, int STEPS> struct Rights {
     else Source::read(c, plane, n, step, w);
   }
 };
-// Forward, k are the inputs of a step; back, the outputs of tiles 2 * step and
-// 2 * step + 1. Outward: of all units, not only the warp's own.
-template <class L> struct Forward {
+// Forward, k are the inputs of a step; back, the outputs of tiles 2 * step and 2 * step + 1. OWN: of the warp's own units, else of all.
+template <class L, bool OWN> struct Forward {
   INLINE static void read(const Context& c, int plane, int n, int step, u32 (&w)[2]) {
-    const int tile = first_tile<L>(c) + n;
-    if (has_tile<L>(tile)) load_matrices(copy_at<L>(c, plane, tile, step * 2) + (c.lane & 15) * 16, w);
+    const int tile = (OWN ? first_tile<L>(c) : 0) + n;
+    if (!OWN || has_tile<L>(tile)) load_matrices(copy_at<L>(c, plane, tile, step * 2) + (c.lane & 15) * 16, w);
   }
-};
-template <class L> struct Outward {
-  INLINE static void read(const Context& c, int plane, int n, int step, u32 (&w)[2]) { load_matrices(copy_at<L>(c, plane, n, step * 2) + (c.lane & 15) * 16, w); }
 };
 template <class L, class Previous> struct Backward {
   INLINE static void read(const Context& c, int plane, int n, int step, u32 (&w)[2]) {
@@ -69,8 +65,8 @@ template <class L, class Previous> struct Backward {
     if (has_tile<Previous>(tile)) load_transposed(copy_at<L>(c, plane, step * 2 + ((c.lane >> 3) & 1), tile) + (c.lane & 7) * 16, w);
   }
 };
-template <class L> using ForwardWeights = Rights<Forward<L>, L::EACH, L::KT>;
-template <class L> using OutwardWeights = Rights<Outward<L>, L::NT, L::KT>;
+template <class L> using ForwardWeights = Rights<Forward<L, true>, L::EACH, L::KT>;
+template <class L> using OutwardWeights = Rights<Forward<L, false>, L::NT, L::KT>;
 template <class L, class Previous> using BackwardWeights = Rights<Backward<L, Previous>, Previous::EACH, L::NT / 2>;
 
 // Sums of tiles `from` to `from + TILES` of the weights, over STEPS steps: `read(step, plane, left)`. Few tiles have two chains of products
@@ -148,6 +144,7 @@ template <class L> INLINE void set_down_deltas(const Context& c, int m, int n, c
 struct Score {
   float loss;
   u32 right;
+  INLINE Score of_warp() const { return {column_sum(quad_sum(loss)), __reduce_add_sync(~0u, right)}; }
 };
 // Outputs, loss and its gradient of a row tile; `out` is the gradient as a left operand. The team's first warp sets it down and keeps the score.
 template <class L, class Read> INLINE void tile_outputs(const Context& c, const Draw& draw, const Tally& tally, int m, const OutwardWeights<L>& weights, Score& score, u32 (&out)[PLANES][L::NT / 2][4], Read read) {

@@ -152,12 +152,11 @@ INLINE u32 score_at(const Context& c, u32 from, u32 m) { return AT_SCORES + (((c
 INLINE void send_score(const Context& c, const Score& score) {
   const u32 m = c.warp / TEAM;
   if (member(c) != 0 || m >= ROW_TILES) return;
-  const float loss = column_sum(quad_sum(score.loss));
-  const u32 right = __reduce_add_sync(~0u, score.right);
+  const Score sum = score.of_warp();
   if (c.lane != 0) return;
-  if constexpr (BLOCKS == 1) store_shared(c.shared + score_at(c, 0, m), __float_as_uint(loss), right);
+  if constexpr (BLOCKS == 1) store_shared(c.shared + score_at(c, 0, m), __float_as_uint(sum.loss), sum.right);
 #if IS_CLUSTER
-  const u32 words[4] = {__float_as_uint(loss), right, 0, 0}, there = at_block(c.shared, 0);
+  const u32 words[4] = {__float_as_uint(sum.loss), sum.right, 0, 0}, there = at_block(c.shared, 0);
   if (!stays_silent(c)) send(there + score_at(c, c.rank, m), words, there + AT_BARRIERS + (PARTS * 2 + (c.step & 1)) * 8);
 #endif
 }
@@ -209,11 +208,10 @@ INLINE void step_own(const Context& c, OwnWeights& w, const float (&gradient)[SL
 
 // Of a pass that does not train: where the others' sums are expected.
 INLINE void keep_score(const Context& c, const Score& score) {
-  const float loss = column_sum(quad_sum(score.loss));
-  const u32 right = __reduce_add_sync(~0u, score.right);
+  const Score sum = score.of_warp();
   if (c.lane == 0) {
-    store_float(c.shared + AT_LOSSES + c.warp * 4, loss);
-    atomicAdd((u32*)__cvta_shared_to_generic(c.shared + AT_CORRECT), right);
+    store_float(c.shared + AT_LOSSES + c.warp * 4, sum.loss);
+    atomicAdd((u32*)__cvta_shared_to_generic(c.shared + AT_CORRECT), sum.right);
   }
 }
 // After a step's last micro-batch: everyone's parts together, the update, and the new copies. `total`: of all losses (thread 0 of block 0).
