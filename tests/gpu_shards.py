@@ -17,6 +17,7 @@ from pathlib import Path
 from tests.conftest import ROOT
 
 PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-o", "addopts=", "-p", "no:cacheprovider")
+NOTHING_WRONG = {0, 5}  # pytest's exit codes: all passed, nothing collected
 
 
 def collected() -> list[str]:
@@ -24,27 +25,28 @@ def collected() -> list[str]:
     return [line for line in found.stdout.splitlines() if re.match(r"tests/\S+\.py::", line)]
 
 
-def run(names: list[str], cache: Path) -> tuple[int, str]:
-    if not names:
-        return 0, ""
+def run(names: list[str], cache: Path) -> int:
+    """One process's tests; what failed and its last line are printed as it ends."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
     done = subprocess.run((*PYTEST, *names), cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
+    lines = (done.stdout + done.stderr).splitlines()
+    if done.returncode not in NOTHING_WRONG:
+        print("\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))))
+    print(f"{lines[-1] if lines else 'nothing said'} (first: {names[0]})", flush=True)
+    return done.returncode
 
 
 def main() -> int:
     processes = int(sys.argv[1]) if len(sys.argv) > 1 else max(1, (os.cpu_count() or 2) * 2 // 3)
     names, begin = collected(), time.perf_counter()
+    slow = [name for name in names if "sanitizer" in name]  # a process each, and first: they take minutes
+    rest = [name for name in names if "sanitizer" not in name]
+    shards = [[name] for name in slow] + [rest[first::processes] for first in range(processes)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
-        shards = [(names[first::processes], Path(folder) / str(first)) for first in range(processes)]
-        results = list(pool.map(lambda shard: run(*shard), shards))
-    for code, said in results:
-        lines = said.splitlines()
-        if code not in (0, 5):
-            print("\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))))
-        print(lines[-1] if lines else "nothing to run")
+        caches = [Path(folder) / str(number) for number in range(len(shards))]
+        codes = list(pool.map(run, filter(None, shards), caches))
     print(f"{len(names)} tests in {processes} processes, {time.perf_counter() - begin:.0f} s")
-    return 1 if any(code not in (0, 5) for code, _ in results) else 0
+    return 1 if set(codes) - NOTHING_WRONG else 0
 
 
 if __name__ == "__main__":

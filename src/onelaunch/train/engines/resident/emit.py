@@ -46,13 +46,13 @@ def constants(
         "X_BYTES": plan.input_bytes, "X_PITCH": plan.input_pitch, "X_SHARED_PITCH": plan.shared_pitch,
         "X_BUFFERS": plan.input_buffers, "X_BUFFER_BYTES": plan.input_buffer_bytes, "INTERVAL": INTERVAL,
         "LOOKS": plan.looks, "LOT": plan.lot, "TABLE_ROWS": plan.table_rows, "STATES": plan.states,
-        "FETCH_PARTS": plan.fetch_parts, "PERMUTATION_BITS": permutation_bits(settings.rows),
+        "PERMUTATION_BITS": permutation_bits(settings.rows),
         "OUTPUTS": last.outputs, "TARGET_WORDS": plan.target_words, "LOSS_UNITS": plan.target_words,
         "EXCHANGES": plan.exchanges, "DECISION": plan.decision, "PHASES": 1 + len(phases), "FLAG_STRIDE": FLAG_STRIDE,
         "SHARED_BYTES": shared.size, "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"],
         "AT_LOSSES": shared["losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
         "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"], "AT_KEYS": shared["round keys"],
-        "AT_BARRIERS": shared["barriers"], **{name: value for name, value in own.items() if name != "BY_ROWS"},
+        "AT_BARRIERS": shared["barriers"], "AT_ROW_BARRIERS": shared["row barriers"], **{name: value for name, value in own.items() if name != "BY_ROWS"},
     }  # fmt: skip
     flags = {
         "HALF_IS_BF16": _half(plan) == "bf16", "WEIGHT_DECAY": settings.weight_decay, "NESTEROV": settings.nesterov,

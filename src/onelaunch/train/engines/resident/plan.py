@@ -155,14 +155,9 @@ class Plan:
         return self.cluster and self.micro_batches == 1 and self.hidden > 1
 
     @property
-    def fetch_parts(self) -> int:
-        """Parts in which a cluster fetches the next rows, each while it waits for values; elsewhere one wait is long enough."""
-        return max(1, min(self.hidden - self.late_update, self.rows // WARPS)) if self.cluster else 1
-
-    @property
     def table_rows(self) -> int:
-        """Row numbers of a step that a block needs."""
-        return self.settings.batch
+        """Row numbers of a step that a block needs, with those that fill up its last pass."""
+        return self.micro_batches * self.rows
 
     @property
     def lot(self) -> int:
@@ -219,6 +214,7 @@ class Plan:
         shared.add("round keys", 32 * self.lot)
         shared.add("row numbers", 8 * self.lot * self.table_rows)
         shared.add("barriers", 16 * self.exchanges)
+        shared.add("row barriers", 8 * self.input_buffers)
 
     # Exchanges are numbered: values of each hidden layer, then deltas and weights of each but the first, then the decision.
 

@@ -77,14 +77,6 @@ class RowsPlan(Plan):
     def late_update(self) -> bool:
         return False
 
-    @property
-    def fetch_parts(self) -> int:
-        return 1
-
-    @property
-    def table_rows(self) -> int:
-        return self.micro_batches * self.rows  # the block's share of each
-
     def layer_slots(self, layer: Layer) -> int:
         """Gradient tiles of a layer a warp computes."""
         return -(-layer.steps * layer.tiles // WARPS)

@@ -94,7 +94,7 @@ def _forward(plan: RowsPlan) -> Phases:
     body = " \\\n    ".join(lines)
     tiles = f"for (int m = c.warp / TEAM; m < ROW_TILES; m += WARPS / TEAM) {{ {body} }}"
     return [
-        ("rows arrive", "Inputs<Layer0>::arrive();"),
+        ("rows arrive", "Inputs<Layer0>::arrive(c, buffer);"),
         *fetch,
         ("row tiles", tiles),
         ("meet", "c.dead = __syncthreads_or(c.dead);"),

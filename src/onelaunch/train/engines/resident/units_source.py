@@ -92,16 +92,16 @@ def _read(layer: Layer, transposed: str = "", passes: str = "c.passes") -> str:
 
 def _forward(plan: Plan) -> Phases:
     """The phases of a forward pass with their names, up to and with the loss."""
-    lines = [("rows arrive", "Inputs<Layer0>::arrive();")]
-    fetches = iter(range(plan.fetch_parts if plan.input_buffers == 2 else 0))
+    lines = [("rows arrive", "Inputs<Layer0>::arrive(c, buffer);")]
+    fetch = [("fetch the next rows", "fetch_next();")] if plan.input_buffers == 2 else []
     for layer in plan.layers:
         name, index = f"Layer{layer.index}", layer.index
         if not layer.first:
             before = f"Layer{index - 1}"
             if index == 1 and plan.late_update:
                 lines.append(("late update 1", _late_update(plan)))
-            elif (piece := next(fetches, None)) is not None:
-                lines.append(("fetch the next rows", f"fetch_next({piece});"))
+            elif fetch:
+                lines.append(fetch.pop())
             wait = "" if layer.last else f"Operands<{name}> o{index}; o{index}.prepare(w{index}); "
             wait += f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
             if not plan.cluster and plan.blocks > 1:
@@ -117,7 +117,7 @@ def _forward(plan: Plan) -> Phases:
         else:
             operands = "Operands<Layer0>()" if layer.first else f"o{index}"
             lines.append((f"forward {index}", f"forward<{name}>(c, w{index}, {operands}, draw, {_read(layer)});"))
-    return lines + [("fetch the next rows", f"fetch_next({piece});") for piece in fetches]
+    return lines + fetch
 
 
 def _late_update(plan: Plan) -> str:

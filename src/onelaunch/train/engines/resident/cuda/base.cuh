@@ -14,6 +14,7 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 #define INLINE __device__ __forceinline__
+#define BULK (__CUDA_ARCH__ >= 900)  // copies of whole rows, and barriers that count bytes
 
 INLINE u32 pack(float low, float high) {
   u32 word;
@@ -144,6 +145,21 @@ INLINE void copy_16_bytes(u32 to, const void* from) { asm volatile("cp.async.cg.
 INLINE void copy_4_bytes(u32 to, const void* from) { asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory"); }
 INLINE void copies_issued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 INLINE void copies_done() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+#if BULK
+INLINE void make_barrier(u32 barrier, u32 arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory"); }
+INLINE void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+INLINE bool arrived(u32 barrier, u32 phase) {
+  u32 yes;
+  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(barrier), "r"(phase) : "memory");
+  return yes;
+}
+INLINE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+#endif
 
 INLINE u64 clock_now() {
   u64 now;

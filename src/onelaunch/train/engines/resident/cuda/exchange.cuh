@@ -56,18 +56,9 @@ INLINE void send(u32 address, const u32 (&w)[4], u32 barrier) {
 INLINE void send(u32 address, u32 a, u32 barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address), "r"(a), "r"(barrier) : "memory");
 }
-INLINE void make_barrier(u32 barrier) { asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory"); }
-INLINE void expect_bytes(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-INLINE bool arrived(u32 barrier, u32 phase) {
-  u32 yes;
-  asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(barrier), "r"(phase) : "memory");
-  return yes;
-}
 INLINE void make_barriers(Context& c) {
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < 2 * EXCHANGES; ++i) make_barrier(c.shared + AT_BARRIERS + i * 8);
+    for (u32 i = 0; i < 2 * EXCHANGES; ++i) make_barrier(c.shared + AT_BARRIERS + i * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     for (u32 i = 0; i < EXCHANGES; ++i)
       for (u32 pair = 0; pair < 2; ++pair)
@@ -93,6 +84,15 @@ INLINE void give_up(Context& c, u32 exchange) {
   }
 }
 
+#if BULK
+INLINE void await_phase(Context& c, u32 barrier, u32 phase, u32 exchange) {
+  if (arrived(barrier, phase)) return;
+  const u64 begin = clock_now();
+  while (!arrived(barrier, phase))
+    if (clock_now() - begin > c.p->patience) return give_up(c, exchange);
+}
+#endif
+
 // Wait until all that will be written into use number `count` of an exchange (counted from 0) has arrived. In a grid, a warp
 // awaits the blocks that write the 16-value steps `warp, warp + WARPS, …` below `steps`, `tiles` tiles of eight a block.
 template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u32 tiles) {
@@ -103,15 +103,8 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
   if (c.dead) return;
 #if IS_CLUSTER
   if (exchange_bytes(EXCHANGE, c.rank) == 0) return;
-  const u32 barrier = c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8, phase = (count >> 1) & 1;
-  if (!arrived(barrier, phase)) {
-    const u64 begin = clock_now();
-    while (!arrived(barrier, phase))
-      if (clock_now() - begin > c.p->patience) {
-        give_up(c, EXCHANGE);
-        return;
-      }
-  }
+  const u32 barrier = c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8;
+  await_phase(c, barrier, (count >> 1) & 1, EXCHANGE);
   if (threadIdx.x == 0) expect_bytes(barrier, exchange_bytes(EXCHANGE, c.rank));
 #else
   const u64 begin = clock_now();

@@ -22,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   c.rank = blockIdx.x, c.shared = shared_address(memory);
   c.passes = c.backs = c.step = c.turn = 0, c.copies = ~0u, c.dead = false;
   for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
+  Inputs<Layer0>::make_barriers(c);
 #if STAMPS
   __shared__ u32 spent[PHASES];
   for (u32 i = threadIdx.x; i < PHASES; i += THREADS) spent[i] = 0;
@@ -49,18 +50,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   bool late = false;
   Rates late_rates = {0.f, 0.f, 0.f, 0.f};
   const u32 share = SHARES == 1 ? 0 : c.rank;  // of a micro-batch's rows, where the blocks divide them
-  auto fetch = [&](u32 later, u32 micro, u32 piece = FETCH_PARTS) {
-    const u32 at = place + later == (u32)p->steps_per_epoch ? 0 : place + later;
-    const u32 part = micro * SHARES + share;
-    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, row_table(c, (u32)step + later, micro), 0, micro_rows(rows_at(p, at), part), piece);
+  auto fetch = [&](u32 later, u32 micro) {
+    const u32 table = row_table(c, (u32)step + later, micro);
+    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, [&](u32 row) { return (u64)load_word(table + row * 4); });
   };
   auto check_rows = [&](u32 part) {
     const u64 left = p->check_rows - (u64)part * ROWS;
     return (u32)(left < ROWS ? left : ROWS);
   };
-  auto fetch_check = [&](u32 part, u32 piece = FETCH_PARTS) {
+  auto fetch_check = [&](u32 part) {
+    const u64 first = (u64)part * ROWS;
     if constexpr (VALIDATES)
-      Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->check_x, p->check_y, p->check_rows * X_PITCH, 0, (u64)part * ROWS, check_rows(part), piece);
+      Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->check_x, p->check_y, p->check_rows * X_PITCH, [&](u32 row) { return row < check_rows(part) ? first + row : first; });
   };
 
   fill_rates(c, step);
@@ -96,10 +97,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       const u32 part = micro * SHARES + share;
       const Draw draw = {p->seed, (u32)step, part * ROWS, true};
       const Tally tally = {micro_rows(rows, part), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
-      auto fetch_next = [&](u32 piece = FETCH_PARTS) {
-        if (!last) fetch(0, micro + 1, piece);
-        else if (ends && VALIDATES) fetch_check(0, piece);
-        else if (step + 1 < p->last_step) fetch(1, 0, piece);
+      auto fetch_next = [&]() {
+        if (!last) fetch(0, micro + 1);
+        else if (ends && VALIDATES) fetch_check(0);
+        else if (step + 1 < p->last_step) fetch(1, 0);
         else copies_issued();  // an empty lot, for those who count them
       };
       FORWARD_PHASES
@@ -121,9 +122,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
         constexpr u32 trained = 1;  // the update of this step is made
         const Draw draw = {p->seed, 0, 0, false};
         const Tally tally = {check_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
-        auto fetch_next = [&](u32 piece = FETCH_PARTS) {
-          if (part + 1 < parts) fetch_check(part + 1, piece);
-          else if (step + 1 < p->last_step) fetch(1, 0, piece);
+        auto fetch_next = [&]() {
+          if (part + 1 < parts) fetch_check(part + 1);
+          else if (step + 1 < p->last_step) fetch(1, 0);
         };
 #if BY_ROWS
         Score score = {0.f, 0};
@@ -151,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     if (step % LOT == 0) find_rows(c, step + LOT);
     if (leave) break;
   }
-  copies_done();
+  if (step < p->last_step) Inputs<Layer0>::arrive(c, buffer);  // rows of a step that is not made
   {
     constexpr u32 trained = 0;
     LATE_UPDATE

@@ -8,38 +8,57 @@ template <class L> struct Inputs {
   INLINE static u32 buffer_at(const Context& c, u32 buffer) { return c.shared + AT_X + buffer * X_BUFFER_BYTES; }
   INLINE static u32 targets_at(const Context& c, u32 buffer) { return c.shared + AT_TARGETS + buffer * (ROWS * TARGET_WORDS * 4); }
 
-  // `row_table`: shared address of the rows' numbers, or 0: they are `first_row` and what follows. A warp takes whole rows. `part`: of
-  // FETCH_PARTS, done wherever there is time, or all (FETCH_PARTS).
-  INLINE static void fetch(const Context& c, u32 buffer, const u8* x, const u32* y, u64 plane_bytes, u32 row_table, u64 first_row, u32 rows, u32 part) {
+  // Chips with bulk copies take a row with one instruction, and a barrier a buffer counts the bytes as they arrive.
+#if BULK
+  INLINE static u32 barrier_at(const Context& c, u32 buffer) { return c.shared + AT_ROW_BARRIERS + buffer * 8; }
+  INLINE static void make_barriers(const Context& c) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // zeros first, then what bulk copies bring
+    if (threadIdx.x < X_BUFFERS) make_barrier(barrier_at(c, threadIdx.x), WARPS);
+  }
+#else
+  INLINE static void make_barriers(const Context&) {}
+#endif
+  // `number(row)`: which row of x and y stands at `row` of the pass; one that counts or any other. A warp takes EACH rows.
+  template <class Number> INLINE static void fetch(const Context& c, u32 buffer, const u8* x, const u32* y, u64 plane_bytes, Number number) {
     constexpr int EACH = ROWS / WARPS;
-    u64 number[EACH];
+    auto to = [&](u32 row, int plane) { return buffer_at(c, buffer) + (plane * ROWS + row) * X_SHARED_PITCH; };
+#if BULK
+    static_assert(EACH <= 32, "a lane takes a row");
+    if (c.lane == 0) expect_bytes(barrier_at(c, buffer), EACH * X_PLANES * CHUNKS * 16);
+    if (c.lane < EACH) {
+      const u32 row = c.warp * EACH + c.lane;
+      const u8* from = x + number(row) * X_PITCH;
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      if (part < FETCH_PARTS && i % FETCH_PARTS != part) continue;
-      const u32 row = i * WARPS + c.warp;
-      number[i] = row < rows ? (row_table ? load_word(row_table + row * 4) : first_row + row) : first_row;
+      for (int plane = 0; plane < X_PLANES; ++plane) copy_bulk(to(row, plane), from + plane * plane_bytes, CHUNKS * 16, barrier_at(c, buffer));
     }
-#pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-      if (part < FETCH_PARTS && i % FETCH_PARTS != part) continue;
-      const u32 row = i * WARPS + c.warp;
-      const u8* from = x + number[i] * X_PITCH;
-      const u32 to = buffer_at(c, buffer) + row * X_SHARED_PITCH;
+#else
+#pragma unroll(EACH <= 8 ? EACH : 2)
+    for (u32 i = 0; i < EACH; ++i) {
+      const u32 row = c.warp * EACH + i;
+      const u8* from = x + number(row) * X_PITCH;
 #pragma unroll
       for (int plane = 0; plane < X_PLANES; ++plane)
 #pragma unroll
         for (u32 chunk = 0; chunk < CHUNKS; chunk += 32)
           if (chunk + 32 <= CHUNKS || chunk + c.lane < CHUNKS)
-            copy_16_bytes(to + plane * (ROWS * X_SHARED_PITCH) + (chunk + c.lane) * 16, from + plane * plane_bytes + (chunk + c.lane) * 16);
-#pragma unroll
-      for (u32 word = 0; word < TARGET_WORDS; word += 32)
-        if (word + c.lane < TARGET_WORDS)
-          copy_4_bytes(targets_at(c, buffer) + (row * TARGET_WORDS + word + c.lane) * 4, y + number[i] * TARGET_WORDS + word + c.lane);
+            copy_16_bytes(to(row, plane) + (chunk + c.lane) * 16, from + plane * plane_bytes + (chunk + c.lane) * 16);
+    }
+#endif
+    constexpr u32 WORDS = ROWS * TARGET_WORDS;
+#pragma unroll(WORDS <= 4 * THREADS ? 4 : 1)
+    for (u32 first = 0; first < WORDS; first += THREADS) {
+      const u32 word = first + threadIdx.x;
+      if (first + THREADS <= WORDS || word < WORDS)
+        copy_4_bytes(targets_at(c, buffer) + word * 4, y + number(word / TARGET_WORDS) * TARGET_WORDS + word % TARGET_WORDS);
     }
     copies_issued();
   }
-  INLINE static void arrive() {
+  // The rows of this pass are there, for all.
+  INLINE static void arrive(Context& c, u32 buffer) {
     copies_done();
+#if BULK
+    await_phase(c, barrier_at(c, buffer), c.passes / X_BUFFERS & 1, EXCHANGES);
+#endif
     __syncthreads();
   }
   // Lane's address for `ldmatrix`: rows of a tile, the 16 bytes at `chunk`; two blocks of eight rows, then the next chunk's.
