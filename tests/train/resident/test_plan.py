@@ -108,7 +108,7 @@ def _assert_exchanges_agree(plan: Plan) -> None:
     if isinstance(plan, RowsPlan):
         return
     slots = plan.shared if plan.cluster else plan.exchange
-    for layer in plan.layers[: plan.hidden]:
+    for layer in filter(plan.publishes, plan.layers[: plan.hidden]):
         values = slots.regions[f"layer {layer.index}: values of all"]
         assert values.bytes >= plan.out_buffers(layer) * sizes[plan.values_exchange(layer)]
 

@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 
 from onelaunch.train.engines.resident.layers import Layer
-from onelaunch.train.engines.resident.settings import ROW_TILE, STEP, TILE, WARPS
+from onelaunch.train.engines.resident.settings import ROW_TILE, SCORE_BYTES, STEP, TILE, WARPS
 from tests.train.resident.exchanges import Piece, Ready, Wires
 from tests.train.resident.fragments import BYTES, Array
 from tests.train.resident.running import Runner, Task, chain, loss_of
@@ -37,6 +37,7 @@ class UnitsBlock(Runner):
     def begin(self) -> Iterator[Ready | None]:
         for layer in self.plan.layers[1:]:
             self.send_weights(layer, 0)
+        self.own_values = np.empty(0)  # of the last hidden layer, where it is not published
         yield None
 
     def collect(self, layer: Layer, weight: Array, bias: Array) -> None:
@@ -69,13 +70,17 @@ class UnitsBlock(Runner):
 
     def forward(self, layer: Layer) -> Iterator[None]:
         real = np.arange(layer.units) + self.rank * layer.units < layer.stage.linear.outputs
-        slopes, exchange = [], self.plan.values_exchange(layer)
+        slopes, values, exchange = list[Array](), list[Array](), self.plan.values_exchange(layer)
         for rows in self.groups():
             z, slope = self.sum_up(layer, rows)
             slopes.append(slope * real)
-            self.publish(layer, "values of all", exchange, self.passes, self.out_stride(layer), rows, z * real)
+            values.append(z * real)
+            if self.plan.publishes(layer):
+                self.publish(layer, "values of all", exchange, self.passes, self.out_stride(layer), rows, values[-1])
             yield None
         self.slopes[layer.index] = np.concatenate(slopes)
+        if not self.plan.publishes(layer):
+            self.own_values = np.concatenate(values)
         self.raise_flag(exchange, self.passes)
 
     def outputs(self, layer: Layer) -> Iterator[None]:
@@ -86,8 +91,62 @@ class UnitsBlock(Runner):
         self.deltas[layer.index] = delta * slope
         yield None
 
+    # The last layer in a cluster: partial outputs to the rows' owners, the gradient from them to all.
+
+    def rows_of(self, rank: int) -> range:
+        each = self.plan.rows_each
+        return range(min(rank * each, self.plan.rows), min((rank + 1) * each, self.plan.rows))
+
+    def partial_outputs(self, layer: Layer) -> Iterator[None]:
+        sums, exchange = self.own_values @ self.masters[layer.index].T, self.plan.values_exchange(self.plan.layers[-2])
+        for owner in range(self.plan.blocks):
+            rows, line = self.rows_of(owner), layer.units * 4
+            if rows:
+                piece = (self.rank * self.plan.rows_each * line, sums[rows.start : rows.stop])
+                name = f"layer {layer.index}: partial outputs"
+                self.write([owner], name, exchange, self.passes, [piece], len(rows) * line)
+            yield None
+
+    def wait_for_partial_outputs(self, layer: Layer) -> Iterator[Ready]:
+        return self.wait(self.plan.values_exchange(self.plan.layers[-2]), self.passes, layer)
+
+    def loss(self, layer: Layer) -> Iterator[None]:
+        rows, name, use = self.rows_of(self.rank), f"layer {layer.index}: ", self.passes
+        exchange, line = self.plan.values_exchange(self.plan.layers[-2]), self.plan.rows_each * layer.units * 4
+        loss = 0.0
+        if rows:
+            parts = range(self.plan.blocks)
+            z = sum((self.read(name + "partial outputs", exchange, use, part * line, 0) for part in parts), 0.0)
+            value, slope = chain(layer, z + self.biases[layer.index])
+            loss, delta = loss_of(self.plan, value, self.fetched()[1][rows.start : rows.stop], self.count)
+            pieces = [
+                (self.delta_offset(layer, plane, row, n), (delta * slope)[i, n * TILE :][:TILE] / self.plan.planes)
+                for plane, (i, row), n in product(range(self.plan.planes), enumerate(rows), range(layer.tiles))
+            ]
+            self.write(parts, name + "deltas", self.plan.last_exchange, use, pieces, 16)
+        yield None
+        for warp in range(self.plan.score_warps):
+            piece = ((self.rank * self.plan.score_warps + warp) * SCORE_BYTES, np.array([loss * (warp == 0)]))
+            self.write([0], "losses", self.plan.last_exchange, use, [piece], SCORE_BYTES)
+
+    def delta_offset(self, layer: Layer, plane: int, row: int, n: int) -> int:
+        tile = (plane * self.plan.row_tiles + row // ROW_TILE) * layer.tiles + n
+        return tile * 2 * BYTES + row % ROW_TILE * 16
+
+    def wait_for_outputs(self, layer: Layer) -> Iterator[Ready]:
+        return self.wait(self.plan.last_exchange, self.passes, layer)
+
+    def output_deltas(self, layer: Layer) -> Array:
+        found, name = np.zeros((self.plan.rows, layer.units)), f"layer {layer.index}: deltas"
+        for plane, row, n in product(range(self.plan.planes), range(self.plan.rows), range(layer.tiles)):
+            offset = self.delta_offset(layer, plane, row, n)
+            found[row, n * TILE :][:TILE] += self.read(name, self.plan.last_exchange, self.passes, offset, 0)
+        return found
+
     def sum_the_loss(self, layer: Layer) -> Iterator[None]:
-        """Every block has the whole of it."""
+        """Every block has the whole of it; or block 0 adds it up."""
+        for score in range(self.plan.blocks * self.plan.score_warps if self.plan.sums_outputs and not self.rank else 0):
+            self.total += float(self.read("losses", self.plan.last_exchange, self.passes, score * SCORE_BYTES, 0)[0])
         self.late = self.plan.late_update
         yield None
 
@@ -97,6 +156,8 @@ class UnitsBlock(Runner):
         """From the deltas of a layer to those of the one before it."""
         before = self.plan.layers[layer.index - 1]
         parts = []
+        if layer.last and self.plan.sums_outputs:
+            self.deltas[layer.index] = self.output_deltas(layer)
         for rows in self.groups():
             here = slice(rows.start * ROW_TILE, rows.stop * ROW_TILE)
             if layer.last:
@@ -129,7 +190,10 @@ class UnitsBlock(Runner):
     def step_layer(self, layer: Layer, passes: int, use: int) -> Iterator[None]:
         """The update by the gradient of a pass; `use`: its number, which the copies of the new weights have."""
         delta = self.deltas[layer.index]
-        inputs = self.read_inputs(layer, range(self.plan.row_tiles), passes)[:, owned(layer, self.rank)[1]]
+        if layer.last and self.plan.sums_outputs:
+            inputs = self.own_values
+        else:
+            inputs = self.read_inputs(layer, range(self.plan.row_tiles), passes)[:, owned(layer, self.rank)[1]]
         gradients = (delta.T @ inputs, delta.sum(axis=0) * layer.stage.linear.bias)
         if not self.first:
             before = self.sums[layer.index]
@@ -147,10 +211,10 @@ class UnitsBlock(Runner):
     # Weights that others multiply by: of a hidden layer those of a block's inputs, on the way back; of the last layer all.
 
     def send_weights(self, layer: Layer, use: int) -> None:
-        if layer.owned_by_input:
-            self.hand_out(layer, use)
-        else:
+        if not layer.owned_by_input:
             self.send_back(layer, use)
+        elif not self.plan.sums_outputs:
+            self.hand_out(layer, use)
 
     def back_offset(self, layer: Layer, to: int, use: int, plane: int, tile: int, place: int) -> int:
         """`tile`: of eight inputs, among the receiver's; `place`: of a tile of units among all."""
@@ -210,11 +274,6 @@ class UnitsBlock(Runner):
         yield from self.wait(self.plan.deltas_exchange(layer), self.backs, layer)
         if self.plan.cluster and self.first:
             yield from self.wait(self.plan.back_exchange(layer), self.step, layer)
-
-    def wait_for_weights(self, layer: Layer) -> Iterator[Ready]:
-        use = self.step + self.trained
-        if self.plan.cluster and (self.plan.last_exchange, use) not in self.awaited:
-            yield from self.wait(self.plan.last_exchange, use, layer)
 
 
 def owned(layer: Layer, rank: int) -> tuple[slice, slice]:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from onelaunch.train.engines.resident.choice import predicted_microseconds
 from onelaunch.train.engines.resident.layers import Layer, Memory
 from onelaunch.train.engines.resident.plan import Plan
-from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, SCORE_BYTES, RowsPlan
-from onelaunch.train.engines.resident.settings import TILE, TILE_BYTES, WARPS
+from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, RowsPlan
+from onelaunch.train.engines.resident.settings import SCORE_BYTES, TILE, TILE_BYTES, WARPS
 from onelaunch.train.engines.resident.source import phase_names
 from onelaunch.train.engines.resident.units_source import received_bytes
 from onelaunch.train.network import Dropout
@@ -102,7 +102,8 @@ def _owned(plan: Plan, layer: Layer) -> str:
     if layer.last and plan.blocks == 1:
         return "all outputs"
     if layer.last:
-        return f"every block computes all outputs and owns the weights of its own {layer.input_tiles * TILE} inputs"
+        computes = "its share of every output" if plan.sums_outputs else "all outputs"
+        return f"every block computes {computes} and owns the weights of its own {layer.input_tiles * TILE} inputs"
     if plan.blocks == 1:
         return f"all {layer.units} units, padded to whole tiles of {TILE}"
     return f"block b owns units {layer.units}b to {layer.units}b + {layer.units - 1}"
@@ -130,7 +131,7 @@ def exchanged_bytes(plan: Plan) -> dict[int, int]:
         tiles = -(-plan.slots // plan.blocks) * WARPS * plan.blocks * TILE_BYTES
         parts = tiles + plan.blocks * (plan.all_units * 4 * plan.has_biases + plan.row_tiles * SCORE_BYTES)
         return {PARTS: parts, COPIES: plan.copies_total, plan.decision: 4}
-    return {**received_bytes(plan), plan.decision: 4}
+    return {**received_bytes(plan, 0), plan.decision: 4}
 
 
 def _exchanges(plan: Plan) -> Iterator[str]:
@@ -164,7 +165,14 @@ def _what(plan: Plan, name: str) -> str:
     values = "the rows" if layer.first else f"all values of layer {before}"
     match found[1]:
         case "forward":
-            return f"reads {values} and its masters; writes slopes, and its units' values to all"
+            to = "to all" if plan.publishes(layer) else "for itself"
+            return f"reads {values} and its masters; writes slopes, and its units' values {to}"
+        case "partial outputs":
+            return "multiplies its own values by its own weights; sends a row's sums to the row's owner"
+        case "loss":
+            return f"adds up the outputs of its own rows (up to {plan.rows_each}); sends their gradient to all"
+        case "wait for outputs":
+            return "until the gradient of all rows is here"
         case "outputs":
             weights = "the weights of all" if layer.owned_by_input else "its masters"
             return f"reads {values} and {weights}; every block writes the loss and the outputs' deltas"
@@ -174,7 +182,13 @@ def _what(plan: Plan, name: str) -> str:
             return f"reads {deltas}, weights back and slopes {before}; writes its deltas of layer {before}{to}"
         case "update" | "late update":
             read = f"its own values of layer {before}" if layer.owned_by_input else values
-            to = "all" if layer.last else f"the owners of layer {before}"
+            to = (
+                "itself"
+                if layer.last and plan.sums_outputs
+                else "all"
+                if layer.last
+                else f"the owners of layer {before}"
+            )
             when = "of the pass before: " if found[1] == "late update" else ""
             return (
                 f"{when}reads {read} and its deltas; writes its masters{'' if layer.first else f', and copies to {to}'}"

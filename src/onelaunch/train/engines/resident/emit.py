@@ -14,6 +14,7 @@ from onelaunch.train.spec import LOSSES, OPTIMIZERS
 
 PIXEL_SCALE = {"bf16": 64 / 255, "fp16": 1 / 255}  # bytes enter as u / 64 or as u, whichever the format holds exactly
 ACTIVATIONS = {"tanh": "tanh_of"}  # the others have the name of their function
+CHOICES = ("BY_ROWS", "SUMS_OUTPUTS")  # for the preprocessor
 Phases = list[tuple[str, str]]  # names and statements
 
 
@@ -52,14 +53,15 @@ def constants(
         "SHARED_BYTES": shared.size, "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"],
         "AT_LOSSES": shared["losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
         "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"], "AT_KEYS": shared["round keys"],
-        "AT_BARRIERS": shared["barriers"], "AT_ROW_BARRIERS": shared["row barriers"], **{name: value for name, value in own.items() if name != "BY_ROWS"},
+        "AT_BARRIERS": shared["barriers"], "AT_ROW_BARRIERS": shared["row barriers"],
+        **{name: value for name, value in own.items() if name not in CHOICES},
     }  # fmt: skip
     flags = {
         "HALF_IS_BF16": _half(plan) == "bf16", "WEIGHT_DECAY": settings.weight_decay, "NESTEROV": settings.nesterov,
         "SMOOTHS": settings.smooths, "FAULTS": faults, "VALIDATES": settings.validates,
     }  # fmt: skip
     lines = [f"#define IS_CLUSTER {int(plan.cluster)}", f"#define STAMPS {int(stamps)}"]
-    lines.append(f"#define BY_ROWS {own['BY_ROWS']}")
+    lines += [f"#define {name} {own[name]}" for name in CHOICES]
     lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
     for name, options, chosen in (

@@ -21,6 +21,7 @@ from onelaunch.train.engines.resident.settings import (
     REGISTERS,
     RIGHT_BYTES,
     ROW_TILE,
+    SCORE_BYTES,
     STATES,
     STEP,
     TILE,
@@ -104,9 +105,32 @@ class Plan:
         """Half-precision copies of the last layer's weights, as everyone has them."""
         return self.planes * self.layers[-1].tiles * self.layers[-1].steps * RIGHT_BYTES
 
+    @property
+    def sums_outputs(self) -> bool:
+        """Whether the outputs are summed over the blocks: in a cluster, where one more exchange costs less than all values.
+
+        Each block multiplies its own units by its own weights of the last layer. Partial outputs of a row go to the row's
+        owner, who adds them up, takes the loss and sends its gradient to all.
+        """
+        return self.cluster and self.hidden > 0
+
+    def publishes(self, layer: Layer) -> bool:
+        """Whether everyone gets the values of a hidden layer."""
+        return not (self.sums_outputs and layer.index == self.hidden - 1)
+
     def keeps_values(self, layer: Layer) -> bool:
-        """In a grid the block's own values lie far away, and the last layer's gradient needs them."""
-        return self.blocks > 1 and not self.cluster and layer.index == len(self.layers) - 2
+        """Where the block's own values of the last hidden layer are not among all, or far away: the last layer needs them."""
+        return self.blocks > 1 and layer.index == self.hidden - 1
+
+    @property
+    def rows_each(self) -> int:
+        """Rows of a pass whose outputs a block adds up."""
+        return -(-self.rows // self.blocks)
+
+    @property
+    def score_warps(self) -> int:
+        """Warps that take the loss of a block's rows, one at a time."""
+        return min(WARPS, self.rows_each)
 
     def exchanged_bytes(self, layer: Layer) -> int:
         """What a block receives when everyone hands out its units of `layer`."""
@@ -192,12 +216,16 @@ class Plan:
             if layer.last:
                 if layer.owned_by_input:
                     shared.add(name + "weights back", self.planes * layer.input_tiles * layer.tiles * RIGHT_BYTES // 2)
+                if self.sums_outputs:
+                    shared.add(name + "partial outputs", 4 * self.blocks * self.rows_each * layer.units)
+                elif layer.owned_by_input:
                     slots.add(name + "weights of all", 2 * self.copies_bytes())
                 continue
             if self.keeps_values(layer):
                 shared.add(name + "own values", self.planes * self.row_tiles * (layer.tiles + 1) * RIGHT_BYTES)
             shared.add(name + "slopes", self.row_tiles * layer.tiles * TILE_BYTES)
-            slots.add(name + "values of all", self.out_buffers(layer) * self.out_bytes(layer))
+            if self.publishes(layer):
+                slots.add(name + "values of all", self.out_buffers(layer) * self.out_bytes(layer))
             if not layer.first:
                 slots.add(name + "deltas of all", self.out_bytes(layer))
                 per_block = 2 * self.back_bytes(layer)
@@ -207,7 +235,7 @@ class Plan:
 
     def _add_bookkeeping(self, shared: Memory) -> None:
         """What every placement has beside its network."""
-        shared.add("losses", 4 * WARPS)
+        shared.add("losses", max(4 * WARPS, SCORE_BYTES * self.blocks * self.score_warps))
         shared.add("correct", 4)
         shared.add("decision", 8)
         shared.add("rates", 16 * INTERVAL)
@@ -245,8 +273,11 @@ class Plan:
 
     def exchange_names(self) -> dict[int, str]:
         names = {self.last_exchange: "the weights of the last layer", self.decision: "the decision to go on"}
+        if self.sums_outputs:
+            names[self.last_exchange] = "the gradient of the outputs"
         for layer in self.layers[: self.hidden]:
-            names[self.values_exchange(layer)] = f"the values of layer {layer.index}"
+            values = f"the values of layer {layer.index}" if self.publishes(layer) else "the partial outputs"
+            names[self.values_exchange(layer)] = values
             if not layer.first:
                 names[self.deltas_exchange(layer)] = f"the deltas of layer {layer.index}"
                 names[self.back_exchange(layer)] = f"the weights of layer {layer.index}"

@@ -12,6 +12,7 @@ from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.settings import (
     REGISTERS,
     RIGHT_BYTES,
+    SCORE_BYTES,
     STATES,
     STEP,
     THREADS,
@@ -23,7 +24,6 @@ from onelaunch.train.engines.resident.settings import (
 )
 
 PARTS, COPIES = 0, 1  # the exchanges; the decision is the third
-SCORE_BYTES = 16  # loss and right predictions of a row tile
 WIDEST = 128  # units of a layer: a warp holds a row tile's values of one layer in registers
 
 

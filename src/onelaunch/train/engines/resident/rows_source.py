@@ -10,7 +10,8 @@ from onelaunch.train.engines.resident.rows_plan import COPIES, PARTS, RowsPlan
 def rows_source(plan: RowsPlan, *, faults: bool, stamps: bool) -> str:
     names, shared = [name for name, _ in rows_phases(plan)], plan.shared
     own = {
-        "BY_ROWS": 1, "SHARES": plan.blocks, "LAYERS": len(plan.layers), "GROUP_TILES": 1, "FINISH": 1, "LOSS_WARPS": 8,
+        "BY_ROWS": 1, "SUMS_OUTPUTS": 0,
+        "SHARES": plan.blocks, "LAYERS": len(plan.layers), "GROUP_TILES": 1, "FINISH": 1, "LOSS_WARPS": 8,
         "PARTIALS_BYTES": 0, "PARTIAL_BUFFERS": 1, "AT_PARTIALS": 0, "AT_STAGING": 0, "PARTS": PARTS, "COPIES": COPIES,
         "TEAM": plan.team, "SLOTS_ALL": plan.slots, "UNITS_ALL": plan.all_units, "AT_BIAS": shared["bias"],
         "AT_BIAS_SUMS": shared["bias sums"], "AT_BIAS_TOTALS": shared["bias totals"], "AT_SCORES": shared["scores"],

@@ -15,6 +15,7 @@ MOST_BATCH = 4096
 MOST_ROWS = 256  # of a pass; a larger batch takes several
 MOST_SUMS = 16  # accumulator tiles a warp holds at once: 64 registers
 LEFT_BYTES, RIGHT_BYTES, TILE_BYTES = 512, 256, 512  # of one operand fragment or fp32 tile over 32 lanes
+SCORE_BYTES = 16  # a loss and its right predictions, on their way to block 0
 FLAG_STRIDE = 8  # words: a flag has a 32-byte sector to itself
 INTERVAL = 128  # steps whose learning rates are computed at once
 REGISTERS = 255

@@ -5,7 +5,13 @@ from __future__ import annotations
 from onelaunch.train.engines.resident.emit import Phases, constants, layer_struct, phases_macro
 from onelaunch.train.engines.resident.layers import Layer
 from onelaunch.train.engines.resident.plan import Plan
-from onelaunch.train.engines.resident.settings import WARPS
+from onelaunch.train.engines.resident.settings import SCORE_BYTES, WARPS
+
+
+def _by_rank(values: list[int]) -> str:
+    """An expression in `rank`, for C and Python, whose values these are."""
+    changes = [(i, values[i - 1] - values[i]) for i in range(1, len(values)) if values[i - 1] != values[i]]
+    return " + ".join([str(values[-1]), *(f"(rank < {i}) * {change}" for i, change in changes)])
 
 
 def units_source(plan: Plan, *, faults: bool, stamps: bool) -> str:
@@ -13,11 +19,13 @@ def units_source(plan: Plan, *, faults: bool, stamps: bool) -> str:
     layers = plan.layers
     own = {
         "BY_ROWS": 0, "SHARES": 1, "LAYERS": len(layers), "GROUP_TILES": plan.group, "FINISH": plan.finish,
-        "LOSS_WARPS": min(WARPS, 2 * plan.group), "PARTIALS_BYTES": plan.partials_bytes,
+        "LOSS_WARPS": min(WARPS, 2 * plan.group), "ROWS_EACH": plan.rows_each, "SCORES": plan.score_warps,
+        "SUMS_OUTPUTS": int(plan.sums_outputs), "PARTIALS_BYTES": plan.partials_bytes,
         "PARTIAL_BUFFERS": plan.partial_buffers, "AT_PARTIALS": plan.shared["partial sums"],
         "AT_STAGING": plan.shared.regions["staging"].offset if "staging" in plan.shared.regions else 0,
     }  # fmt: skip
-    exchanged = {number: str(size) for number, size in received_bytes(plan).items()}
+    received = [received_bytes(plan, rank) for rank in range(plan.blocks)]
+    exchanged = {number: _by_rank([sizes[number] for sizes in received]) for number in received[0]}
     parts = [
         constants(plan, units_phases(plan), own=own, exchanged=exchanged, faults=faults, stamps=stamps),
         '#include "activations.cuh"',
@@ -36,7 +44,7 @@ def units_phases(plan: Plan) -> Phases:
     return [*_forward(plan), *_backward(plan)]
 
 
-def received_bytes(plan: Plan) -> dict[int, int]:
+def received_bytes(plan: Plan, rank: int) -> dict[int, int]:
     """What a block receives in each exchange but the decision, by the exchange's number."""
     found = {}
     for layer in plan.layers[: plan.hidden]:
@@ -44,8 +52,13 @@ def received_bytes(plan: Plan) -> dict[int, int]:
         if not layer.first:
             found[plan.deltas_exchange(layer)] = plan.exchanged_bytes(layer)
             found[plan.back_exchange(layer)] = plan.planes * layer.input_tiles * plan.blocks * layer.tiles * 128
-    if plan.hidden:
-        last = plan.layers[-1]
+    last = plan.layers[-1]
+    if plan.sums_outputs:
+        rows = min(plan.rows_each, max(0, plan.rows - rank * plan.rows_each))
+        found[plan.values_exchange(plan.layers[-2])] = plan.blocks * rows * last.units * 4
+        scores = plan.blocks * plan.score_warps * SCORE_BYTES if rank == 0 else 0
+        found[plan.last_exchange] = plan.planes * plan.rows * last.tiles * 16 + scores
+    elif plan.hidden:
         found[plan.last_exchange] = plan.planes * last.tiles * plan.blocks * last.input_tiles * 128
     return found
 
@@ -69,11 +82,12 @@ def _layer(plan: Plan, layer: Layer) -> str:
         "BACK_BYTES": plan.back_bytes(layer), "OUT_EXCHANGE": plan.values_exchange(layer),
         "DELTA_EXCHANGE": 0 if layer.first else plan.deltas_exchange(layer),
         "BACK_EXCHANGE": 0 if layer.first else plan.back_exchange(layer), "LAST_EXCHANGE": plan.last_exchange,
-        "AT_OWN": at("own values"), "AT_COPIES": at("weights of all"), "COPIES_BYTES": plan.copies_bytes(),
+        "AT_OWN": at("own values"), "AT_COPIES": at("weights of all"), "AT_PARTS": at("partial outputs"),
+        "COPIES_BYTES": plan.copies_bytes(),
     }  # fmt: skip
     flags = {
         "REPLICATED": layer.last, "MASTERS_SHARED": layer.masters_shared, "STATES_SHARED": layer.states_shared,
-        "KEEPS_VALUES": plan.keeps_values(layer),
+        "KEEPS_VALUES": plan.keeps_values(layer), "PUBLISHES": plan.publishes(layer),
     }  # fmt: skip
     return layer_struct(plan, layer, numbers, flags)
 
@@ -98,6 +112,8 @@ def _forward(plan: Plan) -> Phases:
         name, index = f"Layer{layer.index}", layer.index
         if not layer.first:
             before = f"Layer{index - 1}"
+            if layer.last and plan.sums_outputs:
+                return lines + _summed_outputs(name, before, index, fetch)
             if index == 1 and plan.late_update:
                 lines.append(("late update 1", _late_update(plan)))
             elif fetch:
@@ -110,7 +126,6 @@ def _forward(plan: Plan) -> Phases:
         if layer.last:
             sums = f"multiply<{name}>(c, w{index}, Operands<{name}>(), group, sum, {_read(layer)});"
             if layer.owned_by_input:
-                lines.append((f"wait for weights {index}", f"wait_for_copies<{name}>(c, c.step + trained);"))
                 sums = f"multiply_copies<{name}>(c, c.step + trained, group, sum, {_read(layer)});"
             product = f"[&](int group, float (&sum)[GROUP_TILES][{name}::NT][4]) {{ {sums} }}"
             lines.append((f"outputs {index}", f"outputs<{name}>(c, draw, tally, {product});"))
@@ -118,6 +133,18 @@ def _forward(plan: Plan) -> Phases:
             operands = "Operands<Layer0>()" if layer.first else f"o{index}"
             lines.append((f"forward {index}", f"forward<{name}>(c, w{index}, {operands}, draw, {_read(layer)});"))
     return lines + fetch
+
+
+def _summed_outputs(name: str, before: str, index: int, fetch: Phases) -> Phases:
+    """The last layer where blocks sum the outputs; `fetch`: what is still to be done while they wait."""
+    wait = f"wait_for<{name}::LAST_EXCHANGE>(c, c.passes, 0, 1); c.dead = __syncthreads_or(c.dead);"
+    return [
+        (f"partial outputs {index}", f"send_partial_outputs<{name}, {before}>(c);"),
+        *fetch,
+        (f"wait for partial outputs {index}", f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, 0, 1);"),
+        (f"loss {index}", f"finish_outputs<{name}, {before}>(c, draw, tally);"),
+        (f"wait for outputs {index}", wait),
+    ]
 
 
 def _late_update(plan: Plan) -> str:
@@ -131,11 +158,12 @@ def _late_update(plan: Plan) -> str:
 
 
 def _backward(plan: Plan) -> Phases:
-    lines = []
+    lines, sum_the_loss = [], "if (c.warp == 0) total += sum_of_losses(c);"
     for layer in reversed(plan.layers):
         name, before, index = f"Layer{layer.index}", f"Layer{layer.index - 1}", layer.index
         if not layer.first and layer.last:
-            lines.append((f"back {index}", f"back_from_outputs<{name}, {before}>(c);"))
+            sums = f"sum_output_deltas<{name}>(c); " if plan.sums_outputs else ""
+            lines.append((f"back {index}", f"{sums}back_from_outputs<{name}, {before}>(c);"))
         elif not layer.first:
             waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::OUT_KT, {name}::NT); "
             waits += f"wait_for_weights<{name}>(c, micro == 0);"
@@ -150,11 +178,14 @@ def _backward(plan: Plan) -> Phases:
         if layer.owned_by_input:
             update = f"update_last<{name}, {before}>(c, w{index}, rates, rule, micro == 0, last);"
         lines.append((f"update {index}", update))
+        if layer.last and plan.sums_outputs:  # while others' deltas are on their way
+            lines.append(("sum the loss", sum_the_loss))
     if plan.input_buffers == 1:  # the first layer's update before the second's, which hides the next rows' way
         first, back = lines.pop(), [name for name, _ in lines].index("back 1") if len(plan.layers) > 1 else -1
         lines[back + 1 : back + 1] = [first, ("fetch the next rows", "__syncthreads(); fetch_next();")]
-    meet = "__syncthreads(); " if len(plan.layers) == 1 else ""  # else a phase has brought a barrier since the outputs
-    lines.append(("sum the loss", f"{meet}if (threadIdx.x == 0) total += sum_of_losses(c);"))
+    if not plan.sums_outputs:
+        meet = "__syncthreads(); " if len(plan.layers) == 1 else ""  # else a phase has brought a barrier since the outputs
+        lines.append(("sum the loss", meet + sum_the_loss))
     return lines
 
 

@@ -39,7 +39,6 @@ struct Context {
   u32 lane, warp, g, q, rank, shared;
   u32 remote[(BLOCKS + 3) / 4];  // shared memory of the blocks this lane sends to: q, q + 4, …
   u32 passes, backs, step;  // forward passes, backward passes and updates so far in this launch
-  u32 copies;               // the update whose copies of the last layer's weights have arrived
   u32 turn;                 // which half of the partial sums is next
   bool dead;                // a wait was in vain: leave
 };
@@ -105,7 +104,7 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
   if (exchange_bytes(EXCHANGE, c.rank) == 0) return;
   const u32 barrier = c.shared + AT_BARRIERS + (EXCHANGE * 2 + (count & 1)) * 8;
   await_phase(c, barrier, (count >> 1) & 1, EXCHANGE);
-  if (threadIdx.x == 0) expect_bytes(barrier, exchange_bytes(EXCHANGE, c.rank));
+  if (threadIdx.x == 0 && !c.dead) expect_bytes(barrier, exchange_bytes(EXCHANGE, c.rank));
 #else
   const u64 begin = clock_now();
   for (u32 first = c.lane >> 1; first * WARPS + c.warp < steps && !c.dead; first += 16) {  // two lanes a step, one a tile of it

@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   const Params* p = &params;
   Context c;
   c.p = p, c.lane = threadIdx.x & 31, c.warp = threadIdx.x >> 5, c.g = c.lane >> 2, c.q = c.lane & 3;
-  c.rank = blockIdx.x, c.shared = shared_address(memory);
-  c.passes = c.backs = c.step = c.turn = 0, c.copies = ~0u, c.dead = false;
+  c.rank = block_number(), c.shared = shared_address(memory);
+  c.passes = c.backs = c.step = c.turn = 0, c.dead = false;
   for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
   Inputs<Layer0>::make_barriers(c);
 #if STAMPS
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   HAND_OUT_WEIGHTS
 
   const Rule rule = {(float)p->momentum, (float)p->weight_decay, (float)p->new_mean, (float)p->new_square, (float)p->beta2, (float)p->eps};
-  const float smoothing = (float)p->smoothing;
+  const float smoothing = SMOOTHS ? (float)p->smoothing : 0.f;
   u64 step = p->first_step;
   u32 place = (u32)(step % p->steps_per_epoch);  // of the step in its epoch
   u32 ahead = 0, tables = 0, looks = 0;          // steps into the table of rates; tables since the last look; looks
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
 #endif
         __syncthreads();
         if (X_BUFFERS == 1) fetch_next();
-        if (threadIdx.x == 0) check_loss += sum_of_losses(c);
+        if (c.warp == 0) check_loss += sum_of_losses(c);
         buffer ^= X_BUFFERS - 1;
         ++c.passes;
       }

@@ -1,5 +1,6 @@
-// The weights of the last layer. Every block computes all outputs, so it needs all of these weights, in half precision; but a
-// block owns, as fp32 masters, only those of its own units of the layer before: what their gradient needs it has itself.
+// The weights of the last layer. A block owns, as fp32 masters, those of its own units of the layer before: what their gradient
+// needs it has itself. In a cluster it multiplies by these alone (summed_outputs.cuh). In a grid every block computes all outputs,
+// so it needs all of these weights, in half precision.
 #pragma once
 #include "passes.cuh"
 
@@ -33,7 +34,7 @@ template <class L, class H> struct LastWeights : Masters<L, ((H::NT + 1) / 2 * L
   }
 };
 
-// Copies of a tile: for everyone's outputs (inputs along k), and for the block's own way back (outputs along k).
+// Copies of a tile: for the block's own way back (outputs along k), and for everyone's outputs (inputs along k).
 template <class L, class H> INLINE void hand_out(const Context& c, u32 count, int tile, const float (&t)[4]) {
   const int pair = tile / L::NT, n = tile % L::NT;
 #pragma unroll
@@ -45,7 +46,7 @@ template <class L, class H> INLINE void hand_out(const Context& c, u32 count, in
 #pragma unroll
     for (int plane = 0; plane < PLANES; ++plane) {
       store_word(c.shared + L::AT_BACK + ((plane * H::NT + own) * L::NT + n) * 128 + c.lane * 4, planes[plane]);
-      publish_right<L::LAST_EXCHANGE, L::AT_COPIES, L::COPIES_BYTES>(c, count, (plane * L::NT + n) * (L::KT * 2) + c.rank * H::NT + own, transposed(planes[plane]));
+      if constexpr (!SUMS_OUTPUTS) publish_right<L::LAST_EXCHANGE, L::AT_COPIES, L::COPIES_BYTES>(c, count, (plane * L::NT + n) * (L::KT * 2) + c.rank * H::NT + own, transposed(planes[plane]));
     }
   }
 }
@@ -58,13 +59,8 @@ template <class L, class H> INLINE void hand_out_all(const Context& c, const Las
       hand_out<L, H>(c, count, i * WARPS + c.warp, t);
     }
 }
-// Once an update, whoever asks first: the copies made by update number `count`.
-template <class L> INLINE void wait_for_copies(Context& c, u32 count) {
-  if (IS_CLUSTER && c.copies != count) wait_for<L::LAST_EXCHANGE>(c, count, 0, 1);  // in a grid, the values' flags cover them
-  c.copies = count;
-}
 
-// The outputs' sums of a group of row tiles, from everyone's values and the copies.
+// The outputs' sums of a group of row tiles, from everyone's values and the copies. In a grid, the values' flags cover these.
 template <class L, class Read> INLINE void multiply_copies(const Context& c, u32 count, int group, float (&sum)[GROUP_TILES][L::NT][4], Read read) {
 #pragma unroll
   for (int m = 0; m < GROUP_TILES; ++m)

@@ -142,7 +142,7 @@ template <class L, int N> INLINE void keep_delta(const Context& c, int row_tile,
   if (c.g == 0) store_shared(c.shared + L::AT_BIAS_SUMS + ((row_tile * 2 + half) * L::UNITS + n * 8 + c.q * 2) * 4, sum[0], sum[1]);
 }
 
-// Bias, activations and dropout of a hidden layer; its values go to everyone.
+// Bias, activations and dropout of a hidden layer; its values go to everyone who needs them.
 template <class L, class Read> INLINE void forward(Context& c, const Weights<L>& w, const Operands<L>& operands, const Draw& draw, Read read) {
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][L::NT][4];
@@ -167,7 +167,7 @@ template <class L, class Read> INLINE void forward(Context& c, const Weights<L>&
         if (draw.training) store_shared(slope_at<L>(c, row_tile, n, half + i), slope[2 * i], slope[2 * i + 1]);
         split(z[2 * i], z[2 * i + 1], words[i]);
       }
-      publish<L::OUT_EXCHANGE, L::AT_OUT, L::OUT_STRIDE, L>(c, c.passes, row_tile, n, half, words);
+      if constexpr (L::PUBLISHES) publish<L::OUT_EXCHANGE, L::AT_OUT, L::OUT_STRIDE, L>(c, c.passes, row_tile, n, half, words);
       if constexpr (L::KEEPS_VALUES) keep_words<L::AT_OWN, L::NT>(c, row_tile, n, half, words);
     });
   }

@@ -60,17 +60,18 @@ struct Draw {  // what dropout depends on
   bool training;
 };
 
-// Dropout of N / 2 rows, eight apart from `row` on, units (unit + 2q, unit + 2q + 1), `unit` a multiple of eight.
+// Dropout of N / 2 rows, eight apart from `row` on, units (unit + 2q, unit + 2q + 1), `unit` a multiple of eight; or of one number.
 template <int N> INLINE void dropout(float (&z)[N], float (&slope)[N], const Draw& draw, u32 layer, u32 row, u32 unit, u32 threshold, float scale) {
   if (!draw.training) return;
-  const u32 q = threadIdx.x & 3;
+  const u32 q = N == 1 ? unit / 2 & 3 : threadIdx.x & 3;
 #pragma unroll
-  for (int half = 0; half < N / 2; ++half) {
+  for (int half = 0; half < (N + 1) / 2; ++half) {
     u32 c[4] = {unit / 8, row + half * 8, draw.step, layer};
     philox(c, draw.seed);
-    const u32 bits = pick(c, q);
+    u32 bits = pick(c, q);
+    if (N == 1 && unit & 1) bits >>= 16;
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
+    for (int e = 0; e < (N == 1 ? 1 : 2); ++e) {
       const float keep = (e ? bits >> 16 : bits & 0xffffu) < threshold ? scale : 0.f;
       z[half * 2 + e] *= keep;
       slope[half * 2 + e] *= keep;

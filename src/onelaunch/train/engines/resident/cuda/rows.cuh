@@ -159,7 +159,8 @@ template <class L, class Read> INLINE void tile_outputs(const Context& c, const 
     float z[L::NT][2];
 #pragma unroll
     for (int n = 0; n < L::NT; ++n) z[n][0] = sum[n][half * 2], z[n][1] = sum[n][half * 2 + 1];
-    const Result result = row_loss<L::NT>(z, c.q, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f);
+    Result result = row_loss(Quad<L::NT>{z, c.q}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f);
+    settle(Quad<L::NT>{z, c.q}, result);
     score.loss += counts ? result.loss : 0.f;
     score.right += counts ? result.right : 0;
 #pragma unroll

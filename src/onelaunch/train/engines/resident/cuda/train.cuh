@@ -1,6 +1,10 @@
 // The run: rows fetched ahead, tables of the coming steps, the look at the host, epochs and their evaluation.
 #pragma once
+#if SUMS_OUTPUTS
+#include "summed_outputs.cuh"
+#else
 #include "loss.cuh"
+#endif
 
 // Rows of a pass in shared memory, bytes or half-precision numbers, on their way while the pass before computes.
 template <class L> struct Inputs {
@@ -193,9 +197,23 @@ INLINE void record_epoch(Context& c, u32 index, double check_loss, u64 check_cor
   __threadfence_system();
   *(volatile u32*)&c.p->control->epochs = index + 1;
 }
+// The loss of a pass, which block 0 needs; right predictions are at AT_CORRECT then. For one warp.
 INLINE float sum_of_losses(const Context& c) {
   float sum = 0.f;
+#if SUMS_OUTPUTS
+  if (c.rank != 0) return sum;
+  u32 right = 0;
+#pragma unroll
+  for (u32 i = 0; i < BLOCKS * SCORES; i += 32) {
+    float score[2] = {0.f, 0.f};
+    if (i + c.lane < BLOCKS * SCORES) load_shared(c.shared + AT_LOSSES + (i + c.lane) * 16, score);
+    sum += score[0], right += __float_as_uint(score[1]);
+  }
+  sum = column_sum(quad_sum(sum)), right = __reduce_add_sync(~0u, right);
+  if (c.lane == 0) store_word(c.shared + AT_CORRECT, load_word(c.shared + AT_CORRECT) + right);
+#else
 #pragma unroll
   for (int warp = 0; warp < LOSS_WARPS; ++warp) sum += load_float(c.shared + AT_LOSSES + warp * 4);
+#endif
   return sum;
 }

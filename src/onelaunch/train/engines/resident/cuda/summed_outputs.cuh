@@ -1,0 +1,121 @@
+// The last layer in a cluster. Each block multiplies its own units by its own weights; the partial outputs of a row go to the row's
+// owner, who adds them up in a fixed order, takes the loss and sends its gradient to all. Two small exchanges, where
+// handing everyone all values of the last hidden layer (and all new weights) takes the longest one.
+#pragma once
+#include "loss.cuh"
+
+INLINE u32 exchange_barrier(int exchange, u32 count) { return AT_BARRIERS + (exchange * 2 + (count & 1)) * 8; }
+
+// Partial outputs lie at their owner's as [block they come from][row][unit].
+template <class L> INLINE u32 partial_output_at(u32 from, u32 own_row, u32 unit) { return L::AT_PARTS + ((from * ROWS_EACH + own_row) * L::UNITS + unit) * 4; }
+
+// L: the last layer, H: the one before it. A warp takes a tile of 16 rows by eight outputs.
+template <class L, class H> INLINE void send_partial_outputs(Context& c) {
+  constexpr int TILES = ROW_TILES * L::NT;
+  __syncthreads();  // the block's values are there
+#pragma unroll 1
+  for (int tile = c.warp; tile < TILES; tile += WARPS) {
+    const int m = tile / L::NT, n = tile % L::NT;
+    float sum[4];
+    clear(sum);
+#pragma unroll
+    for (int step = 0; step < (H::NT + 1) / 2; ++step) {
+      const bool whole = step * 2 + 1 < H::NT;  // or one tile of eight inputs alone
+      u32 left[PLANES][4];
+#pragma unroll
+      for (int plane = 0; plane < PLANES; ++plane) {
+        load_matrices(c.shared + H::AT_OWN + ((plane * ROW_TILES + m) * H::NT + step * 2) * 256 + c.lane * 16, left[plane]);
+        if (!whole) left[plane][2] = left[plane][3] = 0;
+      }
+#pragma unroll
+      for (int right = 0; right < PLANES; ++right) {
+        u32 words[2];
+        const int input_tile = step * 2 + (whole ? (c.lane >> 3) & 1 : 0);
+        load_transposed(c.shared + L::AT_BACK + ((right * H::NT + input_tile) * L::NT + n) * 128 + (c.lane & 7) * 16, words);
+        if (!whole) words[1] = 0;
+#pragma unroll
+        for (int plane = 0; plane + right < PLANES; ++plane) multiply_add(sum, left[plane], words[0], words[1]);
+      }
+    }
+    // A lane sends four outputs of a row: an even one of its upper row, an odd one of its lower.
+    const bool odd = c.q & 1;
+    const u32 first = __float_as_uint(__shfl_xor_sync(~0u, odd ? sum[0] : sum[2], 1)), second = __float_as_uint(__shfl_xor_sync(~0u, odd ? sum[1] : sum[3], 1));
+    const u32 four[4] = {odd ? first : __float_as_uint(sum[0]), odd ? second : __float_as_uint(sum[1]), odd ? __float_as_uint(sum[2]) : first, odd ? __float_as_uint(sum[3]) : second};
+    const u32 row = m * 16 + odd * 8 + c.g, there = at_block(c.shared, row / ROWS_EACH);
+    if (!stays_silent(c)) send(there + partial_output_at<L>(c.rank, row % ROWS_EACH, n * 8 + (c.q & 2) * 2), four, there + exchange_barrier(H::OUT_EXCHANGE, c.passes));
+  }
+}
+
+// A warp takes a row at once. Its two halves add up every other block's sums, then both have the row; and each lane sends eight
+// outputs' gradients to one block.
+template <class L, class H> INLINE void finish_outputs(Context& c, const Draw& draw, const Tally& tally) {
+  static_assert(BLOCKS <= 16, "two lanes send to a block");
+  constexpr int COUNT = L::NT / 2, EACH = (BLOCKS + 1) / 2;
+  if (c.warp >= SCORES) return;
+  const u32 half = c.lane >> 4, place = c.lane & 15, to = c.lane >> 1;
+  const u32 barrier = exchange_barrier(L::LAST_EXCHANGE, c.passes), there = at_block(c.shared, to < BLOCKS ? to : 0);
+  float loss = 0.f;
+  u32 right = 0;
+#pragma unroll 1
+  for (u32 own = c.warp; own < ROWS_EACH; own += SCORES) {
+    const u32 row = c.rank * ROWS_EACH + own;
+    if (ROWS_EACH * BLOCKS != ROWS && row >= ROWS) break;
+    const bool real = row < tally.rows;
+    float z[COUNT], slope[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const u32 unit = i * 16 + place, first = c.shared + partial_output_at<L>(half, own, unit);
+      float part[EACH];
+#pragma unroll
+      for (int k = 0; k < EACH; ++k) part[k] = BLOCKS % 2 == 0 || k * 2 + half < BLOCKS ? load_float(first + k * (2 * ROWS_EACH * L::UNITS * 4)) : 0.f;
+#pragma unroll
+      for (int stride = 1; stride < EACH; stride *= 2)
+#pragma unroll
+        for (int k = 0; k + stride < EACH; k += 2 * stride) part[k] += part[k + stride];
+      const float bias = load_float(c.shared + L::AT_BIAS + unit * 4);
+      float one[1] = {part[0] + __shfl_xor_sync(~0u, part[0], 16) + bias}, its_slope[1] = {1.f};
+      L::chain(one, its_slope, draw, draw.row + row, unit);
+      z[i] = one[0], slope[i] = its_slope[0];
+    }
+    Result result = row_loss(HalfWarp<L::NT>{z, c.lane}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const float d = real ? z[i] * slope[i] : 0.f;  // 0 times an overflow is not 0
+      u32 words[PLANES];
+      split(d, __shfl_down_sync(~0u, d, 1), words);  // in every other lane
+#pragma unroll
+      for (int plane = 0; plane < PLANES; ++plane) {
+        u32 eight[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) eight[k] = __shfl_sync(~0u, words[plane], (c.lane & 1) * 8 + k * 2);
+        if (to < BLOCKS) send(there + L::AT_DELTA + ((plane * ROW_TILES + row / 16) * L::NT + i * 2 + (c.lane & 1)) * 256 + row % 16 * 16, eight, there + barrier);
+      }
+    }
+    settle(HalfWarp<L::NT>{z, c.lane}, result);
+    loss += real && half == 0 ? result.loss : 0.f;
+    right += real && half == 0 ? result.right : 0;
+    if (SCORES == ROWS_EACH) break;
+  }
+  loss = column_sum(quad_sum(loss));
+  const u32 score[4] = {__float_as_uint(loss), __reduce_add_sync(~0u, right), 0, 0}, first = at_block(c.shared, 0);
+  if (c.lane == 0) send(first + AT_LOSSES + (c.rank * SCORES + c.warp) * 16, score, first + barrier);
+}
+
+// The bias's gradient of the last layer, from everyone's rows: a product with ones.
+template <class L> INLINE void sum_output_deltas(const Context& c) {
+  constexpr u32 ONE = HALF_IS_BF16 ? 0x3F803F80u : 0x3C003C00u;
+  const int n = WARPS - 1 - (int)c.warp;  // the first warps are busy
+  if (!L::BIAS || n >= L::NT) return;
+  const u32 ones[4] = {ONE, ONE, ONE, ONE};
+  float sum[4];
+  clear(sum);
+#pragma unroll(ROW_TILES <= 4 ? ROW_TILES : 2)
+  for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane) {
+      u32 right[2];
+      read_delta<L>(c, plane, m, n, right);
+      multiply_add(sum, ones, right[0], right[1]);
+    }
+  if (c.g == 0) store_shared(c.shared + L::AT_BIAS_SUMS + (n * 8 + c.q * 2) * 4, sum[0], sum[1]);
+}
