@@ -1,4 +1,4 @@
-"""All GPU tests in as many processes as help: `python -m tests.gpu_shards [PROCESSES]`, where pytest-xdist is not installed.
+"""All GPU tests in parallel processes, without pytest-xdist: `python -m tests.gpu_shards [PROCESSES [PATH…]]`.
 
 Tests are dealt out in turns; each process has caches of its own, so that none finds what another has just compiled.
 """
@@ -20,8 +20,8 @@ PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-o", "addopts=", "
 NOTHING_WRONG = {0, 5}  # pytest's exit codes: all passed, nothing collected
 
 
-def collected() -> list[str]:
-    found = subprocess.run((*PYTEST, "--collect-only", "tests"), cwd=ROOT, capture_output=True, text=True, check=False)
+def collected(paths: list[str]) -> list[str]:
+    found = subprocess.run((*PYTEST, "--collect-only", *paths), cwd=ROOT, capture_output=True, text=True, check=False)
     return [line for line in found.stdout.splitlines() if re.match(r"tests/\S+\.py::", line)]
 
 
@@ -38,7 +38,7 @@ def run(names: list[str], cache: Path) -> int:
 
 def main() -> int:
     processes = int(sys.argv[1]) if len(sys.argv) > 1 else max(1, (os.cpu_count() or 2) * 2 // 3)
-    names, begin = collected(), time.perf_counter()
+    names, begin = collected(sys.argv[2:] or ["tests"]), time.perf_counter()
     slow = [name for name in names if "sanitizer" in name]  # a process each, and first: they take minutes
     rest = [name for name in names if "sanitizer" not in name]
     shards = [[name] for name in slow] + [rest[first::processes] for first in range(processes)]

@@ -54,6 +54,7 @@ def constants(
         "AT_LOSSES": shared["losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
         "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"], "AT_KEYS": shared["round keys"],
         "AT_BARRIERS": shared["barriers"], "AT_ROW_BARRIERS": shared["row barriers"],
+        "AT_FAULT": shared["fault"],
         **{name: value for name, value in own.items() if name not in CHOICES},
     }  # fmt: skip
     flags = {

@@ -238,6 +238,7 @@ class Plan:
         shared.add("losses", max(4 * WARPS, SCORE_BYTES * self.blocks * self.score_warps))
         shared.add("correct", 4)
         shared.add("decision", 8)
+        shared.add("fault", 8)
         shared.add("rates", 16 * INTERVAL)
         shared.add("round keys", 32 * self.lot)
         shared.add("row numbers", 8 * self.lot * self.table_rows)

@@ -73,13 +73,17 @@ INLINE bool stays_silent(const Context& c) {
   return false;
 }
 
-// Set down once, by whoever waited in vain first.
+// A wait was in vain: from now on nothing is waited for, and the host is told at the end, once, by whoever comes first.
 INLINE void give_up(Context& c, u32 exchange) {
   c.dead = true;
+  store_shared(c.shared + AT_FAULT, 1u + exchange, c.step);
+}
+INLINE void tell_fault(const Context& c) {
   Control* control = c.p->control;
-  if (atomicCAS_system(&control->fault, 0u, 1u + exchange) == 0u) {
+  const u32 fault = load_word(c.shared + AT_FAULT);
+  if (fault && atomicCAS_system(&control->fault, 0u, fault) == 0u) {
     control->fault_block = c.rank;
-    control->fault_step = (u32)c.p->first_step + c.step;
+    control->fault_step = (u32)c.p->first_step + load_word(c.shared + AT_FAULT + 4);
   }
 }
 

@@ -63,6 +63,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     if constexpr (VALIDATES)
       Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->check_x, p->check_y, p->check_rows * X_PITCH, [&](u32 row) { return row < check_rows(part) ? first + row : first; });
   };
+  // Steps from `step` on until there is more to do than to train: an epoch or the run ends, or a table.
+  auto calm_steps = [&]() {
+    u32 steps = min(INTERVAL - ahead, LOT - (u32)(step % LOT));
+    steps = min(steps, (u32)p->steps_per_epoch - place);
+    return (u32)min((u64)steps, p->last_step - step);  // the last step of the run is the last of a launch
+  };
 
   fill_rates(c, step);
   find_rows(c, step / LOT * LOT);
@@ -70,22 +76,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   buffer = X_BUFFERS - 1;
   fetch(0, 0);
   buffer = 0;
-  while (step < p->last_step) {
-    if (ahead == INTERVAL) {
-      if (++tables == LOOKS) {
-        tables = 0;
-        if (!look(c, looks++, step, loss, broken)) break;
-      }
-      fill_rates(c, step);
-      ahead = 0;
-    }
+  // What is rare stands at the loop's end, so that the steps are straight code: a jump over it costs more than it.
+  for (u32 calm = calm_steps();;) {
     float scalars[4];
     load_shared(c.shared + AT_RATES + ahead * 16, scalars);
     const Rates rates = {scalars[0], scalars[1], scalars[2], scalars[3]};
-    const bool ends = place + 1 == (u32)p->steps_per_epoch || step + 1 == p->total_steps;
+    const bool ends = calm == 1 && (place + 1 == (u32)p->steps_per_epoch || step + 1 == p->total_steps);
+    const bool goes_on = calm > 1 || step + 1 < p->last_step;
     const u32 rows = rows_at(p, place), count = MICRO == 1 ? 1 : (rows + ROWS * SHARES - 1) / (ROWS * SHARES);
     float total = 0.f;
-    bool leave = false;
 #if BY_ROWS
     float gradient[SLOTS_ALL][4];
     Score score = {0.f, 0};
@@ -100,11 +99,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       auto fetch_next = [&]() {
         if (!last) fetch(0, micro + 1);
         else if (ends && VALIDATES) fetch_check(0);
-        else if (step + 1 < p->last_step) fetch(1, 0);
+        else if (goes_on) fetch(1, 0);
         else copies_issued();  // an empty lot, for those who count them
       };
       FORWARD_PHASES
-      leave = c.dead;  // the same in the whole block: it was agreed on with the outputs
       BACKWARD_PHASES
       buffer ^= X_BUFFERS - 1;
       ++c.passes, ++c.backs;
@@ -112,8 +110,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     late = true, late_rates = rates;
     if (c.rank == 0 && threadIdx.x == 0) {
       loss = total * rates.row_weight;
-      p->losses[step - p->first_step] = loss;
+      p->losses[c.step] = loss;
       broken |= !(fabsf(loss) <= 3.4028235e38f);
+    }
+    if (--calm > 0 && !c.dead) {
+      ++step, ++c.step, ++ahead, ++place;
+      continue;
     }
     if (ends && VALIDATES) {
       const u32 before = load_word(c.shared + AT_CORRECT), parts = (u32)((p->check_rows + ROWS - 1) / ROWS);
@@ -124,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
         const Tally tally = {check_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
         auto fetch_next = [&]() {
           if (part + 1 < parts) fetch_check(part + 1);
-          else if (step + 1 < p->last_step) fetch(1, 0);
+          else if (goes_on) fetch(1, 0);
         };
 #if BY_ROWS
         Score score = {0.f, 0};
@@ -149,8 +151,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     }
     ++step, ++c.step, ++ahead;
     place = place + 1 == (u32)p->steps_per_epoch ? 0 : place + 1;
+    if (c.dead || step == p->last_step) break;  // the same in the whole block: it was agreed on with the outputs
     if (step % LOT == 0) find_rows(c, step + LOT);
-    if (leave) break;
+    if (ahead == INTERVAL) {
+      if (++tables == LOOKS) {
+        tables = 0;
+        if (!look(c, looks++, step, loss, broken)) break;
+      }
+      fill_rates(c, step);
+      ahead = 0;
+    }
+    calm = calm_steps();
   }
   if (step < p->last_step) Inputs<Layer0>::arrive(c, buffer);  // rows of a step that is not made
   {
@@ -159,6 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   }
   __syncthreads();
   SAVE_WEIGHTS
+  if (threadIdx.x == 0) tell_fault(c);
 #if STAMPS
   if (c.rank == 0)
     for (u32 i = threadIdx.x; i < PHASES; i += THREADS) p->stamps[i] = spent[i];
