@@ -34,6 +34,10 @@ from onelaunch.train.engines.resident.settings import (
 )
 
 
+# Buffers of rows, buffers of partial sums, row numbers found at once: the most there is room for.
+ROOM = ((2, 2, 1024), (2, 1, 1024), (1, 2, 1024), (1, 1, 1024), (1, 1, 256))
+
+
 class Plan:
     def __init__(
         self, settings: Settings, chip: Chip, blocks: int, cluster: bool, rows: int, *, working: int = WORKING_REGISTERS
@@ -50,7 +54,7 @@ class Plan:
         self.input_bytes = 1 if settings.bytes_input else 2
         self.layers = tuple(self._place_weights(list(self._layers())))
         self.group = self._group()
-        for self.input_buffers, self.partial_buffers in ((2, 2), (2, 1), (1, 2), (1, 1)):
+        for self.input_buffers, self.partial_buffers, self.numbers_at_once in ROOM:
             self._lay_out()
             if self.shared.size <= chip.shared_bytes:
                 break
@@ -138,7 +142,8 @@ class Plan:
 
     @property
     def partials_bytes(self) -> int:
-        most = max(layer.split * layer.tiles for layer in self.layers)
+        summed = self.layers[: self.hidden] if self.sums_outputs else self.layers
+        most = max(layer.split * layer.tiles for layer in summed)
         for before, layer in zip(self.layers, self.layers[1:-1], strict=False):
             most = max(most, min(WARPS, layer.output_steps) * before.tiles)
         return most * self.group * TILE_BYTES
@@ -186,7 +191,7 @@ class Plan:
     @property
     def lot(self) -> int:
         """Steps whose row numbers are found at once."""
-        return max(1, min(INTERVAL, 1024 // self.table_rows))
+        return max(1, min(INTERVAL, self.numbers_at_once // self.table_rows))
 
     @property
     def finish(self) -> int:

@@ -42,6 +42,7 @@ class RowsPlan(Plan):
         self.group = 1
         own = -(-self.slots // blocks)
         self.states_shared = self.states > 0 and (own * (1 + self.states) + self.slots) * 4 > REGISTERS - 150
+        self.numbers_at_once = 1024
         for self.input_buffers in (2, 1):
             self._lay_out()
             if self.shared.size <= chip.shared_bytes:
