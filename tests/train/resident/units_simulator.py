@@ -81,6 +81,8 @@ class UnitsBlock(Runner):
         self.slopes[layer.index] = np.concatenate(slopes)
         if not self.plan.publishes(layer):
             self.own_values = np.concatenate(values)
+            if self.plan.outputs_at_once:
+                yield from self.partial_outputs(self.plan.layers[-1])
         self.raise_flag(exchange, self.passes)
 
     def outputs(self, layer: Layer) -> Iterator[None]:

@@ -166,6 +166,8 @@ def _what(plan: Plan, name: str) -> str:
     match found[1]:
         case "forward":
             to = "to all" if plan.publishes(layer) else "for itself"
+            if not plan.publishes(layer) and plan.outputs_at_once:
+                to += ", and their partial outputs to the rows' owners"
             return f"reads {values} and its masters; writes slopes, and its units' values {to}"
         case "partial outputs":
             return "multiplies its own values by its own weights; sends a row's sums to the row's owner"

@@ -33,7 +33,6 @@ from onelaunch.train.engines.resident.settings import (
     planes_of,
 )
 
-
 # Buffers of rows, buffers of partial sums, row numbers found at once: the most there is room for.
 ROOM = ((2, 2, 1024), (2, 1, 1024), (1, 2, 1024), (1, 1, 1024), (1, 1, 256))
 
@@ -117,6 +116,11 @@ class Plan:
         owner, who adds them up, takes the loss and sends its gradient to all.
         """
         return self.cluster and self.hidden > 0
+
+    @property
+    def outputs_at_once(self) -> bool:
+        """Whether partial outputs are sent as the values are finished, out of the registers: one tile of them a block."""
+        return self.sums_outputs and self.layers[-2].tiles == 1
 
     def publishes(self, layer: Layer) -> bool:
         """Whether everyone gets the values of a hidden layer."""

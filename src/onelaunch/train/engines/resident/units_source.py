@@ -87,7 +87,7 @@ def _layer(plan: Plan, layer: Layer) -> str:
     }  # fmt: skip
     flags = {
         "REPLICATED": layer.last, "MASTERS_SHARED": layer.masters_shared, "STATES_SHARED": layer.states_shared,
-        "KEEPS_VALUES": plan.keeps_values(layer), "PUBLISHES": plan.publishes(layer),
+        "KEEPS_VALUES": plan.keeps_values(layer),
     }  # fmt: skip
     return layer_struct(plan, layer, numbers, flags)
 
@@ -113,7 +113,7 @@ def _forward(plan: Plan) -> Phases:
         if not layer.first:
             before = f"Layer{index - 1}"
             if layer.last and plan.sums_outputs:
-                return lines + _summed_outputs(name, before, index, fetch)
+                return lines + _summed_outputs(name, before, index, fetch, plan.outputs_at_once)
             if index == 1 and plan.late_update:
                 lines.append(("late update 1", _late_update(plan)))
             elif fetch:
@@ -130,19 +130,25 @@ def _forward(plan: Plan) -> Phases:
             product = f"[&](int group, float (&sum)[GROUP_TILES][{name}::NT][4]) {{ {sums} }}"
             lines.append((f"outputs {index}", f"outputs<{name}>(c, draw, tally, {product});"))
         else:
-            operands = "Operands<Layer0>()" if layer.first else f"o{index}"
-            lines.append((f"forward {index}", f"forward<{name}>(c, w{index}, {operands}, draw, {_read(layer)});"))
+            operands, give = "Operands<Layer0>()" if layer.first else f"o{index}", f"ToAll<{name}>{{c}}"
+            if not plan.publishes(layer):
+                give = f"ToOwners<Layer{index + 1}, {name}>(c)" if plan.outputs_at_once else "ToNobody()"
+            call = f"forward<{name}>(c, w{index}, {operands}, draw, {_read(layer)}, {give});"
+            lines.append((f"forward {index}", call))
     return lines + fetch
 
 
-def _summed_outputs(name: str, before: str, index: int, fetch: Phases) -> Phases:
-    """The last layer where blocks sum the outputs; `fetch`: what is still to be done while they wait."""
+def _summed_outputs(name: str, before: str, index: int, fetch: Phases, at_once: bool) -> Phases:
+    """The last layer where blocks sum the outputs; `fetch`: what is still to be done while they wait; `at_once`: partial
+    outputs were sent with the values they follow from."""
     wait = f"wait_for<{name}::LAST_EXCHANGE>(c, c.passes, 0, 1); c.dead = __syncthreads_or(c.dead);"
+    awaited = f"OutputBias<{name}> b{index}(c); wait_for<{before}::OUT_EXCHANGE>(c, c.passes, 0, 1);"
+    sends = [] if at_once else [(f"partial outputs {index}", f"send_partial_outputs<{name}, {before}>(c);")]
     return [
-        (f"partial outputs {index}", f"send_partial_outputs<{name}, {before}>(c);"),
+        *sends,
         *fetch,
-        (f"wait for partial outputs {index}", f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, 0, 1);"),
-        (f"loss {index}", f"finish_outputs<{name}, {before}>(c, draw, tally);"),
+        (f"wait for partial outputs {index}", awaited),
+        (f"loss {index}", f"finish_outputs<{name}, {before}>(c, draw, tally, b{index});"),
         (f"wait for outputs {index}", wait),
     ]
 
@@ -184,7 +190,9 @@ def _backward(plan: Plan) -> Phases:
         first, back = lines.pop(), [name for name, _ in lines].index("back 1") if len(plan.layers) > 1 else -1
         lines[back + 1 : back + 1] = [first, ("fetch the next rows", "__syncthreads(); fetch_next();")]
     if not plan.sums_outputs:
-        meet = "__syncthreads(); " if len(plan.layers) == 1 else ""  # else a phase has brought a barrier since the outputs
+        meet = (
+            "__syncthreads(); " if len(plan.layers) == 1 else ""
+        )  # else a phase has brought a barrier since the outputs
         lines.append(("sum the loss", meet + sum_the_loss))
     return lines
 

@@ -23,6 +23,11 @@ INLINE float exponential(float v) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(v * 1.44269504f));
   return power;
 }
+INLINE float reciprocal(float v) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(v));
+  return inverse;
+}
 INLINE float logarithm(float v) { return PLANES == 1 ? __logf(v) : logf(v); }
 
 // How a row's outputs are spread: a lane has COUNT of them. Over a quad, as accumulators have it:
@@ -81,7 +86,7 @@ template <class Row> INLINE Result row_loss(const Row& row, u32 target, float sm
       total += value;
     }
     total = row.sum_of_shares(total);
-    const float inverse = __fdividef(weight, total);
+    const float inverse = weight * reciprocal(total);
 #pragma unroll
     for (int i = 0; i < Row::COUNT; ++i) {
       float& value = row.value(i);

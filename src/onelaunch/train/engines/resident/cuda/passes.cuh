@@ -142,8 +142,16 @@ template <class L, int N> INLINE void keep_delta(const Context& c, int row_tile,
   if (c.g == 0) store_shared(c.shared + L::AT_BIAS_SUMS + ((row_tile * 2 + half) * L::UNITS + n * 8 + c.q * 2) * 4, sum[0], sum[1]);
 }
 
-// Bias, activations and dropout of a hidden layer; its values go to everyone who needs them.
-template <class L, class Read> INLINE void forward(Context& c, const Weights<L>& w, const Operands<L>& operands, const Draw& draw, Read read) {
+// Where a hidden layer's values go: to everyone, or nowhere (the block keeps them).
+template <class L> struct ToAll {
+  const Context& c;
+  template <int N> INLINE void operator()(int row_tile, int n, int half, const u32 (&words)[N][PLANES]) const { publish<L::OUT_EXCHANGE, L::AT_OUT, L::OUT_STRIDE, L>(c, c.passes, row_tile, n, half, words); }
+};
+struct ToNobody {
+  template <int N> INLINE void operator()(int, int, int, const u32 (&)[N][PLANES]) const {}
+};
+// Bias, activations and dropout of a hidden layer; its values are given to those who need them.
+template <class L, class Read, class Give> INLINE void forward(Context& c, const Weights<L>& w, const Operands<L>& operands, const Draw& draw, Read read, const Give& give) {
   for (int group = 0; group < ROW_TILES / GROUP_TILES; ++group) {
     float sum[GROUP_TILES][L::NT][4];
     multiply<L>(c, w, operands, group, sum, read);
@@ -167,7 +175,7 @@ template <class L, class Read> INLINE void forward(Context& c, const Weights<L>&
         if (draw.training) store_shared(slope_at<L>(c, row_tile, n, half + i), slope[2 * i], slope[2 * i + 1]);
         split(z[2 * i], z[2 * i + 1], words[i]);
       }
-      if constexpr (L::PUBLISHES) publish<L::OUT_EXCHANGE, L::AT_OUT, L::OUT_STRIDE, L>(c, c.passes, row_tile, n, half, words);
+      give(row_tile, n, half, words);
       if constexpr (L::KEEPS_VALUES) keep_words<L::AT_OWN, L::NT>(c, row_tile, n, half, words);
     });
   }

@@ -9,7 +9,51 @@ INLINE u32 exchange_barrier(int exchange, u32 count) { return AT_BARRIERS + (exc
 // Partial outputs lie at their owner's as [block they come from][row][unit].
 template <class L> INLINE u32 partial_output_at(u32 from, u32 own_row, u32 unit) { return L::AT_PARTS + ((from * ROWS_EACH + own_row) * L::UNITS + unit) * 4; }
 
-// L: the last layer, H: the one before it. A warp takes a tile of 16 rows by eight outputs.
+// Four outputs of a row to its owner.
+template <class L, class H> INLINE void send_four(const Context& c, u32 row, u32 unit, float a, float b, float d, float e) {
+  const u32 four[4] = {__float_as_uint(a), __float_as_uint(b), __float_as_uint(d), __float_as_uint(e)}, there = at_block(c.shared, row / ROWS_EACH);
+  if (!stays_silent(c)) send(there + partial_output_at<L>(c.rank, row % ROWS_EACH, unit), four, there + exchange_barrier(H::OUT_EXCHANGE, c.passes));
+}
+// Where a block has one tile of the last hidden layer: its values are multiplied as they are finished, out of the registers.
+template <class L, class H> struct ToOwners {
+  static_assert(H::NT == 1 && L::NT % 2 == 0, "a tile's values are one operand");
+  const Context& c;
+  u32 right[PLANES][L::NT];
+  INLINE ToOwners(const Context& context) : c(context) {
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane)
+#pragma unroll
+      for (int n = 0; n < L::NT; n += 2) {
+        u32 words[2];
+        load_transposed(c.shared + L::AT_BACK + (plane * L::NT + n) * 128 + (c.lane & 15) * 16, words);
+        right[plane][n] = words[0], right[plane][n + 1] = words[1];
+      }
+  }
+  INLINE void operator()(int row_tile, int, int half, const u32 (&words)[1][PLANES]) const {
+    const bool odd = c.q & 1;
+#pragma unroll
+    for (int n = 0; n < L::NT; n += 2) {
+      float sum[2][4];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        clear(sum[i]);
+#pragma unroll
+        for (int other = 0; other < PLANES; ++other)
+#pragma unroll
+          for (int plane = 0; plane + other < PLANES; ++plane) {
+            const u32 left[4] = {words[0][plane], 0, 0, 0};  // eight rows of 16, eight inputs of 16
+            multiply_add(sum[i], left, right[other][n + i], 0);
+          }
+      }
+      // An even lane sends four outputs of the first tile, an odd one of the second.
+      const float a = __shfl_xor_sync(~0u, odd ? sum[0][0] : sum[1][0], 1), b = __shfl_xor_sync(~0u, odd ? sum[0][1] : sum[1][1], 1);
+      const u32 row = row_tile * 16 + half * 8 + c.g, unit = (n + odd) * 8 + (c.q & 2) * 2;
+      if (odd) send_four<L, H>(c, row, unit, a, b, sum[1][0], sum[1][1]);
+      else send_four<L, H>(c, row, unit, sum[0][0], sum[0][1], a, b);
+    }
+  }
+};
+// Else, L: the last layer, H: the one before it. A warp takes a tile of 16 rows by eight outputs.
 template <class L, class H> INLINE void send_partial_outputs(Context& c) {
   constexpr int TILES = ROW_TILES * L::NT;
   __syncthreads();  // the block's values are there
@@ -39,16 +83,23 @@ template <class L, class H> INLINE void send_partial_outputs(Context& c) {
     }
     // A lane sends four outputs of a row: an even one of its upper row, an odd one of its lower.
     const bool odd = c.q & 1;
-    const u32 first = __float_as_uint(__shfl_xor_sync(~0u, odd ? sum[0] : sum[2], 1)), second = __float_as_uint(__shfl_xor_sync(~0u, odd ? sum[1] : sum[3], 1));
-    const u32 four[4] = {odd ? first : __float_as_uint(sum[0]), odd ? second : __float_as_uint(sum[1]), odd ? __float_as_uint(sum[2]) : first, odd ? __float_as_uint(sum[3]) : second};
-    const u32 row = m * 16 + odd * 8 + c.g, there = at_block(c.shared, row / ROWS_EACH);
-    if (!stays_silent(c)) send(there + partial_output_at<L>(c.rank, row % ROWS_EACH, n * 8 + (c.q & 2) * 2), four, there + exchange_barrier(H::OUT_EXCHANGE, c.passes));
+    const float a = __shfl_xor_sync(~0u, odd ? sum[0] : sum[2], 1), b = __shfl_xor_sync(~0u, odd ? sum[1] : sum[3], 1);
+    const u32 row = m * 16 + odd * 8 + c.g, unit = n * 8 + (c.q & 2) * 2;
+    send_four<L, H>(c, row, unit, odd ? a : sum[0], odd ? b : sum[1], odd ? sum[2] : a, odd ? sum[3] : b);
   }
 }
 
+// The biases of a lane's outputs, read before the wait.
+template <class L> struct OutputBias {
+  float of[L::NT / 2];
+  INLINE OutputBias(const Context& c) {
+#pragma unroll
+    for (int i = 0; i < L::NT / 2; ++i) of[i] = load_float(c.shared + L::AT_BIAS + (i * 16 + (c.lane & 15)) * 4);
+  }
+};
 // A warp takes a row at once. Its two halves add up every other block's sums, then both have the row; and each lane sends eight
 // outputs' gradients to one block.
-template <class L, class H> INLINE void finish_outputs(Context& c, const Draw& draw, const Tally& tally) {
+template <class L, class H> INLINE void finish_outputs(Context& c, const Draw& draw, const Tally& tally, const OutputBias<L>& bias) {
   static_assert(BLOCKS <= 16, "two lanes send to a block");
   constexpr int COUNT = L::NT / 2, EACH = (BLOCKS + 1) / 2;
   if (c.warp >= SCORES) return;
@@ -72,8 +123,7 @@ template <class L, class H> INLINE void finish_outputs(Context& c, const Draw& d
       for (int stride = 1; stride < EACH; stride *= 2)
 #pragma unroll
         for (int k = 0; k + stride < EACH; k += 2 * stride) part[k] += part[k + stride];
-      const float bias = load_float(c.shared + L::AT_BIAS + unit * 4);
-      float one[1] = {part[0] + __shfl_xor_sync(~0u, part[0], 16) + bias}, its_slope[1] = {1.f};
+      float one[1] = {part[0] + __shfl_xor_sync(~0u, part[0], 16) + bias.of[i]}, its_slope[1] = {1.f};
       L::chain(one, its_slope, draw, draw.row + row, unit);
       z[i] = one[0], slope[i] = its_slope[0];
     }
