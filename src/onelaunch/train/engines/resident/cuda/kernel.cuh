@@ -22,13 +22,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   c.rank = block_number(), c.shared = shared_address(memory);
   c.passes = c.backs = c.step = c.turn = 0, c.dead = false;
   for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
-  Inputs<Layer0>::make_barriers(c);
+  Inputs<Layer0>::clear_is_done();
 #if STAMPS
   __shared__ u32 spent[PHASES];
   for (u32 i = threadIdx.x; i < PHASES; i += THREADS) spent[i] = 0;
   u32 stamped = (u32)clock_now();
 #endif
   __syncthreads();
+  Inputs<Layer0>::make_barriers(c);  // used after one more barrier of the block
 #if IS_CLUSTER
   for (u32 i = 0; i < (BLOCKS + 3) / 4; ++i) c.remote[i] = at_block(c.shared, i * 4 + c.q < BLOCKS ? i * 4 + c.q : 0);
   make_barriers(c);

@@ -15,11 +15,13 @@ template <class L> struct Inputs {
   // Chips with bulk copies take a row with one instruction, and a barrier a buffer counts the bytes as they arrive.
 #if BULK
   INLINE static u32 barrier_at(const Context& c, u32 buffer) { return c.shared + AT_ROW_BARRIERS + buffer * 8; }
+  // This thread's zeros come before what bulk copies bring.
+  INLINE static void clear_is_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   INLINE static void make_barriers(const Context& c) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // zeros first, then what bulk copies bring
     if (threadIdx.x < X_BUFFERS) make_barrier(barrier_at(c, threadIdx.x), WARPS);
   }
 #else
+  INLINE static void clear_is_done() {}
   INLINE static void make_barriers(const Context&) {}
 #endif
   // `number(row)`: which row of x and y stands at `row` of the pass; one that counts or any other. A warp takes EACH rows.
