@@ -18,7 +18,9 @@ template <class L> struct Inputs {
   // This thread's zeros come before what bulk copies bring.
   INLINE static void clear_is_done() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
   INLINE static void make_barriers(const Context& c) {
-    if (threadIdx.x < X_BUFFERS) make_barrier(barrier_at(c, threadIdx.x), WARPS);
+    if (threadIdx.x >= X_BUFFERS) return;
+    make_barrier(barrier_at(c, threadIdx.x), WARPS);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
 #else
   INLINE static void clear_is_done() {}
