@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
+import subprocess
 import time
 
 import numpy as np
 import pytest
 import torch
 
+from onelaunch.bench import results
 from onelaunch.bench.case import REGISTRY, Case, Trial, case
 from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.run import failures, run_case, run_cases, select
@@ -176,8 +179,24 @@ def test_unknown_groups_and_filters_name_what_there_is():
     assert groups == {"cpu", "ops"}
 
 
-def test_results_without_git_have_no_commit(monkeypatch):
-    from onelaunch.bench import results
+def test_the_source_has_the_name_git_gives_it(tmp_path):
+    for name in ("b.py", "a/c.cuh", "a/deep/d.py", "a.py", "é.html"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"of {name}\n", encoding="utf-8")
 
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main")
+        done = subprocess.run(("git", "-C", tmp_path, *identity, *command), capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    git("add", ".")
+    expected = git("write-tree")
+    shutil.rmtree(tmp_path / ".git")
+    (tmp_path / "__pycache__").mkdir()
+    assert results.tree_of(tmp_path) == expected
+
+
+def test_results_without_git_have_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert results.commit() == ""

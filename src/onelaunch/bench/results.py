@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -28,6 +29,7 @@ def provenance(command: str) -> dict[str, Any]:
         "command": command,
         "machine": describe_machine() | {"driver": gpu.driver() if gpu else None},
         "commit": commit(),
+        "source": tree_of(Path(__file__).resolve().parents[1]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores_taken": [round(cores_taken_before(), 2)],
     }
@@ -50,6 +52,22 @@ def commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return name.stdout.strip()
+
+
+def tree_of(folder: Path) -> str:
+    """The name git gives a folder of these files: `git rev-parse COMMIT:src/onelaunch` finds the commit, also of results taken
+    where git knows of none."""
+
+    def name(kind: str, content: bytes) -> bytes:
+        return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content, usedforsecurity=False).digest()
+
+    def entry(path: Path) -> tuple[str, bytes]:
+        if path.is_dir():
+            return f"{path.name}/", f"40000 {path.name}\0".encode() + bytes.fromhex(tree_of(path))
+        return path.name, f"100644 {path.name}\0".encode() + name("blob", path.read_bytes())
+
+    kept = [path for path in folder.iterdir() if path.name != "__pycache__"]
+    return name("tree", b"".join(line for _, line in sorted(map(entry, kept)))).hex()
 
 
 def new_path() -> Path:

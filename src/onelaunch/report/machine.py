@@ -25,6 +25,7 @@ def machine_facts(source: dict[str, Any]) -> list[tuple[str, str]]:
         ("system", f"{machine.get('system', '')}, Python {versions.get('python', '?')}" if machine else ""),
         ("versions", ", ".join([f"onelaunch {versions.get('onelaunch', '?')}", *found]) if versions else ""),
         ("commit", source.get("commit", "")),
+        ("source tree", source.get("source", "")),
         ("date", source.get("date", "")),
         ("others", _others(source)),
     ]

@@ -113,7 +113,10 @@ def predicted_microseconds(plan: Plan) -> float:
         time += phases * (0.25 * groups + (0.0 if layer.last else 0.008 * products))
         if not layer.last:
             time += (1 if layer.first else 2) * (exchange + kilobyte * plan.exchanged_bytes(layer) / 1024)
-    return 1.2 * time * plan.micro_batches
+    time *= 1.2
+    if plan.input_buffers == 1:  # rows are waited for
+        time += 0.012 * plan.input_buffer_bytes / 1024
+    return time * plan.micro_batches
 
 
 def _predicted_by_rows(plan: RowsPlan) -> float:
