@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
-from onelaunch.files import remove_leftovers, write_atomic
+from onelaunch.files import held, remove_leftovers, write_atomic
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
@@ -26,3 +28,33 @@ def test_leftovers_of_the_killed_are_removed(tmp_path):
     (tmp_path / "file.tmp").write_text("the user's own")
     remove_leftovers(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.tmp"]
+
+
+def test_a_file_is_held_by_one_at_a_time(tmp_path):
+    path = tmp_path / "run"
+    with held(path), pytest.raises(BlockingIOError), held(path):
+        pass
+    assert not list(tmp_path.iterdir())
+    with held(path):
+        pass
+
+
+def test_a_killed_holder_holds_nothing(tmp_path):
+    path = tmp_path / "run"
+    program = f"""
+import pathlib, time
+from onelaunch.files import held
+with held(pathlib.Path({str(path)!r})):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(BlockingIOError), held(path):
+            pass
+        holder.kill()
+        holder.wait()
+        with held(path):
+            pass
+    assert not list(tmp_path.iterdir())

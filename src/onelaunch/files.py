@@ -6,7 +6,13 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 def cache_folder(name: str) -> Path:
@@ -35,6 +41,38 @@ def write_atomic(path: Path, content: bytes | str) -> None:
             temporary.unlink()
         raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """`path` for one at a time: BlockingIOError while another holds it. The system lets go of it when a process dies.
+
+    The lock is a file beside `path`. Whoever leaves removes it, so one that was opened before and locked after is no lock.
+    """
+    if fcntl is None:
+        yield
+        return
+    lock = path.with_name(f".{path.name}.lock")
+    while True:
+        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), os.stat(lock)):
+                break
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            os.close(handle)
+            raise
+        except OSError:  # a file system without locks
+            break
+        os.close(handle)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            lock.unlink()
+        os.close(handle)
 
 
 def sync_folder(folder: Path) -> None:

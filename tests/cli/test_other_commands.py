@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import pytest
 
 import onelaunch
 from onelaunch.bench.case import REGISTRY, Trial, case
 from onelaunch.bench.run import select
+from onelaunch.cli import main
 from onelaunch.train.engines import FASTEST_FIRST
 
 
@@ -115,3 +117,31 @@ def test_bench_looks_where_to_save_before_it_measures(cli, tmp_path):
     result = cli("bench", "train", "--out", tmp_path)
     assert result.code == 2
     assert "cannot be written: it is a folder" in result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["trian"], "'train'.*see onelaunch --help"),
+        (["train", "--epochs", "abc"], "--epochs.*integer.*see onelaunch train --help"),
+        (["bench", "--nope"], "--nope.*see onelaunch bench --help"),
+        (["explain"], "model.*see onelaunch explain --help"),
+    ],
+)
+def test_a_mistake_on_the_command_line_takes_one_line(arguments, names, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["onelaunch", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.out == ""
+    assert re.fullmatch(f"error: .*{names}.*\n", said.err)
+
+
+@pytest.mark.parametrize(("arguments", "code", "begins"), [(["--version"], 0, "onelaunch "), ([], 2, "Usage: ")])
+def test_what_is_no_mistake_is_answered(arguments, code, begins, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["onelaunch", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+    assert "".join(capsys.readouterr()).startswith(begins)

@@ -16,6 +16,8 @@ from torch import nn
 
 import onelaunch as ol
 from onelaunch.train.checkpoint import load_checkpoint
+from onelaunch.train.fit import fit_with
+from onelaunch.train.loop import Listener
 from tests.train.reference import OPTIMIZERS, problem
 
 pytest.importorskip("safetensors")
@@ -208,6 +210,22 @@ def test_a_new_run_does_not_overwrite_an_old_checkpoint(tmp_path):
     run(network(), epochs=1, seed=2, checkpoint=path)
     assert path.with_name("run.safetensors.1").read_bytes() == first
     assert path.with_name("run.safetensors.2").exists()
+
+
+def test_two_runs_do_not_write_one_checkpoint(tmp_path):
+    path = tmp_path / "run.safetensors"
+    refused = []
+
+    class Second(Listener):
+        def epoch(self, history, record):
+            with pytest.raises(ol.CheckpointError, match=r"run\.safetensors' is being written by another run"):
+                run(network(), epochs=1, checkpoint=path)
+            refused.append(record)
+
+    fit_with(network(), *data(), {"epochs": 2}, checkpoint=path, progress=False, listener=Second())
+    assert len(refused) == 2
+    run(network(), epochs=1, checkpoint=path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.safetensors", "run.safetensors.1"]
 
 
 def test_an_unwritable_place_is_named(tmp_path):

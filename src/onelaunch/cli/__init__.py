@@ -6,12 +6,14 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from onelaunch.errors import DivergedError, OnelaunchError
 from onelaunch.version import VERSION
+
+USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer's own, or click's in older ones
 
 
 def main() -> None:
@@ -19,9 +21,22 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # µ and × on a terminal that has only ASCII
     try:
-        _app()(prog_name="onelaunch")
+        code = _app()(prog_name="onelaunch", standalone_mode=False)
+    except USAGE_ERROR as error:
+        sys.exit(_tell_usage(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    sys.exit(code or 0)
+
+
+def _tell_usage(error: Any) -> int:
+    """A mistake on the command line in one line; no command at all is answered with the help."""
+    said = error.format_message()
+    if "\n" in said or error.ctx is None:
+        error.show()
+    else:
+        typer.echo(f"error: {said.rstrip('.')} (see {error.ctx.command_path} --help)", err=True)
+    return int(error.exit_code)
 
 
 def _app() -> typer.Typer:

@@ -7,10 +7,11 @@ checkpoint needs PyTorch alone.)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from onelaunch.errors import CheckpointError, reason_of
-from onelaunch.files import write_atomic
+from onelaunch.files import held, write_atomic
 from onelaunch.train.engines.contract import Run, State
 
 FORMAT = 1
@@ -41,6 +42,28 @@ class Checkpoint:
         return len(self.losses)
 
 
+@contextlib.contextmanager
+def claimed(path: Path | None, *, there: bool) -> Iterator[None]:
+    """No other run writes to `path` meanwhile. A place that cannot be written to is refused now, not after an epoch; one that
+    should be `there`, and is not, when it is read."""
+    with contextlib.ExitStack() as stack:
+        if path is not None and (path.is_file() or not there):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(held(path))
+            except BlockingIOError as error:
+                raise CheckpointError(
+                    f"checkpoint={str(path)!r} is being written by another run: wait for its end, or pass another path"
+                ) from error
+            except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+                raise not_writable(path, error) from error
+        yield
+
+
+def not_writable(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"checkpoint={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path")
+
+
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     from safetensors.torch import save
 
@@ -54,10 +77,8 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
-    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path"
-        ) from error
+    except (OSError, ValueError) as error:
+        raise not_writable(path, error) from error
 
 
 def for_saving(tensors: Mapping[str, torch.Tensor]) -> State:

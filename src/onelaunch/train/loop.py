@@ -20,13 +20,14 @@ from onelaunch.errors import DivergedError
 from onelaunch.train.checkpoint import (
     Checkpoint,
     check_fits,
+    claimed,
     fingerprint,
     load_checkpoint,
     save_checkpoint,
     set_aside,
     tensors_of,
 )
-from onelaunch.train.distributed import world
+from onelaunch.train.distributed import World, world
 from onelaunch.train.engines import choose, engine_or_reason
 from onelaunch.train.engines.contract import Engine, Run, State
 from onelaunch.train.history import History, Recorder
@@ -63,6 +64,14 @@ def drive(
     written = checkpoint if team.leads else None
     if not team.leads:
         progress, listener = Progress(), Listener()
+    with claimed(written, there=resume):
+        return _drive(run, team, checkpoint, written, resume, progress, listener, started)
+
+
+def _drive(
+    run: Run, team: World, checkpoint: Path | None, written: Path | None, resume: bool, progress: Progress,
+    listener: Listener, started: float,
+) -> History:  # fmt: skip
     run = dataclasses.replace(run, checkpoints=checkpoint is not None)
     resumed = _resume(run, checkpoint) if resume and checkpoint else None
     engine, reason = _choose(run, resumed)
