@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -11,41 +9,62 @@ from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.bench.measure import measure
 
 
+class Clock:
+    """Time that passes only when someone sleeps, or a little when it is asked for: a busy machine does not disturb it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("onelaunch.bench.energy.time", clock)
+    return clock
+
+
 class Card:
     """A device that works through a queue, 500 W when busy and 100 W when not, with a counter that moves every 40 ms and takes
     a while to read."""
 
-    def __init__(self, call: float = 0.002, reading: float = 0.003) -> None:
-        self.call, self.reading = call, reading
-        self.begin = time.perf_counter()
+    def __init__(self, clock: Clock, call: float = 0.002, reading: float = 0.003) -> None:
+        self.clock, self.call, self.reading = clock, call, reading
+        self.begin = clock.perf_counter()
         self.free_at = self.begin
         self.busy: list[tuple[float, float]] = []
 
     def work(self) -> None:
-        start = max(time.perf_counter(), self.free_at)
+        start = max(self.clock.perf_counter(), self.free_at)
         self.free_at = start + self.call
         self.busy.append((start, self.free_at))
 
     def mark(self) -> Work:
         until = self.free_at
-        return lambda: time.sleep(max(0.0, until - time.perf_counter()))
+        return lambda: self.clock.sleep(max(0.0, until - self.clock.perf_counter()))
 
     def read(self) -> int:
-        time.sleep(self.reading)
-        tick = self.begin + (time.perf_counter() - self.begin) // 0.04 * 0.04
+        self.clock.sleep(self.reading)
+        tick = self.begin + (self.clock.perf_counter() - self.begin) // 0.04 * 0.04
         working = sum(max(0.0, min(end, tick) - start) for start, end in self.busy)
         return int(1e3 * (100 * (tick - self.begin) + 400 * working))
 
 
-def test_a_unit_costs_what_the_card_draws_while_it_is_busy():
+def test_a_unit_costs_what_the_card_draws_while_it_is_busy(clock):
     """2 ms at 500 W, though each reading takes longer than a call."""
-    card = Card()
+    card = Card(clock)
     found = joules(card.work, units=10, call_seconds=0.002, seconds=0.4, counter=card.read, mark=card.mark)
     assert found == pytest.approx(0.1, rel=0.2)
 
 
-def test_power_of_work_that_waits_for_itself():
-    card = Card(call=0.03)
+def test_power_of_work_that_waits_for_itself(clock):
+    card = Card(clock, call=0.03)
 
     def waits() -> None:
         card.work()
@@ -54,10 +73,10 @@ def test_power_of_work_that_waits_for_itself():
     assert watts(waits, seconds=0.4, counter=card.read, mark=card.mark) == pytest.approx(480, rel=0.2)
 
 
-def test_a_counter_that_stands_still_or_is_missing_gives_none(monkeypatch):
+def test_a_counter_that_stands_still_or_is_missing_gives_none(monkeypatch, clock):
     monkeypatch.setattr("onelaunch.bench.energy.GIVE_UP_SECONDS", 0.05)
     for reading in (7, None):
-        card = Card(call=0.001)
+        card = Card(clock, call=0.001)
         found = joules(card.work, units=1, call_seconds=0.001, seconds=0.1, counter=lambda: reading, mark=card.mark)  # noqa: B023
         assert found is None
 
