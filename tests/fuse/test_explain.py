@@ -308,7 +308,7 @@ def test_command(file: Path) -> None:
         (("model.py:build", "--input", "999999999x99999999"), "input='999999999x99999999' does not fit into memory"),
         (("model.py:build", "--input", f"{10**20}x8"), "does not fit into memory"),
         (("model.py:build", "--input", "2x"), "input='2x' is not a shape"),
-        (("model.py:build", "--input", "2x3:half"), "is not a shape"),
+        (("model.py:build", "--input", "2x3:half"), "has the type 'half'"),
         (("model.py:build", "--input", "2x3"), "inputs do not fit Sequential"),
         (("model.py:build", "--input", "64x784", "--dtype", "fp8"), "dtype='fp8' is not known"),
         (("model.py:build", "--input", "64x784", "--device", "TPU"), "device='TPU' is not known"),

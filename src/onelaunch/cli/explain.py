@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,13 +64,13 @@ def explain(
 
 
 def _input(text: str, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
-    shape, _, kind = text.partition(":")
-    try:
-        sizes = [int(part) for part in shape.split("x")]
-    except ValueError:
-        sizes = [0]
-    if min(sizes) < 1 or kind not in ("", "int64"):
+    shape, typed, kind = text.partition(":")
+    written = re.fullmatch(r"[0-9]{1,999}(x[0-9]{1,999})*", shape)  # int() takes more than we would
+    sizes = [int(part) for part in shape.split("x")] if written else [0]
+    if min(sizes) < 1:
         raise OnelaunchError(f"input={text!r} is not a shape: pass sizes with x between, such as 64x784 or 8x128:int64")
+    if typed and kind != "int64":
+        raise OnelaunchError(f"input={text!r} has the type {kind!r}: pass int64 for indices, or none for numbers")
     try:
         if kind:
             return torch.zeros(sizes, dtype=torch.int64, device=where)
@@ -104,7 +105,7 @@ def _load(target: str) -> nn.Module:
         found: Any = getattr(module, name, None)
         if found is None:
             raise OnelaunchError(
-                f"model={target!r}: {path} has no {name!r}{suggest(name, vars(module))}; pass FILE.py:NAME"
+                f"model={target!r}: {path} has no {name!r}: pass FILE.py:NAME{suggest(name, vars(module))}"
             )
         made = found if isinstance(found, nn.Module) else found()
     finally:

@@ -14,11 +14,12 @@ from onelaunch.fuse.decide import TIMES, Decision, counts_host, decision_on, dev
 from onelaunch.fuse.explanation import Explanation, Group, OperationCost
 from onelaunch.fuse.fuse import check_model, is_lazy
 from onelaunch.fuse.placing import fusion_of, make_plans, place_regions
+from onelaunch.fuse.put_back import buffers_put_back
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import Options
 from onelaunch.fuse.resources import KernelResources, resources_of
 from onelaunch.fuse.roofline import DeviceModel, device_model, named_device
-from onelaunch.fuse.timing import buffers_put_back, contenders
+from onelaunch.fuse.timing import contenders
 from onelaunch.fuse.twin import sealed
 
 
@@ -29,7 +30,11 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, time: str
     CUDA device, and unless another is named, they are measured too; `time` is that of `fuse`.
     """
     check_model(model)
-    model = getattr(model, "_orig_mod", model)  # what torch.compile was given
+    given, model = model, getattr(model, "_orig_mod", model)  # what torch.compile was given
+    if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
+        raise OnelaunchError(
+            f"model is a {type(model).__name__}, which has no forward: pass a module that can be called"
+        )
     if sealed(model) == "compiled":
         raise OnelaunchError(f"model is a {type(model).__name__} that was compiled: pass it before model.compile()")
     if is_lazy(model):
@@ -52,9 +57,10 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, time: str
     groups = [_group(one, run, decision, where) for one, decision in zip(run.chains, decisions, strict=True)]
     shown = roof or device_model(where)
     operations = [_operation(step, shown) for step in run.steps]
-    untraced = [note for note in dict.fromkeys(fusion.notes) if "is not one graph" in note]
+    notes = ["it is compiled, and fuse leaves that as it is: fuse first, compile then"] if given is not model else []
+    notes += run.notes + [note for note in dict.fromkeys(fusion.notes) if "is not one graph" in note]
     kept = [group for group in groups if group is not None]
-    return Explanation(type(model).__name__, model.training, shown, operations, kept, untraced)
+    return Explanation(type(model).__name__, model.training, shown, operations, kept, notes)
 
 
 def _group(one: Found, run: Record, decision: Decision | None, where: torch.device) -> Group | None:

@@ -58,7 +58,7 @@ class Totals:
     seconds: float  # predicted
 
 
-@dataclass
+@dataclass(repr=False)
 class Explanation:
     model: str
     training: bool
@@ -203,10 +203,13 @@ class Explanation:
         if len(self.notes) > MOST_NOTES:
             yield Text(f"and {len(self.notes) - MOST_NOTES} more notes, in to_dict()", style="dim")
 
+    def __repr__(self) -> str:  # what a prompt shows
+        return str(self)
+
     def __str__(self) -> str:
         from rich.console import Console
 
-        width = max(LEAST_WIDTH, shutil.get_terminal_size((0, 0)).columns)
+        width = shutil.get_terminal_size((LEAST_WIDTH, 0)).columns
         console = Console(file=io.StringIO(), width=width)
         console.print(self)
         assert isinstance(console.file, io.StringIO)

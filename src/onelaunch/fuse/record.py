@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -25,6 +26,7 @@ from onelaunch.fuse.arguments import inputs_of
 from onelaunch.fuse.chains import Chain
 from onelaunch.fuse.costs import NOTHING, Spec, Step, apart
 from onelaunch.fuse.operations import Operation, of_call
+from onelaunch.fuse.put_back import buffers_put_back, parameter_versions
 from onelaunch.fuse.region import Plan, Region, absolute, watched_by
 from onelaunch.fuse.roofline import Cost
 from onelaunch.fuse.spelled import spelled_activation
@@ -45,28 +47,28 @@ class Found:
 class Record:
     steps: list[Step] = field(default_factory=list)
     chains: list[Found] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def record(model: nn.Module, inputs: tuple[Any, ...]) -> Record:
     """One call of `model` in its current mode; in training mode what it would cost to go back is part of the record."""
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     copies = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x, inputs)
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     recorder = _Recorder(model)
+    written = parameter_versions(model)
     try:
         with (
-            torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(model.training), recorder.watching(),
-            warnings.catch_warnings(),
+            buffers_put_back(model), torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(model.training),
+            recorder.watching(), warnings.catch_warnings(),
         ):  # fmt: skip
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # ours
             model(*copies)
     except Exception as error:
-        said = said_by(error, sentence=False)
+        said = said_by(error, sentence=False).rstrip(": ")
         raise OnelaunchError(f"inputs do not fit {type(model).__name__}: {said}; pass what it takes") from error
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])
+    written = {name: version for name, version in parameter_versions(model).items() if version != written.get(name)}
+    if written:
+        recorder.record.notes.append(f"the forward writes to {next(iter(written))}: this run of it did too")
     return recorder.record
 
 
@@ -120,6 +122,8 @@ class _Recorder(TorchFunctionMode):
         with counter:
             result = func(*args, **kwargs)
         outputs = [x for x in tree_leaves(result) if _is_tensor(x)]
+        if func is F.scaled_dot_product_attention and not outputs[0].is_cuda:
+            counter.cost = _attention(args, kwargs, outputs[0])
         if counter.cost.launches and outputs and not _counts_batches(func, outputs[0]):
             name = getattr(func, "__name__", str(func)).strip("_")
             read = [Spec.of(x) for x in tree_leaves((args, kwargs)) if _is_tensor(x)]
@@ -220,6 +224,15 @@ def step_of(operation: Operation, result: torch.Tensor) -> Step:
     step = Step(operation.role, operation.name, operation.name, inputs, Spec.of(result), options)
     work = apart(step)
     return replace(step, forward=work.forward, backward=work.backward)
+
+
+def _attention(args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> Cost:
+    """One kernel, as on a GPU; a CPU may take the products apart and keep every weight of the attention."""
+    tensors = [x for x in tree_leaves((args, kwargs)) if _is_tensor(x)]
+    named = dict(zip(("query", "key"), args, strict=False)) | kwargs
+    products = named["query"].numel() // named["query"].shape[-1] * named["key"].shape[-2]
+    flops = 2 * products * (named["query"].shape[-1] + out.shape[-1])
+    return Cost(sum(x.numel() * x.element_size() for x in (*tensors, out)), flops, 1)
 
 
 class _Counter(TorchDispatchMode):

@@ -10,8 +10,7 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from onelaunch.files import cache_folder
 from onelaunch.fuse.chains import Chain
 from onelaunch.fuse.costs import Spec, Step
+from onelaunch.fuse.put_back import buffers_put_back
 from onelaunch.fuse.record import Found
 from onelaunch.fuse.region import compiled, run_apart, watched_by
 from onelaunch.fuse.tracing import Trace
@@ -126,17 +126,6 @@ def _once(
     with torch.set_grad_enabled(bool(leaves)):
         out = run(module, *values)
         return torch.autograd.grad(out, leaves, dy, allow_unused=True) if leaves else out
-
-
-@contextmanager
-def buffers_put_back(module: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
 
 
 def device_times(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
