@@ -28,7 +28,7 @@ def buffers_put_back(model: nn.Module) -> Iterator[None]:
                 if buffer.shape == value.shape:
                     buffer.copy_(value)
                 else:  # resized where it lay
-                    buffer.set_(value)
+                    buffer.set_(value)  # type: ignore[call-overload]
 
 
 def parameter_versions(model: nn.Module) -> dict[str, int]:
