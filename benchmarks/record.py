@@ -32,6 +32,7 @@ GROUPS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "memory": ((*BENCH, "memory", "--quick"), ("",)),
     "ops": ((*BENCH, "ops", "--quick"), ("relu_dropout", "batch_norm", "cross_entropy", "linear")),
     "cold-launch": ((sys.executable, str(Path(__file__).with_name("cold_launch.py"))), ()),
+    "resident-phases": ((sys.executable, str(Path(__file__).with_name("resident_phases.py"))), ()),
 }
 
 

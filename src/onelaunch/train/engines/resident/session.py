@@ -106,7 +106,7 @@ class ResidentSession:
         registers = f"{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes spilled"
         self.plan = f"{describe(self.layout)}\n{registers}"
         self.allocations = {"launches": 0}
-        self._stream = torch.cuda.Stream(run.device)
+        self.stream = torch.cuda.Stream(run.device)
         self._control = MappedArray(1, CONTROL, run.device)
         self._most_steps = min(max(MOST_LOSSES, run.spec.steps_per_epoch), run.spec.total_steps)
         self._losses = MappedArray(self._most_steps, np.float32, run.device)
@@ -202,10 +202,10 @@ class ResidentSession:
         params["losses"] = self._losses.address
         self._first = first
         self._buffers.by_name["flags"].zero_()
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))
         layout = self.layout
         self.kernel.launch(
-            self._stream, grid=layout.blocks, block=THREADS, cluster=layout.blocks if layout.cluster else 1,
+            self.stream, grid=layout.blocks, block=THREADS, cluster=layout.blocks if layout.cluster else 1,
             shared_bytes=layout.shared.size, cooperative=not layout.cluster and layout.blocks > 1,
             args=[params.tobytes()],
         )  # fmt: skip
@@ -218,7 +218,7 @@ class ResidentSession:
         step, epochs, reported = first, 0, 0.0
         begin = time.perf_counter()
         finished = torch.cuda.Event()
-        finished.record(self._stream)
+        finished.record(self.stream)
         while True:
             over = finished.query()
             while int(control["epochs"]) > epochs:
@@ -268,7 +268,7 @@ class ResidentSession:
     # Out again.
 
     def snapshot(self) -> State:
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        torch.cuda.current_stream(self.device).wait_stream(self.stream)
         self._buffers.write_back()
         return self._buffers.state()
 
@@ -280,6 +280,6 @@ class ResidentSession:
     def close(self) -> None:
         if self._running:
             self._control.array["stop"] = 1
-            self._stream.synchronize()
+            self.stream.synchronize()
             self._running = False
         self._buffers.write_back()

@@ -1,0 +1,107 @@
+"""Where a step of the resident engine goes, phase by phase: `python benchmarks/resident_phases.py`, on a CUDA device.
+
+Each network trains twice: as it is, timed by events around its one launch; and with a stamp of the clock after every phase, by
+thread 0 of block 0, which adds some 70 clocks a phase. `--out benchmarks/results/resident-phases-CHIP-DATE.json` records clocks,
+registers, shared memory and spills; docs/resident.md tells what they mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from onelaunch.bench.results import check_writable, provenance, save_results
+from onelaunch.bench.workload import Workload
+from onelaunch.train.engines.resident.session import ResidentSession
+from onelaunch.train.engines.resident.source import phase_names
+
+STEPS, STAMPED_STEPS, REPEATS, ROWS = 20_000, 2_000, 3, 61_440
+SMALL = (784, 128, 128, 128, 10)
+WORKLOADS = {
+    "small": Workload(SMALL, 32, precision="bf16", pixels=True),
+    "small, floats": Workload(SMALL, 32, precision="bf16"),
+    "small, Adam": Workload(SMALL, 32, "adam", precision="bf16", pixels=True),
+    "small, auto": Workload(SMALL, 32, precision="auto", pixels=True),
+    "small, fp32": Workload(SMALL, 32, precision="fp32", pixels=True),
+    "medium": Workload((784, 512, 512, 512, 10), 32, precision="bf16", pixels=True),
+    "classic": Workload((784, 784, 784, 784, 10), 64, precision="bf16", pixels=True),
+    "narrow": Workload((64, 64, 64, 16), 256, precision="bf16", loss="mse", bias=False),
+}
+
+
+class Onlooker:
+    """Watches a run and says nothing."""
+
+    stop = False
+
+    def report(self, step: int, loss: float, correct: int | None) -> None: ...
+
+
+def train(workload: Workload, steps: int, *, stamps: bool) -> tuple[ResidentSession, float]:
+    """A run of so many steps, and the seconds its launch took."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    run = workload.run(device, rows=ROWS, engine="resident", steps=steps)
+    session = ResidentSession(run, {}, stamps=stamps)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record(session.stream)
+    losses = torch.cat([segment.losses for segment in session.segments(0, Onlooker())])
+    end.record(session.stream)
+    end.synchronize()
+    if len(losses) != steps or not losses.isfinite().all():
+        raise SystemExit(f"{workload.network} did not train: {len(losses)} of {steps} losses, the last {losses[-1]}")
+    session.close()
+    return session, start.elapsed_time(end) / 1e3
+
+
+def phases_of(workload: Workload) -> dict[str, Any]:
+    seconds = [train(workload, STEPS, stamps=False) for _ in range(REPEATS)]
+    session, _ = train(workload, STAMPED_STEPS, stamps=True)
+    clocks: dict[str, float] = {}
+    for name, spent in zip(["between", *phase_names(session.layout)], session.stamps.tolist(), strict=False):
+        clocks[name] = round(clocks.get(name, 0) + spent / STAMPED_STEPS, 1)
+    plain = seconds[0][0]
+    return {
+        "network": workload.network, "batch": workload.batch, "optimizer": workload.optimizer,
+        "precision": workload.precision, "loss": workload.loss, "rows": "uint8" if workload.pixels else "float32",
+        "placement": next(line for line in plain.plan.splitlines() if line.startswith("placement")),
+        "registers": plain.kernel.registers, "spilled_bytes": plain.kernel.local_bytes,
+        "shared_bytes": plain.layout.shared.size,
+        "microseconds": round(statistics.median(each for _, each in seconds) / STEPS * 1e6, 3),
+        "clocks": round(sum(clocks.values())), "phases": clocks,
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Where a step of the resident engine goes, phase by phase.")
+    parser.add_argument("--out", type=Path, help="where to save the figures as JSON")
+    parser.add_argument("--only", help=f"one of {', '.join(WORKLOADS)}", choices=WORKLOADS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device")
+    if options.out:
+        check_writable(options.out)
+    results = provenance("python benchmarks/resident_phases.py")
+    results["what"] = (
+        "clocks a step that thread 0 of block 0 spends in each phase, a stamp adding some 70; the time without"
+    )
+    results["networks"] = []
+    for name, workload in WORKLOADS.items():
+        if options.only in (None, name):
+            found = phases_of(workload)
+            results["networks"].append(found)
+            print(f"{name}: {found['microseconds']} µs a step, {found['registers']} registers, "
+                  f"{found['spilled_bytes']} bytes spilled, {found['shared_bytes']} of shared memory, {found['clocks']} clocks")  # fmt: skip
+            print("  " + " | ".join(f"{phase} {clocks:.0f}" for phase, clocks in found["phases"].items()), flush=True)
+            if options.out:
+                save_results(results, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
