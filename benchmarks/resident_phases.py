@@ -1,8 +1,8 @@
 """Where a step of the resident engine goes, phase by phase: `python benchmarks/resident_phases.py`, on a CUDA device.
 
 Each network trains twice: as it is, timed by events around its one launch; and with a stamp of the clock after every phase, by
-thread 0 of block 0, which adds some 70 clocks a phase. `--out benchmarks/results/resident-phases-CHIP-DATE.json` records clocks,
-registers, shared memory and spills; docs/resident.md tells what they mean.
+thread 0 of block 0, which adds some 70 clocks a phase. `--out benchmarks/results/resident-phases-CHIP-DATE.json` records
+clocks, registers, shared memory and spills; docs/resident.md tells what they mean.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ STEPS, STAMPED_STEPS, REPEATS, ROWS = 20_000, 2_000, 3, 61_440
 SMALL = (784, 128, 128, 128, 10)
 WORKLOADS = {
     "small": Workload(SMALL, 32, precision="bf16", pixels=True),
-    "small, floats": Workload(SMALL, 32, precision="bf16"),
-    "small, Adam": Workload(SMALL, 32, "adam", precision="bf16", pixels=True),
-    "small, auto": Workload(SMALL, 32, precision="auto", pixels=True),
-    "small, fp32": Workload(SMALL, 32, precision="fp32", pixels=True),
+    "small-floats": Workload(SMALL, 32, precision="bf16"),
+    "small-adam": Workload(SMALL, 32, "adam", precision="bf16", pixels=True),
+    "small-auto": Workload(SMALL, 32, precision="auto", pixels=True),
+    "small-fp32": Workload(SMALL, 32, precision="fp32", pixels=True),
     "medium": Workload((784, 512, 512, 512, 10), 32, precision="bf16", pixels=True),
     "classic": Workload((784, 784, 784, 784, 10), 64, precision="bf16", pixels=True),
     "narrow": Workload((64, 64, 64, 16), 256, precision="bf16", loss="mse", bias=False),
@@ -95,8 +95,8 @@ def main() -> int:
         if options.only in (None, name):
             found = phases_of(workload)
             results["networks"].append(found)
-            print(f"{name}: {found['microseconds']} µs a step, {found['registers']} registers, "
-                  f"{found['spilled_bytes']} bytes spilled, {found['shared_bytes']} of shared memory, {found['clocks']} clocks")  # fmt: skip
+            sizes = f"{found['registers']} registers, {found['spilled_bytes']} spilled, {found['shared_bytes']} bytes shared"
+            print(f"{name}: {found['microseconds']} µs a step, {sizes}, {found['clocks']} clocks")
             print("  " + " | ".join(f"{phase} {clocks:.0f}" for phase, clocks in found["phases"].items()), flush=True)
             if options.out:
                 save_results(results, options.out)
