@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,51 +12,89 @@ from onelaunch.fuse.arguments import CONSTANTS
 from onelaunch.fuse.operations import hooked, hooks_of
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+_OF_COMPILE = frozenset({"_is_torch_compile"})  # what torch.compile sets on a module
 _ABSENT = object()
+Tensors = dict[str, Any]
 
 
 class Guard:
-    """Holds while the modules watched are as they were. A check costs a third of a microsecond a module."""
+    """Holds while the modules watched are as they were. A check costs a third of a microsecond a module.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
+    Of `others` (called as a whole, or held and not called) only what a graph around them may have read: mode, class, children
+    and which of their tensors are None. Tensors in `tied` that were one are to stay one: a graph knows them by one name.
+    """
+
+    def __init__(
+        self, modules: Iterable[nn.Module], others: Iterable[nn.Module] = (), tied: Iterable[nn.Module] = ()
+    ) -> None:
+        modules, others = list(modules), list(others)
+        every = [*modules, *others]
         self.hooked = [module for module in modules if hooked(module)]
-        self.hooks = [hooks for module in modules if not hooked(module) for hooks in hooks_of(module)]
+        self.empty: list[dict[Any, Any]] = [
+            hooks for module in modules if not hooked(module) for hooks in hooks_of(module)
+        ]
         self.values = [
             (vars(module), name, value)
             for module in modules
             for name, value in vars(module).items()
             if name not in _INTERNAL
         ]
-        self.counts = [(vars(module), len(vars(module)), _public(vars(module))) for module in modules]
-        self.children = [(module._modules, list(module._modules.values())) for module in modules if module._modules]
+        self.values += [(vars(module), "training", module.training) for module in others]
+        self.counts = [(vars(module), len(vars(module)), frozenset(vars(module))) for module in modules]
+        self.kinds = [(module, type(module)) for module in every]
+        held: list[Tensors] = [tensors for module in every for tensors in (module._parameters, module._buffers)]
+        self.empty += [tensors for tensors in held if not tensors]
+        self.nones = [(tensors, [value is None for value in tensors.values()]) for tensors in held if tensors]
+        self.children = [
+            (module._modules, list(module._modules), list(module._modules.values()))
+            for module in every
+            if module._modules
+        ]
+        self.ties = _ties(tied)
 
     def holds(self) -> bool:
-        if any(self.hooks):
+        if any(self.empty):
             return False
         for module in self.hooked:
             if not hooked(module):
+                return False
+        for module, kind in self.kinds:
+            if type(module) is not kind:
                 return False
         for attributes, name, value in self.values:
             now = attributes.get(name, _ABSENT)
             if now is not value and not _same(now, value):
                 return False
-        for attributes, count, public in self.counts:
-            # A new attribute may hide one of the class. Private ones are torch's own: torch.compile adds some.
-            if len(attributes) != count and _public(attributes) != public:
+        for attributes, count, names in self.counts:
+            # A new attribute may hide one of the class, or be asked for with a default.
+            if len(attributes) != count and set(attributes) - names - _OF_COMPILE:
                 return False
-        for now_children, children in self.children:
-            if len(now_children) != len(children):
+        for tensors, nones in self.nones:
+            if [value is None for value in tensors.values()] != nones:
+                return False
+        for now_children, names_before, children in self.children:
+            if list(now_children) != names_before:
                 return False
             for now, child in zip(now_children.values(), children, strict=True):
                 if now is not child:
                     return False
-        return True
+        return all(tensors.get(name) is others.get(other) for tensors, name, others, other in self.ties)
 
 
-def _public(attributes: dict[str, Any]) -> int:
-    return sum(1 for name in attributes if not name.startswith("_"))
+def _ties(modules: Iterable[nn.Module]) -> list[tuple[Tensors, str, Tensors, str]]:
+    """The places of tensors that are at several, each with the first."""
+    first: dict[int, tuple[Tensors, str]] = {}
+    found = []
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for name, value in tensors.items():
+                if value is not None and id(value) in first:
+                    found.append((*first[id(value)], tensors, name))
+                first.setdefault(id(value), (tensors, name))
+    return found
 
 
 def _same(now: Any, value: Any) -> bool:
-    return type(now) is type(value) and isinstance(value, CONSTANTS) and bool(now == value)
+    if type(now) is not type(value) or not isinstance(value, CONSTANTS) or now != value:
+        return False
+    return not isinstance(value, float) or math.copysign(1, now) == math.copysign(1, value)  # 0.0 and -0.0

@@ -7,7 +7,6 @@ pickling and `copy.deepcopy`. Where a trace cannot be vouched for, the class's o
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,8 +20,10 @@ from onelaunch.fuse.arguments import Arguments, inputs_of
 from onelaunch.fuse.chains import Chain, find_chains
 from onelaunch.fuse.guard import Guard
 from onelaunch.fuse.operations import is_known
+from onelaunch.fuse.own_thread import ONE_AT_A_TIME
 from onelaunch.fuse.rewrite import rewrite
 from onelaunch.fuse.tracing import RefusedError, StandsForClass, Trace, trace
+from onelaunch.fuse.twin import sealed
 from onelaunch.fuse.verdict import without_sizes
 
 MOST_PLANS = (
@@ -30,7 +31,6 @@ MOST_PLANS = (
 )
 Watcher = Callable[["Region", "Plan", tuple[Any, ...], dict[str, Any]], Any]
 watcher: Watcher | None = None  # what runs the plans of all regions, for a while
-_one_at_a_time = threading.RLock()  # a trace replaces methods of nn.Module while it runs
 
 
 @dataclass(frozen=True)
@@ -110,12 +110,20 @@ class Region(StandsForClass):
         if watcher is None and module_hooks._has_any_global_hook():
             return None
         arguments = Arguments.of(args, kwargs)
+        plan = self.known_plan(arguments)
+        if plan is not None or torch.compiler.is_dynamo_compiling() or len(self.plans) >= MOST_PLANS:
+            return plan
+        with ONE_AT_A_TIME:  # another thread may have made it by now
+            plan = self.known_plan(arguments)
+            if plan is not None or len(self.plans) >= MOST_PLANS:
+                return plan
+            return self.make_plan(arguments)
+
+    def known_plan(self, arguments: Arguments) -> Plan | None:
         for plan in self.plans:
             if plan.arguments == arguments and plan.guard.holds():
                 return plan
-        if torch.compiler.is_dynamo_compiling() or len(self.plans) >= MOST_PLANS:
-            return None
-        return self.make_plan(arguments)
+        return None
 
     def make_plan(self, arguments: Arguments) -> Plan:
         plan = make_plan(self.module, self.path, arguments, self.shared, self.fusion)
@@ -151,12 +159,11 @@ def absolute(prefix: str, path: str) -> str:
 
 def make_plan(module: nn.Module, path: str, arguments: Arguments, shared: frozenset[str], fusion: Fusion) -> Plan:
     """What to do when `module`, which is `path` in the fused model, is called with arguments of this kind."""
-    with _one_at_a_time:
-        try:
-            traced = trace(module, arguments)
-        except RefusedError as refusal:
-            return Plan(arguments, Guard([module]), refusal=str(refusal))
-    plan = Plan(arguments, Guard(_watched(traced)), find_chains(traced, shared), traced)
+    try:
+        traced = trace(module, arguments)
+    except RefusedError as refusal:
+        return Plan(arguments, Guard([module]), refusal=str(refusal))
+    plan = Plan(arguments, _guard(traced), find_chains(traced, shared), traced)
     for chain in plan.chains:
         if chain.reason is None:
             chain.reason = _why_not(chain, path, module.training, fusion)
@@ -182,10 +189,22 @@ def chain_key(chain: Chain, path: str, training: bool) -> tuple[bool, str]:
     return training, " ".join(absolute(path, part) for part in chain.key)
 
 
-def _watched(traced: Trace) -> list[nn.Module]:
-    called = [traced.module(node) for node in traced.graph.nodes if node.op == "call_module"]
-    known = [module for module in called if is_known(module)]
-    return list(dict.fromkeys([*traced.inlined.values(), *known]))
+def _guard(traced: Trace) -> Guard:
+    """Watches what the graph says something about: not the inside of modules that it calls as a whole."""
+    called = {traced.module(node) for node in traced.graph.nodes if node.op == "call_module"}
+    watched: dict[nn.Module, None] = {}
+    others: dict[nn.Module, None] = {}
+    inlined = set(traced.inlined.values())
+    left = [traced.root]
+    while left:
+        module = left.pop()
+        if module in watched or module in others or sealed(module):
+            continue
+        space = type(module).forward is nn.Module.forward  # a list of modules, or a module that only holds others
+        whole = module in called and not is_known(module)
+        (watched if module in inlined or space or (module in called and not whole) else others)[module] = None
+        left += [] if whole else [child for child in module._modules.values() if child is not None]
+    return Guard(watched, others, (module for module in traced.root.modules() if not sealed(module)))
 
 
 def compiled(traced: Trace, chains: list[Chain]) -> Callable[..., Any]:

@@ -27,9 +27,11 @@ import numpy as np
 import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from onelaunch.fuse.arguments import INPUT, Arguments
+from onelaunch.fuse.arguments import Arguments, Thing
 from onelaunch.fuse.operations import hooked, is_known
+from onelaunch.fuse.own_thread import ONE_AT_A_TIME, OwnThreadTracer
 from onelaunch.fuse.twin import sealed
 from onelaunch.rng import numpy_words
 
@@ -83,7 +85,7 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
     """The graph of `root`'s own forward for a call of this kind, or RefusedError."""
     tracer = _Tracer(arguments)
     try:
-        with _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
+        with ONE_AT_A_TIME, _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
             graph = tracer.trace(root)
     except RefusedError:
         raise
@@ -174,12 +176,12 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for name, value, old in contents:
-            if not _same_contents(value, old):
+            if not same_contents(value, old):
                 changed.append(name)
                 value.clear()
                 value.extend(old) if isinstance(value, list) else value.update(old)
         for now, old in before:
-            if not _same_contents(now, old):
+            if not same_contents(now, old):
                 changed += [name for name in now.keys() | old.keys() if now.get(name, old) is not old.get(name, old)]
                 now.clear()
                 now.update(old)
@@ -195,7 +197,7 @@ def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         raise RefusedError("draws random numbers in Python")
 
 
-def _same_contents(now: Any, old: Any) -> bool:
+def same_contents(now: Any, old: Any) -> bool:
     if len(now) != len(old) or isinstance(now, set):
         return bool(now == old)
     if isinstance(now, list):
@@ -216,12 +218,24 @@ for _name in ("iadd", "isub", "imul", "itruediv", "ipow", "imatmul", "iand", "io
     setattr(_Proxy, f"__{_name}__", _in_place(_name))
 
 
-class _Tracer(fx.Tracer):
+class _ThingProxy(_Proxy):
+    """Stands for an argument that is no tensor. What it holds may be None, or anything: it is passed on, not looked into."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RefusedError("looks into an argument that is neither a tensor, a list nor a dictionary")
+
+    def __getitem__(self, item: Any) -> Any:
+        raise RefusedError("looks into an argument that is neither a tensor, a list nor a dictionary")
+
+
+class _Tracer(OwnThreadTracer):
     proxy_buffer_attributes = True
 
     def __init__(self, arguments: Arguments) -> None:
         super().__init__()
         self.arguments = arguments
+        self.inputs: list[fx.Proxy] = []
+        self.given: list[Any] = []  # the lists and dictionaries among the arguments
         self.inlined: dict[str, nn.Module] = {}
         self.opaque: dict[str, str] = {}
         self.owner = ""
@@ -235,20 +249,37 @@ class _Tracer(fx.Tracer):
         if reason:
             raise RefusedError(reason)
         self.inlined[""] = self.root
-        count = 0
-
-        def value(kind: Any) -> Any:
-            nonlocal count
-            if kind is not INPUT:
-                return kind[1]
-            count += 1
-            return self.create_proxy("placeholder", f"input_{count}", (), {})
-
-        positional = [value(kind) for kind in self.arguments.positional]
-        keywords = {name: value(kind) for name, kind in self.arguments.keywords}
+        positional = [self._argument(kind) for kind in self.arguments.positional]
+        keywords = {name: self._argument(kind) for name, kind in self.arguments.keywords}
         # `inspect.unwrap` by fx would skip decorators that change what the forward does.
         forward = type(self.root).forward
-        return lambda module: forward(module, *positional, **keywords), [self.root]
+        before = [container.copy() for container in self.given]
+
+        def run(module: nn.Module) -> Any:
+            result = forward(module, *positional, **keywords)
+            if not all(map(same_contents, self.given, before)):
+                raise RefusedError("changes a list or dictionary that it is given")
+            if any(isinstance(value, np.generic) for value in tree_leaves(result)):
+                raise RefusedError("returns a number of numpy's")
+            return result
+
+        return run, [self.root]
+
+    def _argument(self, kind: Any) -> Any:
+        """What the forward is given for an argument of this kind."""
+        if isinstance(kind, (int, Thing)):
+            index = kind if isinstance(kind, int) else kind.index
+            if index == len(self.inputs):
+                proxy = self.create_proxy("placeholder", f"input_{index + 1}", (), {})
+                self.inputs.append(proxy if isinstance(kind, int) else _ThingProxy(proxy.node, self))
+            return self.inputs[index]
+        if kind[0] is tuple:
+            return tuple(map(self._argument, kind[1]))
+        if kind[0] in (list, dict):
+            items = list(map(self._argument, kind[-1]))
+            self.given.append(items if kind[0] is list else dict(zip(kind[1], items, strict=True)))
+            return self.given[-1]
+        return kind[1]
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         return super().getattr(attr, attr_val, {})  # a cached node may be one that `_forget_after` erased
@@ -265,12 +296,16 @@ class _Tracer(fx.Tracer):
             raise RefusedError("uses a tensor that is neither a parameter nor a buffer")
         if isinstance(a, dict) and type(a) is not dict:
             raise RefusedError(f"passes on a {type(a).__name__}")
+        if isinstance(a, np.generic) and isinstance(a, (float, str)):
+            a = a.item()  # the same value; generated code does not know numpy
         return super().create_arg(a)
 
     def _is_held(self, tensor: torch.Tensor) -> bool:
         return any(tensor is held for held in (*self.root.parameters(), *self.root.buffers()))
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.elsewhere:
+            return forward(*args, **kwargs)
         try:
             path = self.path_of_module(m)
         except NameError:
@@ -294,8 +329,17 @@ class _Tracer(fx.Tracer):
                 self._forget_after(last)
             finally:
                 self.owner = owner
+        self._check_lists((*args, *kwargs.values()))
         self.opaque[path] = reason
         return self.create_proxy("call_module", path, args, kwargs)
+
+    def _check_lists(self, value: Any) -> None:
+        """A module called as a whole gets copies of lists: one that is to be filled would stay empty."""
+        if isinstance(value, (list, dict)) and (not value or any(value is given for given in self.given)):
+            raise RefusedError("passes on a list or dictionary that a child may change")
+        if isinstance(value, (list, tuple, dict)):
+            for item in value.values() if isinstance(value, dict) else value:
+                self._check_lists(item)
 
     def _forget_after(self, last: fx.Node) -> None:
         for node in reversed(self.graph.nodes):
