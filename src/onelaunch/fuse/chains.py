@@ -5,9 +5,10 @@ A chain is a run of nodes, each the only reader of the one before:
     linear [batch_norm, in evaluation] [activation] [dropout]      batch_norm [activation] [dropout]
     relu dropout                                                   log_softmax nll_loss         cross_entropy
 
-The fused call takes the place of the first node, so nothing between can have touched its inputs. Values inside the chain are
-seen by nobody else. What remains is a change in place, later, of the chain's input or output: what the kernels keep for
-the backward is not always what PyTorch keeps, so such a chain is left alone.
+The fused call takes the place of the first node, or of the last where a later operation takes a value of its own (a target),
+which may be made in between. A chain is left alone if something it reads is changed between where it was read and that place.
+Values inside the chain are seen by nobody else. What remains is a change in place, later, of the chain's input or output: what
+the kernels keep for the backward is not always what PyTorch keeps, so such a chain is left alone too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from onelaunch.fuse.aliases import Changes, label
+from onelaunch.fuse.aliases import Changes, label, state_of
 from onelaunch.fuse.operations import Operation, of_call, of_module
 from onelaunch.fuse.tracing import Trace
 
@@ -30,6 +31,14 @@ class Chain:
     nodes: list[fx.Node]
     operations: list[Operation]
     reason: str | None = None  # why it is not fused; None: it can be
+
+    @property
+    def place(self) -> fx.Node:
+        """Where the fused call stands: where all it takes is there, and as early as that."""
+        later = [
+            value for operation in self.operations[1:] for name, value in operation.arguments.items() if name != "input"
+        ]
+        return self.nodes[-1 if any(isinstance(value, fx.Node) for value in later) else 0]
 
     @property
     def name(self) -> str:
@@ -100,13 +109,22 @@ def find_chains(trace: Trace, shared: frozenset[str] = frozenset()) -> list[Chai
             continue
         chain, refused = _grow(node, known)
         if chain is not None:
-            chain.reason = chain.reason or changes.after(chain.nodes, chain.operations[0].input)
+            chain.reason = chain.reason or _why_changed(chain, changes)
             chains.append(chain)
             if chain.reason is None:
                 taken.update(chain.nodes)
         if refused is not None:
             chains.append(refused)
     return chains
+
+
+def _why_changed(chain: Chain, changes: Changes) -> str | None:
+    steps = zip(chain.nodes, chain.operations, strict=True)
+    reads = [
+        (node, [*(v for v in operation.arguments.values() if isinstance(v, fx.Node)), *state_of(operation.module)])
+        for node, operation in steps
+    ]
+    return changes.after(chain.nodes, chain.operations[0].input) or changes.moved(chain.nodes, reads, chain.place)
 
 
 def _grow(head: fx.Node, known: dict[fx.Node, Operation]) -> tuple[Chain | None, Chain | None]:
@@ -173,6 +191,8 @@ def _blocker(before: Operation, operation: Operation, node: fx.Node) -> str | No
     if len(node.users) > 1:
         names = ", ".join(sorted("the caller" if user.op == "output" else label(user) for user in node.users))
         return f"the value of {label(node)} has {len(node.users)} readers: {names}"
+    if sum(value is node for value in operation.arguments.values()) > 1:
+        return f"{operation.name} takes the value of {label(node)} twice"
     if any(isinstance(operation.arguments.get(name), fx.Node) for name in ("p", "training", "inplace", "approximate")):
         return f"an option of {operation.name} is computed"
     return None

@@ -10,16 +10,15 @@ from torch import fx
 from onelaunch.fuse import calls
 from onelaunch.fuse.chains import Chain
 from onelaunch.fuse.operations import Operation
-from onelaunch.ops.activations import activate
+from onelaunch.fuse.spelled import activated
 
 
 def rewrite(graph: fx.Graph, chains: Iterable[Chain]) -> None:
     """Changes `graph`, which must be the one the chains were found in."""
-    for chain in reversed(
-        list(chains)
-    ):  # from the end: what a chain says of its inputs is true until they are replaced
-        head = chain.nodes[0]
-        with graph.inserting_before(head):
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    # From the end: what a chain says of the values it takes, all made before its last node, is true until they are replaced.
+    for chain in sorted(chains, key=lambda chain: order[chain.nodes[-1]], reverse=True):
+        with graph.inserting_before(chain.place):
             fused = _call(graph, chain)
         fused.meta = {"owner": chain.owner, "chain": chain.name}
         chain.nodes[-1].replace_all_uses_with(fused)
@@ -48,7 +47,7 @@ def _call(graph: fx.Graph, chain: Chain) -> fx.Node:
             tensors = [_tensor(graph, first, name) for name in names]
             return graph.call_function(calls.batch_norm_with, (x, *tensors, *options, activation, dropout))
         case "activation" if first.spelled:
-            return graph.call_function(activate, (x, first.name))
+            return graph.call_function(activated, (x, first.name, graph.get_attr(first.path)))
         case "activation":
             return graph.call_function(calls.relu_dropout, (x, dropout))
         case _:

@@ -2,18 +2,30 @@
 
 Such a module (no parameters, no children) is traced by itself, and its expression compared with those of known activations up
 to the order of sums and products. Eight launches become one.
+
+An expression is the whole truth only where nothing else goes on, so the code is read before it is traced: it may name `torch`,
+`math`, their arithmetic, numbers, and functions that pass the same test; no classes (`no_grad`, an autograd function), no
+objects, nothing that writes. The trace itself is `tracing.py`'s, with its refusals, once with gradients and once without.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
+import inspect
 import math
 import operator
+import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+from onelaunch.fuse.arguments import CONSTANTS, Arguments
+from onelaunch.fuse.twin import sealed
+from onelaunch.ops.activations import activate
 
 _COMMUTATIVE = ("add", "mul")
 _NAMES: dict[Any, str] = {
@@ -37,8 +49,8 @@ _known: weakref.WeakKeyDictionary[nn.Module, tuple[dict[str, Any], str | None]] 
 
 def spelled_activation(module: nn.Module) -> str | None:
     """The activation that this module writes out, or None."""
-    custom = not type(module).__module__.startswith("torch.nn") and not isinstance(module, torch.jit.ScriptModule)
-    if not custom or module._modules or module._parameters or module._buffers:
+    custom = not type(module).__module__.startswith("torch.nn") and not sealed(module)
+    if not custom or module._modules or module._parameters or module._buffers or "forward" in vars(module):
         return None
     attributes = dict(vars(module))
     known = _known.get(module)
@@ -52,17 +64,89 @@ def spelled_activation(module: nn.Module) -> str | None:
     return known[1]
 
 
+def activated(x: torch.Tensor, name: str, module: nn.Module) -> torch.Tensor:
+    """What `module` writes out. Unlike sums and products, activations are not defined for whole and complex numbers."""
+    return activate(x, name) if torch.is_floating_point(x) else module(x)
+
+
 def _recognised(module: nn.Module) -> str | None:
+    from onelaunch.fuse.tracing import trace  # which asks us
+
     try:
-        expression = _expression(fx.Tracer().trace(module))
+        if not _is_plain(module):
+            return None
+        arguments = Arguments.required_by(type(module).forward)
+        with torch.inference_mode(False), torch.enable_grad():
+            expression = _expression(trace(module, arguments).graph)
+            with torch.no_grad():
+                without_gradients = _expression(trace(module, arguments).graph)
     except Exception:  # whatever it is, it is not a plain expression
+        return None
+    if without_gradients != expression:
         return None
     return next((name for name, wanted in _spellings() if wanted == expression), None)
 
 
+def _is_plain(module: nn.Module) -> bool:
+    """Whether forward is a function of one argument whose code, with all it calls, names nothing but arithmetic."""
+    kind = type(module)
+    replaced = kind.__call__ is not nn.Module.__call__ or kind.__getattr__ is not nn.Module.__getattr__
+    if replaced or len(inspect.signature(kind.forward).parameters) != 2:
+        return False
+    seen: set[Any] = set()
+    left: list[Any] = [kind.forward]
+    while left:
+        named = left.pop()
+        if isinstance(named, types.MethodType) and named.__self__ is module:
+            named = named.__func__
+        if named in seen or isinstance(named, CONSTANTS) or named in (torch, nn, nn.functional, math):
+            continue
+        if isinstance(named, types.BuiltinFunctionType) or named in _NAMES:
+            if named not in _NAMES and named is not pow and named.__module__ != "math":
+                return False
+            continue
+        if not isinstance(named, types.FunctionType) or hasattr(named, "__wrapped__"):
+            return False
+        seen.add(named)
+        left += [cell.cell_contents for cell in named.__closure__ or ()]
+        left += (*(named.__defaults__ or ()), *(named.__kwdefaults__ or {}).values())
+        for name in _names(named.__code__):
+            places = (
+                named.__globals__,
+                vars(builtins),
+                vars(module),
+                *map(vars, kind.__mro__[: -len(nn.Module.__mro__)]),
+            )
+            found = [place[name] for place in places if name in place]  # whichever of them it is
+            if not found and name not in _ATTRIBUTES:
+                return False
+            left += found
+    return True
+
+
+# Names that code may read from `torch`, `math` or a tensor.
+_ATTRIBUTES = frozenset(
+    ("torch", "nn", "functional", *vars(math), *(getattr(known, "__name__", known) for known in _NAMES))
+)
+_WRITES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "DELETE_GLOBAL", "DELETE_ATTR", "DELETE_SUBSCR")
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names of globals and attributes in code; one that stands for nothing where something is written."""
+    yield from code.co_names
+    if any(instruction.opname in _WRITES for instruction in dis.get_instructions(code)):
+        yield "a write"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
 def _spellings() -> list[tuple[str, Any]]:
     if not _spelled:
-        _spelled.extend((name, _expression(fx.Tracer().trace(spelling))) for name, spelling in SPELLINGS)
+        for name, spelling in SPELLINGS:
+            graph = fx.Graph()
+            graph.output(spelling(fx.Proxy(graph.placeholder("x"))).node)
+            _spelled.append((name, _expression(graph)))
     return _spelled
 
 
@@ -74,6 +158,11 @@ def _expression(graph: fx.Graph) -> Any:
     (output,) = (node for node in graph.nodes if node.op == "output")
     if sum(node.op == "placeholder" for node in graph.nodes) != 1:
         raise ValueError("not a function of one input")
+    if any(
+        node.op in ("get_attr", "call_module") or (node.op[:5] == "call_" and node.target not in _NAMES)
+        for node in graph.nodes
+    ):
+        raise ValueError("not arithmetic")  # what the result does not come from may still change what it comes from
     return _tree(output.args[0])
 
 

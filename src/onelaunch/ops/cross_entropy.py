@@ -246,7 +246,8 @@ def cross_entropy(
     """
     _check(logits, target, label_smoothing, reduction)
     if target.dtype.is_floating_point:
-        return F.cross_entropy(logits, target, label_smoothing=label_smoothing, reduction=reduction)
+        # With an index to ignore too: PyTorch says that probabilities have none.
+        return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
     refuse_forward_mode("cross_entropy", logits)
     fp32_loss = autocast_dtype(logits.device) is not None
     flat = logits

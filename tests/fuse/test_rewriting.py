@@ -1,0 +1,438 @@
+"""A fused call stands where the chain stood: what is made, changed or switched between its operations, and beside them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onelaunch as ol
+from onelaunch.fuse.aliases import Changes
+from onelaunch.fuse.chains import find_chains
+from onelaunch.fuse.rewrite import rewrite
+from onelaunch.fuse.spelled import spelled_activation
+from onelaunch.fuse.tracing import Trace
+from tests.fuse.compare import assert_same, fused_names, reasons
+
+pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(9, 12, dtype=torch.float64)
+
+
+class Body(nn.Module):
+    """A forward that is given, with a chain beside it that can always be fused."""
+
+    def __init__(self, body: Callable[..., torch.Tensor], child: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc, self.last, self.norm = nn.Linear(12, 12), nn.Linear(12, 12), nn.BatchNorm1d(12)
+        self.child = child or nn.Identity()
+        self.register_buffer("table", torch.rand(12, dtype=torch.float64))
+        self.body = body
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self, torch.tanh(self.last(x)))
+
+
+class Scored(Body):
+    def forward(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.body(self, torch.tanh(self.last(x)), scores)
+
+
+def capture(model: nn.Module, *inputs: Any) -> tuple[Callable[..., Any], list[str], list[str]]:
+    """`torch.compile` with the backend's rewriting, whether it pays or not; what is fused, and why the rest is not."""
+    names: list[str] = []
+    reasons: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        chains = find_chains(Trace(gm.graph, gm, {}, {}))
+        fused = [chain for chain in chains if chain.reason is None]
+        names.extend(chain.name for chain in fused)
+        reasons.extend(chain.reason for chain in chains if chain.reason)
+        rewrite(gm.graph, fused)
+        gm.recompile()
+        return gm.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=backend)
+    compiled(*inputs)
+    return compiled, names, reasons
+
+
+# a target that is made, or changed, after the log_softmax
+
+
+def late(m: Body, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    logs = F.log_softmax(x, 1)
+    return F.nll_loss(logs, scores.argmax(1))
+
+
+def late_from_a_chain(m: Body, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    logs = F.log_softmax(x, 1)
+    return F.nll_loss(logs, F.relu(m.fc(scores)).argmax(1))
+
+
+def filled(m: Body, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    target = scores.argmax(1)
+    logs = F.log_softmax(x, 1)
+    target.masked_fill_(scores[:, 0] > 0, -100)
+    return F.nll_loss(logs, target)
+
+
+@pytest.mark.parametrize("body", [late, late_from_a_chain, filled])
+def test_target_of_a_loss_is_what_it_was_there(body: Callable[..., torch.Tensor]) -> None:
+    model, x, scores = Scored(body).double(), rows(), rows()
+    fused = ol.fuse(model)
+    assert "log_softmax + nll_loss" in fused_names(fused, True)
+    assert_same(model, fused, x, scores)
+    compiled, names, _ = capture(model, x, scores)
+    assert "log_softmax + nll_loss" in names
+    torch.testing.assert_close(compiled(x, scores), model(x, scores), rtol=0, atol=1e-12)
+
+
+class Doubles(nn.Module):
+    """Changes its input, in a way that cannot be traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2) if isinstance(x, torch.Tensor) else x
+
+
+def doubled(m: Body, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1.5
+    target = x.argmax(1)
+    logs = F.log_softmax(x, 1)
+    m.child(x)
+    return F.nll_loss(logs, target) + x.sum()
+
+
+def moved_statistics(m: Body, x: torch.Tensor) -> torch.Tensor:
+    h = m.fc(x)
+    m.norm.running_mean.add_(0.5)  # type: ignore[union-attr]
+    return F.gelu(m.norm(h))
+
+
+def statistics_moved_by_another(m: Body, x: torch.Tensor) -> torch.Tensor:
+    h = m.fc(x)
+    other = F.batch_norm(x, m.norm.running_mean, m.norm.running_var, training=True)
+    return F.gelu(m.norm(h)) + other
+
+
+@pytest.mark.parametrize(
+    ("body", "changer"),
+    [(doubled, "child"), (moved_statistics, "add_"), (statistics_moved_by_another, "batch_norm")],
+)
+def test_what_a_chain_reads_changes_inside_it(body: Callable[..., torch.Tensor], changer: str) -> None:
+    model = Body(body, Doubles()).double()
+    fused = ol.fuse(model)
+    assert "linear + tanh" in fused_names(fused, False)
+    assert any(f"may be changed in place by {changer}" in reason for reason in reasons(fused, False))
+    for tree in (model, fused):
+        tree.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            x = rows()
+            before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            wanted = model(x)
+            moved = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+            torch.testing.assert_close(fused(x), wanted, rtol=0, atol=1e-12)
+            torch.testing.assert_close(dict(model.named_buffers()), moved, rtol=0, atol=1e-12)
+
+
+def test_two_arguments_that_share_memory() -> None:
+    class Twice(nn.Module):
+        def forward(self, logits: torch.Tensor, other: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            logs = F.log_softmax(logits, 1)
+            other.mul_(3)
+            return F.nll_loss(logs, target)
+
+    model, x, target = Twice(), rows(), torch.randint(12, (9,))
+    fused = ol.fuse(model)
+    wanted, got = (module(same, same[:], target) for module in (model, fused) for same in [x.clone()])
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_buffer_is_one_value_by_all_its_names() -> None:
+    def body(m: Body, x: torch.Tensor) -> torch.Tensor:
+        read = F.gelu(F.linear(m.table, m.fc.weight, m.fc.bias))
+        m.table.add_(1)
+        return x + read
+
+    model = Body(body).double()
+    fused = ol.fuse(model)
+    assert "its input is changed in place by add_" in reasons(fused, True)
+    x = rows()
+    with torch.no_grad():
+        wanted = model(x)
+        model.table.sub_(1)  # type: ignore[operator, union-attr]
+        torch.testing.assert_close(fused(x), wanted, rtol=0, atol=1e-12)
+
+
+def test_loss_of_a_value_with_itself_is_left_to_pytorch() -> None:
+    def body(m: Body, x: torch.Tensor) -> torch.Tensor:
+        logs = F.log_softmax(x, 1)
+        return F.nll_loss(logs, logs)
+
+    fused = ol.fuse(Body(body).double())
+    assert "nll_loss takes the value of log_softmax twice" in reasons(fused, True)
+    with pytest.raises(RuntimeError):
+        fused(rows())
+
+
+# modes and changes that dynamo writes into a graph
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_mode_that_begins_inside_a_chain(mode: Callable[[], Any]) -> None:
+    class Switches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.last = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.fc(x)
+            with mode():
+                gate = torch.sigmoid(h)
+            return torch.tanh(self.last(x)) * gate.clone()
+
+    model, x = Switches().double(), rows()
+    compiled, names, why = capture(model, x)
+    assert names == ["linear + tanh"]
+    assert why == ["no_grad, autocast or the like begins or ends inside it"]
+    for output in (compiled(x), model(x)):
+        model.zero_grad()
+        output.sum().backward()
+        assert model.fc.weight.grad is None or mode not in (torch.no_grad, torch.inference_mode)
+    assert_same(model, ol.fuse(model), x)
+
+
+def changed_by(body: Callable[[torch.Tensor], Any]) -> list[str]:
+    """What changes the first value of a captured graph."""
+    found: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        changes = Changes(Trace(gm.graph, gm, {}, {}))
+        found.extend(str(value) for value, _ in changes.changed)
+        return gm.forward
+
+    torch.compiler.reset()
+    torch.compile(body, backend=backend)(torch.ones(3, 4, dtype=torch.int64))
+    return found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda h: torch._foreach_add_([h], 1),
+        lambda h: torch.ops.aten.add_.Tensor(h, h),
+        lambda h: torch.ops.aten.add_(h, h),
+        lambda h: F.hardtanh(h, -1, 1, True),
+        lambda h: operator.ilshift(h, 1),
+        lambda h: h.__imul__(2),
+        lambda h: h.__setitem__(0, 1),
+    ],
+    ids=["list", "overload", "packet", "option by place", "shift", "method", "item"],
+)
+def test_changes_in_place_of_every_kind(change: Callable[[torch.Tensor], Any]) -> None:
+    def body(x: torch.Tensor) -> torch.Tensor:
+        value = x + 1
+        change(value)
+        return value
+
+    assert set(changed_by(body)) == {"value"}
+
+
+def test_in_place_operation_inside_a_module_that_is_called_as_a_whole() -> None:
+    model = nn.Sequential(
+        nn.Linear(12, 12),
+        nn.ReLU(),
+        nn.Dropout(0.0),
+        nn.Sequential(nn.ReLU(inplace=True)),
+        nn.Linear(12, 12),
+        nn.Tanh(),
+    ).double()
+    model[3].register_forward_hook(lambda *_: None)
+    fused = ol.fuse(model)
+    assert fused_names(fused, True) == ["linear + tanh"]
+    assert "its result is changed in place by 3" in reasons(fused, True)
+
+
+# activations that are spelled out
+
+
+class Custom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 3
+
+
+def switches(x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return x * torch.sigmoid(x)
+
+
+def asks(x: torch.Tensor) -> torch.Tensor:
+    return F.relu(x) if isinstance(x, torch.Tensor) else x * torch.sigmoid(x)
+
+
+def gates(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        gate = torch.sigmoid(x)
+    return x * gate
+
+
+def overwrites(x: torch.Tensor) -> torch.Tensor:
+    x *= torch.sigmoid(x)
+    return x
+
+
+def overwrites_after(x: torch.Tensor) -> torch.Tensor:
+    gate = torch.sigmoid(x)
+    x.add_(1)
+    return x * gate
+
+
+calls = 0
+
+
+def counts(x: torch.Tensor) -> torch.Tensor:
+    global calls
+    calls += 1
+    return x * torch.sigmoid(x)
+
+
+@torch.no_grad()
+def wrapped(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+class InForward(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            gate = torch.sigmoid(x)
+        return x * gate
+
+
+class OverwritesInForward(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x *= torch.sigmoid(x)
+        return x
+
+
+class Applies(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Custom.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def calling(function: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    class Calls(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    return Calls()
+
+
+FUNCTIONS = (switches, asks, gates, overwrites, overwrites_after, counts, wrapped)
+ODD: dict[str, Callable[[], nn.Module]] = {kind.__name__: kind for kind in (InForward, OverwritesInForward, Applies)}
+ODD |= {function.__name__: partial(calling, function) for function in FUNCTIONS}
+
+
+class Around(nn.Module):
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.fc, self.last, self.activation = nn.Linear(12, 12), nn.Linear(12, 12), activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x) * 1
+        return self.activation(h) + h + torch.tanh(self.last(x))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize("name", ODD)
+def test_more_than_an_expression_is_not_an_activation(name: str, gradients: bool) -> None:
+    activation = ODD[name]()
+    before = calls
+    with torch.set_grad_enabled(gradients):
+        assert spelled_activation(activation) is None
+    assert calls == before
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo does
+@pytest.mark.parametrize("kind", [InForward, OverwritesInForward, Applies])
+def test_gradients_and_values_of_odd_activations(kind: type[nn.Module]) -> None:
+    model, x = Around(kind()).double(), rows()
+    fused = ol.fuse(model)
+    assert fused_names(fused, True) == ["linear + tanh"]
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
+    if kind is not OverwritesInForward:  # which PyTorch cannot differentiate
+        wanted, got = (torch.autograd.grad(module(x).sum(), list(model.parameters())) for module in (model, fused))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+        compiled, _, _ = capture(model, x)
+        got = torch.autograd.grad(compiled(x).sum(), list(model.parameters()))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+def sigmoid_times(x: torch.Tensor, power: float = 1.0) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+class Method(nn.Module):
+    """As transformers writes its gelu where it is asked for in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = self.written_out
+
+    def written_out(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x)
+
+
+def test_plain_expressions_are_still_activations() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), calling(sigmoid_times), nn.Linear(12, 12), Method()).double()
+    fused = ol.fuse(model)
+    assert fused_names(fused, True) == ["linear + silu (spelled out)", "linear + gelu (spelled out)"]
+    assert_same(model, fused, rows())
+
+
+def test_replaced_forward_of_a_spelled_activation_counts() -> None:
+    model = nn.Sequential(nn.Linear(12, 12), Method(), nn.Linear(12, 12), nn.Tanh()).double()
+    model[1].forward = torch.cos  # type: ignore[assignment]
+    fused = ol.fuse(model)
+    assert fused_names(fused, True) == ["linear + tanh"]
+    assert_same(model, fused, rows())
+
+
+def test_spelled_activation_of_whole_numbers() -> None:
+    model = nn.Sequential(calling(sigmoid_times), nn.Linear(12, 12), nn.Tanh())
+    fused = ol.fuse(model)
+    assert "silu (spelled out)" in fused_names(fused, True)
+    x = torch.randint(-5, 5, (9, 12))
+    torch.testing.assert_close(fused(x), model(x))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_probabilities_have_no_index_to_ignore(reduction: str) -> None:
+    model = Scored(lambda m, x, target: F.cross_entropy(x, target, ignore_index=1, reduction=reduction)).double()
+    x, target = rows(), rows().softmax(1)
+    fused = ol.fuse(model)
+    assert "cross_entropy" in fused_names(fused, True)
+    for module in (model, fused):
+        with pytest.raises(RuntimeError, match="ignore_index is not supported"):
+            module(x, target)
