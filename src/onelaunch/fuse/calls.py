@@ -32,7 +32,7 @@ def _plain(x: Tensor) -> bool:
     if not x.is_cuda and (plain_elsewhere or x.device.type != "cpu"):
         return True
     # Of what has no elements PyTorch asks less than the ops: a norm takes any number of channels then.
-    return not torch.compiler.is_compiling() and (not x.numel() or _transformed(x))
+    return not torch.compiler.is_compiling() and (_transformed(x) or not x.numel())
 
 
 def _transformed(x: Tensor) -> bool:
@@ -108,7 +108,7 @@ def nll_of_log_softmax(logits: Tensor, target: Tensor, dim: int, ignore_index: i
     return cross_entropy(logits, target, 0.0, ignore_index, reduction)
 
 
-Tensors = tuple[Tensor | None, ...]
+_Tensors = tuple[Tensor | None, ...]
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class _Folded:
 
     norm: nn.Module
     eps: float
-    tensors: Tensors
+    tensors: _Tensors
     memory: list[tuple[Tensor, int, int, StorageWeakRef]]  # each tensor with its version, address and storage
     weight: Tensor
     bias: Tensor
@@ -132,15 +132,15 @@ class _Folded:
     def __post_init__(self) -> None:
         self.ids = frozenset(map(id, self.tensors))
 
-    def holds(self, norm: nn.Module, tensors: Tensors) -> bool:
+    def holds(self, norm: nn.Module, tensors: _Tensors) -> bool:
         if not self.fresh or self.norm is not norm or self.eps != norm.eps:
             return False
         if not all(map(operator.is_, self.tensors, tensors)):
             return False
         for tensor, version, address, storage in self.memory:
-            if tensor._version != version or tensor.data_ptr() != address:
+            if tensor.data_ptr() != address or tensor.untyped_storage()._cdata != storage.cdata:
                 return False
-            if tensor.untyped_storage()._cdata != storage.cdata:
+            if tensor._version != version:
                 return False
         return True
 
@@ -175,7 +175,7 @@ def _fold_for(x: Tensor, layer: nn.Linear, norm: nn.BatchNorm1d) -> _Folded | No
             known.fresh = False  # what is trained is written, and not every optimizer says so
         return None
     # In training a norm moves its statistics without a word, but it counts the batches.
-    tensors = (*parameters, norm.running_mean, norm.running_var, norm.num_batches_tracked)
+    tensors = (*parameters, norm.running_mean, norm.running_var, getattr(norm, "num_batches_tracked", None))
     if known is None or not known.holds(norm, tensors):
         if x.is_cuda and torch.cuda.is_current_stream_capturing():  # what is captured has not run yet
             return None
@@ -186,10 +186,11 @@ def _fold_for(x: Tensor, layer: nn.Linear, norm: nn.BatchNorm1d) -> _Folded | No
     return known if known is not None and known.usable else None
 
 
-def _make(layer: nn.Linear, norm: nn.BatchNorm1d, tensors: Tensors, known: _Folded | None) -> _Folded | None:
+def _make(layer: nn.Linear, norm: nn.BatchNorm1d, tensors: _Tensors, known: _Folded | None) -> _Folded | None:
     """None where the weights could be written without our seeing it."""
     present = [tensor for tensor in tensors if tensor is not None]
     complete = all(tensor is not None for tensor in tensors[4:])
+    # What is no parameter was passed in by `functional_call`, as a rule for one call: a fold would cost more than it saves.
     at_home = all(tensor is None or type(tensor) is nn.Parameter for tensor in tensors[:4])
     if not complete or not at_home or not all(_writes_are_seen(tensor) for tensor in present):
         return None
