@@ -76,6 +76,8 @@ class Changes:
             if not _is_fresh(node, trace) and node.op not in ("placeholder", "output"):
                 for one in inputs:
                     self.same[self._root(one)] = self._root(node)
+        # A caller may pass two views of one tensor.
+        self.passed = {self._root(node) for node in trace.graph.nodes if node.op == "placeholder"}
 
     def _root(self, value: Any) -> Any:
         while (other := self.same.get(value, value)) is not value:
@@ -106,8 +108,8 @@ class Changes:
         return None
 
     def _shared_root(self, value: Any) -> Any:
-        root = self._root(value)  # a caller may pass the same tensor twice
-        return "an argument" if isinstance(root, fx.Node) and root.op == "placeholder" else root
+        root = self._root(value)
+        return "an argument" if root in self.passed else root
 
 
 def state_of(module: nn.Module | None) -> list[Any]:
