@@ -111,3 +111,15 @@ def test_errors_name_the_argument() -> None:
 def test_numbers_that_mean_nothing_are_refused(statistics, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         batch_norm(torch.randn(4, 3), *statistics, training=True, **options)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_switched_off_on_a_module_stay_as_they_are(momentum: float | None) -> None:
+    """As in PyTorch: neither the statistics nor the count of batches move."""
+    ours, theirs = BatchNorm1d(5, momentum=momentum), nn.BatchNorm1d(5, momentum=momentum)
+    x = torch.randn(7, 5)
+    for norm in (ours, theirs):
+        norm.track_running_stats = False
+        norm(x)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value)

@@ -283,7 +283,7 @@ class BatchNorm1d(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.num_batches_tracked is not None:
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 momentum = 1 / float(self.num_batches_tracked)
