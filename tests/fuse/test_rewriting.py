@@ -188,6 +188,14 @@ def test_loss_of_a_value_with_itself_is_left_to_pytorch() -> None:
         fused(rows())
 
 
+def test_name_that_code_would_read_otherwise() -> None:
+    model = nn.Sequential()
+    for name, module in (("a\\nb", nn.Linear(12, 12)), ("c", nn.Linear(12, 12)), ("d", nn.Tanh())):
+        model.add_module(name, module)
+    fused = ol.fuse(model.double(), rows())
+    torch.testing.assert_close(fused(x := rows()), model(x), rtol=0, atol=1e-12)
+
+
 # modes and changes that dynamo writes into a graph
 
 

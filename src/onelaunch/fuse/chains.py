@@ -102,6 +102,7 @@ def find_chains(trace: Trace, shared: frozenset[str] = frozenset()) -> list[Chai
     """All chains of a graph, in its order; a node is in one chain without a reason at most."""
     known = operations_of(trace, shared)
     changes = Changes(trace)
+    unwritable = _unwritable(trace.graph)
     chains: list[Chain] = []
     taken: set[fx.Node] = set()
     for node in known:
@@ -109,13 +110,19 @@ def find_chains(trace: Trace, shared: frozenset[str] = frozenset()) -> list[Chai
             continue
         chain, refused = _grow(node, known)
         if chain is not None:
-            chain.reason = chain.reason or _why_changed(chain, changes)
+            chain.reason = chain.reason or unwritable or _why_changed(chain, changes)
             chains.append(chain)
             if chain.reason is None:
                 taken.update(chain.nodes)
         if refused is not None:
             chains.append(refused)
     return chains
+
+
+def _unwritable(graph: fx.Graph) -> str | None:
+    """Why the graph cannot be written as code: fx writes names as they are, and a backslash would be read as another sign."""
+    names = (str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr"))
+    return next((f"the name {name!r} has a backslash" for name in names if "\\" in name), None)
 
 
 def _why_changed(chain: Chain, changes: Changes) -> str | None:
