@@ -188,6 +188,28 @@ def test_loss_of_a_value_with_itself_is_left_to_pytorch() -> None:
         fused(rows())
 
 
+def turned(m: Body, x: torch.Tensor) -> torch.Tensor:
+    h = F.gelu(m.fc(x))
+    torch.einsum("ij->ji", h).add_(1)
+    return h
+
+
+def passed_on(m: Body, x: torch.Tensor) -> torch.Tensor:
+    h = F.gelu(m.fc(x))
+    m.child(h).add_(1)
+    return h
+
+
+def test_views_that_do_not_look_like_one() -> None:
+    child = nn.Sigmoid()
+    child.register_forward_hook(lambda module, inputs, result: inputs[0])
+    for body in (turned, passed_on):
+        model = Body(body, child).double()
+        fused = ol.fuse(model)
+        assert reasons(fused, True)[0] == "its result is changed in place by add_"
+        assert_same(model, fused, rows())
+
+
 def test_name_that_code_would_read_otherwise() -> None:
     model = nn.Sequential()
     for name, module in (("a\\nb", nn.Linear(12, 12)), ("c", nn.Linear(12, 12)), ("d", nn.Tanh())):

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from onelaunch.fuse.operations import of_call
+from onelaunch.fuse.operations import hooked, of_call
 from onelaunch.fuse.tracing import Trace
 
 # Functions and methods whose result never shares memory with an argument.
@@ -20,7 +20,7 @@ _FRESH_NAMES = frozenset(
     (
         "add", "sub", "mul", "div", "truediv", "matmul", "mm", "bmm", "addmm", "linear", "relu", "leaky_relu", "gelu", "silu",
         "sigmoid", "tanh", "softmax", "log_softmax", "layer_norm", "batch_norm", "group_norm", "conv1d", "conv2d", "conv3d",
-        "cat", "stack", "sum", "mean", "exp", "log", "sqrt", "pow", "neg", "einsum", "embedding", "interpolate", "max_pool2d",
+        "cat", "stack", "sum", "mean", "exp", "log", "sqrt", "pow", "neg", "embedding", "interpolate", "max_pool2d",
         "adaptive_avg_pool2d", "scaled_dot_product_attention", "cross_entropy", "nll_loss", "where", "masked_fill",
         "addcmul", "baddbmm", "clamp", "clone", "argmax", "gather", "index_select", "abs", "rsqrt", "sin", "cos",
     )
@@ -217,11 +217,17 @@ def _is_unknown(node: fx.Node, trace: Trace) -> bool:
     """A call of other people's code, which may write over whatever it is given."""
     if node.op == "call_module":
         module = trace.module(node)
-        return bool(module._modules) or not type(module).__module__.startswith("torch.nn")
+        of_torch = type(module).__module__.startswith("torch.nn") and not module._modules
+        return not of_torch or _does_more(module)
     if node.op != "call_function":
         return False
     home = getattr(node.target, "__module__", None) or "torch"
     return isinstance(node.target, HigherOrderOperator) or home.split(".")[0] not in _LIBRARIES
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether a call is not only what the class says: a hook may change or exchange what comes and goes."""
+    return hooked(module) or "forward" in vars(module)
 
 
 _LIBRARIES = ("torch", "_operator", "operator", "builtins", "math")
@@ -237,7 +243,10 @@ def _is_fresh(node: fx.Node, trace: Trace) -> bool:
         return False
     if node.op == "call_module":
         module = trace.module(node)
-        return type(module) in _FRESH_MODULES or type(module) in (nn.ReLU, nn.SiLU, nn.LeakyReLU)
+        known = type(module) in _FRESH_MODULES or type(module) in (nn.ReLU, nn.SiLU, nn.LeakyReLU)
+        return known and not _does_more(module)
     if node.op in ("call_function", "call_method"):
+        if _name(node) == "einsum":  # of one tensor it may be a view
+            return len(node.all_input_nodes) > 1
         return _name(node) in _FRESH_NAMES
     return False
