@@ -466,3 +466,16 @@ def test_probabilities_have_no_index_to_ignore(reduction: str) -> None:
     for module in (model, fused):
         with pytest.raises(RuntimeError, match="ignore_index is not supported"):
             module(x, target)
+
+
+class LogLoss(nn.Module):
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return F.nll_loss(F.log_softmax(x, 1), target)
+
+
+def test_probabilities_are_no_target_of_nll_loss() -> None:
+    x, target = torch.randn(4, 3, dtype=torch.float64), torch.rand(4, 3, dtype=torch.float64)
+    model = LogLoss()
+    for run in (model, ol.fuse(model)):
+        with pytest.raises(RuntimeError):
+            run(x, target)

@@ -102,8 +102,8 @@ def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float, ignore
 
 
 def nll_of_log_softmax(logits: Tensor, target: Tensor, dim: int, ignore_index: int, reduction: str) -> Tensor:
-    """`F.nll_loss(F.log_softmax(logits, dim), target)`; one kernel where `dim` is the classes'."""
-    if dim % logits.dim() != min(1, logits.dim() - 1):
+    """`F.nll_loss(F.log_softmax(logits, dim), target)`; one kernel where `dim` is the classes', and the target classes."""
+    if target.is_floating_point() or dim % logits.dim() != min(1, logits.dim() - 1):
         return F.nll_loss(F.log_softmax(logits, dim), target, ignore_index=ignore_index, reduction=reduction)
     return cross_entropy(logits, target, 0.0, ignore_index, reduction)
 
