@@ -16,33 +16,27 @@ from __future__ import annotations
 
 import inspect
 import operator
-import random
-import types
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
+from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.fuse.arguments import Arguments, Thing
 from onelaunch.fuse.operations import hooked, is_known
 from onelaunch.fuse.own_thread import ONE_AT_A_TIME, OwnThreadTracer
+from onelaunch.fuse.proxies import TensorProxy, ThingProxy
+from onelaunch.fuse.readable import asks_for_none, methods_of, why_not_readable
+from onelaunch.fuse.refused import RefusedError as RefusedError
+from onelaunch.fuse.refused import said_by as said_by
+from onelaunch.fuse.state import CONTAINERS, generators_unmoved, same_contents, unchanged
 from onelaunch.fuse.twin import sealed
-from onelaunch.rng import numpy_words
 
-# Names in a forward's code that make it more than a function of its tensors, or that a proxy answers wrongly.
-TELLING_NAMES = frozenset(
-    {
-        *("isinstance", "issubclass", "type", "is_tensor", "hasattr", "print", "warn"),
-        # A graph records none of these, and some change nothing while it is recorded.
-        *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "checkpoint", "save_on_cpu"),
-    }
-)
 # Questions about a real tensor (a parameter's) that make no new one; a change of mode is seen at the next node.
 HARMLESS = frozenset(
     {
@@ -57,10 +51,6 @@ HARMLESS = frozenset(
         "is_contiguous",
     }
 )
-
-
-class RefusedError(Exception):
-    """Why a forward cannot be taken as a graph."""
 
 
 class StandsForClass:
@@ -85,21 +75,14 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
     """The graph of `root`'s own forward for a call of this kind, or RefusedError."""
     tracer = _Tracer(arguments)
     try:
-        with ONE_AT_A_TIME, _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
+        with ONE_AT_A_TIME, generators_unmoved(), _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
             graph = tracer.trace(root)
+            tracer.check_parts()
     except RefusedError:
         raise
     except (Exception, SystemExit) as error:  # fx and the forward itself may raise anything when fed with proxies
         raise RefusedError(said_by(error)) from error
     return Trace(graph, root, tracer.inlined, tracer.opaque)
-
-
-def said_by(error: BaseException, *, sentence: bool = True) -> str:
-    """The first line of an error, or sentence of it, with its kind where that alone says little."""
-    first = next(iter(str(error).strip().splitlines()), "")
-    if sentence:
-        first = first.split(". ")[0].rstrip(".")
-    return first if " " in first else f"{type(error).__name__} {first}".rstrip()
 
 
 class _NoTensorsOfItsOwn(TorchFunctionMode):
@@ -124,108 +107,25 @@ def why_opaque(module: nn.Module) -> str | None:
         return None
     if type(module).__module__.startswith("torch.nn") or is_known(module):
         return "is one operation"
-    return why_not_readable(type(module))
+    return why_not_readable(module)
 
 
-def why_not_readable(kind: type[nn.Module]) -> str | None:
-    """Why a trace of this class's forward, and of the methods it calls, would not be the whole truth."""
-    seen: set[str] = set()
-    left = ["forward"]
-    while left:
-        name = left.pop()
-        method = getattr(kind, name, None)
-        if name in seen or not isinstance(method, types.FunctionType) or _of_torch(method):
-            continue
-        seen.add(name)
-        names = {*_names(method.__code__), *_names(getattr(inspect.unwrap(method), "__code__", None))}
-        telling = sorted(names & TELLING_NAMES)
-        if telling:
-            return f"its forward calls {telling[0]}"
-        left += sorted(names)
-    return None
+def _named_by_code(kind: type[nn.Module]) -> dict[str, Any]:
+    """Lists and the like among globals and class attributes that the forward of a class names."""
+    found = {}
+    for method in methods_of(kind):
+        for name in method.__code__.co_names:
+            for value in (method.__globals__.get(name), inspect.getattr_static(kind, name, None)):
+                if isinstance(value, CONTAINERS):
+                    found[name] = value
+    return found
 
 
-def _of_torch(method: types.FunctionType) -> bool:
-    return (method.__module__ or "").startswith("torch.")  # generated code has no module
-
-
-def _names(code: Any) -> Iterator[str]:
-    if code is not None:
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, types.CodeType):
-                yield from _names(constant)
-
-
-@contextmanager
-def _unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts back what the block changes of the modules' attributes (lists, dicts and sets in them too), and refuses then.
-
-    The dictionaries of buffers and parameters among them are those of the original model.
-    """
-    before = [(vars(module), dict(vars(module))) for module in modules]
-    contents = [
-        (name, value, value.copy())
-        for _, attributes in before
-        for name, value in attributes.items()
-        if isinstance(value, (list, dict, set))
-    ]
-    random_state, numpy_state, words = random.getstate(), np.random.get_state(), numpy_words()  # noqa: NPY002
-    changed: list[str] = []
-    try:
-        yield
-    finally:
-        for name, value, old in contents:
-            if not same_contents(value, old):
-                changed.append(name)
-                value.clear()
-                value.extend(old) if isinstance(value, list) else value.update(old)
-        for now, old in before:
-            if not same_contents(now, old):
-                changed += [name for name in now.keys() | old.keys() if now.get(name, old) is not old.get(name, old)]
-                now.clear()
-                now.update(old)
-        drawn = random.getstate() != random_state or numpy_words() != words
-        random.setstate(random_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-    if changed:
-        what = {"_buffers": "buffers", "_parameters": "parameters", "_modules": "children"}.get(changed[0])
-        raise RefusedError(
-            f"its forward replaces its {what}" if what else f"its forward changes its attribute {changed[0]}"
-        )
-    if drawn:
-        raise RefusedError("draws random numbers in Python")
-
-
-def same_contents(now: Any, old: Any) -> bool:
-    if len(now) != len(old) or isinstance(now, set):
-        return bool(now == old)
-    if isinstance(now, list):
-        return not any(map(operator.is_not, now, old))
-    return all(map(operator.is_, now.values(), old.values())) and list(now) == list(old)
-
-
-class _Proxy(fx.Proxy):
-    """Keeps `h += x` a change in place. Plain fx makes it `h = h + x`, which another name of h does not see."""
-
-
-def _in_place(name: str) -> Any:
-    function = getattr(operator, name)
-    return lambda self, other: self.tracer.create_proxy("call_function", function, (self, other), {})
-
-
-for _name in ("iadd", "isub", "imul", "itruediv", "ipow", "imatmul", "iand", "ior", "ixor", "ifloordiv", "imod"):
-    setattr(_Proxy, f"__{_name}__", _in_place(_name))
-
-
-class _ThingProxy(_Proxy):
-    """Stands for an argument that is no tensor. What it holds may be None, or anything: it is passed on, not looked into."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise RefusedError("looks into an argument that is neither a tensor, a list nor a dictionary")
-
-    def __getitem__(self, item: Any) -> Any:
-        raise RefusedError("looks into an argument that is neither a tensor, a list nor a dictionary")
+def _unchanged(modules: list[nn.Module]) -> AbstractContextManager[None]:
+    named: dict[str, Any] = {}
+    for kind in {type(module) for module in modules}:
+        named |= _named_by_code(kind)
+    return unchanged(modules, named)
 
 
 class _Tracer(OwnThreadTracer):
@@ -242,10 +142,10 @@ class _Tracer(OwnThreadTracer):
         self.modes = _modes()
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return _Proxy(node, self)
+        return TensorProxy(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        reason = why_not_readable(type(self.root))
+        reason = why_not_readable(self.root)
         if reason:
             raise RefusedError(reason)
         self.inlined[""] = self.root
@@ -271,7 +171,7 @@ class _Tracer(OwnThreadTracer):
             index = kind if isinstance(kind, int) else kind.index
             if index == len(self.inputs):
                 proxy = self.create_proxy("placeholder", f"input_{index + 1}", (), {})
-                self.inputs.append(proxy if isinstance(kind, int) else _ThingProxy(proxy.node, self))
+                self.inputs.append(proxy if isinstance(kind, int) else ThingProxy(proxy.node, self))
             return self.inputs[index]
         if kind[0] is tuple:
             return tuple(map(self._argument, kind[1]))
@@ -284,17 +184,20 @@ class _Tracer(OwnThreadTracer):
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         return super().getattr(attr, attr_val, {})  # a cached node may be one that `_forget_after` erased
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self.modes:
             raise RefusedError("enters no_grad, autocast or a checkpoint")
-        node = super().create_node(*args, **kwargs)
+        if kind in ("call_module", "get_attr") and (repr(target)[1:-1] != target or '"' in target):
+            raise RefusedError(f"{target!r} is no name that code can have")
+        node = super().create_node(kind, target, *args, **kwargs)
         node.meta["owner"] = self.owner
         return node
 
     def create_arg(self, a: Any) -> Any:
         if isinstance(a, torch.Tensor) and not isinstance(a, fx.Proxy) and not self._is_held(a):
             raise RefusedError("uses a tensor that is neither a parameter nor a buffer")
-        if isinstance(a, dict) and type(a) is not dict:
+        plain = (dict, list, tuple, torch.Size, immutable_dict, immutable_list)
+        if isinstance(a, (dict, list, tuple)) and type(a) not in plain and not hasattr(a, "_fields"):
             raise RefusedError(f"passes on a {type(a).__name__}")
         if isinstance(a, np.generic) and isinstance(a, (float, str)):
             a = a.item()  # the same value; generated code does not know numpy
@@ -332,6 +235,14 @@ class _Tracer(OwnThreadTracer):
         self._check_lists((*args, *kwargs.values()))
         self.opaque[path] = reason
         return self.create_proxy("call_module", path, args, kwargs)
+
+    def check_parts(self) -> None:
+        """A part of what a module returns may be None, which its proxy is not."""
+        for node in self.graph.nodes:
+            source = node.args[0] if node.target is operator.getitem else None
+            asking = self.inlined.get(node.meta["owner"])
+            if isinstance(source, fx.Node) and source.op == "call_module" and asking and asks_for_none(asking):
+                raise RefusedError(f"compares a part of what {source.target} returns with `is`")
 
     def _check_lists(self, value: Any) -> None:
         """A module called as a whole gets copies of lists: one that is to be filled would stay empty."""
