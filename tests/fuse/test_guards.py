@@ -472,3 +472,46 @@ def test_a_name_that_code_cannot_have() -> None:
         model.add_module(name, layer())
         model.add_module(f"{name}r", nn.ReLU())
     assert_same(model, ol.fuse(model), rows())
+
+
+class Closed(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = lambda h: F.dropout(h, 0.5, training=self.training)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(F.relu(self.fc(x)))
+
+
+def test_a_closure_over_the_model_is_one_over_the_fused_model() -> None:
+    model, x = Closed(), rows()
+    fused = ol.fuse(model).eval()
+    assert model.training
+    assert torch.equal(fused(x), F.relu(model.fc(x)))
+    assert planned(fused, x)
+
+
+class Feature(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(layer(), nn.ReLU())
+        self.fc.register_forward_hook(self.keep)
+
+    def keep(self, module: nn.Module, given: Any, result: torch.Tensor) -> None:
+        self.kept = result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.fc(x)) + self.kept
+
+
+def test_a_hook_that_is_a_method_of_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = Feature(), rows()
+    expected = model(x)
+    assert ol.fuse(model) is model
+    assert "held by a hook of its own" in caplog.text
+    model(rows())
+    outer = nn.Sequential(model, layer(), nn.Tanh())
+    fused = ol.fuse(outer)
+    assert planned(fused, x) == ["linear + tanh"]
+    assert torch.equal(fused[0](x), expected)
+    assert_same(outer, fused, x)

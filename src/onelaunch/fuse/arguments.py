@@ -29,7 +29,7 @@ class Arguments:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-        inputs: list[Any] = []
+        inputs: dict[int, tuple[int, Any]] = {}
         positional = tuple([_kind(value, inputs) for value in args])
         return cls(positional, tuple([(name, _kind(value, inputs)) for name, value in kwargs.items()]))
 
@@ -52,8 +52,8 @@ class Thing:
     type: type
 
 
-def _kind(value: Any, inputs: list[Any], depth: int = 0) -> Any:
-    """What a trace is told of an argument; an input is added to `inputs`."""
+def _kind(value: Any, inputs: dict[int, tuple[int, Any]], depth: int = 0) -> Any:
+    """What a trace is told of an argument; an input is added to `inputs`, by its identity, with its number."""
     if isinstance(value, CONSTANTS):
         # The type is part of a constant: 1, 1.0 and True are equal and hash alike. So are 0.0 and -0.0.
         constant = (type(value), value)
@@ -63,19 +63,13 @@ def _kind(value: Any, inputs: list[Any], depth: int = 0) -> Any:
         return kind, tuple([_kind(item, inputs, depth + 1) for item in value])
     if kind is dict and depth < DEEPEST:
         return kind, tuple(value), tuple([_kind(item, inputs, depth + 1) for item in value.values()])
-    index = len(inputs)
-    for place, known in enumerate(inputs):
-        if known is value:
-            index = place
-            break
-    else:
-        inputs.append(value)
+    index = inputs.setdefault(id(value), (len(inputs), value))[0]
     return index if isinstance(value, (torch.Tensor, fx.Proxy)) else Thing(index, kind)
 
 
 def inputs_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The values that take the places of the graph's placeholders."""
-    inputs: list[Any] = []
+    inputs: dict[int, tuple[int, Any]] = {}
     for value in (*args, *kwargs.values()):
         _kind(value, inputs)
-    return inputs
+    return [value for _, value in inputs.values()]

@@ -3,10 +3,10 @@
 `torch.fx` records what a forward does to its tensors, once. That is the whole truth only if the forward is a function of its
 arguments and of attributes that stay as they are. So a trace here is refused, with the reason, when the forward
 
-- branches on a tensor, or asks for the type of an argument (which is a proxy during the trace);
+- branches on a tensor, or asks what only the tensor knows (`proxies.py`), compares with `is` or catches (`readable.py`);
 - makes tensors of its own (`torch.rand` would be drawn once and for all), or draws random numbers in Python;
 - enters `no_grad` or `autocast`, which a graph does not record;
-- changes attributes of its module, or prints.
+- changes attributes of its module or anything they hold (`state.py`), or prints.
 
 A child that is refused becomes one opaque call in the graph of its parent. What was read but cannot be seen in the graph (mode,
 hooks, children and attributes of every module traced through) is the guard of the trace: see `guard.py`.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 Model = TypeVar("Model", bound=nn.Module)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def twin(root: Model) -> Model:
@@ -39,8 +40,26 @@ def sealed(module: nn.Module) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "scripted"
     # `torch.compile(module)` and `module.compile()`. Asking for the class would import dynamo.
-    compiled = "dynamo_ctx" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None
-    return "compiled" if compiled else None
+    if "dynamo_ctx" in vars(module) or getattr(module, "_compiled_call_impl", None) is not None:
+        return "compiled"
+    hooks = (hook for inner in module.modules() for held in _HOOKS for hook in vars(inner).get(held, {}).values())
+    return "held by a hook of its own" if any(_holds(hook, module) for hook in hooks) else None
+
+
+def _holds(function: Any, module: nn.Module) -> bool:
+    """Whether a function is a method of the module, or a closure over it."""
+    if isinstance(function, functools.partial):
+        return any(value is module for value in function.args) or _holds(function.func, module)
+    if isinstance(function, types.MethodType):
+        return function.__self__ is module
+    return any(_content(cell) is module for cell in getattr(function, "__closure__", None) or ())
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not set yet
+        return None
 
 
 def _reconnected(value: Any, copies: dict[int, nn.Module]) -> Any:
@@ -49,6 +68,8 @@ def _reconnected(value: Any, copies: dict[int, nn.Module]) -> Any:
         return copies.get(id(value), value)
     if isinstance(value, types.MethodType) and id(value.__self__) in copies:
         return types.MethodType(value.__func__, copies[id(value.__self__)])
+    if isinstance(value, types.FunctionType) and value.__closure__:
+        return _closed_over(value, copies)
     if type(value) in (list, tuple, set):
         items = [_reconnected(item, copies) for item in value]
         return value if all(new is old for new, old in zip(items, value, strict=True)) else type(value)(items)
@@ -60,3 +81,21 @@ def _reconnected(value: Any, copies: dict[int, nn.Module]) -> Any:
         unchanged = inner is value.func and items is value.args and pairs is value.keywords
         return value if unchanged else functools.partial(inner, *items, **pairs)
     return value
+
+
+def _closed_over(function: types.FunctionType, copies: dict[int, nn.Module]) -> types.FunctionType:
+    """`function` with modules of the tree among the variables it closes over exchanged; all others stay shared."""
+    cells = function.__closure__ or ()
+    held = [_content(cell) for cell in cells]
+    if not any(isinstance(value, nn.Module) and id(value) in copies for value in held):
+        return function
+    new = [
+        types.CellType(copies[id(value)]) if isinstance(value, nn.Module) and id(value) in copies else cell
+        for cell, value in zip(cells, held, strict=True)
+    ]
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(new)
+    )
+    vars(copy).update(vars(function))
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
