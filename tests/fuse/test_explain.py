@@ -27,7 +27,14 @@ from onelaunch.fuse.verdict import force
 from tests.fuse.models import ResNet
 from tests.fuse.test_models import transformers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "wide_terminal")
+
+
+@pytest.fixture
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 ROWS, WIDTH = 64, 32
 
 

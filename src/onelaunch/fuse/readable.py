@@ -19,6 +19,8 @@ TELLING_NAMES = frozenset(
         # A graph records none of these, and some change nothing while it is recorded.
         *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "checkpoint", "save_on_cpu"),
         *("manual_seed", "set_rng_state", "fork_rng"),
+        # What they answer may be another thing at the next call.
+        *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
         "suppress",  # what raises for some tensors does not raise for proxies
     }
 )

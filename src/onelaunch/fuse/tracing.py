@@ -73,11 +73,13 @@ class Trace:
 
 def trace(root: nn.Module, arguments: Arguments) -> Trace:
     """The graph of `root`'s own forward for a call of this kind, or RefusedError."""
-    tracer = _Tracer(arguments)
     try:
-        with ONE_AT_A_TIME, generators_unmoved(), _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
-            graph = tracer.trace(root)
-            tracer.check_parts()
+        # With gradients, whoever asks: what a forward takes away of them is seen then, and refused.
+        with torch.inference_mode(False), torch.enable_grad(), ONE_AT_A_TIME, generators_unmoved():
+            tracer = _Tracer(arguments)
+            with _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
+                graph = tracer.trace(root)
+                tracer.check_parts()
     except RefusedError:
         raise
     except (Exception, SystemExit) as error:  # fx and the forward itself may raise anything when fed with proxies
