@@ -1,17 +1,18 @@
 """Activations that a module writes out in elementary operations, as the transformers library does with its gelus.
 
-Such a module (no parameters, no children) is traced by itself, and its expression compared with those of known activations up
-to the order of sums and products. Eight launches become one.
+The forward of such a module (no parameters, no children) is called with a proxy, and its expression compared with those of
+known activations up to the order of sums and products. Eight launches become one.
 
 An expression is the whole truth only where nothing else goes on, so the code is read before it is traced: it may name `torch`,
 `math`, their arithmetic, numbers, and functions that pass the same test; no classes (`no_grad`, an autograd function), no
-objects, nothing that writes. The trace itself is `tracing.py`'s, with its refusals, once with gradients and once without.
+objects, nothing that writes. So it needs no more than a proxy; a change in place is one to that, too.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import inspect
 import math
 import operator
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from onelaunch.fuse.arguments import CONSTANTS, Arguments
+from onelaunch.fuse.arguments import CONSTANTS
+from onelaunch.fuse.proxies import TensorProxy
 from onelaunch.fuse.twin import sealed
 from onelaunch.ops.activations import activate
 
@@ -70,19 +72,11 @@ def activated(x: torch.Tensor, name: str, module: nn.Module) -> torch.Tensor:
 
 
 def _recognised(module: nn.Module) -> str | None:
-    from onelaunch.fuse.tracing import trace  # which asks us
-
     try:
         if not _is_plain(module):
             return None
-        arguments = Arguments.required_by(type(module).forward)
-        with torch.inference_mode(False), torch.enable_grad():
-            expression = _expression(trace(module, arguments).graph)
-            with torch.no_grad():
-                without_gradients = _expression(trace(module, arguments).graph)
+        expression = _expression(_graph_of(functools.partial(type(module).forward, module)))
     except Exception:  # whatever it is, it is not a plain expression
-        return None
-    if without_gradients != expression:
         return None
     return next((name for name, wanted in _spellings() if wanted == expression), None)
 
@@ -143,11 +137,19 @@ def _names(code: types.CodeType) -> Iterator[str]:
 
 def _spellings() -> list[tuple[str, Any]]:
     if not _spelled:
-        for name, spelling in SPELLINGS:
-            graph = fx.Graph()
-            graph.output(spelling(fx.Proxy(graph.placeholder("x"))).node)
-            _spelled.append((name, _expression(graph)))
+        _spelled.extend((name, _expression(_graph_of(spelling))) for name, spelling in SPELLINGS)
     return _spelled
+
+
+class _Proxies(fx.proxy.GraphAppendingTracer):
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return TensorProxy(node, self)
+
+
+def _graph_of(function: Callable[[Any], Any]) -> fx.Graph:
+    graph = fx.Graph()
+    graph.output(function(_Proxies(graph).proxy(graph.placeholder("x"))).node)
+    return graph
 
 
 _spelled: list[tuple[str, Any]] = []
