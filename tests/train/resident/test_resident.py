@@ -172,6 +172,27 @@ def test_auto_says_what_it_chose():
     assert " 0 bytes spilled" in history.plan
 
 
+@pytest.mark.parametrize(
+    ("widths", "blocks", "batch", "loss"),
+    [
+        ([20, 40, 24, 64], 2, 37, "cross_entropy"),  # as many outputs as there may be; rows of nobody
+        ([20, 48, 33], 4, 20, "mse"),
+        ([30, 128, 128, 20], 16, 50, "bce_with_logits"),
+        ([30, 128, 10], 16, 7, "cross_entropy"),  # one hidden layer: nothing but partial outputs is exchanged
+        ([30, 256, 64, 17], 8, 130, "cross_entropy"),  # several tiles a block, several passes or many rows an owner
+    ],
+)
+def test_outputs_summed_over_a_cluster_follow_eager(widths, blocks, batch, loss, monkeypatch):
+    monkeypatch.setitem(PLACEMENTS, "cluster", {"blocks": blocks, "cluster": True, "by_rows": False})
+    x, y = rows_of(widths, loss)
+    model, twin = pair(widths, "relu", 0.2)
+    options = {"steps": 60, "batch_size": batch, "lr": 0.02, "precision": "fp32", "loss": loss}
+    got = losses_of(placed(make_run(model, x, y, None, options), "cluster"))
+    want = fit(twin, x, y, "eager", **options)
+    assert_same_course(got, want.losses, LOSS_TOLERANCE)
+    assert_same_weights(model, twin, WEIGHT_TOLERANCE)
+
+
 # The course of a run.
 
 
