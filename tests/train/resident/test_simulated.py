@@ -190,6 +190,19 @@ def test_one_buffer_for_weights_is_caught(function, cluster, monkeypatch):
         broken(cluster)
 
 
+@pytest.mark.parametrize(
+    ("widths", "blocks", "rows", "batch", "loss"),
+    [
+        ([20, 40, 24, 64], 2, 48, 37, "cross_entropy"),
+        ([20, 48, 33], 4, 32, 20, "mse"),
+        ([30, 128, 128, 20], 16, 32, 50, "cross_entropy"),
+        ([30, 128, 10], 16, 16, 7, "cross_entropy"),
+    ],
+)
+def test_outputs_are_summed_over_clusters_of_every_size(widths, blocks, rows, batch, loss):
+    assert_follows(forced_plan(widths, blocks, True, rows, batch=batch, loss=loss), at_random(3), rows=60)
+
+
 @pytest.mark.parametrize("choose", [*ORDERS.values(), at_random(5)], ids=[*ORDERS, "at random"])
 @pytest.mark.parametrize("cluster", [True, False])
 def test_every_missing_wait_is_caught(cluster, choose):
