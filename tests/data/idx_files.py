@@ -29,7 +29,7 @@ def write_set(folder: Path, *, packed: bool = True, files: dict[str, np.ndarray]
     folder.mkdir(parents=True, exist_ok=True)
     for file, values in (files or small_set()).items():
         content = idx_bytes(values)
-        (folder / (file + ".gz" * packed)).write_bytes(gzip.compress(content) if packed else content)
+        (folder / (file + ".gz" * packed)).write_bytes(gzip.compress(content, mtime=0) if packed else content)
 
 
 def published(folder: Path, mirrors: tuple[str, ...], like: mnist.ImageSet = mnist.MNIST) -> mnist.ImageSet:
