@@ -14,6 +14,7 @@ from torch import nn
 import onelaunch as ol
 from onelaunch.fuse.placing import regions
 from tests.fuse.compare import assert_same
+from tests.fuse.test_rewriting import Custom, gates
 
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
 WIDE = 6
@@ -215,30 +216,14 @@ def test_minus_zero_is_another_argument_than_zero() -> None:
         assert torch.equal(torch.signbit(model(x, zero)), torch.signbit(fused(x, zero)))
 
 
-def gated(x: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        gate = torch.sigmoid(x)
-    return x * gate
-
-
-class Tripled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient * 3
-
-
 class Gated(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return gated(F.relu(self.fc(x)))
+        return gates(F.relu(self.fc(x)))
 
 
 class OwnBackward(Base):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Tripled.apply(F.relu(self.fc(x)))  # type: ignore[no-any-return]
+        return Custom.apply(F.relu(self.fc(x)))  # type: ignore[no-any-return]
 
 
 class AsksForGradients(Base):

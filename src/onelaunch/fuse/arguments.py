@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 CONSTANTS = (bool, int, float, str, types.NoneType, torch.dtype, torch.device)
-INPUT = 0  # the kind of a tensor that is the first input of its call
 DEEPEST = 8  # containers in containers; what lies deeper is passed on as it is
 
 

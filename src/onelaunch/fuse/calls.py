@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from onelaunch import ops
 from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import wants_gradient
+from onelaunch.ops.batch_norm import batch_norm_of
 
 # The kernels are for CUDA. Elsewhere the chain runs as plain PyTorch, which is faster there than the ops' reference; tests that
 # want to see the ops themselves on a CPU switch this off.
@@ -61,25 +62,7 @@ def batch_norm(x: Tensor, norm: Any, activation: str | None, dropout: float) -> 
     """What the module `norm` does in its mode, then activation and dropout."""
     if _plain(x):
         return _finished(norm.forward(x), activation, dropout)
-    norm._check_input_dim(x)
-    momentum = 0.0 if norm.momentum is None else norm.momentum
-    if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
-        norm.num_batches_tracked.add_(1)
-        if norm.momentum is None:
-            momentum = 1 / float(norm.num_batches_tracked)
-    moved = not norm.training or norm.track_running_stats
-    return ops.batch_norm(
-        x,
-        norm.running_mean if moved else None,
-        norm.running_var if moved else None,
-        norm.weight,
-        norm.bias,
-        training=norm.training or norm.running_mean is None,
-        momentum=momentum,
-        eps=norm.eps,
-        activation=activation,
-        dropout=dropout,
-    )
+    return batch_norm_of(norm, x, activation, dropout)
 
 
 def batch_norm_with(

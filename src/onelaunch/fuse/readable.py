@@ -29,7 +29,7 @@ TELLING_NAMES = frozenset(
 def why_not_readable(module: nn.Module) -> str | None:
     """Why a trace of this module's forward, and of the methods it calls, would not be the whole truth."""
     for method in methods_of(type(module)):
-        codes = list(_codes(method))
+        codes = list(codes_of(method))
         names = {name for code in codes for name in code.co_names}
         telling = sorted(names & TELLING_NAMES)
         if telling:
@@ -55,14 +55,14 @@ def methods_of(kind: type[nn.Module]) -> Iterator[types.FunctionType]:
             continue
         seen.add(name)
         yield method
-        left += sorted({name for code in _codes(method) for name in code.co_names})
+        left += sorted({name for code in codes_of(method) for name in code.co_names})
 
 
 def _of_torch(method: types.FunctionType) -> bool:
     return (method.__module__ or "").startswith("torch.")  # generated code has no module
 
 
-def _codes(method: types.FunctionType) -> Iterator[types.CodeType]:
+def codes_of(method: types.FunctionType) -> Iterator[types.CodeType]:
     """The code of a function, of what a decorator wrapped and of the functions inside."""
     left: list[Any] = [method.__code__, getattr(inspect.unwrap(method), "__code__", None)]
     while left:
@@ -100,7 +100,7 @@ def asks_for_none(module: nn.Module) -> bool:
     return any(
         variable in assigned(code) and not attributes
         for method in methods_of(type(module))
-        for code in _codes(method)
+        for code in codes_of(method)
         for operands in comparisons(code)
         for variable, attributes in operands
     )

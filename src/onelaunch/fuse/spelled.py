@@ -26,6 +26,7 @@ from torch import fx, nn
 
 from onelaunch.fuse.arguments import CONSTANTS
 from onelaunch.fuse.proxies import TensorProxy
+from onelaunch.fuse.readable import codes_of
 from onelaunch.fuse.twin import sealed
 from onelaunch.ops.activations import activate
 
@@ -104,7 +105,7 @@ def _is_plain(module: nn.Module) -> bool:
         seen.add(named)
         left += [cell.cell_contents for cell in named.__closure__ or ()]
         left += (*(named.__defaults__ or ()), *(named.__kwdefaults__ or {}).values())
-        for name in _names(named.__code__):
+        for name in _names(named):
             places = (
                 named.__globals__,
                 vars(builtins),
@@ -125,14 +126,12 @@ _ATTRIBUTES = frozenset(
 _WRITES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "DELETE_GLOBAL", "DELETE_ATTR", "DELETE_SUBSCR")
 
 
-def _names(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in code; one that stands for nothing where something is written."""
-    yield from code.co_names
-    if any(instruction.opname in _WRITES for instruction in dis.get_instructions(code)):
-        yield "a write"
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
+def _names(function: types.FunctionType) -> Iterator[str]:
+    """The names of globals and attributes in its code; one that stands for nothing where something is written."""
+    for code in codes_of(function):
+        yield from code.co_names
+        if any(instruction.opname in _WRITES for instruction in dis.get_instructions(code)):
+            yield "a write"
 
 
 def _spellings() -> list[tuple[str, Any]]:

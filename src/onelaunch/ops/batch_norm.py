@@ -259,6 +259,29 @@ def batch_norm(
     return y
 
 
+def batch_norm_of(norm: Any, x: Tensor, activation: str | None, dropout: float) -> Tensor:
+    """What PyTorch's module `norm` does in its mode, its count of batches moved, then activation and dropout."""
+    norm._check_input_dim(x)
+    momentum = 0.0 if norm.momentum is None else norm.momentum
+    if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        if norm.momentum is None:
+            momentum = 1 / float(norm.num_batches_tracked)
+    moved = not norm.training or norm.track_running_stats
+    return batch_norm(
+        x,
+        norm.running_mean if moved else None,
+        norm.running_var if moved else None,
+        norm.weight,
+        norm.bias,
+        training=norm.training or norm.running_mean is None,
+        momentum=momentum,
+        eps=norm.eps,
+        activation=activation,
+        dropout=dropout,
+    )
+
+
 class BatchNorm1d(nn.BatchNorm1d):
     """`nn.BatchNorm1d` with the activation and the dropout that follow it."""
 
@@ -281,26 +304,7 @@ class BatchNorm1d(nn.BatchNorm1d):
         self.dropout = check_probability("dropout", dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input_dim(x)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                momentum = 1 / float(self.num_batches_tracked)
-        batch_statistics = self.training or self.running_mean is None
-        moved = not self.training or self.track_running_stats
-        return batch_norm(
-            x,
-            self.running_mean if moved else None,
-            self.running_var if moved else None,
-            self.weight,
-            self.bias,
-            training=batch_statistics,
-            momentum=momentum,
-            eps=self.eps,
-            activation=self.activation,
-            dropout=self.dropout if self.training else 0.0,
-        )
+        return batch_norm_of(self, x, self.activation, self.dropout if self.training else 0.0)
 
     def extra_repr(self) -> str:
         fused = " + ".join(
