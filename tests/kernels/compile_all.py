@@ -12,6 +12,7 @@ import torch
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onelaunch.kernels import activation_dropout, batch_norm, batch_norm_backward, cross_entropy, linear, relu_dropout
 from onelaunch.kernels.dropout_key import DropoutKey
@@ -21,6 +22,8 @@ TYPES = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
     torch.int64: "*i64",
 }
 
@@ -34,7 +37,7 @@ class Compiler:
         self,
         kernel: Any,
         grid: tuple[int, ...],
-        tensors: tuple[torch.Tensor | None, ...],
+        tensors: tuple[torch.Tensor | TensorDescriptor | None, ...],
         values: tuple[int | float, ...],
         sizes: tuple[int, ...],
         constants: tuple[Any, ...],
@@ -54,6 +57,8 @@ class Compiler:
             elif isinstance(argument, torch.Tensor):
                 signature[name] = TYPES[argument.dtype]
                 attributes[(index,)] = [["tt.divisibility", 16]]
+            elif isinstance(argument, TensorDescriptor):
+                signature[name] = f"tensordesc<{TYPES[argument.base.dtype][1:]}{argument.block_shape}>"
             elif isinstance(argument, float):
                 signature[name] = "fp32"
             else:
@@ -112,11 +117,27 @@ def run_launchers(dtype: torch.dtype) -> None:
     cross_entropy.cross_entropy_gradient(x, target, lse, loss, count, y, smoothing=0.1, ignore_index=-100)
 
 
+def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
+    """The one kernel whose launcher asks a device (for its multiprocessors): compiled for the arguments it would get."""
+    x = torch.empty(256, 256, dtype=dtype)
+    tile = linear.TileShape(128, 128, 64, 8, 3)
+    tiles = [TensorDescriptor.from_tensor(x, [tile.m, side]) for side in (tile.k, tile.k, tile.n)]
+    keep = torch.empty(256, 32, dtype=torch.uint8)
+    for activation, z, bits in ((None, None, None), ("gelu", x, keep)):
+        tensors = (tiles[0], tiles[1], x[0], tiles[2], z, bits, None)
+        constants = (tile.m, tile.n, tile.k, 8, activation, "tf32")
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        compiler(linear.linear_tma_kernel, (4,), tensors, (3, 4, 5, 2.0), (256, 256, 256), constants, **options)
+
+
 def main() -> None:
     compiler = Compiler(int(sys.argv[1]))
     for module in (activation_dropout, batch_norm, batch_norm_backward, cross_entropy, linear, relu_dropout):
         module.launch = compiler  # type: ignore[attr-defined]
-    run_launchers(getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16"))
+    dtype = getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
+    run_launchers(dtype)
+    if compiler.target.arch >= 90:
+        compile_tma(compiler, dtype)
     print("\n".join(compiler.done))
 
 

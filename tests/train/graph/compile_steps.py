@@ -11,7 +11,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onelaunch.kernels import (
     backward_strip,
@@ -32,13 +31,12 @@ from onelaunch.train.engines.graph.plan import H200, Chip, plan_step
 from onelaunch.train.engines.graph.stages import Stage
 from onelaunch.train.engines.graph.step import Data, StepRunner
 from onelaunch.train.network import Linear
-from tests.kernels import compile_all
+from tests.kernels.compile_all import Compiler
 
 MODULES = (
     backward_strip, ends_update, halves, narrow_step, output_layer, output_row, parts_update, run_state, stage,
     weight_update,
 )  # fmt: skip
-compile_all.TYPES |= {torch.int16: "*i16", torch.int32: "*i32"}
 
 
 class NoMemory:
@@ -103,27 +101,14 @@ def run_step(chip: Chip, widths: list[int], batch: int, activation: str, p: floa
     runner.train(Data(x, y, buffers.take("order"), buffers.take("control"), buffers.take("table"), ""), 2)
 
 
-def stand_ins(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Tensors of types that no kernel uses in the place of descriptors, so that the compiler's table can name these."""
-    types = iter((torch.uint16, torch.uint32, torch.uint64))
-    made = []
-    for tensor in tensors:
-        if isinstance(tensor, TensorDescriptor):
-            kind = next(types)
-            compile_all.TYPES[kind] = f"tensordesc<{compile_all.TYPES[tensor.base.dtype][1:]}{tensor.block_shape}>"
-            tensor = torch.empty(0, dtype=kind)
-        made.append(tensor)
-    return tuple(made)
-
-
 def main() -> None:
     capability = int(sys.argv[1])
-    compiler = compile_all.Compiler(capability)
+    compiler = Compiler(capability)
     chip = H200 if capability >= 90 else Chip(108, 163 * 1024, tma=False)
 
     def launch_step(clock: Clock, *arguments: Any, **options: Any) -> None:
-        kernel, grid, tensors, *rest, constants = arguments
-        compiler(kernel, grid, stand_ins(tensors), *rest, (*constants, capability >= 90), **options)
+        *rest, constants = arguments
+        compiler(*rest, (*constants, capability >= 90), **options)
 
     for module in MODULES:
         module.launch_step = launch_step  # type: ignore[attr-defined]
