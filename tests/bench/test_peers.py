@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from onelaunch.bench.cases.train import CHECKED_STEPS, TOLERANCE, check_losses
 from onelaunch.bench.peers_jax import jax_scan, why_no_jax
-from onelaunch.bench.peers_torch import Captured, TorchStep, reference_losses, row_order, worst_relative
+from onelaunch.bench.peers_torch import Captured, Steps, TorchStep, reference_losses, row_order, worst_relative
+from onelaunch.bench.step_peers import GRAPH, UNROLLED, StepPeer, step_peers
 from onelaunch.bench.workload import Workload
 from onelaunch.rng import permutation
 
@@ -48,6 +51,43 @@ def test_the_jax_peer_trains_the_same_run(workload: Workload, unroll: int) -> No
     scan = jax_scan(run, row_order(run, 20), unroll)
     losses, _ = scan()
     assert worst_relative(losses.tolist(), reference_losses(run, 20)) < TOLERANCE[workload.precision]
+
+
+def test_a_timed_peer_takes_whole_calls_and_is_made_once() -> None:
+    run = WORKLOADS[0].run(CPU, rows=64, steps=25)
+    taken: list[int] = []
+    made: list[bool] = []
+
+    def make() -> Steps:
+        made.append(True)
+        return taken.append
+
+    peer = StepPeer("peer", make, call=10)
+    (steps, seconds), *rest = peer.train(run).epochs
+    assert (steps, rest) == (30, [])
+    assert seconds >= 0
+    peer.train(run)
+    assert taken == [10] * 6
+    assert made == [True]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"momentum": 0.9}, "momentum=0.9"), ({"schedule": "cosine"}, "schedule='cosine'"),
+     ({"weight_decay": 0.1}, "weight_decay=0.1"), ({"label_smoothing": 0.1}, "label_smoothing=0.1"),
+     ({"optimizer": "adamw"}, "optimizer='adamw'"), ({"precision": "fp16"}, "precision='fp16'")],
+)  # fmt: skip
+def test_a_run_the_timed_peers_would_train_differently_is_not_theirs(change: dict[str, Any], reason: str) -> None:
+    run = WORKLOADS[0].run(CPU, rows=64, steps=25)
+    peers, absent = step_peers(replace(run, spec=replace(run.spec, **change)))
+    assert peers == []
+    assert absent == dict.fromkeys((GRAPH, UNROLLED), f"does not take {reason}")
+
+
+def test_a_network_the_timed_peers_would_train_differently_is_not_theirs() -> None:
+    run = WORKLOADS[0].run(CPU, rows=64, steps=25)
+    _, absent = step_peers(replace(run, model=nn.Sequential(run.model, nn.Dropout(0.5))))
+    assert absent[GRAPH] == absent[UNROLLED] == "takes Linear and ReLU only, not Dropout"
 
 
 @pytest.mark.usefixtures("one_thread")

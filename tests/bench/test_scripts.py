@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 from onelaunch.bench.run import select
+from onelaunch.report.recorded import read_recorded
 from tests.conftest import ROOT
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def test_the_cold_launch_script_imports() -> None:
@@ -29,17 +26,26 @@ def test_the_cold_launch_script_imports() -> None:
 
 def test_what_is_warmed_up_is_in_the_registry() -> None:
     """A filter that matches nothing would warm nothing, and nobody would see."""
-    for name, (command, filters) in script("record").GROUPS.items():
-        group = command[command.index("bench") + 1] if "bench" in command else None
-        for part in filters:
-            assert group is not None, name
-            assert select([group], part), f"{name}: --filter {part}"
+    for name, group in script("record").GROUPS.items():
+        for option, part in group.parts:
+            if option == "--filter":
+                kind = group.command[group.command.index("bench") + 1]
+                assert select([kind], part), f"{name}: --filter {part}"
+
+
+def test_results_in_a_folder_of_their_own_are_taken_out_of_it(tmp_path: Path) -> None:
+    """`compare` itself, at the size of a test: what the group of the sizes records is what `make readme` draws."""
+    record = script("record")
+    command = [*record.ONELAUNCH, "compare", "--data", "digits", "--hidden", "8", "--steps", "3", "--engine", "eager"]
+    group = record.Group((*command, "--sizes", "4,8", "--out"), inside=record.GROUPS["sizes"].inside)
+    assert group.record(tmp_path / "sizes.json")
+    assert [sizes.content["sizes"]["hidden"] for sizes in read_recorded(tmp_path).sizes] == [[4, 8]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would record for minutes")
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [([], "this machine has no CUDA device"), (["--skip", "train,typo"], "--skip typo: pass some of train, large")],
+    [([], "this machine has no CUDA device"), (["--skip", "train,typo"], "no group typo: pass some of train, large")],
 )
 def test_what_it_cannot_record_it_says_at_once(arguments: list[str], said: str) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "record.py"), *arguments]

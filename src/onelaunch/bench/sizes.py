@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from onelaunch.bench.contenders import Contender, contenders_for, shortened
+from onelaunch.bench.step_peers import step_peers
 from onelaunch.fuse.quantities import duration
 from onelaunch.train.engines import choose
 from onelaunch.train.engines.contract import Run
@@ -25,6 +26,8 @@ def time_sizes(
     for size in sizes:
         run = run_of(size)
         contenders, absent = contenders_for(run)
+        faster, missing = step_peers(run)
+        contenders, absent = [*faster, *contenders], {**absent, **missing}
         results["hidden"].append(size)
         results["auto"][str(size)] = f"onelaunch {choose(run)[0].name}"
         for contender in contenders:

@@ -7,7 +7,6 @@ Python between two steps: a whole step as a CUDA graph (as written, and compiled
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,8 +14,9 @@ import torch
 
 from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.cases.train import check_losses, train
-from onelaunch.bench.peers_jax import jax_scan, why_no_jax
-from onelaunch.bench.peers_torch import Captured, Steps, row_order, seconds_of
+from onelaunch.bench.peers_jax import why_no_jax
+from onelaunch.bench.peers_torch import Captured
+from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, UNROLLED, scan, timed
 from onelaunch.bench.workload import Workload
 from onelaunch.errors import UnsupportedError
 from onelaunch.train.engines.contract import Run
@@ -39,27 +39,17 @@ class Large:
         return BYTES_OF_A_WEIGHT * weights + 2 * self.workload.batch * self.workload.widths[0]
 
 
-def _scan(run: Run, steps: int) -> Steps:
-    work = jax_scan(run, row_order(run, steps), 10)
-    return lambda count: work()
-
-
 def _peers(run: Run, steps: int, *, thorough: bool) -> tuple[dict[str, Work], dict[str, str]]:
-    def timed(make: Callable[[], Steps]) -> Work:
-        """Made by its first call, the warm-up: compiling takes long, and one that cannot be made is absent, no failure."""
-        made = functools.cache(lambda: seconds_of(make(), steps, steps))
-        return lambda: made()()
-
-    peers = {"CUDA graph": timed(functools.partial(Captured, run))}
+    peers = {GRAPH: timed(lambda: Captured(run), steps, steps)}
     absent = {}
     if thorough:
-        peers["CUDA graph, compiled"] = timed(functools.partial(Captured, run, "default"))
+        peers[COMPILED_GRAPH] = timed(lambda: Captured(run, "default"), steps, steps)
     else:
-        absent["CUDA graph, compiled"] = "left out: long to make; 214 µs at 784-2048-2048-2048-10, where JAX took 120"
+        absent[COMPILED_GRAPH] = "left out: long to make; 214 µs at 784-2048-2048-2048-10, where JAX took 120"
     if reason := why_no_jax(run.device):
-        absent["JAX scan, unroll 10"] = reason
+        absent[UNROLLED] = reason
     else:
-        peers["JAX scan, unroll 10"] = timed(functools.partial(_scan, run, steps))
+        peers[UNROLLED] = timed(lambda: scan(run, steps), steps, steps)
     return peers, absent
 
 

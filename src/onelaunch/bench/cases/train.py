@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from statistics import fmean, stdev
@@ -21,8 +20,9 @@ from torch import nn
 
 from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.compare import evaluate
-from onelaunch.bench.peers_jax import jax_scan, why_no_jax
-from onelaunch.bench.peers_torch import Captured, Steps, loop, reference_losses, row_order, seconds_of, worst_relative
+from onelaunch.bench.peers_jax import why_no_jax
+from onelaunch.bench.peers_torch import Captured, loop, reference_losses, worst_relative
+from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, SCAN, UNROLLED, scan, timed
 from onelaunch.bench.workload import Workload
 from onelaunch.data import load
 from onelaunch.errors import UnsupportedError
@@ -78,34 +78,23 @@ def _gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _timed(make: Callable[[], Steps], steps: int, units: int) -> Work:
-    """A peer made by its first call, the warm-up: compiling takes long, and one that cannot be made is absent, no failure."""
-    made = functools.cache(lambda: seconds_of(make(), steps, units))
-    return lambda: made()()
-
-
-def _scan(run: Run, steps: int, unroll: int) -> Steps:
-    work = jax_scan(run, row_order(run, steps), unroll)
-    return lambda count: work()
-
-
 def _peers(run: Run, *, thorough: bool) -> tuple[dict[str, Work], dict[str, str]]:
     """A step of each. `thorough`: also what takes minutes to start and was never near the fastest."""
     peers = {
-        "torch eager": _timed(lambda: loop(run), LOOP_STEPS, LOOP_STEPS),
-        "CUDA graph": _timed(lambda: Captured(run), CAPTURED_STEPS, CAPTURED_STEPS),
-        "CUDA graph, compiled": _timed(lambda: Captured(run, "default"), CAPTURED_STEPS, CAPTURED_STEPS),
+        "torch eager": timed(lambda: loop(run), LOOP_STEPS, LOOP_STEPS),
+        GRAPH: timed(lambda: Captured(run), CAPTURED_STEPS, CAPTURED_STEPS),
+        COMPILED_GRAPH: timed(lambda: Captured(run, "default"), CAPTURED_STEPS, CAPTURED_STEPS),
     }
     absent = {}
     if thorough:
-        peers["torch.compile max-autotune"] = _timed(lambda: loop(run, "max-autotune"), LOOP_STEPS, LOOP_STEPS)
+        peers["torch.compile max-autotune"] = timed(lambda: loop(run, "max-autotune"), LOOP_STEPS, LOOP_STEPS)
     else:
         absent["torch.compile max-autotune"] = "left out here: minutes to start, slower than a CUDA graph"
     if reason := why_no_jax(run.device):
-        absent["JAX scan"] = reason
+        absent[SCAN] = reason
     else:
-        for name, unroll in {"JAX scan": 1, "JAX scan, unroll 10": 10}.items():
-            peers[name] = _timed(functools.partial(_scan, run, SCANNED_STEPS, unroll), SCANNED_STEPS, SCANNED_STEPS)
+        for name, unroll in {SCAN: 1, UNROLLED: 10}.items():
+            peers[name] = timed(functools.partial(scan, run, SCANNED_STEPS, unroll), SCANNED_STEPS, SCANNED_STEPS)
     return peers, absent
 
 
@@ -153,12 +142,12 @@ def whole_epoch() -> Trial:
     fresh = functools.partial(workload.run, _gpu(), rows=MNIST_ROWS, held_out=HELD_OUT, engine="resident")
     run = fresh(epochs=EPOCHS)
     steps = run.spec.steps_per_epoch  # the peers' last batch is a whole one: a captured step has one shape
-    peers = {"CUDA graph, compiled": _timed(lambda: Captured(run, "default"), steps, 1)}
+    peers = {COMPILED_GRAPH: timed(lambda: Captured(run, "default"), steps, 1)}
     absent = {"CUDA/C++ original": "604 ms an epoch in fp32 on an H200, measured apart"}
     if reason := why_no_jax(run.device):
-        absent["JAX scan"] = reason
+        absent[SCAN] = reason
     else:
-        peers["JAX scan, unroll 10"] = _timed(lambda: _scan(run, steps, 10), steps, 1)
+        peers[UNROLLED] = timed(lambda: scan(run, steps), steps, 1)
 
     def check() -> None:
         one = fresh(epochs=1)

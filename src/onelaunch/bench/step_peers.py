@@ -1,0 +1,88 @@
+"""The peers with no Python between two steps: a whole step as a CUDA graph, and a JAX scan over many.
+
+`timed` makes a case's peer of one; `step_peers` makes them contenders of `compare --sizes`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from onelaunch.bench.case import Work
+from onelaunch.bench.contenders import Contender, Trained
+from onelaunch.bench.peers_jax import MATMUL, jax_scan, why_no_jax
+from onelaunch.bench.peers_torch import Captured, Steps, row_order, seconds_of
+from onelaunch.train.engines.contract import Run
+
+GRAPH, COMPILED_GRAPH, SCAN, UNROLLED = "CUDA graph", "CUDA graph, compiled", "JAX scan", "JAX scan, unroll 10"
+SCANNED_STEPS = 1000  # a call, over sizes: long enough for its launch not to count
+PLAIN = (nn.Sequential, nn.Flatten, nn.Linear, nn.ReLU)
+
+
+def scan(run: Run, steps: int, unroll: int = 10) -> Steps:
+    work = jax_scan(run, row_order(run, steps), unroll)
+    return lambda count: work()
+
+
+def timed(make: Callable[[], Steps], steps: int, units: int) -> Work:
+    """A peer made by its first call, the warm-up: compiling takes long, and one that cannot be made is absent, no failure."""
+    made = functools.cache(lambda: seconds_of(make(), steps, units))
+    return lambda: made()()
+
+
+@dataclass
+class StepPeer:
+    """A contender that is only timed: whole calls of so many steps, at least as many as the run asks for."""
+
+    name: str
+    make: Callable[[], Steps]
+    call: int = 1
+
+    def __post_init__(self) -> None:
+        self._made = functools.cache(self.make)
+
+    def train(self, run: Run) -> Trained:
+        steps, calls = self._made(), math.ceil(run.spec.total_steps / self.call)
+        _wait(run.device)
+        begin = time.perf_counter()
+        for _ in range(calls):
+            steps(self.call)
+        _wait(run.device)
+        return Trained(run.model, epochs=[(calls * self.call, time.perf_counter() - begin)])
+
+
+def step_peers(run: Run) -> tuple[list[Contender], dict[str, str]]:
+    """Those that can take the steps of `run` here, and why the others cannot."""
+    different = _not_plain(run)
+    no_graph = different or ("" if run.device.type == "cuda" else "this machine has no CUDA device")
+    no_scan = different or why_no_jax(run.device)
+    peers: list[Contender] = []
+    if not no_graph:
+        peers.append(StepPeer(GRAPH, lambda: Captured(run)))
+    if not no_scan:
+        peers.append(StepPeer(UNROLLED, lambda: scan(run, SCANNED_STEPS), SCANNED_STEPS))
+    return peers, {name: reason for name, reason in ((GRAPH, no_graph), (UNROLLED, no_scan)) if reason}
+
+
+def _not_plain(run: Run) -> str:
+    """What of the run these peers, written for the benchmarks, do not do. Empty for nothing."""
+    spec = run.spec
+    if other := [module for module in run.model.modules() if not isinstance(module, PLAIN)]:
+        return f"takes Linear and ReLU only, not {type(other[0]).__name__}"
+    wanted = {
+        "optimizer": spec.optimizer in ("sgd", "adam"), "schedule": spec.schedule == "constant",
+        "momentum": not spec.momentum, "weight_decay": not spec.weight_decay, "label_smoothing": not spec.label_smoothing,
+        "loss": spec.loss in ("cross_entropy", "mse"), "precision": spec.precision in MATMUL,
+    }  # fmt: skip
+    return next((f"does not take {name}={getattr(spec, name)!r}" for name, taken in wanted.items() if not taken), "")
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
