@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from onelaunch.fuse.chains import Chain, find_chains
+from onelaunch.fuse.costs import Spec
 from onelaunch.fuse.decide import judge
 from onelaunch.fuse.record import step_of
 from onelaunch.fuse.rewrite import rewrite
@@ -32,12 +33,24 @@ def onelaunch(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., An
 def _pays(chain: Chain) -> bool:
     values = [fx.node.map_arg(operation.arguments, _value) for operation in chain.operations]
     results = [_value(node) for node in chain.nodes]
-    if not all(isinstance(result, torch.Tensor) for result in results):
+    tensors = [value for arguments in values for value in arguments.values() if isinstance(value, Spec)]
+    if not all(isinstance(result, Spec) for result in results) or any(
+        None in one.shape for one in (*tensors, *results)
+    ):
         return without_sizes(chain) is None
     known = zip(chain.operations, values, results, strict=True)
     steps = [step_of(replace(operation, arguments=arguments), result) for operation, arguments, result in known]
-    return judge(steps, device_model(results[-1].device)).fused
+    return judge(steps, device_model(chain.nodes[-1].meta["example_value"].device)).fused
 
 
 def _value(node: fx.Node) -> Any:
-    return node.meta.get("example_value")
+    """What a node gave when the graph was captured, without symbols: to decide with one would bind the graph to its value."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.Tensor):
+        return Spec(tuple(map(_hint, value.shape)), value.dtype, value.requires_grad)
+    return _hint(value)
+
+
+def _hint(value: Any) -> Any:
+    """The number behind a symbolic one; None where only a run of the graph knows it."""
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value

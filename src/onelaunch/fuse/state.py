@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,12 +40,9 @@ def reached(named: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             continue
         seen.add(id(value))
         yield name, value
-        if isinstance(value, (*CONTAINERS, tuple)):
-            items: Any = value.values() if isinstance(value, dict) else value
-        else:
-            items = attributes_of(value).values()
-        if len(items) <= LONGEST:
-            left.extend((name, item) for item in items)
+        held = value if isinstance(value, (*CONTAINERS, tuple)) else attributes_of(value)
+        if _plain(held).__len__(held) <= LONGEST:
+            left.extend((name, item) for item in contents(held))
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
@@ -97,25 +94,41 @@ def unchanged(modules: Iterable[nn.Module], named: dict[str, Any]) -> Iterator[N
         raise RefusedError("draws random numbers in Python")
 
 
+def _plain(holder: Any) -> Any:
+    """The built-in class of a container. Its methods do what they say; those of a subclass may make or load what they give."""
+    return next(kind for kind in (list, OrderedDict, dict, set, deque, tuple) if isinstance(holder, kind))
+
+
+def contents(holder: Any) -> Iterable[Any]:
+    """What a container holds, as it lies there; of a dictionary the values."""
+    kind = _plain(holder)
+    return kind.values(holder) if isinstance(holder, dict) else kind.__iter__(holder)
+
+
 def _copy(holder: Any) -> Any:
-    kind = next(kind for kind in CONTAINERS if isinstance(holder, kind))
-    return kind(holder)  # of a subclass too: its own copy may do anything
+    kind = _plain(holder)
+    return dict(kind.items(holder)) if isinstance(holder, dict) else kind(kind.__iter__(holder))
 
 
 def _put_back(holder: Any, old: Any) -> None:
-    if isinstance(holder, dict) and list(holder) == list(old):
-        holder.update(old)  # never empty in between: another thread may be reading it
+    kind = _plain(holder)
+    if not isinstance(holder, dict):
+        kind.clear(holder)
+        kind.update(holder, old) if isinstance(holder, set) else kind.extend(holder, old)
         return
-    holder.clear()
-    holder.extend(old) if isinstance(holder, (list, deque)) else holder.update(old)
+    if list(kind.__iter__(holder)) != list(old):  # else never empty in between: another thread may be reading it
+        kind.clear(holder)
+    for name, value in old.items():
+        kind.__setitem__(holder, name, value)
 
 
 def same_contents(now: Any, old: Any) -> bool:
-    if len(now) != len(old) or isinstance(now, set):
-        return bool(now == old)
-    if isinstance(now, (list, deque)):
-        return not any(map(operator.is_not, now, old))
-    return all(map(operator.is_, now.values(), old.values())) and list(now) == list(old)
+    kind = _plain(now)
+    if kind.__len__(now) != len(old) or isinstance(now, set):
+        return bool(kind.__eq__(now, old))
+    if isinstance(now, dict) and list(kind.__iter__(now)) != list(old):
+        return False
+    return not any(map(operator.is_not, contents(now), contents(old)))
 
 
 @contextmanager
