@@ -4,8 +4,13 @@ tables. Fusing leaves what is others' alone, and what is the model's follows the
 from __future__ import annotations
 
 import collections
+import copy
+import functools
+import itertools
+import types
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -95,3 +100,182 @@ def test_the_backend_takes_sizes_that_are_symbols(
             torch.testing.assert_close(compiled(x), model(x), rtol=0, atol=1e-12)
     assert len(captured) == graphs
     assert all("onelaunch_fuse_calls" in graph.code for graph in captured)
+
+
+class Pair(NamedTuple):
+    drop: nn.Module
+    number: int
+
+
+class Helper:
+    def __init__(self, drop: Any) -> None:
+        self.drop, self.itself, self.shared = drop, [self], TABLE
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(x)
+
+
+class Slotted:
+    __slots__ = ("drop", "unset")
+
+    def __init__(self, drop: Any) -> None:
+        self.drop = drop
+
+
+class Attributes(dict[str, Any]):
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def calls_itself(drop: nn.Module) -> Callable[..., torch.Tensor]:
+    parts = [drop]
+
+    def run(x: torch.Tensor, depth: int = 1) -> torch.Tensor:
+        return run(x, depth - 1) if depth else parts[0](x)
+
+    return run
+
+
+# How a model holds its dropout a second time, and how it gets it from there.
+HELD: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "OrderedDict": (lambda drop: collections.OrderedDict(drop=drop), lambda held: held["drop"]),
+    "defaultdict": (lambda drop: collections.defaultdict(list, drop=drop), lambda held: held["drop"]),
+    "dict subclass": (lambda drop: Attributes(drop=drop), lambda held: held.drop),
+    "deque": (lambda drop: collections.deque([1, drop], 2), lambda held: held[1]),
+    "named tuple": (lambda drop: Pair(drop, 1), lambda held: held.drop),
+    "key": (lambda drop: {drop: 1}, lambda held: next(iter(held))),
+    "set": (lambda drop: {drop}, lambda held: next(iter(held))),
+    "frozenset": (lambda drop: frozenset([drop]), lambda held: next(iter(held))),
+    "namespace": (lambda drop: types.SimpleNamespace(drop=drop), lambda held: held.drop),
+    "helper": (Helper, lambda held: held.itself[0]),
+    "slots": (Slotted, lambda held: held.drop),
+    "user dict": (lambda drop: collections.UserDict(drop=drop), lambda held: held["drop"]),
+    "method of a helper": (lambda drop: Helper(drop).__call__, lambda held: held),
+    "closure": (calls_itself, lambda held: held),
+    "default": (lambda drop: lambda x, parts=(drop,): parts[0](x), lambda held: held),
+    "partial": (lambda drop: functools.partial(Helper.__call__, Helper(drop)), lambda held: held),
+    "weak reference": (weakref.ref, lambda held: held()),
+    "weak proxy": (lambda drop: [weakref.proxy(drop)], lambda held: held[0]),
+    "lists": (lambda drop: [[{"drop": (drop,)}]], lambda held: held[0][0]["drop"][0]),
+}
+
+
+class Holds(Base):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        hold, self.get = HELD[how]
+        self.held = hold(self.drop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.get(self.held)(F.relu(self.fc(x)))
+
+
+@pytest.mark.parametrize("how", HELD)
+def test_the_mode_reaches_modules_that_are_held_a_second_time(how: str) -> None:
+    model, x = Holds(how), rows()
+    fused = ol.fuse(model)
+    assert fused is not model
+    fused.eval()
+    assert torch.equal(fused(x), F.relu(model.fc(x)))
+    assert model.training
+    assert not torch.equal(model(x), model(x))
+    fused.train()
+    model.eval()
+    assert not torch.equal(fused(x), fused(x))
+    copied = copy.deepcopy(fused).eval()
+    if how not in ("weak reference", "weak proxy", "closure", "default"):  # which a deep copy does not follow either
+        assert torch.equal(copied(x), copied(x))
+
+
+def test_what_leads_to_no_module_stays_shared() -> None:
+    model = Holds("helper")
+    model.held.counts = [1]
+    model.other = Helper(None)
+    fused = ol.fuse(model)
+    assert fused.held is not model.held
+    assert fused.held.itself == [fused.held]
+    assert fused.held.counts is model.held.counts
+    assert fused.held.shared is TABLE
+    assert fused.other is model.other
+
+
+class Alternates(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.parts = itertools.cycle([self.drop])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return next(self.parts)(F.relu(self.fc(x)))
+
+
+class Wraps(Base):
+    """A module that is not registered, around one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.wrapper = [nn.Sequential(self.drop)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wrapper[0](F.relu(self.fc(x)))
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Alternates, "a cycle"), (Wraps, "a Sequential")])
+def test_modules_held_in_what_cannot_be_copied(kind: type[Base], name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = kind(), rows()
+    assert ol.fuse(model) is model
+    assert name in caplog.text
+    assert ol.fuse(model, x) is model
+    assert any(name in note for note in ol.explain(model, x).notes)
+
+
+class Child(Base):
+    def __init__(self, owner: nn.Module) -> None:
+        super().__init__()
+        self.owner = [owner]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.fc(x))
+
+
+def test_a_part_that_knows_the_model_it_is_in_keeps_it() -> None:
+    model = nn.Sequential()
+    model.append(Child(model))
+    assert ol.fuse(model.get_submodule("0")).owner[0] is model  # type: ignore[index]
+    fused = ol.fuse(model)
+    assert fused.get_submodule("0").owner[0] is fused  # type: ignore[index]
+
+
+class Calibrated(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready, self.extra = False, 1.0
+        self.register_load_state_dict_pre_hook(self.before)
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "loaded", True))
+        self._register_state_dict_hook(self.after)  # type: ignore[no-untyped-call]
+
+    def before(self, module: nn.Module, *_: Any) -> None:
+        assert module is self
+        self.ready = True
+
+    def after(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}extra"] = torch.tensor(self.extra)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.fc(x)) * (2 if self.ready else 1)
+
+
+def test_hooks_on_the_state_that_are_methods_act_on_the_fused_model() -> None:
+    model = Calibrated()
+    fused = ol.fuse(model)
+    state = copy.deepcopy(fused.state_dict())
+    fused.extra = 5.0
+    assert (model.state_dict()["extra"], fused.state_dict()["extra"]) == (1.0, 5.0)
+    del state["extra"]
+    fused.load_state_dict(state)
+    assert (model.ready, fused.ready, fused.loaded) == (False, True, True)
+    assert not hasattr(model, "loaded")

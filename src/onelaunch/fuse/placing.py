@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from onelaunch.fuse.arguments import Arguments
+from onelaunch.fuse.refused import RefusedError
 from onelaunch.fuse.region import Fusion, Options, Plan, Region
 from onelaunch.fuse.twin import Model, sealed, twin
 
@@ -20,7 +21,10 @@ def place_regions(
 
     `sized`: example inputs will decide. A chain that is not fused counts too if `everywhere`: a record then meets it.
     """
-    fused = twin(model)
+    try:
+        fused = twin(model)
+    except RefusedError as refusal:
+        return model, Fusion(model, options, sized, notes=[f"the model is not one graph: {refusal}"])
     for module in fused.modules():
         if isinstance(vars(module).get("forward"), Region):
             del module.forward  # the model held fused parts: their chains are found again, and perhaps longer ones
