@@ -50,9 +50,9 @@ def suggest(value: object, options: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-def require_option(argument: str, value: object, options: Iterable[str]) -> None:
+def require_option(argument: str, value: object, options: Iterable[str], *, or_else: str = "") -> None:
     options = list(options)
     if value not in options:
-        known = ", ".join(repr(option) for option in options)
+        known = ", ".join(map(repr, options)) + (f", or {or_else}" if or_else else "")
         shown = " ".join(repr(value).split())
         raise OnelaunchError(f"{argument}={shown:.80} is not known: pass one of {known}{suggest(value, options)}")

@@ -9,6 +9,7 @@ from onelaunch.nn import BatchNorm1d
 from onelaunch.ops import batch_norm
 from onelaunch.ops.batch_norm import batch_norm_backward_op, batch_norm_op
 from onelaunch.ops.batch_norm_plain import batch_norm_reference
+from tests.conftest import TOLERANCE
 from tests.ops.compare import assert_same_with_gradients
 
 
@@ -96,8 +97,13 @@ def test_errors_name_the_argument() -> None:
         batch_norm(x, None, None, training=True, activation="swish")
     with pytest.raises(ValueError, match=r"x has shape \(4,\)"):
         batch_norm(x[:, 0], None, None, training=True)
-    with pytest.raises(ValueError, match="vmap"):
-        torch.func.vmap(lambda part: batch_norm(part, None, None, training=True))(torch.randn(2, 4, 3))
+    with pytest.raises(ValueError, match="dropout=-3 is not a probability"):
+        batch_norm(x, torch.zeros(3), torch.ones(3), dropout=-3)
+    with pytest.raises(TypeError, match="eps='a' is not a number"):
+        batch_norm(x, None, None, training=True, eps="a")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="momentum='a' is not a number"):
+        batch_norm(x, None, None, training=True, momentum="a")  # type: ignore[arg-type]
+    assert batch_norm(torch.empty(4, 0), None, None, training=True).shape == (4, 0)
 
 
 @pytest.mark.parametrize(
@@ -123,3 +129,21 @@ def test_statistics_switched_off_on_a_module_stay_as_they_are(momentum: float | 
         norm(x)
     for name, value in theirs.state_dict().items():
         torch.testing.assert_close(ours.state_dict()[name], value)
+
+
+def test_the_mask_of_a_sliced_input_is_that_of_the_forward(device: torch.device) -> None:
+    """Its output lies otherwise than the input does, and the bits are in the order of the output."""
+    for sliced in (lambda x: x[:, :8], lambda x: x[..., ::2]):
+        whole = torch.randn(5, 14, 6, 7, device=device).to(memory_format=torch.channels_last)
+        x = sliced(whole).requires_grad_()
+        y = batch_norm(x, None, None, training=True, activation="sigmoid", dropout=0.4)
+        exact = x.detach().double().requires_grad_()
+        keep = y != 0
+        expected = batch_norm_reference(exact, None, None, None, None, True, 1e-5, "sigmoid", keep, 0.4)
+        dy = torch.randn_like(y)
+        (dx,), (expected_dx,) = (
+            torch.autograd.grad(y, x, dy),
+            torch.autograd.grad(expected, exact, dy.double()),
+        )
+        rtol, atol = TOLERANCE[torch.float32]
+        torch.testing.assert_close(dx.double(), expected_dx, rtol=5 * rtol, atol=5 * atol)

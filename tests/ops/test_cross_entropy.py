@@ -107,8 +107,16 @@ def test_errors_name_the_argument() -> None:
         cross_entropy(logits, target, label_smoothing=1.5)
     with pytest.raises(ValueError, match="target is on meta"):
         cross_entropy(logits, target.to("meta"))
-    with pytest.raises(ValueError, match="vmap"):
-        torch.func.vmap(cross_entropy)(torch.randn(2, 4, 5), torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(TypeError, match="label_smoothing=None is not a number"):
+        cross_entropy(logits, target, label_smoothing=None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"ignore_index=1\.5 is not an integer"):
+        cross_entropy(logits, target, ignore_index=1.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="target holds 7, out of range for logits of 5 classes: pass 0 to 4"):
+        cross_entropy(logits, target + 7)
+    with pytest.raises(ValueError, match=r"label_smoothing=3\.0"):
+        CrossEntropyLoss(label_smoothing=3.0)
+    with pytest.raises(ValueError, match="class weights are not fused"):
+        CrossEntropyLoss(torch.ones(5))  # type: ignore[arg-type]
 
 
 def test_module() -> None:

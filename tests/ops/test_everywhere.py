@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
-from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
+from onelaunch.ops import batch_norm, cross_entropy, relu_dropout
 from onelaunch.ops.linear_choice import LIBRARY, force
 
 # The autograd thread has no CUDA context yet when its first product is a library's.
@@ -154,23 +154,3 @@ def test_two_launches_give_the_same_bits() -> None:
         y = batch_norm(x, None, None, w, None, training=True, activation="silu", dropout=0.2)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own, when forward mode is first used
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("linear", lambda x: linear(x, torch.ones(3, 4), activation="gelu")),
-        ("batch_norm", lambda x: batch_norm(x, None, None, training=True)),
-        ("cross_entropy", lambda x: cross_entropy(x, torch.zeros(5, dtype=torch.int64))),
-    ],
-)
-def test_forward_mode_is_refused_by_name(name, call) -> None:
-    """PyTorch would drop the tangent without a word."""
-    x = torch.randn(5, 4)
-    with pytest.raises(ValueError, match=f"onelaunch.{name} has no forward-mode derivative"):
-        torch.func.jvp(call, (x,), (torch.ones_like(x),))
-    with torch.autograd.forward_ad.dual_level():  # nothing to lose where nothing has a tangent
-        assert torch.equal(call(x), call(x))
-    tangent = torch.func.jvp(lambda x: relu_dropout(x, 0.0), (x,), (torch.ones_like(x),))[1]
-    assert torch.equal(tangent, (x > 0).float())

@@ -103,14 +103,6 @@ def test_opcheck(device: torch.device) -> None:
     torch.library.opcheck(relu_dropout_op, (torch.randn(6, 10, device=device, requires_grad=True), 0.4))
 
 
-def test_vmap(device: torch.device) -> None:
-    x = torch.randn(5, 12, device=device)
-    y = torch.func.vmap(relu_dropout, randomness="different")(x)
-    torch.testing.assert_close(y, torch.where(y != 0, x.relu() * 2, 0))
-    with pytest.raises(ValueError, match="randomness"):
-        torch.func.vmap(relu_dropout, randomness="same")(x)
-
-
 def test_errors_name_the_argument() -> None:
     x = torch.ones(3)
     with pytest.raises(ValueError, match=r"p=1\.5"):

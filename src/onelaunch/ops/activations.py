@@ -28,8 +28,9 @@ def activate(z: Tensor, activation: str | None) -> Tensor:
             return F.gelu(z)
         case "gelu_tanh":
             return F.gelu(z, approximate="tanh")
-        case _:
+        case "silu":
             return F.silu(z)
+    raise ValueError(f"activation={activation!r} is not known")
 
 
 def activation_gradient(z: Tensor, activation: str | None) -> Tensor:
@@ -45,9 +46,10 @@ def activation_gradient(z: Tensor, activation: str | None) -> Tensor:
         case "gelu_tanh":
             s = torch.sigmoid(math.sqrt(8 / math.pi) * z * (1 + 0.044715 * z * z))
             return s + z * s * (1 - s) * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * z * z)
-        case _:
+        case "silu":
             s = torch.sigmoid(z)
             return s * (1 + z * (1 - s))
+    raise ValueError(f"activation={activation!r} is not known")
 
 
 def activation_gradient_from_output(a: Tensor, activation: str) -> Tensor:

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, NoReturn
+import numbers
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
 
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 takes the reference, on any device
 
+_level_of_functorch, _is_tracing = torch._C._functorch.maybe_current_level, torch._C._is_tracing  # looked up once
+
+
+def check_number(argument: str, value: object, wanted: str) -> float:
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        raise ArgumentTypeError(f"{argument}={value!r} is not a number: pass {wanted}")
+    return float(value)
+
 
 def check_probability(argument: str, p: object) -> float:
-    if isinstance(p, bool) or not isinstance(p, (int, float)):
-        raise ArgumentTypeError(f"{argument}={p!r} is not a number: pass a probability from 0 to 1")
-    if not 0 <= p <= 1:
+    number = check_number(argument, p, "a probability from 0 to 1")
+    if not 0 <= number <= 1:
         raise OnelaunchError(f"{argument}={p} is not a probability: pass a number from 0 to 1")
-    return float(p)
+    return number
 
 
 def check_activation(activation: object) -> None:
-    if activation is not None and activation not in ACTIVATIONS:
-        require_option("activation", activation, ("None", *ACTIVATIONS))
+    if activation is not None:
+        require_option("activation", activation, ACTIVATIONS, or_else="None for none")
 
 
 def check_float(argument: str, tensor: object) -> None:
@@ -47,7 +56,7 @@ def check_beside(argument: str, tensor: torch.Tensor | None, name: str, other: t
 
 
 def plain_eager(x: torch.Tensor) -> bool:
-    """A CUDA tensor in ordinary eager mode: no compiler, no `torch.func` transform, no dispatch mode, no subclass.
+    """A CUDA tensor in ordinary eager mode: no compiler, no dispatch mode, no subclass (and not `transformed`, asked before).
 
     Then an op calls its autograd function at once; going through the dispatcher's Python layers costs three times as much.
     """
@@ -55,7 +64,6 @@ def plain_eager(x: torch.Tensor) -> bool:
         x.is_cuda
         and type(x) in (torch.Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
-        and not torch._C._functorch.maybe_current_level()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
     )
@@ -82,22 +90,45 @@ def kernels(name: str) -> Any:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype `torch.autocast` asks for on this device, or None outside it."""
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
 
 
-def refuse_forward_mode(name: str, *tensors: torch.Tensor | None) -> None:
-    """A tangent would be lost without a word: PyTorch looks at custom ops in reverse mode only."""
-    if forward_ad._current_level < 0:
-        return
-    if any(tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-        raise OnelaunchError(
-            f"onelaunch.{name} has no forward-mode derivative: use reverse mode, or the torch.nn.functional ops"
-        )
+def transformed() -> bool:
+    """Inside a transform of `torch.func`, forward-mode differentiation, or `torch.jit.trace`.
+
+    There the ops are compositions of PyTorch's own, which all of these know how to take; a custom op is opaque to them, and
+    forward mode would drop its tangent without a word.
+    """
+    return forward_ad._current_level >= 0 or _level_of_functorch() is not None or _is_tracing()
 
 
-def refuse_vmap(name: str) -> NoReturn:
-    raise OnelaunchError(
-        f"onelaunch.{name} has no torch.func.vmap rule: call it on the batched tensor, or use the torch.nn.functional ops"
-    )
+transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo guards the two levels itself
+
+
+def differentiable_backward() -> bool:
+    """Whether a backward must be made of ops that can themselves be differentiated or transformed."""
+    return torch.is_grad_enabled() or transformed()
+
+
+@functools.cache
+def keep_random_calls_apart() -> None:
+    """Two calls of an op that draws must draw twice; torch.compile merges equal ones, but for those in a list of its own.
+
+    Called by what is traced of each (its fake), that is before there is a graph to merge calls in.
+    """
+    from torch._functorch import compile_utils
+
+    compile_utils.rand_ops += [
+        torch.ops.onelaunch.relu_dropout,
+        torch.ops.onelaunch.linear,
+        torch.ops.onelaunch.batch_norm,
+    ]
+
+
+def overridden(function: Any, argument: str, x: object, *others: Any, **options: Any) -> Any:
+    """A call whose x is no tensor: the node that `torch.fx` makes of it where x is one of its proxies, else an error."""
+    if not has_torch_function_unary(x):
+        check_float(argument, x)
+    return handle_torch_function(function, (x,), x, *others, **options)

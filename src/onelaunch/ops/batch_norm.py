@@ -9,30 +9,38 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.kernels.dropout_key import NO_KEY
+from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
     check_activation,
     check_beside,
     check_float,
+    check_number,
     check_probability,
+    differentiable_backward,
     direct_apply,
+    keep_random_calls_apart,
     kernels,
+    overridden,
     plain_eager,
-    refuse_forward_mode,
-    refuse_vmap,
+    transformed,
     wants_gradient,
 )
 from onelaunch.ops.batch_norm_plain import (
     Outputs,
     backward_cpu,
+    backward_plain,
     channels_last,
     empty_outputs,
     forward_cpu,
+    lies,
     lines_and_inner,
+    statistics_of,
 )
 from onelaunch.ops.dropout import draw_key
 
@@ -45,6 +53,10 @@ def _layout(x: Tensor) -> Any:
     return layout(x.shape[0], x.shape[1], inner)
 
 
+def _side_by_side(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
+
+
 def _forward_cuda(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float, momentum: float | None = None,
@@ -55,6 +67,7 @@ def _forward_cuda(
     y, statistics, bits = empty_outputs(x, p)
     if x.stride() != y.stride():
         x = torch.empty_like(y).copy_(x)
+    weight, bias = _side_by_side(weight), _side_by_side(bias)
     layout = _layout(x)
     if training:
         moved = (running_mean, running_var) if momentum is not None else (None, None)
@@ -76,9 +89,10 @@ def _backward_cuda(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if x.dtype not in KERNEL_DTYPES or not x.numel():
         return backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
-    dx = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
+    dx = lies(x)
     if x.stride() != dx.stride():
         x = torch.empty_like(dx).copy_(x)
+    weight, bias = _side_by_side(weight), _side_by_side(bias)
     if dy.stride() != dx.stride():
         dy = torch.empty_like(dx).copy_(dy)
     sums = torch.empty_like(statistics)
@@ -112,6 +126,7 @@ def _(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> Outputs:  # fmt: skip
+    keep_random_calls_apart()
     return empty_outputs(x, p)
 
 
@@ -131,30 +146,36 @@ def _(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx = torch.empty_like(x) if x.dim() != 2 else x.new_empty(x.shape)
-    return dx, torch.empty_like(statistics)
+    return lies(x), torch.empty_like(statistics)
 
 
-def _save(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, output: Outputs, options: Any) -> None:
+def _save(
+    ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, output: Outputs, eps: float, options: Any
+) -> None:
     _, statistics, bits = output
-    ctx.options = options
+    ctx.eps, ctx.options = eps, options
     ctx.save_for_backward(x, statistics, bits, weight, bias)
 
 
 def _gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x, statistics, bits, weight, bias = ctx.saved_tensors
-    dx, sums = backward(dy, x, statistics, bits, weight, bias, *ctx.options)
+    if differentiable_backward():
+        mean, rstd = statistics_of(x, ctx.eps) if ctx.options[0] else statistics
+        dx, dbias, dweight = backward_plain(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
+        dx = dx.to(x.dtype)
+    else:
+        dx, (dbias, dweight) = backward(dy, x, statistics, bits, weight, bias, *ctx.options)
     return (
         dx,
-        None if weight is None else sums[1].to(weight.dtype),
-        None if bias is None else sums[0].to(bias.dtype),
+        None if weight is None else dweight.to(weight.dtype),
+        None if bias is None else dbias.to(bias.dtype),
     )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    x, _, _, weight, bias, training, _, activation, p = inputs
+    x, _, _, weight, bias, training, eps, activation, p = inputs
     ctx.mark_non_differentiable(output[1])
-    _save(ctx, x, weight, bias, output, (training, activation, p))
+    _save(ctx, x, weight, bias, output, eps, (training, activation, p))
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
@@ -165,11 +186,6 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
 batch_norm_op.register_autograd(_backward, setup_context=_setup)
 
 
-@batch_norm_op.register_vmap
-def _(*_: Any) -> None:
-    refuse_vmap("batch_norm")
-
-
 class _EagerBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -178,23 +194,23 @@ class _EagerBatchNorm(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         mean, var = running
         output = _forward_cuda(x, mean, var, weight, bias, training, eps, activation, p, momentum)
-        _save(ctx, x, weight, bias, output, (training, activation, p))
+        _save(ctx, x, weight, bias, output, eps, (training, activation, p))
         return output[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        backward = batch_norm_backward_op if torch.is_grad_enabled() else _backward_cuda
-        return *_gradients(ctx, dy, backward), None, None, None, None, None, None
+        return *_gradients(ctx, dy, _backward_cuda), None, None, None, None, None, None
 
 
 _apply = direct_apply(_EagerBatchNorm)
 
 
 def _check_numbers(eps: float, momentum: float, running_mean: Tensor | None, running_var: Tensor | None) -> None:
-    if not eps > 0:
+    if not check_number("eps", eps, "a small number, such as 1e-5") > 0:
         raise OnelaunchError(f"eps={eps!r} must be above 0: pass a small number, such as 1e-5")
     if momentum is None:
         raise OnelaunchError("momentum=None: pass a number; ol.nn.BatchNorm1d makes one of the batches it has seen")
+    check_number("momentum", momentum, "a number, such as 0.1")
     if (running_mean is None) != (running_var is None):
         missing = "running_mean" if running_mean is None else "running_var"
         raise OnelaunchError(f"{missing}=None beside the other one: pass both running statistics, or neither")
@@ -214,7 +230,7 @@ def _check(x: Tensor, per_channel: tuple[tuple[str, Tensor | None], ...], traini
                 )
         elif not training and name.startswith("running"):
             raise OnelaunchError(f"{name}=None needs training=True: pass the running statistics to evaluate with")
-    if training and x.numel() == shape[1]:
+    if training and x.numel() == shape[1] > 0:
         raise OnelaunchError(f"x has shape {tuple(shape)}, one value a channel: pass more rows, or training=False")
 
 
@@ -232,14 +248,21 @@ def batch_norm(
     dropout: float = 0.0,
 ) -> Tensor:
     """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are moved as torch moves them."""
+    if not isinstance(x, Tensor):
+        options = {"momentum": momentum, "eps": eps, "activation": activation, "dropout": dropout}
+        return overridden(batch_norm, "x", x, running_mean, running_var, weight, bias, training=training, **options)
+    _check_numbers(eps, momentum, running_mean, running_var)
+    check_activation(activation)
+    p = check_probability("dropout", dropout)
+    p = p if training else 0.0
+    running = (running_mean, running_var)
+    if transformed():
+        z = F.batch_norm(x, *running, weight, bias, training, momentum, eps)
+        return F.dropout(activate(z, activation), p)
     named = (("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias))
     _check(x, named, training)
-    _check_numbers(eps, momentum, running_mean, running_var)
-    refuse_forward_mode("batch_norm", x, weight, bias)
-    check_activation(activation)
-    p = check_probability("dropout", dropout) if training else 0.0
-    running = (running_mean, running_var)
-    if plain_eager(x) and x.dtype in KERNEL_DTYPES and x.numel():
+    by_kernel = all(one is None or one.is_contiguous() for one in running)  # which moves them where they lie
+    if by_kernel and plain_eager(x) and x.dtype in KERNEL_DTYPES and x.numel():
         if wants_gradient(x, weight, bias):
             y = _apply(x, weight, bias, running, training, momentum, eps, activation, p)
         else:
@@ -250,12 +273,11 @@ def batch_norm(
     y, statistics, _ = batch_norm_op(x, *running, weight, bias, training, eps, activation, p)
     if training and x.numel():
         count = x.numel() // x.shape[1]
-        with torch.no_grad():
-            if running_mean is not None:
-                running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
-            if running_var is not None:
-                var = (statistics[1].pow(-2) - eps).clamp_min(0) * (count / (count - 1))
-                running_var.lerp_(var.to(running_var.dtype), momentum)
+        if running_mean is not None:
+            running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
+        if running_var is not None:
+            var = (statistics[1].pow(-2) - eps).clamp_min(0) * (count / (count - 1))
+            running_var.lerp_(var.to(running_var.dtype), momentum)
     return y
 
 

@@ -22,6 +22,14 @@ def batch_norm_reference(
     return y if keep is None else torch.where(keep, y * keep_scale(p), 0)
 
 
+def lies(x: Tensor) -> Tensor:
+    """An empty tensor of x's shape and dtype in the layout that y and dx take: x's own where it is contiguous, or channels
+    last; else contiguous."""
+    if x.is_contiguous() or (x.dim() > 2 and channels_last(x) is not None):
+        return torch.empty_like(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
 def channels_last(x: Tensor) -> Tensor | None:
     """x as a contiguous `[..., channels]` tensor where its memory lies so, else None."""
     view = x.movedim(1, -1)
@@ -40,7 +48,7 @@ def lines_and_inner(x: Tensor) -> tuple[int, int]:
 def empty_outputs(x: Tensor, p: float) -> Outputs:
     """Empty (y, statistics: mean and 1 / standard deviation, keep bits)."""
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = torch.empty_like(x) if x.dim() != 2 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = lies(x)
     bits = torch.empty(bytes_for(*lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8, device=x.device)
     return y, torch.empty((2, x.shape[1]), dtype=exact, device=x.device), bits
 
@@ -51,8 +59,16 @@ def _per_channel(statistic: Tensor, x: Tensor) -> Tensor:
 
 def _in_memory_order(tensor: Tensor, like: Tensor) -> Tensor:
     """The elements of `tensor` as lines of `like`'s memory."""
-    last = channels_last(like) is not None
+    last = like.dim() > 2 and channels_last(like) is not None
     return (tensor.movedim(1, -1) if last else tensor).reshape(lines_and_inner(like))
+
+
+def _kept(bits: Tensor, like: Tensor) -> Tensor:
+    """The booleans that were packed from lines of `like`'s memory, in its shape."""
+    flat = unpack(bits, lines_and_inner(like)[1])
+    if like.dim() > 2 and channels_last(like) is not None:
+        return flat.view(like.movedim(1, -1).shape).movedim(-1, 1)
+    return flat.view(like.shape)
 
 
 def forward_cpu(
@@ -61,16 +77,14 @@ def forward_cpu(
 ) -> Outputs:  # fmt: skip
     y, statistics, bits = empty_outputs(x, p)
     mean, rstd = statistics
-    exact = x.to(mean.dtype)
     if training:
-        axes = [axis for axis in range(x.dim()) if axis != 1]
-        var, average = torch.var_mean(exact, axes, correction=0)
+        average, inverse = statistics_of(x, eps)
     else:
         assert running_mean is not None
         assert running_var is not None
-        var, average = running_var, running_mean
+        average, inverse = running_mean, (running_var.to(mean.dtype) + eps).rsqrt()
     mean.copy_(average)
-    rstd.copy_((var.to(mean.dtype) + eps).rsqrt())
+    rstd.copy_(inverse)
     z = _affine(x, mean, rstd, weight, bias)
     value = activate(z, activation)
     if p:
@@ -95,16 +109,18 @@ def backward_cpu(
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mean, rstd = statistics
+    dx, dbias, dweight = backward_plain(dy, x, mean, rstd, bits, weight, bias, training, activation, p)
+    return lies(x).copy_(dx), torch.stack((dbias, dweight))
+
+
+def backward_plain(
+    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
+    training: bool, activation: str | None, p: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """(dx, dbias, dweight) in ops that can be differentiated again, if mean and rstd are functions of x."""
     dz = dy.to(mean.dtype)
     if p:
-        keep = torch.empty_like(x, dtype=torch.bool)
-        _, inner = lines_and_inner(x)
-        flat = unpack(bits, inner)
-        if channels_last(x) is not None:
-            keep.movedim(1, -1).copy_(flat.view(x.movedim(1, -1).shape))
-        else:
-            keep.copy_(flat.view(x.shape))
-        dz = torch.where(keep, dz * keep_scale(p), 0)
+        dz = torch.where(_kept(bits, lies(x)), dz * keep_scale(p), 0)
     if activation is not None and not (p and activation == "relu"):
         dz = dz * activation_gradient(_affine(x, mean, rstd, weight, bias), activation)
     x_hat = _affine(x, mean, rstd, None, None)
@@ -115,6 +131,13 @@ def backward_cpu(
         count = x.numel() // max(1, x.shape[1])
         dx = dz - _per_channel(dbias / count, x) - x_hat * _per_channel(dweight / count, x)
     dx = dx * _per_channel(rstd, x)
-    if weight is not None:
-        dx = dx * _per_channel(weight, x)
-    return torch.empty_like(x).copy_(dx), torch.stack((dbias, dweight))
+    return dx if weight is None else dx * _per_channel(weight, x), dbias, dweight
+
+
+def statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(mean, 1 / standard deviation) of each channel, as functions of x."""
+    exact = x if x.dtype == torch.float64 else x.float()
+    if not x.numel():
+        return (torch.full(x.shape[1:2], float("nan"), dtype=exact.dtype, device=x.device),) * 2
+    var, mean = torch.var_mean(exact, [axis for axis in range(x.dim()) if axis != 1], correction=0)
+    return mean, (var + eps).rsqrt()

@@ -16,18 +16,19 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
     autocast_dtype,
     check_float,
+    check_number,
+    differentiable_backward,
     direct_apply,
     kernels,
+    overridden,
     plain_eager,
-    refuse_forward_mode,
-    refuse_vmap,
+    transformed,
     wants_gradient,
 )
 
@@ -58,13 +59,19 @@ def _forward_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, lse, count = _outputs(logits, reduction, fp32_loss)
     exact = logits.to(lse.dtype)
-    loss.copy_(cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction))
+    try:
+        loss.copy_(cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction))
+    except IndexError as error:
+        wrong = target[(target != ignore_index) & ((target < 0) | (target >= logits.shape[1]))][0]
+        raise OnelaunchError(
+            f"target holds {wrong}, out of range for logits of {logits.shape[1]} classes: pass 0 to {logits.shape[1] - 1}"
+        ) from error
     lse.copy_(exact.logsumexp(1))
     count.copy_((target != ignore_index).sum())
     return loss, lse, count
 
 
-def _gradient_cpu(
+def _gradient_plain(
     dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
@@ -74,6 +81,10 @@ def _gradient_cpu(
     upstream = dloss.to(lse.dtype) / count if reduction == "mean" else dloss.to(lse.dtype)
     gradient = (torch.exp(logits.to(lse.dtype) - lse[:, None]) - wanted) * upstream.reshape(-1, 1)
     return torch.where(counts[:, None], gradient, 0).to(logits.dtype)
+
+
+def _gradient_cpu(dloss: Tensor, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
+    return _gradient_plain(dloss, logits, target, *rest).contiguous()
 
 
 def _forward_cuda(
@@ -149,20 +160,23 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
+    if differentiable_backward():
+        logits, target, lse, count = ctx.saved_tensors
+        lse = logits.to(lse.dtype).logsumexp(1)  # as a function of the logits
+        return _gradient_plain(dloss, logits, target, lse, count, *ctx.options), None, None, None, None, None
     return cross_entropy_gradient_op(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
 cross_entropy_op.register_autograd(_backward, setup_context=_setup)
 
 
-@cross_entropy_op.register_vmap
-def _(*_: Any) -> None:
-    refuse_vmap("cross_entropy")
-
-
-@cross_entropy_gradient_op.register_vmap
-def _(*_: Any) -> None:
-    refuse_vmap("cross_entropy")
+def _not_twice(gradient: Tensor) -> Tensor:
+    """The gradient, and an error for who differentiates it."""
+    said = (
+        b"onelaunch.cross_entropy wrote its gradient in the forward pass, which cannot be differentiated:"
+        b" use torch.nn.functional.cross_entropy for second derivatives"
+    )
+    return torch._C._functions.DelayedError(said, 1)(gradient.detach().requires_grad_())
 
 
 class _EagerCrossEntropy(torch.autograd.Function):
@@ -188,26 +202,37 @@ class _EagerCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         dx, count = ctx.saved_tensors
         if dloss.dim() == 1:
             dx = dx * dloss[:, None]
+        elif transformed():
+            share = 1.0 if count is None else torch.where(count[0] == 0, 1.0, dx.shape[0] / count[0])
+            dx = (dx * (dloss * share)).to(dx.dtype)
         else:
             if torch._C._autograd._get_current_graph_task_keep_graph():
                 dx = dx.clone()
             kernels("cross_entropy").rescale(dx, dloss, count, dx, dx.shape[0])
+        if torch.is_grad_enabled():
+            dx = _not_twice(dx)
         return dx, None, None, None, None, None
 
 
 _apply = direct_apply(_EagerCrossEntropy)
 
 
-def _check(logits: Tensor, target: Tensor, label_smoothing: float, reduction: str) -> None:
-    check_float("logits", logits)
+def _check_options(label_smoothing: float, ignore_index: int, reduction: str) -> None:
     require_option("reduction", reduction, REDUCTIONS)
-    if not 0 <= label_smoothing <= 1:
+    if not 0 <= check_number("label_smoothing", label_smoothing, "a number from 0 to 1") <= 1:
         raise OnelaunchError(f"label_smoothing={label_smoothing} is out of range: pass a number from 0 to 1")
+    if type(ignore_index) is not int:
+        raise ArgumentTypeError(
+            f"ignore_index={ignore_index!r} is not an integer: pass a class, or a number no class has"
+        )
+
+
+def _check(logits: Tensor, target: Tensor) -> None:
+    check_float("logits", logits)
     if not isinstance(target, Tensor):
         raise ArgumentTypeError(f"target is a {type(target).__name__}: pass a torch.Tensor of class indices")
     if target.device != logits.device:
@@ -244,12 +269,18 @@ def cross_entropy(
     `target` holds class indices; class probabilities (a float tensor) are passed on to `F.cross_entropy`. Under
     `torch.autocast` the loss is float32, and the logits need no copy in it.
     """
-    _check(logits, target, label_smoothing, reduction)
-    if target.dtype.is_floating_point:
-        # With an index to ignore too: PyTorch says that probabilities have none.
-        return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
-    refuse_forward_mode("cross_entropy", logits)
+    if not isinstance(logits, Tensor):
+        options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
+        return overridden(cross_entropy, "logits", logits, target, **options)
+    _check_options(label_smoothing, ignore_index, reduction)
     fp32_loss = autocast_dtype(logits.device) is not None
+    if transformed():
+        exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits
+        target = target if target.dtype.is_floating_point else target.long()
+        return cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction)
+    _check(logits, target)
+    if target.dtype.is_floating_point:  # with an index to ignore too: PyTorch says that probabilities have none
+        return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
     flat = logits
     if logits.dim() > 2:
         flat = logits.movedim(1, -1).flatten(0, -2)
@@ -258,23 +289,29 @@ def cross_entropy(
     rows = target if target.dim() == 1 else target.reshape(-1)
     if rows.dtype != torch.int64 or not rows.is_contiguous():
         rows = rows.to(torch.int64).contiguous()
-    options = (float(label_smoothing), ignore_index, reduction, fp32_loss)
+    arguments = (float(label_smoothing), ignore_index, reduction, fp32_loss)
     in_one_pass = plain_eager(logits) and flat.dtype in (torch.float32, torch.bfloat16) and flat.numel() > 0
     if in_one_pass and wants_gradient(flat):
-        loss = _apply(flat, rows, *options)
+        loss = _apply(flat, rows, *arguments)
     elif in_one_pass:
-        loss = _forward_cuda(flat, rows, *options)[0]
+        loss = _forward_cuda(flat, rows, *arguments)[0]
     else:
-        loss = cross_entropy_op(flat, rows, *options)[0]
+        loss = cross_entropy_op(flat, rows, *arguments)[0]
     return loss.view(target.shape) if reduction == "none" else loss
 
 
 class CrossEntropyLoss(nn.Module):
     """Replaces `nn.CrossEntropyLoss` without class weights."""
 
-    def __init__(self, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, weight: None = None, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    ) -> None:
         super().__init__()
-        require_option("reduction", reduction, REDUCTIONS)
+        if weight is not None:
+            raise OnelaunchError(
+                "weight is given, and class weights are not fused: use torch.nn.CrossEntropyLoss(weight)"
+            )
+        _check_options(label_smoothing, ignore_index, reduction)
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing

@@ -27,11 +27,13 @@ from onelaunch.ops.arguments import (
     check_beside,
     check_float,
     check_probability,
+    differentiable_backward,
     direct_apply,
+    keep_random_calls_apart,
     kernels,
+    overridden,
     plain_eager,
-    refuse_forward_mode,
-    refuse_vmap,
+    transformed,
     wants_gradient,
 )
 from onelaunch.ops.dropout import bytes_for, draw_keep, draw_key, pack, unpack
@@ -85,6 +87,8 @@ def _forward_cuda(
         x = x.contiguous()
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
         weight = weight.contiguous()
+    if bias is not None and not bias.is_contiguous():
+        bias = bias.contiguous()
     shape = (x.shape[0], weight.shape[0])
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
     z = torch.empty_like(y) if save and _saves_z(activation) else None
@@ -148,6 +152,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p:
 
 @linear_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool) -> Outputs:
+    keep_random_calls_apart()
     return _outputs(x, weight, activation, p, save)
 
 
@@ -167,21 +172,32 @@ def _(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float)
 
 
 def _save(
-    ctx: Any,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    p: float,
-    out: tuple[Any, Any, Any],
-) -> None:
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, out: tuple[Any, Any, Any]
+) -> None:  # fmt: skip
     y, z, bits = out
-    ctx.activation, ctx.p, ctx.bias_dtype = activation, p, None if bias is None else bias.dtype
+    ctx.activation, ctx.p = activation, p
+    # Not a saved tensor: only a differentiated backward reads it, and who changes it before any other may.
+    ctx.bias, ctx.bias_version = bias, None if bias is None or bias.is_inference() else bias._version
     saved = {"output": y, "z": z, "nothing": None}[_needs(activation, p)]
     ctx.save_for_backward(x, weight, saved, bits)
 
 
+def _differentiable_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The same gradients as functions of dy, x, weight and bias, in PyTorch's ops."""
+    x, weight, _, bits = ctx.saved_tensors
+    if ctx.bias_version is not None and ctx.bias._version != ctx.bias_version:
+        raise RuntimeError(
+            "bias was changed in place after onelaunch.linear used it: its gradient cannot be differentiated"
+        )
+    dz = dy if ctx.activation is None else dy * activation_gradient(F.linear(x, weight, ctx.bias), ctx.activation)
+    if ctx.p:
+        dz = torch.where(unpack(bits, weight.shape[0]), dz * keep_scale(ctx.p), 0)
+    return dz @ weight, dz.t() @ x, None if ctx.bias is None else dz.sum(0)
+
+
 def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    if differentiable_backward():
+        return _differentiable_gradients(ctx, dy)
     x, weight, saved, bits = ctx.saved_tensors
     if slope is linear_slope_op:  # an op takes tensors, with no elements where there is nothing to say
         saved = dy.new_empty((0, 0)) if saved is None else saved
@@ -195,7 +211,7 @@ def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor 
     return (
         dz @ weight if ctx.needs_input_grad[0] else None,
         dweight,
-        dbias.to(ctx.bias_dtype) if ctx.bias_dtype is not None else None,
+        None if ctx.bias is None else dbias.to(ctx.bias.dtype),
     )
 
 
@@ -212,11 +228,6 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
 linear_op.register_autograd(_backward, setup_context=_setup)
 
 
-@linear_op.register_vmap
-def _(*_: Any) -> None:
-    refuse_vmap("linear")
-
-
 class _EagerLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float) -> Tensor:
@@ -227,7 +238,7 @@ class _EagerLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return *_gradients(ctx, dy, linear_slope_op), None, None
         last = ctx.owns_z and not torch._C._autograd._get_current_graph_task_keep_graph()
         return *_gradients(ctx, dy, functools.partial(_backward_cuda, over_z=last)), None, None
@@ -238,6 +249,8 @@ _apply = direct_apply(_EagerLinear)
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_float("x", x)
+    if weight is None:
+        check_float("weight", weight)
     check_beside("weight", weight, "x", x)
     check_beside("bias", bias, "x", x)
     if weight.dim() != 2:
@@ -260,9 +273,14 @@ def linear(
     training: bool = True,
 ) -> Tensor:
     """`F.dropout(act(F.linear(x, weight, bias)), dropout, training)`."""
-    _check(x, weight, bias)
+    if not isinstance(x, Tensor):
+        return overridden(linear, "x", x, weight, bias, activation=activation, dropout=dropout, training=training)
     check_activation(activation)
-    p = check_probability("dropout", dropout) if training else 0.0
+    p = check_probability("dropout", dropout)
+    p = p if training else 0.0
+    if transformed():
+        return F.dropout(linear_reference(x, weight, bias, activation, None, 0.0), p)
+    _check(x, weight, bias)
     dtype = autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -273,8 +291,7 @@ def linear(
             )
     if activation is None and p == 0:
         return F.linear(x, weight, bias)
-    refuse_forward_mode("linear", x, weight, bias)
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    flat = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
     save = wants_gradient(x, weight, bias)
     if not plain_eager(x):
         y = linear_op(flat, weight, bias, activation, p, save)[0]

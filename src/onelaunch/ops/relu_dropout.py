@@ -9,20 +9,25 @@ Elements are numbered in the order of x's memory, so a channels-last tensor is a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from onelaunch.errors import OnelaunchError
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
     check_float,
     check_probability,
+    differentiable_backward,
     direct_apply,
+    keep_random_calls_apart,
     kernels,
+    overridden,
     plain_eager,
+    transformed,
     wants_gradient,
 )
 from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
@@ -39,15 +44,25 @@ def _is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
+def _mask(bits: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """The booleans packed in `bits` in the order of memory, as a tensor that lies as the output does."""
+    return unpack(bits, math.prod(shape)).as_strided(shape, stride)
+
+
 def _forward_cpu(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     keep = draw_keep(x, p)
     y = torch.empty_like(x).copy_(relu_dropout_reference(x, keep, p))
-    return y, pack((keep & ~(x <= 0)).reshape(-1))
+    mask = torch.empty_like(y, dtype=torch.bool).copy_(keep & ~(x <= 0))
+    return y, pack(mask.as_strided((mask.numel(),), (1,)))
 
 
-def _backward_cpu(dy: Tensor, bits: Tensor, p: float) -> Tensor:
-    keep = unpack(bits, dy.numel()).view(dy.shape)
-    return torch.where(keep, dy * keep_scale(p), 0)
+def _backward_plain(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+    return torch.where(_mask(bits, dy.shape, stride), dy * keep_scale(p), 0)
+
+
+def _backward_cpu(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+    dx = torch.empty_strided(dy.shape, stride, dtype=dy.dtype, device=dy.device)
+    return dx.copy_(_backward_plain(dy, bits, p, stride))
 
 
 def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None, save: bool = True) -> tuple[Tensor, Any]:
@@ -65,7 +80,7 @@ def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None, save: bool = Tru
 
 def _backward_cuda(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
     if dy.dtype not in KERNEL_DTYPES:
-        return _backward_cpu(dy, bits, p)
+        return _backward_cpu(dy, bits, p, stride)
     dx = torch.empty_strided(dy.shape, stride, dtype=dy.dtype, device=dy.device)
     if dy.stride() != dx.stride():
         dy = dx.copy_(dy)
@@ -87,12 +102,13 @@ def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 @relu_dropout_op.register_fake
 def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    keep_random_calls_apart()
     return torch.empty_like(x), x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
 
 
 @torch.library.custom_op("onelaunch::relu_dropout_backward", mutates_args=(), device_types="cpu")
 def relu_dropout_backward_op(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
-    return torch.empty_strided(dy.shape, stride, dtype=dy.dtype).copy_(_backward_cpu(dy, bits, p))
+    return _backward_cpu(dy, bits, p, stride)
 
 
 @relu_dropout_backward_op.register_kernel("cuda")
@@ -112,38 +128,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
-    return relu_dropout_backward_op(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None
-
-
-def _setup_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, bits, ctx.p, ctx.stride = inputs
-    ctx.save_for_backward(bits)
-
-
-def _double_backward(ctx: Any, ddx: Tensor) -> tuple[Tensor, None, None, None]:
-    # The gradient is linear in dy, so its own gradient is the same map.
-    return relu_dropout_backward_op(ddx, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None, None
+    backward = _backward_plain if differentiable_backward() else relu_dropout_backward_op
+    return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None
 
 
 relu_dropout_op.register_autograd(_backward, setup_context=_setup)
-relu_dropout_backward_op.register_autograd(_double_backward, setup_context=_setup_backward)
-
-
-@relu_dropout_op.register_vmap
-def _(info: Any, in_dims: tuple[Any, ...], x: Tensor, p: float) -> tuple[tuple[Tensor, Tensor], tuple[int, None]]:
-    if info.randomness != "different":
-        raise OnelaunchError(
-            f"randomness={info.randomness!r} is not supported by onelaunch.relu_dropout: pass vmap(..., randomness='different')"
-        )
-    return relu_dropout_op(x.movedim(in_dims[0], 0).contiguous(), p), (0, None)
-
-
-@relu_dropout_backward_op.register_vmap
-def _(
-    info: Any, in_dims: tuple[Any, ...], dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]
-) -> tuple[Tensor, int]:
-    dy = dy.movedim(in_dims[0], 0).contiguous()
-    return relu_dropout_backward_op(dy, bits, p, dy.stride()), 0
 
 
 class _EagerReluDropout(torch.autograd.Function):
@@ -158,7 +147,7 @@ class _EagerReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        backward = relu_dropout_backward_op if torch.is_grad_enabled() else _backward_cuda
+        backward = _backward_plain if differentiable_backward() else _backward_cuda
         return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None
 
 
@@ -170,10 +159,14 @@ def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 
     `inplace` writes over x, under the rules of `F.relu(x, inplace=True)`.
     """
+    if not isinstance(x, Tensor):
+        return overridden(relu_dropout, "x", x, p, training, inplace)
     check_float("x", x)
     p = check_probability("p", p)
     if not training or p == 0:
         return torch.relu_(x) if inplace else torch.relu(x)
+    if transformed():
+        return F.dropout(torch.relu_(x) if inplace else torch.relu(x), p, inplace=inplace)
     eager = plain_eager(x)
     if not inplace:
         if not eager:
