@@ -279,3 +279,22 @@ def test_hooks_on_the_state_that_are_methods_act_on_the_fused_model() -> None:
     fused.load_state_dict(state)
     assert (model.ready, fused.ready, fused.loaded) == (False, True, True)
     assert not hasattr(model, "loaded")
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("on", ["model", "fused"])
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_backward_hook"])
+def test_a_backward_hook_on_one_model_is_one_on_the_other(on: str, kind: str) -> None:
+    model = nn.Sequential(layer(), nn.ReLU(), nn.Sequential(layer(), nn.Tanh()))
+    fused = ol.fuse(model)
+    other, x = ol.fuse(model, eval_only=True), rows()
+    called: list[nn.Module] = []
+    hook = getattr({"model": model, "fused": fused}[on][2], kind)(lambda module, *_: called.append(module))
+    for one in (model, fused, other, copy.deepcopy(fused)):
+        one(x).sum().backward()
+        assert called == [one[2]]
+        called.clear()
+    hook.remove()
+    fused(x).sum().backward()
+    assert not called
+    assert type(copy.deepcopy(model)[0]._backward_hooks) is collections.OrderedDict

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
+from collections import OrderedDict
 from typing import Any, TypeVar, cast
 
 import torch
@@ -42,7 +44,37 @@ def twin(root: Model) -> Model:
         attributes = {name: value if name in _SHARED else reconnected(value) for name, value in vars(module).items()}
         attributes["_modules"] = {name: reconnected(child) for name, child in module._modules.items()}
         vars(copy).update(attributes)
+        _BackwardHooks.share(module, copy)
     return cast(Model, copies[id(root)])
+
+
+class _BackwardHooks(OrderedDict[int, Any]):
+    """Backward hooks that trees share. Whether they are full ones, which torch notes in the module, is told to all of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: list[weakref.ref[nn.Module]] = []
+
+    @classmethod
+    def share(cls, module: nn.Module, copy: nn.Module) -> None:
+        hooks = module._backward_hooks
+        if not isinstance(hooks, cls):
+            if module._is_full_backward_hook is not None:  # noted in both, and handles are for this very dictionary
+                return
+            hooks = vars(module)["_backward_hooks"] = cls()
+            hooks.modules = [weakref.ref(module)]
+        vars(copy)["_backward_hooks"] = hooks
+        hooks.modules = [*(known for known in hooks.modules if known() is not None), weakref.ref(copy)]
+
+    def __setitem__(self, handle: int, hook: Any) -> None:
+        super().__setitem__(handle, hook)
+        modules = [module for known in self.modules if (module := known()) is not None]
+        noted = next((m._is_full_backward_hook for m in modules if m._is_full_backward_hook is not None), None)
+        for module in modules:
+            module._is_full_backward_hook = noted
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), None, None, iter(self.items())  # a copy is a model by itself
 
 
 def sealed(module: nn.Module) -> str | None:
