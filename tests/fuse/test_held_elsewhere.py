@@ -7,6 +7,7 @@ import collections
 import copy
 import functools
 import itertools
+import pickle
 import types
 import weakref
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch import fx, nn
 
 import onelaunch as ol
 from onelaunch.fuse.backend import onelaunch as backend
+from onelaunch.fuse.placing import regions
 from onelaunch.fuse.state import unchanged
 from onelaunch.fuse.tracing import RefusedError
 from tests.fuse.compare import assert_same
@@ -298,3 +300,35 @@ def test_a_backward_hook_on_one_model_is_one_on_the_other(on: str, kind: str) ->
     fused(x).sum().backward()
     assert not called
     assert type(copy.deepcopy(model)[0]._backward_hooks) is collections.OrderedDict
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(layer(), nn.ReLU())
+        self.large = nn.Linear(WIDE, 10_000, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.part(x)) if (x == x).all() else x
+
+
+def test_a_copy_of_a_part_does_not_take_the_whole_model_along() -> None:
+    model, x = Branches(), rows()
+    fused = ol.fuse(model)
+    part = fused.part
+    assert len(pickle.dumps(part)) < 5_000
+    assert torch.equal(copy.deepcopy(part)(x), model.part(x))
+    for whole in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert ol.fuse(whole) is whole
+        assert_same(model, fused, x)
+    outer = nn.Sequential(part, nn.Tanh())
+    assert ol.fuse(outer) is not outer  # a part in another model is no fused model
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_compiled_part_keeps_what_is_fused_in_it() -> None:
+    inner = ol.fuse(nn.Sequential(layer(), nn.ReLU()))
+    compiled: Any = torch.compile(inner, backend="eager")
+    outer = nn.Sequential(compiled, layer(), nn.Tanh())
+    ol.fuse(outer)
+    assert regions(inner)

@@ -13,6 +13,10 @@ from onelaunch.fuse.refused import RefusedError
 from onelaunch.fuse.region import Fusion, Options, Plan, Region
 from onelaunch.fuse.twin import Model, sealed, twin
 
+_FUSION = (
+    "_onelaunch_fusion"  # in the root of a fused model; did regions know the root, a copy of a part would take it along
+)
+
 
 def place_regions(
     model: Model, options: Options, sized: bool = False, everywhere: bool = False
@@ -24,11 +28,16 @@ def place_regions(
     try:
         fused = twin(model)
     except RefusedError as refusal:
-        return model, Fusion(model, options, sized, notes=[f"the model is not one graph: {refusal}"])
+        return model, Fusion(nn.Module(), options, sized, notes=[f"the model is not one graph: {refusal}"])
+    originals = set(map(id, model.modules()))
     for module in fused.modules():
-        if isinstance(vars(module).get("forward"), Region):
-            del module.forward  # the model held fused parts: their chains are found again, and perhaps longer ones
-    fusion = Fusion(fused, options, sized)
+        if id(module) not in originals:
+            vars(module).pop(_FUSION, None)
+            if isinstance(vars(module).get("forward"), Region):
+                del module.forward  # the model held fused parts: their chains are found again, and perhaps longer ones
+    fusion = Fusion(nn.Module(), options, sized)
+    if fused is not model:
+        vars(fused)[_FUSION] = fusion
     shared = _registered_often(fused)
     found: dict[str, Region] = {}
     modes = (False,) if options.eval_only else (True, False)
@@ -111,7 +120,7 @@ def regions(model: nn.Module) -> list[Region]:
 
 def fusion_of(model: nn.Module) -> Fusion | None:
     """What `fuse` knows about `model`, if `model` is what it returned."""
-    return next((region.fusion for region in regions(model) if region.fusion.root is model), None)
+    return vars(model).get(_FUSION)
 
 
 def _notes(plan: Plan, path: str) -> list[str]:
