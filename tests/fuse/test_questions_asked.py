@@ -19,7 +19,7 @@ import onelaunch as ol
 from onelaunch.fuse.arguments import Arguments
 from onelaunch.fuse.placing import regions
 from onelaunch.fuse.tracing import RefusedError, trace
-from tests.fuse.compare import assert_same, fused_names
+from tests.fuse.compare import assert_same, fused_names, planned
 
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
 
@@ -350,3 +350,77 @@ def test_parts_that_nobody_compares() -> None:
     assert "" in [region.path for region in regions(fused)]
     assert_same(model, fused, rows())
     assert_same(model, fused, rows(), mask=rows())
+
+
+# What parameters answer, which a later `double()` or `requires_grad_()` changes.
+
+
+class AsksParameters(Layer):
+    def __init__(self, question: Callable[[nn.Module], float]) -> None:
+        super().__init__()
+        self.question = question
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.to(next(self.parameters()).dtype)) * self.question(self)
+
+
+def frozen(model: nn.Module) -> float:
+    return 1.0 if all(parameter.requires_grad for parameter in model.parameters()) else 3.0
+
+
+def counted(model: nn.Module) -> float:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad) + 0.5
+
+
+def precise(model: nn.Module) -> float:
+    return 2.0 if next(model.parameters()).dtype.itemsize == 8 else 1.0
+
+
+@pytest.mark.parametrize("question", [frozen, counted, precise])
+def test_answers_of_parameters_are_guarded(question: Callable[[nn.Module], float]) -> None:
+    model = AsksParameters(question)
+    fused = ol.fuse(model)
+    for change in (
+        lambda: None,
+        lambda: model.fc.requires_grad_(False),
+        lambda: fused.double(),
+        lambda: fused.requires_grad_(True),
+        lambda: model.fc.bias.requires_grad_(False),
+        lambda: setattr(model.fc, "weight", nn.Parameter(torch.randn(12, 12))),
+    ):
+        model.float()
+        change()
+        x = rows()
+        assert planned(fused, x) == ["linear + relu"]
+        torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-5)
+        assert fused(x).dtype == model(x).dtype
+    model.double()
+    assert_same(model, fused, rows())
+
+
+def test_answers_of_the_parameters_of_a_child_that_is_called_as_a_whole() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone, self.fc = nn.Sequential(Backbone("tuple")), nn.Linear(12, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.fc(self.backbone(x)[0])) * frozen(self.backbone)
+
+    model = Whole().double()
+    fused = ol.fuse(model)
+    assert_same(model, fused, rows())
+    for tree in (model, fused):
+        new = Backbone("tuple").double().requires_grad_(False)
+        new.load_state_dict(fused.backbone[0].state_dict())
+        tree.backbone[0] = new  # type: ignore[index]
+    x = rows()
+    torch.testing.assert_close(fused(x), model(x), rtol=0, atol=1e-12)
+    assert planned(fused, x)
+
+
+@pytest.mark.parametrize("name", ["grad", "data", "_version"])
+def test_what_parameters_are_not_asked(name: str) -> None:
+    model = AsksParameters(lambda model: 1.0 if getattr(next(model.parameters()), name) is None else 2.0)
+    assert f"asks a tensor for its {name}" in refusal(model.double())
+    assert ol.fuse(model) is model

@@ -5,7 +5,7 @@ arguments and of attributes that stay as they are. So a trace here is refused, w
 
 - branches on a tensor, or asks what only the tensor knows (`proxies.py`);
 - compares with `is`, catches or enters a context, itself or in a function that it calls (`readable.py`, `codes_run.py`);
-- makes tensors of its own (`torch.rand` would be drawn once and for all), or draws random numbers in Python;
+- makes tensors of its own (`torch.rand` would be drawn once and for all; `asked.py`), or draws random numbers in Python;
 - turns gradients or autocast on or off, which a graph does not record;
 - changes attributes of its module or anything they hold (`state.py`), or prints.
 
@@ -17,17 +17,17 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.fuse.arguments import Arguments, Thing
+from onelaunch.fuse.asked import NoTensorsOfItsOwn, Question
 from onelaunch.fuse.codes_run import CallsSeen, Running
 from onelaunch.fuse.operations import hooked, is_known
 from onelaunch.fuse.own_thread import ONE_AT_A_TIME, OwnThreadTracer
@@ -37,21 +37,6 @@ from onelaunch.fuse.refused import RefusedError as RefusedError
 from onelaunch.fuse.refused import said_by as said_by
 from onelaunch.fuse.state import CONTAINERS, generators_unmoved, same_contents, unchanged
 from onelaunch.fuse.twin import sealed
-
-# Questions about a real tensor (a parameter's) that make no new one; a change of mode is seen at the next node.
-HARMLESS = frozenset(
-    {
-        "_set_grad_enabled",
-        "__get__",
-        "dim",
-        "size",
-        "numel",
-        "stride",
-        "element_size",
-        "is_floating_point",
-        "is_contiguous",
-    }
-)
 
 
 class StandsForClass:
@@ -67,6 +52,7 @@ class Trace:
     root: nn.Module
     inlined: dict[str, nn.Module]  # by path: the modules whose forward is now part of the graph, the root ("") first
     opaque: dict[str, str]  # path of a child that is called as a whole -> why
+    questions: list[Question] = field(default_factory=list)  # what was asked of tensors, and the graph does not say
 
     def module(self, node: fx.Node) -> nn.Module:
         return self.root.get_submodule(str(node.target))
@@ -78,23 +64,13 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
         # With gradients, whoever asks: what a forward takes away of them is seen then, and refused.
         with torch.inference_mode(False), torch.enable_grad(), ONE_AT_A_TIME, generators_unmoved():
             tracer = _Tracer(arguments)
-            with _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
+            with _unchanged(list(root.modules())), NoTensorsOfItsOwn() as asked:
                 graph = tracer.trace(root)
     except RefusedError:
         raise
     except (Exception, SystemExit) as error:  # fx and the forward itself may raise anything when fed with proxies
         raise RefusedError(said_by(error)) from error
-    return Trace(graph, root, tracer.inlined, tracer.opaque)
-
-
-class _NoTensorsOfItsOwn(TorchFunctionMode):
-    """Refuses torch calls without a proxy: their result would be frozen into the graph."""
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if any(issubclass(kind, fx.Proxy) for kind in kinds) or name in HARMLESS:
-            return func(*args, **(kwargs or {}))
-        raise RefusedError(f"makes a tensor of its own ({name})")
+    return Trace(graph, root, tracer.inlined, tracer.opaque, list(asked.questions.values()))
 
 
 def why_opaque(module: nn.Module) -> str | None:
