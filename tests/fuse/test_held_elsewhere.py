@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import pickle
+import random
 import types
 import weakref
 from collections.abc import Callable
@@ -332,3 +333,40 @@ def test_a_compiled_part_keeps_what_is_fused_in_it() -> None:
     outer = nn.Sequential(compiled, layer(), nn.Tanh())
     ol.fuse(outer)
     assert regions(inner)
+
+
+class Initialises(Base):
+    """By its first batch, as ActNorm does; and keeps a record of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDE, dtype=torch.float64))
+        self.tail = nn.Sequential(layer(), nn.ReLU())
+        self.ready, self.steps = False, 0
+        self.seen: dict[str, list[float]] = {"means": []}
+        self.cache = torch.zeros(2, WIDE, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.seen["means"].append(random.random())
+        self.cache[0] += 1
+        if not self.ready:
+            self.shift.data.view(2, -1).copy_(-x.mean(0).view(2, -1))
+            self.ready = True
+        return self.tail(self.fc(x + self.shift))
+
+
+@pytest.mark.parametrize("run", [ol.explain, ol.fuse])
+def test_a_trial_run_leaves_nothing_behind(run: Callable[..., Any]) -> None:
+    model, x = Initialises(), rows()
+    before, numbers = copy.deepcopy(model), random.getstate()
+    result = run(model, x)
+    assert random.getstate() == numbers
+    for one in (model, result) if isinstance(result, nn.Module) else (model,):
+        assert (one.ready, one.steps, one.seen) == (False, 0, {"means": []})
+        assert not one.cache.any()
+        assert not one.shift.any()
+    if isinstance(result, nn.Module):
+        torch.testing.assert_close(result(x), before(x), rtol=0, atol=1e-12)
+    else:
+        assert any("writes to cache" in note for note in result.notes)

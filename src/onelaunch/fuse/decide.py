@@ -12,6 +12,7 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.costs import NOTHING, Step, Work, fused
 from onelaunch.fuse.memory import memory
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
+from onelaunch.fuse.put_back import attributes_put_back
 from onelaunch.fuse.quantities import duration, size
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import chain_key
@@ -52,7 +53,7 @@ def decide(model: nn.Module, inputs: tuple[Any, ...], time: str = "auto") -> Non
                 if mode is current:
                     raise
                 continue  # these inputs cannot be used in the other mode: one row has no batch statistics, say
-            by_host = device.type == "cuda" and counts_host(time, model, inputs)
+            by_host = device.type == "cuda" and counts_host(time, model, inputs, run)
             for one in run.chains:
                 decision = decision_on(one, run, device, by_host=by_host)
                 if decision is not None:
@@ -61,9 +62,17 @@ def decide(model: nn.Module, inputs: tuple[Any, ...], time: str = "auto") -> Non
     make_plans(model, (False,) if fusion.options.eval_only else (True, False))
 
 
-def counts_host(time: str, model: nn.Module, inputs: tuple[Any, ...]) -> bool:
+def counts_host(time: str, model: nn.Module, inputs: tuple[Any, ...], run: Record) -> bool:
     """Whether the time that counts is the one a program sees: `time` is one of TIMES."""
-    return waits_for_host(model, inputs) if time == "auto" else time == "program"
+    if time != "auto":
+        return time == "program"
+    values = [tensor.detach().clone() for tensor in run.written]  # to watch the writes once more would be timed too
+    try:
+        with attributes_put_back(model):
+            return waits_for_host(model, inputs)
+    finally:
+        for tensor, value in zip(run.written, values, strict=True):
+            tensor.data.copy_(value)
 
 
 def decision_on(

@@ -50,7 +50,7 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, time: str
         make_plans(watched, (model.training,))
     run = record(watched, inputs)
     where = device_of(model, inputs)
-    by_host = where.type == "cuda" and roof is None and counts_host(time, watched, inputs)
+    by_host = where.type == "cuda" and roof is None and counts_host(time, watched, inputs, run)
     decisions = [decision_on(one, run, where, roof, by_host) for one in run.chains]
     if known is not None:  # fused without sizes: what is fused is, and the times say what that is worth here
         decisions = [None if decision is None else replace(decision, fused=True) for decision in decisions]
