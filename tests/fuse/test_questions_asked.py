@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import nn
 import onelaunch as ol
 from onelaunch.fuse.arguments import Arguments
 from onelaunch.fuse.placing import regions
+from onelaunch.fuse.region import MOST_PLANS, WORTH_A_PLAN
 from onelaunch.fuse.tracing import RefusedError, trace
 from tests.fuse.compare import assert_same, fused_names, planned
 
@@ -424,3 +426,58 @@ def test_what_parameters_are_not_asked(name: str) -> None:
     model = AsksParameters(lambda model: 1.0 if getattr(next(model.parameters()), name) is None else 2.0)
     assert f"asks a tensor for its {name}" in refusal(model.double())
     assert ol.fuse(model) is model
+
+
+# More ways to be called than a region has plans for.
+
+
+def annealed() -> tuple[nn.Sequential, nn.Sequential]:
+    model = nn.Sequential(nn.Linear(12, 12), nn.ReLU(), nn.Dropout(0.5)).double()
+    return model, ol.fuse(model)
+
+
+def test_values_that_never_repeat_are_left_alone_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, fused = annealed()
+    x = rows()
+    with caplog.at_level(logging.WARNING, "onelaunch"):
+        for step in range(3 * MOST_PLANS):
+            fused[2].p = 0.5 - step / 1000
+            fused(x)
+    assert [record.message.count("runs unfused") for record in caplog.records] == [1]
+    region = regions(fused)[0]
+    assert len(region.plans) == MOST_PLANS
+    assert region.known_plan(Arguments.of((x,), {})) is None
+
+
+def test_values_that_repeat_are_fused_however_many_there_were() -> None:
+    model, fused = annealed()
+    x = rows()
+    for step in range(2 * MOST_PLANS):
+        fused[2].p = model[2].p = 0.5 - step / 100
+        fused(x)
+    assert planned(fused, x) == []
+    for mode in (True, False):
+        fused.train(mode)
+        for _ in range(WORTH_A_PLAN):
+            fused(x)
+        fused(x)
+        assert planned(fused, x) == ["linear + relu + dropout"]
+    assert len(regions(fused)[0].plans) == MOST_PLANS
+    assert_same(model, fused, x)
+
+
+def test_the_plan_that_goes_is_the_one_that_was_not_used_for_longest() -> None:
+    _, fused = annealed()
+    x = rows()
+    for step in range(MOST_PLANS - 2):
+        fused[2].p = 0.5 - (step + 1) / 100
+        fused(x)
+    region = regions(fused)[0]
+    assert len(region.plans) == MOST_PLANS
+    fused[2].p = 0.5  # of the first plan
+    first = region.plan((x,), {})
+    fused[2].p = 0.1
+    for _ in range(WORTH_A_PLAN + 2):
+        fused(x)
+    assert planned(fused, x)
+    assert any(plan is first for plan in region.plans)

@@ -37,6 +37,7 @@ class Guard:
     ) -> None:
         modules, others = list(modules), list(others)
         every = [*modules, *others]
+        self.inside, self.others = modules, others
         self.hooked = [module for module in modules if hooked(module)]
         self.empty: list[dict[Any, Any]] = [
             hooks for module in modules if not hooked(module) for hooks in hooks_of(module)
@@ -61,6 +62,10 @@ class Guard:
         ]
         self.ties = _ties(tied)
         self.asked = list(asked)
+
+    def renewed(self) -> Guard:
+        """One for the same modules as they are now; of what was asked of tensors it knows nothing."""
+        return Guard(self.inside, self.others)
 
     def holds(self) -> bool:
         if any(self.empty):
