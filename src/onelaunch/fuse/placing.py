@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 
 from torch import nn
 
@@ -13,9 +16,8 @@ from onelaunch.fuse.refused import RefusedError
 from onelaunch.fuse.region import Fusion, Options, Plan, Region
 from onelaunch.fuse.twin import Model, sealed, twin
 
-_FUSION = (
-    "_onelaunch_fusion"  # in the root of a fused model; did regions know the root, a copy of a part would take it along
-)
+# What the root of a fused model is marked with. Did its regions know the root, a copy of a part would take the whole along.
+_FUSION = "_onelaunch_fusion"
 
 
 def place_regions(
@@ -47,7 +49,7 @@ def place_regions(
                 if path in found or not _has_forward(module, path):
                     continue
                 region = Region(module, path, _below(shared, path), fusion)
-                plan = region.make_plan(Arguments.required_by(type(module).forward))
+                plan = region.make_plan(_likeliest_call(module))
                 fusion.notes += _notes(plan, path)
                 if any(chain.owner == "" for chain in (plan.chains if everywhere else plan.fused)):
                     found[path] = region
@@ -85,7 +87,18 @@ def make_plans(fused: nn.Module, modes: Iterable[bool] = (True, False)) -> None:
     for mode in modes:
         with in_mode(fused, mode):
             for region in regions(fused):
-                region.make_plan(Arguments.required_by(type(region.module).forward))
+                region.make_plan(_likeliest_call(region.module))
+
+
+def _likeliest_call(module: nn.Module) -> Arguments:
+    forward = type(module).forward
+    arguments = Arguments.required_by(forward)
+    named = [
+        one.name
+        for one in inspect.signature(forward).parameters.values()
+        if one.kind is inspect.Parameter.KEYWORD_ONLY and one.default is inspect.Parameter.empty
+    ]
+    return replace(arguments, keywords=tuple(zip(named, count(len(arguments.positional)), strict=False)))
 
 
 def _below(names: frozenset[str], path: str) -> frozenset[str]:

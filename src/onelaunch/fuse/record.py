@@ -51,9 +51,12 @@ class Record:
     written: list[torch.Tensor] = field(default_factory=list)  # beside buffers
 
 
-def record(model: nn.Module, inputs: tuple[Any, ...]) -> Record:
+def record(model: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any] | None = None) -> Record:
     """One call of `model` in its current mode; in training mode what it would cost to go back is part of the record."""
-    copies = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x, inputs)
+    given = inputs, named_inputs or {}
+    by_position, by_name = tree_map(
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x, given
+    )
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     recorder = _Recorder(model)
     try:
@@ -63,7 +66,7 @@ def record(model: nn.Module, inputs: tuple[Any, ...]) -> Record:
             recorder.watching(), warnings.catch_warnings(),
         ):  # fmt: skip
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # ours
-            model(*copies)
+            model(*by_position, **by_name)
     except Exception as error:
         said = said_by(error, sentence=False).rstrip(": ")
         raise OnelaunchError(f"inputs do not fit {type(model).__name__}: {said}; pass what it takes") from error
