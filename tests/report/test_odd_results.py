@@ -66,9 +66,9 @@ def test_a_comparison_of_another_shape_is_left_out_and_the_rest_drawn(tmp_path, 
     assert "<h3>ops/relu</h3>" in html
 
 
-def test_a_name_that_is_no_text_leaves_only_its_file_out(tmp_path):
+def test_words_that_are_no_text_leave_only_their_file_out(tmp_path):
     odd = bench_results()
-    odd["cases"][0]["name"] = 3
+    odd["command"] = 3
     (tmp_path / "a.json").write_text(json.dumps(odd))
     (tmp_path / "b.json").write_text(json.dumps(bench_results()))
     complaints: list[str] = []

@@ -24,6 +24,7 @@ WIDTH, HEIGHT = 330, 250
 LEFT, RIGHT, BOTTOM = 62, 14, 44
 CHARACTER, BOLD_CHARACTER = 6.9, 7.8  # units a character of 12.5-unit type takes, generously
 LONGEST_WHISKER = 2.0  # times the bar
+HEAP = 7.0  # units between dots that share their numbers
 LEAST_BAR = 50  # units that words beside the longest bar leave for it
 MOST_MARKERS = 14  # a line with more points is drawn without
 MARKERS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-3.5-3.5h7v7h-7z", "M0-4.6L4.4 3.4H-4.4z", "M0-5L5 0L0 5L-5 0z",
@@ -204,11 +205,17 @@ def _line(line: Line, look: Look, x: Scale, y: Scale, write_x: Write, write_y: W
 
 
 def _numbers(dots: Sequence[tuple[float, float, int]]) -> str:
-    """The number of each dot beside it, where neither a dot nor another number lies, as far as there is room."""
+    """The number of each dot beside it, of dots that lie on one another all of theirs: where nothing else lies, as far as
+    there is room."""
+    heaps: dict[tuple[float, float], list[str]] = {}
+    for px, py, number in dots:
+        near = (heap for heap in heaps if math.dist(heap, (px, py)) < HEAP)
+        heaps.setdefault(next(near, (px, py)), []).append(str(number))
     taken = [(px - 5, py - 5, px + 5, py + 5) for px, py, _ in dots]
     parts = []
-    for px, py, number in dots:
-        wide = len(str(number)) * CHARACTER
+    for (px, py), numbers in heaps.items():
+        words = ", ".join(numbers)
+        wide = len(words) * CHARACTER
         corners = ((px + 6, py - 6), (px - 6 - wide, py - 6), (px - wide / 2, py - 18), (px - wide / 2, py + 6),
                    (px + 5, py - 16), (px + 5, py + 5), (px - 5 - wide, py - 16), (px - 5 - wide, py + 5))  # fmt: skip
         boxes = [(left, top, left + wide, top + 12) for left, top in corners]
@@ -216,7 +223,7 @@ def _numbers(dots: Sequence[tuple[float, float, int]]) -> str:
         free = [box for box in inside if not any(_overlap(box, other) for other in taken)]
         box = (free or inside or boxes)[0]
         taken.append(box)
-        parts.append(text(box[0], box[1] + 10, str(number), "dot"))
+        parts.append(text(box[0], box[1] + 10, words, "dot"))
     return "".join(parts)
 
 
