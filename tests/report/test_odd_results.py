@@ -126,3 +126,25 @@ def test_sizes_in_any_order_are_drawn_in_theirs(tmp_path):
     assert re.findall(r'<th scope="row">([^<]*)<', table) == ["128", "8,192"]
     figure = html.split("<h3>Time of a step over hidden size</h3>")[1].split("</svg>")[0]
     assert re.findall(r'class="mid soft">([^<]*)<', figure) == ["128", "8192", "hidden size"]
+
+
+def test_who_failed_or_diverged_is_said_in_red(tmp_path):
+    results = compare_results()
+    results["failed"] = {"onelaunch cpu": "diverged at step 3", "onelaunch eager": "RuntimeError: no"}
+    results["sizes"]["left_out"] = {"200000": "not enough memory"}
+    for name in ("torch.compile", "onelaunch resident"):  # they have no curve to set against the reference's
+        results["contenders"][name] |= {"diverged_step": 4, "gap": None}
+    results["contenders"]["peer"] = {
+        **results["contenders"]["torch eager"],
+        "gap": many_contenders()["contenders"]["peer 0"]["gap"],
+    }
+    (tmp_path / "compare.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "compare.json"], tmp_path / "page.html").read_text()
+    for words in (
+        "onelaunch cpu failed: diverged at step 3",
+        "onelaunch eager failed: RuntimeError: no",
+        "onelaunch resident diverged at step 4: its loss is no longer finite",
+        "Hidden size 200000 was not timed: not enough memory",
+        "peer does not agree with torch eager: ",
+    ):
+        assert f'<p class="bad">{words}' in html

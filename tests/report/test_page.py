@@ -162,6 +162,7 @@ def test_a_name_looks_the_same_in_every_figure(tmp_path, inputs):
     assert figures["torch eager"] >= 6
     assert figures["onelaunch resident"] >= 4
     assert all(len(found) == 1 for found in (*colours.values(), *markers.values()))
+    assert {name for name, found in colours.items() if found <= {"0", "1"}} >= {"onelaunch", "onelaunch resident"}
 
 
 def test_a_run_says_what_was_trained(tmp_path):

@@ -41,7 +41,10 @@ def compare_section(source: Source, identity: str, palette: Palette) -> Section:
         figures.append(_memory(content["memory"], identity, command, palette))
     if (content.get("sizes") or {}).get("step_seconds"):
         figures += size_figures(content["sizes"], identity, command, palette)
-    said = [*agreement(found), *noise(content)]
+    said = sorted(
+        agreement(content["contenders"]), key=lambda entry: not is_ours(entry[1])
+    )  # which begin with the name
+    said += [*_failures(content), *noise(content)]
     said += [] if found else [("note", "No contender is finished yet.")]
     said += unfinished(content)
     said += [("note", f"Absent: {name} ({reason})") for name, reason in content.get("absent", {}).items()]
@@ -97,6 +100,17 @@ def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
         )
         said.append(("note" if vague else "good" if gap["agrees"] else "bad", words))
     return said
+
+
+def _failures(content: dict[str, Any]) -> list[tuple[str, str]]:
+    """Engines of ours that could not do it, losses that are no longer finite, sizes that could not be made."""
+    failed = content.get("failed", {})
+    said = [f"{name} failed: {reason}" for name, reason in failed.items()]
+    steps = {name: one.get("diverged_step") for name, one in content["contenders"].items() if name not in failed}
+    said += [f"{name} diverged at step {step:,}: its loss is no longer finite" for name, step in steps.items() if step]
+    sizes = (content.get("sizes") or {}).get("left_out", {})
+    said += [f"Hidden size {size} was not timed: {reason}" for size, reason in sizes.items()]
+    return [("bad", words) for words in said]
 
 
 def noise(content: dict[str, Any]) -> list[tuple[str, str]]:

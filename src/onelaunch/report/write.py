@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
 from onelaunch.report.benchmark import bench_sections
-from onelaunch.report.comparison import compare_section
+from onelaunch.report.comparison import OURS, compare_section, is_ours
 from onelaunch.report.figure import Section
 from onelaunch.report.page import page
 from onelaunch.report.palette import Palette
@@ -27,23 +27,20 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
     """
     drawn: list[tuple[Section, str]] = []
     left_out: list[str] = []
-    shown: set[Path] = set()  # a folder may be named beside what lies in it
-    palette = Palette()
+    sources: dict[Path, Source] = {}  # by place: a folder may be named beside what lies in it
     for path in inputs:
         try:
-            sources = read_sources(path, left_out.append)
+            for source in read_sources(path, left_out.append):
+                sources.setdefault(source.path.resolve(), source)
         except OnelaunchError as error:
             left_out.append(str(error))
-            continue
-        for source in sources:
-            if (place := source.path.resolve()) in shown:
-                continue
-            shown.add(place)
-            try:
-                sections = _sections(source, f"part{len(drawn) + 1}", palette)
-                drawn += [(section, section.html()) for section in sections]
-            except Exception as error:  # a file may hold anything; the others go on
-                left_out.append(_odd(source, error))
+    palette = _palette(sources.values())
+    for source in sources.values():
+        try:
+            sections = _sections(source, f"part{len(drawn) + 1}", palette)
+            drawn += [(section, section.html()) for section in sections]
+        except Exception as error:  # a file may hold anything; the others go on
+            left_out.append(_odd(source, error))
     if not drawn:
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
         raise OnelaunchError((left_out[0] if left_out else "inputs=[] is empty: pass a run folder or results") + more)
@@ -57,6 +54,16 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
     except (OSError, ValueError) as error:
         raise OnelaunchError(f"out={str(out)!r} cannot be written: {reason_of(error)}; pass another path") from error
     return out
+
+
+def _palette(sources: Iterable[Source]) -> Palette:
+    """With the first colours for ours, whatever else is drawn before."""
+    palette = Palette()
+    for source in sources:
+        names = {"bench": [OURS], "compare": source.content.get("contenders", ())}.get(source.kind, ())
+        for name in filter(is_ours, names):
+            palette.look(name)
+    return palette
 
 
 def _sections(source: Source, identity: str, palette: Palette) -> list[Section]:
