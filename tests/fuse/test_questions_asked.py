@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch import nn
 import onelaunch as ol
 from onelaunch.fuse.arguments import Arguments
 from onelaunch.fuse.placing import regions
+from onelaunch.fuse.readable import read
 from onelaunch.fuse.region import MOST_PLANS, WORTH_A_PLAN
 from onelaunch.fuse.tracing import RefusedError, trace
 from tests.fuse.compare import assert_same, fused_names, planned
@@ -144,6 +147,41 @@ def test_all_that_runs_is_read(model: nn.Module, reason: str) -> None:
     assert_same(outer, fused, rows())
 
 
+def test_all_that_runs_is_read_while_a_file_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "fused_at_import.py"
+    file.write_text("import onelaunch as ol\nfrom tests.fuse.test_questions_asked import Helped\nmodel = Helped()\n")
+    with file.open("a") as added:
+        added.write("fused = ol.fuse(model)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    imported = importlib.import_module("fused_at_import")
+    assert imported.fused is imported.model
+
+
+def test_what_an_import_inside_the_forward_runs_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_on_the_way.py").write_text(
+        "def tried():\n    try:\n        return 2\n    except ValueError:\n        return 3\nfactor = tried()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Imports(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            import imported_on_the_way  # type: ignore[import-not-found]
+
+            return super().forward(x) * imported_on_the_way.factor
+
+    model = Imports().double()
+    fused = ol.fuse(model)
+    assert fused_names(fused, True) == ["linear + relu"]
+    assert_same(model, fused, rows())
+
+
+def test_a_class_is_read_once() -> None:
+    ol.fuse(nn.Sequential(Layer(), Layer()))
+    before = read.cache_info().misses
+    ol.fuse(nn.Sequential(Layer(), Layer(), Layer()))
+    assert read.cache_info().misses == before
+
+
 def pair(size: int | tuple[int, int]) -> tuple[int, int]:
     return size if isinstance(size, tuple) else (size, size)
 
@@ -211,6 +249,18 @@ class Contexts(nn.Module):
     def inside(self, x: torch.Tensor) -> torch.Tensor:
         with scaled(2.0):
             return self.child(x)
+
+
+class NotToday(Contexts):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sigmoid(self.fc(self.child(x) if self.fc.in_features > 1 else self.inside(x))))
+
+
+def test_a_context_that_is_not_entered() -> None:
+    model = NotToday().double()
+    fused = ol.fuse(model)
+    assert {region.path for region in regions(fused)} == {"", "last"}
+    assert_same(model, fused, rows())
 
 
 class DecoratedByAContext(Contexts):

@@ -99,10 +99,10 @@ def _library(frame: types.FrameType) -> str:
 
 
 def _is_importing(frame: types.FrameType | None) -> bool:
-    """What an import runs, the first time, is no part of the forward."""
-    while frame is not None and _library(frame) != "importlib":
+    """What an import inside the forward runs, the first time, is no part of it."""
+    while frame is not None and _library(frame) not in ("importlib", "onelaunch"):
         frame = frame.f_back
-    return frame is not None
+    return frame is not None and _library(frame) == "importlib"
 
 
 def _holds_part(value: Any) -> bool:

@@ -36,7 +36,7 @@ class Reading:
     """What the code of one function says."""
 
     reason: str | None  # why a trace of it would not be the whole truth
-    why_not_run: str | None  # the same, once it has been traced and no proxy has complained
+    why_not_run: str | None  # the same, once it has run and no proxy has complained
     arguments: frozenset[tuple[str, bool]]  # compared with None as they come, or (True) of which an attribute is
     asks_for_none: bool  # whether it compares another value with None
 
@@ -48,13 +48,23 @@ def read(code: types.CodeType) -> Reading:
     telling = sorted(TELLING_NAMES.intersection(code.co_names))
     left = [name for name in telling if name not in _PROXIES_COMPLAIN and (name != "type" or _calls_type(code))]
     reason, why_not_run = (f"calls {names[0]}" if names else found for names in (telling, left))
-    return Reading(reason, why_not_run, arguments, others)
+    # A graph enters none, and a child that it calls as a whole may ask for what one sets.
+    context = "enters a context (with)" if _enters_a_context(code) else None
+    return Reading(reason, why_not_run or context, arguments, others)
 
 
 def _calls_type(code: types.CodeType) -> bool:
     """`type(x)`, not `x.device.type`."""
     return any(
         instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "type"
+        for instruction in dis.get_instructions(code)
+    )
+
+
+def _enters_a_context(code: types.CodeType) -> bool:
+    return any(
+        instruction.opname == "BEFORE_WITH"
+        or (instruction.opname == "LOAD_SPECIAL" and "__enter__" in instruction.argrepr)
         for instruction in dis.get_instructions(code)
     )
 
@@ -109,9 +119,6 @@ def _why_not_code(code: types.CodeType) -> str | None:
             return "catches exceptions"  # which tensors raise, and proxies do not
         if name.startswith("MATCH_"):
             return "matches the types of values"
-        # A graph enters none, and a child that it calls as a whole may ask for what one sets.
-        if name == "BEFORE_WITH" or (name == "LOAD_SPECIAL" and "__enter__" in instruction.argrepr):
-            return "enters a context (with)"
         before = name
     found = assigned(code)
     for operands, _ in comparisons(code):

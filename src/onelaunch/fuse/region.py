@@ -20,7 +20,6 @@ from torch import fx, nn
 from torch.nn.modules import module as module_hooks
 
 from onelaunch.fuse.arguments import Arguments, inputs_of
-from onelaunch.fuse.asked import asked_at_places
 from onelaunch.fuse.chains import Chain, find_chains
 from onelaunch.fuse.guard import Guard
 from onelaunch.fuse.operations import is_known
@@ -252,11 +251,10 @@ def _guard(traced: Trace) -> Guard:
         whole = module in called and not is_known(module)
         (watched if module in inlined or space or (module in called and not whole) else others)[module] = None
         # `parameters()` goes through all children.
-        left += (
-            [] if whole and not traced.questions else [child for child in module._modules.values() if child is not None]
-        )
+        if traced.asked or not whole:
+            left += [child for child in module._modules.values() if child is not None]
     open_modules = [module for module in traced.root.modules() if not sealed(module)]
-    return Guard(watched, others, open_modules, asked_at_places(traced.questions, traced.root.modules()))
+    return Guard(watched, others, open_modules, traced.asked)
 
 
 def compiled(traced: Trace, chains: list[Chain]) -> Callable[..., Any]:

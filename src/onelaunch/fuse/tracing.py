@@ -15,7 +15,6 @@ hooks, children and attributes of every module traced through) is the guard of t
 
 from __future__ import annotations
 
-import inspect
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,7 +26,7 @@ from torch.fx.immutable_collections import immutable_dict, immutable_list
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.fuse.arguments import Arguments, Thing
-from onelaunch.fuse.asked import NoTensorsOfItsOwn, Question
+from onelaunch.fuse.asked import Asked, NoTensorsOfItsOwn, asked_at_places
 from onelaunch.fuse.codes_run import CallsSeen, Running
 from onelaunch.fuse.operations import hooked, is_known
 from onelaunch.fuse.own_thread import ONE_AT_A_TIME, OwnThreadTracer
@@ -52,7 +51,7 @@ class Trace:
     root: nn.Module
     inlined: dict[str, nn.Module]  # by path: the modules whose forward is now part of the graph, the root ("") first
     opaque: dict[str, str]  # path of a child that is called as a whole -> why
-    questions: list[Question] = field(default_factory=list)  # what was asked of tensors, and the graph does not say
+    asked: list[Asked] = field(default_factory=list)  # of tensors that are no proxies
 
     def module(self, node: fx.Node) -> nn.Module:
         return self.root.get_submodule(str(node.target))
@@ -70,7 +69,7 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
         raise
     except (Exception, SystemExit) as error:  # fx and the forward itself may raise anything when fed with proxies
         raise RefusedError(said_by(error)) from error
-    return Trace(graph, root, tracer.inlined, tracer.opaque, list(asked.questions.values()))
+    return Trace(graph, root, tracer.inlined, tracer.opaque, asked_at_places(asked.questions.values(), root.modules()))
 
 
 def why_opaque(module: nn.Module) -> str | None:
@@ -93,7 +92,8 @@ def _named_by_code(kind: type[nn.Module]) -> dict[str, Any]:
     found = {}
     for method in methods_of(kind):
         for name in method.__code__.co_names:
-            for value in (method.__globals__.get(name), inspect.getattr_static(kind, name, None)):
+            of_class = (vars(base)[name] for base in kind.__mro__ if name in vars(base))
+            for value in (method.__globals__.get(name), *of_class):
                 if isinstance(value, CONTAINERS):
                     found[name] = value
     return found
