@@ -123,7 +123,9 @@ def test_bench_looks_where_to_save_before_it_measures(cli, tmp_path):
     ("arguments", "names"),
     [
         (["trian"], "'train'.*see onelaunch --help"),
-        (["train", "--epochs", "abc"], "--epochs.*integer.*see onelaunch train --help"),
+        (["train", "--epochs", "abc"], "'abc' for '--epochs'.*integer.*see onelaunch train --help"),
+        (["compare", "--seeds", "abc"], "'abc' for '--seeds'.*integer"),
+        (["bench", "--limit", "abc"], "'abc' for '--limit'.*number"),
         (["bench", "--nope"], "--nope.*see onelaunch bench --help"),
         (["explain"], "model.*see onelaunch explain --help"),
     ],

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 from onelaunch.errors import DivergedError, OnelaunchError
 from onelaunch.version import VERSION
@@ -32,6 +33,9 @@ def main() -> None:
 def _tell_usage(error: Any) -> int:
     """A mistake on the command line in one line; no command at all is answered with the help."""
     said = error.format_message()
+    if isinstance(error.__cause__, ValidationError):  # typer's, which does not name what was passed
+        given = error.__cause__.errors()[0]["input"]
+        said = said.replace("Invalid value", f"Invalid value {given!r:.80}", 1)
     if "\n" in said or error.ctx is None:
         error.show()
     else:

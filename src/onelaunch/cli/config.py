@@ -10,9 +10,11 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onelaunch.data import NAMES
-from onelaunch.errors import OnelaunchError, suggest
+from onelaunch.errors import OnelaunchError, reason_of, suggest
 from onelaunch.train.build import check_architecture
 from onelaunch.train.spec import Spec
+
+IMAGES = ("mnist", "fashion-mnist")  # which lie in a folder
 
 
 class TrainConfig(BaseModel):
@@ -63,17 +65,19 @@ class TrainConfig(BaseModel):
             named = key == "data" and not Path(values[key]).suffix  # "mnist" stays, even beside a folder of that name
             if key in values and not named and Path(values[key]).exists():
                 values[key] = str(Path(values[key]).resolve())
-        return tomli_w.dumps(values)
+        # A path may hold what UTF-8 has no bytes for: better such a config than none.
+        return tomli_w.dumps(values).encode("utf-8", "replace").decode("utf-8")
 
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        hint = f"; for that data pass --data {path}" if str(path) in NAMES else ""
-        raise OnelaunchError(f"config {str(path)!r} cannot be read: {error.strerror}{hint}") from error
+        hint = f"for that data pass --data {path}" if str(path) in NAMES else "pass a TOML file, or leave it out"
+        raise OnelaunchError(f"config {str(path)!r} cannot be read: {reason_of(error)}; {hint}") from error
     except (ValueError, RecursionError) as error:  # besides its own, tomllib lets some of Python's through
-        raise OnelaunchError(f"config {str(path)!r} is not TOML: {str(error).splitlines()[0]}") from error
+        remedy = "write lines such as lr = 0.01"
+        raise OnelaunchError(f"config {str(path)!r} is not TOML: {str(error).splitlines()[0]}; {remedy}") from error
 
 
 def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:
@@ -96,6 +100,11 @@ def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig
     check_architecture(config.layers if config.layers is not None else [1, 1], config.activation, config.dropout)
     if not 0 < config.validation < 1:
         raise OnelaunchError(f"validation={config.validation} must be a share between 0 and 1, such as 0.2")
+    if config.out == "":
+        raise OnelaunchError("out='' names no folder: pass one, or leave it out for a new one under runs/")
+    if config.data_dir is not None and config.data not in IMAGES:
+        known = " or ".join(IMAGES)
+        raise OnelaunchError(f"data_dir={config.data_dir!r} is for {known}, not for data={config.data!r}: leave it out")
     return config
 
 

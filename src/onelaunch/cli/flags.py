@@ -11,14 +11,15 @@ from pydantic import BaseModel
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
-    """A parser of `784,128,10`."""
+    """A parser of `128,128`, or of `0.9,0.999`."""
+    example = "128,128" if kind is int else "0.9,0.999"
 
     def parse(text: str) -> list[Any]:
         try:
             return [kind(part) for part in text.replace(" ", "").split(",") if part]
         except ValueError:
             raise typer.BadParameter(
-                f"{text!r} is not a list of numbers with commas between, such as 784,128,10"
+                f"{text!r} is not a list of numbers with commas between, such as {example}"
             ) from None
 
     return parse
