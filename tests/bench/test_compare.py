@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 
 from onelaunch.bench.compare import compare, evaluate, spread
-from onelaunch.bench.contenders import EAGER, OurEngine, TorchLoop, contenders_for, peak_memory
-from onelaunch.bench.memory_timeline import step_timeline
-from onelaunch.bench.sizes import time_sizes
+from onelaunch.bench.contenders import EAGER, OurEngine, TorchLoop, Trained, contenders_for, peak_memory
+from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
+from onelaunch.bench.remarks import is_red, not_run, remarks
+from onelaunch.bench.sizes import time_sizes, time_step
 from onelaunch.bench.step_peers import GRAPH, UNROLLED
 from onelaunch.train.build import mlp
 from onelaunch.train.inputs import make_run
@@ -172,3 +174,146 @@ def test_spread_of_nothing_is_none():
     both = spread([1.0, 3.0])
     assert both is not None
     assert both["deviation"] == pytest.approx(2**0.5)
+
+
+class Pretender:
+    """Trains nothing, and says what it would have taken: so much once a run, so much a step, whole calls of `call` steps."""
+
+    def __init__(self, once: float, step: float, call: int = 1) -> None:
+        self.name, self.once, self.step, self.call = "pretender", once, step, call
+        self.asked: list[int] = []
+
+    def train(self, run):
+        steps = -(-run.spec.total_steps // self.call) * self.call
+        self.asked.append(steps)
+        return Trained(run.model, [1.0] * steps, [(steps, self.once + steps * self.step)])
+
+
+@pytest.mark.parametrize("call", [1, 1000])
+@pytest.mark.parametrize(("once", "step"), [(0.0, 1e-3), (0.05, 1e-5), (0.5, 1e-4), (2.0, 0.4), (0.02, 1e-6)])
+def test_what_a_run_costs_once_is_not_in_the_time_of_a_step(once, step, call):
+    pretender = Pretender(once, step, call)
+    timing = time_step(pretender, make())
+    assert timing["median"] == pytest.approx(step, rel=1e-3)
+    assert timing["n"] >= 3
+    assert len(pretender.asked) < 20
+    assert max(pretender.asked) <= max(100_000, 2 * call)
+
+
+def test_a_size_that_cannot_be_made_is_named_and_the_others_go_on(no_compiler):
+    results: dict = {}
+    sizes = [8, 10**12, 10**20]
+    time_sizes(sizes, lambda hidden: make(hidden=hidden, engine="eager"), lambda line: None, results)
+    assert results["hidden"] == [8]
+    assert list(results["left_out"]) == [str(size) for size in sizes[1:]]
+    assert all("do not fit into memory" in reason for reason in results["left_out"].values())
+    said = remarks({"contenders": {}, "sizes": results})
+    assert [kind for kind, _ in said] == ["bad", "bad"]
+    assert "hidden size 1000000000000 was not timed: layers=[5, 1000000000000, 3] do not fit" in said[0][1]
+
+
+def compare_engines(monkeypatch, train, seeds=(0,), **options) -> dict:
+    """Our engines train by `train(self, run, real)` instead."""
+    real = OurEngine.train
+    monkeypatch.setattr(OurEngine, "train", lambda self, run: train(self, run, real))
+    results: dict = {"sizes": {}, "finished": True}
+    compare(lambda seed: make(seed, **options), list(seeds), lambda line: None, results, lambda: None)
+    return results
+
+
+def test_an_engine_of_ours_that_fails_on_a_later_seed_is_no_longer_in_the_table(monkeypatch, no_compiler):
+    def train(self, run, real):
+        if self.engine == "cpu" and run.spec.seed == 4:
+            raise SystemExit("gone")
+        return real(self, run)
+
+    results = compare_engines(monkeypatch, train, (3, 4, 5))
+    assert set(results["contenders"]) == {EAGER, "onelaunch eager"}
+    assert results["failed"] == {"onelaunch cpu": "SystemExit: gone, seed 4"}
+    assert "onelaunch cpu" not in results["absent"]
+    assert is_red(results)
+    assert ("bad", "onelaunch cpu failed: SystemExit: gone, seed 4") in remarks(results)
+
+
+def test_two_that_diverge_are_said_to_with_their_step(no_compiler):
+    results: dict = {"sizes": {}}
+    options = {"optimizer": "sgd", "lr": 1e30, "engine": "cpu"}
+    compare(lambda seed: make(seed, **options), [0], lambda line: None, results, lambda: None)
+    step = results["contenders"][EAGER]["diverged_step"]
+    assert step == results["diverged"]["onelaunch cpu"] == 2
+    assert results["failed"] == {"onelaunch cpu": "diverged at step 2"}
+    assert is_red(results)
+    words = "torch eager and onelaunch cpu both diverged (at step 2): the loss is no longer finite; pass a smaller lr"
+    assert ("bad", words) in remarks(results)
+
+
+def test_one_that_goes_on_where_pytorch_diverges_is_red(monkeypatch, no_compiler):
+    train = TorchLoop.train
+
+    def diverges(self, run):
+        trained = train(self, run)
+        trained.losses[-1] = float("nan")
+        return trained
+
+    monkeypatch.setattr(TorchLoop, "train", diverges)
+    results: dict = {"sizes": {}}
+    compare(lambda seed: make(seed, engine="cpu"), [0], lambda line: None, results, lambda: None)
+    assert results["contenders"]["onelaunch cpu"]["gap"] is None
+    assert is_red(results)
+    assert ("bad", "onelaunch cpu did not diverge as torch eager did") in remarks(results)
+
+
+def test_the_line_of_a_seed_has_its_own_time(monkeypatch):
+    """Seed 0 takes 1 ms a step, seed 1 takes 9."""
+    pretenders = {seed: Pretender(0.0, 1e-3 + 8e-3 * seed) for seed in (0, 1)}
+
+    class Both(Pretender):
+        def train(self, run):
+            return pretenders[run.spec.seed].train(run)
+
+    monkeypatch.setattr("onelaunch.bench.compare.contenders_for", lambda run: ([Both(0.0, 0.0)], {}))
+    lines: list[str] = []
+    compare(make, [0, 1], lines.append, {}, lambda: None)
+    assert [line.split(", loss")[0] for line in lines] == [
+        "pretender, seed 0: 1.00 ms a step",
+        "pretender, seed 1: 9.00 ms a step",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("once", "steps", "said"), [(1e-3, 4, True), (1e-3, 2, True), (1e-3, 3000, False), (0.0, 4, False)]
+)
+def test_a_run_too_short_to_time_a_step_says_so(monkeypatch, once, steps, said):
+    pretender = Pretender(once, 1e-5)
+    monkeypatch.setattr("onelaunch.bench.compare.contenders_for", lambda run: ([pretender], {}))
+    results: dict = {"sizes": {}}
+    compare(lambda seed: make(epochs=None, steps=steps), [0], lambda line: None, results, lambda: None)
+    found = [words for kind, words in remarks(results) if "too few steps" in words]
+    assert bool(found) == said
+    assert all("(of pretender); pass more --steps" in words for words in found)
+
+
+def test_memory_is_shown_of_those_compared(no_compiler):
+    for engine in ("eager", "cpu"):
+        results: dict = {}
+        compare(functools.partial(make, engine=engine), [0], lambda line: None, results, lambda: None)
+        assert set(results["memory"]) == {EAGER, f"onelaunch {engine}"}
+
+
+def test_our_eager_engine_holds_about_what_the_plain_loop_does():
+    plain, ours = step_timeline(make(hidden=64)), engine_timeline(make(hidden=64))
+    assert len(ours["operations"]) == len(ours["bytes"])
+    assert max(ours["bytes"]) == pytest.approx(max(plain["bytes"]), rel=0.1)
+
+
+def test_what_was_not_run_is_known_from_the_file(no_compiler):
+    results: dict = {"sizes": {}, "planned": {"sizes": [8]}, "finished": False}
+
+    def save():
+        if len(results["trained"]) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(lambda seed: make(seed, engine="cpu"), [0, 1], lambda line: None, results, save)
+    assert not_run(results) == ["torch eager (seed 1)", "onelaunch cpu (seed 1)", "hidden size 8"]
+    assert not_run({**results, "finished": True}) == []

@@ -80,6 +80,12 @@ def test_cases_of_one_file_only_are_named():
         compare_results(results(5.0), results(5.0, name="ops/y"))
 
 
+def test_unfinished_results_are_said():
+    old, new = {**results(5.0), "finished": False}, {**results(5.0), "finished": True}
+    assert differences(old, new) == ["the old one is unfinished: interrupted, killed or still running"]
+    assert differences(results(5.0), new) == []  # older files do not tell
+
+
 def test_other_chips_and_versions_are_said():
     def on(gpu: str, torch: str) -> dict:
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ import torch
 from onelaunch.bench import results
 from onelaunch.bench.case import REGISTRY, Case, Trial, case
 from onelaunch.bench.ceilings import Ceilings
+from onelaunch.bench.remarks import not_run
 from onelaunch.bench.run import failures, run_case, run_cases, select
 from onelaunch.errors import OnelaunchError, UnsupportedError
 from onelaunch.train.engines.cpu import session
@@ -67,6 +69,18 @@ def test_a_peer_that_raises_late_is_named_and_stops_nobody():
 
 
 @pytest.mark.usefixtures("temporary_cases")
+def test_what_ends_the_program_stops_nobody():
+    def leaves() -> None:
+        raise SystemExit("bye")
+
+    result = run_one(Trial(ours=nothing, check=nothing, peers={"leaves": leaves, "steady": nothing}))
+    assert set(result["times"]) == {"onelaunch", "steady"}
+    assert result["absent"] == {"leaves": "SystemExit: bye"}
+    red = run_one(Trial(ours=nothing, check=leaves), "train/red")
+    assert red["check"] == "failed: SystemExit: bye"
+
+
+@pytest.mark.usefixtures("temporary_cases")
 def test_our_own_failure_while_it_is_timed_is_a_failed_case():
     calls = itertools.count()
 
@@ -96,6 +110,22 @@ def test_ctrl_c_keeps_what_is_done():
     assert [one["name"] for one in results["cases"]] == ["train/done"]
     assert [one["name"] for one in json.loads(saved[0])["cases"]] == ["train/done"]  # saved before the next case began
     assert json.loads(saved[-1])["interrupted"]
+    assert not_run(results) == ["train/stopped", "train/never"]
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_results_are_unfinished_until_the_end():
+    names = ("train/one", "train/two")
+    for name in names:
+        case(name, "train", "a test")(lambda: Trial(ours=nothing, check=nothing))
+    saved: list[dict] = []
+    done = run_cases(
+        [REGISTRY[name] for name in names], quick=True, show=lambda result: None,
+        save=lambda results: saved.append(json.loads(json.dumps(results))),
+    )  # fmt: skip
+    assert [results["finished"] for results in saved] == [False, False, True]
+    assert not_run(saved[0]) == ["train/two"]
+    assert not_run(done) == []
 
 
 @pytest.mark.usefixtures("temporary_cases")
@@ -175,6 +205,9 @@ def test_unknown_groups_and_filters_name_what_there_is():
         select(["trian"])
     with pytest.raises(OnelaunchError, match="cpu/64-32-10"):
         select("cpu", "nothing like it")
+    with pytest.raises(OnelaunchError, match=r"filter='adan' .*adam.* and \d+ more$") as caught:
+        select("all", "adan")
+    assert len(str(caught.value)) < 400
     groups = {one.group for one in select(["cpu", "ops"])}
     assert groups == {"cpu", "ops"}
 
@@ -195,6 +228,12 @@ def test_the_source_has_the_name_git_gives_it(tmp_path):
     shutil.rmtree(tmp_path / ".git")
     (tmp_path / "__pycache__").mkdir()
     assert results.tree_of(tmp_path) == expected
+
+
+def test_the_versions_of_peers_are_recorded():
+    found = results.provenance("")["machine"]["versions"]
+    assert found["scikit-learn"] == importlib.metadata.version("scikit-learn")
+    assert found["torch"]
 
 
 def test_results_without_git_have_no_commit(monkeypatch):

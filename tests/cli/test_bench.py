@@ -36,10 +36,23 @@ def test_diff_tells_slower_from_noise(cli, tmp_path):
     assert "+20.0%" in loud.out
 
 
+def test_diff_shows_long_names_whole(cli, tmp_path, monkeypatch):
+    name = "train/pixels/784-128-128-128-10/32/adam/bf16/and-more"
+    content = results(8.509e-1)
+    content["cases"][0]["name"] = name
+    file = write(tmp_path / "long.json", content)
+    for columns in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        out = cli("bench", "diff", file, file).out
+        assert any(line.strip().split(" ")[0] == name for line in out.splitlines())
+        assert "851 ms" in out
+        assert all(len(line) <= columns for line in out.splitlines() if name not in line)
+
+
 def test_diff_refuses_what_is_no_result(cli, tmp_path):
     old = write(tmp_path / "old.json", results(5e-6))
     assert "takes two results files (got 1)" in cli("bench", "diff", old).err
-    assert "cannot be read" in cli("bench", "diff", old, "nowhere.json").err
+    assert "cannot be read: No such file or directory; pass what" in cli("bench", "diff", old, "nowhere.json").err
     assert "holds no benchmark cases" in cli("bench", "diff", old, write(tmp_path / "list.json", [1])).err
     (tmp_path / "text.json").write_text("{")
     outcome = cli("bench", "diff", old, tmp_path / "text.json")
@@ -78,6 +91,23 @@ def test_a_difference_below_the_spreads_is_called_too_noisy_to_tell(cli):
     assert "too noisy to tell from slow" not in outcome.out
 
 
+def test_times_have_the_unit_that_fits_on_any_terminal(cli, monkeypatch):
+    select("all")
+    trial = Trial(ours=lambda: 0.8509, check=lambda: None, peers={"torch": lambda: 1.7018}, self_timed=True)
+    case("train/slow", "train", "nothing", unit="start")(lambda: trial)
+    try:
+        for columns in (40, 80):
+            monkeypatch.setenv("COLUMNS", str(columns))
+            out = cli("bench", "train", "--filter", "train/slow", "--quick").out
+            assert "851 ms" in out
+            assert "2.00× faster" in out
+            assert "e+0" not in out
+            assert "…" not in out
+            assert all(len(line) <= columns for line in out.splitlines() if not line.startswith("saved"))
+    finally:
+        del REGISTRY["train/slow"]
+
+
 def test_a_busy_machine_is_said(cli, monkeypatch):
     for place in ("cli.bench", "bench.results"):
         monkeypatch.setattr(f"onelaunch.{place}.cores_taken_before", lambda: 30.0)
@@ -111,6 +141,8 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_130(start, tmp_path):
     assert process.returncode == 130, err
     saved = json.loads(path.read_text())
     assert saved["interrupted"]
+    assert not saved["finished"]
+    assert "stopped  interrupted; not run: cpu/start/" in err
     assert [one["name"] for one in saved["cases"]] == ["cpu/start/new"]
     assert saved["cases"][0]["times"]["onelaunch"]["median"] > 0
     assert out.splitlines()[-1] == "saved    results.json"

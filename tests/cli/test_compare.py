@@ -32,7 +32,7 @@ def no_compiler(monkeypatch):
 
 
 def test_compare_prints_saves_and_draws(cli, blobs, tmp_path):
-    outcome = cli("compare", "--data", blobs, *QUICK, "--seeds", "2", "--sizes", "8,16", "--out", "both")
+    outcome = cli("compare", "--data", blobs, *QUICK, "--seeds", "2", "--sizes", "16,8,16", "--out", "both")
     assert outcome.code == 0, outcome.out + outcome.err
     assert outcome.out.splitlines()[-1] == "report   both/report.html"
     for words in ("torch eager", "onelaunch cpu", "onelaunch eager", "start-up", "peak"):
@@ -47,6 +47,8 @@ def test_compare_prints_saves_and_draws(cli, blobs, tmp_path):
     assert re.search(r"auto against torch eager, by hidden size: 8: [\d.]+×, 16: [\d.]+×", outcome.out)
     saved = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert saved["seeds"] == [0, 1]
+    assert saved["finished"]
+    assert saved["sizes"]["hidden"] == [8, 16]
     assert saved["command"].startswith("onelaunch compare --data")
     assert "--seeds 2" in saved["command"]
     page = (tmp_path / "both" / "report.html").read_text()
@@ -71,6 +73,44 @@ def test_compare_ends_with_1_when_an_engine_of_ours_parts_from_pytorch(cli, blob
     assert "onelaunch cpu does not agree with torch eager" in outcome.out
 
 
+def test_compare_ends_with_1_when_an_engine_of_ours_fails(cli, blobs, tmp_path, monkeypatch):
+    train = OurEngine.train
+
+    def fails(self, run):
+        if self.engine == "cpu":
+            raise RuntimeError("illegal instruction")
+        return train(self, run)
+
+    monkeypatch.setattr(OurEngine, "train", fails)
+    outcome = cli("compare", "--data", blobs, *QUICK, "--out", "red")
+    assert outcome.code == 1
+    assert "onelaunch cpu failed: RuntimeError: illegal instruction" in outcome.out
+    assert "absent: onelaunch cpu" not in outcome.out
+    assert json.loads((tmp_path / "red" / "compare.json").read_text())["failed"]
+
+
+def test_a_size_that_does_not_fit_leaves_table_and_report(cli, blobs, tmp_path):
+    sizes = "8,99999999999999999999"
+    outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu", "--sizes", sizes, "--out", "big")
+    assert outcome.code == 1
+    assert "hidden size 99999999999999999999 was not timed: layers=" in outcome.out
+    assert "contender" in outcome.out
+    assert (tmp_path / "big" / "report.html").is_file()
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_the_table_fits_any_terminal(cli, blobs, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu", "--seeds", "2")
+    table = outcome.out.split("validation rows\n")[1].split("\n\n")[0].splitlines()
+    assert max(map(len, table)) <= columns
+    assert "…" not in outcome.out
+    assert re.search(r"\d [mµ]?s\b", "\n".join(table))
+    if columns == 40:
+        assert "onelaunch cpu" in table
+        assert any(re.fullmatch(r"  final accuracy  [\d.]+ % ± [\d.]+ %", line) for line in table)
+
+
 def test_an_interrupted_comparison_keeps_what_is_done(cli, blobs, tmp_path, monkeypatch):
     def interrupted(self, run):
         raise KeyboardInterrupt
@@ -81,7 +121,10 @@ def test_an_interrupted_comparison_keeps_what_is_done(cli, blobs, tmp_path, monk
     saved = json.loads((tmp_path / "cut" / "compare.json").read_text())
     assert saved["interrupted"]
     assert set(saved["contenders"]) == {"torch eager"}
+    assert not saved["finished"]
     assert "Interrupted" in (tmp_path / "cut" / "report.html").read_text()
+    assert "Not run: onelaunch eager (seed 0), onelaunch cpu (seed 0)" in outcome.out
+    assert outcome.out.splitlines()[-1] == "stopped  interrupted: what was done is kept"
 
 
 def test_a_comparison_interrupted_before_its_first_contender_leaves_nothing(cli, blobs, tmp_path, monkeypatch):
@@ -89,7 +132,9 @@ def test_a_comparison_interrupted_before_its_first_contender_leaves_nothing(cli,
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TorchLoop, "train", interrupted)
-    assert cli("compare", "--data", blobs, *QUICK, "--out", "cut").code == 130
+    outcome = cli("compare", "--data", blobs, *QUICK, "--out", "cut")
+    assert outcome.code == 130
+    assert outcome.out.endswith("interrupted before the first contender had finished: nothing is kept\n")
     assert not (tmp_path / "cut").exists()
 
 
@@ -100,7 +145,7 @@ def test_a_comparison_killed_before_its_first_contender_is_no_run(cli, start, bl
         time.sleep(0.005)
     process.kill()
     process.communicate()
-    assert (tmp_path / "killed" / "compare.json").is_file()
+    assert json.loads((tmp_path / "killed" / "compare.json").read_text())["finished"] is False
     outcome = cli("train", "--resume", "killed")
     assert (outcome.code, "is the folder of a comparison" in outcome.err) == (2, True)
     again = cli("compare", "--data", blobs, "--out", "killed")
@@ -117,7 +162,8 @@ def test_a_comparison_that_diverges_is_drawn_and_saved_as_json(cli, blobs, tmp_p
     outcome = cli(
         "compare", "--data", blobs, *QUICK, "--lr", "1e30", "--optimizer", "sgd", "--out", "wild", "--seeds", "2"
     )
-    assert outcome.code in (0, 1), outcome.out + outcome.err
+    assert outcome.code == 1, outcome.out + outcome.err
+    assert "torch eager, onelaunch eager and onelaunch cpu all diverged (at step 2)" in outcome.out
     text = (tmp_path / "wild" / "compare.json").read_text()
     assert "NaN" not in text
     assert json.loads(text)["contenders"][EAGER]["final"]["loss"]["mean"] is None
@@ -131,6 +177,9 @@ def test_a_comparison_that_diverges_is_drawn_and_saved_as_json(cli, blobs, tmp_p
         (("--seeds", "0"), "seeds=0 must be 1 or more"),
         (("--sizes", "8,0"), "sizes=[8, 0]"),
         (("--sizes", "8;16"), "is not a list of numbers"),
+        (("--sizes", ""), "sizes=[] is empty"),
+        (("--sizes", ","), "sizes=[] is empty"),
+        (("--out", ""), "out='' names no folder"),
         (("--optimizer", "adma"), "did you mean 'adam'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import time
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from onelaunch.device import usable_cores
-from onelaunch.errors import CheckpointError
+from onelaunch.errors import CheckpointError, DivergedError
 from onelaunch.train.build import mlp
 from onelaunch.train.checkpoint import load_checkpoint
 
@@ -55,6 +56,8 @@ def test_a_run_leaves_its_folder(cli, blobs, tmp_path):
     assert about["status"] == "finished"
     assert about["machine"]["versions"]["torch"]
     assert about["engine"]
+    assert about["date"]
+    assert "commit" in about
     model = mlp([5, 16, 3], dropout=0.2)
     model.load_state_dict(load_file(folder / "model.safetensors"))
 
@@ -117,6 +120,8 @@ def test_a_stopped_run_resumes_to_the_same_bits(cli, start, blobs, tmp_path, how
         assert process.returncode == 130, err
         assert "onelaunch train --resume stopped" in out
         assert json.loads((tmp_path / "stopped/run.json").read_text())["status"] == "interrupted"
+        assert visible(tmp_path / "stopped") == FILES
+        assert "stopped/report.html" in out
     else:
         (tmp_path / "stopped" / ".model.safetensors.1.tmp").write_bytes(b"half a file")
         with open(tmp_path / "stopped" / "metrics.jsonl", "a") as file:
@@ -214,6 +219,44 @@ def test_a_diverging_run_ends_with_1_and_can_be_looked_at(cli, blobs, tmp_path):
     assert re.search(r"error: .* step \d+.*smaller lr", result.err)
     assert load_checkpoint(tmp_path / "bad/checkpoint.safetensors").step >= 0
     assert "step" in json.loads((tmp_path / "bad/run.json").read_text())["status"]
+    assert (tmp_path / "bad" / "report.html").is_file()
+
+
+def test_a_run_that_diverges_late_has_its_curves(cli, blobs, tmp_path, monkeypatch):
+    def diverges(first_step, losses, checkpoint):
+        if first_step:
+            raise DivergedError("the loss is nan at step 4: pass a smaller lr", 4)
+
+    monkeypatch.setattr("onelaunch.train.loop._refuse_divergence", diverges)
+    result = cli("train", "--data", blobs, *QUICK, "--out", "bad")
+    assert (result.code, "at step 4" in result.err) == (1, True)
+    assert visible(tmp_path / "bad") == [name for name in FILES if name != "model.safetensors"]
+    assert json.loads((tmp_path / "bad/run.json").read_text())["engine"]
+
+
+def test_a_path_that_is_not_utf8_does_not_end_the_run(start, blobs, tmp_path):
+    odd = os.fsencode(tmp_path) + b"/odd-\xff"
+    os.mkdir(odd)
+    os.rename(blobs, odd + b"/blobs.npz")
+    process = start("train", "--data", os.fsdecode(odd + b"/blobs.npz"), *QUICK, "--out", os.fsdecode(odd + b"/run"))
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert os.path.isfile(odd + b"/run/report.html")
+    with open(odd + b"/run/config.toml", "rb") as file:
+        assert tomllib.load(file)["hidden"] == [16]
+
+
+def test_a_network_that_does_not_fit_into_memory_is_one_line(cli, blobs, tmp_path, monkeypatch):
+    def full(*arguments: object, **options: object) -> None:
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+    monkeypatch.setattr("onelaunch.cli.train.fit_with", full)
+    result = cli("train", "--data", blobs, *QUICK, "--out", "run")
+    assert result.code == 2
+    assert "this run does not fit into memory" in result.err
+    assert "--hidden" in result.err
+    assert result.err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 def test_data_far_from_one_gets_a_note(cli, tmp_path):
@@ -259,6 +302,12 @@ MISTAKES = {
     "not a run": (("--resume", "nowhere"), "is not a run folder"),
     "resume and config": (("typo.toml", "--resume", "run"), "leave out CONFIG"),
     "folder in use": (("--out", "full"), "out='full' is not empty"),
+    "out is empty": (("--out", ""), "out='' names no folder: pass one, or leave it out"),
+    "huge width": (("--hidden", "99999999999"), "fit into memory: pass smaller widths in hidden"),
+    "width beyond any": (("--hidden", "9" * 30), "fit into memory: pass smaller widths in hidden"),
+    "folder of images": (("--data", "digits", "--data-dir", "nosuch"), "data_dir='nosuch' is for mnist or fashion"),
+    "no list of betas": (("--betas", "0.9,x"), "such as 0.9,0.999"),
+    "no remedy": (("none.toml",), "pass a TOML file, or leave it out"),
     "out below a file": (("--out", "blobs.npz/run"), "cannot be written"),
 }  # fmt: skip
 

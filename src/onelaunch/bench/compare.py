@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -13,13 +15,16 @@ import torch
 from torch import nn
 
 from onelaunch.bench.agreement import widest_gap
-from onelaunch.bench.contenders import EAGER, Contender, contenders_for, peak_memory, shortened
-from onelaunch.bench.memory_timeline import step_timeline
-from onelaunch.fuse.quantities import duration
+from onelaunch.bench.contenders import EAGER, Contender, OurEngine, Trained, contenders_for, peak_memory, shortened
+from onelaunch.bench.measure import reason_in_a_line
+from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
+from onelaunch.errors import DivergedError
+from onelaunch.report.number import seconds
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.engines.cpu import ENGINE as CPU
 from onelaunch.train.objective import as_features, count_correct, loss_of, predictions_per_row
 
+OURS_EAGER = "onelaunch eager"
 CURVE_POINTS = 80
 START_STEPS = 2
 EVALUATION_ROWS = 1024
@@ -31,9 +36,10 @@ class Record:
     """What one contender did, seed by seed."""
 
     startup_seconds: float
+    short_seconds: float  # of a run of START_STEPS, warmed up: most of it is what any run costs once
     peak_bytes: int | None = None
     losses: list[list[float]] = field(default_factory=list)
-    epochs: list[tuple[int, float]] = field(default_factory=list)
+    epochs: list[list[tuple[int, float]]] = field(default_factory=list)
     final: list[dict[str, float | None]] = field(default_factory=list)
 
 
@@ -44,46 +50,66 @@ def compare(
     first = run_of(seeds[0])
     contenders, absent = contenders_for(first)
     spec = first.spec
+    names = [contender.name for contender in contenders]
+    results.setdefault("planned", {}).update({"contenders": names, "seeds": list(seeds)})
     results.update(
-        {"rows": spec.rows, "batch_size": spec.batch_size, "steps": spec.total_steps, "seeds": [],
+        {"rows": spec.rows, "batch_size": spec.batch_size, "steps": spec.total_steps, "seeds": [], "trained": [],
          "steps_per_epoch": spec.steps_per_epoch, "parameters": sum(p.numel() for p in first.model.parameters()),
-         "contenders": {}, "absent": absent, "memory": _memory_over_a_step(first, absent)}
+         "contenders": {}, "absent": absent, "failed": {}, "diverged": {}, "memory": _memory_over_a_step(first, names)}
     )  # fmt: skip
     records: dict[str, Record] = {}
     for seed in seeds:
         run = first if seed == seeds[0] else run_of(seed)
         for contender in contenders:
-            if contender.name in absent:
+            if contender.name in absent or contender.name in results["failed"]:
                 continue
             try:
-                planned = _train(contender, run, records)
-            except Exception as error:  # a peer may raise anything; the others go on
-                absent[contender.name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                trained = _train(contender, run, records)
+            except (Exception, SystemExit) as error:  # a peer may raise anything; the others go on
+                _note_failure(contender, seed, error, results)
                 records.pop(contender.name, None)
-                continue
-            if planned is not None:
-                results["memory"][contender.name] = {"flat": planned}
-            show(_line(contender.name, seed, records[contender.name]))
+            else:
+                results["trained"].append([contender.name, seed])
+                if trained.planned_bytes is not None:
+                    results["memory"][contender.name] = {"flat": trained.planned_bytes}
+                show(_line(contender.name, seed, trained, records[contender.name]))
             results["contenders"] = _summaries(records, spec.steps_per_epoch)
             save()
         results["seeds"].append(seed)
 
 
-def _train(contender: Contender, run: Run, records: dict[str, Record]) -> int | None:
-    """Add to the contender's record; returns the bytes of its arena, where it tells."""
+def _note_failure(contender: Contender, seed: int, error: BaseException, results: dict[str, Any]) -> None:
+    """A peer that cannot train here is absent; an engine of ours that took the run on has failed."""
+    name = contender.name
+    place = f", seed {seed}" if results["seeds"] else ""  # of a later seed: the earlier ones went well
+    results["memory"].pop(name, None)
+    results["trained"] = [entry for entry in results["trained"] if entry[0] != name]
+    if not isinstance(contender, OurEngine):
+        results["absent"][name] = f"{reason_in_a_line(error)}{place}"
+    elif isinstance(error, DivergedError):
+        results["diverged"][name] = error.step + 1  # steps count from 1 in what is shown
+        results["failed"][name] = f"diverged at step {error.step + 1:,}{place}"
+    else:
+        results["failed"][name] = f"{reason_in_a_line(error)}{place}"
+
+
+def _train(contender: Contender, run: Run, records: dict[str, Record]) -> Trained:
+    """Add to the contender's record."""
     name = contender.name
     with peak_memory(run.device) as peak:
         if name not in records:
             begin = time.perf_counter()
             contender.train(shortened(run, START_STEPS))
-            records[name] = Record(time.perf_counter() - begin)
+            startup = time.perf_counter() - begin
+            again = contender.train(shortened(run, START_STEPS))
+            records[name] = Record(startup, sum(taken for _, taken in again.epochs))
         trained = contender.train(run)
     record = records[name]
     record.peak_bytes = max((value for value in (record.peak_bytes, peak.bytes) if value is not None), default=None)
     record.losses.append(trained.losses)
-    record.epochs += trained.epochs
+    record.epochs.append(trained.epochs)
     record.final.append(evaluate(trained.model, run))
-    return trained.planned_bytes
+    return trained
 
 
 def evaluate(model: nn.Module, run: Run) -> dict[str, float | None]:
@@ -103,22 +129,46 @@ def evaluate(model: nn.Module, run: Run) -> dict[str, float | None]:
 
 
 def _summaries(records: dict[str, Record], steps_per_epoch: int) -> dict[str, Any]:
-    reference = EAGER if EAGER in records else next(iter(records))
-    return {
-        name: {
-            "step_seconds": spread([seconds / steps for steps, seconds in record.epochs]),
-            "epoch_seconds": spread([seconds for steps, seconds in record.epochs if steps == steps_per_epoch]),
+    reference = EAGER if EAGER in records else next(iter(records), "")
+    found = {}
+    for name, record in records.items():
+        epochs = [epoch for run in record.epochs for epoch in run]
+        found[name] = {
+            "step_seconds": spread([taken / steps for steps, taken in epochs]),
+            "epoch_seconds": spread([taken for steps, taken in epochs if steps == steps_per_epoch]),
             "startup_seconds": record.startup_seconds,
+            "once_share": _once_share(record),
             "peak_bytes": record.peak_bytes,
             "final": {
                 key: spread([final[key] for final in record.final if final[key] is not None])
                 for key in ("loss", "accuracy")
             },
             "curve": _curve(record.losses),
+            "diverged_step": _diverged_step(record),
             "gap": None if name == reference else _gap(records[reference], record),
         }
-        for name, record in records.items()
-    }
+    return found
+
+
+def _once_share(record: Record) -> float | None:
+    """How much of the median epoch's time is what a run costs once; None where the runs are too short to tell it from steps.
+
+    It falls into a run's first epoch: from the third on it is in less than half of the epochs, and not in their median.
+    """
+    if len(record.epochs[0]) > 2:
+        return 0.0
+    steps = sum(count for count, _ in record.epochs[0])
+    total = statistics.median(sum(taken for _, taken in run) for run in record.epochs)
+    if steps <= START_STEPS or total <= record.short_seconds:
+        return None
+    step = (total - record.short_seconds) / (steps - START_STEPS)
+    return max(0.0, record.short_seconds - START_STEPS * step) / total
+
+
+def _diverged_step(record: Record) -> int | None:
+    """The first step, from 1, whose loss is not finite in some seed."""
+    found = [step for losses in record.losses for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]
+    return min(found, default=None)
 
 
 def spread(values: Sequence[Any]) -> dict[str, float] | None:
@@ -131,8 +181,10 @@ def spread(values: Sequence[Any]) -> dict[str, float] | None:
     }  # fmt: skip
 
 
-def _gap(reference: Record, other: Record) -> dict[str, Any]:
-    """Of the mean curves over the seeds both have finished."""
+def _gap(reference: Record, other: Record) -> dict[str, Any] | None:
+    """Of the mean curves over the seeds both have finished; None where one of the two has no curve, having diverged."""
+    if any(_diverged_step(record) is not None for record in (reference, other)):
+        return None
     count = min(len(reference.losses), len(other.losses))
     curves = (np.mean(record.losses[:count], axis=0) for record in (reference, other))
     return widest_gap(*curves).to_dict()
@@ -150,18 +202,24 @@ def _curve(losses: list[list[float]]) -> dict[str, list[float]]:
     }  # fmt: skip
 
 
-def _memory_over_a_step(run: Run, absent: dict[str, str]) -> dict[str, Any]:
-    """PyTorch's live bytes after each operation; for the CPU engine its arena, which a step never leaves."""
-    found: dict[str, Any] = {EAGER: step_timeline(run)}
-    if run.device.type == "cpu" and "onelaunch cpu" not in absent:
+def _memory_over_a_step(run: Run, names: Sequence[str]) -> dict[str, Any]:
+    """PyTorch's live bytes after each operation; for the CPU engine its arena, which a step never leaves. Of those compared
+    only, and one that fails here will say so when it trains."""
+    found: dict[str, Any] = {}
+    with contextlib.suppress(Exception):
+        found[EAGER] = step_timeline(run)
+    if OURS_EAGER in names and run.device.type == "cpu":
+        with contextlib.suppress(Exception):
+            found[OURS_EAGER] = engine_timeline(run)
+    if "onelaunch cpu" in names:
         session = CPU.start(run, {})
         found["onelaunch cpu"] = {"flat": session.arena.memory.nbytes}
         session.close()
     return found
 
 
-def _line(name: str, seed: int, record: Record) -> str:
-    steps, seconds = (sum(column) for column in zip(*record.epochs, strict=True))
+def _line(name: str, seed: int, trained: Trained, record: Record) -> str:
+    steps, taken = (sum(column) for column in zip(*trained.epochs, strict=True))
     accuracy = record.final[-1]["accuracy"]
     right = "" if accuracy is None else f", accuracy {accuracy:.2%}".replace("%", " %")
-    return f"{name}, seed {seed}: {duration(seconds / steps)} a step, loss {record.final[-1]['loss']:.4g}{right}"
+    return f"{name}, seed {seed}: {seconds(taken / steps)} a step, loss {record.final[-1]['loss']:.4g}{right}"

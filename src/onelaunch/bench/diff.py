@@ -96,4 +96,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             found.append(f"{package}: {versions[0][package]}, then {versions[1][package]}")
     if old.get("quick") != new.get("quick"):
         found.append("one of the two was taken with --quick")
+    for which, results in (("old", old), ("new", new)):
+        if results.get("finished") is False:
+            found.append(f"the {which} one is unfinished: interrupted, killed or still running")
     return sorted(found)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from onelaunch.bench.case import Work
+from onelaunch.errors import OnelaunchError
 
 # The device idles before the first event while the host queues the work: what is timed is the device, not how fast Python
 # launches. Twice as long as the host took to queue it in the last warm-up, 2 ms at least.
@@ -47,6 +48,12 @@ class Timing:
         return asdict(self)
 
 
+def reason_in_a_line(error: BaseException) -> str:
+    """What was raised, and the first line of what it says; ours say all themselves."""
+    said = str(error).strip().splitlines() or [""]
+    return said[0] if isinstance(error, OnelaunchError) else f"{type(error).__name__}: {said[0]}"
+
+
 def summarise(samples: list[float]) -> Timing:
     """Statistics of samples in the order they were taken; at least two."""
     half = len(samples) // 2
@@ -79,8 +86,8 @@ def measure(
             return None
         try:
             return seconds()
-        except Exception as error:  # a peer may raise anything, at any call
-            failed[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        except (Exception, SystemExit) as error:  # a peer may raise anything, at any call
+            failed[name] = reason_in_a_line(error)
             return None
 
     def sample(name: str) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onelaunch.bench.contenders import TorchLoop, make_optimizer
+from onelaunch.bench.contenders import TorchLoop, make_optimizer, shortened
 from onelaunch.rng import permutation
 from onelaunch.train.engines.contract import Run
+from onelaunch.train.engines.eager import EagerSession
 
 
 class LiveBytes(TorchDispatchMode):
@@ -69,3 +72,35 @@ def step_timeline(run: Run) -> dict[str, list[Any]]:
     with live:
         loop.step(run, rows, optimizer, scaler)
     return {"operations": live.operations, "bytes": live.bytes}
+
+
+class _Silent:
+    """A Monitor nobody listens to."""
+
+    stop = False
+
+    def report(self, step: int, loss: float, correct: int | None) -> None:
+        pass
+
+
+def engine_timeline(run: Run) -> dict[str, list[Any]]:
+    """The same of our eager engine, where it runs operations one by one: from the forward of its third step to that of the
+    fourth, which is a whole step."""
+    model = copy.deepcopy(run.model)
+    session = EagerSession(replace(shortened(run, 4), model=model, validation=None), {})
+    live = LiveBytes(run.device)
+    for data in (run.x, run.y, session.order, session.losses, session.correct, session.lr):
+        live.know(data, count=False)
+    for tensor in (*model.parameters(), *model.buffers()):
+        live.know(tensor, count=True)
+    forwards: list[int] = []  # operations before each
+    hook = model.register_forward_pre_hook(lambda *_: forwards.append(len(live.operations)))
+    try:
+        with live:
+            for _ in session.segments(0, _Silent()):
+                pass
+    finally:
+        hook.remove()
+        session.close()
+    whole = slice(forwards[2], forwards[3])
+    return {"operations": live.operations[whole], "bytes": live.bytes[whole]}

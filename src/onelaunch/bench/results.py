@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
@@ -20,19 +22,30 @@ from onelaunch.train.history import json_ready
 from onelaunch.version import VERSION
 
 OURS = "onelaunch"
+PEERS = ("jax", "jaxlib", "scikit-learn")
 
 
 def provenance(command: str) -> dict[str, Any]:
     """Chip, driver, versions, commit, date, and the command that takes these results again."""
-    gpu = current_gpu()
+    gpu, machine = current_gpu(), describe_machine()
     return {
         "command": command,
-        "machine": describe_machine() | {"driver": gpu.driver() if gpu else None},
+        "machine": machine
+        | {"driver": gpu.driver() if gpu else None, "versions": machine["versions"] | peer_versions()},
         "commit": commit(),
         "source": tree_of(Path(__file__).resolve().parents[1]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores_taken": [round(cores_taken_before(), 2)],
     }
+
+
+def peer_versions() -> dict[str, str]:
+    """Of the peers that are installed, besides PyTorch."""
+    found = {}
+    for package in PEERS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def note_cores_taken(results: dict[str, Any], watch: Watch) -> float:
@@ -78,7 +91,7 @@ def new_path() -> Path:
         check_writable(path)
         try:
             with open(path, "x", encoding="utf-8") as file:
-                file.write('{"cases": []}\n')
+                file.write('{"finished": false, "cases": []}\n')
         except FileExistsError:
             continue
         return path
@@ -110,7 +123,9 @@ def load_results(path: Path) -> dict[str, Any]:
     try:
         results = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise OnelaunchError(f"{str(path)!r} cannot be read: {reason_of(error)}") from error
+        raise OnelaunchError(
+            f"{str(path)!r} cannot be read: {reason_of(error)}; pass what `onelaunch bench --out` wrote"
+        ) from error
     except (ValueError, RecursionError) as error:
         raise OnelaunchError(f"{str(path)!r} is not JSON: {error}; pass what `onelaunch bench --out` wrote") from error
     cases = results.get("cases") if isinstance(results, dict) else None

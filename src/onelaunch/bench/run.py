@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -12,7 +13,8 @@ from onelaunch.bench.case import FLOOR, GROUPS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
-from onelaunch.bench.measure import Timing, measure, peak_bytes
+from onelaunch.bench.measure import Timing, measure, peak_bytes, reason_in_a_line
+from onelaunch.bench.remarks import listed
 from onelaunch.bench.results import OURS, note_cores_taken, provenance
 from onelaunch.errors import OnelaunchError, UnsupportedError, require_option
 
@@ -31,10 +33,25 @@ def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
         c for group in dict.fromkeys(order) for c in REGISTRY.values() if c.group == group and name_contains in c.name
     ]
     if not chosen:
-        names = ", ".join(c.name for c in REGISTRY.values() if c.group in order) or "none"
+        names = [c.name for c in REGISTRY.values() if c.group in order]
         wanted = " ".join(groups)
-        raise OnelaunchError(f"no case of group {wanted!r} has {name_contains!r} in its name; there are: {names}")
+        raise OnelaunchError(
+            f"filter={name_contains!r} is in the name of no case of group {wanted!r}: pass part of one of "
+            f"{listed(_nearest(name_contains, names)) or 'none'}"
+        )
     return chosen
+
+
+def _nearest(wanted: str, names: list[str]) -> list[str]:
+    """Those first that share the longest stretch with what was wanted, where it is long enough not to be chance; short
+    names before long ones."""
+
+    def shared(name: str) -> int:
+        matcher = difflib.SequenceMatcher(None, wanted.lower(), name.lower(), autojunk=False)
+        size = matcher.find_longest_match().size
+        return size if size > 2 else 0
+
+    return sorted(names, key=lambda name: (-shared(name), len(name)))
 
 
 def check_limit(limit: float | None) -> None:
@@ -52,15 +69,16 @@ def run_cases(
     command: str = "",
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """Run each case, show and save it at once: Ctrl-C, or a kill, keeps what is done.
+    """Run each case, show and save it at once: Ctrl-C, or a kill, keeps what is done, with "finished" False.
 
     `limit`: seconds after which no further case is started; the results name those left out.
     """
     check_limit(limit)
+    cases = list(cases)
     ceilings = Ceilings()
     results: dict[str, Any] = {
-        **provenance(command), "quick": quick, "interrupted": False, "ceilings": ceilings.measured, "left_out": [],
-        "cases": [],
+        **provenance(command), "quick": quick, "finished": False, "interrupted": False, "ceilings": ceilings.measured,
+        "planned": [one.name for one in cases], "left_out": [], "cases": [],
     }  # fmt: skip
     begin, watch = time.monotonic(), Watch()
     try:
@@ -74,6 +92,8 @@ def run_cases(
             show(results["cases"][-1])
     except KeyboardInterrupt:
         results["interrupted"] = True
+    else:
+        results["finished"] = True
     note_cores_taken(results, watch)
     save(results)
     return results
@@ -86,9 +106,8 @@ def run_case(one: Case, *, quick: bool, ceilings: Ceilings) -> dict[str, Any]:
         trial.check()
     except UnsupportedError as error:
         return result | {"check": f"skipped: {error}", "times": {}}
-    except Exception as error:  # whatever went wrong, the case is red and has no time
-        reason = str(error).strip().splitlines()
-        return result | {"check": f"failed: {type(error).__name__}: {reason[0] if reason else ''}", "times": {}}
+    except (Exception, SystemExit) as error:  # whatever went wrong, the case is red and has no time
+        return result | {"check": f"failed: {reason_in_a_line(error)}", "times": {}}
     gpu = current_gpu() if trial.cuda else None
     contenders = {OURS: trial.ours, **trial.peers}
     before = gpu.state() if gpu else None
@@ -160,7 +179,7 @@ def _of_each(contenders: Mapping[str, Work], figure: Callable[[str, Work], Any])
     """A further figure of each contender; one that cannot be had is left out, and stops nobody."""
     found = {}
     for name, work in contenders.items():
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception, SystemExit):
             found[name] = figure(name, work)
     return {name: value for name, value in found.items() if value is not None}
 

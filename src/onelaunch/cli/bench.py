@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from onelaunch.bench.busy import cores_taken_before, warning
 from onelaunch.bench.case import FLOOR, GROUPS
 from onelaunch.bench.diff import NOISY, compare_results, differences
+from onelaunch.bench.remarks import listed, not_run
 from onelaunch.bench.results import OURS, check_writable, load_results, new_path, save_results
 from onelaunch.bench.run import check_limit, failures, run_cases, select
+from onelaunch.cli.table import print_table
 from onelaunch.errors import OnelaunchError
 from onelaunch.report.benchmark import undecided
+from onelaunch.report.number import byte_size, joules, seconds
 
 DIFF, LARGE = "diff", "train/large/"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")
@@ -72,6 +73,7 @@ def bench(
         typer.echo(f"failed   {', '.join(failed)}", err=True)
     typer.echo(f"saved    {path}")
     if results["interrupted"]:
+        typer.echo(f"stopped  interrupted; not run: {listed(not_run(results)) or 'none'}", err=True)
         raise KeyboardInterrupt
     if failed:
         raise typer.Exit(1)
@@ -96,21 +98,16 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             line = f"{result['name']}: check {result['check']}; not timed"
             console.print(line, style="red", markup=False, soft_wrap=True)
         return
-    table = _table(f"{result['name']}: {result['about']}")
-    table.add_column("", overflow="fold", no_wrap=True)
-    for column in (f"median,\nµs a {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"):
-        table.add_column(column, justify="right")
     extras = [name for name in ("peak_bytes", "joules") if result.get(name)]
-    for name in extras:
-        table.add_column({"peak_bytes": "peak MiB", "joules": f"mJ a {result['unit']}"}[name], justify="right")
-    for name, timing in result["times"].items():
-        low, high = (f"{1e6 * value:.4g}" for value in timing["quartiles"])
-        table.add_row(
-            name, f"{1e6 * timing['median']:.4g}", f"{1e6 * timing['minimum']:.4g}", f"{low} – {high}",
-            str(timing["n"]), f"{timing['spread']:.1%}", _standing(result, name),
-            *(_extra(result, extra, name) for extra in extras),
-        )  # fmt: skip
-    console.print(table)
+    head = ["", f"median\na {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"]
+    head += [{"peak_bytes": "peak\nmemory", "joules": f"energy\na {result['unit']}"}[name] for name in extras]
+    rows = [
+        [name, seconds(timing["median"]), seconds(timing["minimum"]), " – ".join(map(seconds, timing["quartiles"])),
+         str(timing["n"]), f"{timing['spread']:.1%}", _standing(result, name),
+         *(_extra(result, extra, name) for extra in extras)]
+        for name, timing in result["times"].items()
+    ]  # fmt: skip
+    print_table(console, f"{result['name']}: {result['about']}", head, rows)
     for name, factor in undecided(result).items():
         line = f"too noisy to tell from {name}: {_ratio(result['ratio'][name])}, and the spreads allow {factor:.2f}×"
         console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
@@ -122,11 +119,6 @@ def _show(console: Console, result: dict[str, Any]) -> None:
         console.print(f"{result['floor_share']:.0%} of the floor's speed", highlight=False)
     if result.get("gpu"):
         console.print(_clocks(result["gpu"]), markup=False, highlight=False, soft_wrap=True)
-
-
-def _table(title: str) -> Table:
-    """Without lines between, so that 80 columns are enough."""
-    return Table(title=title, title_justify="left", title_style="", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
 
 
 def _standing(result: dict[str, Any], name: str) -> str:
@@ -143,7 +135,7 @@ def _extra(result: dict[str, Any], extra: str, name: str) -> str:
     value = result[extra].get(name)
     if value is None:
         return ""
-    return f"{value / 2**20:.1f}" if extra == "peak_bytes" else f"{1e3 * value:.4g}"
+    return byte_size(value) if extra == "peak_bytes" else joules(value)
 
 
 def _clocks(gpu: dict[str, Any]) -> str:
@@ -160,17 +152,15 @@ def _diff(files: list[str]) -> None:
         raise OnelaunchError(f"diff takes two results files (got {len(files)}): onelaunch bench diff OLD.json NEW.json")
     old, new = (load_results(Path(file)) for file in files)
     console = Console()
-    table = _table("new against old")
-    for column, side in (("case", "left"), ("µs before", "right"), ("after", "right"), ("change", "right"),
-                         ("noise", "right"), ("peers moved", "right"), ("", "left")):  # fmt: skip
-        table.add_column(column, justify=side, overflow="fold")  # type: ignore[arg-type]
     changes = compare_results(old, new)
-    for change in changes:
-        style = "red" if change.verdict in BAD else "green" if change.verdict in GOOD else ""
-        times = ("" if t is None else f"{1e6 * t:.4g}" for t in (change.before, change.after))
-        shares = ("" if r is None else f"{r - 1:+.1%}" for r in (change.ratio, change.noise, change.peers))
-        table.add_row(change.name, *times, *shares, change.verdict, style=style)
-    console.print(table)
+    rows = [
+        [change.name, *("" if t is None else seconds(t) for t in (change.before, change.after)),
+         *("" if r is None else f"{r - 1:+.1%}" for r in (change.ratio, change.noise, change.peers)), change.verdict]
+        for change in changes
+    ]  # fmt: skip
+    styles = ["red" if c.verdict in BAD else "green" if c.verdict in GOOD else "" for c in changes]
+    head = ["case", "before", "after", "change", "noise", "peers\nmoved", "verdict"]
+    print_table(console, "new against old", head, rows, styles)
     noisy = [change.name for change in changes if change.verdict == NOISY]
     if noisy:
         line = f"{NOISY}: the spreads exceed the difference in {len(noisy)} of {len(changes)} cases"

@@ -10,22 +10,22 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from onelaunch.bench.busy import Watch, cores_taken_before, warning
 from onelaunch.bench.compare import compare as compare_run
+from onelaunch.bench.remarks import is_red, remarks
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
 from onelaunch.cli.config import TrainConfig, make_config, read_config
 from onelaunch.cli.flags import numbers, with_flags
-from onelaunch.cli.train import load_data, say, widths_of
+from onelaunch.cli.table import print_table
+from onelaunch.cli.train import fits_into_memory, load_data, say, widths_of
 from onelaunch.data import Dataset
 from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.report.comparison import agreement, comparison_table, is_ours, noise, speed_up
+from onelaunch.report.comparison import agreement, comparison_table, noise, speed_up
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.build import mlp
 from onelaunch.train.engines import choose
@@ -46,14 +46,17 @@ def compare(
 ) -> None:
     """Train the same network from the same weights in the same row order with PyTorch, torch.compile and our engines.
 
-    Ends with 1 when the loss curve of one of our engines does not agree with PyTorch's.
+    Ends with 1 when one of our engines fails or its loss curve does not agree with PyTorch's.
     """
     settings = make_config(read_config(config) if config else {}, flags or {})
-    hidden: Sequence[int] = sizes or []  # type: ignore[assignment]  # the parser makes a list of it
+    given: Sequence[int] | None = sizes  # type: ignore[assignment]  # the parser makes a list of it
+    hidden = sorted(set(given or []))
+    if given is not None and not hidden:
+        raise OnelaunchError("sizes=[] is empty: pass hidden sizes such as 128,256,512, or leave it out")
     if seeds < 1:
         raise OnelaunchError(f"seeds={seeds} must be 1 or more: pass how many to train")
     if any(size < 1 for size in hidden):
-        raise OnelaunchError(f"sizes={list(hidden)} must be widths of 1 or more, such as 128,256,512")
+        raise OnelaunchError(f"sizes={given} must be widths of 1 or more, such as 128,256,512")
     dataset = load_data(settings)
     widths = widths_of(settings, dataset)
     if settings.engine != "auto":  # asked for by name: say at once that it cannot run, as `train` does
@@ -62,17 +65,20 @@ def compare(
     if busy := warning(cores_taken_before()):
         say("note", busy)
     results: dict[str, Any] = {
-        **provenance(_command(config, flags or {}, hidden, seeds)), "interrupted": False,
+        **provenance(_command(config, flags or {}, hidden, seeds)), "finished": False, "interrupted": False,
         "network": f"{'-'.join(map(str, widths))}, {settings.activation}, dropout {settings.dropout:g}",
-        "data": dataset.source, "contenders": {}, "absent": {}, "sizes": {},
+        "data": dataset.source, "planned": {"sizes": hidden}, "contenders": {}, "absent": {}, "sizes": {},
     }  # fmt: skip
     folder = RunFolder.create(settings.out, f"compare-{Path(settings.data).stem}")
     try:
         save_results(results, folder.path / COMPARE_FILE)  # first: a config alone makes a run, for `train --resume`
         write_atomic(folder.path / CONFIG, settings.to_toml())
-        _measure(folder.path, results, settings, dataset, widths, hidden, seeds)
-    except (OnelaunchError, KeyboardInterrupt):
+        with fits_into_memory():
+            _measure(folder.path, results, settings, dataset, widths, hidden, seeds)
+    except (OnelaunchError, KeyboardInterrupt) as error:
         if not results["contenders"]:
+            if isinstance(error, KeyboardInterrupt):
+                say("stopped", "interrupted before the first contender had finished: nothing is kept")
             (folder.path / COMPARE_FILE).unlink(missing_ok=True)
             folder.discard()
         raise
@@ -114,6 +120,8 @@ def _measure(
         if not results["contenders"]:
             raise
         results["interrupted"] = True
+    else:
+        results["finished"] = True
     busy = warning(note_cores_taken(results, watch))
     save()
     _show(results)
@@ -121,8 +129,9 @@ def _measure(
         say("note", busy.replace("use", "used").replace("will be", "may be"))
     say("report", str(write_report([folder], folder / REPORT)))
     if results["interrupted"]:
+        say("stopped", "interrupted: what was done is kept")
         raise KeyboardInterrupt
-    if any(is_ours(name) and one["gap"] and not one["gap"]["agrees"] for name, one in results["contenders"].items()):
+    if is_red(results):
         raise typer.Exit(1)
 
 
@@ -140,14 +149,9 @@ def _show(results: dict[str, Any]) -> None:
     console = Console()
     if results["contenders"]:
         made = comparison_table(results["contenders"])
-        table = Table(title=made.caption, title_justify="left", title_style="", box=SIMPLE_HEAD, padding=(0, 0, 0, 1))
-        for number, column in enumerate(made.head):
-            head = column.replace(" ", "\n")  # so that 80 columns are enough for whole words, without lines between
-            table.add_column(head, justify="right" if number else "left", overflow="fold", no_wrap=not number)
-        for row in made.rows:
-            table.add_row(*(cell.replace(" ± ", "\n± ") for cell in row))
-        console.print(table)
-    for kind, words in agreement(results["contenders"]):
+        head = [column.replace(" ", "\n") for column in made.head]  # so that 80 columns are enough for whole words
+        print_table(console, made.caption, head, [[cell.replace(" ± ", "\n± ") for cell in row] for row in made.rows])
+    for kind, words in [*agreement(results["contenders"]), *remarks(results)]:
         console.print(
             words, style={"good": "", "note": "yellow"}.get(kind, "red"), markup=False, highlight=False, soft_wrap=True
         )

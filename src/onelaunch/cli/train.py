@@ -6,6 +6,9 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import typer
 from torch import nn
 
+from onelaunch.bench.results import commit
 from onelaunch.cli.config import TrainConfig, make_config, read_config
 from onelaunch.cli.flags import with_flags
 from onelaunch.data import Dataset, load, split
@@ -69,13 +73,29 @@ def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
     folder = RunFolder.create(settings.out, _name(settings)) if resume is None else RunFolder.open(resume)
     try:
         folder.refuse_lost_checkpoint()
-        _train(folder, settings, dataset, model, progress, resumes=resume is not None)
+        with fits_into_memory():
+            _train(folder, settings, dataset, model, progress, resumes=resume is not None)
     except (OnelaunchError, KeyboardInterrupt):
         if resume is None:
             folder.discard()  # which keeps a folder with a checkpoint
         raise
     finally:
         folder.close()
+
+
+@contextmanager
+def fits_into_memory() -> Iterator[None]:
+    """What memory does not hold, wherever that shows, is one line: PyTorch, NumPy and CUDA each say it in another way."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        said = str(error)
+        if not (isinstance(error, MemoryError) or "alloca" in said or "out of memory" in said):
+            raise
+        raise OnelaunchError(
+            f"this run does not fit into memory ({said.splitlines()[0] if said else 'MemoryError'}): pass smaller --hidden "
+            "or --layers, a smaller --batch-size or fewer rows of data"
+        ) from error
 
 
 def load_data(settings: TrainConfig) -> Dataset:
@@ -122,8 +142,10 @@ class _Narrator(Listener):
 
     def __init__(self, folder: RunFolder, resumes: bool) -> None:
         self.folder, self.resumes = folder, resumes
+        self.history: History | None = None  # kept, for a run that does not come to its end
 
     def started(self, history: History) -> None:
+        self.history = history
         self.folder.started(history)
         say("engine", history.reason)
         if self.resumes:
@@ -146,31 +168,54 @@ def _train(
             "model": str(model),
             "device": device_name(next(model.parameters()).device),
             "machine": describe_machine(),
+            "commit": commit(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
     )
+    narrator = _Narrator(folder, resumes)
     try:
         history = fit_with(
             model, dataset.x, dataset.y, settings.fit_options(), validation=(dataset.test_x, dataset.test_y),
             checkpoint=folder.checkpoint, resume=folder.checkpoint.exists(), progress=progress,
-            listener=_Narrator(folder, resumes),
+            listener=narrator,
         )  # fmt: skip
     except KeyboardInterrupt:
         if folder.checkpoint.exists():
             folder.save_model(model)
-            folder.describe(status="interrupted")
+            folder.describe(status="interrupted", **_course(narrator.history))
             program = "onelaunch" if shutil.which("onelaunch") else f"{sys.executable} -m onelaunch"
             say("stopped", f"saved; go on with: {program} train --resume {shlex.quote(str(folder.path))}")
+            _draw(folder, narrator.history)
         raise
     except DivergedError as error:
-        folder.describe(status=str(error))
+        folder.describe(status=str(error), **_course(narrator.history))
+        _draw(folder, narrator.history)
         raise
     folder.finish(model, history)
-    folder.describe(
-        status="finished", engine=history.engine, reason=history.reason, precision=history.precision, plan=history.plan,
-        allocations=history.allocations, seconds=history.seconds, startup_seconds=history.startup_seconds,
-    )  # fmt: skip
+    folder.describe(status="finished", **_course(history))
     say("result", f"{summary(history.epochs[-1])}, in {history.seconds:.3g} s")
-    say("curves", str(folder.path / CURVES))
+    _write_page(folder)
+
+
+def _course(history: History | None) -> dict[str, Any]:
+    """What run.json tells of a run that has started."""
+    names = ("engine", "reason", "precision", "plan", "allocations", "seconds", "startup_seconds")
+    return {} if history is None else {name: getattr(history, name) for name in names}
+
+
+def _draw(folder: RunFolder, history: History | None) -> None:
+    """Curves and page of a run as far as it came; a folder without a checkpoint is about to be removed."""
+    if not folder.checkpoint.exists():
+        return
+    with suppress(OnelaunchError):  # why it ended says more than why it cannot be drawn
+        if history is not None and history.losses:
+            history.plot(folder.path / CURVES)
+        _write_page(folder)
+
+
+def _write_page(folder: RunFolder) -> None:
+    if (curves := folder.path / CURVES).exists():
+        say("curves", str(curves))
     say("run", str(folder.path))
     say("report", str(write_report([folder.path], folder.path / REPORT)))
 

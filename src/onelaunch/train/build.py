@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -37,15 +37,22 @@ def mlp(
     Weights are PyTorch's defaults, drawn from a generator seeded with `seed`; the global one is left alone.
     """
     check_architecture(widths, activation, dropout)
-    layers: list[nn.Module] = [nn.Flatten()]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for inputs, outputs in pairwise(widths[:-1]):
-            layers.append(nn.Linear(inputs, outputs))
-            if batch_norm:
-                layers.append(nn.BatchNorm1d(outputs))
-            layers.append(MODULES[activation]())
-            if dropout:
-                layers.append(nn.Dropout(dropout))
-        layers.append(nn.Linear(widths[-2], widths[-1]))
-    return nn.Sequential(*layers)
+        try:
+            return nn.Sequential(nn.Flatten(), *_layers(widths, activation, dropout, batch_norm))
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # or more than a size may be
+            raise OnelaunchError(
+                f"layers={list(widths)} do not fit into memory: pass smaller widths in hidden, or in layers"
+            ) from error
+
+
+def _layers(widths: Sequence[int], activation: str, dropout: float, batch_norm: bool) -> Iterator[nn.Module]:
+    for inputs, outputs in pairwise(widths[:-1]):
+        yield nn.Linear(inputs, outputs)
+        if batch_norm:
+            yield nn.BatchNorm1d(outputs)
+        yield MODULES[activation]()
+        if dropout:
+            yield nn.Dropout(dropout)
+    yield nn.Linear(widths[-2], widths[-1])

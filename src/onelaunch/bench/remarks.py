@@ -1,0 +1,108 @@
+"""What to say of a comparison besides its figures: what failed or diverged, what was too short to tell, what was not run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+OURS = "onelaunch"
+MOST_ONCE = 0.1  # of a run's time: beyond, what it costs once is much of what a step seems to take
+NAMED = 5  # of a long list
+
+Remark = tuple[str, str]  # its kind, "bad" or "note", and the words
+
+
+def remarks(results: dict[str, Any]) -> list[Remark]:
+    """For the terminal and the page alike; of files of older versions, which hold less, nothing."""
+    return [*_failed(results), *_diverged(results), *_too_short(results), *_sizes_left_out(results), *_not_run(results)]
+
+
+def is_red(results: dict[str, Any]) -> bool:
+    """Whether an engine of ours failed, parted from PyTorch, or went on where PyTorch diverged; or a size could not be made."""
+    contenders = results.get("contenders", {})
+    reference = next((one.get("diverged_step") for one in contenders.values()), None)
+    return bool(results.get("failed") or (results.get("sizes") or {}).get("left_out")) or any(
+        name.startswith(OURS)
+        and (bool(one["gap"] and not one["gap"]["agrees"]) or (one.get("diverged_step") is None) != (reference is None))
+        for name, one in contenders.items()
+    )
+
+
+def _failed(results: dict[str, Any]) -> list[Remark]:
+    return [("bad", f"{name} failed: {reason}") for name, reason in results.get("failed", {}).items()]
+
+
+def _diverged(results: dict[str, Any]) -> list[Remark]:
+    """Everybody who did, with the step; and who did not, where PyTorch did."""
+    contenders = results.get("contenders", {})
+    steps = {name: one["diverged_step"] for name, one in contenders.items() if one.get("diverged_step") is not None}
+    steps |= results.get("diverged", {})  # those that end by themselves are no longer among the contenders
+    if not steps:
+        return []
+    if len(set(steps.values())) == 1:
+        where = f"at step {next(iter(steps.values())):,}"
+    else:
+        where = ", ".join(f"{name} at step {step:,}" for name, step in steps.items())
+    both = {1: "", 2: "both "}.get(len(steps), "all ")
+    said = [
+        ("bad", f"{_together(list(steps))} {both}diverged ({where}): the loss is no longer finite; pass a smaller lr")
+    ]
+    reference = next(iter(contenders), "")
+    if reference in steps and (others := [name for name in contenders if name not in steps]):
+        said.append(("bad", f"{_together(others)} did not diverge as {reference} did"))
+    return said
+
+
+def _together(names: Sequence[str]) -> str:
+    """`a, b and c`"""
+    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
+
+
+def _too_short(results: dict[str, Any]) -> list[Remark]:
+    """Contenders of whose time much is what any run costs once; None where the run has too few steps to know."""
+    found = [
+        name
+        for name, one in results.get("contenders", {}).items()
+        if "once_share" in one and (one["once_share"] is None or one["once_share"] > MOST_ONCE)
+    ]
+    if not found:
+        return []
+    words = "too few steps to tell the time of one: what a run costs once is more than a tenth of it"
+    return [("note", f"{words} (of {', '.join(found)}); pass more --steps or --epochs")]
+
+
+def _sizes_left_out(results: dict[str, Any]) -> list[Remark]:
+    left_out = (results.get("sizes") or {}).get("left_out", {})
+    return [("bad", f"hidden size {size} was not timed: {reason}") for size, reason in left_out.items()]
+
+
+def _not_run(results: dict[str, Any]) -> list[Remark]:
+    missing = not_run(results)
+    return [("note", f"Not run: {listed(missing)}")] if missing else []
+
+
+def not_run(results: dict[str, Any]) -> list[str]:
+    """Of what was planned: benchmark cases, or contenders by seed and hidden sizes."""
+    if results.get("finished", True):
+        return []
+    planned = results.get("planned", {})
+    if isinstance(planned, list):
+        done = {*(case["name"] for case in results["cases"]), *results["left_out"]}
+        return [name for name in planned if name not in done]
+    ended = {*results["absent"], *results["failed"]}
+    done = results["trained"]
+    left = [
+        f"{name} (seed {seed})"
+        for seed in planned.get("seeds", [])
+        for name in planned.get("contenders", [])
+        if name not in ended and [name, seed] not in done
+    ]
+    sizes = results["sizes"]
+    timed = [*sizes.get("hidden", []), *map(int, sizes.get("left_out", {}))]
+    return left + [f"hidden size {size}" for size in planned.get("sizes", []) if size not in timed]
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b, c and 63 more`"""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

@@ -1,0 +1,85 @@
+"""A table on the terminal, in the widest form that fits: columns; names on lines of their own; one record a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console
+
+
+def print_table(
+    console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
+) -> None:
+    """The first column holds names, the others are set to the right. Newlines in a head or a cell start a line in it.
+
+    `styles`: of each row, where it has one.
+    """
+    lines = _columns(head, rows)
+    if _width(lines) > console.width:
+        lines = _below_names(head, rows)
+    if _width(lines) > console.width:
+        lines = _blocks(head, rows)
+    _print(console, title, "")
+    for number, line in lines:
+        _print(console, line, "" if number is None or not styles else styles[number])
+    _print(console, "", "")
+
+
+def _print(console: Console, line: str, style: str) -> None:
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+Lines = list[tuple[int | None, str]]  # the number of the row a line belongs to, and the line
+
+
+def _width(lines: Lines) -> int:
+    return max(cell_len(line) for _, line in lines)
+
+
+def _columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
+    parts = [cell.split("\n") for cell in head]
+    widths = [
+        max(cell_len(part) for cell in column for part in cell.split("\n")) for column in zip(head, *rows, strict=True)
+    ]
+    tall = max(map(len, parts))
+    top = [[*[""] * (tall - len(cell)), *cell] for cell in parts]  # heads stand on the rule
+    lines: Lines = [(None, _set([cell[i] for cell in top], widths)) for i in range(tall)]
+    lines.append((None, "─" * (sum(widths) + len(widths))))
+    for number, row in enumerate(rows):
+        cells = [cell.split("\n") for cell in row]
+        for i in range(max(map(len, cells))):
+            lines.append((number, _set([cell[i] if i < len(cell) else "" for cell in cells], widths)))
+    return lines
+
+
+def _set(cells: Sequence[str], widths: Sequence[int]) -> str:
+    first = set_cell_size(cells[0], widths[0])
+    others = (" " * (width - cell_len(cell)) + cell for cell, width in zip(cells[1:], widths[1:], strict=True))
+    return f" {' '.join([first, *others])}".rstrip()
+
+
+def _below_names(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
+    """The table of all but the first column, each row below its name."""
+    lines = _columns(["", *head[1:]], [["", *row[1:]] for row in rows])
+    found: Lines = []
+    named: set[int | None] = {None}
+    for number, line in lines:
+        if number not in named:
+            assert number is not None
+            found.append((number, f" {rows[number][0]}"))
+            named.add(number)
+        found.append((number, line))
+    return found
+
+
+def _blocks(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
+    names = [name.replace("\n", " ") for name in head]
+    wide = max(map(cell_len, names[1:]))
+    lines: Lines = []
+    for number, row in enumerate(rows):
+        lines.append((number, row[0]))
+        for name, cell in zip(names[1:], row[1:], strict=True):
+            if cell:
+                lines.append((number, f"  {set_cell_size(name, wide)}  {cell.replace(chr(10), ' ')}".rstrip()))
+    return lines
