@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onelaunch as ol
 from onelaunch.fuse import calls
-from onelaunch.fuse.placing import regions
+from onelaunch.fuse.placing import fusion_of, regions
 from onelaunch.fuse.verdict import force
 from tests.conftest import ROOT
 from tests.fuse.compare import assert_same
@@ -79,7 +79,7 @@ def test_copies_and_pickles() -> None:
     for one in copies:
         assert [region.path for region in regions(one)] == [region.path for region in regions(fused)]
         assert regions(one)[0].module is one
-        assert regions(one)[0].fusion.root is one
+        assert regions(one)[0].fusion is fusion_of(one)
         assert ol.fuse(one) is one
         one.eval()
         torch.testing.assert_close(one(x), fused(x), rtol=0, atol=0)

@@ -7,21 +7,28 @@ import collections
 import copy
 import functools
 import itertools
+import json
+import pickle
+import random
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from typer.testing import CliRunner
 
 import onelaunch as ol
+from onelaunch.cli import _app
 from onelaunch.fuse.backend import onelaunch as backend
+from onelaunch.fuse.placing import regions
 from onelaunch.fuse.state import unchanged
 from onelaunch.fuse.tracing import RefusedError
-from tests.fuse.compare import assert_same
+from tests.fuse.compare import assert_same, fused_names
 from tests.fuse.test_guards import WIDE, Base, layer, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
@@ -298,3 +305,117 @@ def test_a_backward_hook_on_one_model_is_one_on_the_other(on: str, kind: str) ->
     fused(x).sum().backward()
     assert not called
     assert type(copy.deepcopy(model)[0]._backward_hooks) is collections.OrderedDict
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(layer(), nn.ReLU())
+        self.large = nn.Linear(WIDE, 10_000, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.large(self.part(x)) if (x == x).all() else x
+
+
+def test_a_copy_of_a_part_does_not_take_the_whole_model_along() -> None:
+    model, x = Branches(), rows()
+    fused = ol.fuse(model)
+    part = fused.part
+    assert len(pickle.dumps(part)) < 5_000
+    assert torch.equal(copy.deepcopy(part)(x), model.part(x))
+    for whole in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert ol.fuse(whole) is whole
+        assert_same(model, fused, x)
+    outer = nn.Sequential(part, nn.Tanh())
+    assert ol.fuse(outer) is not outer  # a part in another model is no fused model
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
+def test_a_compiled_part_keeps_what_is_fused_in_it() -> None:
+    inner = ol.fuse(nn.Sequential(layer(), nn.ReLU()))
+    compiled: Any = torch.compile(inner, backend="eager")
+    outer = nn.Sequential(compiled, layer(), nn.Tanh())
+    ol.fuse(outer)
+    assert regions(inner)
+
+
+class Initialises(Base):
+    """By its first batch, as ActNorm does; and keeps a record of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDE, dtype=torch.float64))
+        self.tail = nn.Sequential(layer(), nn.ReLU())
+        self.ready, self.steps = False, 0
+        self.seen: dict[str, list[float]] = {"means": []}
+        self.cache = torch.zeros(2, WIDE, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.seen["means"].append(random.random())
+        self.cache[0] += 1
+        if not self.ready:
+            self.shift.data.view(2, -1).copy_(-x.mean(0).view(2, -1))
+            self.ready = True
+        return self.tail(self.fc(x + self.shift))
+
+
+@pytest.mark.parametrize("run", [ol.explain, ol.fuse])
+def test_a_trial_run_leaves_nothing_behind(run: Callable[..., Any]) -> None:
+    model, x = Initialises(), rows()
+    before, numbers = copy.deepcopy(model), random.getstate()
+    result = run(model, x)
+    assert random.getstate() == numbers
+    for one in (model, result) if isinstance(result, nn.Module) else (model,):
+        assert (one.ready, one.steps, one.seen) == (False, 0, {"means": []})
+        assert not one.cache.any()
+        assert not one.shift.any()
+    if isinstance(result, nn.Module):
+        torch.testing.assert_close(result(x), before(x), rtol=0, atol=1e-12)
+    else:
+        assert any("writes to cache" in note for note in result.notes)
+
+
+class ByName(Base):
+    def forward(self, scale: float = 1.0, *, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        return F.relu(self.fc(x)) * scale
+
+
+def test_inputs_by_name() -> None:
+    model, x = ByName(), rows()
+    for fused in (ol.fuse(model), ol.fuse(model, x=x), ol.fuse(model, 2.0, x=x)):
+        assert fused_names(fused, training=True) == ["linear + relu"]
+        assert_same(model, fused, x=x)
+        assert_same(model, fused, 3.0, x=x)
+    assert [group.name for group in ol.explain(model, x=x).groups] == ["linear + relu"]
+    assert [group.name for group in ol.explain(ol.fuse(model), scale=2.0, x=x).groups] == ["linear + relu"]
+    with pytest.raises(TypeError, match=r"evalonly is neither an option nor an input.*did you mean 'eval_only'"):
+        ol.fuse(model, evalonly=True)
+    with pytest.raises(
+        TypeError, match=r"y is neither an option nor an input that ByName\.forward names: pass device, time"
+    ):
+        ol.explain(model, y=x)
+    with pytest.raises(ol.OnelaunchError, match="inputs do not fit ByName"):
+        ol.explain(model, x)
+
+
+NOISY = """
+import torch
+print("made")
+class Noisy(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = torch.nn.Linear(6, 6)
+    def forward(self, *, x):
+        print("run")
+        return torch.relu(self.fc(x))
+"""
+
+
+def test_the_command_line_takes_names_and_keeps_what_the_model_prints_apart(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(NOISY)
+    ran = CliRunner().invoke(_app(), ["explain", f"{tmp_path}/model.py:Noisy", "--input", "x=5x6", "--json"])
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(ran.stdout)["operations"]
+    assert ran.stderr.startswith("made\nrun\n")
+    assert CliRunner().invoke(_app(), ["explain", f"{tmp_path}/model.py:Noisy", "--input", "time=5x6"]).exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -12,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.fuse.explanation import place
 from tests.fuse.models import ResNet
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -76,6 +79,62 @@ def test_page_in_a_browser(tmp_path: Path) -> None:
     assert "linear" in result["details"]
 
 
+TOLD = """<script>addEventListener("load", () => setTimeout(() => {
+const enlarged = ({ a, b }) => Math.hypot(a, b), all = selector => [...document.querySelectorAll(selector)];
+const type = all("svg text").map(t => parseFloat(getComputedStyle(t).fontSize) * enlarged(t.getScreenCTM()));
+const table = document.querySelector(".scroll");
+document.title = JSON.stringify({ type: [Math.min(...type), Math.max(...type)], page: document.documentElement.scrollWidth,
+  cut: table.scrollWidth - table.clientWidth, points: all("#roofline .point").length,
+  named: all("#roofline .dot").flatMap(t => t.textContent.split(", ")).length });
+}, 200));</script>"""
+
+
+@pytest.mark.parametrize("width", [360, 1000, 1280])
+def test_page_fits_its_screen(tmp_path: Path, width: int) -> None:
+    if BROWSER is None:
+        pytest.skip("no browser: install Debian's chromium")
+    page = ol.explain(ResNet(), torch.randn(8, 3, 32, 32)).html(tmp_path / "page.html")
+    page.write_text(page.read_text().replace("</body>", f"{TOLD}</body>"))
+    frame = tmp_path / "frame.html"  # headless windows have a least width; a frame has none
+    frame.write_text(
+        f'<iframe id=f src="page.html" style="width:{width}px;height:800px;border:0"></iframe>'
+        "<script>f.onload=()=>setTimeout(()=>{document.body.dataset.result=f.contentDocument.title},400)</script>"
+    )
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--allow-file-access-from-files"]
+    flags += ["--virtual-time-budget=2000", f"--user-data-dir={tmp_path}/profile"]
+    dom = subprocess.run([BROWSER, *flags, frame.as_uri()], capture_output=True, text=True, timeout=90, check=True)
+    found = re.search(r'data-result="([^"]*)"', dom.stdout)
+    assert found, dom.stdout[-2000:]
+    result = json.loads(unescape(found[1]))
+    assert result["page"] <= width
+    assert result["cut"] <= 0, "the table of chains does not fit"
+    assert result["type"][0] > 11
+    assert result["type"][1] < 14
+    assert result["named"] == result["points"] > 5
+
+
+@pytest.mark.parametrize("width", [20, 40, 75])
+def test_a_narrow_terminal_gets_a_block_a_chain(width: int) -> None:
+    explained = ol.explain(ResNet(), torch.randn(8, 3, 32, 32))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(explained)
+    assert isinstance(console.file, io.StringIO)
+    words = console.file.getvalue()
+    assert max(map(len, words.splitlines())) <= width
+    told = " ".join(words.split())
+    for group in explained.groups:
+        assert f"{group.name} {place(group.labels)} fused: {group.reason} bytes: " in told
+    assert told.count("launches: ") == len(explained.groups) + 1
+    assert f"launches: {explained.before.launches} → {explained.after.launches}" in told
+    assert "…" not in words
+
+
+def test_a_name_without_bytes_is_replaced(tmp_path: Path) -> None:
+    explained = ol.explain(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4))
+    explained.model = "lone \ud800"
+    assert "<title>lone ?" in explained.html(tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_hostile_names_and_nothing_to_fuse(tmp_path: Path) -> None:
     model = nn.Sequential()
     model.add_module("</script><script>throw 1</script>", nn.LayerNorm(4))
@@ -99,3 +158,5 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot be written: .*; pass a writable path"):
         explained.html(tmp_path / "file" / "page.html")
+    with pytest.raises(ValueError, match=r"cannot be written: .*; pass a writable path"):
+        explained.html("null\0.html")

@@ -49,11 +49,16 @@ def test_it_loads_without_a_complaint_and_draws_every_figure(page, browse):
 
 
 def measured(page: Path, browse, width: int, tmp_path: Path) -> dict[str, int]:
-    """The page's width as a browser of `width` lays it out, told by a script that only this copy has."""
+    """How a browser of `width` lays the page out, told by a script that only this copy has."""
     script = (
-        "<script>addEventListener('load',()=>{document.title=[document.documentElement.scrollWidth,"
-        "Math.round(Math.min(...[...document.querySelectorAll('svg')].map(s=>s.getBoundingClientRect().width))),"
-        "document.querySelectorAll('[tabindex=\"0\"],summary,a').length].join(' ')})</script>"
+        "<script>addEventListener('load',()=>{const all=s=>[...document.querySelectorAll(s)],box=e=>e.getBoundingClientRect();"
+        "all('details').forEach(d=>d.open=true);"
+        "const type=all('svg text').map(t=>parseFloat(getComputedStyle(t).fontSize)*t.getScreenCTM().a);"
+        "const wide=all('.scroll').filter(s=>s.scrollWidth>s.clientWidth);wide.forEach(s=>s.scrollLeft=9999);"
+        "const moved=wide.filter(s=>Math.abs(box(s.querySelector('tbody th')).left-box(s).left)>1);"
+        "document.title=[document.documentElement.scrollWidth,Math.min(...all('svg').map(s=>box(s).width)),"
+        "all('[tabindex=\"0\"],summary,a').length,10*Math.min(...type),10*Math.max(...type),wide.length,moved.length]"
+        ".map(Math.round).join(' ')})</script>"
     )
     frame = tmp_path / "frame.html"
     copy = tmp_path / "copy.html"
@@ -65,9 +70,18 @@ def measured(page: Path, browse, width: int, tmp_path: Path) -> dict[str, int]:
         "<script>f.onload=()=>setTimeout(()=>document.body.append('RESULT '+f.contentDocument.title+' END'),50)</script>"
     )
     dom = browse(frame, "--allow-file-access-from-files", "--virtual-time-budget=2000", "--dump-dom")
-    found = re.search(r"RESULT (\d+) (\d+) (\d+) END", dom)
+    found = re.search(r"RESULT ([\d ]+) END", dom)
     assert found, dom[-500:]
-    return dict(zip(("page", "narrowest figure", "reachable"), map(int, found.groups()), strict=True))
+    names = (
+        "page",
+        "narrowest figure",
+        "reachable",
+        "least type",
+        "largest type",
+        "wide tables",
+        "row heads that moved",
+    )
+    return dict(zip(names, map(int, found[1].split()), strict=True))
 
 
 @pytest.mark.parametrize("width", [360, 390, 1200])
@@ -76,6 +90,10 @@ def test_it_fits_its_screen(page, browse, width, tmp_path):
     assert found["page"] <= width, "the page scrolls sideways"
     assert found["narrowest figure"] >= 300, "too small to read"
     assert found["reachable"] > 15
+    assert found["least type"] >= 110, "tenths of a pixel: too small to read"
+    assert found["largest type"] <= 160, "larger than the words around it"
+    assert found["wide tables"] > 0 or width > 400
+    assert found["row heads that moved"] == 0, "a row is scrolled away from its name"
 
 
 @pytest.mark.parametrize(("scheme", "bright"), [(1, True), (0, False)], ids=["light", "dark"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from xml.etree import ElementTree
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from onelaunch.report import number
 from onelaunch.report.draw import WIDTH, Bar, Line, _tick, bar_chart, line_chart
+from onelaunch.report.palette import Palette
 from onelaunch.report.scale import Scale, fitted, is_wide
 from onelaunch.report.standalone import standalone
 
@@ -93,9 +95,59 @@ def test_ticks_of_a_narrow_logarithmic_axis_are_round():
     assert fitted([1.9, 2.3], 0, 100, log=True).ticks() == pytest.approx([1.8, 2.0, 2.2, 2.4])
 
 
+def marks(svg: str, axis: str) -> list[str]:
+    """The words at the ticks of an axis; the last along x is its name."""
+    return re.findall(rf'class="{"end" if axis == "y" else "mid"} soft">([^<]*)<', svg)
+
+
+@pytest.mark.parametrize(
+    "values", [(2.3504, 2.3511), (97.1, 97.9), (0.5, 0.5 + 1e-9), (123456.1, 123456.9), (3.0, 3.0)]
+)
+def test_ticks_of_values_close_together_have_words_of_their_own(values):
+    svg = line_chart("c", "t", [Line("a", [1, 2], values)], x_label="step", y_label="loss")
+    words = marks(svg, "y")
+    assert len(words) == len(set(words)) > 2
+    numbers = [float(word.replace(",", "")) for word in words]
+    steps = [b - a for a, b in itertools.pairwise(numbers)]
+    assert max(steps) == pytest.approx(min(steps), rel=1e-6), "a tick is not where its words say"
+
+
+@pytest.mark.parametrize(("steps", "shown"), [([1], ["1"]), ([1, 2], ["1", "2"]), ([1, 2, 3, 4], ["1", "2", "3", "4"])])
+def test_there_is_nothing_between_two_steps(steps, shown):
+    svg = line_chart("c", "t", [Line("a", steps, [2.0] * len(steps))], x_label="step", y_label="loss")
+    assert marks(svg, "x") == [*shown, "step"]
+
+
+def test_marks_in_any_order_are_all_there():
+    line = Line("a", [1, 32, 64], [1.0, 2.0, 3.0])
+    svg = line_chart("c", "t", [line], x_label="size", y_label="y", log_x=True, x_ticks=[64, 32, 32, 1])
+    assert marks(svg, "x") == ["1", "32", "64", "size"]
+
+
+def test_more_lines_than_colours_can_still_be_told_apart():
+    palette = Palette()
+    looks = [palette.look(f"name {number}") for number in range(40)]
+    assert len(set(looks)) == 40
+    assert palette.look("name 3") == looks[3]
+    lines = [Line(f"name {number}", [1, 2], [1.0, 2.0]) for number in range(12)]
+    svg = line_chart("c", "t", lines, x_label="x", y_label="y", palette=palette)
+    drawn = re.findall(r'<path class="(l\d d\d)" [^>]*><title>', svg)
+    assert drawn == [f"l{look.colour} d{look.form}" for look in looks[:12]]
+
+
+def test_every_dot_has_its_number_apart_from_the_others():
+    points = [(1.0, 1.0), (1.0, 1.0), (1.01, 1.0), (50.0, 3.0), (math.nan, 1.0), (100.0, 9.0)]
+    x, y = zip(*points, strict=True)
+    svg = line_chart("c", "t", [Line("a", x, y, dots=list("abcdef"))], x_label="x", y_label="y", log_x=True)
+    found = re.findall(r'<text x="([\d.]+)" y="([\d.]+)" class="dot">([^<]*)<', svg)
+    assert [number for _, _, number in found] == ["1, 2, 3", "4", "6"]  # as in the list below the picture
+    assert len({place[:2] for place in found}) == 3
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [
+        (number.digits(2.3495, 5), "2.3495"), (number.digits(250.25, 5), "250.25"), (number.digits(1234.5, 5), "1,234.5"),
         (number.seconds(5.709e-6), "5.71 µs"), (number.seconds(0.9999e-3), "1.00 ms"), (number.seconds(90), "90.0 s"),
         (number.seconds(None), "–"), (number.digits(math.nan), "–"), (number.percent(math.inf), "–"),
         (number.seconds(0), "0 ns"), (number.byte_size(206 * 2**20), "206 MiB"),

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from onelaunch.errors import OnelaunchError
 from onelaunch.report.comparison import agreement, noise
 from onelaunch.report.theme import DARK, LIGHT, SERIES
 from onelaunch.report.write import write_report
 from onelaunch.train.run_folder import METRICS
-from tests.report.results import bench_results, compare_results
+from tests.report.results import bench_results, compare_results, many_contenders
 
 VOID = {"meta", "link", "br", "path", "rect"}
 
@@ -118,22 +117,6 @@ def test_a_case_that_failed_has_no_bar(html):
     assert "<h3>ops/relu</h3>" in html
 
 
-def test_an_energy_no_card_can_draw_is_left_out_and_said(tmp_path):
-    results = bench_results()
-    results["cases"][0]["joules"] = {"onelaunch": 0.5, "torch eager": 0.06}  # 5 kW
-    (tmp_path / "bench.json").write_text(json.dumps(results))
-    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
-    assert "Energy left out, it held the host&#x27;s time: ops/relu" in html
-    assert "500 mJ" not in html
-
-
-def test_metrics_that_are_no_text_are_refused(tmp_path):
-    (tmp_path / METRICS).write_bytes(b"\xff\x00")
-    with pytest.raises(OnelaunchError, match=r"metrics.jsonl' cannot be read"):
-        write_report([tmp_path], tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()
-
-
 def test_times_of_a_busy_machine_are_called_so():
     results = compare_results()
     assert noise(results) == []
@@ -143,15 +126,6 @@ def test_times_of_a_busy_machine_are_called_so():
         "The machine was busy: torch.compile took 180 µs to 1.00 ms a step",
         "The machine was busy: torch eager at size 128 took 90.0 µs to 1.00 ms a step",
     ]
-
-
-def test_times_that_are_none_are_left_out_and_said(tmp_path):
-    results = bench_results()
-    results["cases"][0]["times"]["torch eager"]["median"] = float("nan")
-    (tmp_path / "bench.json").write_text(json.dumps(results))
-    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
-    assert "ops/relu is left out: it holds times that are none" in html
-    assert "<h3>ops/relu</h3>" not in html
 
 
 def test_a_ratio_within_the_spreads_is_marked(tmp_path):
@@ -170,15 +144,67 @@ def test_losses_that_vary_too_much_agree_with_nothing():
     assert "onelaunch resident cannot be told from torch eager" in kinds["note"]
 
 
-def test_results_without_a_case_or_contender_make_a_page(tmp_path):
-    (tmp_path / "bench.json").write_text('{"cases": []}')
-    (tmp_path / "compare.json").write_text(
-        json.dumps({**compare_results(), "contenders": {}, "sizes": {}, "memory": {}})
+def test_a_name_looks_the_same_in_every_figure(tmp_path, inputs):
+    (tmp_path / "compare.json").write_text(json.dumps(many_contenders()))
+    html = write_report([*inputs, tmp_path / "compare.json"], tmp_path / "page.html").read_text()
+    colours: dict[str, set[str]] = {}
+    markers: dict[str, set[str]] = {}
+    figures: dict[str, int] = {}
+    for colour, shape, name in re.findall(
+        r'<path class="m(\d)" [^>]*d="([^"]*)"></path><text [^>]*>([^<]*)</text>', html
+    ):
+        colours.setdefault(name, set()).add(colour)
+        markers.setdefault(name, set()).add(shape)
+        figures[name] = figures.get(name, 0) + 1
+    for kind, colour, name in re.findall(r'class="([lm])(\d)(?: d\d)?" [^>]*><title>([^<:]*)[:<]', html):
+        assert kind
+        colours.setdefault(name, set()).add(colour)
+    assert figures["torch eager"] >= 6
+    assert figures["onelaunch resident"] >= 4
+    assert all(len(found) == 1 for found in (*colours.values(), *markers.values()))
+
+
+def test_a_run_says_what_was_trained(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / METRICS).write_text('{"epoch": 0, "step": 12, "loss": 1.0, "losses": [1.0]}\n')
+    model = (
+        "Linear(in_features=64, out_features=32, bias=True) ReLU() Linear(in_features=32, out_features=10, bias=True)"
     )
-    inputs = [tmp_path / "bench.json", tmp_path / "compare.json", tmp_path / "bench.json"]
-    html = write_report(inputs, tmp_path / "page.html").read_text()
-    assert html.count("No case is finished.") == 1  # named twice, shown once
-    assert "No contender is finished yet." in html
+    about = {"model": model, "status": "finished", "commit": "abc123", "date": "2026-11-15T00:00:00+00:00"}
+    (run / "run.json").write_text(json.dumps(about))
+    (run / "config.toml").write_text(
+        'epochs = 1\nactivation = "gelu"\ndropout = 0.25\nbatch_norm = true\nhidden = [32]\n'
+    )
+    html = write_report([run], tmp_path / "page.html").read_text()
+    for words in (
+        "64-32-10, gelu, dropout 0.25, batch norm",
+        "1 epoch, 12 steps done",
+        "abc123",
+        "2026-11-15T00:00:00",
+    ):
+        assert f"{words}" in html
+    assert "nfinished" not in html
+    (run / "run.json").write_text(json.dumps({"status": "running"}))
+    html = write_report([run], tmp_path / "page.html").read_text()
+    assert "<dd>32, gelu, dropout 0.25, batch norm</dd>" in html
+    assert "Training run run (unfinished)" in html
+
+
+def test_factors_are_over_ours(tmp_path, html):
+    assert "100 µs, 10.0×" in html  # torch eager against 10 µs
+    assert "is its time over onelaunch's" in html
+    assert "over the fastest" not in html
+    results = compare_results()
+    results["contenders"]["torch.compile"]["step_seconds"]["median"] = 5e-6
+    (tmp_path / "compare.json").write_text(json.dumps(results))
+    assert "5.00 µs, 0.500×" in write_report([tmp_path / "compare.json"], tmp_path / "page.html").read_text()
+
+
+def test_the_dots_of_a_roofline_are_named_without_a_mouse(html):
+    roofline = html.split("<h3>Roofline</h3>")[1]
+    assert '<ol class="keys"><li>ops/relu</li></ol>' in roofline
+    assert 'class="dot">1</text>' in roofline
 
 
 def test_headings_go_down_one_step_at_a_time(outline):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import re
@@ -26,7 +27,9 @@ def explain(
     model: Annotated[str, typer.Argument(help="FILE.py:NAME, a function or class that gives the model, or the model.")],
     input: Annotated[
         list[str],
-        typer.Option(help="Shape of an input, such as 64x784; 8x128:int64 for indices. Repeat for more inputs."),
+        typer.Option(
+            help="Shape of an input, such as 64x784; 8x128:int64 for indices; NAME=64x784 to pass it by name. Repeat for more."
+        ),
     ],
     device: Annotated[
         str | None,
@@ -44,23 +47,35 @@ def explain(
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise OnelaunchError(f"html={str(html)!r} must end in .html")
     where = torch.device("cpu") if device is not None else default_device()
-    shapes = [_input(text, DTYPES[dtype], where) for text in input]
-    try:
-        network = _load(model).to(where, DTYPES[dtype]).train(not eval)
-    except OnelaunchError:
-        raise
-    except (Exception, SystemExit) as error:  # the user's code may raise anything, and end the program
-        raise _refused(model, "made", error) from error
-    try:
-        explanation = explain_model(network, *shapes, device=device)
-    except SystemExit as error:
-        raise _refused(model, "run", error) from error
+    named: dict[str, Any] = {
+        name: _input(text, DTYPES[dtype], where) for name, given, text in map(_parted, input) if given
+    }
+    shapes = [_input(text, DTYPES[dtype], where) for _, given, text in map(_parted, input) if not given]
+    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is not what was asked for
+        try:
+            network = _load(model).to(where, DTYPES[dtype]).train(not eval)
+        except OnelaunchError:
+            raise
+        except (Exception, SystemExit) as error:  # the user's code may raise anything, and end the program
+            raise _refused(model, "made", error) from error
+        try:
+            explanation = explain_model(network, *shapes, device=device, **named)
+        except SystemExit as error:
+            raise _refused(model, "run", error) from error
     if as_json:
         typer.echo(json.dumps(explanation.to_dict(), indent=1))
     else:
         Console().print(explanation)
     if html is not None:
         typer.echo(f"page     {explanation.html(html)}", err=as_json)
+
+
+def _parted(text: str) -> tuple[str, str, str]:
+    """The name of an input, "=" if it has one, and its shape."""
+    name, given, shape = text.partition("=")
+    if given and name in ("device", "time"):
+        raise OnelaunchError(f"input={text!r} has the name of an option: pass it by its position, as {shape}")
+    return (name, given, shape) if given else ("", "", text)
 
 
 def _input(text: str, dtype: torch.dtype, where: torch.device) -> torch.Tensor:

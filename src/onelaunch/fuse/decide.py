@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.costs import NOTHING, Step, Work, fused
 from onelaunch.fuse.memory import memory
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
+from onelaunch.fuse.put_back import attributes_put_back
 from onelaunch.fuse.quantities import duration, size
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import chain_key
@@ -39,20 +41,20 @@ class Decision:
     memory: tuple[float, float]  # bytes at the fullest moment
 
 
-def decide(model: nn.Module, inputs: tuple[Any, ...], time: str = "auto") -> None:
-    """Writes the verdicts for a fused model at the sizes of `inputs`, for both modes, and makes its plans anew."""
+def decide(model: nn.Module, inputs: tuple[Any, ...], time: str, named_inputs: dict[str, Any]) -> None:
+    """Writes the verdicts for a fused model at the sizes of these inputs, for both modes, and makes its plans anew."""
     fusion = fusion_of(model)
     assert fusion is not None
-    current, device = model.training, device_of(model, inputs)
+    current, device = model.training, device_of(model, (*inputs, *named_inputs.values()))
     for mode in (current, not current):
         with in_mode(model, mode):
             try:
-                run = record(model, inputs)
+                run = record(model, inputs, named_inputs)
             except OnelaunchError:
                 if mode is current:
                     raise
                 continue  # these inputs cannot be used in the other mode: one row has no batch statistics, say
-            by_host = device.type == "cuda" and counts_host(time, model, inputs)
+            by_host = device.type == "cuda" and counts_host(time, model, run, inputs, named_inputs)
             for one in run.chains:
                 decision = decision_on(one, run, device, by_host=by_host)
                 if decision is not None:
@@ -61,9 +63,32 @@ def decide(model: nn.Module, inputs: tuple[Any, ...], time: str = "auto") -> Non
     make_plans(model, (False,) if fusion.options.eval_only else (True, False))
 
 
-def counts_host(time: str, model: nn.Module, inputs: tuple[Any, ...]) -> bool:
-    """Whether the time that counts is the one a program sees: `time` is one of TIMES."""
-    return waits_for_host(model, inputs) if time == "auto" else time == "program"
+class _ByPosition(nn.Module):
+    """A model whose last inputs go by name, called with all of them by position."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.model, self.names = model, tuple(names)
+        self.training = model.training
+
+    def forward(self, *inputs: Any) -> Any:
+        first = len(inputs) - len(self.names)
+        return self.model(*inputs[:first], **dict(zip(self.names, inputs[first:], strict=True)))
+
+
+def counts_host(
+    time: str, model: nn.Module, run: Record, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
+) -> bool:
+    """Whether the time that counts is the one a program sees: `time` is one of TIMES, `run` a record of the call."""
+    if time != "auto":
+        return time == "program"
+    values = [tensor.detach().clone() for tensor in run.written]  # to watch the writes once more would be timed too
+    try:
+        with attributes_put_back(model):
+            return waits_for_host(_ByPosition(model, named_inputs), (*inputs, *named_inputs.values()))
+    finally:
+        for tensor, value in zip(run.written, values, strict=True):
+            tensor.data.copy_(value)
 
 
 def decision_on(

@@ -12,7 +12,7 @@ from onelaunch.errors import OnelaunchError, require_option
 from onelaunch.fuse.costs import Step, Work
 from onelaunch.fuse.decide import TIMES, Decision, counts_host, decision_on, device_of, seconds_apart
 from onelaunch.fuse.explanation import Explanation, Group, OperationCost
-from onelaunch.fuse.fuse import check_model, is_lazy
+from onelaunch.fuse.fuse import check_model, check_names, is_lazy
 from onelaunch.fuse.placing import fusion_of, make_plans, place_regions
 from onelaunch.fuse.put_back import buffers_put_back
 from onelaunch.fuse.record import Found, Record, record
@@ -23,8 +23,10 @@ from onelaunch.fuse.timing import contenders
 from onelaunch.fuse.twin import sealed
 
 
-def explain(model: nn.Module, *inputs: Any, device: str | None = None, time: str = "auto") -> Explanation:
-    """Runs the model once on `inputs`, in the mode it is in, and says for each chain what is done with it and why.
+def explain(
+    model: nn.Module, *inputs: Any, device: str | None = None, time: str = "auto", **named_inputs: Any
+) -> Explanation:
+    """Runs the model once on these inputs, in the mode it is in, and says for each chain what is done with it and why.
 
     Times are predicted for the device the inputs are on, an H200 where that is a CPU; `device` names another ("A100"). On a
     CUDA device, and unless another is named, they are measured too; `time` is that of `fuse`.
@@ -40,7 +42,8 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, time: str
     if is_lazy(model):
         raise OnelaunchError(f"model is a {type(model).__name__} with parameters not initialised: call it once before")
     require_option("time", time, TIMES)
-    if not inputs:
+    check_names(model, named_inputs, ("device", "time"))
+    if not inputs and not named_inputs:
         raise OnelaunchError("inputs is empty: pass example inputs, as in ol.explain(model, x)")
     roof = None if device is None else named_device(device)
     known = fusion_of(model)
@@ -48,9 +51,9 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, time: str
     if known is not None:  # a fused model: what was decided then is what it does
         fusion.sized, fusion.verdicts = known.sized, known.verdicts
         make_plans(watched, (model.training,))
-    run = record(watched, inputs)
-    where = device_of(model, inputs)
-    by_host = where.type == "cuda" and roof is None and counts_host(time, watched, inputs)
+    run = record(watched, inputs, named_inputs)
+    where = device_of(model, (*inputs, *named_inputs.values()))
+    by_host = where.type == "cuda" and roof is None and counts_host(time, watched, run, inputs, named_inputs)
     decisions = [decision_on(one, run, where, roof, by_host) for one in run.chains]
     if known is not None:  # fused without sizes: what is fused is, and the times say what that is worth here
         decisions = [None if decision is None else replace(decision, fused=True) for decision in decisions]

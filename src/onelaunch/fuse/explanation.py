@@ -18,6 +18,7 @@ from onelaunch.fuse.resources import KernelResources
 from onelaunch.fuse.roofline import DeviceModel
 
 LEAST_WIDTH = 150  # of the table, in characters, where nobody says how wide the terminal is
+LEAST_TABLE = 76  # where even the narrow table would have columns of no width: a block of lines a chain instead
 MOST_NOTES = 6  # below the table
 
 
@@ -150,17 +151,59 @@ class Explanation:
         return write_page(self.to_dict(), Path(path))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        # In less room rich would shrink the first columns to nothing, and they are the answer.
+        narrow = options.max_width < LEAST_WIDTH
+        if options.max_width < LEAST_TABLE:
+            yield from self._blocks()
+        else:
+            yield self._table(narrow)
+        if narrow:
+            yield Text(f"FLOPs and bounds: in {LEAST_WIDTH} columns, as HTML or as JSON.", style="dim")
+        if not self.groups:
+            yield Text(
+                "No chain of operations that can be one was found: fuse returns this model as it is.", style="yellow"
+            )
+        for note in self.notes[:MOST_NOTES]:
+            yield Text(f"note: {note}", style="dim")
+        if len(self.notes) > MOST_NOTES:
+            yield Text(f"and {len(self.notes) - MOST_NOTES} more notes, in to_dict()", style="dim")
+
+    @property
+    def _title(self) -> str:
+        return f"{self.model} ({self.mode}) on {self.device.name}"
+
+    @property
+    def _saved(self) -> str:
+        return f"{sum(group.fused for group in self.groups)} of {len(self.groups)} chains fused"
+
+    def _blocks(self) -> Iterator[Any]:
+        """A chain after the other, a line for each figure."""
+        from rich.text import Text
+
+        yield Text(self._title, style="bold")
+        for group in self.groups:
+            cost = group.after.total
+            yield Text.assemble("\n", (group.name, "bold"), "\n", (place(group.labels), "dim"), "\n", _decision(group))
+            yield Text(f"bytes: {_change(group.before.total.bytes, cost.bytes, size)}")
+            yield Text(f"launches: {_change(group.before.total.launches, cost.launches, str)}")
+            for name, pair in (("predicted", group.predicted), ("measured", group.measured)):
+                if pair:
+                    yield Text(f"{name}: {_change(*pair, duration)}")
+        before, after = self.before, self.after
+        yield Text(f"\nthe whole model: {self._saved}", style="bold")
+        yield Text(f"bytes: {_change(before.bytes, after.bytes, size)}")
+        yield Text(f"launches: {_change(before.launches, after.launches, str)}")
+        yield Text(f"predicted: {_change(before.seconds, after.seconds, duration)}")
+
+    def _table(self, narrow: bool) -> Any:
         from rich.table import Table
         from rich.text import Text
 
         before, after = self.before, self.after
         measured = any(group.measured for group in self.groups)
-        narrow = (
-            options.max_width < LEAST_WIDTH
-        )  # rich would shrink the first columns to nothing, and they are the answer
-        table = Table(
-            title=f"{self.model} ({self.mode}) on {self.device.name}", title_justify="left", title_style="bold"
-        )
+        table = Table(title=self._title, title_justify="left", title_style="bold")
         for column in ("operations, decision",) if narrow else ("operations", "decision and reason"):
             table.add_column(column, overflow="fold", ratio=None if column == "operations" else 1)
         times = ("measured",) if narrow and measured else ("predicted", "measured") if measured else ("predicted",)
@@ -171,9 +214,7 @@ class Explanation:
         for group in self.groups:
             cost = group.after.total
             name = Text.assemble((group.name, "bold"), "\n", (place(group.labels), "dim"))
-            decision = Text.assemble(
-                ("fused" if group.fused else "not fused", "green" if group.fused else "yellow"), f": {group.reason}"
-            )
+            decision = _decision(group)
             row: list[Any] = [Text("\n").join([name, decision])] if narrow else [name, decision]
             row.append(_change(group.before.total.bytes, cost.bytes, size))
             row.append(_change(group.before.total.launches, cost.launches, str))
@@ -185,23 +226,12 @@ class Explanation:
                 row.append("\n".join(map(_kernel, group.kernels)))
             table.add_row(*row)
         table.add_section()
-        saved = f"{sum(group.fused for group in self.groups)} of {len(self.groups)} chains fused"
-        row = [f"the whole model: {saved}"] if narrow else ["the whole model", saved]
+        row = [f"the whole model: {self._saved}"] if narrow else ["the whole model", self._saved]
         row += [_change(before.bytes, after.bytes, size), _change(before.launches, after.launches, str)]
         row += [] if narrow else [count(after.flops), "", ""]
         row += [_change(before.seconds, after.seconds, duration) if column == "predicted" else "" for column in times]
         table.add_row(*row, style="bold")
-        yield table
-        if narrow:
-            yield Text(f"FLOPs and bounds: in {LEAST_WIDTH} columns, as HTML or as JSON.", style="dim")
-        if not self.groups:
-            yield Text(
-                "No chain of operations that can be one was found: fuse returns this model as it is.", style="yellow"
-            )
-        for note in self.notes[:MOST_NOTES]:
-            yield Text(f"note: {note}", style="dim")
-        if len(self.notes) > MOST_NOTES:
-            yield Text(f"and {len(self.notes) - MOST_NOTES} more notes, in to_dict()", style="dim")
+        return table
 
     def __repr__(self) -> str:  # what a prompt shows
         return str(self)
@@ -224,6 +254,13 @@ def place(labels: tuple[str, ...]) -> str:
         same += 1
     rest = ", ".join(".".join(path[same:]) for path in paths)
     return f"{'.'.join(paths[0][:same])}: {rest}" if same else rest
+
+
+def _decision(group: Group) -> Any:
+    from rich.text import Text
+
+    verdict = ("fused", "green") if group.fused else ("not fused", "yellow")
+    return Text.assemble(verdict, f": {group.reason}")
 
 
 def _kernel(kernel: KernelResources) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -16,6 +17,7 @@ from onelaunch.fuse.region import Options
 from onelaunch.fuse.twin import Model
 
 log = logging.getLogger("onelaunch")
+OPTIONS = ("eval_only", "only", "skip", "time")
 
 
 def fuse(
@@ -25,17 +27,19 @@ def fuse(
     only: str | Iterable[str] = (),
     skip: str | Iterable[str] = (),
     time: str = "auto",
+    **named_inputs: Any,
 ) -> Model:
     """`model` with its chains of operations fused: a new module of the same class over the same parameters and buffers.
 
-    With example `inputs`, a chain is fused only where that pays at their size: on a CUDA device this is measured once and
-    kept, elsewhere it is predicted. What is measured is the `time` of the "device", for a model that will run as a CUDA graph
-    or on a faster host, or that a "program" sees, launching included; "auto" takes the one this model waits for here. `only`
-    and `skip` name modules, which stand for all inside them. A model in which nothing can be fused comes back as it is, and a
-    log message says why.
+    With example inputs, by position or by the names that forward has for them, a chain is fused only where that pays at their
+    size: on a CUDA device this is measured once and kept, elsewhere it is predicted. What is measured is the `time` of the
+    "device", for a model that will run as a CUDA graph or on a faster host, or that a "program" sees, launching included;
+    "auto" takes the one this model waits for here. `only` and `skip` name modules, which stand for all inside them. A model in
+    which nothing can be fused comes back as it is, and a log message says why.
     """
     check_model(model)
     require_option("time", time, TIMES)
+    check_names(model, named_inputs, OPTIONS)
     if not isinstance(eval_only, bool):
         raise OnelaunchError(f"eval_only={eval_only!r} must be True or False")
     options = Options(eval_only, _names("only", only, model), _names("skip", skip, model))
@@ -45,10 +49,11 @@ def fuse(
     if is_lazy(model):
         log.warning("fuse: %s has parameters that are not initialised; call it once, then fuse it", _kind(model))
         return model
-    fused, fusion = place_regions(model, options, sized=bool(inputs))
+    sized = bool(inputs or named_inputs)
+    fused, fusion = place_regions(model, options, sized=sized)
     found = regions(fused)
-    if inputs and found:
-        decide(fused, inputs, time)
+    if sized and found:
+        decide(fused, inputs, time, named_inputs)
     if any(plan.fused for region in found for plan in region.plans):
         return fused
     reasons = [chain.reason for region in found for plan in region.plans for chain in plan.chains if chain.reason]
@@ -68,6 +73,21 @@ def check_model(model: Any) -> None:
         raise ArgumentTypeError(
             f"model is a {_kind(model)} that is no module yet: call super().__init__() in its __init__"
         )
+
+
+def check_names(model: nn.Module, named_inputs: dict[str, Any], options: Iterable[str]) -> None:
+    """That inputs passed by name are ones that forward names: any other is an option written wrong."""
+    known = [
+        one.name
+        for one in inspect.signature(model.forward).parameters.values()
+        if one.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ]
+    for name in named_inputs:
+        if name not in known:
+            raise ArgumentTypeError(
+                f"{name} is neither an option nor an input that {_kind(model)}.forward names: pass {', '.join(options)}, or"
+                f" an input by its name{suggest(name, (*options, *known))}"
+            )
 
 
 def is_lazy(model: nn.Module) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from onelaunch.fuse.arguments import CONSTANTS
+from onelaunch.fuse.asked import Asked
 from onelaunch.fuse.operations import hooked, hooks_of
 
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"}
@@ -24,13 +25,19 @@ class Guard:
 
     Of `others` (called as a whole, or held and not called) only what a graph around them may have read: mode, class, children
     and which of their tensors are None. Tensors in `tied` that were one are to stay one: a graph knows them by one name.
+    What was `asked` of tensors is to be answered as it was.
     """
 
     def __init__(
-        self, modules: Iterable[nn.Module], others: Iterable[nn.Module] = (), tied: Iterable[nn.Module] = ()
+        self,
+        modules: Iterable[nn.Module],
+        others: Iterable[nn.Module] = (),
+        tied: Iterable[nn.Module] = (),
+        asked: Iterable[Asked] = (),
     ) -> None:
         modules, others = list(modules), list(others)
         every = [*modules, *others]
+        self.inside, self.others = modules, others
         self.hooked = [module for module in modules if hooked(module)]
         self.empty: list[dict[Any, Any]] = [
             hooks for module in modules if not hooked(module) for hooks in hooks_of(module)
@@ -54,6 +61,11 @@ class Guard:
             if module._modules
         ]
         self.ties = _ties(tied)
+        self.asked = list(asked)
+
+    def renewed(self) -> Guard:
+        """One for the same modules as they are now; of what was asked of tensors it knows nothing."""
+        return Guard(self.inside, self.others)
 
     def holds(self) -> bool:
         if any(self.empty):
@@ -75,6 +87,13 @@ class Guard:
             return False
         for now_children, names_before, children in self.children:
             if list(now_children) != names_before or any(map(operator.is_not, now_children.values(), children)):
+                return False
+        for tensors, name, question, arguments, answer in self.asked:
+            tensor = tensors.get(name)
+            if tensor is None:
+                return False
+            says = getattr(tensor, question)
+            if (says if arguments is None else says(*arguments)) != answer:
                 return False
         return all(tensors.get(name) is others.get(other) for tensors, name, others, other in self.ties)
 

@@ -17,8 +17,9 @@ def write_page(explanation: dict[str, Any], path: Path) -> Path:
         raise OnelaunchError(f"path={str(path)!r} has no file name: pass one such as page.html")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, page(explanation))
-    except OSError as error:
+        # A name may hold what UTF-8 has no bytes for, a path what the system has none for.
+        write_atomic(path, page(explanation).encode("utf-8", "replace"))
+    except (OSError, ValueError) as error:
         raise OnelaunchError(
             f"path={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path"
         ) from error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 
 from torch import nn
 
@@ -12,6 +15,9 @@ from onelaunch.fuse.arguments import Arguments
 from onelaunch.fuse.refused import RefusedError
 from onelaunch.fuse.region import Fusion, Options, Plan, Region
 from onelaunch.fuse.twin import Model, sealed, twin
+
+# What the root of a fused model is marked with. Did its regions know the root, a copy of a part would take the whole along.
+_FUSION = "_onelaunch_fusion"
 
 
 def place_regions(
@@ -24,11 +30,16 @@ def place_regions(
     try:
         fused = twin(model)
     except RefusedError as refusal:
-        return model, Fusion(model, options, sized, notes=[f"the model is not one graph: {refusal}"])
+        return model, Fusion(nn.Module(), options, sized, notes=[f"the model is not one graph: {refusal}"])
+    originals = set(map(id, model.modules()))
     for module in fused.modules():
-        if isinstance(vars(module).get("forward"), Region):
-            del module.forward  # the model held fused parts: their chains are found again, and perhaps longer ones
-    fusion = Fusion(fused, options, sized)
+        if id(module) not in originals:
+            vars(module).pop(_FUSION, None)
+            if isinstance(vars(module).get("forward"), Region):
+                del module.forward  # the model held fused parts: their chains are found again, and perhaps longer ones
+    fusion = Fusion(nn.Module(), options, sized)
+    if fused is not model:
+        vars(fused)[_FUSION] = fusion
     shared = _registered_often(fused)
     found: dict[str, Region] = {}
     modes = (False,) if options.eval_only else (True, False)
@@ -38,7 +49,7 @@ def place_regions(
                 if path in found or not _has_forward(module, path):
                     continue
                 region = Region(module, path, _below(shared, path), fusion)
-                plan = region.make_plan(Arguments.required_by(type(module).forward))
+                plan = region.make_plan(_likeliest_call(module))
                 fusion.notes += _notes(plan, path)
                 if any(chain.owner == "" for chain in (plan.chains if everywhere else plan.fused)):
                     found[path] = region
@@ -76,7 +87,18 @@ def make_plans(fused: nn.Module, modes: Iterable[bool] = (True, False)) -> None:
     for mode in modes:
         with in_mode(fused, mode):
             for region in regions(fused):
-                region.make_plan(Arguments.required_by(type(region.module).forward))
+                region.make_plan(_likeliest_call(region.module))
+
+
+def _likeliest_call(module: nn.Module) -> Arguments:
+    forward = type(module).forward
+    arguments = Arguments.required_by(forward)
+    named = [
+        one.name
+        for one in inspect.signature(forward).parameters.values()
+        if one.kind is inspect.Parameter.KEYWORD_ONLY and one.default is inspect.Parameter.empty
+    ]
+    return replace(arguments, keywords=tuple(zip(named, count(len(arguments.positional)), strict=False)))
 
 
 def _below(names: frozenset[str], path: str) -> frozenset[str]:
@@ -111,7 +133,7 @@ def regions(model: nn.Module) -> list[Region]:
 
 def fusion_of(model: nn.Module) -> Fusion | None:
     """What `fuse` knows about `model`, if `model` is what it returned."""
-    return next((region.fusion for region in regions(model) if region.fusion.root is model), None)
+    return vars(model).get(_FUSION)
 
 
 def _notes(plan: Plan, path: str) -> list[str]:

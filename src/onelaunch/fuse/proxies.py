@@ -30,11 +30,19 @@ class TensorProxy(fx.Proxy):
         return type(self)
 
     def __getattr__(self, name: str) -> Any:
-        if not _is_torch(_asking()):
+        frame = _asking()
+        attribute = _AttributeProxy(self, name)
+        if not _is_torch(frame):
             given = type(self) is TensorProxy and self.node.op == "placeholder"
-            if name in _OPEN or (given and not hasattr(torch.Tensor, name)):
+            of_tensors = hasattr(torch.Tensor, name)
+            if name in _OPEN or (given and not of_tensors):
                 raise RefusedError(f"asks a tensor for its {name}")
-        return _AttributeProxy(self, name)
+            # By `hasattr`, or `getattr` with a default: a proxy has everything.
+            if name not in frame.f_code.co_names and not (of_tensors and not from_child(self)):
+                raise RefusedError(f"asks whether a value has an attribute ({name})")
+            if is_part(attribute):
+                self.tracer.running.meet_part()  # type: ignore[attr-defined]
+        return attribute
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _OF_FX:
@@ -54,6 +62,30 @@ class ThingProxy(TensorProxy):
 
     def __getitem__(self, item: Any) -> Any:
         raise RefusedError("looks into an argument that is neither a tensor, a list nor a dictionary")
+
+
+def marked(node: fx.Node) -> bool:
+    """Marks a node that is a part of what a child returns that is called as a whole, and says whether it is one."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or "part" not in source.meta:
+        return False
+    looked_up = node.target is getattr and not hasattr(torch.Tensor, str(node.args[1]))
+    method = node.op == "call_method" and not hasattr(torch.Tensor, str(node.target))  # a dictionary's `get`
+    if node.target is operator.getitem or looked_up or method:
+        node.meta["part"] = True
+    return "part" in node.meta
+
+
+def is_part(value: Any) -> bool:
+    """Whether a value is such a part, which may be None, as its proxy is not."""
+    if type(value) is _AttributeProxy:
+        return not hasattr(torch.Tensor, value.attr) and from_child(value.root)
+    return type(value) is TensorProxy and bool(value.node.meta.get("part"))
+
+
+def from_child(value: Any) -> bool:
+    """Whether a value is such a part, or all that the child returns."""
+    return is_part(value) or (type(value) is TensorProxy and "part" in value.node.meta)
 
 
 def _asking() -> types.FrameType:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
+import sys
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -18,26 +21,52 @@ TELLING_NAMES = frozenset(
         *("isinstance", "issubclass", "type", "is_tensor", "hasattr", "print", "warn"),
         # A graph records none of these, and some change nothing while it is recorded.
         *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "autocast", "checkpoint", "save_on_cpu"),
-        *("manual_seed", "set_rng_state", "fork_rng"),
+        *("manual_seed", "set_rng_state", "fork_rng", "enter_context", "__enter__"),
         # What they answer may be another thing at the next call.
         *("is_grad_enabled", "is_inference_mode_enabled", "is_autocast_enabled"),
         "suppress",  # what raises for some tensors does not raise for proxies
     }
 )
+# Of these, the ones that a proxy refuses to answer (`proxies.py`): of other values anybody may ask them.
+_PROXIES_COMPLAIN = frozenset({"isinstance", "issubclass", "hasattr"})
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the code of one function says."""
+
+    reason: str | None  # why a trace of it would not be the whole truth
+    why_not_run: str | None  # the same, once it has been traced and no proxy has complained
+    arguments: frozenset[tuple[str, bool]]  # compared with None as they come, or (True) of which an attribute is
+    asks_for_none: bool  # whether it compares another value with None
+
+
+@functools.lru_cache(maxsize=10_000)
+def read(code: types.CodeType) -> Reading:
+    arguments, others = _asked_for_none(code)
+    found = _why_not_code(code)
+    telling = sorted(TELLING_NAMES.intersection(code.co_names))
+    left = [name for name in telling if name not in _PROXIES_COMPLAIN and (name != "type" or _calls_type(code))]
+    reason, why_not_run = (f"calls {names[0]}" if names else found for names in (telling, left))
+    return Reading(reason, why_not_run, arguments, others)
+
+
+def _calls_type(code: types.CodeType) -> bool:
+    """`type(x)`, not `x.device.type`."""
+    return any(
+        instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval == "type"
+        for instruction in dis.get_instructions(code)
+    )
 
 
 def why_not_readable(module: nn.Module) -> str | None:
     """Why a trace of this module's forward, and of the methods it calls, would not be the whole truth."""
     for method in methods_of(type(module)):
         codes = list(codes_of(method))
-        names = {name for code in codes for name in code.co_names}
-        telling = sorted(names & TELLING_NAMES)
-        if telling:
-            return f"its forward calls {telling[0]}"
-        for code in codes:
-            reason = _why_not_code(code)
+        for reason in (read(code).reason for code in codes):
             if reason:
                 return f"its forward {reason}"
+        names = {name for code in codes for name in code.co_names}
         for name in sorted(names & vars(module).keys()):
             if any(moves(value) for _, value in reached({name: vars(module)[name]})):
                 return f"its forward reads from an iterator or a random generator ({name})"
@@ -80,10 +109,15 @@ def _why_not_code(code: types.CodeType) -> str | None:
             return "catches exceptions"  # which tensors raise, and proxies do not
         if name.startswith("MATCH_"):
             return "matches the types of values"
+        # A graph enters none, and a child that it calls as a whole may ask for what one sets.
+        if name == "BEFORE_WITH" or (name == "LOAD_SPECIAL" and "__enter__" in instruction.argrepr):
+            return "enters a context (with)"
         before = name
     found = assigned(code)
-    for operands in comparisons(code):
-        last = [attributes[0] if attributes else found.get(variable) for variable, attributes in operands]
+    for operands, _ in comparisons(code):
+        last = [
+            attributes[0] if attributes else found.get(variable or "", ("", 0))[0] for variable, attributes in operands
+        ]
         if not _CONSTANT_OBJECTS.isdisjoint(last):
             return "compares a dtype with `is`"
         variables = [variable for variable, attributes in operands if variable and not attributes]
@@ -95,48 +129,62 @@ def _why_not_code(code: types.CodeType) -> str | None:
 _CONSTANT_OBJECTS = frozenset({"dtype", "layout"})  # attributes of a tensor that people compare with `is`
 
 
-def asks_for_none(module: nn.Module) -> bool:
-    """Whether the forward compares a value that it did not get as an argument with None."""
-    return any(
-        variable in assigned(code) and not attributes
-        for method in methods_of(type(module))
-        for code in codes_of(method)
-        for operands in comparisons(code)
-        for variable, attributes in operands
-    )
+def _asked_for_none(code: types.CodeType) -> tuple[frozenset[tuple[str, bool]], bool]:
+    """The arguments that the code compares with None before it assigns them, and whether it compares something else."""
+    given = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    found = assigned(code)
+    loops = any(instruction.opname.startswith("JUMP_BACKWARD") for instruction in dis.get_instructions(code))
+    arguments = set()
+    others = False
+    for operands, offset in comparisons(code):
+        for variable, attributes in operands:
+            first = found.get(variable or "", ("", sys.maxsize))[1]
+            if variable in given and (offset < first if not loops else first == sys.maxsize):
+                arguments.add((variable, bool(attributes)))
+            elif variable is None or first < sys.maxsize:
+                others = True
+    return frozenset(arguments), others
 
 
-def comparisons(code: types.CodeType) -> Iterator[list[tuple[str, list[str]]]]:
-    """What each `is` in the code compares: local variables ("": something else) and their attributes, the last first."""
+Operand = tuple[
+    str | None, list[str]
+]  # a local variable ("": a constant or a global, None: any other value), its attributes
+
+
+def comparisons(code: types.CodeType) -> Iterator[tuple[list[Operand], int]]:
+    """What each `is` in the code compares, the last attribute of each first, and where it stands."""
     loads: list[tuple[str, str]] = []
     for instruction in dis.get_instructions(code):
         name = instruction.opname
         if name.startswith("LOAD_FAST"):
             loads += [("variable", variable) for variable in _variables(instruction)]
-        elif name.startswith("LOAD_"):
-            loads.append(("attribute" if name in ("LOAD_ATTR", "LOAD_METHOD") else "", str(instruction.argval)))
+        elif name in ("LOAD_ATTR", "LOAD_METHOD"):
+            loads.append(("attribute", str(instruction.argval)))
+        elif name in ("LOAD_CONST", "LOAD_GLOBAL"):
+            loads.append(("", ""))
         else:
             if name == "IS_OP" or name.endswith("_NONE"):
-                yield [_operand(loads) for _ in range(2 if name == "IS_OP" else 1)]
+                yield [_operand(loads) for _ in range(2 if name == "IS_OP" else 1)], instruction.offset
             loads = []
 
 
-def _operand(loads: list[tuple[str, str]]) -> tuple[str, list[str]]:
+def _operand(loads: list[tuple[str, str]]) -> Operand:
     attributes = []
     while loads and loads[-1][0] == "attribute":
         attributes.append(loads.pop()[1])
-    kind, name = loads.pop() if loads else ("", "")
-    return (name if kind == "variable" else ""), attributes
+    return (loads.pop()[1] if loads else None), attributes
 
 
-def assigned(code: types.CodeType) -> dict[str, str]:
-    """The local variables that the code assigns something but constants, each with the attribute it is, if it is one."""
-    found: dict[str, str] = {}
+def assigned(code: types.CodeType) -> dict[str, tuple[str, int]]:
+    """The local variables that the code assigns something but constants, each with the attribute it is, if it is one, and
+    where that happens first."""
+    found: dict[str, tuple[str, int]] = {}
     before = None
     for instruction in dis.get_instructions(code):
         if instruction.opname.startswith("STORE_FAST") and before is not None and before.opname != "LOAD_CONST":
             attribute = str(before.argval) if before.opname == "LOAD_ATTR" else ""
-            found |= dict.fromkeys(_variables(instruction), attribute)
+            for variable in _variables(instruction):
+                found[variable] = attribute, found.get(variable, ("", instruction.offset))[1]
         if instruction.opname != "COPY" and not instruction.opname.startswith("STORE_FAST"):  # a = b = None
             before = instruction
     return found

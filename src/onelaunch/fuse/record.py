@@ -1,6 +1,6 @@
 """Runs a model once and notes every operation with its sizes, inside the graphs of regions and outside.
 
-The model runs for real, so that any model can be recorded; random state and buffers are put back afterwards.
+The model runs for real, so that any model can be recorded; what that changes of it is put back afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from onelaunch.fuse.arguments import inputs_of
 from onelaunch.fuse.chains import Chain
 from onelaunch.fuse.costs import NOTHING, Spec, Step, apart
 from onelaunch.fuse.operations import Operation, of_call
-from onelaunch.fuse.put_back import buffers_put_back, parameter_versions
+from onelaunch.fuse.put_back import attributes_put_back, buffers_put_back, tensors_put_back
 from onelaunch.fuse.region import Plan, Region, absolute, watched_by
 from onelaunch.fuse.roofline import Cost
 from onelaunch.fuse.spelled import spelled_activation
@@ -48,27 +48,31 @@ class Record:
     steps: list[Step] = field(default_factory=list)
     chains: list[Found] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    written: list[torch.Tensor] = field(default_factory=list)  # beside buffers
 
 
-def record(model: nn.Module, inputs: tuple[Any, ...]) -> Record:
+def record(model: nn.Module, inputs: tuple[Any, ...], named_inputs: dict[str, Any] | None = None) -> Record:
     """One call of `model` in its current mode; in training mode what it would cost to go back is part of the record."""
-    copies = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x, inputs)
+    given = inputs, named_inputs or {}
+    by_position, by_name = tree_map(
+        lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_tensor(x) else x, given
+    )
     cuda = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     recorder = _Recorder(model)
-    written = parameter_versions(model)
     try:
         with (
-            buffers_put_back(model), torch.random.fork_rng(devices=cuda), torch.set_grad_enabled(model.training),
+            buffers_put_back(model), attributes_put_back(model), torch.random.fork_rng(devices=cuda),
+            torch.set_grad_enabled(model.training), tensors_put_back(model) as written,
             recorder.watching(), warnings.catch_warnings(),
         ):  # fmt: skip
             warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")  # ours
-            model(*copies)
+            model(*by_position, **by_name)
     except Exception as error:
         said = said_by(error, sentence=False).rstrip(": ")
         raise OnelaunchError(f"inputs do not fit {type(model).__name__}: {said}; pass what it takes") from error
-    written = {name: version for name, version in parameter_versions(model).items() if version != written.get(name)}
     if written:
-        recorder.record.notes.append(f"the forward writes to {next(iter(written))}: this run of it did too")
+        recorder.record.notes.append(f"the forward writes to {next(iter(written))}: what this run wrote is put back")
+    recorder.record.written = list(written.values())
     return recorder.record
 
 

@@ -7,6 +7,9 @@ pickling and `copy.deepcopy`. Where a trace cannot be vouched for, the class's o
 from __future__ import annotations
 
 import inspect
+import itertools
+import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +20,7 @@ from torch import fx, nn
 from torch.nn.modules import module as module_hooks
 
 from onelaunch.fuse.arguments import Arguments, inputs_of
+from onelaunch.fuse.asked import asked_at_places
 from onelaunch.fuse.chains import Chain, find_chains
 from onelaunch.fuse.guard import Guard
 from onelaunch.fuse.operations import is_known
@@ -26,10 +30,13 @@ from onelaunch.fuse.tracing import RefusedError, StandsForClass, Trace, trace
 from onelaunch.fuse.twin import sealed
 from onelaunch.fuse.verdict import without_sizes
 
-MOST_PLANS = (
-    16  # of one region; a forward whose constants never repeat (a growing position, say) is left alone after that
-)
+log = logging.getLogger("onelaunch")
+MOST_PLANS = 16  # of one region; the one that was not used for longest makes room for the next
+# Calls alike that a region with so many plans gets before it makes another: a trace takes as long as some tens of calls, and
+# constants that never repeat (a growing position, an annealed temperature) are not worth one.
+WORTH_A_PLAN = 50
 Watcher = Callable[["Region", "Plan", tuple[Any, ...], dict[str, Any]], Any]
+_clock = itertools.count(1)
 watcher: Watcher | None = None  # what runs the plans of all regions, for a while
 
 
@@ -61,6 +68,7 @@ class Fusion:
     sized: bool = False  # whether example inputs decide; without them, `without_sizes` does
     verdicts: dict[tuple[bool, str], str | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # why something was not fused or not traced
+    told: bool = False  # that calls run unfused for want of a plan
 
 
 @dataclass
@@ -73,10 +81,20 @@ class Plan:
     trace: Trace | None = None
     refusal: str | None = None  # why there is no trace
     run: Callable[..., Any] | None = None
+    used: int = 0  # when, by `_clock`: at first, and at each call of a region with as many plans as it may have
 
     @property
     def fused(self) -> list[Chain]:
         return [chain for chain in self.chains if chain.reason is None]
+
+
+@dataclass
+class Missed:
+    """A kind of call that has no plan, and how often modules were then as they were at the last one."""
+
+    arguments: Arguments
+    guard: Guard | None = None
+    times: int = 0
 
 
 class Region(StandsForClass):
@@ -86,6 +104,7 @@ class Region(StandsForClass):
         self.shared = shared  # paths below the module of those that are registered more than once
         self.fusion = fusion
         self.plans: list[Plan] = []
+        self.missed: deque[Missed] = deque(maxlen=4)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plan = self.plan(args, kwargs)
@@ -111,13 +130,36 @@ class Region(StandsForClass):
             return None
         arguments = Arguments.of(args, kwargs)
         plan = self.known_plan(arguments)
-        if plan is not None or torch.compiler.is_dynamo_compiling() or len(self.plans) >= MOST_PLANS:
+        full = len(self.plans) >= MOST_PLANS
+        if (plan is not None and not full) or torch.compiler.is_dynamo_compiling():
             return plan
+        if plan is not None:
+            plan.used = next(_clock)
+            return plan
+        if full and not self._repeats(arguments):
+            return None
         with ONE_AT_A_TIME:  # another thread may have made it by now
-            plan = self.known_plan(arguments)
-            if plan is not None or len(self.plans) >= MOST_PLANS:
-                return plan
-            return self.make_plan(arguments)
+            return self.known_plan(arguments) or self.make_plan(arguments)
+
+    def _repeats(self, arguments: Arguments) -> bool:
+        """Whether a call for which there is no plan has been made as often as makes one worth it."""
+        if not self.fusion.told:
+            self.fusion.told = True
+            log.warning(
+                "fuse: %s has been called in %d ways (values of an attribute, or of a number it is given): "
+                "any other runs unfused until it has come %d times",
+                self.path or "the model",
+                MOST_PLANS,
+                WORTH_A_PLAN,
+            )
+        missed = next((missed for missed in tuple(self.missed) if missed.arguments == arguments), None)
+        if missed is None:
+            self.missed.append(Missed(arguments))
+        elif missed.guard is None or not missed.guard.holds():
+            missed.guard, missed.times = self.plans[0].guard.renewed(), 0
+        else:
+            missed.times += 1
+        return missed is not None and missed.times >= WORTH_A_PLAN
 
     def known_plan(self, arguments: Arguments) -> Plan | None:
         for plan in self.plans:
@@ -127,11 +169,17 @@ class Region(StandsForClass):
 
     def make_plan(self, arguments: Arguments) -> Plan:
         plan = make_plan(self.module, self.path, arguments, self.shared, self.fusion)
-        self.plans = [plan, *self.plans]  # a new list: another thread may be walking the old one
+        plan.used = next(_clock)
+        kept = self.plans
+        if len(kept) >= MOST_PLANS:
+            oldest = min(kept, key=lambda plan: plan.used)
+            kept = [plan for plan in kept if plan is not oldest]
+        self.plans = [plan, *kept]  # a new list: another thread may be walking the old one
         return plan
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "plans": []}  # plans hold code; they are made again at the next call
+        # Plans hold code; they are made again at the next call.
+        return {**vars(self), "plans": [], "missed": deque(maxlen=self.missed.maxlen)}
 
     def __repr__(self) -> str:
         return f"Region({self.path or 'the model'})"
@@ -203,8 +251,12 @@ def _guard(traced: Trace) -> Guard:
         space = type(module).forward is nn.Module.forward  # a list of modules, or a module that only holds others
         whole = module in called and not is_known(module)
         (watched if module in inlined or space or (module in called and not whole) else others)[module] = None
-        left += [] if whole else [child for child in module._modules.values() if child is not None]
-    return Guard(watched, others, (module for module in traced.root.modules() if not sealed(module)))
+        # `parameters()` goes through all children.
+        left += (
+            [] if whole and not traced.questions else [child for child in module._modules.values() if child is not None]
+        )
+    open_modules = [module for module in traced.root.modules() if not sealed(module)]
+    return Guard(watched, others, open_modules, asked_at_places(traced.questions, traced.root.modules()))
 
 
 def compiled(traced: Trace, chains: list[Chain]) -> Callable[..., Any]:

@@ -56,35 +56,45 @@ def attributes_of(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+class Attributes:
+    """What the attributes of modules, and all they lead to, are now; with what is `named`."""
+
+    def __init__(self, modules: Iterable[nn.Module], named: dict[str, Any] | None = None) -> None:
+        self.own = [(vars(module), dict(vars(module))) for module in modules]
+        self.held: dict[int, tuple[str, Any, Any]] = {}
+        for attributes in (named or {}, *(attributes for _, attributes in self.own)):
+            for name, value in reached(attributes):
+                holder = value if isinstance(value, CONTAINERS) else attributes_of(value)
+                if id(holder) not in self.held and (holder is value or holder):
+                    self.held[id(holder)] = name, holder, _copy(holder)
+
+    def put_back(self) -> list[str]:
+        """Undoes what has changed since, and says which attributes that was."""
+        changed = []
+        for name, holder, old in self.held.values():
+            if not same_contents(holder, old):
+                changed.append(name)
+                _put_back(holder, old)
+        for now, old in self.own:
+            if not same_contents(now, old):
+                changed += [name for name in now.keys() | old.keys() if now.get(name, old) is not old.get(name, old)]
+                _put_back(now, old)
+        return changed
+
+
 @contextmanager
 def unchanged(modules: Iterable[nn.Module], named: dict[str, Any]) -> Iterator[None]:
     """Puts back what the block changes of the modules' attributes and all they hold, and of what is `named`; refuses then.
 
     The dictionaries of buffers and parameters among them are those of the original model.
     """
-    own = [(vars(module), dict(vars(module))) for module in modules]
-    contents: dict[int, tuple[str, Any, Any]] = {}
-    for attributes in (named, *(attributes for _, attributes in own)):
-        for name, value in reached(attributes):
-            holder = value if isinstance(value, CONTAINERS) else attributes_of(value)
-            if id(holder) not in contents and (holder is value or holder):
-                contents[id(holder)] = name, holder, _copy(holder)
-    random_state, numpy_state, words = random.getstate(), np.random.get_state(), numpy_words()  # noqa: NPY002
+    before = Attributes(modules, named)
     changed: list[str] = []
     try:
-        yield
+        with numbers_put_back() as drawn:
+            yield
     finally:
-        for name, holder, old in contents.values():
-            if not same_contents(holder, old):
-                changed.append(name)
-                _put_back(holder, old)
-        for now, old in own:
-            if not same_contents(now, old):
-                changed += [name for name in now.keys() | old.keys() if now.get(name, old) is not old.get(name, old)]
-                _put_back(now, old)
-        drawn = random.getstate() != random_state or numpy_words() != words
-        random.setstate(random_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
+        changed = before.put_back()
     if changed:
         what = {"_buffers": "buffers", "_parameters": "parameters", "_modules": "children"}.get(changed[0])
         raise RefusedError(
@@ -92,6 +102,19 @@ def unchanged(modules: Iterable[nn.Module], named: dict[str, Any]) -> Iterator[N
         )
     if drawn:
         raise RefusedError("draws random numbers in Python")
+
+
+@contextmanager
+def numbers_put_back() -> Iterator[list[str]]:
+    """Puts back the generators of Python and NumPy; the list given has something in it afterwards if one was moved."""
+    drawn: list[str] = []
+    random_state, numpy_state, words = random.getstate(), np.random.get_state(), numpy_words()  # noqa: NPY002
+    try:
+        yield drawn
+    finally:
+        drawn += ["random"] * (random.getstate() != random_state) + ["numpy"] * (numpy_words() != words)
+        random.setstate(random_state)
+        np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _plain(holder: Any) -> Any:

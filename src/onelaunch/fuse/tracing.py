@@ -3,9 +3,10 @@
 `torch.fx` records what a forward does to its tensors, once. That is the whole truth only if the forward is a function of its
 arguments and of attributes that stay as they are. So a trace here is refused, with the reason, when the forward
 
-- branches on a tensor, or asks what only the tensor knows (`proxies.py`), compares with `is` or catches (`readable.py`);
-- makes tensors of its own (`torch.rand` would be drawn once and for all), or draws random numbers in Python;
-- enters `no_grad` or `autocast`, which a graph does not record;
+- branches on a tensor, or asks what only the tensor knows (`proxies.py`);
+- compares with `is`, catches or enters a context, itself or in a function that it calls (`readable.py`, `codes_run.py`);
+- makes tensors of its own (`torch.rand` would be drawn once and for all; `asked.py`), or draws random numbers in Python;
+- turns gradients or autocast on or off, which a graph does not record;
 - changes attributes of its module or anything they hold (`state.py`), or prints.
 
 A child that is refused becomes one opaque call in the graph of its parent. What was read but cannot be seen in the graph (mode,
@@ -15,42 +16,27 @@ hooks, children and attributes of every module traced through) is the guard of t
 from __future__ import annotations
 
 import inspect
-import operator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx, nn
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.fuse.arguments import Arguments, Thing
+from onelaunch.fuse.asked import NoTensorsOfItsOwn, Question
+from onelaunch.fuse.codes_run import CallsSeen, Running
 from onelaunch.fuse.operations import hooked, is_known
 from onelaunch.fuse.own_thread import ONE_AT_A_TIME, OwnThreadTracer
-from onelaunch.fuse.proxies import TensorProxy, ThingProxy
-from onelaunch.fuse.readable import asks_for_none, methods_of, why_not_readable
+from onelaunch.fuse.proxies import TensorProxy, ThingProxy, marked
+from onelaunch.fuse.readable import methods_of, why_not_readable
 from onelaunch.fuse.refused import RefusedError as RefusedError
 from onelaunch.fuse.refused import said_by as said_by
 from onelaunch.fuse.state import CONTAINERS, generators_unmoved, same_contents, unchanged
 from onelaunch.fuse.twin import sealed
-
-# Questions about a real tensor (a parameter's) that make no new one; a change of mode is seen at the next node.
-HARMLESS = frozenset(
-    {
-        "_set_grad_enabled",
-        "__get__",
-        "dim",
-        "size",
-        "numel",
-        "stride",
-        "element_size",
-        "is_floating_point",
-        "is_contiguous",
-    }
-)
 
 
 class StandsForClass:
@@ -66,6 +52,7 @@ class Trace:
     root: nn.Module
     inlined: dict[str, nn.Module]  # by path: the modules whose forward is now part of the graph, the root ("") first
     opaque: dict[str, str]  # path of a child that is called as a whole -> why
+    questions: list[Question] = field(default_factory=list)  # what was asked of tensors, and the graph does not say
 
     def module(self, node: fx.Node) -> nn.Module:
         return self.root.get_submodule(str(node.target))
@@ -77,24 +64,13 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
         # With gradients, whoever asks: what a forward takes away of them is seen then, and refused.
         with torch.inference_mode(False), torch.enable_grad(), ONE_AT_A_TIME, generators_unmoved():
             tracer = _Tracer(arguments)
-            with _unchanged(list(root.modules())), _NoTensorsOfItsOwn():
+            with _unchanged(list(root.modules())), NoTensorsOfItsOwn() as asked:
                 graph = tracer.trace(root)
-                tracer.check_parts()
     except RefusedError:
         raise
     except (Exception, SystemExit) as error:  # fx and the forward itself may raise anything when fed with proxies
         raise RefusedError(said_by(error)) from error
-    return Trace(graph, root, tracer.inlined, tracer.opaque)
-
-
-class _NoTensorsOfItsOwn(TorchFunctionMode):
-    """Refuses torch calls without a proxy: their result would be frozen into the graph."""
-
-    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        if any(issubclass(kind, fx.Proxy) for kind in kinds) or name in HARMLESS:
-            return func(*args, **(kwargs or {}))
-        raise RefusedError(f"makes a tensor of its own ({name})")
+    return Trace(graph, root, tracer.inlined, tracer.opaque, list(asked.questions.values()))
 
 
 def why_opaque(module: nn.Module) -> str | None:
@@ -142,8 +118,29 @@ class _Tracer(OwnThreadTracer):
         self.opaque: dict[str, str] = {}
         self.owner = ""
         self.modes = _modes()
+        self.running = Running(set())  # of the module whose forward runs
+        self.calls = CallsSeen(lambda frame: self.running.see(frame))
+
+    def _run(self, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """A module's forward, refused for anything that it runs."""
+        before = self.calls.turn(True)
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self.calls.turn(before)
+        self.running.check()
+        return result
+
+    def create_proxy(self, *args: Any, **kwargs: Any) -> fx.Proxy:
+        before = self.calls.turn(False)  # fx is no part of the forward, and slower while its calls are seen
+        try:
+            return super().create_proxy(*args, **kwargs)
+        finally:
+            self.calls.turn(before)
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
+        if marked(node):
+            self.running.meet_part()
         return TensorProxy(node, self)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
@@ -158,7 +155,7 @@ class _Tracer(OwnThreadTracer):
         before = [container.copy() for container in self.given]
 
         def run(module: nn.Module) -> Any:
-            result = forward(module, *positional, **keywords)
+            result = self._run(forward, module, *positional, **keywords)
             if not all(map(same_contents, self.given, before)):
                 raise RefusedError("changes a list or dictionary that it is given")
             if any(isinstance(value, np.generic) for value in tree_leaves(result)):
@@ -211,12 +208,21 @@ class _Tracer(OwnThreadTracer):
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.elsewhere:
             return forward(*args, **kwargs)
+        before = self.calls.turn(False)
+        try:
+            return self._called(m, forward, args, kwargs)
+        finally:
+            self.calls.turn(before)
+
+    def _called(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A child as a part of the graph: what its forward does, or one call."""
         try:
             path = self.path_of_module(m)
         except NameError:
             if any(True for _ in m.parameters()) or any(True for _ in m.buffers()):
                 raise RefusedError("calls a module that is not registered") from None
-            return forward(*args, **kwargs)  # made on the way, such as a loss: its forward is as good as a function
+            # Made on the way, such as a loss: its forward is as good as a function.
+            return self._run(forward, *args, **kwargs)
         if type(m).__call__ is not nn.Module.__call__ and not sealed(m):
             raise RefusedError(f"{path} has a __call__ of its own")
         reason = why_opaque(m)
@@ -224,27 +230,23 @@ class _Tracer(OwnThreadTracer):
             last = next(iter(reversed(self.graph.nodes)))
             known = dict(self.inlined)
             owner, self.owner = self.owner, path
+            outer, self.running = self.running, Running(self.running.holders)
             try:
                 self.inlined[path] = m
                 with _unchanged([m]):
-                    return type(m).forward(m, *args, **kwargs)
+                    return self._run(type(m).forward, m, *args, **kwargs)
             except (Exception, SystemExit) as error:
                 reason = said_by(error)
                 self.inlined = known
                 self._forget_after(last)
             finally:
-                self.owner = owner
+                self.owner, self.running = owner, outer
         self._check_lists((*args, *kwargs.values()))
         self.opaque[path] = reason
-        return self.create_proxy("call_module", path, args, kwargs)
-
-    def check_parts(self) -> None:
-        """A part of what a module returns may be None, which its proxy is not."""
-        for node in self.graph.nodes:
-            source = node.args[0] if node.target is operator.getitem else None
-            asking = self.inlined.get(node.meta["owner"])
-            if isinstance(source, fx.Node) and source.op == "call_module" and asking and asks_for_none(asking):
-                raise RefusedError(f"compares a part of what {source.target} returns with `is`")
+        proxy = self.create_proxy("call_module", path, args, kwargs)
+        if not is_known(m):
+            proxy.node.meta["part"] = False  # all it returns, of which a part may be None
+        return proxy
 
     def _check_lists(self, value: Any) -> None:
         """A module called as a whole gets copies of lists: one that is to be filled would stay empty."""

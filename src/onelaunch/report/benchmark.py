@@ -9,7 +9,8 @@ from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
 from onelaunch.report.number import byte_size, digits, joules, percent, rate, seconds, times
-from onelaunch.report.read import Source
+from onelaunch.report.palette import Palette
+from onelaunch.report.read import Source, unfinished
 
 OURS, FLOOR = "onelaunch", "floor"
 MOST_WATTS = 1000
@@ -18,27 +19,28 @@ TITLES = {
 }  # fmt: skip
 
 
-def bench_sections(source: Source, identity: str) -> list[Section]:
+def bench_sections(source: Source, identity: str, palette: Palette) -> list[Section]:
     content = source.content
+    name = f"{source.name}, unfinished" if unfinished(content) else source.name
     groups = list(dict.fromkeys(case["group"] for case in content["cases"]))
     if not groups:
         said = [("note", "No case is finished."), *_statements([], content)]
-        return [Section(identity, f"Benchmark {source.name}", machine_facts(content), statements=said)]
+        return [Section(identity, f"Benchmark {name}", machine_facts(content), statements=said)]
     sections = []
-    for group in groups:
+    for position, group in enumerate(groups, 1):
         cases = [case for case in content["cases"] if case["group"] == group]
         timed = [case for case in cases if has_times(case)]
         command = content.get("command") or f"onelaunch bench {group}{' --quick' if content.get('quick') else ''}"
-        here = f"{identity}-{group}"
+        here = f"{identity}-{position}"
         facts = [*machine_facts(content), ("command", command)]
-        figures = [_bars(case, f"{here}-{number}", command) for number, case in enumerate(timed)]
-        for extra in (_roofline(timed, content.get("ceilings", {}), here, command), _energy(timed, here, command)):
-            figures += [extra] if extra else []
-        figures += [
-            _memory(c, f"{here}-{n}", command) for n, c in enumerate(timed) if group == "memory" and c.get("peak_bytes")
-        ]
+        figures = [_bars(case, f"{here}-{number}", command, palette) for number, case in enumerate(timed)]
+        roofline = _roofline(timed, content.get("ceilings", {}), here, command, palette)
+        figures += [extra for extra in (roofline, _energy(timed, here, command, palette)) if extra]
+        if group == "memory":
+            peaks = [case for case in timed if case.get("peak_bytes")]
+            figures += [_memory(case, f"{here}-{number}", command, palette) for number, case in enumerate(peaks)]
         tables = [group_table(timed, TITLES.get(group, group))] if timed else []
-        title = f"{TITLES.get(group, group)} ({source.name})"
+        title = f"{TITLES.get(group, group)} ({name})"
         sections.append(Section(here, title, facts, tables, figures, _statements(cases, content)))
     return sections
 
@@ -126,21 +128,25 @@ def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tu
     said += [("note", f"Absent: {name} ({reason})") for name, reason in absent.items()]
     if content.get("quick"):
         said.append(("note", "Taken with --quick: few repeats."))
-    if content.get("interrupted"):
-        said.append(("bad", "Interrupted: what was done is here."))
-    return said
+    return [*said, *unfinished(content)]
 
 
 def _kind(name: str) -> str:
     return "ours" if name == OURS else "floor" if name.startswith(FLOOR) else "bar"
 
 
-def _bars(case: dict[str, Any], identity: str, command: str) -> Figure:
+def _colour(name: str, palette: Palette) -> int | None:
+    """Only ours has one: the roofline shows it too."""
+    return palette.look(OURS).colour if name == OURS else None
+
+
+def _bars(case: dict[str, Any], identity: str, command: str, palette: Palette) -> Figure:
     bars = []
     for name, timing in case["times"].items():
         ratio = f", {against(case, name)}" if _kind(name) == "bar" else ""
         low, high = timing["quartiles"]
-        bars.append(Bar(name, timing["median"], seconds(timing["median"]) + ratio, low, high, _kind(name)))
+        words, colour = seconds(timing["median"]) + ratio, _colour(name, palette)
+        bars.append(Bar(name, timing["median"], words, low, high, _kind(name), colour))
     bars.sort(key=lambda bar: bar.value)
     svg = bar_chart(f"{identity}-time", case["name"], bars, what=f"Median time of a {case['unit']}")
     head = ["contender", "median", "least", "quartiles", "n", "spread", "peak memory", "energy"]
@@ -155,14 +161,17 @@ def _bars(case: dict[str, Any], identity: str, command: str) -> Figure:
     return Figure(case["name"], svg, Table(f"{case['name']}, a {case['unit']}", head, rows), command, note)
 
 
-def _roofline(cases: list[dict[str, Any]], ceilings: dict[str, Any], identity: str, command: str) -> Figure | None:
+def _roofline(
+    cases: list[dict[str, Any]], ceilings: dict[str, Any], identity: str, command: str, palette: Palette
+) -> Figure | None:
     points = [(c, *place) for c in cases for place in [_on_roofline(c, ceilings)] if place]
     if not points:
         return None
     kind = "cuda" if points[0][0].get("gpu") or "cuda" in ceilings else "cpu"
     bandwidth = ceilings[kind]["copy"]
     intensities = [x for _, x, _ in points]
-    lines = [Line("onelaunch", intensities, [y for _, _, y in points], dots=[c["name"] for c, _, _ in points])]
+    names = [c["name"] for c, _, _ in points]
+    lines = [Line(OURS, intensities, [y for _, _, y in points], dots=names)]
     for dtype in sorted({c["dtype"] for c, _, _ in points} & ceilings[kind].keys()):
         peak = ceilings[kind][dtype]
         low, high = min([*intensities, peak / bandwidth / 4]), max([*intensities, peak / bandwidth * 4])
@@ -170,14 +179,14 @@ def _roofline(cases: list[dict[str, Any]], ceilings: dict[str, Any], identity: s
         lines.append(Line(f"ceiling, {dtype}", [low, bend, high], [low * bandwidth, peak, peak]))
     svg = line_chart(
         f"{identity}-roofline", "Roofline", lines, x_label="FLOPs a byte that must move", y_label="FLOPs a second",
-        log_x=True, log_y=True, write_y=lambda v: rate(v, ""),
+        log_x=True, log_y=True, write_y=lambda value, figures=3: rate(value, "", figures), palette=palette,
     )  # fmt: skip
     rows = [[c["name"], digits(x), rate(y, "FLOP/s"), percent(c.get("floor_share"), 0)] for c, x, y in points]
     note = (
         f"The slope is the copy of a large tensor, {rate(bandwidth, 'B/s')} here; the flat part a large matrix product."
     )
     table = Table("Roofline", ["case", "FLOPs a byte", "reached", "share of the floor's speed"], rows)
-    return Figure("Roofline", svg, table, command, note)
+    return Figure("Roofline", svg, table, command, note, names)
 
 
 def _on_roofline(case: dict[str, Any], ceilings: dict[str, Any]) -> tuple[float, float] | None:
@@ -187,7 +196,7 @@ def _on_roofline(case: dict[str, Any], ceilings: dict[str, Any]) -> tuple[float,
     return work["flops"] / work["bytes"], work["flops"] / case["times"][OURS]["median"]
 
 
-def _energy(cases: list[dict[str, Any]], identity: str, command: str) -> Figure | None:
+def _energy(cases: list[dict[str, Any]], identity: str, command: str, palette: Palette) -> Figure | None:
     """How many times our energy the most frugal peer takes, a bar a case."""
     bars, rows = [], []
     for case in cases:
@@ -197,7 +206,8 @@ def _energy(cases: list[dict[str, Any]], identity: str, command: str) -> Figure 
             continue
         frugal = min(others, key=lambda name: others[name])
         ratio = others[frugal] / used[OURS]
-        bars.append(Bar(case["name"], ratio, f"{times(ratio)} ({frugal})", kind="ours" if ratio >= 1 else "bar"))
+        kind, colour = ("ours", _colour(OURS, palette)) if ratio >= 1 else ("bar", None)
+        bars.append(Bar(case["name"], ratio, f"{times(ratio)} ({frugal})", kind=kind, colour=colour))
         rows.append([case["name"], joules(used[OURS]), frugal, joules(others[frugal]), times(ratio)])
     if not bars:
         return None
@@ -208,9 +218,13 @@ def _energy(cases: list[dict[str, Any]], identity: str, command: str) -> Figure 
     )
 
 
-def _memory(case: dict[str, Any], identity: str, command: str) -> Figure:
+def _memory(case: dict[str, Any], identity: str, command: str, palette: Palette) -> Figure:
     peaks = case["peak_bytes"]
-    bars = [Bar(name, float(v), byte_size(v), kind=_kind(name)) for name, v in peaks.items() if math.isfinite(v)]
+    bars = [
+        Bar(name, float(v), byte_size(v), kind=_kind(name), colour=_colour(name, palette))
+        for name, v in peaks.items()
+        if math.isfinite(v)
+    ]
     svg = bar_chart(f"{identity}-peak", f"{case['name']}: peak memory", bars, what="Peak memory")
     rows = [[name, byte_size(value), f"{value:,}"] for name, value in peaks.items()]
     table = Table("Peak memory", ["contender", "peak", "bytes"], rows)

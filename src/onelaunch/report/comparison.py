@@ -8,8 +8,9 @@ from typing import Any
 from onelaunch.report.draw import Bar, Line, bar_chart, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
-from onelaunch.report.number import NONE, byte_size, digits, percent, seconds, times
-from onelaunch.report.read import Source
+from onelaunch.report.number import NONE, byte_size, digits, percent, seconds, times, whole
+from onelaunch.report.palette import Palette
+from onelaunch.report.read import Source, unfinished
 from onelaunch.report.scale import is_wide
 
 OURS = "onelaunch"
@@ -21,7 +22,7 @@ def is_ours(name: str) -> bool:
     return name.startswith(OURS)
 
 
-def compare_section(source: Source, identity: str) -> Section:
+def compare_section(source: Source, identity: str, palette: Palette) -> Section:
     content = source.content
     command = content.get("command", "")
     found = dict(sorted(content["contenders"].items(), key=lambda entry: not is_ours(entry[0])))  # ours first
@@ -35,16 +36,17 @@ def compare_section(source: Source, identity: str) -> Section:
     tables: list[Table] = []
     if found:
         tables.append(comparison_table(found))
-        figures += [_curves(found, identity, command, content), _bars(found, identity, command)]
+        figures += [_curves(found, identity, command, content, palette), _bars(found, identity, command, palette)]
     if content.get("memory"):
-        figures.append(_memory(content["memory"], identity, command))
+        figures.append(_memory(content["memory"], identity, command, palette))
     if (content.get("sizes") or {}).get("step_seconds"):
-        figures += size_figures(content["sizes"], identity, command)
+        figures += size_figures(content["sizes"], identity, command, palette)
     said = [*agreement(found), *noise(content)]
     said += [] if found else [("note", "No contender is finished yet.")]
-    said += [("bad", "Interrupted: what was done is here.")] if content.get("interrupted") else []
+    said += unfinished(content)
     said += [("note", f"Absent: {name} ({reason})") for name, reason in content.get("absent", {}).items()]
-    return Section(identity, f"Comparison {source.name}", facts, tables, figures, said)
+    title = f"Comparison {source.name}{' (unfinished)' if unfinished(content) else ''}"
+    return Section(identity, title, facts, tables, figures, said)
 
 
 def _run_words(content: dict[str, Any]) -> str:
@@ -109,7 +111,7 @@ def noise(content: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _curves(found: dict[str, Any], identity: str, command: str, content: dict[str, Any]) -> Figure:
+def _curves(found: dict[str, Any], identity: str, command: str, content: dict[str, Any], palette: Palette) -> Figure:
     several = len(content.get("seeds", [])) > 1
     lines = [
         Line(
@@ -119,8 +121,9 @@ def _curves(found: dict[str, Any], identity: str, command: str, content: dict[st
     ]
     wide = is_wide(value for line in lines for value in line.y)
     svg = line_chart(
-        f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean of a stretch", log_y=wide
-    )
+        f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean of a stretch", log_y=wide,
+        palette=palette,
+    )  # fmt: skip
     rows = [[f"{step:,}", *(digits(line.y[i]) for line in lines)] for i, step in _thinned(lines[0].x)]
     note = "Bands run from the least to the largest seed." if several else ""
     return Figure("Loss curves", svg, Table("Loss by step", ["step", *found], rows), command, note)
@@ -131,13 +134,15 @@ def _thinned(values: Sequence[float], most: int = 20) -> list[tuple[int, float]]
     return [(i, values[i]) for i in range(stride - 1, len(values), stride)]
 
 
-def _bars(found: dict[str, Any], identity: str, command: str) -> Figure:
-    best = min(one["step_seconds"]["median"] for one in found.values())
-    bars = [
-        Bar(name, t["median"], f"{seconds(t['median'])}" + ("" if t["median"] == best else f", {times(t['median'] / best)}"),
-            t["minimum"], t["maximum"], "ours" if is_ours(name) else "bar")
-        for name, one in found.items() for t in [one["step_seconds"]]
-    ]  # fmt: skip
+def _bars(found: dict[str, Any], identity: str, command: str, palette: Palette) -> Figure:
+    ours = min((one["step_seconds"]["median"] for name, one in found.items() if is_ours(name)), default=None)
+    bars = []
+    for name, one in found.items():
+        t = one["step_seconds"]
+        factor = "" if ours in (None, t["median"]) else f", {times(t['median'] / ours)}"
+        kind = "ours" if is_ours(name) else "bar"
+        words, colour = f"{seconds(t['median'])}{factor}", palette.look(name).colour
+        bars.append(Bar(name, t["median"], words, t["minimum"], t["maximum"], kind, colour))
     bars.sort(key=lambda bar: bar.value)
     svg = bar_chart(f"{identity}-bars", "Time of a step", bars, what="Time of a step")
     rows = [
@@ -149,16 +154,10 @@ def _bars(found: dict[str, Any], identity: str, command: str) -> Figure:
         for name, one in found.items()
     ]
     table = Table("Time of a step", ["contender", "median", "least", "most", "epochs"], rows)
-    return Figure(
-        "Time of a step",
-        svg,
-        table,
-        command,
-        "Whiskers run from the fastest to the slowest epoch; factors are over the fastest.",
-    )
+    return Figure("Time of a step", svg, table, command, "Whiskers run from the fastest to the slowest epoch.")
 
 
-def _memory(memory: dict[str, Any], identity: str, command: str) -> Figure:
+def _memory(memory: dict[str, Any], identity: str, command: str, palette: Palette) -> Figure:
     longest = max((len(one["bytes"]) for one in memory.values() if "bytes" in one), default=1)
     lines, rows = [], []
     for name, one in sorted(memory.items(), key=lambda entry: not is_ours(entry[0])):
@@ -170,7 +169,7 @@ def _memory(memory: dict[str, Any], identity: str, command: str) -> Figure:
         )
     svg = line_chart(
         f"{identity}-memory", "Memory over a step", lines, x_label="operation of the step", y_label="MiB alive",
-        from_zero=True, write_x=lambda value: f"{value:g}",
+        from_zero=True, write_x=whole, palette=palette,
     )  # fmt: skip
     note = (
         "Weights, gradients, optimizer state, batch and activations, without the data set. A flat line is an arena laid out "
@@ -180,9 +179,10 @@ def _memory(memory: dict[str, Any], identity: str, command: str) -> Figure:
     return Figure("Memory over a step", svg, table, command, note)
 
 
-def size_figures(sizes: dict[str, Any], identity: str, command: str) -> list[Figure]:
+def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Palette | None = None) -> list[Figure]:
     """Time of a step over the hidden size, and the speed-up of the engine that auto picks."""
-    hidden = sizes["hidden"]
+    palette = palette or Palette()
+    hidden = sorted(set(sizes["hidden"]))
     measured = dict(sorted(sizes["step_seconds"].items(), key=lambda entry: not is_ours(entry[0])))
     lines = []
     for name, by_size in measured.items():
@@ -205,7 +205,7 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str) -> list[Fig
     table = Table("Time of a step by hidden size", ["hidden size", *measured, "chosen by auto"], rows)
     svg = line_chart(
         f"{identity}-sizes", "Time of a step over hidden size", lines, x_label="hidden size", y_label="time of a step",
-        log_x=True, log_y=True, write_y=seconds, write_x=lambda v: f"{v:g}", x_ticks=hidden,
+        log_x=True, log_y=True, write_y=seconds, write_x=whole, x_ticks=hidden, palette=palette,
     )  # fmt: skip
     figures = [Figure("Time of a step over hidden size", svg, table, command)]
     ratios = speed_up(sizes)
@@ -213,8 +213,8 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str) -> list[Fig
         lines = [Line(name, list(by_size), list(by_size.values())) for name, by_size in ratios.items()]
         svg = line_chart(
             f"{identity}-speedup", "Speed-up over hidden size", lines, x_label="hidden size",
-            y_label="times faster than", log_x=True, log_y=True, write_y=times, write_x=lambda v: f"{v:g}",
-            x_ticks=hidden,
+            y_label="times faster than", log_x=True, log_y=True, write_y=times, write_x=whole, x_ticks=hidden,
+            palette=palette,
         )  # fmt: skip
         rows = [[f"{size:,}", *(times(by_size.get(size)) for by_size in ratios.values())] for size in hidden]
         table = Table("How many times faster engine='auto' is than each", ["hidden size", *ratios], rows)
@@ -226,7 +226,7 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str) -> list[Fig
 def speed_up(sizes: dict[str, Any]) -> dict[str, dict[int, float]]:
     """Each peer's time over that of the engine auto picks, by size."""
     found: dict[str, dict[int, float]] = {}
-    for size in sizes["hidden"]:
+    for size in sorted(set(sizes["hidden"])):
         auto = sizes["step_seconds"].get(sizes["auto"].get(str(size), ""), {}).get(str(size))
         for name, by_size in sizes["step_seconds"].items():
             if auto and not is_ours(name) and str(size) in by_size:

@@ -1,29 +1,40 @@
 """Charts as SVG text: lines over steps or sizes, and bars against peers. Deterministic: the same values, the same bytes.
 
-A chart is 400 units wide with 12.5-unit type, so that it can be read at the width of a phone. Each has a title and a
-description for screen readers; the values themselves go into a table beside it (`figure.py`).
+A chart is 330 units wide with 12.5-unit type, and the page shows it 320 to 384 pixels wide: its type is that of the page, on a
+phone too. Each has a title and a description for screen readers; the values themselves go into a table beside it
+(`figure.py`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
+from typing import Protocol
 
 from onelaunch.report.number import digits
+from onelaunch.report.palette import Look, Palette
 from onelaunch.report.scale import Scale, fitted
-from onelaunch.report.theme import SERIES
 
-WIDTH, HEIGHT = 400, 280
+WIDTH, HEIGHT = 330, 250
 LEFT, RIGHT, BOTTOM = 62, 14, 44
 CHARACTER, BOLD_CHARACTER = 6.9, 7.8  # units a character of 12.5-unit type takes, generously
 LONGEST_WHISKER = 2.0  # times the bar
+HEAP = 7.0  # units between dots that share their numbers
+LEAST_BAR = 50  # units that words beside the longest bar leave for it
 MOST_MARKERS = 14  # a line with more points is drawn without
 MARKERS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-3.5-3.5h7v7h-7z", "M0-4.6L4.4 3.4H-4.4z", "M0-5L5 0L0 5L-5 0z",
            "M0 4.6L4.4-3.4H-4.4z", "M-1.5-4.5h3v9h-3z", "M-4.5-1.5h9v3h-9z")  # fmt: skip
-Write = Callable[[float], str]
+
+
+class Write(Protocol):
+    """How an axis words its values: with so many significant figures where three cannot tell two ticks apart."""
+
+    def __call__(self, value: float, figures: int = 3, /) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     steps: bool = False
-    dots: Sequence[str] = ()  # points alone, each with the name of what it is
+    dots: Sequence[str] = ()  # points alone, each with the name of what it is; they are numbered from 1 in the picture
 
 
 @dataclass(frozen=True)
@@ -47,6 +58,7 @@ class Bar:
     low: float | None = None
     high: float | None = None
     kind: str = "bar"  # or "ours", or "floor"
+    colour: int | None = None  # of its name, where other figures draw it too
 
 
 def known(values: Iterable[float | None]) -> list[float]:
@@ -84,22 +96,28 @@ def line_chart(
     write_x: Write = digits,
     write_y: Write = digits,
     x_ticks: Sequence[float] = (),
+    palette: Palette | None = None,
 ) -> str:
-    """`x_ticks`: where to mark the x axis, when the values themselves are better marks than round numbers."""
-    assert len(lines) <= SERIES, "more lines than can be told apart"
-    legend, top = _legend(lines)
+    """`x_ticks`: where to mark the x axis, when the values themselves are better marks than round numbers. `palette`: of the
+    page, so that a name looks alike in all its figures."""
+    palette = palette or Palette()
+    looks = [palette.look(line.name) for line in lines]
+    legend, top = _legend(lines, looks)
     top += 22  # the name of the y axis
     x = fitted((v for line in lines for v in line.x), LEFT, WIDTH - RIGHT, log=log_x)
     everything = (v for line in lines for part in (line.y, line.low, line.high) for v in part)
     y = fitted(everything, HEIGHT + top - BOTTOM, top, log=log_y, from_zero=from_zero)
     parts = [legend, text(0, top - 10, y_label, "soft")]
-    for tick in y.ticks():
+    for tick, words in _labels(y.ticks(), write_y):
         at = place(y(tick))
         parts.append(f'<path class="grid" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
-        parts.append(text(LEFT - 6, y(tick) + 4, _tick(write_y(tick)), "end soft"))
-    parts.append(_x_axis(x, y.start, x_label, write_x, x_ticks))
-    for number, line in sorted(enumerate(lines), key=lambda entry: bool(entry[1].dots)):  # dots lie on top
-        parts.append(_line(line, number, x, y, write_x, write_y))
+        parts.append(text(LEFT - 6, y(tick) + 4, words, "end soft"))
+    ticks = sorted(set(x_ticks)) or x.ticks()
+    if all(value == round(value) for line in lines for value in line.x if math.isfinite(value)):
+        ticks = [tick for tick in ticks if tick == round(tick)]  # between two steps there is none
+    parts.append(_x_axis(x, y.start, x_label, _labels(ticks, write_x)))
+    for line, look in sorted(zip(lines, looks, strict=True), key=lambda entry: bool(entry[0].dots)):  # dots lie on top
+        parts.append(_line(line, look, x, y, write_x, write_y))
     highest = ", ".join(f"{line.name} ends at {write_y(line.y[-1])}" for line in lines if len(line.y) and not line.dots)
     return chart(identity, title, f"{y_label} over {x_label}. {highest}", HEIGHT + top, "".join(parts))
 
@@ -109,11 +127,18 @@ def _tick(words: str) -> str:
     return re.sub(r"(\.\d*?)0+(?!\d)", lambda found: "" if found[1] == "." else found[1], words)
 
 
-def _x_axis(x: Scale, bottom: float, label: str, write: Write, given: Sequence[float]) -> str:
+def _labels(ticks: Sequence[float], write: Write) -> list[tuple[float, str]]:
+    """Each tick with its words, in as many figures as say where it lies."""
+    nearest = min((after - before for before, after in pairwise(ticks)), default=math.inf)
+    exact = (n for n in range(3, 12) if all(abs(float(f"{tick:.{n}g}") - tick) <= nearest / 100 for tick in ticks))
+    figures = next(exact, 12)
+    return [(tick, _tick(write(tick, figures))) for tick in ticks]
+
+
+def _x_axis(x: Scale, bottom: float, label: str, labels: Sequence[tuple[float, str]]) -> str:
     parts = [f'<path class="axis" d="M{LEFT} {place(bottom)}H{WIDTH - RIGHT}"/>']
     taken = -math.inf
-    for tick in given or x.ticks():
-        words = _tick(write(tick))
+    for tick, words in labels:
         half = len(words) * CHARACTER / 2
         if x(tick) - half > taken + 4:  # else it would lie on its neighbour
             middle = min(x(tick), WIDTH - half)
@@ -124,30 +149,35 @@ def _x_axis(x: Scale, bottom: float, label: str, write: Write, given: Sequence[f
     return "".join(parts)
 
 
-def _legend(lines: Sequence[Line]) -> tuple[str, float]:
+def _legend(lines: Sequence[Line], looks: Sequence[Look]) -> tuple[str, float]:
     parts, x, y = [], 0.0, 12.0
-    for number, line in enumerate(lines):
+    for line, look in zip(lines, looks, strict=True):
         width = 34 + len(line.name) * CHARACTER
         if x and x + width > WIDTH:
             x, y = 0.0, y + 19
         if not line.dots:
-            parts.append(f'<path class="l{number}" d="M{place(x)} {place(y - 4)}h24"/>')
-        parts.append(_marker(number, x + 12, y - 4))
+            parts.append(f'<path class="{_stroke(look)}" d="M{place(x)} {place(y - 4)}h24"/>')
+        parts.append(_marker(look, x + 12, y - 4))
         parts.append(text(x + 30, y, line.name))
         x += width + 8
     return "".join(parts), y + 10
 
 
-def _marker(number: int, x: float, y: float, words: str = "") -> str:
+def _stroke(look: Look) -> str:
+    return f"l{look.colour} d{look.form}"
+
+
+def _marker(look: Look, x: float, y: float, words: str = "") -> str:
     title = f"<title>{escape(words)}</title>" if words else ""
-    return f'<path class="m{number}" transform="translate({place(x)} {place(y)})" d="{MARKERS[number]}">{title}</path>'
+    shape = MARKERS[look.form]
+    return f'<path class="m{look.colour}" transform="translate({place(x)} {place(y)})" d="{shape}">{title}</path>'
 
 
-def _line(line: Line, number: int, x: Scale, y: Scale, write_x: Write, write_y: Write) -> str:
+def _line(line: Line, look: Look, x: Scale, y: Scale, write_x: Write, write_y: Write) -> str:
     names = line.dots or [line.name] * len(line.x)
     points = [
-        (x(a), y(b), f"{name}: {write_y(b)} at {write_x(a)}")
-        for a, b, name in zip(line.x, line.y, names, strict=True)
+        (x(a), y(b), f"{name}: {write_y(b)} at {write_x(a)}", number)
+        for number, (a, b, name) in enumerate(zip(line.x, line.y, names, strict=True), 1)
         if math.isfinite(a) and math.isfinite(b) and (b > 0 or not y.log)
     ]
     if not points:
@@ -158,18 +188,47 @@ def _line(line: Line, number: int, x: Scale, y: Scale, write_x: Write, write_y: 
             [f"{place(x(a))} {place(y(b))}" for a, b in zip(line.x, edge, strict=True) if math.isfinite(b)]
             for edge in (line.high, line.low)
         )
-        parts.append(f'<path class="b{number}" d="M{"L".join(over + under[::-1])}z"/>')
+        parts.append(f'<path class="b{look.colour}" d="M{"L".join(over + under[::-1])}z"/>')
     if not line.dots:
         first, *rest = points
         if line.steps:
-            course = "".join(f"H{place(px)}V{place(py)}" for px, py, _ in rest)
+            course = "".join(f"H{place(px)}V{place(py)}" for px, py, *_ in rest)
         else:
-            course = "".join(f"L{place(px)} {place(py)}" for px, py, _ in rest)
+            course = "".join(f"L{place(px)} {place(py)}" for px, py, *_ in rest)
         words = f"<title>{escape(line.name)}</title>"
-        parts.append(f'<path class="l{number}" d="M{place(first[0])} {place(first[1])}{course}">{words}</path>')
+        parts.append(f'<path class="{_stroke(look)}" d="M{place(first[0])} {place(first[1])}{course}">{words}</path>')
     if line.dots or len(points) <= MOST_MARKERS:
-        parts += [_marker(number, px, py, words) for px, py, words in points]
+        parts += [_marker(look, px, py, words) for px, py, words, _ in points]
+    if line.dots:
+        parts.append(_numbers([(px, py, number) for px, py, _, number in points]))
     return "".join(parts)
+
+
+def _numbers(dots: Sequence[tuple[float, float, int]]) -> str:
+    """The number of each dot beside it, of dots that lie on one another all of theirs: where nothing else lies, as far as
+    there is room."""
+    heaps: dict[tuple[float, float], list[str]] = {}
+    for px, py, number in dots:
+        near = (heap for heap in heaps if math.dist(heap, (px, py)) < HEAP)
+        heaps.setdefault(next(near, (px, py)), []).append(str(number))
+    taken = [(px - 5, py - 5, px + 5, py + 5) for px, py, _ in dots]
+    parts = []
+    for (px, py), numbers in heaps.items():
+        words = ", ".join(numbers)
+        wide = len(words) * CHARACTER
+        corners = ((px + 6, py - 6), (px - 6 - wide, py - 6), (px - wide / 2, py - 18), (px - wide / 2, py + 6),
+                   (px + 5, py - 16), (px + 5, py + 5), (px - 5 - wide, py - 16), (px - 5 - wide, py + 5))  # fmt: skip
+        boxes = [(left, top, left + wide, top + 12) for left, top in corners]
+        inside = [box for box in boxes if box[0] >= LEFT and box[2] <= WIDTH]
+        free = [box for box in inside if not any(_overlap(box, other) for other in taken)]
+        box = (free or inside or boxes)[0]
+        taken.append(box)
+        parts.append(text(box[0], box[1] + 10, words, "dot"))
+    return "".join(parts)
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def bar_chart(
@@ -184,16 +243,19 @@ def bar_chart(
         max((max(bar.value, min(bar.high or 0.0, LONGEST_WHISKER * bar.value)) for bar in bars), default=1.0) or 1.0
     )
     room = max((len(bar.shown) for bar in bars), default=0) * BOLD_CHARACTER + 12
-    scale = Scale(0, widest, 0, max(80, WIDTH - room))
-    parts, y = [text(0, 14, heading, "soft")] if heading else [], 26.0 if heading else 0.0
+    scale = Scale(0, widest, 0, max(LEAST_BAR, WIDTH - room))
+    head = textwrap.wrap(heading, int(WIDTH / CHARACTER))
+    parts = [text(0, 14 + 16 * row, words, "soft") for row, words in enumerate(head)]
+    y = 10.0 + 16 * len(head) if head else 0.0
     if mark is not None and mark <= widest:
         parts.append(f'<path class="grid" d="M{place(scale(mark))} {place(y)}v{45 * len(bars)}"/>')
     for bar in bars:
         parts.append(text(0, y + 13, bar.label, "strong" if bar.kind == "ours" else ""))
         length, middle = max(1.0, scale(bar.value)), y + 28
         words = f"<title>{escape(f'{bar.label}: {bar.shown}')}</title>"
+        filled = bar.kind if bar.colour is None else f"m{bar.colour}"
         parts.append(
-            f'<rect class="{bar.kind}" x="0.5" y="{place(y + 20)}" width="{place(length)}" height="16" rx="2">{words}</rect>'
+            f'<rect class="{filled}" x="0.5" y="{place(y + 20)}" width="{place(length)}" height="16" rx="2">{words}</rect>'
         )
         if bar.low is not None and bar.high is not None and bar.high > bar.low:
             low, high = place(scale(bar.low)), place(scale(min(bar.high, widest)))

@@ -38,9 +38,12 @@ class Figure:
     table: Table
     command: str
     note: str = ""
+    keys: Sequence[str] = ()  # what the numbers in the picture stand for, from 1
 
     def html(self) -> str:
         note = f"<p>{escape(self.note)}</p>" if self.note else ""
+        if self.keys:
+            note = f'<ol class="keys">{"".join(f"<li>{escape(key)}</li>" for key in self.keys)}</ol>{note}'
         return (
             f"<figure><h3>{escape(self.title)}</h3>{self.svg}<figcaption>{note}{made_by(self.command)}</figcaption>"
             f"<details><summary>The same as a table</summary>{self.table.html()}</details></figure>"

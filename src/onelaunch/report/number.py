@@ -11,47 +11,54 @@ NONE = "–"
 RATES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
-def digits(value: float | None) -> str:
-    """Three significant digits, without an exponent where people would not write one."""
+def digits(value: float | None, figures: int = 3) -> str:
+    """Three significant digits or more, without an exponent where people would not write one."""
     if value is None or not math.isfinite(value):
         return NONE
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1000:
-        return f"{value:#.3g}".rstrip(".") if abs(value) < 100 else f"{value:.0f}"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.2e}"
+        return f"{value:#.{figures}g}".rstrip(".") if abs(value) < 100 else f"{value:.{figures - 3}f}"
+    if 1000 <= abs(value) < 1e6:
+        return f"{value:,.{max(0, figures - 1 - math.floor(math.log10(abs(value))))}f}"
+    return f"{value:.{figures - 1}e}"
 
 
-def _with_unit(value: float | None, units: tuple[tuple[float, str], ...], suffix: str = "") -> str:
+def whole(value: float, figures: int = 3) -> str:
+    """A count, with all its digits."""
+    return f"{value:.0f}"
+
+
+def _with_unit(value: float | None, units: tuple[tuple[float, str], ...], figures: int, suffix: str = "") -> str:
     if value is None or not math.isfinite(value):
         return NONE
     for size, name in units:
         if abs(value) >= 0.9995 * size:
-            return f"{digits(value / size)} {name}{suffix}"
-    return f"{digits(value / units[-1][0])} {units[-1][1]}{suffix}"
+            return f"{digits(value / size, figures)} {name}{suffix}"
+    return f"{digits(value / units[-1][0], figures)} {units[-1][1]}{suffix}"
 
 
-def seconds(value: float | None) -> str:
-    return _with_unit(value, SECONDS)
+def seconds(value: float | None, figures: int = 3) -> str:
+    return _with_unit(value, SECONDS, figures)
 
 
 def joules(value: float | None) -> str:
-    return _with_unit(value, JOULES)
+    return _with_unit(value, JOULES, 3)
 
 
 def byte_size(value: float | None) -> str:
-    return _with_unit(value, BYTES)
+    return _with_unit(value, BYTES, 3)
 
 
-def rate(value: float | None, unit: str) -> str:
+def rate(value: float | None, unit: str, figures: int = 3) -> str:
     """`4.26 TB/s`, for unit "B/s"."""
-    return _with_unit(value, RATES, unit)
+    return _with_unit(value, RATES, figures, unit)
 
 
 def percent(value: float | None, places: int = 1) -> str:
     return NONE if value is None or not math.isfinite(value) else f"{100 * value:.{places}f} %"
 
 
-def times(value: float | None) -> str:
+def times(value: float | None, figures: int = 3) -> str:
     """A ratio: `2.43×`."""
-    return NONE if value is None or not math.isfinite(value) else f"{digits(value)}×"
+    return NONE if value is None or not math.isfinite(value) else f"{digits(value, figures)}×"

@@ -13,7 +13,9 @@ from onelaunch.version import VERSION
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
-def page(sections: Sequence[Section], command: str, left_out: Sequence[str] = ()) -> str:
+def page(drawn: Sequence[tuple[Section, str]], command: str, left_out: Sequence[str] = ()) -> str:
+    """`drawn`: each section and its HTML."""
+    sections = [section for section, _ in drawn]
     title = "onelaunch report" if len(sections) != 1 else f"{sections[0].title} – onelaunch report"
     links = "".join(f'<li><a href="#{s.identity}">{escape(s.title)}</a></li>' for s in sections)
     navigation = f'<nav aria-label="Sections"><ul>{links}</ul></nav>' if len(sections) > 1 else ""
@@ -25,8 +27,8 @@ def page(sections: Sequence[Section], command: str, left_out: Sequence[str] = ()
         f'<title>{escape(title)}</title><link rel="icon" href="data:,"><style>{page_style()}</style></head><body>'
         '<a class="skip" href="#content">Skip to the results</a>'
         f"<header><h1>onelaunch report</h1>{navigation}{missing}</header>"
-        f'<main id="content" tabindex="-1">{"".join(section.html() for section in sections)}</main>'
+        f'<main id="content" tabindex="-1">{"".join(html for _, html in drawn)}</main>'
         f"<footer><p>onelaunch {escape(VERSION)}. This page is made by <code>{escape(command)}</code>. "
-        "Whiskers and bands show the spread; shorter bars are better; a factor beside a bar is its time over onelaunch's.</p>"
-        "</footer></body></html>\n"
+        "Whiskers and bands show the spread. Unless a figure says otherwise, shorter bars are better and a factor beside a bar "
+        "is its time over onelaunch's, that of the fastest engine where several ran.</p></footer></body></html>\n"
     )

@@ -25,19 +25,20 @@ class Source:
 
 def read_sources(path: Path, complain: Complain) -> list[Source]:
     """One run, comparison or results file; or, for any other folder, all that lie in it."""
+    if (found := _source(path)) is not None:
+        return [found]
     if not path.is_dir():
-        found = _results(path)
-        if found is None:
-            raise OnelaunchError(
-                f"{str(path)!r} is neither a result of `onelaunch bench` nor of `onelaunch compare`: pass one, or a run folder"
-            )
-        return [found]
-    if (found := _folder(path)) is not None:
-        return [found]
+        raise OnelaunchError(
+            f"{str(path)!r} is neither a result of `onelaunch bench` nor of `onelaunch compare`: pass one, or a run folder"
+        )
     sources, broken = [], 0
-    for entry in sorted(path.iterdir()):
+    try:
+        entries = sorted(path.iterdir())
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    for entry in entries:
         try:
-            one = _folder(entry) if entry.is_dir() else _results(entry) if entry.suffix == ".json" else None
+            one = _source(entry, only=".json")
         except OnelaunchError as error:
             complain(str(error))
             broken += 1
@@ -48,12 +49,27 @@ def read_sources(path: Path, complain: Complain) -> list[Source]:
     return sources
 
 
+def _source(path: Path, only: str = "") -> Source | None:
+    """What is at a path; None for another thing, and for a file that does not end in `only`."""
+    try:
+        if path.is_dir():
+            return _folder(path)
+        return _results(path) if path.name.endswith(only) else None
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
 def _folder(path: Path) -> Source | None:
     """The run or the comparison in a folder; None where it holds neither."""
     if (path / METRICS).is_file():
         return _run(path)
     if (path / COMPARE_FILE).is_file():
-        return Source("compare", path, path.resolve().name, read_json(path / COMPARE_FILE))
+        found = _results(path / COMPARE_FILE)
+        if found is None or found.kind != "compare":
+            raise OnelaunchError(
+                f"{str(path / COMPARE_FILE)!r} holds no comparison: take it again with `onelaunch compare --out`"
+            )
+        return Source("compare", path, path.resolve().name, found.content)
     return None
 
 
@@ -66,15 +82,26 @@ def _results(path: Path) -> Source | None:
     return None
 
 
+def unfinished(content: dict[str, Any]) -> list[tuple[str, str]]:
+    """What to say of results that are not all that was asked for; older files do not tell, and count as finished."""
+    if content.get("interrupted"):
+        return [("bad", "Interrupted: what was done is here.")]
+    if content.get("finished", True) is False:
+        return [("bad", "Unfinished: it is still running or was killed. What was done is here.")]
+    return []
+
+
 def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise OnelaunchError(
-            f"{str(path)!r} cannot be read: {reason_of(error)}; pass a run folder or a results file"
-        ) from error
+        raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise OnelaunchError(f"{str(path)!r} is not JSON: {str(error).splitlines()[0]}; take it again") from error
+
+
+def _unreadable(path: Path, error: OSError) -> OnelaunchError:
+    return OnelaunchError(f"{str(path)!r} cannot be read: {reason_of(error)}; pass a run folder or a results file")
 
 
 def _run(path: Path) -> Source:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 WIDE = 4
+LEAST_SPAN = 1e-3  # of the values: a linear axis is no finer, so that five digits tell its ticks apart
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ def fitted(values: Iterable[float], start: float, end: float, *, log: bool = Fal
         if high / low < 1.5:
             low, high = low / 1.5, high * 1.5
     else:
-        margin = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+        finest = LEAST_SPAN * max(abs(low), abs(high)) / 2
+        margin = max((high - low) * 0.04, finest) if high > low else abs(high) * 0.1 or 1.0
         low, high = low if from_zero and low == 0 else low - margin, high + margin
     return Scale(low, high, start, end, log)
 

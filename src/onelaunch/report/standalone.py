@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onelaunch.report.theme import figure_style
 
-SHOWN_WIDTH = 620  # pixels; as wide as the page allows, a short chart would be a tall one
+SHOWN_WIDTH = 460  # pixels; as wide as the page allows, a short chart would be a tall one
 
 
 def standalone(svg: str) -> str:

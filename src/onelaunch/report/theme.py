@@ -8,11 +8,13 @@ from __future__ import annotations
 
 LIGHT = {
     "ground": "#ffffff", "panel": "#f6f7f9", "text": "#1b1f24", "soft": "#57606a", "line": "#d0d7de", "link": "#0a58ca",
+    "shade": "#1b1f2459",
     "s0": "#0b57d0", "s1": "#b3450a", "s2": "#176f3c", "s3": "#7a2aa8", "s4": "#b0215c", "s5": "#0d6b7d", "s6": "#5c5650",
     "other": "#7b8794", "good": "#176f3c", "bad": "#b42318",
 }  # fmt: skip
 DARK = {
     "ground": "#0f1318", "panel": "#181d24", "text": "#e6eaf0", "soft": "#a3adba", "line": "#38414d", "link": "#8ab8ff",
+    "shade": "#e6eaf059",
     "s0": "#7db1ff", "s1": "#ffa361", "s2": "#6fd694", "s3": "#cf9bff", "s4": "#ff8fb8", "s5": "#5fd4e6", "s6": "#bdb5aa",
     "other": "#8793a1", "good": "#6fd694", "bad": "#ff8a80",
 }  # fmt: skip
@@ -39,10 +41,11 @@ FIGURE = (
     ".chart .grid{stroke:var(--line);stroke-width:1}.chart .axis{stroke:var(--soft);stroke-width:1}"
     ".chart .bar{fill:var(--other)}.chart .ours{fill:var(--s0)}.chart .floor{fill:none;stroke:var(--soft);stroke-dasharray:4 3}"
     ".chart .whisker{stroke:var(--text);stroke-width:1.5;fill:none}.chart .strong{font-weight:600}"
+    ".chart .dot{font-size:11.5px;paint-order:stroke;stroke:var(--panel);stroke-width:3px}"
     + "".join(
-        f".chart .l{i}{{stroke:var(--s{i});stroke-width:2;fill:none;stroke-linejoin:round"
-        + (f";stroke-dasharray:{DASHES[i]}" if DASHES[i] else "")
-        + f"}}.chart .m{i}{{fill:var(--s{i})}}.chart .b{i}{{fill:var(--s{i});opacity:.18}}"
+        f".chart .l{i}{{stroke:var(--s{i});stroke-width:2;fill:none;stroke-linejoin:round}}"
+        + (f".chart .d{i}{{stroke-dasharray:{DASHES[i]}}}" if DASHES[i] else "")
+        + f".chart .m{i}{{fill:var(--s{i})}}.chart .b{i}{{fill:var(--s{i});opacity:.18}}"
         for i in range(SERIES)
     )
 )
@@ -70,34 +73,40 @@ code{font:.86em ui-monospace,'SF Mono',Menlo,Consolas,'DejaVu Sans Mono',monospa
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:.7rem 0}
 dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere}
-.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,25rem),1fr));gap:1.1rem}
+.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,21.5rem),1fr));gap:1.1rem}
 .figures{margin:1rem 0;align-items:start}
 figure{margin:0;padding:.9rem 1rem;background:var(--panel);border:1px solid var(--line);border-radius:10px;min-width:0}
-figure svg{display:block;width:100%;height:auto;margin:.2rem 0 .4rem}
+figure svg{display:block;width:100%;max-width:24rem;height:auto;margin:.2rem 0 .4rem}
+.keys{margin:.3rem 0;padding-left:2rem;columns:11rem;overflow-wrap:anywhere}
 figcaption{font-size:.9rem;color:var(--soft)}
 figcaption p{margin:.2rem 0}
 details{font-size:.9rem;margin-top:.3rem}
 summary{cursor:pointer;color:var(--link);width:max-content;max-width:100%}
-.scroll{overflow-x:auto;margin:.8rem 0}
-table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}
+.scroll{--under:var(--ground);overflow-x:auto;margin:.8rem 0;background:
+linear-gradient(to left,var(--under) 40%,transparent) right/3rem 100% no-repeat local,
+linear-gradient(to left,var(--shade),transparent) right/.9rem 100% no-repeat scroll}
+figure .scroll{--under:var(--panel)}
+table{border-collapse:separate;border-spacing:0;font-size:.9rem;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--soft);padding-bottom:.3rem;max-width:calc(100vw - 4rem)}
 th,td{text-align:right;padding:.28rem .75rem;border-bottom:1px solid var(--line);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;padding-left:0}
-thead th{color:var(--soft);font-weight:600;vertical-align:bottom}
+th:first-child{position:sticky;left:0;background:var(--under)}
+thead th{color:var(--soft);font-weight:600;vertical-align:bottom;white-space:normal}
 tbody th{font-weight:400}
 tr.ours th,tr.ours td{font-weight:600}
 footer{color:var(--soft);font-size:.9rem;padding-top:2rem;padding-bottom:2rem}
 @media (max-width:30rem){
 body{font-size:15px}
-main,header,footer{padding-left:.9rem;padding-right:.9rem}
-figure{padding:.7rem}
+main,header,footer{padding-left:.6rem;padding-right:.6rem}
+figure{padding:.6rem}
+tbody th{white-space:normal;min-width:7rem;max-width:9rem;overflow-wrap:anywhere}
 }
 @media print{
 body{font-size:10.5pt}
 nav,.skip,details:not([open]){display:none}
 figure,tr{break-inside:avoid}
 h2,h3{break-after:avoid}
-.scroll{overflow:visible;break-inside:avoid}
+.scroll{overflow:visible;break-inside:avoid;background:none}
 table{font-size:8.5pt}
 th,td{padding:.15rem .4rem;white-space:normal}
 .figures{grid-template-columns:1fr 1fr}

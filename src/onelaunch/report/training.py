@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from typing import Any
 
 from onelaunch.report.draw import Line, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
-from onelaunch.report.number import digits, percent, seconds
+from onelaunch.report.number import digits, percent, seconds, whole
+from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source
 from onelaunch.report.scale import is_wide
 from onelaunch.train.run_folder import CONFIG
 
 POINTS = 300
-SHOWN = ("batch_size", "optimizer", "lr", "schedule", "precision", "seed")
+SHOWN = ("batch_size", "loss", "optimizer", "lr", "schedule", "precision", "seed")
 
 
-def run_section(source: Source, identity: str) -> Section:
+def run_section(source: Source, identity: str, palette: Palette) -> Section:
     about, epochs, config = (source.content[key] for key in ("about", "epochs", "config"))
     command = f"onelaunch train {shlex.quote(str(source.path / CONFIG))}"
     facts = [
+        ("network", _network(about, config)),
         ("data", about.get("data", "")),
-        ("run", ", ".join(f"{key} {config[key]}" for key in SHOWN if key in config)),
+        ("run", _run_words(epochs, config)),
         ("status", about.get("status", "")),
         ("engine", about.get("reason", "")),
         ("time", _time(about)),
@@ -31,11 +34,39 @@ def run_section(source: Source, identity: str) -> Section:
     ]
     figures = []
     if epochs:
-        figures.append(_loss(epochs, identity, command))
+        figures.append(_loss(epochs, identity, command, palette))
         if any(epoch.get("accuracy") is not None for epoch in epochs):
-            figures.append(_accuracy(epochs, identity, command))
+            figures.append(_accuracy(epochs, identity, command, palette))
     said = [] if epochs else [("note", "No epoch is finished yet.")]
-    return Section(identity, f"Training run {source.name}", facts, [], figures, said)
+    running = about.get("status") == "running"
+    said += (
+        [("bad", "Unfinished: this run had not ended when the page was made. What was done is here.")]
+        if running
+        else []
+    )
+    title = f"Training run {source.name}{' (unfinished)' if running else ''}"
+    return Section(identity, title, facts, [], figures, said)
+
+
+def _network(about: dict[str, Any], config: dict[str, Any]) -> str:
+    """`784-512-10, relu, dropout 0.2`: widths as the model has them, else as far as the configuration knows them."""
+    linears = re.findall(r"in_features=(\d+), out_features=(\d+)", about.get("model") or "")
+    widths = [linears[0][0], *(out for _, out in linears)] if linears else config.get("layers") or config.get("hidden")
+    parts = ["-".join(map(str, widths))] if widths else []
+    parts += [config["activation"]] if "activation" in config else []
+    parts += [f"dropout {config['dropout']:g}"] if "dropout" in config else []
+    return ", ".join([*parts, *(["batch norm"] if config.get("batch_norm") else [])])
+
+
+def _counted(number: int, things: str) -> str:
+    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
+
+
+def _run_words(epochs: list[dict[str, Any]], config: dict[str, Any]) -> str:
+    """`2 epochs, 24 steps done, batch_size 128, …`"""
+    asked = [_counted(config[key], key) for key in ("epochs", "steps") if config.get(key)]
+    done = [f"{_counted(epochs[-1]['step'], 'steps')} done"] if epochs else []
+    return ", ".join([*asked, *done, *(f"{key} {config[key]}" for key in SHOWN if key in config)])
 
 
 def _time(about: dict[str, Any]) -> str:
@@ -44,7 +75,7 @@ def _time(about: dict[str, Any]) -> str:
     return f"{seconds(about['seconds'])} of training and validation, {seconds(about.get('startup_seconds'))} to start"
 
 
-def _loss(epochs: list[dict[str, Any]], identity: str, command: str) -> Figure:
+def _loss(epochs: list[dict[str, Any]], identity: str, command: str, palette: Palette) -> Figure:
     losses = known(loss for epoch in epochs for loss in epoch.get("losses", []))
     stretch = max(1, -(-len(losses) // POINTS))
     means = [sum(losses[i : i + stretch]) / len(losses[i : i + stretch]) for i in range(0, len(losses), stretch)]
@@ -54,7 +85,9 @@ def _loss(epochs: list[dict[str, Any]], identity: str, command: str) -> Figure:
     if checked:
         lines.append(Line("validation", [e["step"] for e in checked], known(e["validation"]["loss"] for e in checked)))
     wide = is_wide(value for line in lines for value in line.y)
-    svg = line_chart(f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=wide)
+    svg = line_chart(
+        f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=wide, palette=palette
+    )  # fmt: skip
     rows = [
         [str(e["epoch"] + 1), digits(e["loss"]), _validation(e, "loss"), percent(e.get("accuracy"), 2),
          _validation(e, "accuracy"), seconds(e.get("seconds"))]
@@ -72,7 +105,7 @@ def _validation(epoch: dict[str, Any], key: str) -> str:
     return percent(value, 2) if key == "accuracy" else digits(value)
 
 
-def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str) -> Figure:
+def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str, palette: Palette) -> Figure:
     numbers = [epoch["epoch"] + 1 for epoch in epochs]
     lines = [Line("training", numbers, [100 * epoch["accuracy"] for epoch in epochs])]
     checked = [e for e in epochs if (e.get("validation") or {}).get("accuracy") is not None]
@@ -80,9 +113,9 @@ def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str) -> Figu
         values = [100 * e["validation"]["accuracy"] for e in checked]
         lines.append(Line("validation", [e["epoch"] + 1 for e in checked], values))
     svg = line_chart(
-        f"{identity}-accuracy", "Accuracy", lines, x_label="epoch", y_label="accuracy, %", write_x=lambda v: f"{v:g}",
-        write_y=lambda v: f"{v:g}" if v == round(v, 1) else f"{v:.2f}",
-        x_ticks=numbers if len(numbers) <= 12 else (),
+        f"{identity}-accuracy", "Accuracy", lines, x_label="epoch", y_label="accuracy, %", write_x=whole,
+        write_y=lambda value, figures=4: digits(value, max(4, figures)), x_ticks=numbers if len(numbers) <= 12 else (),
+        palette=palette,
     )  # fmt: skip
     rows = [[str(e["epoch"] + 1), percent(e["accuracy"], 2), _validation(e, "accuracy")] for e in epochs]
     note = f"At the end: {_validation(checked[-1], 'accuracy')} on the validation rows." if checked else ""

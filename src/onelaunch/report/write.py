@@ -12,6 +12,7 @@ from onelaunch.report.benchmark import bench_sections
 from onelaunch.report.comparison import compare_section
 from onelaunch.report.figure import Section
 from onelaunch.report.page import page
+from onelaunch.report.palette import Palette
 from onelaunch.report.read import Complain, Source, read_sources
 from onelaunch.report.training import run_section
 from onelaunch.version import VERSION
@@ -24,9 +25,10 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
 
     What cannot be shown is named to `complain` and on the page; an error only where nothing is left.
     """
-    sections: list[Section] = []
+    drawn: list[tuple[Section, str]] = []
     left_out: list[str] = []
     shown: set[Path] = set()  # a folder may be named beside what lies in it
+    palette = Palette()
     for path in inputs:
         try:
             sources = read_sources(path, left_out.append)
@@ -38,10 +40,11 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
                 continue
             shown.add(place)
             try:
-                sections += _sections(source, f"part{len(sections) + 1}")
-            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+                sections = _sections(source, f"part{len(drawn) + 1}", palette)
+                drawn += [(section, section.html()) for section in sections]
+            except Exception as error:  # a file may hold anything; the others go on
                 left_out.append(_odd(source, error))
-    if not sections:
+    if not drawn:
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
         raise OnelaunchError((left_out[0] if left_out else "inputs=[] is empty: pass a run folder or results") + more)
     for words in left_out:
@@ -49,16 +52,18 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
     command = shlex.join(["onelaunch", "report", *map(str, inputs)])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(out, page(sections, command, left_out))
+        # A path or a name may hold what UTF-8 has no bytes for.
+        write_atomic(out, page(drawn, command, left_out).encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise OnelaunchError(f"out={str(out)!r} cannot be written: {reason_of(error)}; pass another path") from error
     return out
 
 
-def _sections(source: Source, identity: str) -> list[Section]:
+def _sections(source: Source, identity: str, palette: Palette) -> list[Section]:
     if source.kind == "bench":
-        return bench_sections(source, identity)
-    return [compare_section(source, identity) if source.kind == "compare" else run_section(source, identity)]
+        return bench_sections(source, identity, palette)
+    make = compare_section if source.kind == "compare" else run_section
+    return [make(source, identity, palette)]
 
 
 def _odd(source: Source, error: Exception) -> str:

@@ -1,0 +1,128 @@
+"""Results that are unfinished, of another shape, or hold what nobody expects: said, left out, and the rest drawn."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.report.write import write_report
+from onelaunch.train.run_folder import METRICS
+from tests.report.results import bench_results, compare_results, many_contenders
+from tests.report.test_page import Outline
+
+
+def test_an_energy_no_card_can_draw_is_left_out_and_said(tmp_path):
+    results = bench_results()
+    results["cases"][0]["joules"] = {"onelaunch": 0.5, "torch eager": 0.06}  # 5 kW
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "Energy left out, it held the host&#x27;s time: ops/relu" in html
+    assert "500 mJ" not in html
+
+
+def test_metrics_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / METRICS).write_bytes(b"\xff\x00")
+    with pytest.raises(OnelaunchError, match=r"metrics.jsonl' cannot be read"):
+        write_report([tmp_path], tmp_path / "page.html")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_times_that_are_none_are_left_out_and_said(tmp_path):
+    results = bench_results()
+    results["cases"][0]["times"]["torch eager"]["median"] = float("nan")
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "ops/relu is left out: it holds times that are none" in html
+    assert "<h3>ops/relu</h3>" not in html
+
+
+def test_results_without_a_case_or_contender_make_a_page(tmp_path):
+    (tmp_path / "bench.json").write_text('{"cases": []}')
+    (tmp_path / "compare.json").write_text(
+        json.dumps({**compare_results(), "contenders": {}, "sizes": {}, "memory": {}})
+    )
+    inputs = [tmp_path / "bench.json", tmp_path / "compare.json", tmp_path / "bench.json"]
+    html = write_report(inputs, tmp_path / "page.html").read_text()
+    assert html.count("No case is finished.") == 1  # named twice, shown once
+    assert "No contender is finished yet." in html
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "3", "{}", '{"contenders": []}', '{"cases": []}', '{"contenders": {"a": 1}}']
+)
+def test_a_comparison_of_another_shape_is_left_out_and_the_rest_drawn(tmp_path, content):
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "compare.json").write_text(content)
+    (tmp_path / "bench.json").write_text(json.dumps(bench_results()))
+    complaints: list[str] = []
+    html = write_report([tmp_path], tmp_path / "page.html", complaints.append).read_text()
+    assert len(complaints) == 1
+    assert "odd" in complaints[0]
+    assert "take it again" in complaints[0]
+    assert "Left out: " in html
+    assert "<h3>ops/relu</h3>" in html
+
+
+def test_words_that_are_no_text_leave_only_their_file_out(tmp_path):
+    odd = bench_results()
+    odd["command"] = 3
+    (tmp_path / "a.json").write_text(json.dumps(odd))
+    (tmp_path / "b.json").write_text(json.dumps(bench_results()))
+    complaints: list[str] = []
+    html = write_report([tmp_path], tmp_path / "page.html", complaints.append).read_text()
+    assert [words.split("'")[1][-6:] for words in complaints] == ["a.json"]
+    assert "<h3>ops/relu</h3>" in html
+
+
+def test_any_number_of_contenders_is_drawn(tmp_path):
+    (tmp_path / "compare.json").write_text(json.dumps(many_contenders()))
+    html = write_report([tmp_path / "compare.json"], tmp_path / "page.html").read_text()
+    assert "<h3>Loss curves</h3>" in html
+    assert ">peer 8</text>" in html
+
+
+def test_a_group_is_text_in_identities_too(tmp_path):
+    results = bench_results()
+    for case in results["cases"]:
+        case["group"] = 'x"><h1>taken in</h1>'
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "<h1>taken" not in html
+    outline = Outline(html)
+    assert outline.open == []
+    assert not [tag for tag, attributes in outline.tags if " " in (attributes.get("id") or "")]
+
+
+@pytest.mark.parametrize("results", [bench_results(), compare_results()], ids=["bench", "compare"])
+def test_results_of_a_killed_process_are_called_unfinished(tmp_path, results):
+    results = {**results, "interrupted": False}
+    for finished, said in ((None, False), (True, False), (False, True)):
+        content = results if finished is None else {**results, "finished": finished}
+        (tmp_path / "results.json").write_text(json.dumps(content))
+        html = write_report([tmp_path / "results.json"], tmp_path / "page.html").read_text()
+        assert ("Unfinished: it is still running or was killed." in html) == said
+        assert ("unfinished)</h2>" in html) == said
+
+
+def test_what_has_no_bytes_is_replaced(tmp_path):
+    results = compare_results()
+    results["data"] = "lone \ud800"
+    path = tmp_path / "results\udcff.json"
+    path.write_text(json.dumps(results))
+    html = write_report([path], tmp_path / "page.html").read_bytes().decode()
+    assert "lone ?" in html
+    assert "Comparison results?" in html
+
+
+def test_sizes_in_any_order_are_drawn_in_theirs(tmp_path):
+    results = compare_results()
+    results["sizes"]["hidden"] = [8192, 128, 128]
+    (tmp_path / "compare.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "compare.json"], tmp_path / "page.html").read_text()
+    table = html.split("<caption>Time of a step by hidden size</caption>")[1].split("</table>")[0]
+    assert re.findall(r'<th scope="row">([^<]*)<', table) == ["128", "8,192"]
+    figure = html.split("<h3>Time of a step over hidden size</h3>")[1].split("</svg>")[0]
+    assert re.findall(r'class="mid soft">([^<]*)<', figure) == ["128", "8192", "hidden size"]
