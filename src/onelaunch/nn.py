@@ -1,5 +1,122 @@
 """The fused ops as modules; each loads and saves the `state_dict` of the `torch.nn` module it replaces."""
 
-from onelaunch.ops import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.ops import cross_entropy, linear, relu_dropout
+from onelaunch.ops.arguments import check_activation, check_probability
+from onelaunch.ops.batch_norm import batch_norm_of
+from onelaunch.ops.cross_entropy import check_loss_options
 
 __all__ = ["BatchNorm1d", "CrossEntropyLoss", "Linear", "ReLUDropout"]
+
+
+class ReLUDropout(nn.Module):
+    """Replaces `nn.Sequential(nn.ReLU(), nn.Dropout(p))`."""
+
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
+        super().__init__()
+        self.p = check_probability("p", p)
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return relu_dropout(x, self.p, self.training, self.inplace)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}{', inplace=True' if self.inplace else ''}, fused: relu + dropout in one kernel"
+
+
+def _followed(operation: str, activation: str | None, dropout: float) -> str:
+    """What follows the operation in its module, and what is therefore fused: the end of the module's `extra_repr`."""
+    fused = " + ".join([operation, *([activation] if activation else []), *(["dropout"] if dropout else [])])
+    return f"activation={activation!r}, dropout={dropout}, fused: {fused}"
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with the activation and the dropout that follow it."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        check_activation(activation)
+        self.activation = activation
+        self.dropout = check_probability("dropout", dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(
+            x, self.weight, self.bias, activation=self.activation, dropout=self.dropout, training=self.training
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {_followed('linear', self.activation, self.dropout)}"
+
+
+class BatchNorm1d(nn.BatchNorm1d):
+    """`nn.BatchNorm1d` with the activation and the dropout that follow it."""
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        check_activation(activation)
+        self.activation = activation
+        self.dropout = check_probability("dropout", dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return batch_norm_of(self, x, self.activation, self.dropout if self.training else 0.0)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {_followed('batch_norm', self.activation, self.dropout)}"
+
+
+class CrossEntropyLoss(nn.Module):
+    """Replaces `nn.CrossEntropyLoss` without class weights."""
+
+    def __init__(
+        self, weight: None = None, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__()
+        if weight is not None:
+            raise OnelaunchError(
+                "weight is given, and class weights are not fused: use torch.nn.CrossEntropyLoss(weight)"
+            )
+        check_loss_options(label_smoothing, ignore_index, reduction)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(
+            logits,
+            target,
+            label_smoothing=self.label_smoothing,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, fused: loss + gradient in one pass"
+        )

@@ -10,8 +10,9 @@ from torch import nn
 from onelaunch.nn import Linear
 from onelaunch.ops import linear
 from onelaunch.ops.arguments import ACTIVATIONS
-from onelaunch.ops.linear import linear_op, linear_reference, linear_slope_op
+from onelaunch.ops.linear import linear_op, linear_slope_op
 from onelaunch.ops.linear_choice import LIBRARY, Table, force, fused, shape_class
+from onelaunch.ops.linear_plain import linear_reference
 from tests.ops.compare import assert_same_with_gradients
 
 # The autograd thread has no CUDA context yet when its first product is a library's.

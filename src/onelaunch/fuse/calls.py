@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from onelaunch import ops
 from onelaunch.ops.activations import activate
-from onelaunch.ops.arguments import wants_gradient
 from onelaunch.ops.batch_norm import batch_norm_of
+from onelaunch.ops.surroundings import wants_gradient
 
 # The kernels are for CUDA. Elsewhere the chain runs as plain PyTorch, which is faster there than the ops' reference; tests that
 # want to see the ops themselves on a CPU switch this off.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.kernels.dropout_key import NO_KEY
@@ -22,14 +22,7 @@ from onelaunch.ops.arguments import (
     check_float,
     check_number,
     check_probability,
-    differentiable_backward,
-    direct_apply,
-    keep_random_calls_apart,
     kernels,
-    overridden,
-    plain_eager,
-    transformed,
-    wants_gradient,
 )
 from onelaunch.ops.batch_norm_plain import (
     Outputs,
@@ -43,6 +36,15 @@ from onelaunch.ops.batch_norm_plain import (
     statistics_of,
 )
 from onelaunch.ops.dropout import draw_key
+from onelaunch.ops.surroundings import (
+    differentiable_backward,
+    direct_apply,
+    keep_random_calls_apart,
+    overridden,
+    plain_eager,
+    transformed,
+    wants_gradient,
+)
 
 
 def _layout(x: Tensor) -> Any:
@@ -302,34 +304,3 @@ def batch_norm_of(norm: Any, x: Tensor, activation: str | None, dropout: float) 
         activation=activation,
         dropout=dropout,
     )
-
-
-class BatchNorm1d(nn.BatchNorm1d):
-    """`nn.BatchNorm1d` with the activation and the dropout that follow it."""
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        momentum: float | None = 0.1,
-        affine: bool = True,
-        track_running_stats: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        activation: str | None = None,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
-        check_activation(activation)
-        self.activation = activation
-        self.dropout = check_probability("dropout", dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return batch_norm_of(self, x, self.activation, self.dropout if self.training else 0.0)
-
-    def extra_repr(self) -> str:
-        fused = " + ".join(
-            ["batch_norm", *([self.activation] if self.activation else []), *(["dropout"] if self.dropout else [])]
-        )
-        return f"{super().extra_repr()}, activation={self.activation!r}, dropout={self.dropout}, fused: {fused}"

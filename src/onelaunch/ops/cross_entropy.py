@@ -14,18 +14,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
-from onelaunch.ops.arguments import (
-    KERNEL_DTYPES,
+from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_number, kernels
+from onelaunch.ops.cross_entropy_plain import (
+    cross_entropy_reference,
+    empty_outputs,
+    forward_cpu,
+    gradient_cpu,
+    gradient_plain,
+)
+from onelaunch.ops.surroundings import (
     autocast_dtype,
-    check_float,
-    check_number,
     differentiable_backward,
     direct_apply,
-    kernels,
     overridden,
     plain_eager,
     transformed,
@@ -38,61 +41,12 @@ REDUCTIONS = ("mean", "sum", "none")
 COUNT_FIRST_CLASSES = 512
 
 
-def cross_entropy_reference(
-    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str
-) -> Tensor:
-    return F.cross_entropy(
-        logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction
-    )
-
-
-def _outputs(logits: Tensor, reduction: str, fp32_loss: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty (loss, log-sum-exp of each row, number of rows that count)."""
-    exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    shape = (logits.shape[0],) if reduction == "none" else ()
-    loss = logits.new_empty(shape, dtype=exact if fp32_loss else logits.dtype)
-    return loss, logits.new_empty(logits.shape[0], dtype=exact), logits.new_empty((), dtype=exact)
-
-
-def _forward_cpu(
-    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    loss, lse, count = _outputs(logits, reduction, fp32_loss)
-    exact = logits.to(lse.dtype)
-    try:
-        loss.copy_(cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction))
-    except IndexError as error:
-        wrong = target[(target != ignore_index) & ((target < 0) | (target >= logits.shape[1]))][0]
-        raise OnelaunchError(
-            f"target holds {wrong}, out of range for logits of {logits.shape[1]} classes: pass 0 to {logits.shape[1] - 1}"
-        ) from error
-    lse.copy_(exact.logsumexp(1))
-    count.copy_((target != ignore_index).sum())
-    return loss, lse, count
-
-
-def _gradient_plain(
-    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
-    reduction: str,
-) -> Tensor:  # fmt: skip
-    counts = target != ignore_index
-    wanted = torch.full_like(logits, label_smoothing / logits.shape[1], dtype=lse.dtype)
-    wanted.scatter_add_(1, torch.where(counts, target, 0)[:, None], torch.full_like(lse[:, None], 1 - label_smoothing))
-    upstream = dloss.to(lse.dtype) / count if reduction == "mean" else dloss.to(lse.dtype)
-    gradient = (torch.exp(logits.to(lse.dtype) - lse[:, None]) - wanted) * upstream.reshape(-1, 1)
-    return torch.where(counts[:, None], gradient, 0).to(logits.dtype)
-
-
-def _gradient_cpu(dloss: Tensor, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
-    return _gradient_plain(dloss, logits, target, *rest).contiguous()
-
-
 def _forward_cuda(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
-        return _forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
-    loss, lse, count = _outputs(logits, reduction, fp32_loss)
+        return forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
+    loss, lse, count = empty_outputs(logits, reduction, fp32_loss)
     partial = kernels("cross_entropy").cross_entropy_forward(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, loss, lse=lse, dx=None,
         smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction,
@@ -107,7 +61,7 @@ def _gradient_cuda(
     reduction: str,
 ) -> Tensor:  # fmt: skip
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
-        return _gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
+        return gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     kernels("cross_entropy").cross_entropy_gradient(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, lse, dloss.contiguous(),
@@ -120,7 +74,7 @@ def _gradient_cuda(
 def cross_entropy_op(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
+    return forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
 
 
 cross_entropy_op.register_kernel("cuda")(_forward_cuda)
@@ -130,7 +84,7 @@ cross_entropy_op.register_kernel("cuda")(_forward_cuda)
 def _(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(logits, reduction, fp32_loss)
+    return empty_outputs(logits, reduction, fp32_loss)
 
 
 @torch.library.custom_op("onelaunch::cross_entropy_gradient", mutates_args=(), device_types="cpu")
@@ -138,7 +92,7 @@ def cross_entropy_gradient_op(
     dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
-    return _gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
+    return gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
 
 
 cross_entropy_gradient_op.register_kernel("cuda")(_gradient_cuda)
@@ -163,7 +117,7 @@ def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor, None,
     if differentiable_backward():
         logits, target, lse, count = ctx.saved_tensors
         lse = logits.to(lse.dtype).logsumexp(1)  # as a function of the logits
-        return _gradient_plain(dloss, logits, target, lse, count, *ctx.options), None, None, None, None, None
+        return gradient_plain(dloss, logits, target, lse, count, *ctx.options), None, None, None, None, None
     return cross_entropy_gradient_op(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
@@ -221,7 +175,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
 _apply = direct_apply(_EagerCrossEntropy)
 
 
-def _check_options(label_smoothing: float, ignore_index: int, reduction: str) -> None:
+def check_loss_options(label_smoothing: float, ignore_index: int, reduction: str) -> None:
     require_option("reduction", reduction, REDUCTIONS)
     if not 0 <= check_number("label_smoothing", label_smoothing, "a number from 0 to 1") <= 1:
         raise OnelaunchError(f"label_smoothing={label_smoothing} is out of range: pass a number from 0 to 1")
@@ -272,7 +226,7 @@ def cross_entropy(
     if not isinstance(logits, Tensor):
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
         return overridden(cross_entropy, "logits", logits, target, **options)
-    _check_options(label_smoothing, ignore_index, reduction)
+    check_loss_options(label_smoothing, ignore_index, reduction)
     fp32_loss = autocast_dtype(logits.device) is not None
     if transformed():
         exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits
@@ -298,34 +252,3 @@ def cross_entropy(
     else:
         loss = cross_entropy_op(flat, rows, *arguments)[0]
     return loss.view(target.shape) if reduction == "none" else loss
-
-
-class CrossEntropyLoss(nn.Module):
-    """Replaces `nn.CrossEntropyLoss` without class weights."""
-
-    def __init__(
-        self, weight: None = None, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
-    ) -> None:
-        super().__init__()
-        if weight is not None:
-            raise OnelaunchError(
-                "weight is given, and class weights are not fused: use torch.nn.CrossEntropyLoss(weight)"
-            )
-        _check_options(label_smoothing, ignore_index, reduction)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        return cross_entropy(
-            logits,
-            target,
-            label_smoothing=self.label_smoothing,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-        )
-
-    def extra_repr(self) -> str:
-        return (
-            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, fused: loss + gradient in one pass"
-        )

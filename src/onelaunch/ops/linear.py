@@ -14,75 +14,47 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.kernels.dropout_key import NO_KEY
 from onelaunch.ops import linear_choice
-from onelaunch.ops.activations import FROM_OUTPUT, activate, activation_gradient, activation_gradient_from_output
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
-    autocast_dtype,
     check_activation,
     check_beside,
     check_float,
     check_probability,
+    kernels,
+)
+from onelaunch.ops.dropout import bytes_for, draw_key
+from onelaunch.ops.linear_plain import (
+    Outputs,
+    backward_cpu,
+    backward_needs,
+    empty_outputs,
+    forward_cpu,
+    gradients_plain,
+    linear_reference,
+    saves_z,
+)
+from onelaunch.ops.surroundings import (
+    autocast_dtype,
     differentiable_backward,
     direct_apply,
     keep_random_calls_apart,
-    kernels,
     overridden,
     plain_eager,
     transformed,
     wants_gradient,
 )
-from onelaunch.ops.dropout import bytes_for, draw_keep, draw_key, pack, unpack
-from onelaunch.rng import keep_scale
-
-Outputs = tuple[Tensor, Tensor, Tensor]
-
-
-def linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, keep: Tensor | None, p: float
-) -> Tensor:
-    """What the op computes, given the dropout mask; differentiable."""
-    y = activate(F.linear(x, weight, bias), activation)
-    return y if keep is None else torch.where(keep, y * keep_scale(p), 0)
-
-
-def _saves_z(activation: str | None) -> bool:
-    return activation is not None and activation not in FROM_OUTPUT
-
-
-def _outputs(x: Tensor, weight: Tensor, activation: str | None, p: float, save: bool) -> Outputs:
-    """Empty (y, z, keep bits), without elements where the backward needs none."""
-    m, n = x.shape[0], weight.shape[0]
-    z = torch.empty((m, n) if save and _saves_z(activation) else (0, 0), dtype=x.dtype, device=x.device)
-    bits = torch.empty(bytes_for(m, n) if p else (0, 0), dtype=torch.uint8, device=x.device)
-    return torch.empty((m, n), dtype=x.dtype, device=x.device), z, bits
-
-
-def _forward_cpu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
-) -> Outputs:
-    y, z, bits = _outputs(x, weight, activation, p, save)
-    before = F.linear(x, weight, bias)
-    value = activate(before, activation)
-    if p:
-        keep = draw_keep(before, p)
-        value = torch.where(keep, value * keep_scale(p), 0)
-        bits.copy_(pack(keep & ~(before <= 0) if activation == "relu" else keep))
-    y.copy_(value)
-    if z.numel():
-        z.copy_(before)
-    return y, z, bits
 
 
 def _forward_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if x.dtype not in KERNEL_DTYPES or not (x.numel() and weight.numel()):
-        return _forward_cpu(x, weight, bias, activation, p, save)
+        return forward_cpu(x, weight, bias, activation, p, save)
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.contiguous()
     if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
@@ -91,7 +63,7 @@ def _forward_cuda(
         bias = bias.contiguous()
     shape = (x.shape[0], weight.shape[0])
     y = torch.empty(shape, dtype=x.dtype, device=x.device)
-    z = torch.empty_like(y) if save and _saves_z(activation) else None
+    z = torch.empty_like(y) if save and saves_z(activation) else None
     bits = torch.empty(bytes_for(*shape), dtype=torch.uint8, device=x.device) if p else None
     key = draw_key(x.device) if p else NO_KEY
     call = linear_choice.Call(x, weight, bias, y, z, bits, activation, p, key)
@@ -99,33 +71,14 @@ def _forward_cuda(
     return y, z, bits
 
 
-def _needs(activation: str | None, p: float) -> str:
-    """What the backward pass reads beside the gradient and the bits: "output", "z" or "nothing"."""
-    if activation is None or (activation == "relu" and p):
-        return "nothing"
-    return "output" if activation in FROM_OUTPUT else "z"
-
-
-def _backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
-    dz = dy * keep_scale(p) if p else dy
-    needs = _needs(activation, p)
-    if activation is not None and needs == "output":
-        dz = dz * activation_gradient_from_output(saved * (1 - p), activation)
-    elif needs == "z":
-        dz = dz * activation_gradient(saved, activation)
-    if p:
-        dz = torch.where(unpack(bits, dy.shape[1]), dz, 0)
-    return dz.clone() if dz is dy else dz, dz.sum(0)
-
-
 def _backward_cuda(
     dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float, over_z: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`over_z`: z, where that is what was saved, is nobody else's and not needed again; dz takes its memory."""
     if dy.dtype not in KERNEL_DTYPES or not dy.numel():
-        return _backward_cpu(dy, saved, bits, activation, p)
+        return backward_cpu(dy, saved, bits, activation, p)
     dy = dy.contiguous()
-    needs = _needs(activation, p)
+    needs = backward_needs(activation, p)
     dz = saved if over_z and needs == "z" else torch.empty_like(dy)
     dbias = torch.empty(dy.shape[1], dtype=dy.dtype, device=dy.device)
     kernels("activation_dropout").activation_dropout_backward(
@@ -141,7 +94,7 @@ def _backward_cuda(
 def linear_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward_cpu(x, weight, bias, activation, p, save)
+    return forward_cpu(x, weight, bias, activation, p, save)
 
 
 @linear_op.register_kernel("cuda")
@@ -153,13 +106,13 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p:
 @linear_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool) -> Outputs:
     keep_random_calls_apart()
-    return _outputs(x, weight, activation, p, save)
+    return empty_outputs(x, weight, activation, p, save)
 
 
 @torch.library.custom_op("onelaunch::linear_slope", mutates_args=(), device_types="cpu")
 def linear_slope_op(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
     """(dz, dbias): the gradient before activation and dropout, and its column sums."""
-    dz, dbias = _backward_cpu(dy, saved, bits, activation, p)
+    dz, dbias = backward_cpu(dy, saved, bits, activation, p)
     return dz.contiguous(), dbias
 
 
@@ -178,21 +131,18 @@ def _save(
     ctx.activation, ctx.p = activation, p
     # Not a saved tensor: only a differentiated backward reads it, and who changes it before any other may.
     ctx.bias, ctx.bias_version = bias, None if bias is None or bias.is_inference() else bias._version
-    saved = {"output": y, "z": z, "nothing": None}[_needs(activation, p)]
+    saved = {"output": y, "z": z, "nothing": None}[backward_needs(activation, p)]
     ctx.save_for_backward(x, weight, saved, bits)
 
 
 def _differentiable_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same gradients as functions of dy, x, weight and bias, in PyTorch's ops."""
+    """The same gradients in PyTorch's ops, of what was saved."""
     x, weight, _, bits = ctx.saved_tensors
     if ctx.bias_version is not None and ctx.bias._version != ctx.bias_version:
         raise RuntimeError(
             "bias was changed in place after onelaunch.linear used it: its gradient cannot be differentiated"
         )
-    dz = dy if ctx.activation is None else dy * activation_gradient(F.linear(x, weight, ctx.bias), ctx.activation)
-    if ctx.p:
-        dz = torch.where(unpack(bits, weight.shape[0]), dz * keep_scale(ctx.p), 0)
-    return dz @ weight, dz.t() @ x, None if ctx.bias is None else dz.sum(0)
+    return gradients_plain(dy, x, weight, ctx.bias, bits, ctx.activation, ctx.p)
 
 
 def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -300,34 +250,3 @@ def linear(
     else:
         y = _forward_cuda(flat, weight, bias, activation, p, False)[0]
     return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` with the activation and the dropout that follow it."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        activation: str | None = None,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device, dtype)
-        check_activation(activation)
-        self.activation = activation
-        self.dropout = check_probability("dropout", dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(
-            x, self.weight, self.bias, activation=self.activation, dropout=self.dropout, training=self.training
-        )
-
-    def extra_repr(self) -> str:
-        fused = " + ".join(
-            ["linear", *([self.activation] if self.activation else []), *(["dropout"] if self.dropout else [])]
-        )
-        return f"{super().extra_repr()}, activation={self.activation!r}, dropout={self.dropout}, fused: {fused}"

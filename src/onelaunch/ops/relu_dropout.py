@@ -15,22 +15,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from onelaunch.ops.arguments import (
-    KERNEL_DTYPES,
-    check_float,
-    check_probability,
+from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_probability, kernels
+from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
+from onelaunch.ops.surroundings import (
     differentiable_backward,
     direct_apply,
     keep_random_calls_apart,
-    kernels,
     overridden,
     plain_eager,
     transformed,
     wants_gradient,
 )
-from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
 from onelaunch.rng import keep_scale
 
 
@@ -177,18 +174,3 @@ def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if eager and x.dtype in KERNEL_DTYPES and _is_dense(x):
         return _apply(x, p, True)
     return x.copy_(relu_dropout(x, p))
-
-
-class ReLUDropout(nn.Module):
-    """Replaces `nn.Sequential(nn.ReLU(), nn.Dropout(p))`."""
-
-    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
-        super().__init__()
-        self.p = check_probability("p", p)
-        self.inplace = inplace
-
-    def forward(self, x: Tensor) -> Tensor:
-        return relu_dropout(x, self.p, self.training, self.inplace)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}{', inplace=True' if self.inplace else ''}, fused: relu + dropout in one kernel"

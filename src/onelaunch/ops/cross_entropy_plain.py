@@ -1,0 +1,61 @@
+"""Cross-entropy in plain PyTorch: what the op does on a CPU, and its gradient in ops that can be differentiated again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onelaunch.errors import OnelaunchError
+
+
+def cross_entropy_reference(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str
+) -> Tensor:
+    return F.cross_entropy(
+        logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction
+    )
+
+
+def empty_outputs(logits: Tensor, reduction: str, fp32_loss: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty (loss, log-sum-exp of each row, number of rows that count)."""
+    exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    shape = (logits.shape[0],) if reduction == "none" else ()
+    loss = logits.new_empty(shape, dtype=exact if fp32_loss else logits.dtype)
+    return loss, logits.new_empty(logits.shape[0], dtype=exact), logits.new_empty((), dtype=exact)
+
+
+def forward_cpu(
+    logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss, lse, count = empty_outputs(logits, reduction, fp32_loss)
+    exact = logits.to(lse.dtype)
+    try:
+        loss.copy_(cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction))
+    except IndexError as error:
+        wrong = target[(target != ignore_index) & ((target < 0) | (target >= logits.shape[1]))][0]
+        raise OnelaunchError(
+            f"target holds {wrong}, out of range for logits of {logits.shape[1]} classes: pass 0 to {logits.shape[1] - 1}"
+        ) from error
+    lse.copy_(exact.logsumexp(1))
+    count.copy_((target != ignore_index).sum())
+    return loss, lse, count
+
+
+def gradient_plain(
+    dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
+    reduction: str,
+) -> Tensor:  # fmt: skip
+    """In ops that can be differentiated again, if lse is a function of the logits."""
+    counts = target != ignore_index
+    wanted = torch.full_like(logits, label_smoothing / logits.shape[1], dtype=lse.dtype)
+    wanted.scatter_add_(1, torch.where(counts, target, 0)[:, None], torch.full_like(lse[:, None], 1 - label_smoothing))
+    upstream = dloss.to(lse.dtype) / count if reduction == "mean" else dloss.to(lse.dtype)
+    gradient = (torch.exp(logits.to(lse.dtype) - lse[:, None]) - wanted) * upstream.reshape(-1, 1)
+    return torch.where(counts[:, None], gradient, 0).to(logits.dtype)
+
+
+def gradient_cpu(dloss: Tensor, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
+    return gradient_plain(dloss, logits, target, *rest).contiguous()
