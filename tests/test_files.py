@@ -3,10 +3,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from onelaunch.files import held, remove_leftovers, write_atomic
+from onelaunch.files import cache_folder, held, remove_leftovers, write_atomic
+
+
+def test_without_a_home_what_can_be_made_again_goes_with_the_process(monkeypatch, tmp_path):
+    def nobody() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder("cpu") == tmp_path / "onelaunch" / "cpu"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    folder = cache_folder("cpu")
+    assert folder == cache_folder("cpu")
+    assert folder.parents[2].stat().st_mode & 0o77 == 0
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
@@ -43,7 +57,7 @@ def test_a_killed_holder_holds_nothing(tmp_path):
     path = tmp_path / "run"
     program = f"""
 import pathlib, time
-from onelaunch.files import held
+from onelaunch.files import cache_folder, held
 with held(pathlib.Path({str(path)!r})):
     print("held", flush=True)
     time.sleep(100)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,14 +19,26 @@ except ImportError:  # Windows
 
 def cache_folder(name: str) -> Path:
     """`name` inside the folder where this user's programs keep what they can make again."""
-    home = Path.home()
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = home / "Library" / "Caches"
+        base = _home() / "Library" / "Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache")
     return base / "onelaunch" / name
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # no HOME, and a user that the system does not know, as in some containers
+        return Path(_while_we_run().name)
+
+
+@functools.cache
+def _while_we_run() -> tempfile.TemporaryDirectory[str]:
+    """A folder that nobody else can guess, gone when this process is."""
+    return tempfile.TemporaryDirectory(prefix="onelaunch-")
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:

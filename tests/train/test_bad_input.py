@@ -64,6 +64,14 @@ MISTAKES = {
     "nothing to train": ({"model": nn.Sequential(nn.ReLU())}, r"model has no parameter to train"),
     "no batch left": ({"batch_size": 64, "drop_last": True}, r"batch_size=64 with drop_last=True leaves no batch"),
     "one row for BatchNorm": ({"model": NORMALISED, "batch_size": 19}, r"leaves a batch of one row among 20"),
+    "only one row for BatchNorm": (
+        {"model": NORMALISED, "batch_size": 1, "epochs": None, "steps": 3}, r"leaves a batch of one row among 20"
+    ),
+    "targets the other way round": (
+        {"model": nn.Sequential(nn.Linear(7, 6), nn.Unflatten(1, (2, 3))), "loss": "mse", "y": torch.randn(20, 3, 2)},
+        r"y has rows of shape \(3, 2\), the model puts out \(2, 3\): pass them alike, or flat",
+    ),
+    "a pipe for a checkpoint": ({"checkpoint": "/dev/null"}, r"checkpoint='/dev/null' is a device or a pipe"),
     "validation": ({"validation": X}, r"validation must be a pair"),
     "validation without rows": ({"validation": (None, None)}, r"validation holds None: .*split"),
     "validation lengths": ({"validation": (X, Y[:3])}, r"validation\[0\] has 20 rows and validation\[1\] has 3"),
@@ -151,3 +159,10 @@ def test_numpy_numbers_are_numbers():
         MODEL, X, Y, epochs=np.int64(1), batch_size=np.int32(7), lr=np.float32(0.0), seed=np.uint8(3), progress=False
     )
     assert len(history.losses) == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own: it will drop such tensors
+def test_quantized_rows_are_named():
+    rows = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match="x must be a dense tensor of real numbers, not quantized"):
+        ol.fit(MODEL, rows, Y, epochs=1, progress=False)

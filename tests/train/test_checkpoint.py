@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import onelaunch as ol
-from onelaunch.train.checkpoint import load_checkpoint
+from onelaunch.train.checkpoint import _digest, load_checkpoint
 from onelaunch.train.fit import fit_with
 from onelaunch.train.loop import Listener
 from tests.train.reference import OPTIMIZERS, problem
@@ -191,6 +191,80 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
     with pytest.raises(ol.CheckpointError, match="is not there"):
         run(network(), checkpoint=tmp_path / "none.safetensors", resume=True)
     assert path.read_bytes() == before
+
+
+def test_a_checkpoint_of_other_dtypes_or_frozen_layers_is_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run(network(), epochs=1, checkpoint=path)
+    with pytest.raises(ol.CheckpointError, match=r"its 0.bias is \[16\], this model's is \[16\] of torch.float64"):
+        run(network().double(), checkpoint=path, resume=True)
+    fixed = network()
+    fixed[0].requires_grad_(False)
+    with pytest.raises(
+        ol.CheckpointError, match=r"with no parameter frozen, not 0\.weight, 0\.bias: set requires_grad"
+    ):
+        run(fixed, checkpoint=path, resume=True)
+
+
+@pytest.mark.parametrize("about", [
+    "[]", "no JSON", "{}", '{"format": 1}',
+    *(f'{{"format": 1, "spec": {{}}, "model": "", "data": "", "engine": "cpu", "seconds": 1, {rest}}}' for rest in (
+        '"epochs": [3], "partial": {"correct": 0, "epoch_seconds": 0}', '"epochs": [], "partial": {}',
+    )),
+])  # fmt: skip
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, about):
+    from safetensors.torch import save_file
+
+    path, tensors = tmp_path / "run.safetensors", {"losses": torch.zeros(3)}
+    save_file(tensors, path, {"onelaunch": about, "sha256": _digest(tensors, about)})
+    with pytest.raises(ol.CheckpointError, match="lacks what a run's has"):
+        run(network(), checkpoint=path, resume=True)
+
+
+def test_a_link_is_written_where_it_points(tmp_path):
+    target, link = tmp_path / "there.safetensors", tmp_path / "link.safetensors"
+    link.symlink_to(target)
+    run(network(), epochs=1, checkpoint=link)
+    assert link.is_symlink()
+    assert load_checkpoint(target).step > 0
+
+
+class Interrupts(Listener):
+    """Ctrl-C, or another error, after an epoch."""
+
+    def __init__(self, epoch, error=None):
+        self.at, self.error = epoch, error
+
+    def epoch(self, history, record):
+        if len(history.epochs) == self.at:
+            if self.error:
+                raise self.error
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "eager"])
+@pytest.mark.parametrize("error", [None, RuntimeError("of the listener")])
+def test_what_was_trained_before_ctrl_c_or_an_error_is_in_the_model(engine, error):
+    x, y = data()
+    options = {"epochs": 4, "engine": engine}
+    stopped, expected = network(), network()
+    with pytest.raises(KeyboardInterrupt if error is None else RuntimeError):
+        fit_with(stopped, x, y, options, progress=False, listener=Interrupts(2, error))
+    fit_with(expected, x, y, {**options, "epochs": 2}, progress=False)
+    assert same(stopped, expected)
+
+
+@pytest.mark.parametrize("engine", ["cpu", "eager"])
+def test_ctrl_c_in_the_last_steps_is_not_lost(tmp_path, engine):
+    x, y = data()
+    path = tmp_path / "run.safetensors"
+    options = {"epochs": 2, "engine": engine}
+    with pytest.raises(KeyboardInterrupt):
+        fit_with(network(), x, y, options, progress=False, checkpoint=path, listener=Interrupts(2))
+    whole = network()
+    fit_with(whole, x, y, options, progress=False)
+    saved = load_checkpoint(path).model
+    assert all(torch.equal(saved[name], tensor) for name, tensor in whole.state_dict().items())
 
 
 def test_a_safetensors_file_of_another_program_is_refused(tmp_path):

@@ -308,3 +308,29 @@ def test_an_infinite_validation_loss_is_json_too():
     history = run(small(), x, y, loss="mse", validation=(x, y * 1e30))
     assert history.epochs[0]["validation"]["loss"] == float("inf")
     assert json.loads(json.dumps(history.to_dict(), allow_nan=False))["epochs"][0]["validation"]["loss"] is None
+
+
+@pytest.mark.parametrize("engine", ["cpu", "eager"])
+def test_a_batch_far_larger_than_the_rows_is_the_rows(engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
+    x, y = torch.randn(20, 5), torch.arange(20) % 3
+    losses = [
+        ol.fit(
+            copy.deepcopy(model), x, y, steps=3, batch_size=size, engine=engine, validation=(x, y), progress=False
+        ).losses
+        for size in (20, 10**12)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_rows_of_vectors_go_to_the_eager_engine():
+    """A Linear works along the last axis, which only PyTorch's does."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2))
+    x, y = torch.randn(20, 4, 5), torch.randn(20, 4, 2)
+    history = ol.fit(model, x, y, epochs=1, batch_size=20, loss="mse", lr=0.1, progress=False)
+    assert history.engine == "eager"
+    assert "takes each of their vectors" in history.reason
+    with pytest.raises(ValueError, match=r"put nn\.Flatten\(\) first"):
+        ol.fit(model, x, torch.arange(20) % 2, epochs=1, progress=False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import onelaunch as ol
 from onelaunch.train.build import mlp
 from onelaunch.train.network import Activation, BatchNorm, Dropout, Flatten, Linear, NotPlainError, describe
 
@@ -81,6 +84,59 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
 
 
+def shared_norm() -> nn.Module:
+    norm = nn.BatchNorm1d(2, affine=False)
+    return nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2), norm)
+
+
+def shared_buffers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[3].running_mean = model[1].running_mean
+    return model
+
+
+def switched_off() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].track_running_stats = False
+    return model
+
+
+def narrow_bias() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].bias = nn.Parameter(torch.zeros(1))
+    return model
+
+
+def empty() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2))
+    model[0].out_features = model[1].in_features = 0
+    model[0].weight, model[0].bias = nn.Parameter(torch.zeros(0, 2)), nn.Parameter(torch.zeros(0))
+    model[1].weight = nn.Parameter(torch.zeros(2, 0))
+    return model
+
+
+def renamed() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_state_dict_post_hook(lambda *_: None)
+    return model
+
+
+def test_a_dropout_used_twice_draws_what_it_draws_on_the_eager_engine():
+    twice, once = nn.Dropout(0.5), nn.Dropout(0.3)
+    model = nn.Sequential(nn.Linear(6, 5), twice, nn.Linear(5, 5), twice, nn.Linear(5, 5), once, nn.Linear(5, 3))
+    network = describe(model)
+    assert [layer for layer in network.layers if isinstance(layer, Dropout)] == [
+        Dropout(0.5, 0), Dropout(0.5, 2), Dropout(0.3, 1)
+    ]  # fmt: skip
+    losses = []
+    for engine in ("cpu", "eager"):
+        copied = copy.deepcopy(model)
+        torch.manual_seed(1)
+        x, y = torch.randn(40, 6), torch.arange(40) % 3
+        losses.append(ol.fit(copied, x, y, epochs=3, batch_size=8, engine=engine, progress=False).losses)
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
@@ -100,6 +156,12 @@ def normed() -> nn.Module:
         (shared, "used twice"),
         (tied, "share their memory"),
         (normed, "layer '0'"),
+        (shared_norm, "used twice"),
+        (shared_buffers, "running_mean and .*running_mean share their memory"),
+        (switched_off, "running statistics, but they are switched off"),
+        (narrow_bias, r"bias of layer '0' has shape \(1,\), not \(2,\)"),
+        (renamed, "has a hook"),
+        (empty, "or is empty"),
     ],
 )
 def test_the_reason_is_given(make, reason):

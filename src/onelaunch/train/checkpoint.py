@@ -27,6 +27,10 @@ from onelaunch.train.engines.contract import Run, State
 FORMAT = 1
 FREE_TO_CHANGE = {"engine", "memory", "precision"}  # how a run is executed, not what it computes
 SAMPLED_ROWS = 1024
+ABOUT = {
+    "format": int, "spec": dict, "model": str, "data": str, "engine": str, "epochs": list, "partial": dict,
+    "seconds": int | float,
+}  # fmt: skip
 WHOLE_BYTES = 2**28  # data up to this size is checked whole
 
 
@@ -105,10 +109,29 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"checkpoint={str(path)!r} was not written by onelaunch: {remedy}")
     if metadata.get("sha256") != _digest(tensors, about_text):
         raise CheckpointError(f"checkpoint={str(path)!r} is damaged (its checksum does not match): {remedy}")
-    about = json.loads(about_text)
-    if about.get("format") != FORMAT:
+    about = _about(about_text)
+    if about.get("format", FORMAT) != FORMAT:
         raise CheckpointError(f"checkpoint={str(path)!r} has format {about.get('format')}, this version reads {FORMAT}")
+    if not _is_whole(about) or tensors["losses"].dim() != 1:
+        raise CheckpointError(f"checkpoint={str(path)!r} lacks what a run's has: {remedy}")
     return Checkpoint(_part(tensors, "model."), _part(tensors, "state."), tensors["losses"], about)
+
+
+def _about(text: str) -> dict[str, Any]:
+    """Empty where the text is not what was written."""
+    try:
+        about = json.loads(text)
+    except ValueError:
+        about = None
+    return about if isinstance(about, dict) else {}
+
+
+def _is_whole(about: dict[str, Any]) -> bool:
+    return (
+        all(isinstance(about.get(key), kind) for key, kind in ABOUT.items())
+        and {"correct", "epoch_seconds"} <= about["partial"].keys()
+        and all(isinstance(record, dict) and "step" in record for record in about["epochs"])
+    )
 
 
 def _part(tensors: State, prefix: str) -> State:
@@ -155,12 +178,12 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     was, now = checkpoint.about["spec"], run.spec.to_dict()
     length_may_change = run.spec.schedule == "constant"  # another schedule depends on the run's length at every step
     for argument in sorted(now.keys() - FREE_TO_CHANGE):
-        if was[argument] == now[argument] or (argument in ("epochs", "steps") and length_may_change):
+        if was.get(argument) == now[argument] or (argument in ("epochs", "steps") and length_may_change):
             continue
         hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
         raise CheckpointError(
-            f"checkpoint={str(path)!r} was made with {argument}={was[argument]!r}, not {now[argument]!r}{hint}: "
-            f"pass {argument}={was[argument]!r} to resume, or start anew"
+            f"checkpoint={str(path)!r} was made with {argument}={was.get(argument)!r}, not {now[argument]!r}{hint}: "
+            f"pass {argument}={was.get(argument)!r} to resume, or start anew"
         )
     if checkpoint.step > run.spec.total_steps:
         raise CheckpointError(
@@ -172,8 +195,8 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
 def _check_model(path: Path, checkpoint: Checkpoint, model: nn.Module) -> None:
     saved, have = checkpoint.model, tensors_of(model)
     for name in sorted(saved.keys() | have.keys()):
-        there = list(saved[name].shape) if name in saved else "none"
-        here = list(have[name].shape) if name in have else "none"
+        there = _kind(saved[name]) if name in saved else "none"
+        here = _kind(have[name]) if name in have else "none"
         if there != here:
             raise CheckpointError(
                 f"checkpoint={str(path)!r} is of another model: its {name} is {there}, this model's is {here}; "
@@ -187,6 +210,20 @@ def _check_model(path: Path, checkpoint: Checkpoint, model: nn.Module) -> None:
                 f"checkpoint={str(path)!r} is of another model: it has {there.strip()} where this one has {here.strip()}; "
                 "build the model it was made with, or start anew"
             )
+    was, now = checkpoint.about.get("frozen", frozen(model)), frozen(model)
+    if was != now:
+        raise CheckpointError(
+            f"checkpoint={str(path)!r} was made with {', '.join(was) or 'no parameter'} frozen, not "
+            f"{', '.join(now) or 'none'}: set requires_grad as it was, or start anew"
+        )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)}{'' if tensor.dtype == torch.float32 else f' of {tensor.dtype}'}"
+
+
+def frozen(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
 def tensors_of(model: nn.Module) -> State:

@@ -89,10 +89,16 @@ def fit_with(
     path = None if checkpoint is None else Path(checkpoint)
     try:
         is_folder = path is not None and path.is_dir()
+        is_special = path is not None and path.exists() and not path.is_file()
+        path = path.resolve() if path is not None and path.is_symlink() else path  # written where the link points
     except (OSError, ValueError) as error:
         raise OnelaunchError(f"checkpoint={str(path)!r:.80} is not a path ({error!s:.80})") from error
     if is_folder:
         raise OnelaunchError(f"checkpoint={str(path)!r} is a folder: pass a file name, such as 'run.safetensors'")
+    if is_special:
+        raise OnelaunchError(
+            f"checkpoint={str(path)!r} is a device or a pipe: pass a file name, such as 'run.safetensors'"
+        )
     run = make_run(model, x, y, validation, options)
     bar = make_progress(progress)
     return drive(run, checkpoint=path, resume=resume, progress=bar, listener=listener or Listener(), started=started)

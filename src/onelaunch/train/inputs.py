@@ -29,6 +29,17 @@ def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[st
         network, not_plain = describe(model), ""
     except NotPlainError as reason:
         network, not_plain = None, str(reason)
+    if (
+        network
+        and not network.flattens
+        and x.ndim > 2
+        and x.shape[-1] == network.inputs
+        and spec.loss != "cross_entropy"
+    ):
+        network, not_plain = (
+            None,
+            f"x has rows of shape {tuple(x.shape[1:])}, and the model takes each of their vectors",
+        )
     dtype = torch.float32 if network else parameters[0].dtype
     x = _features("x", x, network, dtype).to(device)
     output = _output_shape(model, network, x, spec, dtype)
@@ -63,8 +74,9 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
         if not array.flags.writeable or any(s < 0 for s in array.strides) or not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="), copy=True)
         value = torch.from_numpy(array)
-    if value.layout != torch.strided or value.is_complex() or value.is_nested or value.is_meta:
-        what = "nested" if value.is_nested else f"{value.layout} {value.dtype} on {value.device}"
+    if value.layout != torch.strided or value.is_complex() or value.is_nested or value.is_meta or value.is_quantized:
+        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+        what = f"{kind} {value.dtype} on {value.device}"
         raise ArgumentTypeError(f"{argument} must be a dense tensor of real numbers, not {what}")
     if value.ndim == 0:
         raise OnelaunchError(f"{argument} is a single number: pass one row a sample")
@@ -163,6 +175,10 @@ def _targets(argument: str, y: torch.Tensor, spec: Spec, output: tuple[int, ...]
             raise OnelaunchError(
                 f"{argument} has {y[0].numel()} values a row, the model puts out {int(np.prod(output))}: make the two equal"
             )
+        if y.ndim > 2 and [size for size in y.shape[1:] if size != 1] != [size for size in output if size != 1]:
+            raise OnelaunchError(
+                f"{argument} has rows of shape {tuple(y.shape[1:])}, the model puts out {output}: pass them alike, or flat"
+            )
         y = y.reshape(len(y), *output)
     if spec.loss == "bce_with_logits" and not ((y >= 0) & (y <= 1)).all():
         raise OnelaunchError(f"{argument} must lie in [0, 1] for loss='bce_with_logits' (got {y.min()} to {y.max()})")
@@ -214,9 +230,9 @@ def _validation(
 
 def _check_batch_norm(network: Network | None, spec: Spec) -> None:
     """BatchNorm1d cannot normalise one row; PyTorch would say so in the middle of the run."""
-    last = spec.steps_per_epoch - 1
+    last = min(spec.steps_per_epoch, spec.total_steps) - 1
     normalises = network is not None and any(isinstance(layer, BatchNorm) for layer in network.layers)
-    if normalises and spec.total_steps > last and spec.rows_of(last) == 1:
+    if normalises and spec.rows_of(last) == 1:
         raise OnelaunchError(
             f"batch_size={spec.batch_size} leaves a batch of one row among {spec.rows}, which BatchNorm1d cannot "
             "normalise: pass drop_last=True or another batch_size"

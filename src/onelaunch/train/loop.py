@@ -22,13 +22,14 @@ from onelaunch.train.checkpoint import (
     check_fits,
     claimed,
     fingerprint,
+    frozen,
     load_checkpoint,
     save_checkpoint,
     set_aside,
     tensors_of,
 )
 from onelaunch.train.distributed import World, world
-from onelaunch.train.engines import choose, engine_or_reason
+from onelaunch.train.engines import FASTEST_FIRST, choose, engine_or_reason
 from onelaunch.train.engines.contract import Engine, Run, State
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.progress import Progress
@@ -115,6 +116,8 @@ def _drive(
                     raise KeyboardInterrupt
         session.snapshot()
         save.refuse_bad_weights()
+        if team.any(switch.stop, run.device):  # in the last steps: they are trained and saved, and the wish still holds
+            raise KeyboardInterrupt
     finally:
         session.close()
     return history
@@ -130,7 +133,7 @@ def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
     """A resumed run stays on its engine, for the same bits, unless another was asked for."""
     if resumed and run.spec.engine == "auto":
         name = resumed.about["engine"]
-        found = engine_or_reason(name, run.device)
+        found = engine_or_reason(name, run.device) if name in FASTEST_FIRST else "not an engine"
         if not isinstance(found, str) and not found.refuses(run):
             return found, f"{name}, which the resumed run used"
     return choose(run)
@@ -155,6 +158,7 @@ class Saver:
         about = {
             "spec": run.spec.to_dict(),
             "model": str(run.model),
+            "frozen": frozen(run.model),
             "data": self._data,
             "engine": history.engine,
             "precision": history.precision,

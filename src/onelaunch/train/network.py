@@ -42,7 +42,7 @@ class Activation:
 @dataclass(frozen=True)
 class Dropout:
     p: float
-    layer: int  # its number among the model's dropout layers: the `layer` of onelaunch.rng
+    layer: int  # the `layer` of onelaunch.rng: its number among the model's dropout modules, or more for a second use
 
 
 @dataclass(frozen=True)
@@ -92,20 +92,22 @@ def describe(model: nn.Module) -> Network:
     if type(model) is not nn.Sequential:
         raise NotPlainError(f"the model is a {type(model).__name__}, not an nn.Sequential")
     layers: list[Layer] = []
-    seen: set[int] = set()
-    dropouts = 0
+    uses: dict[int, int] = {}
+    dropouts = {id(module): number for number, module in enumerate(m for m in model.modules() if type(m) is nn.Dropout)}
     for path, module in _leaves(model, ""):
         _refuse_extras(path, module)
-        if id(module) in seen and any(True for _ in module.parameters()):
+        before = uses.get(id(module), 0)
+        if before and module.state_dict():
             raise NotPlainError(f"layer {path!r} is used twice")
-        seen.add(id(module))
-        layer = _layer(path, module, dropouts)
-        dropouts += isinstance(layer, Dropout)
+        uses[id(module)] = before + 1
+        # Numbered as the eager engine counts them, a module's second use after all first ones.
+        layer = _layer(path, module, dropouts.get(id(module), 0) + before * len(dropouts))
         if layer is not None:
             layers.append(layer)
     _refuse_misfits(layers)
     owners: dict[int, str] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
+    buffers = model.named_buffers(remove_duplicate=False)
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
         if owners.setdefault(tensor.data_ptr(), name) != name and tensor.numel():
             raise NotPlainError(f"{owners[tensor.data_ptr()]} and {name} share their memory")
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
@@ -130,7 +132,8 @@ def _refuse_extras(path: str, module: nn.Module) -> None:
     hooks = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     )  # fmt: skip
-    if any(hooks) or "forward" in vars(module) or hasattr(module, "parametrizations"):
+    of_state = (module._state_dict_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks)
+    if any(hooks) or any(of_state) or "forward" in vars(module) or hasattr(module, "parametrizations"):
         raise NotPlainError(f"layer {path or 'the model itself'!r} has a hook, a parametrization or its own forward")
     for name, parameter in module._parameters.items():
         if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
@@ -139,16 +142,20 @@ def _refuse_extras(path: str, module: nn.Module) -> None:
         raise NotPlainError("a hook on all modules is registered")
 
 
-def _layer(path: str, module: nn.Module, dropouts: int) -> Layer | None:
+def _layer(path: str, module: nn.Module, dropout: int) -> Layer | None:
     match module:
         case nn.Linear() if type(module) is nn.Linear:
+            _require_shapes(path, module, (module.out_features, module.in_features), (module.out_features,))
             return Linear(path, module.in_features, module.out_features, module.bias is not None)
         case nn.Flatten() if type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
             return Flatten()
         case nn.Dropout() if type(module) is nn.Dropout:
-            return Dropout(module.p, dropouts)
+            return Dropout(module.p, dropout)
         case nn.BatchNorm1d() if type(module) is nn.BatchNorm1d:
             tracks = module.running_mean is not None
+            if tracks != module.track_running_stats:
+                raise NotPlainError(f"layer {path!r} has running statistics, but they are switched off")
+            _require_shapes(path, module, (module.num_features,), (module.num_features,))
             return BatchNorm(path, module.num_features, module.eps, module.momentum, module.affine, tracks)
         case nn.Identity() if type(module) is nn.Identity:
             return None
@@ -157,6 +164,16 @@ def _layer(path: str, module: nn.Module, dropouts: int) -> Layer | None:
             tanh = isinstance(module, nn.GELU) and module.approximate == "tanh"
             return Activation("gelu_tanh" if tanh else _ACTIVATION_NAMES[type(module)], slope)
     raise NotPlainError(f"layer {path!r} is {module}, which only the eager engine takes")
+
+
+def _require_shapes(path: str, module: nn.Module, weight: tuple[int, ...], bias: tuple[int, ...]) -> None:
+    """A tensor put in the place of a parameter may have another shape than the module says."""
+    for name, expected in (("weight", weight), ("bias", bias)):
+        tensor = getattr(module, name)
+        if tensor is not None and (tuple(tensor.shape) != expected or 0 in expected):
+            raise NotPlainError(
+                f"{name} of layer {path!r} has shape {tuple(tensor.shape)}, not {expected}, or is empty"
+            )
 
 
 _ACTIVATION_NAMES: dict[type[nn.Module], str] = {

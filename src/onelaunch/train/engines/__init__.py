@@ -9,13 +9,10 @@ from onelaunch.train.distributed import world
 from onelaunch.train.engines.contract import Engine, Run
 
 FASTEST_FIRST = ("resident", "graph", "cpu", "eager")
-NOT_YET: dict[str, str] = {}
 
 
 def engine_or_reason(name: str, device: torch.device) -> Engine | str:
     """The engine called `name`, or why it cannot run on this machine and device."""
-    if name in NOT_YET:
-        return NOT_YET[name]
     engine = _load(name)
     return engine.here(device) or engine
 
@@ -41,7 +38,7 @@ def _load(name: str) -> Engine:
 def choose(run: Run) -> tuple[Engine, str]:
     """The engine for `run`, with the reason in one line; UnsupportedError where none can do what was asked."""
     wanted = run.spec.engine
-    names = [name for name in FASTEST_FIRST if name not in NOT_YET] if wanted == "auto" else [wanted]
+    names = list(FASTEST_FIRST) if wanted == "auto" else [wanted]
     passed_over: list[str] = []
     together = world().size > 1
     if together and wanted == "auto":

@@ -74,7 +74,7 @@ class EagerSession:
         self.forward: torch.nn.Module = run.model
         if self.world.size > 1:
             self.forward = torch.nn.parallel.DistributedDataParallel(run.model)
-        self.dropout = RunDropout(run.model, run.spec.seed, run.spec.batch_size, run.device)
+        self.dropout = RunDropout(run.model, run.spec.seed, min(run.spec.batch_size, run.spec.rows), run.device)
         self.order = torch.empty(run.spec.rows, dtype=torch.int64, device=run.device)
         self.losses, self.rates = torch.empty(2, run.spec.steps_per_epoch, device=run.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=run.device)

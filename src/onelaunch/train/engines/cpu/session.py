@@ -41,7 +41,7 @@ def settings_for(run: Run, shares: int | None = None) -> Settings:
     return Settings(
         network=network,
         batch=batch,
-        evaluation=max(EVALUATION_ROWS, spec.batch_size) if run.validation is not None else EVALUATION_ROWS,
+        evaluation=max(EVALUATION_ROWS, batch) if run.validation is not None else EVALUATION_ROWS,
         shares=shares or useful_shares(network, batch, torch.get_num_threads()),
         optimizer=spec.optimizer,
         momentum=spec.momentum > 0,
@@ -71,6 +71,7 @@ class CpuSession:
         self._tensors = dict(run.model.state_dict(keep_vars=True))
         self._order_address = self.arena.order.ctypes.data
         self._done = 0  # steps of the run that the arena holds
+        self._between_steps = True  # else a call was broken off, and its weights are half one step's, half the next's
         self._step_seconds = 0.0
         self._functions()
         self._load(state)
@@ -202,7 +203,9 @@ class CpuSession:
         first_row = step % spec.steps_per_epoch * spec.batch_size
         self.arena.set_control(first_row=first_row, first_step=step, count=count)
         begin = time.perf_counter()
+        self._between_steps = False
         self._call("train")
+        self._between_steps = True
         self._step_seconds = (time.perf_counter() - begin) / count
         self.team.note(self._step_seconds)
 
@@ -233,6 +236,8 @@ class CpuSession:
 
     def close(self) -> None:
         self.team.close()
+        if self._between_steps:
+            self._write_back()
 
 
 def _as_signed(seed: int) -> int:

@@ -40,7 +40,7 @@ class GraphEngine:
             stages_of(run.network)
         except NotStagedError as reason:
             return str(reason)
-        if run.spec.rows > MOST_ROWS or run.spec.batch_size > MOST_BATCH:
+        if run.spec.rows > MOST_ROWS or min(run.spec.batch_size, run.spec.rows) > MOST_BATCH:
             return f"it takes at most {MOST_ROWS} rows and batches of {MOST_BATCH}"
         return ""
 
