@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
 import importlib
 import logging
 import sys
@@ -196,6 +197,24 @@ def test_a_helper_may_ask_for_the_types_of_constants() -> None:
     fused = ol.fuse(model)
     assert fused_names(fused, True) == ["linear + relu"]
     assert_same(model, fused, rows())
+
+
+def test_what_the_garbage_collector_calls_is_not_read() -> None:
+    def collected(phase: str, found: dict[str, int]) -> None:
+        with contextlib.suppress(ValueError):
+            torch.is_grad_enabled()
+
+    model = nn.Sequential(*(Layer() for _ in range(8))).double()
+    threshold = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        fused = ol.fuse(model)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(collected)
+    assert gc.isenabled()
+    assert fused_names(fused, True) == ["linear + relu"] * 8
 
 
 def test_debuggers_and_profilers_stay_where_they_are() -> None:

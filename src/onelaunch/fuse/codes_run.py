@@ -6,10 +6,12 @@ through the hook of Python's debuggers, or of its profilers where a debugger has
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from onelaunch.fuse.proxies import from_child, is_part
@@ -84,6 +86,18 @@ class CallsSeen:
     def _at_event(self, frame: types.FrameType, event: str, argument: Any) -> None:
         if event == "call":
             self.see(frame)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No finaliser or callback of the garbage collector runs in the block, where it would seem to be of the forward."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _is_of_the_forward(frame: types.FrameType) -> bool:

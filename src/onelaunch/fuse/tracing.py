@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from onelaunch.fuse.arguments import Arguments, Thing
 from onelaunch.fuse.asked import Asked, NoTensorsOfItsOwn, asked_at_places
-from onelaunch.fuse.codes_run import CallsSeen, Running
+from onelaunch.fuse.codes_run import CallsSeen, Running, no_collection
 from onelaunch.fuse.operations import hooked, is_known
 from onelaunch.fuse.own_thread import ONE_AT_A_TIME, OwnThreadTracer
 from onelaunch.fuse.proxies import TensorProxy, ThingProxy, marked
@@ -61,7 +61,7 @@ def trace(root: nn.Module, arguments: Arguments) -> Trace:
     """The graph of `root`'s own forward for a call of this kind, or RefusedError."""
     try:
         # With gradients, whoever asks: what a forward takes away of them is seen then, and refused.
-        with torch.inference_mode(False), torch.enable_grad(), ONE_AT_A_TIME, generators_unmoved():
+        with torch.inference_mode(False), torch.enable_grad(), ONE_AT_A_TIME, no_collection(), generators_unmoved():
             tracer = _Tracer(arguments)
             with _unchanged(list(root.modules())), NoTensorsOfItsOwn() as asked:
                 graph = tracer.trace(root)
