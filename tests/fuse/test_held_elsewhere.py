@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import onelaunch as ol
 from onelaunch.cli import _app
 from onelaunch.fuse.backend import onelaunch as backend
+from onelaunch.fuse.decide import _ByPosition
 from onelaunch.fuse.placing import regions
 from onelaunch.fuse.state import unchanged
 from onelaunch.fuse.tracing import RefusedError
@@ -99,6 +100,7 @@ def test_the_backend_takes_sizes_that_are_symbols(
         captured.append(gm)
         return backend(gm, inputs)
 
+    torch._dynamo.reset()  # which remembers the sizes that a Sequential of any test had
     model = make()
     compiled = torch.compile(model, backend=spy, dynamic=dynamic, fullgraph=True)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
@@ -307,6 +309,61 @@ def test_a_backward_hook_on_one_model_is_one_on_the_other(on: str, kind: str) ->
     assert type(copy.deepcopy(model)[0]._backward_hooks) is collections.OrderedDict
 
 
+def recorder(found: list[Any], key: str) -> Callable[..., None]:
+    def record(module: nn.Module, given: Any, result: Any) -> None:
+        found.append((key, module))
+
+    return record
+
+
+class RecordsLazily(Base):
+    """Puts hooks on its layers when it is first asked to record, as transformers does for hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(layer(), nn.Tanh()), nn.Sequential(layer(), nn.ReLU())])
+
+    def forward(self, x: torch.Tensor, found: list[Any] | None = None) -> torch.Tensor:
+        if found is not None and not getattr(self, "installed", False):
+            for index, one in enumerate(self.layers):
+                one.register_forward_hook(recorder(found, f"layer {index}"), prepend=True)
+            self.installed = True
+        for one in self.layers:
+            x = one(x)
+        return x
+
+
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_a_hook_that_is_made_for_both_models_counts_once(fused_first: bool) -> None:
+    model, x = RecordsLazily(), rows()
+    fused, found = ol.fuse(model), []  # type: tuple[RecordsLazily, list[Any]]
+    for one in (fused, model, fused) if fused_first else (model, fused, model):
+        found.clear()
+        torch.testing.assert_close(one(x, found), model(x), rtol=0, atol=1e-12)
+        assert found[:2] == [("layer 0", one.layers[0]), ("layer 1", one.layers[1])]
+        assert len(found) == 4  # with the two of the model that it is compared with
+    other: list[Any] = []
+    handles = [model.layers[0].register_forward_hook(recorder(other, "again")) for _ in range(2)]
+    fused(x)
+    assert len(other) == 2  # one model may have a hook twice
+    for handle in handles:
+        handle.remove()
+    fused(x)
+    assert len(other) == 2
+
+
+def test_a_dictionary_of_hooks_that_was_shared_stays_the_one() -> None:
+    model, x = nn.Sequential(layer(), nn.Tanh()), rows()
+    handle = model[0].register_forward_hook(lambda *_: None)
+    first = ol.fuse(model, only="0", eval_only=True) if ol.fuse(model) is model else ol.fuse(model)
+    handle.remove()
+    ol.fuse(model)
+    called: list[int] = []
+    model[0].register_forward_hook(lambda *_: called.append(1))
+    first(x)
+    assert called == [1]
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -349,6 +406,7 @@ class Initialises(Base):
         self.ready, self.steps = False, 0
         self.seen: dict[str, list[float]] = {"means": []}
         self.cache = torch.zeros(2, WIDE, dtype=torch.float64)
+        self.frozen = torch.eye(WIDE, dtype=torch.float64)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
@@ -356,6 +414,7 @@ class Initialises(Base):
         self.cache[0] += 1
         if not self.ready:
             self.shift.data.view(2, -1).copy_(-x.mean(0).view(2, -1))
+            self.fc.weight.data = self.frozen
             self.ready = True
         return self.tail(self.fc(x + self.shift))
 
@@ -363,13 +422,17 @@ class Initialises(Base):
 @pytest.mark.parametrize("run", [ol.explain, ol.fuse])
 def test_a_trial_run_leaves_nothing_behind(run: Callable[..., Any]) -> None:
     model, x = Initialises(), rows()
-    before, numbers = copy.deepcopy(model), random.getstate()
+    before, numbers, memory = copy.deepcopy(model), random.getstate(), model.fc.weight.data_ptr()
     result = run(model, x)
     assert random.getstate() == numbers
-    for one in (model, result) if isinstance(result, nn.Module) else (model,):
+    models: list[Any] = [model, result] if isinstance(result, nn.Module) else [model]
+    for one in models:
         assert (one.ready, one.steps, one.seen) == (False, 0, {"means": []})
         assert not one.cache.any()
         assert not one.shift.any()
+        assert torch.equal(one.frozen, torch.eye(WIDE, dtype=torch.float64))
+        assert torch.equal(one.fc.weight, before.fc.weight)
+        assert one.fc.weight.data_ptr() == memory
     if isinstance(result, nn.Module):
         torch.testing.assert_close(result(x), before(x), rtol=0, atol=1e-12)
     else:
@@ -389,6 +452,7 @@ def test_inputs_by_name() -> None:
         assert_same(model, fused, 3.0, x=x)
     assert [group.name for group in ol.explain(model, x=x).groups] == ["linear + relu"]
     assert [group.name for group in ol.explain(ol.fuse(model), scale=2.0, x=x).groups] == ["linear + relu"]
+    assert torch.equal(_ByPosition(model, ["x"])(2.0, x), model(2.0, x=x))  # for the times on a CUDA device
     with pytest.raises(TypeError, match=r"evalonly is neither an option nor an input.*did you mean 'eval_only'"):
         ol.fuse(model, evalonly=True)
     with pytest.raises(

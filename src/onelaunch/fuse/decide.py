@@ -13,7 +13,7 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.costs import NOTHING, Step, Work, fused
 from onelaunch.fuse.memory import memory
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
-from onelaunch.fuse.put_back import attributes_put_back
+from onelaunch.fuse.put_back import attributes_put_back, these_put_back
 from onelaunch.fuse.quantities import duration, size
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import chain_key
@@ -82,13 +82,9 @@ def counts_host(
     """Whether the time that counts is the one a program sees: `time` is one of TIMES, `run` a record of the call."""
     if time != "auto":
         return time == "program"
-    values = [tensor.detach().clone() for tensor in run.written]  # to watch the writes once more would be timed too
-    try:
-        with attributes_put_back(model):
-            return waits_for_host(_ByPosition(model, named_inputs), (*inputs, *named_inputs.values()))
-    finally:
-        for tensor, value in zip(run.written, values, strict=True):
-            tensor.data.copy_(value)
+    # What will be written to is known: to watch for it would be timed too.
+    with attributes_put_back(model), these_put_back(run.written):
+        return waits_for_host(_ByPosition(model, named_inputs), (*inputs, *named_inputs.values()))
 
 
 def decision_on(

@@ -77,11 +77,14 @@ def check_model(model: Any) -> None:
 
 def check_names(model: nn.Module, named_inputs: dict[str, Any], options: Iterable[str]) -> None:
     """That inputs passed by name are ones that forward names: any other is an option written wrong."""
-    known = [
-        one.name
-        for one in inspect.signature(model.forward).parameters.values()
-        if one.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    ]
+    if not named_inputs:
+        return
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # a scripted forward has none
+        return
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [one.name for one in signature.parameters.values() if one.kind in by_name]
     for name in named_inputs:
         if name not in known:
             raise ArgumentTypeError(

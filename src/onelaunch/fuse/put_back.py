@@ -3,13 +3,14 @@ it writes to, and whatever else its attributes lead to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.fuse.state import Attributes, numbers_put_back
@@ -65,37 +66,62 @@ def tensors_put_back(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
             yield written
     finally:
         written |= {name: named[name] for name in watch.saved}
+        for put_back in watch.saved.values():
+            put_back()
+
+
+@contextmanager
+def these_put_back(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    saved = [_saved(tensor) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for put_back in saved:
+            put_back()
+
+
+def _saved(tensor: torch.Tensor) -> Callable[[], None]:
+    """What makes a tensor again what it is now, where it is now: `.data` may be set to other memory meanwhile."""
+    here = tensor.detach()
+    value = here.clone()
+
+    def put_back() -> None:
         with torch.no_grad():
-            for name, value in watch.saved.items():
-                if named[name].shape == value.shape:
-                    named[name].data.copy_(value)
-                else:
-                    named[name].data = value
+            here.copy_(value)
+        if _memory(tensor) != _memory(here) or tensor.shape != here.shape:
+            tensor.data = here
+
+    return put_back
 
 
-class _WatchedWrites(TorchDispatchMode):
-    """Keeps what tensors were before the first write to their memory, through whatever view and `.data`."""
+class _WatchedWrites(TorchFunctionMode):
+    """Keeps what tensors were before the first call that writes to their memory, through whatever view and `.data`.
 
-    supports_higher_order_operators = True
+    A mode below autograd would see every write. But a function that torch.compile has compiled, called under one, stays
+    uncompiled for the rest of the process.
+    """
 
     def __init__(self, named: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self.named: dict[int | None, dict[str, torch.Tensor]] = {}
-        self.saved: dict[str, torch.Tensor] = {}
+        self.saved: dict[str, Callable[[], None]] = {}
         for name, tensor in named.items():
             if (memory := _memory(tensor)) is not None:
                 self.named.setdefault(memory, {})[name] = tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)  # an operation of higher order has none
-        if schema is not None and schema.is_mutable:
-            given = {**dict(zip((one.name for one in schema.arguments), args, strict=False)), **kwargs}
-            changed = [given.get(one.name) for one in schema.arguments if one.alias_info and one.alias_info.is_write]
-            for tensor in tree_leaves(changed):
+        if _WRITES.fullmatch(getattr(func, "__name__", "")) or "out" in kwargs or kwargs.get("inplace"):
+            for tensor in tree_leaves((args, kwargs)):
                 for name, held in self.named.pop(_memory(tensor), {}).items():
-                    self.saved[name] = held.detach().clone()
+                    self.saved[name] = _saved(held)
         return func(*args, **kwargs)
+
+
+# `copy_`, `x[0] = y`, `x += y` and `x.data = y`; not `requires_grad_`, which writes no element.
+_WRITES = re.compile(
+    r"(?!requires_grad_)\w*[^_]_|__setitem__|__set__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor)__"
+)
 
 
 def _memory(tensor: Any) -> int | None:

@@ -8,6 +8,7 @@ state are the exception where they know their module: those of the copy act on t
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections import OrderedDict
@@ -44,37 +45,74 @@ def twin(root: Model) -> Model:
         attributes = {name: value if name in _SHARED else reconnected(value) for name, value in vars(module).items()}
         attributes["_modules"] = {name: reconnected(child) for name, child in module._modules.items()}
         vars(copy).update(attributes)
-        _BackwardHooks.share(module, copy)
+        for name in _HOOKS:
+            _SharedHooks.share(name, module, copy)
     return cast(Model, copies[id(root)])
 
 
-class _BackwardHooks(OrderedDict[int, Any]):
-    """Backward hooks that trees share. Whether they are full ones, which torch notes in the module, is told to all of these."""
+class _SharedHooks(OrderedDict[int, Any]):
+    """Hooks of a module and its copies.
+
+    Whether backward hooks are full ones, which torch notes in the module, is told to all of these. A hook that is registered
+    through one and then made again for another counts once: libraries put theirs on a model when it first needs them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.modules: list[weakref.ref[nn.Module]] = []
+        self.registered: dict[int, weakref.ref[nn.Module]] = {}  # by handle: through which module
 
     @classmethod
-    def share(cls, module: nn.Module, copy: nn.Module) -> None:
-        hooks = module._backward_hooks
+    def share(cls, name: str, module: nn.Module, copy: nn.Module) -> None:
+        hooks = vars(module)[name]
         if not isinstance(hooks, cls):
-            if module._is_full_backward_hook is not None:  # noted in both, and handles are for this very dictionary
+            if type(hooks) is not OrderedDict:  # somebody's own
                 return
-            hooks = vars(module)["_backward_hooks"] = cls()
+            if hooks or "shared" in vars(
+                hooks
+            ):  # handles to remove a hook know this very dictionary, as do other copies
+                vars(hooks)["shared"] = True
+                return
+            hooks = vars(module)[name] = cls()
             hooks.modules = [weakref.ref(module)]
-        vars(copy)["_backward_hooks"] = hooks
+        vars(copy)[name] = hooks
         hooks.modules = [*(known for known in hooks.modules if known() is not None), weakref.ref(copy)]
 
     def __setitem__(self, handle: int, hook: Any) -> None:
+        through = sys._getframe(1).f_locals.get(
+            "self"
+        )  # the caller is a method of the module, such as register_forward_hook
+        if isinstance(through, nn.Module):
+            if any(self.registered[known]() is not through and _alike(self[known], hook) for known in self.registered):
+                return
+            self.registered[handle] = weakref.ref(through)
         super().__setitem__(handle, hook)
         modules = [module for known in self.modules if (module := known()) is not None]
         noted = next((m._is_full_backward_hook for m in modules if m._is_full_backward_hook is not None), None)
         for module in modules:
             module._is_full_backward_hook = noted
 
+    def __delitem__(self, handle: int) -> None:
+        super().__delitem__(handle)
+        self.registered.pop(handle, None)
+
+    def move_to_end(self, key: int, last: bool = True) -> None:
+        if key in self:  # else it counted as one that is there
+            super().move_to_end(key, last)
+
     def __reduce__(self) -> Any:
         return OrderedDict, (), None, None, iter(self.items())  # a copy is a model by itself
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two functions are one, or the same code over the same values."""
+    if not isinstance(one, types.FunctionType) or not isinstance(other, types.FunctionType):
+        return bool(one == other)
+    cells = one.__closure__ or (), other.__closure__ or ()
+    return one.__code__ is other.__code__ and all(
+        a is b or (type(a) is type(b) and isinstance(a, (bool, int, str)) and a == b)
+        for a, b in zip(*(map(_content, held) for held in cells), strict=True)
+    )
 
 
 def sealed(module: nn.Module) -> str | None:
