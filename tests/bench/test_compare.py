@@ -212,6 +212,22 @@ def test_a_size_that_cannot_be_made_is_named_and_the_others_go_on(no_compiler):
     assert "hidden size 1000000000000 was not timed: layers=[5, 1000000000000, 3] do not fit" in said[0][1]
 
 
+@pytest.mark.parametrize(("error", "red"), [(ValueError("no"), True), (MemoryError(), False)])
+def test_an_engine_of_ours_that_raises_at_a_size_is_red(monkeypatch, no_compiler, error, red):
+    """Unless memory does not hold it, which may be so of anyone."""
+
+    def raises(self, run):
+        raise error
+
+    monkeypatch.setattr(OurEngine, "train", raises)
+    results: dict = {}
+    time_sizes([8], lambda hidden: make(hidden=hidden, engine="cpu"), lambda line: None, results)
+    assert "8" in results["absent"]["onelaunch cpu"]
+    found = {"contenders": {}, "sizes": results}
+    assert is_red(found) == red
+    assert remarks(found) == ([("bad", "onelaunch cpu failed at hidden size 8: ValueError: no")] if red else [])
+
+
 def compare_engines(monkeypatch, train, seeds=(0,), **options) -> dict:
     """Our engines train by `train(self, run, real)` instead."""
     real = OurEngine.train

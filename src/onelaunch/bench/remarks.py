@@ -14,14 +14,15 @@ Remark = tuple[str, str]  # its kind, "bad" or "note", and the words
 
 def remarks(results: dict[str, Any]) -> list[Remark]:
     """For the terminal and the page alike; of files of older versions, which hold less, nothing."""
-    return [*_failed(results), *_diverged(results), *_too_short(results), *_sizes_left_out(results), *_not_run(results)]
+    return [*_failed(results), *_diverged(results), *_too_short(results), *_of_sizes(results), *_not_run(results)]
 
 
 def is_red(results: dict[str, Any]) -> bool:
     """Whether an engine of ours failed, parted from PyTorch, or went on where PyTorch diverged; or a size could not be made."""
+    sizes = results.get("sizes") or {}
     contenders = results.get("contenders", {})
     reference = next((one.get("diverged_step") for one in contenders.values()), None)
-    return bool(results.get("failed") or (results.get("sizes") or {}).get("left_out")) or any(
+    return bool(results.get("failed") or sizes.get("left_out") or sizes.get("failed")) or any(
         name.startswith(OURS)
         and (bool(one["gap"] and not one["gap"]["agrees"]) or (one.get("diverged_step") is None) != (reference is None))
         for name, one in contenders.items()
@@ -71,9 +72,16 @@ def _too_short(results: dict[str, Any]) -> list[Remark]:
     return [("note", f"{words} (of {', '.join(found)}); pass more --steps or --epochs")]
 
 
-def _sizes_left_out(results: dict[str, Any]) -> list[Remark]:
+def _of_sizes(results: dict[str, Any]) -> list[Remark]:
     left_out = (results.get("sizes") or {}).get("left_out", {})
-    return [("bad", f"hidden size {size} was not timed: {reason}") for size, reason in left_out.items()]
+    failed = (results.get("sizes") or {}).get("failed", {})
+    said = [f"hidden size {size} was not timed: {reason}" for size, reason in left_out.items()]
+    said += [
+        f"{name} failed at hidden size {size}: {reason}"
+        for name, by_size in failed.items()
+        for size, reason in by_size.items()
+    ]
+    return [("bad", words) for words in said]
 
 
 def _not_run(results: dict[str, Any]) -> list[Remark]:

@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from onelaunch.bench.contenders import Contender, contenders_for, shortened
+from onelaunch.bench.contenders import Contender, OurEngine, contenders_for, shortened
 from onelaunch.bench.measure import reason_in_a_line
 from onelaunch.bench.step_peers import step_peers
 from onelaunch.report.number import seconds
+from onelaunch.train.build import is_out_of_memory
 from onelaunch.train.engines import choose
 from onelaunch.train.engines.contract import Run
 
@@ -24,8 +25,8 @@ def time_sizes(
     sizes: Sequence[int], run_of: Callable[[int], Run], show: Callable[[str], None], results: dict[str, Any]
 ) -> None:
     """Fill `results` size by size, so that an interruption keeps what is done. `run_of(hidden)` makes the run of a size; one
-    that cannot be made is named under "left_out", and the others go on."""
-    results.update({"hidden": [], "step_seconds": {}, "absent": {}, "auto": {}, "left_out": {}})
+    that cannot be made is named under "left_out", an engine of ours that raises under "failed", and the others go on."""
+    results.update({"hidden": [], "step_seconds": {}, "absent": {}, "auto": {}, "left_out": {}, "failed": {}})
     for size in sizes:
         try:
             run = run_of(size)
@@ -42,8 +43,11 @@ def time_sizes(
             try:
                 timing = time_step(contender, run)
             except (Exception, SystemExit) as error:  # out of memory, say: the others go on
-                absent[contender.name] = reason_in_a_line(error)
-                show(f"{size:>6}  {contender.name:<20} absent ({absent[contender.name]})")
+                reason = absent[contender.name] = reason_in_a_line(error)
+                fails = isinstance(contender, OurEngine) and not is_out_of_memory(error)
+                if fails:
+                    results["failed"].setdefault(contender.name, {})[str(size)] = reason
+                show(f"{size:>6}  {contender.name:<20} {'failed' if fails else 'absent'} ({reason})")
                 continue
             results["step_seconds"].setdefault(contender.name, {})[str(size)] = timing
             show(f"{size:>6}  {contender.name:<20} {seconds(timing['median']):>10} a step")

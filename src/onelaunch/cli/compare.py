@@ -46,7 +46,7 @@ def compare(
 ) -> None:
     """Train the same network from the same weights in the same row order with PyTorch, torch.compile and our engines.
 
-    Ends with 1 when one of our engines fails or its loss curve does not agree with PyTorch's.
+    Ends with 1 when one of our engines fails or its loss curve does not agree with PyTorch's, or a size cannot be timed.
     """
     settings = make_config(read_config(config) if config else {}, flags or {})
     given: Sequence[int] | None = sizes  # type: ignore[assignment]  # the parser makes a list of it

@@ -23,7 +23,7 @@ from onelaunch.data import Dataset, load, split
 from onelaunch.device import default_device, describe_machine, device_name
 from onelaunch.errors import DivergedError, OnelaunchError
 from onelaunch.report.write import REPORT, write_report
-from onelaunch.train.build import mlp
+from onelaunch.train.build import is_out_of_memory, mlp
 from onelaunch.train.distributed import joined, world
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
@@ -85,13 +85,13 @@ def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
 
 @contextmanager
 def fits_into_memory() -> Iterator[None]:
-    """What memory does not hold, wherever that shows, is one line: PyTorch, NumPy and CUDA each say it in another way."""
+    """What memory does not hold, wherever that shows, is one line."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
-        said = str(error)
-        if not (isinstance(error, MemoryError) or "alloca" in said or "out of memory" in said):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
+        said = str(error)
         raise OnelaunchError(
             f"this run does not fit into memory ({said.splitlines()[0] if said else 'MemoryError'}): pass smaller --hidden "
             "or --layers, a smaller --batch-size or fewer rows of data"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
@@ -19,6 +20,14 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
     "silu": nn.SiLU,
 }
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """PyTorch, NumPy, CUDA and the system each say it in another way."""
+    said = str(error)
+    if isinstance(error, RuntimeError):
+        return "alloca" in said or "out of memory" in said
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def check_architecture(widths: Sequence[int], activation: str, dropout: float) -> None:
