@@ -98,6 +98,20 @@ def test_a_size_that_does_not_fit_leaves_table_and_report(cli, blobs, tmp_path):
     assert (tmp_path / "big" / "report.html").is_file()
 
 
+def test_each_size_is_saved_before_the_next(cli, blobs, tmp_path, monkeypatch):
+    seen = []
+
+    def timed(contender, run):
+        sizes = json.loads((tmp_path / "sizes" / "compare.json").read_text())["sizes"]
+        seen.append(sorted(sizes.get("step_seconds", {}).get(EAGER, {})))
+        return {"median": 1e-3, "minimum": 1e-3, "maximum": 1e-3, "n": 3}
+
+    monkeypatch.setattr("onelaunch.bench.sizes.time_step", timed)
+    assert cli("compare", "--data", blobs, *QUICK, "--sizes", "8,16", "--out", "sizes").code == 0
+    assert seen[0] == []
+    assert seen[-1] == ["16", "8"]
+
+
 @pytest.mark.parametrize("columns", [40, 60, 80])
 def test_the_table_fits_any_terminal(cli, blobs, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -106,6 +106,10 @@ def _measure(
         chosen = widths if inner is None else [widths[0], *inner, widths[-1]]
         return _make_run(settings.model_copy(update={"seed": seed}), dataset, chosen)
 
+    def show_size(line: str) -> None:
+        say("size", line)
+        save()
+
     say("model", results["network"])
     watch = Watch()
     try:
@@ -113,9 +117,7 @@ def _measure(
         compare_run(run_of, every, lambda line: say("trained", line), results, save)
         if hidden:
             depth = len(widths) - 2
-            time_sizes(
-                hidden, lambda h: run_of(settings.seed, [h] * depth), lambda line: say("size", line), results["sizes"]
-            )
+            time_sizes(hidden, lambda h: run_of(settings.seed, [h] * depth), show_size, results["sizes"])
     except KeyboardInterrupt:
         if not results["contenders"]:
             raise
