@@ -10,14 +10,14 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import onelaunch as ol
 from onelaunch.fuse.arguments import Arguments
@@ -550,3 +550,47 @@ def test_the_plan_that_goes_is_the_one_that_was_not_used_for_longest() -> None:
         fused(x)
     assert planned(fused, x)
     assert any(plan is first for plan in region.plans)
+
+
+@dataclass
+class Doubled:
+    logits: Tensor
+
+    def __post_init__(self) -> None:
+        self.logits = self.logits * 2
+
+
+@dataclass
+class Chances:
+    logits: Tensor
+    chances: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chances = self.logits.softmax(-1)
+
+
+@dataclass
+class Plain:
+    logits: Tensor
+
+
+class Makes(nn.Module):
+    def __init__(self, kind: Any, extra: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 4), nn.ReLU())
+        self.kind, self.extra = kind, extra
+
+    def forward(self, x: Tensor) -> Any:
+        made = self.kind(self.layers(x))
+        if self.extra:
+            made.note = "added"
+        return made
+
+
+@pytest.mark.parametrize("kind", [Doubled, Chances, Plain])
+@pytest.mark.parametrize("extra", [False, True])
+def test_a_dataclass_is_made_once(kind: Any, extra: bool) -> None:
+    model, x = Makes(kind, extra).double(), torch.randn(3, 8, dtype=torch.float64)
+    expected, found = model(x), ol.fuse(model)(x)
+    assert vars(expected).keys() == vars(found).keys()
+    torch.testing.assert_close(found.logits, expected.logits, rtol=0, atol=1e-12)

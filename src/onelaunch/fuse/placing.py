@@ -30,14 +30,14 @@ def place_regions(
     try:
         fused = twin(model)
     except RefusedError as refusal:
-        return model, Fusion(nn.Module(), options, sized, notes=[f"the model is not one graph: {refusal}"])
+        return model, Fusion(options, sized, notes=[f"the model is not one graph: {refusal}"])
     originals = set(map(id, model.modules()))
     for module in fused.modules():
         if id(module) not in originals:
             vars(module).pop(_FUSION, None)
             if isinstance(vars(module).get("forward"), Region):
                 del module.forward  # the model held fused parts: their chains are found again, and perhaps longer ones
-    fusion = Fusion(nn.Module(), options, sized)
+    fusion = Fusion(options, sized)
     if fused is not model:
         vars(fused)[_FUSION] = fusion
     shared = _registered_often(fused)

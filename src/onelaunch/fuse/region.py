@@ -62,7 +62,6 @@ def _inside(path: str, names: tuple[str, ...]) -> bool:
 class Fusion:
     """What all regions of one fused model share. `verdicts` holds, by mode and chain, why a chain is not worth it."""
 
-    root: nn.Module
     options: Options
     sized: bool = False  # whether example inputs decide; without them, `without_sizes` does
     verdicts: dict[tuple[bool, str], str | None] = field(default_factory=dict)

@@ -16,7 +16,7 @@ hooks, children and attributes of every module traced through) is the guard of t
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -198,6 +198,8 @@ class _Tracer(OwnThreadTracer):
         plain = (dict, list, tuple, torch.Size, immutable_dict, immutable_list)
         if isinstance(a, (dict, list, tuple)) and type(a) not in plain and not hasattr(a, "_fields"):
             raise RefusedError(f"passes on a {type(a).__name__}")
+        if hasattr(type(a), "__dataclass_fields__") and not _made_by_fields(a):
+            raise RefusedError(f"makes a {type(a).__name__}, which is more than its fields")
         if isinstance(a, np.generic) and isinstance(a, (float, str)):
             a = a.item()  # the same value; generated code does not know numpy
         return super().create_arg(a)
@@ -270,3 +272,13 @@ def _modes() -> tuple[Any, ...]:
         *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
         torch._C._autograd._top_saved_tensors_default_hooks(True) is None,  # set by checkpointing and save_on_cpu
     )
+
+
+def _made_by_fields(value: Any) -> bool:
+    """Whether the constructor of a dataclass makes the value again from its fields: that is what a graph calls."""
+    kind = type(value)
+    plain = (
+        "__dataclass_fields__" in vars(kind) and kind.__dataclass_params__.init and not hasattr(kind, "__post_init__")
+    )
+    names = {one.name for one in fields(value) if one.init}
+    return plain and len(names) == len(fields(value)) and set(getattr(value, "__dict__", ())) <= names
