@@ -7,7 +7,9 @@ prints a traceback for them.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+NAMED = 5  # of a long list
 
 
 class OnelaunchError(ValueError):
@@ -48,6 +50,12 @@ def suggest(value: object, options: Iterable[str]) -> str:
     by_lower = {option.lower(): option for option in options}
     close = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b, c and 63 more`"""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def require_option(argument: str, value: object, options: Iterable[str], *, or_else: str = "") -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from onelaunch.bench.compare import compare, evaluate, spread
 from onelaunch.bench.contenders import EAGER, OurEngine, TorchLoop, Trained, contenders_for, peak_memory
 from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
-from onelaunch.bench.remarks import is_red, not_run, remarks
 from onelaunch.bench.sizes import time_sizes, time_step
 from onelaunch.bench.step_peers import GRAPH, UNROLLED
+from onelaunch.report.remarks import is_red, not_run, remarks
 from onelaunch.train.build import mlp
 from onelaunch.train.inputs import make_run
 
@@ -209,7 +209,7 @@ def test_a_size_that_cannot_be_made_is_named_and_the_others_go_on(no_compiler):
     assert all("do not fit into memory" in reason for reason in results["left_out"].values())
     said = remarks({"contenders": {}, "sizes": results})
     assert [kind for kind, _ in said] == ["bad", "bad"]
-    assert "hidden size 1000000000000 was not timed: layers=[5, 1000000000000, 3] do not fit" in said[0][1]
+    assert "Hidden size 1000000000000 was not timed: layers=[5, 1000000000000, 3] do not fit" in said[0][1]
 
 
 @pytest.mark.parametrize(("error", "red"), [(ValueError("no"), True), (MemoryError(), False)])

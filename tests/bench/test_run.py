@@ -17,9 +17,9 @@ import torch
 from onelaunch.bench import results
 from onelaunch.bench.case import REGISTRY, Case, Trial, case
 from onelaunch.bench.ceilings import Ceilings
-from onelaunch.bench.remarks import not_run
 from onelaunch.bench.run import failures, run_case, run_cases, select
 from onelaunch.errors import OnelaunchError, UnsupportedError
+from onelaunch.report.remarks import not_run
 from onelaunch.train.engines.cpu import session
 from onelaunch.train.engines.cpu.plan import SCALARS
 

@@ -93,7 +93,7 @@ def test_a_size_that_does_not_fit_leaves_table_and_report(cli, blobs, tmp_path):
     sizes = "8,99999999999999999999"
     outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu", "--sizes", sizes, "--out", "big")
     assert outcome.code == 1
-    assert "hidden size 99999999999999999999 was not timed: layers=" in outcome.out
+    assert "Hidden size 99999999999999999999 was not timed: layers=" in outcome.out
     assert "contender" in outcome.out
     assert (tmp_path / "big" / "report.html").is_file()
 

@@ -205,7 +205,7 @@ def test_a_narrow_terminal_keeps_the_decisions(measured: bool) -> None:
     assert "…" not in text
     for part in ("batch_norm", "dropout", "not fused", "readers", "the whole model", "chains fused", "launches"):
         assert part in text
-    assert ("1.5 ms → 1.25 ms" in text) == measured
+    assert ("1.50 ms → 1.25 ms" in text) == measured
 
 
 def test_a_hugging_face_model_with_opaque_parts() -> None:

@@ -143,7 +143,7 @@ def test_who_failed_or_diverged_is_said_in_red(tmp_path):
     for words in (
         "onelaunch cpu failed: diverged at step 3",
         "onelaunch eager failed: RuntimeError: no",
-        "onelaunch resident diverged at step 4: its loss is no longer finite",
+        "torch.compile and onelaunch resident both diverged (at step 4): the loss is no longer finite",
         "Hidden size 200000 was not timed: not enough memory",
         "peer does not agree with torch eager: ",
     ):

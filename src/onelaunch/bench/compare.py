@@ -19,7 +19,7 @@ from onelaunch.bench.contenders import EAGER, Contender, OurEngine, Trained, con
 from onelaunch.bench.measure import reason_in_a_line
 from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
 from onelaunch.errors import DivergedError
-from onelaunch.report.number import seconds
+from onelaunch.number import seconds
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.engines.cpu import ENGINE as CPU
 from onelaunch.train.objective import as_features, count_correct, loss_of, predictions_per_row

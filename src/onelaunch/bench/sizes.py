@@ -10,7 +10,7 @@ from typing import Any
 from onelaunch.bench.contenders import Contender, OurEngine, contenders_for, shortened
 from onelaunch.bench.measure import reason_in_a_line
 from onelaunch.bench.step_peers import step_peers
-from onelaunch.report.number import seconds
+from onelaunch.number import seconds
 from onelaunch.train.build import is_out_of_memory
 from onelaunch.train.engines import choose
 from onelaunch.train.engines.contract import Run

@@ -13,13 +13,13 @@ from rich.console import Console
 from onelaunch.bench.busy import cores_taken_before, warning
 from onelaunch.bench.case import FLOOR, GROUPS
 from onelaunch.bench.diff import NOISY, compare_results, differences
-from onelaunch.bench.remarks import listed, not_run
 from onelaunch.bench.results import OURS, check_writable, load_results, new_path, save_results
 from onelaunch.bench.run import check_limit, failures, run_cases, select
 from onelaunch.cli.table import print_table
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, listed
+from onelaunch.number import byte_size, joules, seconds
 from onelaunch.report.benchmark import undecided
-from onelaunch.report.number import byte_size, joules, seconds
+from onelaunch.report.remarks import not_run
 
 DIFF, LARGE = "diff", "train/large/"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")

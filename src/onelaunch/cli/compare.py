@@ -14,7 +14,6 @@ from rich.console import Console
 
 from onelaunch.bench.busy import Watch, cores_taken_before, warning
 from onelaunch.bench.compare import compare as compare_run
-from onelaunch.bench.remarks import is_red, remarks
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
 from onelaunch.cli.config import TrainConfig, make_config, read_config
@@ -26,6 +25,7 @@ from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
 from onelaunch.report.comparison import agreement, comparison_table, noise, speed_up
+from onelaunch.report.remarks import is_red, remarks
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.build import mlp
 from onelaunch.train.engines import choose

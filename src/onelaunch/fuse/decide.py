@@ -14,12 +14,13 @@ from onelaunch.fuse.costs import NOTHING, Step, Work, fused
 from onelaunch.fuse.memory import memory
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
 from onelaunch.fuse.put_back import attributes_put_back, these_put_back
-from onelaunch.fuse.quantities import duration, size
+from onelaunch.fuse.quantities import size
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import chain_key
 from onelaunch.fuse.roofline import DeviceModel, device_model
 from onelaunch.fuse.timing import measure, waits_for_host
 from onelaunch.fuse.verdict import forced
+from onelaunch.number import seconds as duration
 from onelaunch.ops import linear_choice
 from onelaunch.ops.activations import FROM_OUTPUT
 

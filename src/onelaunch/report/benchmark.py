@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from onelaunch.number import byte_size, digits, joules, percent, rate, seconds, times
 from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
-from onelaunch.report.number import byte_size, digits, joules, percent, rate, seconds, times
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source, unfinished
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from onelaunch.number import NONE, byte_size, digits, percent, seconds, times, whole
 from onelaunch.report.draw import Bar, Line, bar_chart, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
-from onelaunch.report.number import NONE, byte_size, digits, percent, seconds, times, whole
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source, unfinished
+from onelaunch.report.remarks import remarks
 from onelaunch.report.scale import is_wide
 
 OURS = "onelaunch"
@@ -44,7 +45,7 @@ def compare_section(source: Source, identity: str, palette: Palette) -> Section:
     said = sorted(
         agreement(content["contenders"]), key=lambda entry: not is_ours(entry[1])
     )  # which begin with the name
-    said += [*_failures(content), *noise(content)]
+    said += [*remarks(content), *noise(content)]
     said += [] if found else [("note", "No contender is finished yet.")]
     said += unfinished(content)
     said += [("note", f"Absent: {name} ({reason})") for name, reason in content.get("absent", {}).items()]
@@ -100,17 +101,6 @@ def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
         )
         said.append(("note" if vague else "good" if gap["agrees"] else "bad", words))
     return said
-
-
-def _failures(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """Engines of ours that could not do it, losses that are no longer finite, sizes that could not be made."""
-    failed = content.get("failed", {})
-    said = [f"{name} failed: {reason}" for name, reason in failed.items()]
-    steps = {name: one.get("diverged_step") for name, one in content["contenders"].items() if name not in failed}
-    said += [f"{name} diverged at step {step:,}: its loss is no longer finite" for name, step in steps.items() if step]
-    sizes = (content.get("sizes") or {}).get("left_out", {})
-    said += [f"Hidden size {size} was not timed: {reason}" for size, reason in sizes.items()]
-    return [("bad", words) for words in said]
 
 
 def noise(content: dict[str, Any]) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-PACKAGES = ("torch", "triton", "cuda-core", "llvmlite", "jax")
+PACKAGES = ("torch", "triton", "cuda-core", "llvmlite", "jax", "scikit-learn")
 
 
 def chip(machine: dict[str, Any], gpu: bool = True) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
+from onelaunch.number import seconds, times
 from onelaunch.report.benchmark import against, peers_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.draw import Bar, bar_chart
 from onelaunch.report.machine import chip
-from onelaunch.report.number import seconds, times
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes, read_recorded
 from onelaunch.report.results_page import FIGURES, RESULTS, figure_name, plain, results_page, time_of
 from onelaunch.report.standalone import standalone

@@ -5,9 +5,9 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from onelaunch.number import byte_size, joules, percent, seconds, times
 from onelaunch.report.benchmark import OURS, against, energy_of, peers_of
 from onelaunch.report.comparison import size_figures
-from onelaunch.report.number import byte_size, joules, percent, seconds, times
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes
 
 RESULTS, FIGURES = "benchmarks/results", "docs/figures"

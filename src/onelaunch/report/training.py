@@ -6,10 +6,10 @@ import re
 import shlex
 from typing import Any
 
+from onelaunch.number import digits, percent, seconds, whole
 from onelaunch.report.draw import Line, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
-from onelaunch.report.number import digits, percent, seconds, whole
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source
 from onelaunch.report.scale import is_wide

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from onelaunch.errors import listed
+
 OURS = "onelaunch"
 MOST_ONCE = 0.1  # of a run's time: beyond, what it costs once is much of what a step seems to take
-NAMED = 5  # of a long list
 
 Remark = tuple[str, str]  # its kind, "bad" or "note", and the words
 
@@ -75,7 +76,7 @@ def _too_short(results: dict[str, Any]) -> list[Remark]:
 def _of_sizes(results: dict[str, Any]) -> list[Remark]:
     left_out = (results.get("sizes") or {}).get("left_out", {})
     failed = (results.get("sizes") or {}).get("failed", {})
-    said = [f"hidden size {size} was not timed: {reason}" for size, reason in left_out.items()]
+    said = [f"Hidden size {size} was not timed: {reason}" for size, reason in left_out.items()]
     said += [
         f"{name} failed at hidden size {size}: {reason}"
         for name, by_size in failed.items()
@@ -95,22 +96,16 @@ def not_run(results: dict[str, Any]) -> list[str]:
         return []
     planned = results.get("planned", {})
     if isinstance(planned, list):
-        done = {*(case["name"] for case in results["cases"]), *results["left_out"]}
+        done = {*(case["name"] for case in results["cases"]), *results.get("left_out", ())}
         return [name for name in planned if name not in done]
-    ended = {*results["absent"], *results["failed"]}
-    done = results["trained"]
+    ended = {*results.get("absent", ()), *results.get("failed", ())}
+    done = results.get("trained", [])
     left = [
         f"{name} (seed {seed})"
         for seed in planned.get("seeds", [])
         for name in planned.get("contenders", [])
         if name not in ended and [name, seed] not in done
     ]
-    sizes = results["sizes"]
+    sizes = results.get("sizes") or {}
     timed = [*sizes.get("hidden", []), *map(int, sizes.get("left_out", {}))]
     return left + [f"hidden size {size}" for size in planned.get("sizes", []) if size not in timed]
-
-
-def listed(names: Sequence[str]) -> str:
-    """`a, b, c and 63 more`"""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
