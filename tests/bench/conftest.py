@@ -8,6 +8,28 @@ from onelaunch.bench.case import REGISTRY
 from onelaunch.bench.run import select
 
 
+class Clock:
+    """Time that passes only when someone sleeps, or a little when it is asked for: a busy machine does not disturb it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("energy", "measure"):
+        monkeypatch.setattr(f"onelaunch.bench.{module}.time", clock)
+    return clock
+
+
 @pytest.fixture
 def temporary_cases() -> Iterator[None]:
     """Cases registered in a test are gone after it."""

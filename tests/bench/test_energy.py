@@ -7,27 +7,7 @@ from onelaunch.bench.case import Work
 from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.bench.measure import measure
-
-
-class Clock:
-    """Time that passes only when someone sleeps, or a little when it is asked for: a busy machine does not disturb it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1e-6
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("onelaunch.bench.energy.time", clock)
-    return clock
+from tests.bench.conftest import Clock
 
 
 class Card:

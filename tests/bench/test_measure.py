@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 
@@ -40,29 +38,29 @@ def test_the_stated_spread_is_enough_for_another_run(n, noise):
     assert apart <= 10
 
 
-def test_short_work_is_repeated_until_a_sample_is_long_enough(monkeypatch):
+def test_short_work_is_repeated_until_a_sample_is_long_enough(monkeypatch, clock):
     monkeypatch.setattr("onelaunch.bench.measure.SAMPLE_SECONDS", 0.02)
     calls = {"short": 0, "long": 0}
 
     def work(name: str, seconds: float) -> None:
         calls[name] += 1
-        time.sleep(seconds)
+        clock.sleep(seconds)
 
     contenders = {"short": lambda: work("short", 0.001), "long": lambda: work("long", 0.03)}
     times, _ = measure(contenders, units=10, cuda=False, seconds=0.0, repeats=5)
     assert calls["long"] == WARM_UPS + 1 + times["long"].n
     assert calls["short"] >= 5 * times["short"].n
-    assert times["short"].median == pytest.approx(1e-4, rel=0.6)
-    assert times["long"].median == pytest.approx(3e-3, rel=0.5)
+    assert times["short"].median == pytest.approx(1e-4, rel=0.01)
+    assert times["long"].median == pytest.approx(3e-3, rel=0.01)
 
 
-def test_times_are_per_unit_and_failures_are_kept_apart():
+def test_times_are_per_unit_and_failures_are_kept_apart(clock):
     def fails() -> None:
         raise OSError("gone")
 
-    work = {"sleep": lambda: time.sleep(0.01), "fails": fails}
+    work = {"sleep": lambda: clock.sleep(0.01), "fails": fails}
     times, failed = measure(work, units=10, cuda=False, seconds=0.1, repeats=5)
-    assert times["sleep"].minimum == pytest.approx(0.001, rel=0.5)
+    assert times["sleep"].minimum == pytest.approx(0.001, rel=0.01)
     assert failed == {"fails": "OSError: gone"}
 
 
