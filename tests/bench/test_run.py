@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import shutil
+import signal
 import subprocess
 import time
 
@@ -142,6 +143,26 @@ def test_past_the_limit_no_case_is_started_and_those_left_out_are_named():
     results = run_cases(chosen, quick=True, show=lambda result: None, limit=0.01)
     assert [one["name"] for one in results["cases"]] == ["train/first"]
     assert results["left_out"] == ["train/second"]
+
+
+class Disposed:
+    """As a compiled program is: somebody else's code runs when it goes, and Ctrl-C may strike there."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("temporary_cases")
+def test_ctrl_c_in_a_destructor_is_not_lost():
+    case("train/disposed", "train", "one")(lambda: Trial(ours=Disposed, check=nothing))
+    case("train/after", "train", "two")(lambda: pytest.fail("started after Ctrl-C"))
+    before = signal.getsignal(signal.SIGINT)
+    results = run_cases([REGISTRY["train/disposed"], REGISTRY["train/after"]], quick=True, show=lambda result: None)
+    assert [one["name"] for one in results["cases"]] == ["train/disposed"]
+    assert results["interrupted"]
+    assert not results["finished"]
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.usefixtures("temporary_cases")

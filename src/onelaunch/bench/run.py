@@ -13,6 +13,7 @@ from onelaunch.bench.case import FLOOR, GROUPS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
+from onelaunch.bench.interrupts import remembered
 from onelaunch.bench.measure import Timing, measure, peak_bytes, reason_in_a_line
 from onelaunch.bench.results import OURS, note_cores_taken, provenance
 from onelaunch.errors import OnelaunchError, UnsupportedError, listed, require_option
@@ -81,14 +82,16 @@ def run_cases(
     }  # fmt: skip
     begin, watch = time.monotonic(), Watch()
     try:
-        for one in cases:
-            if limit is not None and time.monotonic() - begin > limit:
-                results["left_out"].append(one.name)
-                continue
-            announce(one.name)  # a case may take minutes
-            results["cases"].append(run_case(one, quick=quick, ceilings=ceilings))
-            save(results)
-            show(results["cases"][-1])
+        with remembered() as check_interrupts:
+            for one in cases:
+                if limit is not None and time.monotonic() - begin > limit:
+                    results["left_out"].append(one.name)
+                    continue
+                announce(one.name)  # a case may take minutes
+                results["cases"].append(run_case(one, quick=quick, ceilings=ceilings))
+                save(results)
+                show(results["cases"][-1])
+                check_interrupts()
     except KeyboardInterrupt:
         results["interrupted"] = True
     else:

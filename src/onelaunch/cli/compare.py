@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from onelaunch.bench.busy import Watch, cores_taken_before, warning
 from onelaunch.bench.compare import compare as compare_run
+from onelaunch.bench.interrupts import remembered
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
 from onelaunch.cli.config import TrainConfig, make_config, read_config
@@ -106,18 +108,23 @@ def _measure(
         chosen = widths if inner is None else [widths[0], *inner, widths[-1]]
         return _make_run(settings.model_copy(update={"seed": seed}), dataset, chosen)
 
-    def show_size(line: str) -> None:
-        say("size", line)
-        save()
-
     say("model", results["network"])
     watch = Watch()
     try:
-        every = range(settings.seed, settings.seed + seeds)
-        compare_run(run_of, every, lambda line: say("trained", line), results, save)
-        if hidden:
-            depth = len(widths) - 2
-            time_sizes(hidden, lambda h: run_of(settings.seed, [h] * depth), show_size, results["sizes"])
+        with remembered() as check_interrupts:
+
+            def show(kind: str, line: str) -> None:
+                say(kind, line)
+                save()
+                check_interrupts()
+
+            every = range(settings.seed, settings.seed + seeds)
+            compare_run(run_of, every, partial(show, "trained"), results, save)
+            if hidden:
+                depth = len(widths) - 2
+                time_sizes(
+                    hidden, lambda h: run_of(settings.seed, [h] * depth), partial(show, "size"), results["sizes"]
+                )
     except KeyboardInterrupt:
         if not results["contenders"]:
             raise
