@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from onelaunch.kernels import activation_dropout, batch_norm, batch_norm_backward, cross_entropy, linear, relu_dropout
+from onelaunch.kernels.batch_norm_tiles import Layout
 from onelaunch.kernels.dropout_key import DropoutKey
 
 TYPES = {
@@ -95,7 +96,7 @@ def run_launchers(dtype: torch.dtype) -> None:
 
     weight = torch.empty(256)
     statistics, sums = torch.empty(2, 256), torch.empty(2, 256)
-    for layout in (batch_norm.Layout(64, 256, 0), batch_norm.Layout(2, 32, 256)):
+    for layout in (Layout(64, 256, 0), Layout(2, 32, 256)):
         bits = torch.empty(layout.lines, -(-layout.inner // 8), dtype=torch.uint8)
         batch_norm.batch_statistics(x, layout, statistics, weight, weight, momentum=0.1, eps=1e-5)
         batch_norm.normalise(x, layout, statistics, weight, weight, y, bits, activation="relu", p=0.5, key=key)

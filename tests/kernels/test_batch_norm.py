@@ -30,13 +30,14 @@ def test_against_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from onelaunch.kernels import batch_norm, batch_norm_backward
+    from onelaunch.kernels.batch_norm_tiles import Layout
 
     # Few programs a launch keep the interpreter quick, and more than one tests the merge.
     for module, name in ((batch_norm, "STATISTICS_TILE"), (batch_norm_backward, "SUMS_TILE")):
         monkeypatch.setattr(module, name, getattr(module, name)._replace(groups=64, programs=5))
     channels = shape[1]
     length = 0 if len(shape) == 2 else torch.Size(shape[2:]).numel()
-    layout = batch_norm.Layout(shape[0], channels, length)
+    layout = Layout(shape[0], channels, length)
     x = (torch.randn(shape, device=kernel_device) * 3 + 5).to(dtype)
     weight, bias = torch.randn(channels, device=kernel_device), torch.randn(channels, device=kernel_device)
     running_mean, running_var = torch.randn_like(weight), torch.rand_like(weight) + 0.5
@@ -73,7 +74,8 @@ def test_against_float64(
 
 
 def test_statistics_survive_a_mean_far_from_zero(kernel_device: torch.device) -> None:
-    from onelaunch.kernels.batch_norm import Layout, batch_statistics
+    from onelaunch.kernels.batch_norm import batch_statistics
+    from onelaunch.kernels.batch_norm_tiles import Layout
 
     x = torch.randn(4096, 8, device=kernel_device) + 3000
     statistics = poisoned(2, 8, like=x)

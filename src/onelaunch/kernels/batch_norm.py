@@ -2,91 +2,36 @@
 
 Forward: statistics of x (read), combined per channel in a tiny step; then normalise, activate, drop (read, write).
 Backward: the two sums per channel (read dy, x), combined; then dx (read dy, x, write). Dropout saves one bit an element, with
-the sign of relu in it; any other slope is computed again from x.
-
-Two layouts share the kernels. Channels last (`[m, c]`, also N(D)HWC memory): a tile row is a row, channels lie along it.
-Channels first (`[n, c, length]`): a tile row is a segment of one channel of one sample, `program_id(1)` is the channel.
+the sign of relu in it; any other slope is computed again from x. The backward kernels are in batch_norm_backward.py, the
+tiles that all of them walk over in batch_norm_tiles.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.batch_norm_tiles import (
+    Layout,
+    TileShape,
+    channel_index,
+    load_channel,
+    sum_per_channel,
+    tile_addresses,
+    tiling,
+)
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.launch import cdiv, launch
 from onelaunch.kernels.tiles import activate, load_key, pack_bits, random_16_bits
 from onelaunch.rng import keep_scale, keep_threshold
-
-
-class TileShape(NamedTuple):
-    groups: int  # of 8 elements in a tile
-    most_groups: int  # of them along memory; the rest of the tile goes down the rows
-    programs: int  # about as many, at most
-    unroll: int  # tiles whose loads are in flight together
-    warps: int = 4
-
 
 # Measured on an H200, 65536 x 1024, fp32 / bf16, in us: 68 / 37, 149 / 92 (copy: 128 / 66).
 STATISTICS_TILE = TileShape(128, 64, 132 * 8, 4)
 NORMALISE_TILE = TileShape(128, 128, 132 * 64, 4)
 MERGE_PARTS, MERGE_CHANNELS = 128, 8
-
-
-@triton.jit
-def tile_addresses(row, rows, channels, length, segments, GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """For tile rows `row`: element offsets and mask `[rows, groups, 8]`, group numbers and mask `[rows, groups]`."""
-    group = tl.arange(0, GROUPS)[None, :]
-    row = row[:, None]
-    if CHANNELS_LAST:
-        line = row
-        inner = channels
-        group = tl.program_id(1) * GROUPS + group
-    else:
-        line = (row // segments) * channels + tl.program_id(1)
-        inner = length
-        group = (row % segments) * GROUPS + group
-    groups_per_line = tl.cdiv(inner, 8)
-    lane = tl.arange(0, 8)[None, None, :]
-    column = tl.expand_dims(group, 2) * 8 + lane
-    inside = tl.expand_dims(row < rows, 2) & (column < inner)
-    element = tl.expand_dims(line, 2) * inner + column
-    return element, inside, line * groups_per_line + group, (row < rows) & (group < groups_per_line)
-
-
-@triton.jit
-def channel_index(GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """The channels of this program, in a shape that broadcasts over its tiles."""
-    if CHANNELS_LAST:
-        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-        channel = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    else:
-        channel = tl.program_id(1) + tl.zeros((1, 1, 1), tl.int32)
-    return channel
-
-
-@triton.jit
-def sum_per_channel(tile, CHANNELS_LAST: tl.constexpr):
-    """`[rows, groups, 8]` -> `[1, groups, 8]` or `[1, 1, 1]`, the shape of `channel_index`."""
-    total = tl.sum(tile, axis=0, keep_dims=True)
-    if not CHANNELS_LAST:
-        total = tl.sum(tl.sum(total, axis=2, keep_dims=True), axis=1, keep_dims=True)
-    return total
-
-
-@triton.jit
-def load_channel(pointer, channel, channels, default):
-    if pointer is not None:
-        value = tl.load(pointer + channel, mask=channel < channels, other=0.0).to(tl.float32)
-    else:
-        value = tl.zeros(channel.shape, tl.float32) + default
-    return value
 
 
 @triton.jit
@@ -270,52 +215,6 @@ def normalise_kernel(
             y = tl.where(keep, y, 0.0)
             tl.store(keep_ptr + number, pack_bits(keep), mask=within)
         tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
-
-
-class Layout(NamedTuple):
-    """How the elements lie in memory: `[rows, channels]` when `length` is 0, else `[samples, channels, length]`."""
-
-    samples: int
-    channels: int
-    length: int
-
-    @property
-    def lines(self) -> int:
-        return self.samples if self.length == 0 else self.samples * self.channels
-
-    @property
-    def inner(self) -> int:
-        return self.channels if self.length == 0 else self.length
-
-    @property
-    def per_channel(self) -> int:
-        """Elements a channel's statistics are over."""
-        return self.samples * max(1, self.length)
-
-
-class Tiling(NamedTuple):
-    """A grid of programs, each walking some tiles down memory."""
-
-    parts: int
-    columns: int
-    sizes: tuple[int, int, int, int, int]  # rows, channels, length, segments, steps, as the kernels take them
-    constants: tuple[int, int, bool]  # rows and groups of a tile, channels last
-
-
-@functools.lru_cache(1024)
-def tiling(layout: Layout, shape: TileShape) -> Tiling:
-    groups = min(shape.most_groups, next_power_of_2(cdiv(layout.inner, 8)))
-    rows = shape.groups // groups
-    blocks = cdiv(layout.inner, groups * 8)
-    if layout.length == 0:
-        tile_rows, columns, segments = layout.samples, blocks, 1
-    else:
-        tile_rows, columns, segments = layout.samples * blocks, layout.channels, blocks
-    tiles = cdiv(tile_rows, rows)
-    # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
-    steps = next_power_of_2(cdiv(tiles * columns, shape.programs))
-    sizes = (tile_rows, layout.channels, layout.length, segments, steps)
-    return Tiling(cdiv(tiles, steps), columns, sizes, (rows, groups, layout.length == 0))
 
 
 def batch_statistics(

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.activation_dropout import column_sums
-from onelaunch.kernels.batch_norm import (
+from onelaunch.kernels.batch_norm_tiles import (
     Layout,
     TileShape,
     channel_index,

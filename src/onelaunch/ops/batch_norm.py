@@ -48,7 +48,7 @@ from onelaunch.ops.surroundings import (
 
 
 def _layout(x: Tensor) -> Any:
-    layout = kernels("batch_norm").Layout
+    layout = kernels("batch_norm_tiles").Layout
     lines, inner = lines_and_inner(x)
     if inner == x.shape[1] and (x.dim() == 2 or channels_last(x) is not None):
         return layout(lines, inner, 0)
