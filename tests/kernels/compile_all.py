@@ -14,7 +14,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from onelaunch.kernels import activation_dropout, batch_norm, batch_norm_backward, cross_entropy, linear, relu_dropout
+from onelaunch.kernels import (
+    activation_dropout,
+    batch_norm,
+    batch_norm_backward,
+    cross_entropy,
+    cross_entropy_backward,
+    linear,
+    relu_dropout,
+)
 from onelaunch.kernels.batch_norm_tiles import Layout
 from onelaunch.kernels.dropout_key import DropoutKey
 
@@ -27,6 +35,11 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
+
+
+MODULES = (
+    activation_dropout, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward, linear, relu_dropout,
+)  # fmt: skip
 
 
 class Compiler:
@@ -114,8 +127,8 @@ def run_launchers(dtype: torch.dtype) -> None:
         cross_entropy.cross_entropy_forward(
             logits, target, loss, lse=lse, dx=dx, smoothing=0.1, ignore_index=-100, reduction="mean"
         )
-    cross_entropy.rescale(x, loss, count, x, 64)
-    cross_entropy.cross_entropy_gradient(x, target, lse, loss, count, y, smoothing=0.1, ignore_index=-100)
+    cross_entropy_backward.rescale(x, loss, count, x, 64)
+    cross_entropy_backward.cross_entropy_gradient(x, target, lse, loss, count, y, smoothing=0.1, ignore_index=-100)
 
 
 def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
@@ -133,7 +146,7 @@ def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
 
 def main() -> None:
     compiler = Compiler(int(sys.argv[1]))
-    for module in (activation_dropout, batch_norm, batch_norm_backward, cross_entropy, linear, relu_dropout):
+    for module in MODULES:
         module.launch = compiler  # type: ignore[attr-defined]
     dtype = getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
     run_launchers(dtype)

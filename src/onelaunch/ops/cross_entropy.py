@@ -63,7 +63,7 @@ def _gradient_cuda(
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
         return gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    kernels("cross_entropy").cross_entropy_gradient(
+    kernels("cross_entropy_backward").cross_entropy_gradient(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, lse, dloss.contiguous(),
         count if reduction == "mean" else None, dx, smoothing=label_smoothing, ignore_index=ignore_index,
     )  # fmt: skip
@@ -166,7 +166,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
         else:
             if torch._C._autograd._get_current_graph_task_keep_graph():
                 dx = dx.clone()
-            kernels("cross_entropy").rescale(dx, dloss, count, dx, dx.shape[0])
+            kernels("cross_entropy_backward").rescale(dx, dloss, count, dx, dx.shape[0])
         if torch.is_grad_enabled():
             dx = _not_twice(dx)
         return dx, None, None, None, None, None

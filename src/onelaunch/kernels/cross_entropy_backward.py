@@ -1,0 +1,102 @@
+"""The backward of cross-entropy, two ways: the gradient that the forward pass wrote, rescaled; or made anew from the logits.
+
+The forward pass writes the gradient for an upstream gradient of one. Rescaling multiplies it by the true one, and when that is
+exactly one, as in `loss.backward()`, its programs leave at once without touching memory.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+
+
+@triton.jit
+def rescale_kernel(dx_ptr, upstream_ptr, count_ptr, out_ptr, rows, n, steps, BLOCK: tl.constexpr):
+    """out = dx * upstream (times rows / count where every row was taken to count); nothing at all where that is one."""
+    factor = tl.load(upstream_ptr).to(tl.float32)
+    if count_ptr is not None:
+        count = tl.load(count_ptr)
+        factor *= tl.where(count == 0, 1.0, rows / count)
+    if factor != 1.0:
+        first = tl.program_id(0).to(tl.int64) * steps * BLOCK
+        for step in range(steps):
+            element = first + step * BLOCK + tl.arange(0, BLOCK)
+            dx = tl.load(dx_ptr + element, mask=element < n, other=0.0).to(tl.float32) * factor
+            tl.store(out_ptr + element, dx.to(out_ptr.dtype.element_ty), mask=element < n)
+
+
+@triton.jit
+def gradient_kernel(
+    x_ptr,
+    target_ptr,
+    lse_ptr,
+    upstream_ptr,
+    count_ptr,
+    dx_ptr,
+    smoothing,
+    rows,
+    classes,
+    row_stride,
+    ignore_index,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    UPSTREAM_PER_ROW: tl.constexpr,
+):
+    """The gradient from the logits and their log-sum-exp: for fp16, whose gradient must not be rounded before it is scaled."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row_inside = row < rows
+    inside = row_inside[:, None] & (column < classes)[None, :]
+    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    target = tl.load(target_ptr + row, mask=row_inside, other=0)
+    lse = tl.load(lse_ptr + row, mask=row_inside, other=0.0)
+    if UPSTREAM_PER_ROW:
+        upstream = tl.load(upstream_ptr + row, mask=row_inside, other=0.0).to(tl.float32)
+    else:
+        upstream = tl.load(upstream_ptr).to(tl.float32) + tl.zeros((ROWS,), tl.float32)
+    if count_ptr is not None:
+        upstream = upstream / tl.load(count_ptr)
+    softmax = tl.exp(x - lse[:, None])
+    wanted = tl.where(column[None, :] == target[:, None], 1 - smoothing, 0.0) + smoothing / classes
+    dx = tl.where((target != ignore_index)[:, None], (softmax - wanted) * upstream[:, None], 0.0)
+    tl.store(dx_ptr + row[:, None] * classes + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def rescale(dx: torch.Tensor, upstream: torch.Tensor, count: torch.Tensor | None, out: torch.Tensor, rows: int) -> None:
+    """out = dx times the upstream gradient (and rows / count); where out is dx and the factor one, no memory is touched."""
+    n = dx.numel()
+    block = 2048
+    # Programs that find a factor of one leave at once; a grid much larger than the chip would still take microseconds.
+    steps = max(1, next_power_of_2(cdiv(n, block * 1024)))
+    grid = (cdiv(n, block * steps),)
+    launch(rescale_kernel, grid, (dx, upstream, count, out), (float(rows),), (n, steps), (block,), num_warps=8)
+
+
+def cross_entropy_gradient(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    lse: torch.Tensor,
+    upstream: torch.Tensor,
+    count: torch.Tensor | None,
+    dx: torch.Tensor,
+    *,
+    smoothing: float,
+    ignore_index: int,
+) -> None:
+    """Fills dx from the logits, given each row's log-sum-exp; `upstream` is a scalar or one number a row."""
+    rows, classes = x.shape
+    block = min(2048, next_power_of_2(classes))
+    tile_rows = max(1, 1024 // block)
+    launch(
+        gradient_kernel,
+        (cdiv(rows, tile_rows), cdiv(classes, block)),
+        (x, target, lse, upstream, count, dx),
+        (smoothing,),
+        (rows, classes, x.stride(0), ignore_index),
+        (tile_rows, block, upstream.dim() == 1),
+    )
