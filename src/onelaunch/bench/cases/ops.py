@@ -1,8 +1,6 @@
 """The fused ops against PyTorch eager, torch.compile, cuBLASLt's epilogue, and the copy of the bytes that must move.
 
-Nearly everything is timed as a CUDA graph of several calls over rotating inputs: launch cost misleads nobody, and no input is
-still in the L2 cache from its last use. (A peer gains by that too: outside a graph it pays for each of its launches.) In a
-graph our dropout draws its key with a kernel of its own, 2 us on an H200, which an eager call does not need.
+They are called over rotating inputs (rotation.py); only the Python time of a call is taken at one tiny input.
 """
 
 from __future__ import annotations
@@ -15,13 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from onelaunch.bench.case import Trial, Work, case
+from onelaunch.bench.rotation import Step, forward_step, rounds, training_step, trial
 from onelaunch.errors import UnsupportedError
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
 from onelaunch.ops.activations import activate
 
-Step = Callable[[int], object]  # the work on input set i
-ROTATED_BYTES = 256 * 2**20  # inputs of one round: several times any L2
-LEAST_CALLS = 24  # in one sample
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINEAR_SHAPES = ((8192, 4096, 4096), (4096, 1024, 4096), (1024, 1024, 1024), (128, 784, 784), (32, 784, 128))  # m, k, n
 CALLS = 200  # of an op at tiny size, for its Python time
@@ -32,87 +28,26 @@ def _require_gpu() -> None:
         raise UnsupportedError("the benchmark of the ops needs a CUDA device, and this machine has none")
 
 
-def rounds(bytes_of_one_set: int) -> int:
-    return max(3, min(64, ROTATED_BYTES // max(1, bytes_of_one_set) + 1))
-
-
-def calls_for(sets: int) -> int:
-    """Calls a graph makes: whole rounds over the input sets, enough that what a replay costs by itself is spread thin."""
-    return sets * -(-LEAST_CALLS // sets)
-
-
-def graphed(step: Step, sets: int) -> Work:
-    """A CUDA graph of several calls over the input sets in turn."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step(0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in range(calls_for(sets)):
-            step(call % sets)
-    return graph.replay
-
-
-def streamed(step: Step, sets: int) -> Work:
-    """The same calls launched one by one: for work that takes the device longer than the host."""
-
-    def work() -> None:
-        for call in range(calls_for(sets)):
-            step(call % sets)
-
-    return work
-
-
-class _Lazy:
-    """A graph captured at its first call, so that a peer that cannot be captured fails alone."""
-
-    def __init__(self, step: Step, sets: int) -> None:
-        self.step, self.sets = step, sets
-        self.work: Work | None = None
-
-    def __call__(self) -> object:
-        if self.work is None:
-            self.work = graphed(self.step, self.sets)
-        return self.work()
-
-
-def trial(
-    steps: dict[str, Step], sets: int, check: Work, in_graph: bool = True, *, moved: float = 0, flops: float = 0
-) -> Trial:
-    """The first of `steps` is ours. `moved` and `flops`: the bytes and the arithmetic that one call cannot do without."""
-    works: dict[str, Work] = {
-        who: _Lazy(step, sets) if in_graph else streamed(step, sets) for who, step in steps.items()
-    }
-    ours, *peers = works
-    memory = {who: partial(step, 0) for who, step in steps.items()}
-    others = {peer: works[peer] for peer in peers}
-    calls = calls_for(sets)
-    return Trial(
-        works[ours], check, others, units=calls, cuda=True, memory=memory, floor_bytes=calls * moved or None,
-        floor_flops=calls * flops or None, floor_dtype="bf16",
-    )  # fmt: skip
-
-
-def _training_step(function: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]], dy: torch.Tensor) -> Step:
-    """Forward and backward to every input."""
-
-    def step(index: int) -> object:
-        return torch.autograd.grad(function(*inputs[index]), inputs[index], dy)
-
-    return step
-
-
-def _forward_step(function: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]]) -> Step:
-    return lambda index: function(*inputs[index])
-
-
 def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     error = ((got.double() - expected).norm() / expected.norm()).item()
     limit = 1e-5 if got.dtype == torch.float32 else 1e-2
     assert error < limit, f"{what} differs from float64 by {error:.1e}"  # also fails on NaN
+
+
+def _close_gradients(
+    ours: tuple[torch.Tensor, list[torch.Tensor]], exact: tuple[torch.Tensor, list[torch.Tensor]], dy: torch.Tensor
+) -> None:
+    """Of an output to its x, weight and bias."""
+    pairs = zip(torch.autograd.grad(*ours, dy), torch.autograd.grad(*exact, dy.double()), strict=True)
+    for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
+        _close(mine, other, f"gradient of {what}")
+
+
+def _training_steps(
+    ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]], dy: torch.Tensor
+) -> dict[str, Step]:  # fmt: skip
+    ways = {"onelaunch": ours, "torch eager": plain, "torch.compile": torch.compile(plain)}
+    return {who: training_step(way, inputs, dy) for who, way in ways.items()}
 
 
 def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
@@ -141,7 +76,7 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
         "onelaunch": lambda x: relu_dropout(x, 0.5), "torch eager": plain, "torch.compile": torch.compile(plain)
     }  # fmt: skip
     steps: dict[str, Step] = {
-        who: _training_step(way, inputs, dy) if backward else _forward_step(way, inputs) for who, way in ways.items()
+        who: training_step(way, inputs, dy) if backward else forward_step(way, inputs) for who, way in ways.items()
     }
     steps["floor: two copies" if backward else "floor: copy"] = copy
     passes = 4 if backward else 2
@@ -169,22 +104,19 @@ def _batch_norm(dtype: torch.dtype) -> Trial:
         expected = torch.where((y.detach() != 0) | (z <= 0), F.relu(z) / 0.9, 0)
         _close(y.detach(), expected.detach(), "output")
         upstream = torch.where(z.detach().abs() > 1e-4, dy, 0)  # nearer to zero, rounding may turn relu's slope
-        gradients = torch.autograd.grad(y, got, upstream), torch.autograd.grad(expected, exact, upstream.double())
-        pairs = zip(*gradients, strict=True)
-        for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
-            _close(mine, other, f"gradient of {what}")
+        _close_gradients((y, got), (expected, exact), upstream)
 
     def copy(index: int) -> None:
         for _ in range(4):
             out.copy_(inputs[index][0].detach())
 
-    steps = {
-        "onelaunch": _training_step(ours, inputs, dy),
-        "torch eager": _training_step(plain, inputs, dy),
-        "torch.compile": _training_step(torch.compile(plain), inputs, dy),
-        "floor: eight passes": copy,
-    }
+    steps = {**_training_steps(ours, plain, inputs, dy), "floor: eight passes": copy}
     return trial(steps, 3, check, moved=8 * m * c * dtype.itemsize, flops=20 * m * c)
+
+
+def _linear_bytes(m: int, k: int, n: int) -> int:
+    """x, w and y once each, bf16."""
+    return 2 * (m * k + k * n + m * n)
 
 
 def _linear_inputs(m: int, k: int, n: int, gradients: bool) -> list[list[torch.Tensor]]:
@@ -196,7 +128,7 @@ def _linear_inputs(m: int, k: int, n: int, gradients: bool) -> list[list[torch.T
         ]
         return [tensor.requires_grad_(gradients) for tensor in made]
 
-    return [one() for _ in range(rounds(2 * (m * k + k * n + m * n)))]
+    return [one() for _ in range(rounds(_linear_bytes(m, k, n)))]
 
 
 def _check_linear(m: int, k: int, n: int, activation: str, p: float) -> None:
@@ -209,9 +141,7 @@ def _check_linear(m: int, k: int, n: int, activation: str, p: float) -> None:
         expected = torch.where((y.detach() != 0) | (z <= 0), expected / (1 - p), 0)
     _close(y.detach(), expected.detach(), "output")
     dy = torch.where(z.detach().abs() > 2e-2, torch.randn_like(y), 0)  # nearer to zero, rounding may turn relu's slope
-    pairs = zip(torch.autograd.grad(y, got, dy), torch.autograd.grad(expected, exact, dy.double()), strict=True)
-    for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
-        _close(mine, other, f"gradient of {what}")
+    _close_gradients((y, got), (expected, exact), dy)
 
 
 def _linear_forward(m: int, k: int, n: int, activation: str) -> Trial:
@@ -241,11 +171,6 @@ def _linear_forward(m: int, k: int, n: int, activation: str) -> Trial:
     )  # fmt: skip
 
 
-def _linear_bytes(m: int, k: int, n: int) -> int:
-    """x, w and y once each, bf16."""
-    return 2 * (m * k + k * n + m * n)
-
-
 def _linear_training(m: int, k: int, n: int) -> Trial:
     _require_gpu()
     inputs = _linear_inputs(m, k, n, True)
@@ -259,11 +184,7 @@ def _linear_training(m: int, k: int, n: int) -> Trial:
     def ours(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return linear(x, w, b, activation="relu", dropout=0.1)
 
-    steps = {
-        "onelaunch": _training_step(ours, inputs, dy),
-        "torch eager": _training_step(plain, inputs, dy),
-        "torch.compile": _training_step(torch.compile(plain), inputs, dy),
-    }
+    steps = _training_steps(ours, plain, inputs, dy)
     # Backward: x, w, dy read, dx and dw written.
     moved = 2 * _linear_bytes(m, k, n) + 2 * (m * k + k * n)
     made = trial(
@@ -291,10 +212,8 @@ def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
     def plain(logits: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits, target)
 
-    steps: dict[str, Step] = {
-        "onelaunch": _training_step(lambda logits: cross_entropy(logits, target), inputs, one),
-        "torch eager": _training_step(plain, inputs, one),
-        "torch.compile": _training_step(torch.compile(plain), inputs, one),
+    steps = {
+        **_training_steps(lambda logits: cross_entropy(logits, target), plain, inputs, one),
         # Not copy_: at this size PyTorch's copy engine path takes 1.6 times as long as a pass that reads and writes.
         "floor: one pass": lambda index: torch.mul(inputs[index][0].detach(), 1.0, out=out),
     }

@@ -1,0 +1,96 @@
+"""Calls of an op over rotating inputs, so that none is still in the L2 cache from its last use.
+
+Nearly everything is timed as a CUDA graph of several calls: launch cost misleads nobody. (A peer gains by that too: outside a
+graph it pays for each of its launches.) In a graph our dropout draws its key with a kernel of its own, 2 us on an H200, which
+an eager call does not need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from onelaunch.bench.case import Trial, Work
+
+Step = Callable[[int], object]  # the work on input set i
+ROTATED_BYTES = 256 * 2**20  # inputs of one round: several times any L2
+LEAST_CALLS = 24  # in one sample
+
+
+def rounds(bytes_of_one_set: int) -> int:
+    return max(3, min(64, ROTATED_BYTES // max(1, bytes_of_one_set) + 1))
+
+
+def calls_for(sets: int) -> int:
+    """Calls a graph makes: whole rounds over the input sets, enough that what a replay costs by itself is spread thin."""
+    return sets * -(-LEAST_CALLS // sets)
+
+
+def graphed(step: Step, sets: int) -> Work:
+    """A CUDA graph of several calls over the input sets in turn."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in range(calls_for(sets)):
+            step(call % sets)
+    return graph.replay
+
+
+def streamed(step: Step, sets: int) -> Work:
+    """The same calls launched one by one: for work that takes the device longer than the host."""
+
+    def work() -> None:
+        for call in range(calls_for(sets)):
+            step(call % sets)
+
+    return work
+
+
+class _Lazy:
+    """A graph captured at its first call, so that a peer that cannot be captured fails alone."""
+
+    def __init__(self, step: Step, sets: int) -> None:
+        self.step, self.sets = step, sets
+        self.work: Work | None = None
+
+    def __call__(self) -> object:
+        if self.work is None:
+            self.work = graphed(self.step, self.sets)
+        return self.work()
+
+
+def trial(
+    steps: dict[str, Step], sets: int, check: Work, in_graph: bool = True, *, moved: float = 0, flops: float = 0
+) -> Trial:
+    """The first of `steps` is ours. `moved` and `flops`: the bytes and the arithmetic that one call cannot do without."""
+    works: dict[str, Work] = {
+        who: _Lazy(step, sets) if in_graph else streamed(step, sets) for who, step in steps.items()
+    }
+    ours, *peers = works
+    memory = {who: partial(step, 0) for who, step in steps.items()}
+    others = {peer: works[peer] for peer in peers}
+    calls = calls_for(sets)
+    return Trial(
+        works[ours], check, others, units=calls, cuda=True, memory=memory, floor_bytes=calls * moved or None,
+        floor_flops=calls * flops or None, floor_dtype="bf16",
+    )  # fmt: skip
+
+
+def training_step(function: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]], dy: torch.Tensor) -> Step:
+    """Forward and backward to every input."""
+
+    def step(index: int) -> object:
+        return torch.autograd.grad(function(*inputs[index]), inputs[index], dy)
+
+    return step
+
+
+def forward_step(function: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]]) -> Step:
+    return lambda index: function(*inputs[index])
