@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from onelaunch.train.engines.cpu import few_classes, gradient, norm
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
-from onelaunch.train.engines.cpu.forward import NextRows
+from onelaunch.train.engines.cpu.gather import NextRows
 from onelaunch.train.engines.cpu.loss import loss_rows
 from onelaunch.train.engines.cpu.optimizer import Update
 from onelaunch.train.engines.cpu.phase import Phase

@@ -15,6 +15,7 @@ from functools import partial
 
 from onelaunch.train.engines.cpu import backward, forward, random_bits
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.gather import gather
 from onelaunch.train.engines.cpu.phase import PHASE_PARAMETERS, Phase
 from onelaunch.train.engines.cpu.plan import CONTROL, Plan
 from onelaunch.train.engines.cpu.threads import barrier
@@ -68,20 +69,20 @@ def _gather_next(phase: Phase) -> None:
     is_last = f.compare("slt", f.i64(number), phase.control("count"), "more")
     target = phase.input_buffer(next_step=True)
     order = f.at(phase.order, plan.batch, "i32", "order")
-    f.when(is_last, lambda: forward.gather(phase, target, order, following, rows))
+    f.when(is_last, lambda: gather(phase, target, order, following, rows))
 
 
 def _gather_first(phase: Phase) -> None:
-    forward.gather(phase, phase.input_buffer(), phase.order, phase.first_row, phase.rows)
+    gather(phase, phase.input_buffer(), phase.order, phase.first_row, phase.rows)
 
 
 def checking_phases(plan: Plan) -> list[tuple[str, Emit]]:
     """The phases of an evaluation batch."""
 
-    def gather(phase: Phase) -> None:
-        forward.gather(phase, phase.output(plan.stages[0]), phase.order, phase.first_row, phase.rows)
+    def gather_in_order(phase: Phase) -> None:
+        gather(phase, phase.output(plan.stages[0]), phase.order, phase.first_row, phase.rows)
 
-    phases: list[tuple[str, Emit]] = [("gather", gather)]
+    phases: list[tuple[str, Emit]] = [("gather", gather_in_order)]
     if not plan.stages[0].is_plain:
         phases.append(("input", forward.prepare_input))
     for stage in plan.stages[1:-1]:
