@@ -17,7 +17,7 @@ from onelaunch.train.engines.cpu.target import Target
 OBJECTS = CodeCache("cpu", layout="onelaunch cpu object 1", suffix=".o")
 SOURCES = (
     "backward", "elementwise", "emit", "few_classes", "forward", "gather", "gradient", "loss", "native", "norm", "optimizer",
-    "phase", "plan", "program", "random_bits", "stages", "target", "threads", "tile", "vector_math",
+    "phase", "plan", "program", "random_bits", "stage_gradient", "stages", "target", "threads", "tile", "vector_math",
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from onelaunch.train.engines.cpu import backward, forward, random_bits
+from onelaunch.train.engines.cpu import backward, forward, random_bits, stage_gradient
 from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
 from onelaunch.train.engines.cpu.gather import gather
 from onelaunch.train.engines.cpu.phase import PHASE_PARAMETERS, Phase
@@ -34,8 +34,8 @@ def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
         phases.append((f"forward_{stage.index}", partial(forward.product, stage=stage)))  # activations
     if last.norms:
         phases.append((f"forward_{last.index}", partial(forward.product, stage=last)))  # columns of the outputs
-        phases.append(("loss", backward.loss_and_gradient))  # rows of the gradient
-        phases.append((f"norms_{last.index}", partial(backward.through_norms, stage=last)))  # columns of it
+        phases.append(("loss", stage_gradient.loss_and_gradient))  # rows of the gradient
+        phases.append((f"norms_{last.index}", partial(stage_gradient.through_norms, stage=last)))  # columns of it
     else:
         phases.append((f"forward_{last.index}_loss", _forward_and_loss))  # rows of the gradient
     works: list[list[Emit]] = [[]]
@@ -46,7 +46,7 @@ def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
         if plan.needs_input_gradient(stage):
             if stage is not last:
                 works.append([])  # partial sums of dX; the last stage's are whole and stay with their share
-            works[-1].append(partial(backward.reduce_gradient, stage=stages[stage.index - 1]))
+            works[-1].append(partial(stage_gradient.reduce_gradient, stage=stages[stage.index - 1]))
     works[-1].append(_gather_next)  # the next batch
     return phases + [(f"backward_{number}", partial(_in_turn, work)) for number, work in enumerate(works)]
 
@@ -58,7 +58,7 @@ def _in_turn(work: list[Emit], phase: Phase) -> None:
 
 def _forward_and_loss(phase: Phase) -> None:
     forward.product(phase, phase.plan.last)
-    backward.loss_and_gradient(phase)
+    stage_gradient.loss_and_gradient(phase)
 
 
 def _gather_next(phase: Phase) -> None:
@@ -89,7 +89,7 @@ def checking_phases(plan: Plan) -> list[tuple[str, Emit]]:
         phases.append((f"forward_{stage.index}", partial(forward.product, stage=stage)))
     if any(group.norm and not group.norm.tracks for group in plan.last.groups):
         phases.append((f"forward_{plan.last.index}", partial(forward.product, stage=plan.last)))
-        phases.append(("loss", backward.loss_and_gradient))
+        phases.append(("loss", stage_gradient.loss_and_gradient))
     else:
         phases.append((f"forward_{plan.last.index}_loss", _forward_and_loss))
     return phases
