@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from onelaunch.train.engines.cpu import vector_math
-from onelaunch.train.engines.cpu.emit import Function, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
+from onelaunch.train.engines.cpu.instructions import Value
 from onelaunch.train.engines.cpu.native import machine_for, object_code
 from onelaunch.train.engines.cpu.target import Target, host, named
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onelaunch.train.engines.cpu import gradient
-from onelaunch.train.engines.cpu.emit import Function, Int, Module
+from onelaunch.train.engines.cpu.emit import Function, Module
 from onelaunch.train.engines.cpu.gather import NextRows
+from onelaunch.train.engines.cpu.instructions import Int
 from onelaunch.train.engines.cpu.optimizer import Update
 from onelaunch.train.engines.cpu.phase import Phase
 from onelaunch.train.engines.cpu.plan import Panel, Plan

@@ -16,8 +16,9 @@ from onelaunch.train.engines.cpu.target import Target
 
 OBJECTS = CodeCache("cpu", layout="onelaunch cpu object 1", suffix=".o")
 SOURCES = (
-    "backward", "elementwise", "emit", "few_classes", "forward", "gather", "gradient", "loss", "native", "norm", "optimizer",
-    "phase", "plan", "program", "random_bits", "stage_gradient", "stages", "target", "threads", "tile", "vector_math",
+    "backward", "elementwise", "emit", "few_classes", "forward", "gather", "gradient", "instructions", "loss", "native", "norm",
+    "optimizer", "phase", "plan", "program", "random_bits", "stage_gradient", "stages", "target", "threads", "tile",
+    "vector_math",
 )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 from onelaunch.rng import keep_scale, keep_threshold
 from onelaunch.train.engines.cpu import vector_math
-from onelaunch.train.engines.cpu.emit import Function, Value
+from onelaunch.train.engines.cpu.emit import Function
+from onelaunch.train.engines.cpu.instructions import Value
 from onelaunch.train.network import Activation, Dropout
 
 Operation = Activation | Dropout

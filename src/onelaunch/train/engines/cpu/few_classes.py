@@ -10,8 +10,9 @@ from __future__ import annotations
 import functools
 
 from onelaunch.train.engines.cpu import vector_math
-from onelaunch.train.engines.cpu.emit import Function, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
 from onelaunch.train.engines.cpu.gradient import transpose
+from onelaunch.train.engines.cpu.instructions import Value
 from onelaunch.train.engines.cpu.plan import HYPERPARAMETERS, SCALARS, Plan
 
 BLOCK_PARAMETERS = (

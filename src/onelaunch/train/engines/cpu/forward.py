@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from onelaunch.train.engines.cpu import elementwise, norm, random_bits
 from onelaunch.train.engines.cpu.elementwise import Operation
-from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
+from onelaunch.train.engines.cpu.instructions import Int, Value
 from onelaunch.train.engines.cpu.phase import Phase
 from onelaunch.train.engines.cpu.plan import Plan, round_up
 from onelaunch.train.engines.cpu.stages import Stage

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
+from onelaunch.train.engines.cpu.instructions import Int, Value
 from onelaunch.train.engines.cpu.phase import Phase
 from onelaunch.train.engines.cpu.plan import CACHE_LINE, Plan
 

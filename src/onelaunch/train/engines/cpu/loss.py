@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable
 
 from onelaunch.train.engines.cpu import vector_math
-from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
+from onelaunch.train.engines.cpu.instructions import Int, Value
 from onelaunch.train.engines.cpu.plan import HYPERPARAMETERS, SCALARS, Plan
 
 INLINE_VECTORS = 4  # up to this many vectors a row stay in registers; more are looped over

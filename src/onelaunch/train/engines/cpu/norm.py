@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onelaunch.train.engines.cpu import elementwise
-from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
+from onelaunch.train.engines.cpu.instructions import Int, Value
 from onelaunch.train.engines.cpu.optimizer import Update
 from onelaunch.train.engines.cpu.plan import Plan
 from onelaunch.train.engines.cpu.stages import Stage

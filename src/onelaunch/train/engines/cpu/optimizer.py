@@ -9,7 +9,8 @@ memory. PyTorch's formulas; per step and from the host, in double precision unti
 from __future__ import annotations
 
 from onelaunch.train.engines.cpu import vector_math
-from onelaunch.train.engines.cpu.emit import Function, Value
+from onelaunch.train.engines.cpu.emit import Function
+from onelaunch.train.engines.cpu.instructions import Value
 from onelaunch.train.engines.cpu.plan import HYPERPARAMETERS, SCALARS, Plan
 
 

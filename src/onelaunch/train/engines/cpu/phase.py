@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
+from onelaunch.train.engines.cpu.instructions import Int, Value
 from onelaunch.train.engines.cpu.plan import CACHE_LINE, CONTROL, SCALARS, Plan
 from onelaunch.train.engines.cpu.stages import Stage
 

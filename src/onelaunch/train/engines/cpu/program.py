@@ -14,8 +14,9 @@ from collections.abc import Callable
 from functools import partial
 
 from onelaunch.train.engines.cpu import backward, forward, random_bits, stage_gradient
-from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
 from onelaunch.train.engines.cpu.gather import gather
+from onelaunch.train.engines.cpu.instructions import Int, Value
 from onelaunch.train.engines.cpu.phase import PHASE_PARAMETERS, Phase
 from onelaunch.train.engines.cpu.plan import CONTROL, Plan
 from onelaunch.train.engines.cpu.threads import barrier

@@ -13,7 +13,8 @@ from onelaunch.rng import (
     PHILOX_MULTIPLIERS,
     UNITS_PER_CALL,
 )
-from onelaunch.train.engines.cpu.emit import Function, Int, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
+from onelaunch.train.engines.cpu.instructions import Int, Value
 
 
 def signed(word: int) -> int:

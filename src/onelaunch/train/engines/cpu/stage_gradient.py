@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onelaunch.train.engines.cpu import few_classes, gradient, norm
-from onelaunch.train.engines.cpu.emit import Int, Value
+from onelaunch.train.engines.cpu.instructions import Int, Value
 from onelaunch.train.engines.cpu.loss import loss_rows
 from onelaunch.train.engines.cpu.phase import Phase
 from onelaunch.train.engines.cpu.plan import Panel

@@ -18,7 +18,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from onelaunch.train.engines.cpu.emit import Function, Module, Value
+from onelaunch.train.engines.cpu.emit import Function, Module
+from onelaunch.train.engines.cpu.instructions import Value
 from onelaunch.train.engines.cpu.plan import CONTROL, Plan
 
 PATIENCE = 1000  # looks (tens of nanoseconds each) before a waiting thread yields

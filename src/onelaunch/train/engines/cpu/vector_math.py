@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onelaunch.train.engines.cpu.emit import Function, Value
+from onelaunch.train.engines.cpu.emit import Function
+from onelaunch.train.engines.cpu.instructions import Value
 
 LOG2_E = 1.44269504088896341
 # ln 2 in two parts: the first has so few bits that its product with an exponent is exact.
