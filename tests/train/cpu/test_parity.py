@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from onelaunch.train.engines.cpu.plan import Settings
+from onelaunch.train.engines.cpu.settings import Settings
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.train.cpu.plain import assert_close, assert_same_bits, data, make, train_natively, train_plainly
 from tests.train.reference import OPTIMIZERS

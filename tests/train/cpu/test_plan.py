@@ -7,7 +7,8 @@ import itertools
 import pytest
 from torch import nn
 
-from onelaunch.train.engines.cpu.plan import Plan, Settings, useful_shares
+from onelaunch.train.engines.cpu.plan import Plan
+from onelaunch.train.engines.cpu.settings import Settings, useful_shares
 from onelaunch.train.engines.cpu.stages import stages_of
 from onelaunch.train.engines.cpu.target import Target
 from onelaunch.train.network import describe

@@ -11,14 +11,14 @@ import re
 from pathlib import Path
 
 from onelaunch.train.engines.code_cache import CodeCache
-from onelaunch.train.engines.cpu.plan import Settings
+from onelaunch.train.engines.cpu.settings import Settings
 from onelaunch.train.engines.cpu.target import Target
 
 OBJECTS = CodeCache("cpu", layout="onelaunch cpu object 1", suffix=".o")
 SOURCES = (
     "backward", "elementwise", "emit", "few_classes", "forward", "gather", "gradient", "instructions", "loss", "native", "norm",
-    "optimizer", "phase", "plan", "program", "random_bits", "stage_gradient", "stages", "target", "threads", "tile",
-    "vector_math",
+    "optimizer", "phase", "plan", "program", "random_bits", "settings", "stage_gradient", "stages", "target", "threads",
+    "tile", "vector_math",
 )  # fmt: skip
 
 

@@ -17,18 +17,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from onelaunch.train.engines.cpu.settings import Settings
 from onelaunch.train.engines.cpu.stages import Stage, stages_of
 from onelaunch.train.engines.cpu.target import Target
-from onelaunch.train.network import Activation, Network
+from onelaunch.train.network import Activation
 
 CACHE_LINE = 64
 CHUNK_STEPS = 4096  # steps of one native call at most: the length of the loss and scalar buffers
-EVALUATION_ROWS = 256  # as the eager engine: BatchNorm1d without running statistics depends on it
 MOST_PHASES = 128
 # Up to this many shares each gathers the whole batch for itself: the rows then never travel between cores (the first forward
 # of 784-128-128-128-10, batch 32, two threads: 28 -> 18 µs), and the barrier at the end of a step can go.
 PRIVATE_INPUT_SHARES = 4
-FLOPS_PER_SHARE = 1.5e6  # a step's work below which a second thread costs more than it brings (barriers: 0.1-1 µs each)
 CONTROL = (
     "x", "y", "order", "rows", "first_row", "first_step", "count", "check_x", "check_y", "check_rows", "yield_thread",
     "seed", "patience", "abandoned",
@@ -66,32 +65,6 @@ class Parameter(NamedTuple):
     inputs: int  # 0: a vector
     outputs: int
     trained: bool
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything the code is made for; what is not here is read from memory at run time."""
-
-    network: Network
-    batch: int
-    evaluation: int  # rows of an evaluation batch
-    shares: int
-    optimizer: str
-    momentum: bool
-    nesterov: bool
-    weight_decay: bool
-    loss: str
-    smoothing: bool
-    bytes_in: bool  # x is uint8
-    checks: bool = False  # there is validation data
-    profile: bool = False  # count the clock ticks of every phase and barrier (see Program)
-
-
-def useful_shares(network: Network, batch: int, threads: int) -> int:
-    """How many shares pay: enough work for each, and a panel of the widest layer for each."""
-    flops = sum(6 * batch * linear.inputs * linear.outputs for linear in network.linears)
-    widest = max((linear.outputs for linear in network.linears[:-1]), default=network.inputs)
-    return max(1, min(threads, int(flops / FLOPS_PER_SHARE), -(-widest // 32)))
 
 
 @dataclass
@@ -208,15 +181,8 @@ class Plan:
         end = self._lay_out_parameters(round_up(end, 4096))
         for stage in self.stages:
             for number in stage.norms:
-                norm = stage.groups[number].norm
-                assert norm is not None
-                for kind, buffer in (("running_mean", "mean"), ("running_var", "variance")):
-                    end = self._place(f"{buffer}.{stage.index}.{number}", 4 * self.padded(stage), end)
-                    if norm.tracks:
-                        name = f"{norm.path}.{kind}"
-                        self.parameters.append(
-                            Parameter(name, f"{buffer}.{stage.index}.{number}", 0, stage.width, False)
-                        )
+                names = (("running_mean", "mean"), ("running_var", "variance"))
+                end = self._place_norm(stage, number, names, end, trained=False)
                 end = self._place(f"batches.{stage.index}.{number}", 8, end)
                 end = self._place(f"deviation.{stage.index}.{number}", 4 * self.padded(stage), end)
         # Training and evaluation never overlap in time, so their scratch lies in the same place.
@@ -236,19 +202,24 @@ class Plan:
                     name = f"{linear.path}.bias"
                     self.parameters.append(Parameter(name, f"bias.{stage.index}", 0, linear.outputs, True))
             for number in stage.norms:
-                norm = stage.groups[number].norm
-                assert norm is not None
-                for kind, buffer in (("weight", "scale"), ("bias", "shift")):
-                    end = self._place(f"{buffer}.{stage.index}.{number}", 4 * self.padded(stage), end)
-                    if norm.affine:
-                        name = f"{norm.path}.{kind}"
-                        self.parameters.append(
-                            Parameter(name, f"{buffer}.{stage.index}.{number}", 0, stage.width, True)
-                        )
+                end = self._place_norm(stage, number, (("weight", "scale"), ("bias", "shift")), end, trained=True)
         self.state_stride = round_up(end - start, 4096)
         copies = 1 + len(self.state_names)
         self.buffers["parameters"] = Buffer("parameters", start, self.state_stride * copies)
         return start + self.state_stride * copies
+
+    def _place_norm(
+        self, stage: Stage, number: int, names: tuple[tuple[str, str], ...], end: int, *, trained: bool
+    ) -> int:
+        """Vectors of a BatchNorm1d, by their names in the module and here; a module need not have them."""
+        norm = stage.groups[number].norm
+        assert norm is not None
+        for kind, vector in names:
+            buffer = f"{vector}.{stage.index}.{number}"
+            end = self._place(buffer, 4 * self.padded(stage), end)
+            if norm.affine if trained else norm.tracks:
+                self.parameters.append(Parameter(f"{norm.path}.{kind}", buffer, 0, stage.width, trained))
+        return end
 
     @property
     def state_names(self) -> tuple[str, ...]:

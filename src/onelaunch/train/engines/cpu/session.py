@@ -22,7 +22,8 @@ from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, Sta
 from onelaunch.train.engines.cpu.arena import Arena
 from onelaunch.train.engines.cpu.cache import OBJECTS
 from onelaunch.train.engines.cpu.native import Native
-from onelaunch.train.engines.cpu.plan import CHUNK_STEPS, EVALUATION_ROWS, SCALARS, Plan, Settings, useful_shares
+from onelaunch.train.engines.cpu.plan import CHUNK_STEPS, SCALARS, Plan
+from onelaunch.train.engines.cpu.settings import EVALUATION_ROWS, Settings, useful_shares
 from onelaunch.train.engines.cpu.target import Target, host
 from onelaunch.train.engines.cpu.threads import PATIENCE, Team, yield_address
 from onelaunch.train.objective import predictions_per_row
