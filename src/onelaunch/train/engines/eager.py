@@ -21,6 +21,7 @@ from onelaunch.train.distributed import LostRankError, is_lost, lost, world
 from onelaunch.train.engines.captured import Clock, Witness, capture
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.dropout import RunDropout
+from onelaunch.train.engines.process_settings import ProcessSettings
 from onelaunch.train.engines.torch_optimizer import count_steps_from, make_optimizer, optimizer_state, restore_optimizer
 from onelaunch.train.objective import as_features, count_correct, loss_of, predictions_per_row
 
@@ -63,7 +64,6 @@ class EagerSession:
         self.world = world()
         self._one_by_one = self._why_not_captured()
         self.plan = self._describe()
-        self.allocations: dict[str, int] = {}
         self.parameters = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
         self.dtype = next(iter(self.parameters.values())).dtype
         self.lr = torch.zeros((), device=run.device)  # on the device, so that a captured step reads it there
@@ -71,6 +71,8 @@ class EagerSession:
         self.scaler = torch.amp.GradScaler(run.device.type) if self.precision == "fp16" else None
         self._modes = {module: module.training for module in run.model.modules()}
         self._restore(state)
+        self.settings = ProcessSettings(run.device, self.precision, run.spec.seed, state)
+        self.allocations = self.settings.allocations
         self.forward: torch.nn.Module = run.model
         if self.world.size > 1:
             self.forward = torch.nn.parallel.DistributedDataParallel(run.model)
@@ -104,7 +106,7 @@ class EagerSession:
         step = first_step
         count_steps_from(self.optimizer, first_step, self.run.device)
         while step < self.spec.total_steps:
-            with self._own_settings():
+            with self.settings.own():
                 segment = self._segment(step, monitor)
             yield segment
             step += len(segment.losses)
@@ -257,63 +259,22 @@ class EagerSession:
 
     def snapshot(self) -> State:
         state = optimizer_state(self.optimizer, self.parameters)
-        for name, tensor in zip(("rng_cpu", "rng_cuda"), self._rng, strict=False):
-            state[f"engine.{name}"] = tensor
+        state |= self.settings.snapshot()
         if self.scaler is not None:
             scaler = self.scaler.state_dict()
             state["engine.scaler"] = torch.tensor([scaler["scale"], scaler["_growth_tracker"]], dtype=torch.float64)
         return state
 
     def _restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over a snapshot, or begin with a generator that follows the run's seed alone."""
         restore_optimizer(self.optimizer, self.parameters, state, self.run.device)
         if self.scaler is not None and "engine.scaler" in state:
             scale, growth = state["engine.scaler"].tolist()
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": int(growth)})
-        with torch.random.fork_rng(self._cuda_devices):
-            torch.manual_seed(self.spec.seed)
-            self._rng = self._generators()
-        if "engine.rng_cpu" in state:
-            self._rng[0] = state["engine.rng_cpu"].cpu()
-        if "engine.rng_cuda" in state and self._cuda_devices:
-            self._rng[1] = state["engine.rng_cuda"].cpu()
-
-    @property
-    def _cuda_devices(self) -> list[torch.device]:
-        return [self.run.device] if self.run.device.type == "cuda" else []
-
-    def _generators(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda_devices)]
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         dtype = AUTOCAST.get(self.precision)
         # No cache of cast weights: it is cleared only when the outermost autocast ends, and a step changes the weights.
         return torch.autocast(self.run.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-
-    @contextlib.contextmanager
-    def _own_settings(self) -> Iterator[None]:
-        """The run's generator and matmul precision inside, the user's again outside; allocator calls counted."""
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
-        calls = self._allocator_calls()
-        try:
-            autocast = torch.autocast(self.run.device.type, enabled=False)  # whatever surrounds the call of fit
-            with torch.random.fork_rng(self._cuda_devices), torch.enable_grad(), autocast:
-                torch.set_rng_state(self._rng[0])
-                for device in self._cuda_devices:
-                    torch.cuda.set_rng_state(self._rng[1], device)
-                yield
-                self._rng = self._generators()
-        finally:
-            torch.set_float32_matmul_precision(before)
-            for name, count in self._allocator_calls().items():
-                self.allocations[name] = self.allocations.get(name, 0) + count - calls[name]
-
-    def _allocator_calls(self) -> dict[str, int]:
-        if self.run.device.type != "cuda":
-            return {}
-        stats = torch.cuda.memory_stats(self.run.device)
-        return {"cudaMalloc": stats["num_device_alloc"], "pool": stats["allocation.all.allocated"]}
 
     def close(self) -> None:
         self._graph = None
