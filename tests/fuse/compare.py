@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from onelaunch.fuse.arguments import Arguments
+from onelaunch.fuse.chains import find_chains
 from onelaunch.fuse.placing import regions
+from onelaunch.fuse.rewrite import rewrite
+from onelaunch.fuse.tracing import RefusedError, Trace, trace
 
 EXACT = 1e-12  # absolute, or relative to the largest element where that is above 1
 
@@ -110,6 +115,13 @@ def reasons(fused: nn.Module, training: bool) -> list[str]:
     ]
 
 
+def refusal(model: nn.Module) -> str:
+    """Why a model is not traced."""
+    with pytest.raises(RefusedError) as refused:
+        trace(model, Arguments.required_by(type(model).forward))
+    return str(refused.value)
+
+
 def _mode(plan: Any) -> bool:
     return next(value for _, name, value in plan.guard.values if name == "training")
 
@@ -118,3 +130,23 @@ def planned(fused: nn.Module, x: torch.Tensor) -> list[str]:
     """What is fused in a call as the modules stand."""
     plans = [region.plan((x,), {}) for region in regions(fused)]
     return [chain.name for plan in plans if plan is not None for chain in plan.fused]
+
+
+def capture(model: nn.Module, *inputs: Any) -> tuple[Callable[..., Any], list[str], list[str]]:
+    """`torch.compile` with the backend's rewriting, whether it pays or not; what is fused, and why the rest is not."""
+    names: list[str] = []
+    reasons: list[str] = []
+
+    def backend(gm: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        chains = find_chains(Trace(gm.graph, gm, {}, {}))
+        fused = [chain for chain in chains if chain.reason is None]
+        names.extend(chain.name for chain in fused)
+        reasons.extend(chain.reason for chain in chains if chain.reason)
+        rewrite(gm.graph, fused)
+        gm.recompile()
+        return gm.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=backend)
+    compiled(*inputs)
+    return compiled, names, reasons

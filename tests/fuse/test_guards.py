@@ -14,7 +14,7 @@ from torch import nn
 import onelaunch as ol
 from onelaunch.fuse.placing import regions
 from tests.fuse.compare import assert_same
-from tests.fuse.test_rewriting import Custom, gates
+from tests.fuse.test_spelled import Custom, gates
 
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
 WIDE = 6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch import nn
 
 import onelaunch as ol
@@ -11,12 +10,9 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.placing import place_regions, regions
 from onelaunch.fuse.region import Options
 from tests.fuse.compare import assert_same, fused_names, planned
+from tests.fuse.small_models import rows
 
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
-
-
-def rows() -> torch.Tensor:
-    return torch.randn(9, 12, dtype=torch.float64)
 
 
 def named() -> nn.Module:
