@@ -7,29 +7,23 @@ import collections
 import copy
 import functools
 import itertools
-import json
 import pickle
-import random
 import types
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
-from typer.testing import CliRunner
 
 import onelaunch as ol
-from onelaunch.cli import _app
 from onelaunch.fuse.backend import onelaunch as backend
-from onelaunch.fuse.decide import _ByPosition
 from onelaunch.fuse.placing import regions
 from onelaunch.fuse.state import unchanged
 from onelaunch.fuse.tracing import RefusedError
-from tests.fuse.compare import assert_same, fused_names
+from tests.fuse.compare import assert_same
 from tests.fuse.test_guards import WIDE, Base, layer, rows
 
 pytestmark = pytest.mark.usefixtures("one_thread", "every_chain")
@@ -259,111 +253,6 @@ def test_a_part_that_knows_the_model_it_is_in_keeps_it() -> None:
     assert fused.get_submodule("0").owner[0] is fused  # type: ignore[index]
 
 
-class Calibrated(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ready, self.extra = False, 1.0
-        self.register_load_state_dict_pre_hook(self.before)
-        self.register_load_state_dict_post_hook(lambda module, _: setattr(module, "loaded", True))
-        self._register_state_dict_hook(self.after)  # type: ignore[no-untyped-call]
-
-    def before(self, module: nn.Module, *_: Any) -> None:
-        assert module is self
-        self.ready = True
-
-    def after(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        state[f"{prefix}extra"] = torch.tensor(self.extra)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(self.fc(x)) * (2 if self.ready else 1)
-
-
-def test_hooks_on_the_state_that_are_methods_act_on_the_fused_model() -> None:
-    model = Calibrated()
-    fused = ol.fuse(model)
-    state = copy.deepcopy(fused.state_dict())
-    fused.extra = 5.0
-    assert (model.state_dict()["extra"], fused.state_dict()["extra"]) == (1.0, 5.0)
-    del state["extra"]
-    fused.load_state_dict(state)
-    assert (model.ready, fused.ready, fused.loaded) == (False, True, True)
-    assert not hasattr(model, "loaded")
-
-
-@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
-@pytest.mark.parametrize("on", ["model", "fused"])
-@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_backward_hook"])
-def test_a_backward_hook_on_one_model_is_one_on_the_other(on: str, kind: str) -> None:
-    model = nn.Sequential(layer(), nn.ReLU(), nn.Sequential(layer(), nn.Tanh()))
-    fused = ol.fuse(model)
-    other, x = ol.fuse(model, eval_only=True), rows()
-    called: list[nn.Module] = []
-    hook = getattr({"model": model, "fused": fused}[on][2], kind)(lambda module, *_: called.append(module))
-    for one in (model, fused, other, copy.deepcopy(fused)):
-        one(x).sum().backward()
-        assert called == [one[2]]
-        called.clear()
-    hook.remove()
-    fused(x).sum().backward()
-    assert not called
-    assert type(copy.deepcopy(model)[0]._backward_hooks) is collections.OrderedDict
-
-
-def recorder(found: list[Any], key: str) -> Callable[..., None]:
-    def record(module: nn.Module, given: Any, result: Any) -> None:
-        found.append((key, module))
-
-    return record
-
-
-class RecordsLazily(Base):
-    """Puts hooks on its layers when it is first asked to record, as transformers does for hidden states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(layer(), nn.Tanh()), nn.Sequential(layer(), nn.ReLU())])
-
-    def forward(self, x: torch.Tensor, found: list[Any] | None = None) -> torch.Tensor:
-        if found is not None and not getattr(self, "installed", False):
-            for index, one in enumerate(self.layers):
-                one.register_forward_hook(recorder(found, f"layer {index}"), prepend=True)
-            self.installed = True
-        for one in self.layers:
-            x = one(x)
-        return x
-
-
-@pytest.mark.parametrize("fused_first", [False, True])
-def test_a_hook_that_is_made_for_both_models_counts_once(fused_first: bool) -> None:
-    model, x = RecordsLazily(), rows()
-    fused, found = ol.fuse(model), []  # type: tuple[RecordsLazily, list[Any]]
-    for one in (fused, model, fused) if fused_first else (model, fused, model):
-        found.clear()
-        torch.testing.assert_close(one(x, found), model(x), rtol=0, atol=1e-12)
-        assert found[:2] == [("layer 0", one.layers[0]), ("layer 1", one.layers[1])]
-        assert len(found) == 4  # with the two of the model that it is compared with
-    other: list[Any] = []
-    handles = [model.layers[0].register_forward_hook(recorder(other, "again")) for _ in range(2)]
-    fused(x)
-    assert len(other) == 2  # one model may have a hook twice
-    for handle in handles:
-        handle.remove()
-    fused(x)
-    assert len(other) == 2
-
-
-def test_a_dictionary_of_hooks_that_was_shared_stays_the_one() -> None:
-    model, x = nn.Sequential(layer(), nn.Tanh()), rows()
-    handle = model[0].register_forward_hook(lambda *_: None)
-    first = ol.fuse(model, only="0", eval_only=True) if ol.fuse(model) is model else ol.fuse(model)
-    handle.remove()
-    ol.fuse(model)
-    called: list[int] = []
-    model[0].register_forward_hook(lambda *_: called.append(1))
-    first(x)
-    assert called == [1]
-
-
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -394,92 +283,3 @@ def test_a_compiled_part_keeps_what_is_fused_in_it() -> None:
     outer = nn.Sequential(compiled, layer(), nn.Tanh())
     ol.fuse(outer)
     assert regions(inner)
-
-
-class Initialises(Base):
-    """By its first batch, as ActNorm does; and keeps a record of its calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(WIDE, dtype=torch.float64))
-        self.tail = nn.Sequential(layer(), nn.ReLU())
-        self.ready, self.steps = False, 0
-        self.seen: dict[str, list[float]] = {"means": []}
-        self.cache = torch.zeros(2, WIDE, dtype=torch.float64)
-        self.frozen = torch.eye(WIDE, dtype=torch.float64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
-        self.seen["means"].append(random.random())
-        self.cache[0] += 1
-        if not self.ready:
-            self.shift.data.view(2, -1).copy_(-x.mean(0).view(2, -1))
-            self.fc.weight.data = self.frozen
-            self.ready = True
-        return self.tail(self.fc(x + self.shift))
-
-
-@pytest.mark.parametrize("run", [ol.explain, ol.fuse])
-def test_a_trial_run_leaves_nothing_behind(run: Callable[..., Any]) -> None:
-    model, x = Initialises(), rows()
-    before, numbers, memory = copy.deepcopy(model), random.getstate(), model.fc.weight.data_ptr()
-    result = run(model, x)
-    assert random.getstate() == numbers
-    models: list[Any] = [model, result] if isinstance(result, nn.Module) else [model]
-    for one in models:
-        assert (one.ready, one.steps, one.seen) == (False, 0, {"means": []})
-        assert not one.cache.any()
-        assert not one.shift.any()
-        assert torch.equal(one.frozen, torch.eye(WIDE, dtype=torch.float64))
-        assert torch.equal(one.fc.weight, before.fc.weight)
-        assert one.fc.weight.data_ptr() == memory
-    if isinstance(result, nn.Module):
-        torch.testing.assert_close(result(x), before(x), rtol=0, atol=1e-12)
-    else:
-        assert any("writes to cache" in note for note in result.notes)
-
-
-class ByName(Base):
-    def forward(self, scale: float = 1.0, *, x: torch.Tensor, **more: Any) -> torch.Tensor:
-        return F.relu(self.fc(x)) * scale
-
-
-def test_inputs_by_name() -> None:
-    model, x = ByName(), rows()
-    for fused in (ol.fuse(model), ol.fuse(model, x=x), ol.fuse(model, 2.0, x=x)):
-        assert fused_names(fused, training=True) == ["linear + relu"]
-        assert_same(model, fused, x=x)
-        assert_same(model, fused, 3.0, x=x)
-    assert [group.name for group in ol.explain(model, x=x).groups] == ["linear + relu"]
-    assert [group.name for group in ol.explain(ol.fuse(model), scale=2.0, x=x).groups] == ["linear + relu"]
-    assert torch.equal(_ByPosition(model, ["x"])(2.0, x), model(2.0, x=x))  # for the times on a CUDA device
-    with pytest.raises(TypeError, match=r"evalonly is neither an option nor an input.*did you mean 'eval_only'"):
-        ol.fuse(model, evalonly=True)
-    with pytest.raises(
-        TypeError, match=r"y is neither an option nor an input that ByName\.forward names: pass device, time"
-    ):
-        ol.explain(model, y=x)
-    with pytest.raises(ol.OnelaunchError, match="inputs do not fit ByName"):
-        ol.explain(model, x)
-
-
-NOISY = """
-import torch
-print("made")
-class Noisy(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = torch.nn.Linear(6, 6)
-    def forward(self, *, x):
-        print("run")
-        return torch.relu(self.fc(x))
-"""
-
-
-def test_the_command_line_takes_names_and_keeps_what_the_model_prints_apart(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(NOISY)
-    ran = CliRunner().invoke(_app(), ["explain", f"{tmp_path}/model.py:Noisy", "--input", "x=5x6", "--json"])
-    assert ran.exit_code == 0, ran.output
-    assert json.loads(ran.stdout)["operations"]
-    assert ran.stderr.startswith("made\nrun\n")
-    assert CliRunner().invoke(_app(), ["explain", f"{tmp_path}/model.py:Noisy", "--input", "time=5x6"]).exit_code == 2

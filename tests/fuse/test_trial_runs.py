@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onelaunch as ol
+from tests.fuse.test_guards import WIDE, Base, layer, rows
 
 
 class Grows(nn.Module):
@@ -111,3 +114,47 @@ def test_print_and_prompt_fit_the_terminal(columns: int, monkeypatch: pytest.Mon
     explanation = ol.explain(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4))
     assert max(map(len, str(explanation).splitlines())) <= columns
     assert repr(explanation) == str(explanation)
+
+
+class Initialises(Base):
+    """By its first batch, as ActNorm does; and keeps a record of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(WIDE, dtype=torch.float64))
+        self.tail = nn.Sequential(layer(), nn.ReLU())
+        self.ready, self.steps = False, 0
+        self.seen: dict[str, list[float]] = {"means": []}
+        self.cache = torch.zeros(2, WIDE, dtype=torch.float64)
+        self.frozen = torch.eye(WIDE, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        self.seen["means"].append(random.random())
+        self.cache[0] += 1
+        if not self.ready:
+            self.shift.data.view(2, -1).copy_(-x.mean(0).view(2, -1))
+            self.fc.weight.data = self.frozen
+            self.ready = True
+        return self.tail(self.fc(x + self.shift))
+
+
+@pytest.mark.usefixtures("one_thread", "every_chain")
+@pytest.mark.parametrize("run", [ol.explain, ol.fuse])
+def test_a_trial_run_leaves_nothing_behind(run: Callable[..., Any]) -> None:
+    model, x = Initialises(), rows()
+    before, numbers, memory = copy.deepcopy(model), random.getstate(), model.fc.weight.data_ptr()
+    result = run(model, x)
+    assert random.getstate() == numbers
+    models: list[Any] = [model, result] if isinstance(result, nn.Module) else [model]
+    for one in models:
+        assert (one.ready, one.steps, one.seen) == (False, 0, {"means": []})
+        assert not one.cache.any()
+        assert not one.shift.any()
+        assert torch.equal(one.frozen, torch.eye(WIDE, dtype=torch.float64))
+        assert torch.equal(one.fc.weight, before.fc.weight)
+        assert one.fc.weight.data_ptr() == memory
+    if isinstance(result, nn.Module):
+        torch.testing.assert_close(result(x), before(x), rtol=0, atol=1e-12)
+    else:
+        assert any("writes to cache" in note for note in result.notes)
