@@ -1,13 +1,10 @@
-"""`onelaunch train`, end to end: the run folder, resuming, interrupting, killing, and every mistake with exit code 2."""
+"""`onelaunch train`, end to end: the run folder, what ends a run and what does not, every mistake with exit code 2."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
-import signal
-import time
 import tomllib
 from pathlib import Path
 
@@ -16,25 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from onelaunch.device import usable_cores
-from onelaunch.errors import CheckpointError, DivergedError
+from onelaunch.errors import DivergedError
 from onelaunch.train.build import mlp
 from onelaunch.train.checkpoint import load_checkpoint
+from tests.cli.quick_run import FILES, QUICK, visible
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-QUICK = ("--hidden", "16", "--epochs", "3", "--schedule", "constant", "--lr", "0.01")
-FILES = [
-    "checkpoint.safetensors",
-    "config.toml",
-    "curves.png",
-    "metrics.jsonl",
-    "model.safetensors",
-    "report.html",
-    "run.json",
-]
-
-
-def visible(folder: Path) -> list[str]:
-    return sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
 
 
 def test_a_run_leaves_its_folder(cli, blobs, tmp_path):
@@ -77,114 +61,6 @@ def test_same_seed_same_bits(cli, blobs, tmp_path):
     assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
     assert cli("train", "--data", blobs, *QUICK, "--seed", 1, "--out", "three").code == 0
     assert (tmp_path / "one/model.safetensors").read_bytes() != (tmp_path / "three/model.safetensors").read_bytes()
-
-
-def test_resume_adds_epochs(cli, blobs, tmp_path):
-    assert cli("train", "--data", blobs, *QUICK, "--out", "parts").code == 0
-    result = cli("train", "--resume", "parts", "--epochs", 6)
-    assert result.code == 0
-    assert "resume   from step 9" in result.out
-    assert cli("train", "--data", blobs, *QUICK, "--epochs", 6, "--out", "whole").code == 0
-    assert (tmp_path / "parts/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
-    parts, whole = (
-        [{**json.loads(line), "seconds": 0} for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("parts", "whole")
-    )
-    assert parts == whole
-
-
-def wait_for_step(folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        path = folder / "checkpoint.safetensors"
-        # Loading opens the file twice, and the run may replace it in between: then look again.
-        with contextlib.suppress(CheckpointError):
-            if path.exists() and load_checkpoint(path).step >= step:
-                return
-        time.sleep(0.05)
-    raise AssertionError(f"{folder} did not reach step {step}")
-
-
-LONG = ("--hidden", "16", "--epochs", "3000", "--lr", "0.001")
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_a_stopped_run_resumes_to_the_same_bits(cli, start, blobs, tmp_path, how):
-    """The schedule makes the run's length part of it, so the resumed run must finish all of it."""
-    assert cli("train", "--data", blobs, *LONG, "--engine", "eager", "--epochs", 60, "--out", "whole").code == 0
-    process = start("train", "--data", blobs, *LONG, "--engine", "eager", "--epochs", 60, "--out", "stopped")
-    wait_for_step(tmp_path / "stopped", 20)
-    process.send_signal(how)
-    out, err = process.communicate(timeout=60)
-    if how == signal.SIGINT:
-        assert process.returncode == 130, err
-        assert "onelaunch train --resume stopped" in out
-        assert json.loads((tmp_path / "stopped/run.json").read_text())["status"] == "interrupted"
-        assert visible(tmp_path / "stopped") == FILES
-        assert "stopped/report.html" in out
-    else:
-        (tmp_path / "stopped" / ".model.safetensors.1.tmp").write_bytes(b"half a file")
-        with open(tmp_path / "stopped" / "metrics.jsonl", "a") as file:
-            file.write('{"epoch": 99, "torn')
-    assert load_checkpoint(tmp_path / "stopped/checkpoint.safetensors").step < 60 * 3, "it was stopped too late to tell"
-    assert cli("train", "--resume", "stopped").code == 0
-    assert visible(tmp_path / "stopped") == FILES
-    assert not list((tmp_path / "stopped").glob(".*.tmp"))
-    for name in ("model.safetensors",):
-        assert (tmp_path / "stopped" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    lines = (tmp_path / "stopped/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in lines] == list(range(60))
-
-
-def test_two_processes_cannot_share_a_folder(cli, start, blobs, tmp_path):
-    process = start("train", "--data", blobs, *LONG, "--out", "busy")
-    try:
-        wait_for_step(tmp_path / "busy", 1)
-        result = cli("train", "--resume", "busy")
-        assert result.code == 2
-        assert "is in use by another training process" in result.err
-        assert cli("train", "--data", blobs, *QUICK, "--out", "busy").code == 2
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_again(cli, blobs, tmp_path):
-    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
-    finished = (tmp_path / "run/model.safetensors").read_bytes()
-    for name in FILES:
-        if name != "config.toml":
-            (tmp_path / "run" / name).unlink()
-    result = cli("train", "--resume", "run")
-    assert result.code == 0
-    assert "from the beginning" in result.out
-    assert (tmp_path / "run/model.safetensors").read_bytes() == finished
-
-
-def test_a_run_with_layers_resumes_and_repeats(cli, blobs, tmp_path):
-    options = ("--data", blobs, "--layers", "5,8,3", "--epochs", 2, "--schedule", "constant")
-    assert cli("train", *options, "--out", "run").code == 0
-    assert cli("train", "--resume", "run", "--epochs", 3).code == 0
-    assert cli("train", "run/config.toml", "--out", "again").code == 0
-    assert (tmp_path / "run/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
-
-
-def test_a_comparison_is_not_resumed(cli, tmp_path):
-    for name in ("config.toml", "compare.json"):
-        (tmp_path / name).write_text("")
-    outcome = cli("train", "--resume", tmp_path)
-    assert outcome.code == 2
-    assert "is the folder of a comparison" in outcome.err
-
-
-def test_resume_without_its_checkpoint_is_refused(cli, blobs, tmp_path):
-    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
-    (tmp_path / "run" / "checkpoint.safetensors").unlink()
-    kept = (tmp_path / "run/metrics.jsonl").read_bytes()
-    result = cli("train", "--resume", "run")
-    assert result.code == 2
-    assert "has results but no checkpoint.safetensors" in result.err
-    assert (tmp_path / "run/metrics.jsonl").read_bytes() == kept
 
 
 def test_a_folder_with_nothing_but_a_lock_counts_as_empty(cli, blobs, tmp_path):
@@ -329,29 +205,6 @@ def test_mistakes_end_with_2_and_one_line(cli, blobs, tmp_path, mistake):
     if result.err.startswith("error:"):
         assert result.err.count("\n") == 1
     assert visible(tmp_path) == before, "something was left behind"
-
-
-def test_a_corrupt_checkpoint_is_refused_and_kept(cli, blobs, tmp_path):
-    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
-    checkpoint = tmp_path / "run" / "checkpoint.safetensors"
-    broken = checkpoint.read_bytes()[:-100]
-    checkpoint.write_bytes(broken)
-    result = cli("train", "--resume", "run", "--epochs", 9)
-    assert result.code == 2
-    assert "is damaged" in result.err
-    assert checkpoint.read_bytes() == broken
-    assert visible(tmp_path / "run") == FILES
-
-
-def test_resume_with_another_model_is_refused(cli, blobs, tmp_path):
-    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
-    kept = (tmp_path / "run/model.safetensors").read_bytes()
-    config = (tmp_path / "run/config.toml").read_text()
-    result = cli("train", "--resume", "run", "--hidden", "32")
-    assert result.code == 2
-    assert "is of another model" in result.err
-    assert (tmp_path / "run/model.safetensors").read_bytes() == kept
-    assert (tmp_path / "run/config.toml").read_text() == config
 
 
 def test_full_mnist_default_passes_98(cli, full_mnist, tmp_path):
