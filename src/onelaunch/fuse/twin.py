@@ -68,9 +68,8 @@ class _SharedHooks(OrderedDict[int, Any]):
         if not isinstance(hooks, cls):
             if type(hooks) is not OrderedDict:  # somebody's own
                 return
-            if hooks or "shared" in vars(
-                hooks
-            ):  # handles to remove a hook know this very dictionary, as do other copies
+            # Handles to remove a hook know this very dictionary, as do other copies.
+            if hooks or "shared" in vars(hooks):
                 vars(hooks)["shared"] = True
                 return
             hooks = vars(module)[name] = cls()
@@ -79,9 +78,7 @@ class _SharedHooks(OrderedDict[int, Any]):
         hooks.modules = [*(known for known in hooks.modules if known() is not None), weakref.ref(copy)]
 
     def __setitem__(self, handle: int, hook: Any) -> None:
-        through = sys._getframe(1).f_locals.get(
-            "self"
-        )  # the caller is a method of the module, such as register_forward_hook
+        through = sys._getframe(1).f_locals.get("self")  # the caller is a method of the module: register_forward_hook, say
         if isinstance(through, nn.Module):
             if any(self.registered[known]() is not through and _alike(self[known], hook) for known in self.registered):
                 return
