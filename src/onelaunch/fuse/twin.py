@@ -78,7 +78,9 @@ class _SharedHooks(OrderedDict[int, Any]):
         hooks.modules = [*(known for known in hooks.modules if known() is not None), weakref.ref(copy)]
 
     def __setitem__(self, handle: int, hook: Any) -> None:
-        through = sys._getframe(1).f_locals.get("self")  # the caller is a method of the module: register_forward_hook, say
+        through = sys._getframe(1).f_locals.get(
+            "self"
+        )  # the caller is a method of the module: register_forward_hook, say
         if isinstance(through, nn.Module):
             if any(self.registered[known]() is not through and _alike(self[known], hook) for known in self.registered):
                 return
