@@ -196,3 +196,16 @@ def test_the_caller_may_know_what_whole_numbers_are(tmp_path: Path) -> None:
     assert load(path, values=True).classes is None
     path.write_text("a,y\n1,no\n2,yes\n")
     assert load(path, values=True).classes == ("no", "yes")
+
+
+def test_an_underscore_makes_a_word(tmp_path):
+    """Python's float takes 1_1 for 11."""
+    path = tmp_path / "levels.csv"
+    path.write_text("a,b,y\n1,2,1_1\n3,4,1_2\n5,6,2_1\n")
+    for values in (None, False):
+        data = load(path, values=values)
+        assert data.classes == ("1_1", "1_2", "2_1")
+        assert data.y.tolist() == [0, 1, 2]
+    path.write_text("a,b,y\n1,7_5,1\n3,4,2\n")
+    with pytest.raises(ValueError, match=r"line 2, column 'b': '7_5' is not a number"):
+        load(path)

@@ -334,3 +334,19 @@ def test_rows_of_vectors_go_to_the_eager_engine():
     assert "takes each of their vectors" in history.reason
     with pytest.raises(ValueError, match=r"put nn\.Flatten\(\) first"):
         ol.fit(model, x, torch.arange(20) % 2, epochs=1, progress=False)
+
+
+def test_an_engine_that_finds_out_at_its_start_that_it_cannot_makes_room(monkeypatch):
+    from onelaunch.train.engines.cpu import ENGINE
+
+    def start(*_: object) -> None:
+        raise ol.UnsupportedError("too few of something")
+
+    monkeypatch.setattr(type(ENGINE), "start", start)
+    x, y = problem("cross_entropy")
+    model = nn.Sequential(nn.Linear(x.shape[1], 4))
+    history = ol.fit(model, x, y, epochs=1, progress=False)
+    assert history.engine == "eager"
+    assert "cpu: too few of something" in history.reason
+    with pytest.raises(ol.UnsupportedError, match="too few of something"):
+        ol.fit(model, x, y, epochs=1, engine="cpu", progress=False)

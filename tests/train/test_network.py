@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,3 +179,24 @@ def test_mlp_builds_what_it_says():
     assert torch.equal(again[1].weight, model[1].weight)
     assert not torch.equal(mlp([4, 3, 2], seed=4)[1].weight, model[1].weight)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_numbers_of_numpy_are_numbers():
+    """As a search over sizes, or arithmetic with `x.shape`, makes them."""
+    eight, p = np.int64(8), np.float64(0.25)
+    model = nn.Sequential(nn.Linear(4, eight), nn.LeakyReLU(np.float32(0.2)), nn.Dropout(p), nn.Linear(eight, 3))
+    network = describe(model)
+    assert network.layers[:3] == (
+        Linear("0", 4, 8, True),
+        Activation("leaky_relu", float(np.float32(0.2))),
+        Dropout(0.25, 0),
+    )
+    assert "np." not in repr(network)  # which would go into sources
+    x, y = torch.randn(20, 4), torch.arange(20) % 3
+    losses = [
+        ol.fit(copy.deepcopy(model), x, y, epochs=2, engine=engine, progress=False).losses
+        for engine in ("cpu", "eager")
+    ]
+    torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-5, atol=0)
+    with pytest.raises(NotPlainError, match="slope inf, which float32 does not hold"):
+        describe(nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(float("inf"))))

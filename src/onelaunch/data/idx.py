@@ -44,6 +44,8 @@ def read_idx(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
         raise DataError(f"{path}: the gzip stream is damaged ({error}): {REMEDY}") from None
     except FileNotFoundError:
         raise DataError(f"{path}: no such file: {REMEDY}") from None
+    except MemoryError:
+        raise DataError(f"{path}: holds more than fits into memory: {REMEDY}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}): check the file and its rights") from None
 

@@ -64,6 +64,8 @@ def _read(path: Path, file: TextIO, target: str | None, want_values: bool | None
         labels.append(label)
         lines.append(line)
         try:
+            if not _is_plain("".join(record)) and not all(map(_is_number, record)):
+                raise ValueError
             values.extend(map(float, record))
         except ValueError:
             wrong = next(index for index, field in enumerate(record) if not _is_number(field))
@@ -166,12 +168,17 @@ def _without_point(label: str) -> str:
     return whole if point and WHOLE_NUMBER.fullmatch(whole) and not rest.strip("0") else label
 
 
+def _is_plain(text: str) -> bool:
+    """Python's `float` also takes 1_000 and the digits of other scripts: to people a word and a curiosity."""
+    return "_" not in text and text.isascii()
+
+
 def _is_number(text: str) -> bool:
     try:
         float(text)
     except ValueError:
         return False
-    return True
+    return _is_plain(text.strip())
 
 
 def _refuse(path: Path, line: int, column: str, value: str) -> NoReturn:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from onelaunch.device import device_name
-from onelaunch.errors import DivergedError
+from onelaunch.errors import DivergedError, UnsupportedError
 from onelaunch.train.checkpoint import (
     Checkpoint,
     check_fits,
@@ -89,7 +89,14 @@ def _drive(
         set_aside(written)
     data = resumed.about["data"] if resumed else fingerprint(run) if written else ""
     save = Saver(run, recorder, written, data)
-    session = engine.start(run, state)
+    try:
+        session = engine.start(run, state)
+    except UnsupportedError as refusal:
+        if run.spec.engine != "auto":
+            raise
+        engine, history.reason = choose(run, {engine.name: str(refusal)})
+        history.engine = engine.name
+        session = engine.start(run, state)
     try:
         history.plan, history.precision = session.plan, session.precision
         listener.started(history)

@@ -146,21 +146,24 @@ def _layer(path: str, module: nn.Module, dropout: int) -> Layer | None:
     match module:
         case nn.Linear() if type(module) is nn.Linear:
             _require_shapes(path, module, (module.out_features, module.in_features), (module.out_features,))
-            return Linear(path, module.in_features, module.out_features, module.bias is not None)
+            return Linear(path, int(module.in_features), int(module.out_features), module.bias is not None)
         case nn.Flatten() if type(module) is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
             return Flatten()
         case nn.Dropout() if type(module) is nn.Dropout:
-            return Dropout(module.p, dropout)
+            return Dropout(float(module.p), dropout)
         case nn.BatchNorm1d() if type(module) is nn.BatchNorm1d:
             tracks = module.running_mean is not None
             if tracks != module.track_running_stats:
                 raise NotPlainError(f"layer {path!r} has running statistics, but they are switched off")
             _require_shapes(path, module, (module.num_features,), (module.num_features,))
-            return BatchNorm(path, module.num_features, module.eps, module.momentum, module.affine, tracks)
+            momentum = None if module.momentum is None else float(module.momentum)
+            return BatchNorm(path, int(module.num_features), float(module.eps), momentum, module.affine, tracks)
         case nn.Identity() if type(module) is nn.Identity:
             return None
         case _ if type(module) in _ACTIVATION_NAMES:
-            slope = module.negative_slope if isinstance(module, nn.LeakyReLU) else 0.0
+            slope = float(module.negative_slope) if isinstance(module, nn.LeakyReLU) else 0.0
+            if not abs(slope) < torch.finfo(torch.float32).max:
+                raise NotPlainError(f"layer {path!r} has the slope {slope}, which float32 does not hold")
             tanh = isinstance(module, nn.GELU) and module.approximate == "tanh"
             return Activation("gelu_tanh" if tanh else _ACTIVATION_NAMES[type(module)], slope)
     raise NotPlainError(f"layer {path!r} is {module}, which only the eager engine takes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -255,3 +256,16 @@ def test_the_plan_reads_well():
     for name in (*plan.exchange_names().values(), *phase_names(plan)):
         assert name in text
     assert max(map(len, text.splitlines())) < 180
+
+
+def test_a_plan_by_rows_says_who_takes_a_tile() -> None:
+    plan = choose_plan(settings_of([64, 64, 64, 16], batch=256), H200)
+    assert isinstance(plan, RowsPlan)
+    teams = WARPS // plan.team
+    assert f"{min(plan.rows, teams * 16)} of them at once, a tile of 16 a team of {plan.team} warps" in describe(plan)
+
+
+def test_what_does_not_fit_needs_more_than_is_there() -> None:
+    request = settings_of([1024, 128, 10], batch=32, precision="fp32", optimizer="adam")
+    with pytest.raises(NotResidentError, match=r"need 228 KiB of shared memory each, 227 are there"):
+        choose_plan(request, replace(H200, largest_cluster=8))

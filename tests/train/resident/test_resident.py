@@ -169,7 +169,7 @@ def test_auto_says_what_it_chose():
     history = fit(pair(DEEP)[0], x, y, "auto", precision="auto")
     assert (history.engine, history.precision) == ("resident", "tf32")
     assert history.plan.startswith("resident: 784-128-128-128-10")
-    assert " 0 bytes spilled" in history.plan
+    assert " 0 bytes of stack" in history.plan
 
 
 @pytest.mark.parametrize(

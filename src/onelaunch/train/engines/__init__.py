@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from onelaunch.errors import UnsupportedError
@@ -35,8 +38,11 @@ def _load(name: str) -> Engine:
     return eager
 
 
-def choose(run: Run) -> tuple[Engine, str]:
-    """The engine for `run`, with the reason in one line; UnsupportedError where none can do what was asked."""
+def choose(run: Run, failed: Mapping[str, str] = MappingProxyType({})) -> tuple[Engine, str]:
+    """The engine for `run`, with the reason in one line; UnsupportedError where none can do what was asked.
+
+    `failed`: engines that found out only when they started why they cannot.
+    """
     wanted = run.spec.engine
     names = list(FASTEST_FIRST) if wanted == "auto" else [wanted]
     passed_over: list[str] = []
@@ -47,7 +53,7 @@ def choose(run: Run) -> tuple[Engine, str]:
         found = engine_or_reason(name, run.device)
         if together and name != "eager":
             found = "several processes train together, which the eager engine does"
-        reason = found if isinstance(found, str) else found.refuses(run)
+        reason = failed.get(name) or (found if isinstance(found, str) else found.refuses(run))
         if not reason and not isinstance(found, str):
             return found, _reason(name, wanted, passed_over)
         passed_over.append(f"{name}: {reason}")

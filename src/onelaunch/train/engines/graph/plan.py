@@ -145,7 +145,8 @@ class Planner:
         single = rows <= SMALL_BATCH
         m = 1 if single else 32 if width <= 256 else 16
         k = between(16, min(power_of_2(last.inputs), 8192 // width), 256)
-        tile = Tile(m, width, k, 4 if m * width <= 4096 else 8, 3)
+        stage_bytes = (m + width) * k * BYTES[self.kind]
+        tile = Tile(m, width, k, 4 if m * width <= 4096 else 8, between(1, self.chip.shared // stage_bytes, 3))
         programs = cdiv(rows, m)
         hidden = len(self.stages) > 1
         uses = [self.space(f"{prefix}gradient", rows, last.outputs)]

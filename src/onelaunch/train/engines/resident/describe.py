@@ -54,7 +54,9 @@ def _head(plan: Plan) -> Iterator[str]:
     yield f"precision: {planes}; sums, masters and optimizer state are fp32"
     yield f"placement: {_placement(plan)}; predicted {predicted_microseconds(plan):.1f} µs a step"
     if isinstance(plan, RowsPlan):
-        rows = f"rows: {plan.rows} a block and pass, {WARPS * 16} of them at once, a tile of 16 a warp"
+        at_once = min(plan.rows, WARPS // plan.team * 16)
+        by = "a warp" if plan.team == 1 else f"a team of {plan.team} warps"
+        rows = f"rows: {plan.rows} a block and pass, {at_once} of them at once, a tile of 16 {by}"
     else:
         rows = f"rows: {plan.rows} a pass, {plan.group * 16} of them multiplied at once"
     if plan.micro_batches > 1:

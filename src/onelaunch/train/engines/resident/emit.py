@@ -14,6 +14,7 @@ from onelaunch.train.spec import LOSSES, OPTIMIZERS
 
 PIXEL_SCALE = {"bf16": 64 / 255, "fp16": 1 / 255}  # bytes enter as u / 64 or as u, whichever the format holds exactly
 ACTIVATIONS = {"tanh": "tanh_of"}  # the others have the name of their function
+FLOAT_MIN = 2.0**-150  # half of the smallest float32
 CHOICES = ("BY_ROWS", "SUMS_OUTPUTS")  # for the preprocessor
 Phases = list[tuple[str, str]]  # names and statements
 
@@ -24,6 +25,8 @@ def loss_scale(plan: Plan) -> float:
 
 
 def _float(value: float) -> str:
+    if abs(value) < FLOAT_MIN:  # a literal that rounds to zero is an error to the compiler
+        return "0.0f"
     return f"{value!r}f" if "e" in repr(value) or "." in repr(value) else f"{value!r}.0f"
 
 

@@ -302,7 +302,7 @@ class Plan:
         """Why this plan cannot run on its chip; empty when it can."""
         if self.shared.size > self.chip.shared_bytes:
             return (
-                f"{self.blocks} blocks need {self.shared.size // 1024} KiB of shared memory each, "
+                f"{self.blocks} blocks need {-(-self.shared.size // 1024)} KiB of shared memory each, "
                 f"{self.chip.shared_bytes // 1024} are there"
             )
         if self.blocks > self.chip.multiprocessors:

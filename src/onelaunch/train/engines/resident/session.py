@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, UnsupportedError
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.resident.buffers import Buffers
 from onelaunch.train.engines.resident.choice import choose_plan
@@ -103,7 +103,7 @@ class ResidentSession:
         self.run, self.spec, self.device = run, run.spec, run.device
         self.precision = run.spec.compiled_precision
         self.layout, self.cubin, self.kernel = self._prepare(plan, fault is not None, stamps)
-        registers = f"{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes spilled"
+        registers = f"{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes of stack"
         self.plan = f"{describe(self.layout)}\n{registers}"
         self.allocations = {"launches": 0}
         self.stream = torch.cuda.Stream(run.device)
@@ -122,15 +122,20 @@ class ResidentSession:
         chip = chip_of(self.device)
         for largest in LARGEST_CLUSTERS if chip.clusters else (1,):
             possible = dataclasses.replace(chip, clusters=chip.clusters and largest > 1, largest_cluster=largest)
-            layout, cubin = self._compile(plan, possible, faults, stamps)
+            try:
+                layout, cubin = self._compile(plan, possible, faults, stamps)
+            except NotResidentError as reason:  # `refuses` knew the largest clusters only
+                raise UnsupportedError(
+                    f"with clusters of {largest} blocks, which fit into {self.device}, {reason}"
+                ) from None
             kernel = load(cubin, "train", self.device)
             at_once = kernel.max_active_clusters(
                 block=THREADS, cluster=layout.blocks if layout.cluster else 1, shared_bytes=layout.shared.size
             )
             if at_once >= (1 if layout.cluster else layout.blocks):
                 return layout, cubin, kernel
-        raise OnelaunchError(
-            f"engine='resident' needs {layout.blocks} blocks at once, {self.device} holds fewer: pass engine='eager'"
+        raise UnsupportedError(
+            f"engine='resident' needs {layout.blocks} blocks at once, {self.device} holds fewer: pass engine='auto'"
         )
 
     def _compile(self, plan: Plan | None, chip: Chip, faults: bool, stamps: bool) -> tuple[Plan, Cubin]:
