@@ -203,7 +203,7 @@ def test_a_wait_in_vain_names_what_was_waited_for(protocol, monkeypatch):
 
 def test_a_device_that_holds_too_few_blocks_is_refused(protocol, monkeypatch):
     monkeypatch.setattr(Kernel, "at_once", 0)
-    with pytest.raises(OnelaunchError, match=r"blocks at once.*engine='eager'"):
+    with pytest.raises(OnelaunchError, match=r"blocks at once.*engine='auto'"):
         host.ResidentSession(make(steps=10), {})
 
 
