@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -110,21 +110,28 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--only", default="", help=f"groups to record, of {', '.join(GROUPS)}")
     parser.add_argument("--skip", default="", help="groups to leave out")
+    parser.add_argument("--data-dir", help="folder of the four MNIST files; else the cache, or a download")
     parser.add_argument("--warm-up-seconds", type=float, default=240, help="of each process of the warm-up; 0 for none")
     options = parser.parse_args()
     names = chosen(parser, options.only, options.skip)
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device: `onelaunch bench cpu` times its CPU")
+    groups = dict(GROUPS)
+    if options.data_dir:
+        sizes = groups["sizes"]
+        groups["sizes"] = replace(
+            sizes, command=(*sizes.command[:-1], "--data-dir", options.data_dir, sizes.command[-1])
+        )
     chip = torch.cuda.get_device_name().split()[-1].lower()
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     if options.warm_up_seconds:
-        warm_up([GROUPS[name] for name in names], options.warm_up_seconds)
+        warm_up([groups[name] for name in names], options.warm_up_seconds)
         print(f"warm after {time.perf_counter() - begin:.0f} s", flush=True)
     failed = []
     for name in names:
-        if not GROUPS[name].record(folder / f"{name}-{chip}-{datetime.date.today():%Y-%m-%d}.json"):
+        if not groups[name].record(folder / f"{name}-{chip}-{datetime.date.today():%Y-%m-%d}.json"):
             failed.append(name)
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
     print(f"failed: {', '.join(failed)}" if failed else "all recorded: now `make readme`")

@@ -15,6 +15,7 @@ from onelaunch.bench.peers_torch import Captured, Steps, TorchStep, reference_lo
 from onelaunch.bench.step_peers import GRAPH, UNROLLED, StepPeer, step_peers
 from onelaunch.bench.workload import Workload
 from onelaunch.rng import permutation
+from onelaunch.train.engines.contract import Run
 
 CPU = torch.device("cpu")
 WORKLOADS = [
@@ -69,6 +70,23 @@ def test_a_timed_peer_takes_whole_calls_and_is_made_once() -> None:
     peer.train(run)
     assert taken == [10] * 6
     assert made == [True]
+
+
+def test_nobody_validates_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a run that does: a comparison's."""
+    given: list[Run] = []
+    monkeypatch.setattr("onelaunch.bench.step_peers.why_no_jax", lambda device: "")
+
+    def scan(run: Run, steps: int) -> Steps:
+        given.append(run)
+        return lambda count: None
+
+    monkeypatch.setattr("onelaunch.bench.step_peers.scan", scan)
+    run = WORKLOADS[0].run(CPU, rows=64, held_out=16, steps=25)
+    assert run.validation is not None
+    (peer,), _ = step_peers(run)
+    peer.train(run)
+    assert [one.validation for one in given] == [None]
 
 
 @pytest.mark.parametrize(

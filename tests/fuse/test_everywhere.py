@@ -233,6 +233,7 @@ def test_transforms_of_torch_func() -> None:
         torch.testing.assert_close(loss(weights, fused), loss(weights, model), rtol=0, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Profiler clears events")  # PyTorch's own
 def test_plain_pytorch_where_the_kernels_are_not_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "plain_elsewhere", True)
     model = Network().double()

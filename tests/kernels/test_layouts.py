@@ -22,22 +22,23 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=5 * RTOL, atol=5 * ATOL)
 
 
+# Made on the device: `.to` would make them contiguous.
 INPUTS = {
-    "contiguous": lambda: torch.randn(3, 6, 5),
-    "channels last": lambda: torch.randn(3, 5, 6).transpose(1, 2),
-    "samples second": lambda: torch.randn(6, 3, 5).transpose(0, 1),
-    "back to front": lambda: torch.randn(5, 6, 3).permute(2, 1, 0),
-    "sliced channels last": lambda: torch.randn(3, 4, 12).transpose(1, 2)[:, :6],
-    "every other": lambda: torch.randn(3, 6, 10)[..., ::2],
-    "expanded": lambda: torch.randn(3, 1, 5).expand(3, 6, 5),
-    "two axes, transposed": lambda: torch.randn(6, 9).t(),
-    "one channel": lambda: torch.randn(3, 1, 5).transpose(1, 2).transpose(1, 2),
+    "contiguous": lambda d: torch.randn(3, 6, 5, device=d),
+    "channels last": lambda d: torch.randn(3, 5, 6, device=d).transpose(1, 2),
+    "samples second": lambda d: torch.randn(6, 3, 5, device=d).transpose(0, 1),
+    "back to front": lambda d: torch.randn(5, 6, 3, device=d).permute(2, 1, 0),
+    "sliced channels last": lambda d: torch.randn(3, 4, 12, device=d).transpose(1, 2)[:, :6],
+    "every other": lambda d: torch.randn(3, 6, 10, device=d)[..., ::2],
+    "expanded": lambda d: torch.randn(3, 1, 5, device=d).expand(3, 6, 5),
+    "two axes, transposed": lambda d: torch.randn(6, 9, device=d).t(),
+    "one channel": lambda d: torch.randn(3, 1, 5, device=d),
 }
 
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_batch_norm_of_any_layout(kernel_device: torch.device, name: str) -> None:
-    x = INPUTS[name]().to(kernel_device)
+    x = INPUTS[name](kernel_device)
     weight, bias = torch.randn(2, x.shape[1], device=kernel_device)
     options = (True, 1e-5, "tanh", 0.0)
     y, statistics, bits = normalised._forward_cuda(x, None, None, weight, bias, *options)
@@ -51,13 +52,16 @@ def test_batch_norm_of_any_layout(kernel_device: torch.device, name: str) -> Non
     assert dx.stride() == y.stride()
 
 
-STRIPS = {"[::2]": lambda n: torch.randn(2 * n)[::2], "expanded": lambda n: torch.randn(64)[:1].expand(n)}
+STRIPS = {
+    "[::2]": lambda n, d: torch.randn(2 * n, device=d)[::2],
+    "expanded": lambda n, d: torch.randn(64, device=d)[:1].expand(n),
+}
 
 
 @pytest.mark.parametrize("name", STRIPS)
 def test_parameters_of_any_stride(kernel_device: torch.device, name: str) -> None:
     x = torch.randn(9, 6, device=kernel_device)
-    weight, bias = STRIPS[name](6).to(kernel_device), STRIPS[name](6).to(kernel_device)
+    weight, bias = STRIPS[name](6, kernel_device), STRIPS[name](6, kernel_device)
     y, statistics, bits = normalised._forward_cuda(x, None, None, weight, bias, True, 1e-5, "tanh", 0.0)
     exact, scale = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = torch.tanh(F.batch_norm(exact, None, None, scale, bias.double(), True))
@@ -72,7 +76,7 @@ def test_parameters_of_any_stride(kernel_device: torch.device, name: str) -> Non
 @pytest.mark.parametrize("implementation", [LIBRARY, fused(16, 16, 16, 4, 1)], ids=lambda one: one.name)
 def test_a_bias_of_any_stride(kernel_device: torch.device, name: str, implementation: Implementation) -> None:
     x, weight = torch.randn(7, 32, device=kernel_device), torch.randn(16, 32, device=kernel_device)
-    bias = STRIPS[name](16).to(kernel_device)
+    bias = STRIPS[name](16, kernel_device)
     with force(implementation):
         y = multiplied._forward_cuda(x, weight, bias, "relu", 0.0, True)[0]
     expected = F.relu(F.linear(x.double(), weight.double(), bias.double()))

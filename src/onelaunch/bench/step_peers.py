@@ -9,7 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -58,7 +58,8 @@ class StepPeer:
 
 
 def step_peers(run: Run) -> tuple[list[Contender], dict[str, str]]:
-    """Those that can take the steps of `run` here, and why the others cannot."""
+    """Those that can take the steps of `run` here, and why the others cannot. The steps alone: nobody validates here."""
+    run = replace(run, validation=None)
     different = _not_plain(run)
     no_graph = different or ("" if run.device.type == "cuda" else "this machine has no CUDA device")
     no_scan = different or why_no_jax(run.device)

@@ -68,7 +68,7 @@ class Guard:
         return Guard(self.inside, self.others)
 
     def holds(self) -> bool:
-        if any(self.empty):
+        if any(map(len, self.empty)):  # as booleans, dynamo of torch 2.11 takes them for true
             return False
         for module in self.hooked:
             if not hooked(module):

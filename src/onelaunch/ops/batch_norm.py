@@ -161,7 +161,7 @@ def _save(
 
 def _gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x, statistics, bits, weight, bias = ctx.saved_tensors
-    if differentiable_backward():
+    if differentiable_backward(dy):
         mean, rstd = statistics_of(x, ctx.eps) if ctx.options[0] else statistics
         dx, dbias, dweight = backward_plain(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
         dx = dx.to(x.dtype)

@@ -27,6 +27,7 @@ from onelaunch.ops.cross_entropy_plain import (
 )
 from onelaunch.ops.surroundings import (
     autocast_dtype,
+    batched,
     differentiable_backward,
     direct_apply,
     overridden,
@@ -114,7 +115,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
-    if differentiable_backward():
+    if differentiable_backward(dloss):
         logits, target, lse, count = ctx.saved_tensors
         lse = logits.to(lse.dtype).logsumexp(1)  # as a function of the logits
         return gradient_plain(dloss, logits, target, lse, count, *ctx.options), None, None, None, None, None
@@ -160,7 +161,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
         dx, count = ctx.saved_tensors
         if dloss.dim() == 1:
             dx = dx * dloss[:, None]
-        elif transformed():
+        elif batched(dloss):
             share = 1.0 if count is None else torch.where(count[0] == 0, 1.0, dx.shape[0] / count[0])
             dx = (dx * (dloss * share)).to(dx.dtype)
         else:

@@ -146,7 +146,7 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if differentiable_backward():
+    if differentiable_backward(dy):
         return _differentiable_gradients(ctx, dy)
     x, weight, saved, bits = ctx.saved_tensors
     if slope is linear_slope_op:  # an op takes tensors, with no elements where there is nothing to say

@@ -125,7 +125,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
-    backward = _backward_plain if differentiable_backward() else relu_dropout_backward_op
+    backward = _backward_plain if differentiable_backward(dy) else relu_dropout_backward_op
     return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None
 
 
@@ -144,7 +144,7 @@ class _EagerReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        backward = _backward_plain if differentiable_backward() else _backward_cuda
+        backward = _backward_plain if differentiable_backward(dy) else _backward_cuda
         return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None
 
 

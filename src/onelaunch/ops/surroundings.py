@@ -60,9 +60,14 @@ def transformed() -> bool:
 transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo guards the two levels itself
 
 
-def differentiable_backward() -> bool:
+def batched(gradient: torch.Tensor) -> bool:
+    """Of several gradients at once (`is_grads_batched`), which only PyTorch's ops can take: it lies nowhere by itself."""
+    return transformed() or not torch._C._has_storage(gradient)
+
+
+def differentiable_backward(gradient: torch.Tensor) -> bool:
     """Whether a backward must be made of ops that can themselves be differentiated or transformed."""
-    return torch.is_grad_enabled() or transformed()
+    return torch.is_grad_enabled() or batched(gradient)
 
 
 @functools.cache
