@@ -44,11 +44,11 @@ def activation_gradient(z: Tensor, activation: str | None) -> Tensor:
             density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
             return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * density
         case "gelu_tanh":
-            s = torch.sigmoid(math.sqrt(8 / math.pi) * z * (1 + 0.044715 * z * z))
-            return s + z * s * (1 - s) * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * z * z)
+            u = math.sqrt(8 / math.pi) * z * (1 + 0.044715 * z * z)
+            s, rest = torch.sigmoid(u), torch.sigmoid(-u)  # 1 - s loses digits, most of all in second derivatives
+            return s + z * s * rest * math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * z * z)
         case "silu":
-            s = torch.sigmoid(z)
-            return s * (1 + z * (1 - s))
+            return torch.sigmoid(z) * (1 + z * torch.sigmoid(-z))
     raise ValueError(f"activation={activation!r} is not known")
 
 
