@@ -54,6 +54,17 @@ def test_the_jax_peer_trains_the_same_run(workload: Workload, unroll: int) -> No
     assert worst_relative(losses.tolist(), reference_losses(run, 20)) < TOLERANCE[workload.precision]
 
 
+def test_the_jax_peer_flattens_images_as_the_model_does() -> None:
+    if reason := why_no_jax(CPU):
+        pytest.skip(reason)
+    run = WORKLOADS[-1].run(CPU, rows=64, held_out=16, steps=20)
+    assert run.validation is not None
+    x, y = run.validation
+    run = replace(run, x=run.x.view(64, 3, 4), validation=(x.view(16, 3, 4), y))
+    losses, _ = jax_scan(run, row_order(run, 20))()
+    assert worst_relative(losses.tolist(), reference_losses(run, 20)) < TOLERANCE["fp32"]
+
+
 def test_a_timed_peer_takes_whole_calls_and_is_made_once() -> None:
     run = WORKLOADS[0].run(CPU, rows=64, steps=25)
     taken: list[int] = []

@@ -34,7 +34,12 @@ def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any
     import jax
     import jax.numpy as jnp
 
-    tensors = (run.x, run.y, order.int(), *(run.validation or ()))
+    flattens = any(isinstance(layer, nn.Flatten) for layer in run.model.modules())
+
+    def rows_of(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x.flatten(1) if flattens else x), y
+
+    tensors = (*rows_of(run.x, run.y), order.int(), *(rows_of(*run.validation) if run.validation else ()))
     data = tuple(jnp.asarray(tensor.cpu().numpy()) for tensor in tensors)
     layers = [_arrays(jnp, layer) for layer in run.model.modules() if isinstance(layer, nn.Linear)]
     spec = run.spec
