@@ -20,6 +20,7 @@ from onelaunch.kernels import (
     batch_norm_backward,
     cross_entropy,
     cross_entropy_backward,
+    cross_entropy_long,
     linear,
     relu_dropout,
 )
@@ -38,7 +39,8 @@ TYPES = {
 
 
 MODULES = (
-    activation_dropout, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward, linear, relu_dropout,
+    activation_dropout, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward,
+    cross_entropy_long, linear, relu_dropout,
 )  # fmt: skip
 
 
@@ -127,6 +129,7 @@ def run_launchers(dtype: torch.dtype) -> None:
         cross_entropy.cross_entropy_forward(
             logits, target, loss, lse=lse, dx=dx, smoothing=0.1, ignore_index=-100, reduction="mean"
         )
+    cross_entropy.count_rows(target, -100)
     cross_entropy_backward.rescale(x, loss, count, x, 64)
     cross_entropy_backward.cross_entropy_gradient(x, target, lse, loss, count, y, smoothing=0.1, ignore_index=-100)
 

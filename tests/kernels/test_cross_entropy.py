@@ -11,7 +11,7 @@ from tests.kernels.reference import poisoned
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("rows", "classes"), [(70, 10), (9, 300), (300, 33)])
+@pytest.mark.parametrize(("rows", "classes"), [(70, 10), (9, 300), (5, 304), (300, 33)])
 @pytest.mark.parametrize("long_rows", [False, True])
 def test_loss_and_gradient(
     kernel_device: torch.device,
@@ -25,12 +25,13 @@ def test_loss_and_gradient(
 ) -> None:
     from onelaunch.kernels import cross_entropy as kernels
     from onelaunch.kernels import cross_entropy_backward as backward
+    from onelaunch.kernels import cross_entropy_long
 
     if long_rows:
         if rows > 50:
             pytest.skip("a program a row is slow in the interpreter")
         monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
-        monkeypatch.setattr(kernels, "LONG_BLOCK", 64)
+        monkeypatch.setattr(cross_entropy_long, "BLOCK", 64)
     x = torch.randn(rows, classes, device=kernel_device, dtype=dtype)
     target = torch.randint(classes, (rows,), device=kernel_device)
     target[3] = -100
@@ -55,6 +56,15 @@ def test_loss_and_gradient(
     counted = torch.tensor([rows - 1.0], device=kernel_device) if reduction == "mean" else None
     backward.cross_entropy_gradient(x, target, lse, upstream, counted, again, **options)
     torch.testing.assert_close(again.cpu().double(), exact.grad, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 1030, 9000])
+def test_rows_are_counted(kernel_device: torch.device, rows: int) -> None:
+    from onelaunch.kernels.cross_entropy import count_rows
+
+    target = torch.randint(4, (rows,), device=kernel_device)
+    for ignored in (0, 2, -100):
+        assert count_rows(target, ignored).item() == (target != ignored).sum().item()
 
 
 def test_a_factor_of_one_touches_nothing(kernel_device: torch.device) -> None:

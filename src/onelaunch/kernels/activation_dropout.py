@@ -250,5 +250,7 @@ def activation_dropout_backward(
 def column_sums(sums: torch.Tensor, out: torch.Tensor) -> None:
     """Fills out with the sums of the columns of an fp32 matrix, added in a fixed order."""
     parts, n = sums.shape
-    columns = 32  # 128 bytes a row
-    launch(column_sum_kernel, (cdiv(n, columns),), (sums, out), (), (parts, n), (64, columns))
+    rows, columns = (
+        (64, 32) if parts <= 64 else (min(512, next_power_of_2(parts)), 8)
+    )  # few trips to memory, whole sectors
+    launch(column_sum_kernel, (cdiv(n, columns),), (sums, out), (), (parts, n), (rows, columns))

@@ -14,15 +14,13 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.cross_entropy_long import long_rows
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 from onelaunch.kernels.tiles import LOG2_E
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
-LONG_BLOCK, LONG_WARPS = (
-    8192,
-    16,
-)  # 8192 x 32768 bf16 on an H200, us: 310; 4096 and 8 warps 392; one row in registers 415
 REGISTER_CLASSES = 8192  # the longest row a program holds in registers; of longer ones it reads the second time from L2
+FEW_CLASSES, FEW_ELEMENTS = 32, 512  # below: a warp a program, 16 elements a thread. 65536 x 10 fp32: 5.8 us, not 10
 
 
 @triton.jit
@@ -103,72 +101,12 @@ def cross_entropy_kernel(
 
 
 @triton.jit
-def long_row_kernel(
-    x_ptr,
-    target_ptr,
-    count_ptr,
-    loss_ptr,
-    lse_ptr,
-    dx_ptr,
-    partial_ptr,
-    smoothing,
-    gradient_scale,
-    classes,
-    row_stride,
-    ignore_index,
-    BLOCK: tl.constexpr,
-    SMOOTH: tl.constexpr,
-):
-    """One row a program, in blocks: a running maximum and sum, then the gradient while the row is still in L2."""
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * row_stride
-    target = tl.load(target_ptr + row)
-    lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    # One maximum for the 8 elements of a thread's load: 9 exponentials for 8 elements rather than 16.
-    largest = tl.full((BLOCK // 8,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK // 8,), tl.float32)
-    logit_sum = tl.zeros((BLOCK // 8,), tl.float32)
-    for start in range(0, classes, BLOCK):
-        inside = start + lane < classes
-        x = tl.load(x_ptr + start + lane, mask=inside, other=float("-inf"), eviction_policy="evict_last").to(tl.float32)
-        new_largest = tl.maximum(largest, tl.max(x, axis=1))
-        # A thread that has seen only -inf would compute inf - inf.
-        shift = tl.where(new_largest == float("-inf"), 0.0, new_largest) * LOG2_E
-        total = total * tl.exp2(largest * LOG2_E - shift) + tl.sum(tl.exp2(x * LOG2_E - shift[:, None]), axis=1)
-        largest = new_largest
-        if SMOOTH:
-            logit_sum += tl.sum(tl.where(inside, x, 0.0), axis=1)
-    top = tl.max(largest, axis=0)
-    lse = top + tl.log(tl.sum(total * tl.exp2((largest - top) * LOG2_E), axis=0))
-    picked = tl.load(x_ptr + target, mask=(target >= 0) & (target < classes), other=0.0).to(tl.float32)
-    loss = (1 - smoothing) * (lse - picked)
-    if SMOOTH:
-        loss += smoothing * (lse - tl.sum(logit_sum, axis=0) / classes)
-    counts = target != ignore_index
-    valid = (target >= 0) & (target < classes)
-    loss = tl.where(counts, tl.where(valid, loss, float("nan")), 0.0)
-    if loss_ptr is not None:
-        tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, lse)
-    if partial_ptr is not None:
-        tl.store(partial_ptr + 1 + 2 * row, loss)
-        tl.store(partial_ptr + 2 + 2 * row, counts.to(tl.float32))
-    if dx_ptr is not None:
-        if count_ptr is not None:
-            gradient_scale = 1.0 / tl.load(count_ptr).to(tl.float32)
-        # The scale goes into the exponent: nothing to multiply. A row that does not count gets 2 ** -inf.
-        shift = tl.where(counts, lse * LOG2_E - tl.log2(tl.where(counts, gradient_scale, 1.0)), float("inf"))
-        gradient_scale = tl.where(counts, gradient_scale, 0.0)
-        for start in range(0, classes, BLOCK):
-            inside = start + lane < classes
-            x = tl.load(x_ptr + start + lane, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            dx = tl.exp2(x * LOG2_E - shift)
-            if (target >= start) & (target < start + BLOCK):
-                dx -= tl.where(start + lane == target, (1 - smoothing) * gradient_scale, 0.0)
-            if SMOOTH:
-                dx -= smoothing * gradient_scale / classes
-            tl.store(dx_ptr + row * classes + start + lane, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+def count_rows_kernel(target_ptr, count_ptr, rows, ignore_index, BLOCK: tl.constexpr):
+    count = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        count += (tl.load(target_ptr + row, mask=row < rows, other=ignore_index) != ignore_index).to(tl.int32)
+    tl.store(count_ptr, tl.sum(count, axis=0).to(tl.int64))
 
 
 @triton.jit
@@ -191,9 +129,12 @@ def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl
 def _tile(rows: int, classes: int) -> tuple[int, int, int]:
     """(rows, block, warps) of a tile of whole rows."""
     block = next_power_of_2(classes)
-    tile_rows = max(1, 1024 // block)
     if rows * block <= ALONE_ELEMENTS:
         tile_rows = next_power_of_2(rows)
+    elif block <= FEW_CLASSES:
+        return FEW_ELEMENTS // block, block, 1
+    else:
+        tile_rows = max(1, 1024 // block)
     warps = 4 if tile_rows * block <= 4096 else 8 if tile_rows * block <= 8192 else 16
     return tile_rows, block, warps
 
@@ -224,15 +165,8 @@ def cross_entropy_forward(
     if classes > REGISTER_CLASSES:
         parts = rows
         partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if single else None
-        launch(
-            long_row_kernel,
-            (rows,),
-            (x, target, precounted, per_row, lse, dx, partial),
-            (smoothing, 1 / rows if mean else 1.0),
-            (classes, x.stride(0), ignore_index),
-            (LONG_BLOCK, smoothing > 0),
-            num_warps=LONG_WARPS,
-        )
+        outputs = (target, precounted, per_row, lse, dx, partial)
+        long_rows(x, outputs, smoothing, 1 / rows if mean else 1.0, ignore_index)
         alone = False
     else:
         tile_rows, block, warps = _tile(rows, classes)
@@ -251,5 +185,20 @@ def cross_entropy_forward(
             num_warps=warps,
         )
     if partial is not None and not alone:
-        launch(mean_loss_kernel, (1,), (partial, loss), (), (parts,), (1024, mean))
+        block, warps = _one_program(parts)
+        launch(mean_loss_kernel, (1,), (partial, loss), (), (parts,), (block, mean), num_warps=warps)
     return partial
+
+
+def _one_program(n: int) -> tuple[int, int]:
+    """(block, warps) of a program that adds up n numbers: in as few trips to memory as it may take."""
+    block = min(8192, max(1024, next_power_of_2(n)))
+    return block, block // 512 if block > 1024 else 4
+
+
+def count_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """How many rows count, on the device."""
+    count = torch.empty((), dtype=torch.int64, device=target.device)
+    block, warps = _one_program(target.numel())
+    launch(count_rows_kernel, (1,), (target, count), (), (target.numel(), ignore_index), (block,), num_warps=warps)
+    return count

@@ -1,0 +1,144 @@
+"""Cross-entropy of rows too long for registers: read twice, the second time from L2; the gradient written once."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from onelaunch.kernels.launch import launch, next_power_of_2
+from onelaunch.kernels.tiles import LOG2_E
+
+# A row of whole 16-byte pieces comes in four blocks, all on their way at once: 64 elements of 2 bytes a thread, 64 registers.
+# 8192 x 32768 bf16 on an H200, us: 268; a block of 8192 at a time 297; the whole row kept in registers 336. The hints to L2
+# are worth 30 of them. In a loop over such lots the compiler takes 98 registers: 343.
+WARPS, BLOCK, WHOLE_BYTES = 16, 8192, 65536
+
+
+@triton.jit
+def _chunk(x_ptr, column, classes):
+    return tl.load(x_ptr + column, mask=column < classes, other=float("-inf"), eviction_policy="evict_last")
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(x, axis=1).to(tl.float32)
+
+
+@triton.jit
+def _exponentials(x, shift):
+    return tl.sum(tl.exp2(x.to(tl.float32) * LOG2_E - shift[:, None]), axis=1)
+
+
+@triton.jit
+def _sum(x, column, classes):
+    return tl.sum(tl.where(column < classes, x.to(tl.float32), 0.0), axis=1)
+
+
+@triton.jit
+def _finite(largest):
+    """Not -inf, of which inf - inf would come."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def long_row_kernel(
+    x_ptr,
+    target_ptr,
+    count_ptr,
+    loss_ptr,
+    lse_ptr,
+    dx_ptr,
+    partial_ptr,
+    smoothing,
+    gradient_scale,
+    classes,
+    row_stride,
+    ignore_index,
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,
+    SMOOTH: tl.constexpr,
+):
+    """One row a program: its maximum and sum, then the gradient while the row is still in L2."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * row_stride
+    target = tl.load(target_ptr + row)
+    lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    # One maximum for the elements of a thread's loads: few exponentials more than elements.
+    logit_sum = tl.zeros((BLOCK // 8,), tl.float32)
+    if WHOLE:
+        a, b = _chunk(x_ptr, lane, classes), _chunk(x_ptr, BLOCK + lane, classes)
+        c, d = _chunk(x_ptr, 2 * BLOCK + lane, classes), _chunk(x_ptr, 3 * BLOCK + lane, classes)
+        largest = tl.maximum(tl.maximum(_largest(a), _largest(b)), tl.maximum(_largest(c), _largest(d)))
+        shift = _finite(largest) * LOG2_E
+        total = _exponentials(a, shift) + _exponentials(b, shift) + _exponentials(c, shift) + _exponentials(d, shift)
+        if SMOOTH:
+            logit_sum += _sum(a, lane, classes) + _sum(b, BLOCK + lane, classes)
+            logit_sum += _sum(c, 2 * BLOCK + lane, classes) + _sum(d, 3 * BLOCK + lane, classes)
+    else:
+        largest = tl.full((BLOCK // 8,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK // 8,), tl.float32)
+        for start in range(0, classes, BLOCK):
+            x = _chunk(x_ptr, start + lane, classes)
+            new_largest = tl.maximum(largest, _largest(x))
+            shift = _finite(new_largest) * LOG2_E
+            total = total * tl.exp2(largest * LOG2_E - shift) + _exponentials(x, shift)
+            largest = new_largest
+            if SMOOTH:
+                logit_sum += _sum(x, start + lane, classes)
+    top = tl.max(largest, axis=0)
+    lse = top + tl.log(tl.sum(total * tl.exp2((largest - top) * LOG2_E), axis=0))
+    picked = tl.load(x_ptr + target, mask=(target >= 0) & (target < classes), other=0.0).to(tl.float32)
+    loss = (1 - smoothing) * (lse - picked)
+    if SMOOTH:
+        loss += smoothing * (lse - tl.sum(logit_sum, axis=0) / classes)
+    counts = target != ignore_index
+    valid = (target >= 0) & (target < classes)
+    loss = tl.where(counts, tl.where(valid, loss, float("nan")), 0.0)
+    if loss_ptr is not None:
+        tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, lse)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + 1 + 2 * row, loss)
+        tl.store(partial_ptr + 2 + 2 * row, counts.to(tl.float32))
+    if dx_ptr is not None:
+        if count_ptr is not None:
+            gradient_scale = 1.0 / tl.load(count_ptr).to(tl.float32)
+        # The scale goes into the exponent: nothing to multiply. A row that does not count gets 2 ** -inf.
+        shift = tl.where(counts, lse * LOG2_E - tl.log2(tl.where(counts, gradient_scale, 1.0)), float("inf"))
+        gradient_scale = tl.where(counts, gradient_scale, 0.0)
+        for start in range(0, classes, BLOCK):
+            inside = start + lane < classes
+            x = tl.load(x_ptr + start + lane, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            dx = tl.exp2(x * LOG2_E - shift)
+            if (target >= start) & (target < start + BLOCK):
+                dx -= tl.where(start + lane == target, (1 - smoothing) * gradient_scale, 0.0)
+            if SMOOTH:
+                dx -= smoothing * gradient_scale / classes
+            tl.store(dx_ptr + row * classes + start + lane, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def long_rows(
+    x: torch.Tensor,
+    tensors: tuple[torch.Tensor | None, ...],
+    smoothing: float,
+    gradient_scale: float,
+    ignore_index: int,
+) -> None:
+    """`tensors`: the kernel's after x."""
+    rows, classes = x.shape
+    size = x.element_size()
+    in_pieces = x.stride(0) * size % 16 == 0 and classes * size % 16 == 0
+    whole = in_pieces and next_power_of_2(classes) * size <= WHOLE_BYTES
+    launch(
+        long_row_kernel,
+        (rows,),
+        (x, *tensors),
+        (smoothing, gradient_scale),
+        (classes, x.stride(0), ignore_index),
+        (next_power_of_2(classes) // 4 if whole else BLOCK, whole, smoothing > 0),
+        num_warps=WARPS,
+    )
