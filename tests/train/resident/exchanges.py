@@ -32,6 +32,10 @@ class Wires:
         self.received: defaultdict[tuple[int, int, int], int] = defaultdict(int)  # by block, exchange and use
         self.stamps: dict[tuple[int, int, int], Stamp] = {}
         self.flags: dict[tuple[int, int, int], Stamp] = {}  # by exchange, writer and use
+        self.left: dict[tuple[int, int], int] = {}  # when a block had left a pass, by its clock
+        self.fetched: defaultdict[int, set[int]] = defaultdict(
+            set
+        )  # by pass: whose share of the rows is on its way to all
 
     def slots_of(self, rank: int) -> Slots:
         return self.shared[rank] if self.near else self.far

@@ -100,9 +100,13 @@ class Runner(Port, ABC):
             method = getattr(self, found[1].replace(" ", "_"))
             yield from method(self.plan.layers[int(found[2] or 0)])
             yield None
+        self.clock.tick()
+        self.wires.left[self.rank, self.passes] = self.clock.now
         self.passes += 1
 
-    def rows_arrive(self, layer: Layer) -> Iterator[None]:
+    def rows_arrive(self, layer: Layer) -> Iterator[Ready | None]:
+        if self.plan.shares_fetch and self.passes:
+            yield lambda: len(self.wires.fetched[self.passes]) == self.plan.blocks
         x = self.task.x[self.part]
         padded = np.pad(x, ((0, self.plan.rows - len(x)), (0, layer.steps * STEP - x.shape[1])))
         self.inputs[self.passes % self.plan.input_buffers] = (self.passes, padded, self.task.y[self.part])
@@ -110,7 +114,15 @@ class Runner(Port, ABC):
 
     def fetch_the_next_rows(self, layer: Layer) -> Iterator[None]:
         """Into the other buffer; where there is one, over the rows of this pass. (A pass that does not train fetches after its
-        last phase then.)"""
+        last phase then.) Rows brought to all overwrite what others must be known to have read."""
+        if self.plan.shares_fetch:
+            self.wires.fetched[self.passes + 1].add(self.rank)
+            for rank in range(self.plan.blocks if self.passes else 0):
+                left = self.wires.left.get((rank, self.passes - 1))
+                if left is None or self.clock.warps[0, rank] < left:
+                    raise RaceError(
+                        f"block {self.rank} fetches over rows of pass {self.passes - 1} that {rank} may read"
+                    )
         self.inputs[(self.passes + 1) % self.plan.input_buffers] = (-1, np.empty(0), np.empty(0))
         yield None
 

@@ -139,18 +139,39 @@ def test_placements_agree_and_draw_the_same_masks(place):
     assert_same_weights(model, twin, WEIGHT_TOLERANCE)
 
 
-def test_validation_where_rows_have_one_buffer():
+@pytest.mark.parametrize("images", [True, False])
+def test_validation_where_rows_have_one_buffer(images):
     """With lr = 0 the model stands still: what is right can be computed beside the run."""
     widths = [784, 784, 784, 784, 10]
-    x, y = rows_of(widths, rows=400, images=True)
+    x, y = rows_of(widths, rows=400, images=images)
     model = pair(widths)[0]
     check = (x[:333], y[:333])
     history = fit(model, x, y, "resident", validation=check, lr=0.0, steps=3, batch_size=64, precision="bf16")
     assert "no room for two" in history.plan
-    output = model(check[0] / 255)
+    assert ("partial sums" in history.plan) == images  # else they lie among the staged values
+    output = model(check[0] / 255 if images else check[0])
     found = history.epochs[0]["validation"]
     assert found["loss"] == pytest.approx(nn.functional.cross_entropy(output, check[1]).item(), rel=LOOSER["bf16"])
     assert found["accuracy"] == pytest.approx((output.argmax(1) == check[1]).float().mean().item(), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("widths", "batch", "images"),
+    [
+        ([784, 784, 784, 784, 10], 64, True),
+        ([784, 784, 784, 784, 10], 64, False),
+        ([784, 512, 512, 512, 10], 96, True),  # six row tiles in one pass
+        ([784, 512, 512, 512, 10], 32, False),
+    ],
+)
+def test_wide_networks_stay_close(widths, batch, images):
+    x, y = rows_of(widths, rows=1000, images=images)
+    model, twin = pair(widths)
+    options = {"batch_size": batch, "lr": 0.005 if images else 0.05}
+    got = fit(model, x, y, "resident", precision="bf16", validation=(x[:100], y[:100]), **options)
+    want = fit(twin, x, y, "eager", **options)
+    assert "passes" not in got.plan.splitlines()[3]
+    assert_same_course(got.losses, want.losses, LOOSER["bf16"])
 
 
 @pytest.mark.parametrize("images", [True, False])

@@ -260,6 +260,19 @@ def test_rows_fetched_too_early_are_caught():
         broken(True, plan=plan, phases=names)
 
 
+@pytest.mark.parametrize("widths", [[9, 24, 17, 3], [9, 24, 17, 20, 3]])
+@pytest.mark.parametrize("batch", [16, 40])  # with an update in the next pass, and without
+def test_rows_brought_to_all_over_rows_that_others_read_are_caught(widths, batch):
+    plan = forced_plan(widths, 3, True, 16, batch=batch)
+    assert plan.shares_fetch
+    assert_follows(plan, at_random(4), checks=2)
+    fetch, names = "fetch the next rows", phase_names(plan)
+    names.remove(fetch)
+    names.insert(names.index("wait for values 0"), fetch)
+    with pytest.raises(RaceError, match="fetches over rows"):
+        broken(True, plan=plan, phases=names)
+
+
 @pytest.mark.parametrize("blocks", [2, 8])  # all of them, or some, own weights
 def test_one_buffer_for_bias_parts_is_caught(blocks, monkeypatch):
     """New weights leave before the biases' parts are read, so whoever has all of them may be a step ahead."""

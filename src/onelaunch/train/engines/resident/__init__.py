@@ -37,6 +37,8 @@ class ResidentEngine:
             return run.not_plain
         if run.spec.rows >= 2**31:
             return f"x has {run.spec.rows} rows, this engine counts to 2**31 - 1"
+        if run.spec.total_steps >= 2**32:
+            return f"the run has {run.spec.total_steps} steps, this engine counts to 2**32 - 1"
         from onelaunch.train.engines.resident.session import WORKING, chip_of, plan_for, settings_for
 
         try:

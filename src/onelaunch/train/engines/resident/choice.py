@@ -90,8 +90,10 @@ def _placements(settings: Settings, chip: Chip) -> Iterator[tuple[int, bool]]:
 def _pass_rows(batch: int, most: int) -> Iterator[int]:
     """Rows of a pass, the most first: the whole batch if it fits, else a part of it."""
     rows = -(-batch // ROW_TILE) * ROW_TILE
-    if rows > ROW_TILE * 4:
-        rows = -(-rows // (ROW_TILE * 4)) * ROW_TILE * 4  # a multiple of what is multiplied at once
+    if rows > ROW_TILE * 4:  # a multiple of what is multiplied at once
+        whole = -(-rows // (ROW_TILE * 4)) * ROW_TILE * 4
+        if rows < whole <= most:
+            yield whole
     if rows <= most:
         yield rows
     for smaller in (256, 128, 64, 32, 16):

@@ -54,7 +54,8 @@ def constants(
         "OUTPUTS": last.outputs, "TARGET_WORDS": plan.target_words, "LOSS_UNITS": plan.target_words,
         "EXCHANGES": plan.exchanges, "DECISION": plan.decision, "PHASES": 1 + len(phases), "FLAG_STRIDE": FLAG_STRIDE,
         "SHARED_BYTES": shared.size, "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"],
-        "AT_LOSSES": shared["losses"], "AT_CORRECT": shared["correct"], "AT_DECISION": shared["decision"],
+        "AT_LOSSES": shared["losses"], "AT_CORRECT": shared["correct"], "AT_BROKEN": shared["broken"],
+        "AT_CHECK_LOSS": shared["validation loss"], "AT_DECISION": shared["decision"],
         "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"], "AT_KEYS": shared["round keys"],
         "AT_BARRIERS": shared["barriers"], "AT_ROW_BARRIERS": shared["row barriers"],
         "AT_FAULT": shared["fault"],
@@ -63,6 +64,7 @@ def constants(
     flags = {
         "HALF_IS_BF16": _half(plan) == "bf16", "WEIGHT_DECAY": settings.weight_decay, "NESTEROV": settings.nesterov,
         "SMOOTHS": settings.smooths, "FAULTS": faults, "VALIDATES": settings.validates,
+        "SHARES_FETCH": plan.shares_fetch,
     }  # fmt: skip
     lines = [f"#define IS_CLUSTER {int(plan.cluster)}", f"#define STAMPS {int(stamps)}"]
     lines += [f"#define {name} {own[name]}" for name in CHOICES]

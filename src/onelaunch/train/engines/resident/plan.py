@@ -33,8 +33,9 @@ from onelaunch.train.engines.resident.settings import (
     planes_of,
 )
 
-# Buffers of rows, buffers of partial sums, row numbers found at once: the most there is room for.
-ROOM = ((2, 2, 1024), (2, 1, 1024), (1, 2, 1024), (1, 1, 1024), (1, 1, 256))
+# Buffers of rows, buffers of partial sums, row numbers found at once: the most there is room for. At last no buffer of partial
+# sums: a warp's lie where it has staged values that it has multiplied by then, and the next are staged later.
+ROOM = ((2, 2, 1024), (2, 1, 1024), (1, 2, 1024), (1, 1, 1024), (1, 1, 256), (1, 0, 1024), (1, 0, 256))
 
 
 class Plan:
@@ -53,7 +54,8 @@ class Plan:
         self.input_bytes = 1 if settings.bytes_input else 2
         self.layers = tuple(self._place_weights(list(self._layers())))
         self.group = self._group()
-        for self.input_buffers, self.partial_buffers, self.numbers_at_once in ROOM:
+        rooms = [room for room in ROOM if room[1] or self._staging_takes_sums()]
+        for self.input_buffers, self.partial_buffers, self.numbers_at_once in rooms:
             self._lay_out()
             if self.shared.size <= chip.shared_bytes:
                 break
@@ -71,8 +73,10 @@ class Plan:
         """Masters in registers as far as they go, the largest first; optimizer state with them where there is room."""
         room = max(0, REGISTERS - self.working - 24 * (self.planes - 1)) // 4
         placed = {}
+        spills = self.working > WORKING_REGISTERS
         for layer in sorted(layers, key=lambda layer: layer.weight_tiles):
-            fits = layer.weight_tiles <= room
+            # A grid's last layer has tiles for a few of its warps, but all give registers for them: it is the first to go.
+            fits = layer.weight_tiles <= room and not (spills and layer.owned_by_input and not self.cluster)
             room -= layer.weight_tiles if fits else 0
             with_states = fits and self.states > 0 and layer.weight_tiles * self.states <= room
             room -= layer.weight_tiles * self.states if with_states else 0
@@ -158,6 +162,12 @@ class Plan:
         steps = max((layer.output_steps for layer in self.layers[:-1]), default=0)
         return self.planes * self.row_tiles * steps * LEFT_BYTES
 
+    def _staging_takes_sums(self) -> bool:
+        """Whether every warp has staged as many steps as a layer has tiles, of all rows multiplied at once: a grid's do."""
+        most = max(layer.tiles for layer in self.layers)
+        steps = self.staging_bytes // (self.planes * self.row_tiles * LEFT_BYTES)
+        return self.blocks > 1 and not self.cluster and self.group == self.row_tiles and most * WARPS <= steps
+
     @property
     def looks(self) -> int:
         """Tables of learning rates between two looks at the host: a look costs microseconds, a step of few rows takes few."""
@@ -188,6 +198,12 @@ class Plan:
         return self.cluster and self.micro_batches == 1 and self.hidden > 1
 
     @property
+    def shares_fetch(self) -> bool:
+        """Whether a block of a cluster brings its share of the next rows to all. It must know that nobody reads the buffer any
+        more: all have left the pass before whose values of the first layer it has, so it fetches after that layer's wait."""
+        return self.cluster and self.input_buffers == 2 and self.hidden > 1
+
+    @property
     def table_rows(self) -> int:
         """Row numbers of a step that a block needs, with those that fill up its last pass."""
         return self.micro_batches * self.rows
@@ -207,7 +223,8 @@ class Plan:
         slots = shared if self.blocks == 1 or self.cluster else exchange
         shared.add("inputs", self.input_buffer_bytes * self.input_buffers)
         shared.add("targets", 4 * self.rows * self.target_words * self.input_buffers)
-        shared.add("partial sums", self.partial_buffers * self.partials_bytes)
+        if self.partial_buffers:
+            shared.add("partial sums", self.partial_buffers * self.partials_bytes)
         if slots is exchange:
             shared.add("staging", self.staging_bytes)
         for layer in self.layers:
@@ -245,7 +262,9 @@ class Plan:
     def _add_bookkeeping(self, shared: Memory) -> None:
         """What every placement has beside its network."""
         shared.add("losses", max(4 * WARPS, SCORE_BYTES * self.blocks * self.score_warps))
+        shared.add("validation loss", 8)
         shared.add("correct", 4)
+        shared.add("broken", 4)  # a loss was not finite
         shared.add("decision", 8)
         shared.add("fault", 8)
         shared.add("rates", 16 * INTERVAL)

@@ -28,6 +28,8 @@ WIDEST = 128  # units of a layer: a warp holds a row tile's values of one layer 
 
 
 class RowsPlan(Plan):
+    shares_fetch = False  # every block has rows of its own
+
     def __init__(self, settings: Settings, chip: Chip, blocks: int, rows: int) -> None:
         """`rows`: of a block in a pass."""
         self.settings, self.chip, self.working = settings, chip, 0

@@ -69,7 +69,7 @@ def _forward(plan: RowsPlan) -> Phases:
     """A team's row tile through the network and, when training, back. Weights are read before a barrier: no wait after it."""
     hidden, last = plan.layers[:-1], plan.layers[-1].index
     read = "[&](int step, int plane, u32 (&left)[4]) {{ {} }}"
-    source = read.format("Inputs<Layer0>::read_step(c, buffer, m, step, plane, left);")
+    source = read.format("Inputs<Layer0>::read_step(c, buffer(), m, step, plane, left);")
     weights = [f"ForwardWeights<Layer{layer.index}> w{layer.index};" for layer in hidden]
     lines = [" ".join([*weights, f"OutwardWeights<Layer{last}> w{last};"]), "w0.prepare(c);"]
     for layer in hidden:
@@ -95,7 +95,7 @@ def _forward(plan: RowsPlan) -> Phases:
     body = " \\\n    ".join(lines)
     tiles = f"for (int m = c.warp / TEAM; m < ROW_TILES; m += WARPS / TEAM) {{ {body} }}"
     return [
-        ("rows arrive", "Inputs<Layer0>::arrive(c, buffer);"),
+        ("rows arrive", "Inputs<Layer0>::arrive(c, buffer());"),
         *fetch,
         ("row tiles", tiles),
         ("meet", "c.dead = __syncthreads_or(c.dead);"),
@@ -108,7 +108,7 @@ def _backward(plan: RowsPlan) -> Phases:
         i = layer.index
         read = f"read_values_transposed<Layer{i - 1}>(c, m, step, plane, left);"
         if layer.first:
-            read = "Inputs<Layer0>::read_step_transposed(c, buffer, m, step, plane, left);"
+            read = "Inputs<Layer0>::read_step_transposed(c, buffer(), m, step, plane, left);"
         sums.append(
             f"add_gradient<Layer{i}>(c, gradient, [&](int m, int step, int plane, u32 (&left)[4]) {{ {read} }}); "
             f"if (last) send_parts<Layer{i}>(c, gradient);"

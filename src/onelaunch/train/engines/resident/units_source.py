@@ -21,7 +21,8 @@ def units_source(plan: Plan, *, faults: bool, stamps: bool) -> str:
         "BY_ROWS": 0, "SHARES": 1, "LAYERS": len(layers), "GROUP_TILES": plan.group, "FINISH": plan.finish,
         "LOSS_WARPS": min(WARPS, 2 * plan.group), "ROWS_EACH": plan.rows_each, "SCORES": plan.score_warps,
         "SUMS_OUTPUTS": int(plan.sums_outputs), "PARTIALS_BYTES": plan.partials_bytes,
-        "PARTIAL_BUFFERS": plan.partial_buffers, "AT_PARTIALS": plan.shared["partial sums"],
+        "PARTIAL_BUFFERS": plan.partial_buffers,
+        "AT_PARTIALS": plan.shared["partial sums" if plan.partial_buffers else "staging"],
         "AT_STAGING": plan.shared.regions["staging"].offset if "staging" in plan.shared.regions else 0,
     }  # fmt: skip
     received = [received_bytes(plan, rank) for rank in range(plan.blocks)]
@@ -96,7 +97,7 @@ def _read(layer: Layer, transposed: str = "", passes: str = "c.passes") -> str:
     """How a warp reads its inputs of a layer: from the rows fetched, or from all values of the layer before in a pass."""
     head = "[&](int m, int ks, int plane, u32 (&left)[4]) {"
     if layer.first:
-        return f"{head} Inputs<Layer0>::read{transposed}(c, buffer, m, ks, plane, left); }}"
+        return f"{head} Inputs<Layer0>::read{transposed}(c, buffer(), m, ks, plane, left); }}"
     before = f"Layer{layer.index - 1}"
     return (
         f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>"
@@ -106,7 +107,7 @@ def _read(layer: Layer, transposed: str = "", passes: str = "c.passes") -> str:
 
 def _forward(plan: Plan) -> Phases:
     """The phases of a forward pass with their names, up to and with the loss."""
-    lines = [("rows arrive", "Inputs<Layer0>::arrive(c, buffer);")]
+    lines = [("rows arrive", "Inputs<Layer0>::arrive(c, buffer());")]
     fetch = [("fetch the next rows", "fetch_next();")] if plan.input_buffers == 2 else []
     for layer in plan.layers:
         name, index = f"Layer{layer.index}", layer.index
@@ -116,7 +117,7 @@ def _forward(plan: Plan) -> Phases:
                 return lines + _summed_outputs(name, before, index, fetch, plan.outputs_at_once)
             if index == 1 and plan.late_update:
                 lines.append(("late update 1", _late_update(plan)))
-            elif fetch:
+            elif fetch and not (index == 1 and plan.shares_fetch):
                 lines.append(fetch.pop())
             wait = "" if layer.last else f"Operands<{name}> o{index}; o{index}.prepare(w{index}); "
             wait += f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"

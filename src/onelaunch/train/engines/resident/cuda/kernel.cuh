@@ -1,5 +1,5 @@
 // The kernel: one launch trains from `first_step` to `last_step`. The phases of a pass and the layers' weights are the plan's
-// (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS); they use `c`, `draw`, `tally`, `buffer`, `trained`, `fetch_next` from here. An update
+// (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS); they use `c`, `draw`, `tally`, `buffer()`, `trained`, `fetch_next` from here. An update
 // that is made in the next pass, while that waits for others, is LATE_UPDATE: `late` until it is made, with the rates it is due.
 #pragma once
 #if BY_ROWS
@@ -42,19 +42,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
 
   const Rule rule = {(float)p->momentum, (float)p->weight_decay, (float)p->new_mean, (float)p->new_square, (float)p->beta2, (float)p->eps};
   const float smoothing = SMOOTHS ? (float)p->smoothing : 0.f;
-  u64 step = p->first_step;
-  u32 place = (u32)(step % p->steps_per_epoch);  // of the step in its epoch
-  u32 ahead = 0, tables = 0, looks = 0;          // steps into the table of rates; tables since the last look; looks
-  u32 epoch = 0, buffer = 0;
-  float loss = 0.f;
-  bool broken = false;  // a loss was not finite
   bool late = false;
   Rates late_rates = {0.f, 0.f, 0.f, 0.f};
   const u32 share = SHARES == 1 ? 0 : c.rank;  // of a micro-batch's rows, where the blocks divide them
-  auto fetch = [&](u32 later, u32 micro) {
-    const u32 table = row_table(c, (u32)step + later, micro);
-    Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->x, p->y, p->rows * X_PITCH, [&](u32 row) { return (u64)load_word(table + row * 4); });
+  // What follows from the counts of steps and passes is not kept beside them: registers are for weights.
+  auto step = [&]() { return p->first_step + c.step; };
+  auto place = [&]() { return (u32)step() % (u32)p->steps_per_epoch; };  // of the step in its epoch
+  auto buffer = [&]() { return c.passes & (X_BUFFERS - 1); };
+  auto other = [&]() { return ~c.passes & (X_BUFFERS - 1); };
+  auto fetch_into = [&](u32 where, u32 later, u32 micro) {
+    const u32 table = row_table(c, (u32)step() + later, micro);
+    Inputs<Layer0>::fetch(c, where, p->x, p->y, p->rows * X_PITCH, [&](u32 row) { return (u64)load_word(table + row * 4); });
   };
+  auto fetch = [&](u32 later, u32 micro) { fetch_into(other(), later, micro); };
   auto check_rows = [&](u32 part) {
     const u64 left = p->check_rows - (u64)part * ROWS;
     return (u32)(left < ROWS ? left : ROWS);
@@ -62,29 +62,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   auto fetch_check = [&](u32 part) {
     const u64 first = (u64)part * ROWS;
     if constexpr (VALIDATES)
-      Inputs<Layer0>::fetch(c, buffer ^ (X_BUFFERS - 1), p->check_x, p->check_y, p->check_rows * X_PITCH, [&](u32 row) { return row < check_rows(part) ? first + row : first; });
+      Inputs<Layer0>::fetch(c, other(), p->check_x, p->check_y, p->check_rows * X_PITCH, [&](u32 row) { return row < check_rows(part) ? first + row : first; });
   };
-  // Steps from `step` on until there is more to do than to train: an epoch or the run ends, or a table.
+  auto epoch = [&]() { return (u32)(step() / p->steps_per_epoch - p->first_step / p->steps_per_epoch); };  // of this launch
+  // Steps from this one on until there is more to do than to train: an epoch or the run ends, or a table.
   auto calm_steps = [&]() {
-    u32 steps = min(INTERVAL - ahead, LOT - (u32)(step % LOT));
-    steps = min(steps, (u32)p->steps_per_epoch - place);
-    return (u32)min((u64)steps, p->last_step - step);  // the last step of the run is the last of a launch
+    u32 steps = min(INTERVAL - c.step % INTERVAL, LOT - (u32)(step() % LOT));
+    steps = min(steps, (u32)p->steps_per_epoch - place());
+    return (u32)min((u64)steps, p->last_step - step());  // the last step of the run is the last of a launch
   };
 
-  fill_rates(c, step);
-  find_rows(c, step / LOT * LOT);
-  find_rows(c, step / LOT * LOT + LOT);
-  buffer = X_BUFFERS - 1;
-  fetch(0, 0);
-  buffer = 0;
+  fill_rates(c, step());
+  find_rows(c, step() / LOT * LOT);
+  find_rows(c, step() / LOT * LOT + LOT);
+  fetch_into(0, 0, 0);
   // What is rare stands at the loop's end, so that the steps are straight code: a jump over it costs more than it.
   for (u32 calm = calm_steps();;) {
     float scalars[4];
-    load_shared(c.shared + AT_RATES + ahead * 16, scalars);
+    load_shared(c.shared + AT_RATES + c.step % INTERVAL * 16, scalars);
     const Rates rates = {scalars[0], scalars[1], scalars[2], scalars[3]};
-    const bool ends = calm == 1 && (place + 1 == (u32)p->steps_per_epoch || step + 1 == p->total_steps);
-    const bool goes_on = calm > 1 || step + 1 < p->last_step;
-    const u32 rows = rows_at(p, place), count = MICRO == 1 ? 1 : (rows + ROWS * SHARES - 1) / (ROWS * SHARES);
+    auto ends = [&]() { return calm <= 1 && (place() + 1 == (u32)p->steps_per_epoch || step() + 1 == p->total_steps); };
+    auto goes_on = [&]() { return calm > 1 || step() + 1 < p->last_step; };
+    const u32 rows = calm > 1 ? BATCH : rows_at(p, place()), count = MICRO == 1 ? 1 : (rows + ROWS * SHARES - 1) / (ROWS * SHARES);
     float total = 0.f;
 #if BY_ROWS
     float gradient[SLOTS_ALL][4];
@@ -95,39 +94,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       constexpr u32 trained = 0;
       const bool last = micro + 1 == count;
       const u32 part = micro * SHARES + share;
-      const Draw draw = {p->seed, (u32)step, part * ROWS, true};
-      const Tally tally = {micro_rows(rows, part), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
+      const Draw draw = {p->seed, (u32)step(), part * ROWS, true};
+      const Tally tally = {micro_rows(rows, part), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer())};
       auto fetch_next = [&]() {
         if (!last) fetch(0, micro + 1);
-        else if (ends && VALIDATES) fetch_check(0);
-        else if (goes_on) fetch(1, 0);
+        else if (VALIDATES && ends()) fetch_check(0);
+        else if (goes_on()) fetch(1, 0);
         else copies_issued();  // an empty lot, for those who count them
       };
       FORWARD_PHASES
       BACKWARD_PHASES
-      buffer ^= X_BUFFERS - 1;
       ++c.passes, ++c.backs;
     }
     late = true, late_rates = rates;
     if (c.rank == 0 && threadIdx.x == 0) {
-      loss = total * rates.row_weight;
+      const float loss = total * row_weight(c);
       p->losses[c.step] = loss;
-      broken |= !(fabsf(loss) <= 3.4028235e38f);
+      if (!(fabsf(loss) <= 3.4028235e38f)) store_word(c.shared + AT_BROKEN, 1);
     }
     if (--calm > 0 && !c.dead) {
-      ++step, ++c.step, ++ahead, ++place;
+      ++c.step;
       continue;
     }
-    if (ends && VALIDATES) {
-      const u32 before = load_word(c.shared + AT_CORRECT), parts = (u32)((p->check_rows + ROWS - 1) / ROWS);
-      double check_loss = 0;
-      for (u32 part = 0; part < parts; ++part) {
+    if (ends()) {
+      if (threadIdx.x == 0) begin_record(c, epoch());
+      for (u32 part = 0; VALIDATES && (u64)part * ROWS < p->check_rows; ++part) {
         constexpr u32 trained = 1;  // the update of this step is made
         const Draw draw = {p->seed, 0, 0, false};
-        const Tally tally = {check_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer)};
+        const Tally tally = {check_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer())};
         auto fetch_next = [&]() {
-          if (part + 1 < parts) fetch_check(part + 1);
-          else if (goes_on) fetch(1, 0);
+          if ((u64)(part + 1) * ROWS < p->check_rows) fetch_check(part + 1);
+          else if (goes_on()) fetch(1, 0);
         };
 #if BY_ROWS
         Score score = {0.f, 0};
@@ -138,33 +135,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
 #endif
         __syncthreads();
         if (X_BUFFERS == 1) fetch_next();
-        if (c.warp == 0) check_loss += sum_of_losses(c);
-        buffer ^= X_BUFFERS - 1;
+        if (c.warp == 0) add_check_loss(c, sum_of_losses(c));
         ++c.passes;
       }
       __syncthreads();
-      const u32 right = load_word(c.shared + AT_CORRECT) - before;
-      __syncthreads();
-      if (threadIdx.x == 0) store_word(c.shared + AT_CORRECT, before);
-      record_epoch(c, epoch++, check_loss, right);
-    } else if (ends) {
-      record_epoch(c, epoch++, 0, 0);
+      if (threadIdx.x == 0) end_record(c, epoch());
     }
-    ++step, ++c.step, ++ahead;
-    place = place + 1 == (u32)p->steps_per_epoch ? 0 : place + 1;
-    if (c.dead || step == p->last_step) break;  // the same in the whole block: it was agreed on with the outputs
-    if (step % LOT == 0) find_rows(c, step + LOT);
-    if (ahead == INTERVAL) {
-      if (++tables == LOOKS) {
-        tables = 0;
-        if (!look(c, looks++, step, loss, broken)) break;
-      }
-      fill_rates(c, step);
-      ahead = 0;
+    ++c.step;
+    if (c.dead || step() == p->last_step) break;  // the same in the whole block: it was agreed on with the outputs
+    if (step() % LOT == 0) find_rows(c, step() + LOT);
+    if (c.step % INTERVAL == 0) {
+      if (c.step % (LOOKS * INTERVAL) == 0 && !look(c, c.step / (LOOKS * INTERVAL) - 1, step())) break;
+      fill_rates(c, step());
     }
     calm = calm_steps();
   }
-  if (step < p->last_step) Inputs<Layer0>::arrive(c, buffer);  // rows of a step that is not made
+  if (step() < p->last_step) Inputs<Layer0>::arrive(c, buffer());  // rows of a step that is not made
   {
     constexpr u32 trained = 0;
     LATE_UPDATE
@@ -178,10 +164,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
 #endif
   if (c.rank == 0 && threadIdx.x == 0) {
     volatile Control* control = p->control;
-    control->loss = loss;
+    control->loss = p->losses[c.step - 1];
     control->correct = load_word(c.shared + AT_CORRECT);
     __threadfence_system();
-    control->done = (u32)step;
+    control->done = (u32)step();
   }
 #if IS_CLUSTER
   meet_cluster();  // nobody leaves while another may still send to it

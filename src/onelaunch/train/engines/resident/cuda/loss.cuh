@@ -122,6 +122,9 @@ template <class Row> INLINE void settle(const Row& row, Result& result) {
   }
 }
 
+// One over the rows (or elements) of this step; read when it is needed, where registers are few.
+INLINE float row_weight(const Context& c) { return load_float(c.shared + AT_RATES + c.step % INTERVAL * 16 + 12); }
+
 // Outputs and loss of a pass; `multiply` gives a group's sums. Afterwards, and after one more barrier of the
 // block, the loss's sums lie at AT_LOSSES, a float a warp, and right predictions are added at AT_CORRECT.
 template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& draw, const Tally& tally, Multiply multiply) {
@@ -152,7 +155,7 @@ template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& d
         L::chain(z[n], slope[n], draw, draw.row + row, n * 8);
       }
       const bool real = row < tally.rows;
-      Result result = row_loss(Quad<L::NT>{z, c.q}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f);
+      Result result = row_loss(Quad<L::NT>{z, c.q}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real && draw.training ? row_weight(c) * LOSS_SCALE : 0.f);
       settle(Quad<L::NT>{z, c.q}, result);
       loss += real ? result.loss : 0.f;
       right += real ? result.right : 0;

@@ -6,14 +6,17 @@
 #include "random.cuh"
 #include "weights.cuh"
 
-// Partial sums of a group of row tiles: [warp][row tile][tile of units][half][lane], two floats each.
+// Partial sums of a group of row tiles: [warp][row tile][tile of units][half][lane], two floats each. Where they have no buffer, a
+// tile of units takes the place of one of the warp's staged steps, of plane 0, which its products have read by then.
 INLINE u32 partial_at(const Context& c, u32 buffer, int warp, int tile, int tiles, int half) {
-  return buffer + (((warp * GROUP_TILES * tiles + tile) * 2 + half) * 32 + c.lane) * 8;
+  const int place = PARTIAL_BUFFERS ? warp * GROUP_TILES * tiles + tile : (tile % tiles * WARPS + warp) * (PLANES * ROW_TILES) + tile / tiles;
+  return buffer + ((place * 2 + half) * 32 + c.lane) * 8;
 }
 template <int NT, int SPLIT> INLINE u32 store_partials(Context& c, const float (&sum)[GROUP_TILES][NT][4]) {
   if (PARTIAL_BUFFERS == 1) __syncthreads();  // the sums before these are read
+  if (PARTIAL_BUFFERS == 0) __syncwarp();     // what the warp has staged is read; the sums before these too, since a barrier
   const u32 buffer = c.shared + AT_PARTIALS + c.turn * PARTIALS_BYTES;
-  c.turn ^= PARTIAL_BUFFERS - 1;
+  c.turn ^= PARTIAL_BUFFERS == 2;
   if (c.warp < SPLIT)
 #pragma unroll
     for (int m = 0; m < GROUP_TILES; ++m)
@@ -269,10 +272,11 @@ template <class L, class Previous> INLINE void back(Context& c) {
           }
       }
     }
-    if (group + 1 == ROW_TILES / GROUP_TILES) stage<Previous::AT_OUT, Previous::OUT_STRIDE, Previous::OUT_KT>(c, c.passes);  // for the update
+    if (PARTIAL_BUFFERS && group + 1 == ROW_TILES / GROUP_TILES) stage<Previous::AT_OUT, Previous::OUT_STRIDE, Previous::OUT_KT>(c, c.passes);  // for the update
     constexpr int SPLIT = L::OUT_KT < WARPS ? L::OUT_KT : WARPS;
     reduce<Previous::NT, SPLIT>(c, sum, [&](int m, int n, int half, float (&d)[2 * FINISH]) { deliver<Previous>(c, group * GROUP_TILES + m, n, half, d); });
   }
   if constexpr (!Previous::FIRST) written<Previous::DELTA_EXCHANGE>(c, c.backs);
   if constexpr (Previous::FIRST || BLOCKS == 1 || IS_CLUSTER) __syncthreads();
+  if (!PARTIAL_BUFFERS) stage<Previous::AT_OUT, Previous::OUT_STRIDE, Previous::OUT_KT>(c, c.passes);
 }

@@ -20,6 +20,7 @@ template <class L> struct Inputs {
   INLINE static void make_barriers(const Context& c) {
     if (threadIdx.x >= X_BUFFERS) return;
     make_barrier(barrier_at(c, threadIdx.x), WARPS);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
 #else
@@ -33,8 +34,9 @@ template <class L> struct Inputs {
 #if BULK
     static_assert(EACH <= 32, "a lane takes a row");
     if (c.lane == 0) expect_bytes(barrier_at(c, buffer), EACH * X_PLANES * CHUNKS * 16);
-    if (c.lane < EACH) {
-      const u32 row = c.warp * EACH + c.lane;
+    // Where a block brings rows to all, those of its number and every BLOCKS further; else a warp brings EACH to its own block.
+    const u32 row = SHARES_FETCH ? (c.lane * WARPS + c.warp) * BLOCKS + c.rank : c.warp * EACH + c.lane;
+    if (SHARES_FETCH ? row < ROWS : c.lane < EACH) {
       const u8* from = x + number(row) * X_PITCH;
 #pragma unroll
       for (int plane = 0; plane < X_PLANES; ++plane) copy_bulk(to(row, plane), from + plane * plane_bytes, CHUNKS * 16, barrier_at(c, buffer));
@@ -176,27 +178,36 @@ INLINE void find_rows(const Context& c, u64 step) {
 INLINE u32 micro_rows(u32 all, u32 micro) { return all <= micro * ROWS ? 0 : all - micro * ROWS < ROWS ? all - micro * ROWS : ROWS; }
 
 // What the host sees of the run, and whether it goes on: every INTERVAL steps, the same answer in every block.
-INLINE bool look(Context& c, u32 count, u64 step, float loss, bool broken) {
+INLINE bool look(Context& c, u32 count, u64 step) {
   u32 word = 0;
   if (c.rank == 0 && c.warp == 0) {
     if (c.lane == 0) {
       volatile Control* control = c.p->control;
-      control->loss = loss;
+      control->loss = c.p->losses[c.step - 1];
       control->correct = load_word(c.shared + AT_CORRECT);
       __threadfence_system();
       control->done = (u32)step;
-      word = broken || control->stop;
+      word = load_word(c.shared + AT_BROKEN) || control->stop;
     }
     word = __shfl_sync(~0u, word, 0);
   }
   return agreed(c, count, word) == 0;
 }
-INLINE void record_epoch(Context& c, u32 index, double check_loss, u64 check_correct) {
-  if (c.rank != 0 || threadIdx.x != 0) return;
+// An epoch's record, by one thread a block: right predictions in training, then what the validation finds.
+INLINE void begin_record(const Context& c, u32 index) {
+  if (c.rank == 0) c.p->records[index].correct = load_word(c.shared + AT_CORRECT);
+  store_word(c.shared + AT_CORRECT, 0);
+  store_shared(c.shared + AT_CHECK_LOSS, 0u, 0u);
+}
+INLINE void add_check_loss(const Context& c, float loss) {
+  double* sum = (double*)__cvta_shared_to_generic(c.shared + AT_CHECK_LOSS);
+  if (c.lane == 0) *sum += loss;
+}
+INLINE void end_record(const Context& c, u32 index) {
+  if (c.rank != 0) return;
   Record* record = c.p->records + index;
-  record->check_loss = check_loss;
-  record->check_correct = check_correct;
-  record->correct = load_word(c.shared + AT_CORRECT);
+  record->check_loss = *(const double*)__cvta_shared_to_generic(c.shared + AT_CHECK_LOSS);
+  record->check_correct = load_word(c.shared + AT_CORRECT);
   store_word(c.shared + AT_CORRECT, 0);
   __threadfence_system();
   *(volatile u32*)&c.p->control->epochs = index + 1;
