@@ -13,7 +13,7 @@ train: $(READY)
 	$(VENV)/bin/onelaunch train $(ARGS)
 
 test: $(READY) lint
-	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal --timeout 300 $(ARGS)
+	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -18,12 +18,19 @@ TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
 }
 LOSS_TOLERANCE = 1e-5  # relative, fp32, every one of 200 steps
 WEIGHT_TOLERANCE = 1e-4  # absolute, fp32, after 200 steps
+LONGEST_SECONDS = 300  # of one test
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell leaves it to what it runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """No test waits for ever."""
+    if config.getoption("timeout", 0) is None:  # pytest-timeout is there, and was told nothing
+        config.option.timeout = LONGEST_SECONDS
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,16 +35,22 @@ def cli(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def start(tmp_path) -> Callable[..., subprocess.Popen]:
-    """Start a command as a process of its own, which a test may interrupt or kill."""
+def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start a command as a process of its own, which a test may interrupt or kill; none outlives its test."""
+    started: list[subprocess.Popen] = []
 
     def run(*arguments: object) -> subprocess.Popen:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-m", "onelaunch", *map(str, arguments)], cwd=tmp_path, stdout=subprocess.PIPE,
             stderr=subprocess.PIPE, text=True, env={**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
+        started.append(process)
+        return process
 
-    return run
+    yield run
+    for process in started:
+        with process:
+            process.kill()
 
 
 @pytest.fixture

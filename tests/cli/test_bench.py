@@ -135,9 +135,9 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_130(start, tmp_path):
     deadline = time.monotonic() + 120
     while not path.exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.1)
-    assert path.exists(), process.communicate()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
+    assert path.exists(), err
     assert process.returncode == 130, err
     saved = json.loads(path.read_text())
     assert saved["interrupted"]

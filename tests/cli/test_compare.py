@@ -158,7 +158,7 @@ def test_a_comparison_killed_before_its_first_contender_is_no_run(cli, start, bl
     while not (tmp_path / "killed" / "config.toml").exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.005)
     process.kill()
-    process.communicate()
+    process.wait()
     assert json.loads((tmp_path / "killed" / "compare.json").read_text())["finished"] is False
     outcome = cli("train", "--resume", "killed")
     assert (outcome.code, "is the folder of a comparison" in outcome.err) == (2, True)

@@ -73,16 +73,12 @@ def test_a_stopped_run_resumes_to_the_same_bits(cli, start, blobs, tmp_path, how
 
 
 def test_two_processes_cannot_share_a_folder(cli, start, blobs, tmp_path):
-    process = start("train", "--data", blobs, *LONG, "--out", "busy")
-    try:
-        wait_for_step(tmp_path / "busy", 1)
-        result = cli("train", "--resume", "busy")
-        assert result.code == 2
-        assert "is in use by another training process" in result.err
-        assert cli("train", "--data", blobs, *QUICK, "--out", "busy").code == 2
-    finally:
-        process.kill()
-        process.communicate()
+    start("train", "--data", blobs, *LONG, "--out", "busy")
+    wait_for_step(tmp_path / "busy", 1)
+    result = cli("train", "--resume", "busy")
+    assert result.code == 2
+    assert "is in use by another training process" in result.err
+    assert cli("train", "--data", blobs, *QUICK, "--out", "busy").code == 2
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(cli, blobs, tmp_path):

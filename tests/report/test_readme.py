@@ -10,7 +10,7 @@ import pytest
 
 from onelaunch.bench import case, results
 from onelaunch.errors import OnelaunchError
-from onelaunch.report import benchmark
+from onelaunch.report import benchmark, remarks
 from onelaunch.report.readme import ALL, BEGIN, COLD_BEGIN, COLD_END, END, MEASURING, RESULTS, generate, main, stale
 from onelaunch.report.recorded import GROUPS
 from tests.conftest import ROOT
@@ -163,5 +163,5 @@ def test_a_readme_without_markers_is_refused(project):
 
 def test_measuring_and_drawing_call_things_alike():
     """`bench` and `report` do not know each other; what one writes the other reads."""
-    assert (benchmark.OURS, benchmark.FLOOR) == (results.OURS, case.FLOOR)
+    assert (remarks.OURS, benchmark.FLOOR) == (results.OURS, case.FLOOR)
     assert set(benchmark.TITLES) == set(case.GROUPS) == set(GROUPS)

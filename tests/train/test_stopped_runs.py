@@ -9,6 +9,8 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -52,15 +54,24 @@ def test_a_run_that_ended_within_an_epoch_can_be_extended(tmp_path):
     ]
 
 
+@contextmanager
+def interrupted_soon(seconds: float) -> Iterator[None]:
+    """Ctrl-C after a while, and not after the block: it would end whatever runs then."""
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+
+
 def test_ctrl_c_saves_within_the_epoch_and_resumes_to_the_same_bits(tmp_path):
     whole, stopped = network(), network()
     expected = run(whole, epochs=200)
     path = tmp_path / "run.safetensors"
-    interrupt = threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted_soon(0.15), pytest.raises(KeyboardInterrupt):
         run(stopped, epochs=200, checkpoint=path)
-    interrupt.join()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     saved = load_checkpoint(path)
     assert 0 < saved.step < len(expected.losses)
@@ -88,8 +99,9 @@ def test_kill_minus_9_leaves_a_whole_checkpoint(tmp_path):
     for delay in (0.1, 0.23, 0.4):
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
-        process.stdout.readline()
-        while not path.exists():
+        assert process.stdout.readline() == "started\n"
+        deadline = time.monotonic() + 60
+        while not path.exists() and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.01)
         time.sleep(delay)
         process.kill()
@@ -159,10 +171,8 @@ def test_ctrl_c_in_the_last_steps_is_not_lost(tmp_path, engine):
 def test_an_ignored_ctrl_c_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        interrupt = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-        interrupt.start()
-        run(network(), epochs=60)
-        interrupt.join()
+        with interrupted_soon(0.05):
+            run(network(), epochs=60)
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

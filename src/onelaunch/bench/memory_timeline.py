@@ -15,6 +15,8 @@ from onelaunch.bench.contenders import TorchLoop, make_optimizer, shortened
 from onelaunch.rng import permutation
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.engines.eager import EagerSession
+from onelaunch.train.loop import StopSwitch
+from onelaunch.train.progress import Progress
 
 
 class LiveBytes(TorchDispatchMode):
@@ -74,15 +76,6 @@ def step_timeline(run: Run) -> dict[str, list[Any]]:
     return {"operations": live.operations, "bytes": live.bytes}
 
 
-class _Silent:
-    """A Monitor nobody listens to."""
-
-    stop = False
-
-    def report(self, step: int, loss: float, correct: int | None) -> None:
-        pass
-
-
 def engine_timeline(run: Run) -> dict[str, list[Any]]:
     """The same of our eager engine, where it runs operations one by one: from the forward of its third step to that of the
     fourth, which is a whole step."""
@@ -97,7 +90,7 @@ def engine_timeline(run: Run) -> dict[str, list[Any]]:
     hook = model.register_forward_pre_hook(lambda *_: forwards.append(len(live.operations)))
     try:
         with live:
-            for _ in session.segments(0, _Silent()):
+            for _ in session.segments(0, StopSwitch(Progress())):
                 pass
     finally:
         hook.remove()

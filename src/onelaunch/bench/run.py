@@ -13,10 +13,10 @@ from onelaunch.bench.case import FLOOR, GROUPS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
-from onelaunch.bench.interrupts import remembered
 from onelaunch.bench.measure import Timing, measure, peak_bytes, reason_in_a_line
 from onelaunch.bench.results import OURS, note_cores_taken, provenance
 from onelaunch.errors import OnelaunchError, UnsupportedError, listed, require_option
+from onelaunch.train.interrupts import remembered
 
 ENERGY_SECONDS = {True: 0.3, False: 1.0}  # of work back to back, for each contender; by `quick`
 

@@ -15,7 +15,6 @@ from rich.console import Console
 
 from onelaunch.bench.busy import Watch, cores_taken_before, warning
 from onelaunch.bench.compare import compare as compare_run
-from onelaunch.bench.interrupts import remembered
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
 from onelaunch.cli.config import TrainConfig, make_config, read_config
@@ -33,6 +32,7 @@ from onelaunch.train.build import mlp
 from onelaunch.train.engines import choose
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.inputs import make_run
+from onelaunch.train.interrupts import remembered
 from onelaunch.train.run_folder import COMPARE_FILE, CONFIG, RunFolder
 
 

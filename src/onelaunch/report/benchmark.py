@@ -11,8 +11,9 @@ from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source, unfinished
+from onelaunch.report.remarks import OURS
 
-OURS, FLOOR = "onelaunch", "floor"
+FLOOR = "floor"
 MOST_WATTS = 1000
 TITLES = {
     "ops": "Fused ops", "train": "Training runs", "cpu": "Training on a CPU", "memory": "Memory", "fuse": "Fused models"

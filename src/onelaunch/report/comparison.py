@@ -11,16 +11,11 @@ from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source, unfinished
-from onelaunch.report.remarks import remarks
+from onelaunch.report.remarks import is_ours, remarks
 from onelaunch.report.scale import is_wide
 
-OURS = "onelaunch"
 NOISY = 1.5  # slowest over fastest
 VAGUE = 0.5  # a bound so wide that to stay within it says nothing
-
-
-def is_ours(name: str) -> bool:
-    return name.startswith(OURS)
 
 
 def compare_section(source: Source, identity: str, palette: Palette) -> Section:

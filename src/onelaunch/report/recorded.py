@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.report.benchmark import FLOOR, OURS, TITLES, has_times, peers_of
+from onelaunch.report.benchmark import FLOOR, TITLES, has_times, peers_of
 from onelaunch.report.comparison import speed_up
 from onelaunch.report.machine import chip
 from onelaunch.report.read import read_json
+from onelaunch.report.remarks import OURS
 
 ON_GPU = ("ops", "memory", "fuse")  # also what times the host: it launches work for the GPU
 LARGE = "large/"  # of `bench train --large`: after the others

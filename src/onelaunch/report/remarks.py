@@ -13,6 +13,10 @@ MOST_ONCE = 0.1  # of a run's time: beyond, what it costs once is much of what a
 Remark = tuple[str, str]  # its kind, "bad" or "note", and the words
 
 
+def is_ours(name: str) -> bool:
+    return name.startswith(OURS)
+
+
 def remarks(results: dict[str, Any]) -> list[Remark]:
     """For the terminal and the page alike; of files of older versions, which hold less, nothing."""
     return [*_failed(results), *_diverged(results), *_too_short(results), *_of_sizes(results), *_not_run(results)]
@@ -24,7 +28,7 @@ def is_red(results: dict[str, Any]) -> bool:
     contenders = results.get("contenders", {})
     reference = next((one.get("diverged_step") for one in contenders.values()), None)
     return bool(results.get("failed") or sizes.get("left_out") or sizes.get("failed")) or any(
-        name.startswith(OURS)
+        is_ours(name)
         and (bool(one["gap"] and not one["gap"]["agrees"]) or (one.get("diverged_step") is None) != (reference is None))
         for name, one in contenders.items()
     )

@@ -6,9 +6,10 @@ from html import escape
 from typing import Any
 
 from onelaunch.number import byte_size, joules, percent, seconds, times
-from onelaunch.report.benchmark import OURS, against, energy_of, peers_of
+from onelaunch.report.benchmark import against, energy_of, peers_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes
+from onelaunch.report.remarks import OURS
 
 RESULTS, FIGURES = "benchmarks/results", "docs/figures"
 

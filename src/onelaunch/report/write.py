@@ -9,11 +9,12 @@ from pathlib import Path
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
 from onelaunch.report.benchmark import bench_sections
-from onelaunch.report.comparison import OURS, compare_section, is_ours
+from onelaunch.report.comparison import compare_section
 from onelaunch.report.figure import Section
 from onelaunch.report.page import page
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Complain, Source, read_sources
+from onelaunch.report.remarks import OURS, is_ours
 from onelaunch.report.training import run_section
 from onelaunch.version import VERSION
 

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -32,6 +27,7 @@ from onelaunch.train.distributed import World, world
 from onelaunch.train.engines import FASTEST_FIRST, choose, engine_or_reason
 from onelaunch.train.engines.contract import Engine, Run, State
 from onelaunch.train.history import History, Recorder
+from onelaunch.train.interrupts import on_interrupt
 from onelaunch.train.progress import Progress
 
 
@@ -52,6 +48,12 @@ class StopSwitch:
 
     def report(self, step: int, loss: float, correct: int | None) -> None:
         self._progress.update(step, loss, correct)
+
+    def interrupt(self) -> None:
+        """The first Ctrl-C asks for a stop at the next step, a second one does not wait for it."""
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
 
 
 def drive(
@@ -103,7 +105,7 @@ def _drive(
         if written and not resumed:  # a run killed in its first epoch can be resumed too
             save(session.snapshot())
         switch = StopSwitch(progress)
-        with _interruptible(switch), progress.running(run.spec, history, run.outputs):
+        with on_interrupt(switch.interrupt), progress.running(run.spec, history, run.outputs):
             history.startup_seconds = time.perf_counter() - started
             clock = time.perf_counter()
             for segment in session.segments(len(history.losses), switch):
@@ -201,23 +203,3 @@ def _diverged(what: str, step: int, checkpoint: Path | None) -> DivergedError:
     kept = f"; the last good checkpoint is {str(checkpoint)!r}" if checkpoint else ""
     remedy = "pass a smaller lr" if step else "scale x and y down, or pass a smaller lr"
     return DivergedError(f"{what}: {remedy}{kept}", step)
-
-
-@contextmanager
-def _interruptible(switch: StopSwitch) -> Iterator[None]:
-    """The first Ctrl-C asks for a stop at the next step, a second one does not wait for it."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as under nohup
-    if ignored or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        if switch.stop:
-            raise KeyboardInterrupt
-        switch.stop = True
-
-    before = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)

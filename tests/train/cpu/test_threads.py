@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
-import time
 from pathlib import Path
 from types import FrameType
 
@@ -124,13 +124,13 @@ def test_signals_are_served_while_it_runs(place: Path) -> None:
         served.append(number)
         monitor.stop = len(served) >= 2
 
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.03, 0.03)
+    before = signal.signal(signal.SIGVTALRM, handler)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.03, 0.03)
     try:
         segment = next(iter(session.segments(0, monitor)))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
         session.close()
     assert 0 < len(segment.losses) < 4000
 
@@ -138,15 +138,41 @@ def test_signals_are_served_while_it_runs(place: Path) -> None:
 def test_a_call_whose_first_share_never_comes_ends(run: Run, place: Path) -> None:
     """A second Ctrl-C can strike after the other threads got their work and before this one began its own."""
     session = CpuSession(run, {}, place=place, shares=2)
-    session.team.helps = True
 
     def interrupted(address: int) -> None:
         raise KeyboardInterrupt
 
     session._together["train"][0] = interrupted
-    begin = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt):
-        next(session.segments(0, Bystander()))
-    session.close()
-    assert time.perf_counter() - begin < 10
+    assert_ends(session)
+
+
+class Struck(queue.SimpleQueue):
+    """Ctrl-C strikes as soon as work is handed out."""
+
+    def put(self, item: object, *_: object) -> None:
+        super().put(item)
+        if item is not None:
+            raise KeyboardInterrupt
+
+
+def test_a_call_interrupted_while_work_is_handed_out_ends(
+    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = CpuSession(run, {}, place=place, shares=3)
+    monkeypatch.setattr(queue, "SimpleQueue", Struck)
+    assert_ends(session)
+
+
+def assert_ends(session: CpuSession) -> None:
+    session.team.helps = True
+
+    def work() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            next(session.segments(0, Bystander()))
+        session.close()
+
+    caller = threading.Thread(target=work, daemon=True)
+    caller.start()
+    caller.join(20)
+    assert not caller.is_alive()
     assert all(not thread.name.startswith("onelaunch-") for thread in threading.enumerate())

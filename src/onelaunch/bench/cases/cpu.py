@@ -19,24 +19,17 @@ from onelaunch.bench.peers_torch import loop, reference_losses, row_order, worst
 from onelaunch.bench.workload import Workload
 from onelaunch.train.engines.contract import Run, Segment
 from onelaunch.train.engines.cpu.session import CpuSession
+from onelaunch.train.loop import StopSwitch
+from onelaunch.train.progress import Progress
 
 CPU = torch.device("cpu")
 ROWS, CHECKED_STEPS = 8192, 50
 ENDLESS = 2**20  # epochs: more than any benchmark runs
 
 
-class _Silent:
-    """A Monitor nobody listens to."""
-
-    stop = False
-
-    def report(self, step: int, loss: float, correct: int | None) -> None:
-        pass
-
-
 def _ours(run: Run) -> Work:
     """An endless run, an epoch a call."""
-    segments: Iterator[Segment] = CpuSession(run, {}).segments(0, _Silent())
+    segments: Iterator[Segment] = CpuSession(run, {}).segments(0, StopSwitch(Progress()))
     return functools.partial(next, segments)
 
 
@@ -60,7 +53,7 @@ def _check(workload: Workload) -> None:
     run = workload.run(CPU, rows=ROWS, steps=CHECKED_STEPS)
     expected = reference_losses(run, CHECKED_STEPS)
     session = CpuSession(run, {})
-    got = torch.cat([segment.losses for segment in session.segments(0, _Silent())])
+    got = torch.cat([segment.losses for segment in session.segments(0, StopSwitch(Progress()))])
     session.close()
     gap = worst_relative(got.tolist(), expected)
     assert gap <= 1e-5, f"losses differ from float64 by {gap:.2g} relative at a step"

@@ -104,16 +104,16 @@ class Team:
             alone()
             return
         self._start()
-        for tasks, work in zip(self._tasks, together[1:], strict=True):
-            tasks.put(work)
         try:
+            for tasks, work in zip(self._tasks, together[1:], strict=True):
+                tasks.put(work)
             together[0]()
-        except BaseException:  # a signal between handing out the work and doing this share's: nobody else will
-            self._abandon()
-            raise
-        finally:
             for _ in self._tasks:
                 self._done.get()
+        except BaseException:  # a signal between handing out the work and the end of it: nobody else does this share's
+            self._abandon()
+            self.close()
+            raise
 
     def note(self, seconds_per_step: float) -> None:
         """What a step of the last call took; decides how the next call runs."""
@@ -150,9 +150,9 @@ class Team:
         for number in range(1, self.shares):
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(tasks,), name=f"onelaunch-{number}", daemon=True)
+            thread.start()  # first: a signal may strike anywhere, and only what has started can be joined
             self._tasks.append(tasks)
             self._threads.append(thread)
-            thread.start()
 
     def _serve(self, tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         while (work := tasks.get()) is not None:
