@@ -26,10 +26,12 @@ WORKLOADS = {
     "small": Workload(SMALL, 32, precision="bf16", pixels=True),
     "small-floats": Workload(SMALL, 32, precision="bf16"),
     "small-adam": Workload(SMALL, 32, "adam", precision="bf16", pixels=True),
+    "small-auto-floats": Workload(SMALL, 32, precision="auto"),
     "small-auto": Workload(SMALL, 32, precision="auto", pixels=True),
     "small-fp32": Workload(SMALL, 32, precision="fp32", pixels=True),
     "medium": Workload((784, 512, 512, 512, 10), 32, precision="bf16", pixels=True),
     "classic": Workload((784, 784, 784, 784, 10), 64, precision="bf16", pixels=True),
+    "classic-floats": Workload((784, 784, 784, 784, 10), 64, precision="bf16"),
     "narrow": Workload((64, 64, 64, 16), 256, precision="bf16", loss="mse", bias=False),
 }
 
