@@ -68,7 +68,7 @@ def test_dropout_and_graph_capture() -> None:
 def test_decisions_are_measured_once(cache: Path) -> None:
     model, x = Block().cuda(), torch.randn(4096, 32, device="cuda")
     buffers = [buffer.clone() for buffer in model.buffers()]
-    explained = ol.explain(model, x)
+    explained = ol.explain(model, x, time="device")
     (file,) = cache.glob("chains-*.json")
     known = json.loads(file.read_text())
     assert known
@@ -83,7 +83,7 @@ def test_decisions_are_measured_once(cache: Path) -> None:
         assert all(kernel.registers > 0 and 0 < kernel.occupancy <= 1 for kernel in group.kernels)
         assert group.kernels
         assert "registers" in str(explained)
-    again = ol.explain(model, x)
+    again = ol.explain(model, x, time="device")
     assert again.groups[0].measured == group.measured
     predicted = ol.explain(model, x, device="A100")
     assert predicted.groups[0].measured is None
