@@ -62,3 +62,8 @@ def percent(value: float | None, places: int = 1) -> str:
 def times(value: float | None, figures: int = 3) -> str:
     """A ratio: `2.43×`."""
     return NONE if value is None or not math.isfinite(value) else f"{digits(value, figures)}×"
+
+
+def one(noun: str) -> str:
+    """ "a step", "an epoch"."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

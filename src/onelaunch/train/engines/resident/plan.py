@@ -12,9 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from onelaunch.train.engines.resident.exchanges import Exchanges
 from onelaunch.train.engines.resident.layers import Layer, Memory
 from onelaunch.train.engines.resident.settings import (
-    FLAG_STRIDE,
     INTERVAL,
     LEFT_BYTES,
     MOST_SUMS,
@@ -35,10 +35,11 @@ from onelaunch.train.engines.resident.settings import (
 
 # Buffers of rows, buffers of partial sums, row numbers found at once: the most there is room for. At last no buffer of partial
 # sums: a warp's lie where it has staged values that it has multiplied by then, and the next are staged later.
+CROWDED_TILES = 16  # of weights in a thread's registers: with more, ptxas spills where a run validates
 ROOM = ((2, 2, 1024), (2, 1, 1024), (1, 2, 1024), (1, 1, 1024), (1, 1, 256), (1, 0, 1024), (1, 0, 256))
 
 
-class Plan:
+class Plan(Exchanges):
     def __init__(
         self, settings: Settings, chip: Chip, blocks: int, cluster: bool, rows: int, *, working: int = WORKING_REGISTERS
     ) -> None:
@@ -52,13 +53,23 @@ class Plan:
         self.micro_batches = -(-settings.batch // rows)
         self.input_planes = 1 if settings.bytes_input else self.planes
         self.input_bytes = 1 if settings.bytes_input else 2
-        self.layers = tuple(self._place_weights(list(self._layers())))
+        layers = list(self._layers())
+        crowded = working > WORKING_REGISTERS or (
+            settings.validates and sum(layer.weight_tiles for layer in layers) > CROWDED_TILES
+        )
+        if not (crowded and self._place(self._place_weights(layers, crowded=True))):
+            self._place(self._place_weights(layers, crowded=False))
+
+    def _place(self, layers: list[Layer]) -> bool:
+        """Give everything its place; whether there is room."""
+        self.layers = tuple(layers)
         self.group = self._group()
         rooms = [room for room in ROOM if room[1] or self._staging_takes_sums()]
         for self.input_buffers, self.partial_buffers, self.numbers_at_once in rooms:
             self._lay_out()
-            if self.shared.size <= chip.shared_bytes:
-                break
+            if self.shared.size <= self.chip.shared_bytes:
+                return True
+        return False
 
     def _layers(self) -> Iterator[Layer]:
         stages, tiles = self.settings.stages, 0
@@ -69,14 +80,17 @@ class Plan:
             yield Layer(index, stage, first, last, steps, own, self.blocks, tiles)
             tiles = own
 
-    def _place_weights(self, layers: list[Layer]) -> list[Layer]:
-        """Masters in registers as far as they go, the largest first; optimizer state with them where there is room."""
+    def _place_weights(self, layers: list[Layer], *, crowded: bool) -> list[Layer]:
+        """Masters in registers as far as they go, the smallest first; optimizer state with them where there is room.
+
+        `crowded`: the compiler runs out of registers. A grid's last layer has tiles for a few of its warps, but all give
+        registers for them: it is the first to go.
+        """
         room = max(0, REGISTERS - self.working - 24 * (self.planes - 1)) // 4
         placed = {}
-        spills = self.working > WORKING_REGISTERS
         for layer in sorted(layers, key=lambda layer: layer.weight_tiles):
-            # A grid's last layer has tiles for a few of its warps, but all give registers for them: it is the first to go.
-            fits = layer.weight_tiles <= room and not (spills and layer.owned_by_input and not self.cluster)
+            goes = crowded and layer.owned_by_input and not self.cluster
+            fits = layer.weight_tiles <= room and not goes
             room -= layer.weight_tiles if fits else 0
             with_states = fits and self.states > 0 and layer.weight_tiles * self.states <= room
             room -= layer.weight_tiles * self.states if with_states else 0
@@ -272,49 +286,6 @@ class Plan:
         shared.add("row numbers", 8 * self.lot * self.table_rows)
         shared.add("barriers", 16 * self.exchanges)
         shared.add("row barriers", 8 * self.input_buffers)
-
-    # Exchanges are numbered: values of each hidden layer, then deltas and weights of each but the first, then the decision.
-
-    @property
-    def hidden(self) -> int:
-        return len(self.layers) - 1
-
-    def values_exchange(self, layer: Layer) -> int:
-        return layer.index
-
-    def deltas_exchange(self, layer: Layer) -> int:
-        return self.hidden + layer.index - 1
-
-    def back_exchange(self, layer: Layer) -> int:
-        return 2 * self.hidden - 1 + layer.index - 1
-
-    @property
-    def last_exchange(self) -> int:
-        return max(0, 3 * self.hidden - 2)
-
-    @property
-    def decision(self) -> int:
-        return self.last_exchange + (self.hidden > 0)
-
-    @property
-    def exchanges(self) -> int:
-        return self.decision + 1
-
-    def exchange_names(self) -> dict[int, str]:
-        names = {self.last_exchange: "the weights of the last layer", self.decision: "the decision to go on"}
-        if self.sums_outputs:
-            names[self.last_exchange] = "the gradient of the outputs"
-        for layer in self.layers[: self.hidden]:
-            values = f"the values of layer {layer.index}" if self.publishes(layer) else "the partial outputs"
-            names[self.values_exchange(layer)] = values
-            if not layer.first:
-                names[self.deltas_exchange(layer)] = f"the deltas of layer {layer.index}"
-                names[self.back_exchange(layer)] = f"the weights of layer {layer.index}"
-        return names
-
-    @property
-    def flag_words(self) -> int:
-        return self.exchanges * self.blocks * FLAG_STRIDE
 
     @property
     def refusal(self) -> str:
