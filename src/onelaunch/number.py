@@ -64,6 +64,6 @@ def times(value: float | None, figures: int = 3) -> str:
     return NONE if value is None or not math.isfinite(value) else f"{digits(value, figures)}×"
 
 
-def one(noun: str) -> str:
-    """ "a step", "an epoch"."""
+def with_article(noun: str) -> str:
+    """`a step`, `an epoch`."""
     return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

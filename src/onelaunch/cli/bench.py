@@ -17,7 +17,7 @@ from onelaunch.bench.results import OURS, check_writable, load_results, new_path
 from onelaunch.bench.run import check_limit, failures, run_cases, select
 from onelaunch.cli.table import print_table
 from onelaunch.errors import OnelaunchError, listed
-from onelaunch.number import byte_size, joules, one, seconds
+from onelaunch.number import byte_size, joules, seconds, with_article
 from onelaunch.report.benchmark import undecided
 from onelaunch.report.remarks import not_run
 
@@ -99,8 +99,10 @@ def _show(console: Console, result: dict[str, Any]) -> None:
             console.print(line, style="red", markup=False, soft_wrap=True)
         return
     extras = [name for name in ("peak_bytes", "joules") if result.get(name)]
-    head = ["", f"median\n{one(result['unit'])}", "minimum", "quartiles", "n", "spread", "onelaunch is"]
-    head += [{"peak_bytes": "peak\nmemory", "joules": f"energy\n{one(result['unit'])}"}[name] for name in extras]
+    head = ["", f"median\n{with_article(result['unit'])}", "minimum", "quartiles", "n", "spread", "onelaunch is"]
+    head += [
+        {"peak_bytes": "peak\nmemory", "joules": f"energy\n{with_article(result['unit'])}"}[name] for name in extras
+    ]
     rows = [
         [name, seconds(timing["median"]), seconds(timing["minimum"]), " – ".join(map(seconds, timing["quartiles"])),
          str(timing["n"]), f"{timing['spread']:.1%}", _standing(result, name),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from onelaunch.number import byte_size, digits, joules, one, percent, rate, seconds, times
+from onelaunch.number import byte_size, digits, joules, percent, rate, seconds, times, with_article
 from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
@@ -90,7 +90,12 @@ def group_table(cases: list[dict[str, Any]], title: str) -> Table:
     rows = []
     for case in cases:
         ours = case["times"][OURS]
-        row = [case["name"], f"{seconds(ours['median'])} {one(case['unit'])}", percent(ours["spread"]), str(ours["n"])]
+        row = [
+            case["name"],
+            f"{seconds(ours['median'])} {with_article(case['unit'])}",
+            percent(ours["spread"]),
+            str(ours["n"]),
+        ]
         row += [against(case, peer) for peer in peers]
         row += [percent(case.get("floor_share"), 0)] * shares
         row += [byte_size((case.get("peak_bytes") or {}).get(OURS))] * memory
@@ -149,7 +154,7 @@ def _bars(case: dict[str, Any], identity: str, command: str, palette: Palette) -
         words, colour = seconds(timing["median"]) + ratio, _colour(name, palette)
         bars.append(Bar(name, timing["median"], words, low, high, _kind(name), colour))
     bars.sort(key=lambda bar: bar.value)
-    svg = bar_chart(f"{identity}-time", case["name"], bars, what=f"Median time of {one(case['unit'])}")
+    svg = bar_chart(f"{identity}-time", case["name"], bars, what=f"Median time of {with_article(case['unit'])}")
     head = ["contender", "median", "least", "quartiles", "n", "spread", "peak memory", "energy"]
     rows = [
         [name, seconds(t["median"]), seconds(t["minimum"]), " – ".join(map(seconds, t["quartiles"])), str(t["n"]),
@@ -159,7 +164,7 @@ def _bars(case: dict[str, Any], identity: str, command: str, palette: Palette) -
     ]  # fmt: skip
     notes = [f"{name}: {words}" for name, words in (case.get("notes") or {}).items()]
     note = " ".join(f"{sentence}." for sentence in (case["about"], *notes))
-    return Figure(case["name"], svg, Table(f"{case['name']}, {one(case['unit'])}", head, rows), command, note)
+    return Figure(case["name"], svg, Table(f"{case['name']}, {with_article(case['unit'])}", head, rows), command, note)
 
 
 def _roofline(

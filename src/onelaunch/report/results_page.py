@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from onelaunch.number import byte_size, joules, one, percent, seconds, times
+from onelaunch.number import byte_size, joules, percent, seconds, times, with_article
 from onelaunch.report.benchmark import against, energy_of, peers_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes
@@ -35,7 +35,7 @@ def results_page(recordings: Recordings) -> str:
 
 
 def time_of(record: Recorded) -> str:
-    return f"{seconds(record.case['times'][OURS]['median'])} {one(record.case['unit'])}"
+    return f"{seconds(record.case['times'][OURS]['median'])} {with_article(record.case['unit'])}"
 
 
 def plain(words: str) -> str:
