@@ -170,6 +170,13 @@ def test_a_wide_network_trains_over_the_grid():
     assert_whole(plan)
 
 
+def test_rows_are_not_divided_where_weights_would_spill():
+    """54 tiles of masters and as many of gradients: a thread has no registers for them."""
+    refused = rows_plan([784, 64, 64, 10], 1, 16, batch=128).refusal
+    assert re.search("108 tiles of weights and gradients do not fit", refused)
+    assert not isinstance(plan_of([784, 64, 64, 10], batch=128, chip=A100), RowsPlan)
+
+
 def test_a_tiny_network_or_one_linear_stays_in_one_block():
     assert plan_of([4, 8, 3]).blocks == 1
     assert plan_of([784, 10]).blocks == 1

@@ -51,7 +51,8 @@ def choose_plan(
                 break
             refused.append(plan)
     if not fitting:
-        nearest = min(refused, key=lambda plan: plan.shared.size, default=None)
+        by_units = [plan for plan in refused if not isinstance(plan, RowsPlan)]  # the more general
+        nearest = min(by_units or refused, key=lambda plan: plan.shared.size, default=None)
         reason = nearest.refusal if nearest else "too wide for its blocks"
         raise NotResidentError(f"the network does not fit on the chip: {reason}")
     return min(fitting, key=predicted_microseconds)
@@ -131,5 +132,5 @@ def _predicted_by_rows(plan: RowsPlan) -> float:
     if plan.blocks > 1:
         sent = plan.slots * WARPS * TILE_BYTES + plan.copies_total
         clocks += 1000 + 100 * plan.blocks + sent / 40  # bytes a clock
-    clocks += 150 * -(-plan.slots // plan.blocks)  # the update
+    clocks += 150 * plan.own_slots  # the update
     return (clocks + 3300) / CLOCKS_A_MICROSECOND

@@ -25,6 +25,7 @@ from onelaunch.train.engines.resident.settings import (
 
 PARTS, COPIES = 0, 1  # the exchanges; the decision is the third
 WIDEST = 128  # units of a layer: a warp holds a row tile's values of one layer in registers
+MOST_TILES = 30  # of masters and gradients in a thread's registers: ptxas spills from 32 on, kilobytes at 100
 
 
 class RowsPlan(Plan):
@@ -42,7 +43,7 @@ class RowsPlan(Plan):
         self.input_bytes = 1 if settings.bytes_input else 2
         self.layers = tuple(self._whole_layers())
         self.group = 1
-        own = -(-self.slots // blocks)
+        own = self.own_slots
         self.states_shared = self.states > 0 and (own * (1 + self.states) + self.slots) * 4 > REGISTERS - 150
         self.numbers_at_once = 1024
         for self.input_buffers in (2, 1):
@@ -88,6 +89,11 @@ class RowsPlan(Plan):
         return sum(self.layer_slots(before) for before in self.layers[: layer.index])
 
     @property
+    def own_slots(self) -> int:
+        """Of the weights a block has the masters of."""
+        return -(-self.slots // self.blocks)
+
+    @property
     def slots(self) -> int:
         return sum(self.layer_slots(layer) for layer in self.layers)
 
@@ -113,7 +119,7 @@ class RowsPlan(Plan):
         return sum(self.planes * layer.steps * 2 * layer.tiles * 128 for layer in self.layers)
 
     def _lay_out(self) -> None:
-        shared, own = Memory(), -(-self.slots // self.blocks)
+        shared, own = Memory(), self.own_slots
         shared.add("inputs", self.input_buffer_bytes * self.input_buffers)
         shared.add("targets", 4 * self.rows * self.target_words * self.input_buffers)
         for layer in self.layers:
@@ -149,4 +155,6 @@ class RowsPlan(Plan):
             return f"a layer of {widest} units is too wide to divide rows, {WIDEST} are the most"
         if self.planes * max(layer.tiles for layer in self.layers) > 24:
             return f"{self.settings.precision} values of a layer of {widest} units do not fit in registers"
+        if (tiles := self.own_slots + self.slots) > MOST_TILES:
+            return f"{tiles} tiles of weights and gradients do not fit in a thread's registers, {MOST_TILES} do"
         return super().refusal
