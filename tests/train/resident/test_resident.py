@@ -155,6 +155,16 @@ def test_validation_where_rows_have_one_buffer(images):
     assert found["accuracy"] == pytest.approx((output.argmax(1) == check[1]).float().mean().item(), abs=0.02)
 
 
+def test_images_of_floats_train_as_their_bytes_do():
+    x, y = rows_of(DEEP, images=True)
+    model, twin = pair(DEEP)
+    got = fit(model, x / 255, y, "resident", precision="bf16", lr=0.005, validation=(x[:50] / 255, y[:50]))
+    want = fit(twin, x, y, "resident", precision="bf16", lr=0.005, validation=(x[:50], y[:50]))
+    assert got.plan == want.plan
+    assert got.losses == want.losses
+    assert all(a.equal(b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("widths", "batch", "images"),
     [

@@ -39,10 +39,12 @@ class ResidentEngine:
             return f"x has {run.spec.rows} rows, this engine counts to 2**31 - 1"
         if run.spec.total_steps >= 2**32:
             return f"the run has {run.spec.total_steps} steps, this engine counts to 2**32 - 1"
+        from onelaunch.train.engines.resident.pixels import in_bytes
         from onelaunch.train.engines.resident.session import WORKING, chip_of, plan_for, settings_for
 
         try:
-            plan = plan_for(settings_for(run, run.spec.compiled_precision), chip_of(run.device), WORKING[0])
+            settings = settings_for(in_bytes(run), run.spec.compiled_precision)
+            plan = plan_for(settings, chip_of(run.device), WORKING[0])
         except NotResidentError as reason:
             return str(reason)
         if run.spec.engine == "auto" and plan.micro_batches > MOST_PASSES:

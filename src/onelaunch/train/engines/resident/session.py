@@ -24,6 +24,7 @@ from onelaunch.train.engines.resident.buffers import Buffers
 from onelaunch.train.engines.resident.choice import choose_plan
 from onelaunch.train.engines.resident.compile import Cubin, compile_cubin
 from onelaunch.train.engines.resident.describe import describe
+from onelaunch.train.engines.resident.pixels import in_bytes
 from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.settings import THREADS, Chip, Settings
 from onelaunch.train.engines.resident.source import source_of
@@ -100,6 +101,7 @@ class ResidentSession:
         """The keyword arguments are for tests and measurements: another plan, a block that falls silent at a step."""
         from onelaunch.train.engines.resident.pinned import MappedArray
 
+        run = in_bytes(run)
         self.run, self.spec, self.device = run, run.spec, run.device
         self.precision = run.spec.compiled_precision
         self.layout, self.cubin, self.kernel = self._prepare(plan, fault is not None, stamps)
