@@ -78,3 +78,12 @@ def describe_machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "versions": versions(),
     }
+
+
+def why_not_cuda(device: torch.device) -> str:
+    """Why an engine for CUDA does not take a model on `device`, with the remedy where there is one; empty where it may."""
+    if device.type == "cuda":
+        return ""
+    if torch.cuda.is_available():
+        return f"the model lies on {device}: model.cuda() brings it to the GPU"
+    return "this machine has no CUDA device"

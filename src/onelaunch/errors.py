@@ -63,4 +63,8 @@ def require_option(argument: str, value: object, options: Iterable[str], *, or_e
     if value not in options:
         known = ", ".join(map(repr, options)) + (f", or {or_else}" if or_else else "")
         shown = " ".join(repr(value).split())
-        raise OnelaunchError(f"{argument}={shown:.80} is not known: pass one of {known}{suggest(value, options)}")
+        if isinstance(value, str):
+            raise OnelaunchError(f"{argument}={shown:.80} is not known: pass one of {known}{suggest(value, options)}")
+        raise OnelaunchError(
+            f"{argument}={shown:.60} is of type {type(value).__name__}, not a name: pass one of {known}"
+        )

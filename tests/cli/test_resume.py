@@ -93,6 +93,15 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(cli, blobs, tmp_p
     assert (tmp_path / "run/model.safetensors").read_bytes() == finished
 
 
+def test_a_finished_run_stays_as_it_is(cli, blobs, tmp_path):
+    assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 0
+    before = {name: (tmp_path / "run" / name).read_bytes() for name in FILES}
+    result = cli("train", "--resume", "run")
+    assert result.code == 0
+    assert "are done: nothing is left to train" in result.out
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in FILES} == before
+
+
 def test_a_run_with_layers_resumes_and_repeats(cli, blobs, tmp_path):
     options = ("--data", blobs, "--layers", "5,8,3", "--epochs", 2, "--schedule", "constant")
     assert cli("train", *options, "--out", "run").code == 0

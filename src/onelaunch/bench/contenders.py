@@ -174,7 +174,9 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         yield peak
         return
     yield peak
-    peak.bytes = max(0, _resident("VmHWM") - held)
+    peak.bytes = (
+        max(0, _resident("VmHWM") - held) or None
+    )  # what a process gave back before is not seen: none is not 0 bytes
 
 
 def _resident(what: str) -> int:

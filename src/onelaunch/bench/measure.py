@@ -68,12 +68,20 @@ def summarise(samples: list[float]) -> Timing:
 
 
 def measure(
-    contenders: Mapping[str, Work], *, units: int, cuda: bool, seconds: float, repeats: int, self_timed: bool = False
+    contenders: Mapping[str, Work],
+    *,
+    units: int,
+    cuda: bool,
+    seconds: float,
+    repeats: int,
+    self_timed: bool = False,
+    check_interrupts: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Time all contenders in turn, `repeats` times or until `seconds` a contender are spent (LEAST_SAMPLES times at least,
     or FEWEST_SAMPLES where that takes very long).
 
-    `self_timed`: a contender's result is its time, in seconds a unit, instead of ours.
+    `self_timed`: a contender's result is its time, in seconds a unit, instead of ours. `check_interrupts` is called after each
+    sample: a contender may have swallowed a Ctrl-C, as scikit-learn's does, and its time with it.
     Returns the timings and, for contenders that raised, the reason; one that fails does not stop the others.
     """
     failed: dict[str, str] = {}
@@ -85,10 +93,12 @@ def measure(
         if name in failed:
             return None
         try:
-            return seconds()
+            taken = seconds()
         except (Exception, SystemExit) as error:  # a peer may raise anything, at any call
             failed[name] = reason_in_a_line(error)
             return None
+        check_interrupts()
+        return taken
 
     def sample(name: str) -> float:
         work = contenders[name]

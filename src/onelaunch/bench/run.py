@@ -88,7 +88,9 @@ def run_cases(
                     results["left_out"].append(one.name)
                     continue
                 announce(one.name)  # a case may take minutes
-                results["cases"].append(run_case(one, quick=quick, ceilings=ceilings))
+                results["cases"].append(
+                    run_case(one, quick=quick, ceilings=ceilings, check_interrupts=check_interrupts)
+                )
                 save(results)
                 show(results["cases"][-1])
                 check_interrupts()
@@ -101,7 +103,9 @@ def run_cases(
     return results
 
 
-def run_case(one: Case, *, quick: bool, ceilings: Ceilings) -> dict[str, Any]:
+def run_case(
+    one: Case, *, quick: bool, ceilings: Ceilings, check_interrupts: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     result: dict[str, Any] = {"name": one.name, "group": one.group, "about": one.about, "unit": one.unit}
     try:
         trial = one.setup()
@@ -116,7 +120,7 @@ def run_case(one: Case, *, quick: bool, ceilings: Ceilings) -> dict[str, Any]:
     seconds, repeats = (1.0, 20) if quick else (6.0, 200)
     times, failed = measure(
         contenders, units=trial.units, cuda=trial.cuda, seconds=seconds, repeats=min(repeats, trial.repeats or repeats),
-        self_timed=trial.self_timed,
+        self_timed=trial.self_timed, check_interrupts=check_interrupts,
     )  # fmt: skip
     after = gpu.state() if gpu else None
     if OURS in failed:

@@ -25,6 +25,7 @@ from onelaunch.data import Dataset
 from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
+from onelaunch.number import times
 from onelaunch.report.comparison import agreement, comparison_table, noise, speed_up
 from onelaunch.report.remarks import is_red, remarks
 from onelaunch.report.write import REPORT, write_report
@@ -170,7 +171,7 @@ def _show(results: dict[str, Any]) -> None:
         console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
     if results["sizes"]:
         for name, by_size in speed_up(results["sizes"]).items():
-            line = ", ".join(f"{size}: {ratio:.3g}×" for size, ratio in by_size.items())
+            line = ", ".join(f"{size}: {times(ratio)}" for size, ratio in by_size.items())
             console.print(f"auto against {name}, by hidden size: {line}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -28,7 +28,7 @@ from onelaunch.train.distributed import joined, world
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
-from onelaunch.train.run_folder import CHECKPOINT, CURVES, RunFolder, config_of
+from onelaunch.train.run_folder import CHECKPOINT, CURVES, RunFolder, config_of, is_finished
 
 WIDE = 30.0  # a standard deviation at which the usual learning rates no longer fit
 
@@ -49,7 +49,9 @@ def train(
             raise OnelaunchError("resume takes its config and folder from the run: leave out CONFIG and --out")
         settings = make_config(read_config(config_of(resume)), flags)
     with joined() as team:  # where torchrun has started several of us
-        if team.leads:
+        if resume is not None and not flags and is_finished(resume):
+            say("finished", f"all {settings.epochs} epochs of {resume} are done: nothing is left to train")
+        elif team.leads:
             _lead(settings, resume, progress)
         else:
             _follow(settings, resume)

@@ -155,6 +155,16 @@ def is_run(path: Path) -> bool:
     return (path / CONFIG).is_file() and not (path / COMPARE_FILE).exists()
 
 
+def is_finished(path: Path) -> bool:
+    """Whether the run in this folder came to its end and has all it left."""
+    try:
+        about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    left = all((path / name).exists() for name in (CHECKPOINT, MODEL, METRICS))
+    return left and isinstance(about, dict) and about.get("status") == "finished"
+
+
 def config_of(path: Path) -> Path:
     """The configuration of the run in a folder; refuses a folder without one."""
     if (path / COMPARE_FILE).exists():  # whose report would be overwritten

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch.device import cuda_capability
+from onelaunch.device import cuda_capability, why_not_cuda
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.engines.graph.stages import NotStagedError, stages_of
 
@@ -25,8 +25,8 @@ class GraphEngine:
     name = "graph"
 
     def here(self, device: torch.device) -> str:
-        if device.type != "cuda":
-            return f"the model lies on {device}, not on a CUDA device"
+        if reason := why_not_cuda(device):
+            return reason
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed: pip install triton"
         if cuda_capability(device) < (8, 0):

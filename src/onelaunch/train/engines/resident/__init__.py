@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onelaunch.device import why_not_cuda
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.engines.resident.stages import NotResidentError
 
@@ -24,8 +25,8 @@ class ResidentEngine:
     name = "resident"
 
     def here(self, device: torch.device) -> str:
-        if device.type != "cuda":
-            return f"the model lies on {device}, not on a CUDA device"
+        if reason := why_not_cuda(device):
+            return reason
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "the GPU has compute capability below 8.0"
         from onelaunch.train.engines.resident.compile import why_not
