@@ -37,6 +37,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
+def test_leftovers_of_one_file_are_removed_alone(tmp_path):
+    for name in (".a[1].5-6.tmp", ".a1.5-6.tmp", ".b.5-6.tmp", "a[1]"):
+        (tmp_path / name).write_text("half")
+    remove_leftovers(tmp_path, "a[1]")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [".a1.5-6.tmp", ".b.5-6.tmp", "a[1]"]
+
+
 def test_leftovers_of_the_killed_are_removed(tmp_path):
     (tmp_path / ".file.123.tmp").write_text("half")
     (tmp_path / "file.tmp").write_text("the user's own")

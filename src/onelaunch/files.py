@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import os
 import sys
 import tempfile
@@ -99,8 +100,8 @@ def sync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete the temporary files of writers that were killed. Call only while no other process writes there."""
-    for leftover in folder.glob(".*.tmp"):
+def remove_leftovers(folder: Path, name: str = "") -> None:
+    """Delete the temporary files of writers (of the file `name`) that were killed. Call only while nobody else writes there."""
+    for leftover in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
         with contextlib.suppress(OSError):
             leftover.unlink()

@@ -95,6 +95,19 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(TorchLoop, "_make_ready", make_ready)
 
 
+def test_what_was_trained_is_kept_when_it_cannot_be_told():
+    """Ctrl-C strikes while a contender's line is printed."""
+    results, saved = {}, []
+
+    def interrupted(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(make, [0], interrupted, results, lambda: saved.append(list(results["contenders"])))
+    assert results["trained"] == [[EAGER, 0]]
+    assert saved == [[EAGER]]
+
+
 @pytest.mark.usefixtures("no_compiler")
 def test_a_contender_that_raises_is_named_and_the_others_go_on():
     results: dict = {}

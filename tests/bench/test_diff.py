@@ -61,6 +61,14 @@ def test_results_without_a_machine_are_said():
     assert "machine" in differences({**results(5.0), "machine": None}, results(5.0))[0]
 
 
+@pytest.mark.parametrize(
+    "machine", [None, 3, {"gpus": None}, {"gpus": [{}]}, {"gpus": [{"name": 3}]}, {"cpu": 3}, {"versions": 3}]
+)
+def test_machines_of_another_make_are_no_traceback(machine):
+    for pair in (({"machine": machine}, {}), ({}, {"machine": machine})):
+        assert differences(*pair) == ["a file does not say on what machine it was taken"]
+
+
 def test_json_nested_too_deep_is_refused(tmp_path):
     path = tmp_path / "deep.json"
     path.write_text("[" * 100_000)

@@ -58,6 +58,29 @@ def test_loss_and_gradient(
     torch.testing.assert_close(again.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("classes", [10, 300, 304])
+@pytest.mark.parametrize("long_rows", [False, True])
+def test_logits_far_from_zero_keep_their_digits(
+    kernel_device: torch.device, classes: int, long_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch takes the largest off first; so must we, or fp32 loses what the offset takes."""
+    from onelaunch.kernels import cross_entropy as kernels
+    from onelaunch.kernels import cross_entropy_long
+
+    if long_rows:
+        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
+        monkeypatch.setattr(cross_entropy_long, "BLOCK", 64)
+    x = torch.randn(5, classes, device=kernel_device) * 3 + 4000
+    target = x.argmax(dim=1)
+    exact = x.cpu().double().requires_grad_()
+    expected = F.cross_entropy(exact, target.cpu())
+    expected.backward()
+    loss, dx = poisoned(like=x), poisoned(5, classes, like=x)
+    kernels.cross_entropy_forward(x, target, loss, lse=None, dx=dx, smoothing=0.0, ignore_index=-100, reduction="mean")
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 1030, 9000])
 def test_rows_are_counted(kernel_device: torch.device, rows: int) -> None:
     from onelaunch.kernels.cross_entropy import count_rows

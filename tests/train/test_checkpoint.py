@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.errors import OnelaunchError
 from onelaunch.train.checkpoint import _digest, load_checkpoint
 from onelaunch.train.fit import fit_with
 from onelaunch.train.loop import Listener
@@ -193,3 +194,23 @@ def test_state_that_is_no_tensor_is_named_before_training(tmp_path):
         ol.fit(model, x, y, epochs=1, checkpoint=tmp_path / "run.safetensors", progress=False)
     assert torch.equal(model.weight, before)
     ol.fit(model, x, y, epochs=1, progress=False)
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
+    path = tmp_path / "run.safetensors"
+    left, another = tmp_path / ".run.safetensors.1-2.tmp", tmp_path / ".other.safetensors.1-2.tmp"
+    for file in (left, another):
+        file.write_bytes(b"half")
+    ol.fit(
+        nn.Linear(3, 2), torch.randn(8, 3), torch.zeros(8, dtype=torch.int64), steps=2, checkpoint=path, progress=False
+    )
+    assert path.exists()
+    assert not left.exists()
+    assert another.exists()
+
+
+def test_a_checkpoint_that_is_a_link_to_itself_is_refused(tmp_path):
+    path = tmp_path / "run.safetensors"
+    path.symlink_to(path)
+    with pytest.raises(OnelaunchError, match="checkpoint="):
+        ol.fit(nn.Linear(3, 2), torch.randn(8, 3), torch.zeros(8, dtype=torch.int64), steps=2, checkpoint=path)

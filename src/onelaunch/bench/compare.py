@@ -63,6 +63,7 @@ def compare(
         for contender in contenders:
             if contender.name in absent or contender.name in results["failed"]:
                 continue
+            line = ""
             try:
                 trained = _train(contender, run, records)
             except (Exception, SystemExit) as error:  # a peer may raise anything; the others go on
@@ -72,9 +73,11 @@ def compare(
                 results["trained"].append([contender.name, seed])
                 if trained.planned_bytes is not None:
                     results["memory"][contender.name] = {"flat": trained.planned_bytes}
-                show(_line(contender.name, seed, trained, records[contender.name]))
+                line = _line(contender.name, seed, trained, records[contender.name])
             results["contenders"] = _summaries(records, spec.steps_per_epoch)
             save()
+            if line:  # last: what was done is kept if this is interrupted
+                show(line)
         results["seeds"].append(seed)
 
 

@@ -77,23 +77,29 @@ def _verdict(ratio: float, noise: float, peers: float | None) -> str:
     return "faster" if ratio < 1 else "slower"
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What besides our code differs between the two runs, a line each."""
-    if not all(isinstance(results.get("machine", {}), dict) for results in (old, new)):
-        return ["a file does not say on what machine it was taken"]
+def _of_machines(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = []
     for what, pick in (
         ("cpu", lambda machine: machine.get("cpu", {}).get("name")),
         ("gpu", lambda machine: ", ".join(gpu["name"] for gpu in machine.get("gpus", []))),
         ("driver", lambda machine: machine.get("driver")),
     ):
-        one, other = (pick(results.get("machine", {})) for results in (old, new))
+        one, other = pick(old), pick(new)
         if one != other:
             found.append(f"{what}: {one or 'none'}, then {other or 'none'}")
-    versions = [results.get("machine", {}).get("versions", {}) for results in (old, new)]
+    versions = old.get("versions", {}), new.get("versions", {})
     for package in versions[0].keys() & versions[1].keys() - {"onelaunch"}:
         if versions[0][package] != versions[1][package]:
             found.append(f"{package}: {versions[0][package]}, then {versions[1][package]}")
+    return found
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What besides our code differs between the two runs, a line each."""
+    try:
+        found = _of_machines(old.get("machine", {}), new.get("machine", {}))
+    except (AttributeError, TypeError, KeyError):  # a file of another make
+        found = ["a file does not say on what machine it was taken"]
     if old.get("quick") != new.get("quick"):
         found.append("one of the two was taken with --quick")
     for which, results in (("old", old), ("new", new)):

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from onelaunch.kernels.cross_entropy_long import long_rows
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
-from onelaunch.kernels.tiles import LOG2_E
+from onelaunch.kernels.tiles import scaled_distance
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
 REGISTER_CLASSES = 8192  # the longest row a program holds in registers; of longer ones it reads the second time from L2
@@ -63,13 +63,13 @@ def cross_entropy_kernel(
     picked = tl.load(x_ptr + row * row_stride + target, mask=counts & valid, other=0.0).to(tl.float32)
 
     largest = tl.where(row_inside, tl.max(x, axis=1), 0.0)
-    exponential = tl.exp2(x * LOG2_E - (largest * LOG2_E)[:, None])
+    exponential = tl.exp2(scaled_distance(x, largest[:, None], x_ptr.dtype.element_ty == tl.float32))
     total = tl.where(row_inside, tl.sum(exponential, axis=1), 1.0)
     lse = largest + tl.log(total)
-    loss = (1 - smoothing) * (lse - picked)
+    loss = (1 - smoothing) * (largest - picked + tl.log(total))  # not lse, which is rounded where logits are far from 0
     if SMOOTH:
         logit_sum = tl.sum(tl.where(inside, x, 0.0), axis=1)
-        loss += smoothing * (lse - logit_sum / classes)
+        loss += smoothing * (largest - logit_sum / classes + tl.log(total))
     loss = tl.where(counts, tl.where(valid, loss, float("nan")), 0.0)
 
     if loss_ptr is not None:

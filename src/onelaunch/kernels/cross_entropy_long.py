@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.launch import launch, next_power_of_2
-from onelaunch.kernels.tiles import LOG2_E
+from onelaunch.kernels.tiles import LOG2_E, scaled_distance
 
 # A row of whole 16-byte pieces comes in four blocks, all on their way at once: 64 elements of 2 bytes a thread, 64 registers.
 # 8192 x 32768 bf16 on an H200, us: 268; a block of 8192 at a time 297; the whole row kept in registers 336. The hints to L2
@@ -28,8 +28,8 @@ def _largest(x):
 
 
 @triton.jit
-def _exponentials(x, shift):
-    return tl.sum(tl.exp2(x.to(tl.float32) * LOG2_E - shift[:, None]), axis=1)
+def _exponentials(x, largest):
+    return tl.sum(tl.exp2(scaled_distance(x.to(tl.float32), largest[:, None], x.dtype == tl.float32)), axis=1)
 
 
 @triton.jit
@@ -72,8 +72,8 @@ def long_row_kernel(
         a, b = _chunk(x_ptr, lane, classes), _chunk(x_ptr, BLOCK + lane, classes)
         c, d = _chunk(x_ptr, 2 * BLOCK + lane, classes), _chunk(x_ptr, 3 * BLOCK + lane, classes)
         largest = tl.maximum(tl.maximum(_largest(a), _largest(b)), tl.maximum(_largest(c), _largest(d)))
-        shift = _finite(largest) * LOG2_E
-        total = _exponentials(a, shift) + _exponentials(b, shift) + _exponentials(c, shift) + _exponentials(d, shift)
+        some = _finite(largest)
+        total = _exponentials(a, some) + _exponentials(b, some) + _exponentials(c, some) + _exponentials(d, some)
         if SMOOTH:
             logit_sum += _sum(a, lane, classes) + _sum(b, BLOCK + lane, classes)
             logit_sum += _sum(c, 2 * BLOCK + lane, classes) + _sum(d, 3 * BLOCK + lane, classes)
@@ -83,24 +83,24 @@ def long_row_kernel(
         for start in range(0, classes, BLOCK):
             x = _chunk(x_ptr, start + lane, classes)
             new_largest = tl.maximum(largest, _largest(x))
-            shift = _finite(new_largest) * LOG2_E
-            total = total * tl.exp2(largest * LOG2_E - shift) + _exponentials(x, shift)
+            some = _finite(new_largest)
+            total = total * tl.exp2((largest - some) * LOG2_E) + _exponentials(x, some)
             largest = new_largest
             if SMOOTH:
                 logit_sum += _sum(x, start + lane, classes)
     top = tl.max(largest, axis=0)
-    lse = top + tl.log(tl.sum(total * tl.exp2((largest - top) * LOG2_E), axis=0))
+    sum_of_all = tl.sum(total * tl.exp2((largest - top) * LOG2_E), axis=0)  # relative to the largest
     picked = tl.load(x_ptr + target, mask=(target >= 0) & (target < classes), other=0.0).to(tl.float32)
-    loss = (1 - smoothing) * (lse - picked)
+    loss = (1 - smoothing) * (top - picked + tl.log(sum_of_all))
     if SMOOTH:
-        loss += smoothing * (lse - tl.sum(logit_sum, axis=0) / classes)
+        loss += smoothing * (top - tl.sum(logit_sum, axis=0) / classes + tl.log(sum_of_all))
     counts = target != ignore_index
     valid = (target >= 0) & (target < classes)
     loss = tl.where(counts, tl.where(valid, loss, float("nan")), 0.0)
     if loss_ptr is not None:
         tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, lse)
+        tl.store(lse_ptr + row, top + tl.log(sum_of_all))
     if partial_ptr is not None:
         tl.store(partial_ptr + 1 + 2 * row, loss)
         tl.store(partial_ptr + 2 + 2 * row, counts.to(tl.float32))
@@ -108,12 +108,15 @@ def long_row_kernel(
         if count_ptr is not None:
             gradient_scale = 1.0 / tl.load(count_ptr).to(tl.float32)
         # The scale goes into the exponent: nothing to multiply. A row that does not count gets 2 ** -inf.
-        shift = tl.where(counts, lse * LOG2_E - tl.log2(tl.where(counts, gradient_scale, 1.0)), float("inf"))
+        shift = tl.where(counts, tl.log2(sum_of_all) - tl.log2(tl.where(counts, gradient_scale, 1.0)), float("inf"))
         gradient_scale = tl.where(counts, gradient_scale, 0.0)
         for start in range(0, classes, BLOCK):
             inside = start + lane < classes
-            x = tl.load(x_ptr + start + lane, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-            dx = tl.exp2(x * LOG2_E - shift)
+            x = tl.load(x_ptr + start + lane, mask=inside, other=0.0, eviction_policy="evict_first")
+            if x.dtype == tl.float32:
+                dx = tl.exp2((x - top) * LOG2_E - shift)
+            else:
+                dx = tl.exp2(x.to(tl.float32) * LOG2_E - (top * LOG2_E + shift))
             if (target >= start) & (target < start + BLOCK):
                 dx -= tl.where(start + lane == target, (1 - smoothing) * gradient_scale, 0.0)
             if SMOOTH:

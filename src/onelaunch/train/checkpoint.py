@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from onelaunch.errors import CheckpointError, reason_of
-from onelaunch.files import held, write_atomic
+from onelaunch.files import held, remove_leftovers, write_atomic
 from onelaunch.train.engines.contract import Run, State
 
 FORMAT = 1
@@ -55,6 +55,7 @@ def claimed(path: Path | None, *, there: bool) -> Iterator[None]:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(held(path))
+                remove_leftovers(path.parent, path.name)
             except BlockingIOError as error:
                 raise CheckpointError(
                     f"checkpoint={str(path)!r} is being written by another run: wait for its end, or pass another path"

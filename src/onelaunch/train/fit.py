@@ -91,7 +91,7 @@ def fit_with(
         is_folder = path is not None and path.is_dir()
         is_special = path is not None and path.exists() and not path.is_file()
         path = path.resolve() if path is not None and path.is_symlink() else path  # written where the link points
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself, before Python 3.13
         raise OnelaunchError(f"checkpoint={str(path)!r:.80} is not a path ({error!s:.80})") from error
     if is_folder:
         raise OnelaunchError(f"checkpoint={str(path)!r} is a folder: pass a file name, such as 'run.safetensors'")

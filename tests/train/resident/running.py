@@ -153,6 +153,7 @@ def loss_of(plan: Plan, z: Array, target: Numbers, count: int) -> tuple[float, A
         chosen = np.eye(width)[target.astype(np.int64)]
         delta[:rows, :width] = (shares - chosen) / count
         return float(-np.log((shares * chosen).sum(axis=1)).sum() / count), delta
+    assert plan.settings.loss == "mse", plan.settings.loss
     off = real - target
     delta[:rows, :width] = 2 * off / (count * width)
     return float((off**2).sum() / (count * width)), delta

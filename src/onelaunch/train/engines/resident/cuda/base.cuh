@@ -158,7 +158,7 @@ INLINE bool arrived(u32 barrier, u32 phase) {
 }
 // To this block, or to the same place in every block of the cluster, each of whose barriers counts the bytes.
 INLINE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  if constexpr (SHARES_FETCH) asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)((1u << BLOCKS) - 1)) : "memory");
+  if constexpr (SHARES_FETCH) asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)((1u << BLOCKS % 32) - 1)) : "memory");
   else asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 #endif
