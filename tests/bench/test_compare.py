@@ -97,7 +97,8 @@ def no_compiler(monkeypatch):
 
 def test_what_was_trained_is_kept_when_it_cannot_be_told():
     """Ctrl-C strikes while a contender's line is printed."""
-    results, saved = {}, []
+    results: dict = {}
+    saved: list[list[str]] = []
 
     def interrupted(line):
         raise KeyboardInterrupt
