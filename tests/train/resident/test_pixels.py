@@ -43,6 +43,17 @@ def test_one_other_number_is_enough_to_keep_floats(value, row):
     assert bytes_of(x) is None
 
 
+def test_many_rows_are_looked_at_a_part_at_a_time(monkeypatch):
+    monkeypatch.setattr("onelaunch.train.engines.resident.pixels.AT_ONCE", 40)
+    pixels = torch.randint(256, (101, 3, 5)).to(torch.uint8)
+    found = bytes_of(pixels / 255)
+    assert found is not None
+    assert found.equal(pixels)
+    x = pixels / 255
+    x[-1, -1, -1] = 0.3
+    assert bytes_of(x) is None
+
+
 @given(st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=40))
 def test_what_is_found_is_exact(values):
     x = torch.tensor(values)

@@ -13,6 +13,7 @@ import torch
 from onelaunch.train.engines.contract import Run
 
 FIRST_ROWS = 64  # looked at before all
+AT_ONCE = 2**26  # numbers: what is made on the way takes little room beside x
 
 
 def in_bytes(run: Run) -> Run:
@@ -25,13 +26,20 @@ def in_bytes(run: Run) -> Run:
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor | None:
-    """uint8 numbers whose 255ths are x exactly, as float32 division gives them; None where there are none."""
-    if x.dtype != torch.float32:
+    """uint8 numbers whose 255ths are x exactly, as float32 division gives them; None where there are none, or no room."""
+    if x.dtype != torch.float32 or _bytes(x[:FIRST_ROWS]) is None:
         return None
-    found = x[:0]
-    for part in (x[:FIRST_ROWS], x):
-        rounded = (part * 255).round_().clamp_(0, 255)  # a NaN stays one, and is no byte's 255th
-        found = rounded.to(torch.uint8)
-        if not torch.equal(found.to(torch.float32).div_(255), part):
-            return None
-    return found
+    found = []
+    try:
+        for part in x.split(max(1, AT_ONCE // max(1, x[0].numel()))):
+            if (numbers := _bytes(part)) is None:
+                return None
+            found.append(numbers)
+        return torch.cat(found)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor | None:
+    found = (x * 255).round_().clamp_(0, 255).to(torch.uint8)  # whatever becomes of a NaN, it is no byte's 255th
+    return found if torch.equal(found.to(torch.float32).div_(255), x) else None
