@@ -19,6 +19,8 @@ from onelaunch.bench.results import check_writable, provenance, save_results
 from onelaunch.bench.workload import Workload
 from onelaunch.train.engines.resident.session import ResidentSession
 from onelaunch.train.engines.resident.source import phase_names
+from onelaunch.train.loop import StopSwitch
+from onelaunch.train.progress import Progress
 
 STEPS, STAMPED_STEPS, REPEATS, ROWS = 20_000, 2_000, 3, 61_440
 SMALL = (784, 128, 128, 128, 10)
@@ -36,14 +38,6 @@ WORKLOADS = {
 }
 
 
-class Onlooker:
-    """Watches a run and says nothing."""
-
-    stop = False
-
-    def report(self, step: int, loss: float, correct: int | None) -> None: ...
-
-
 def train(workload: Workload, steps: int, *, stamps: bool) -> tuple[ResidentSession, float]:
     """A run of so many steps, and the seconds its launch took."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -52,7 +46,7 @@ def train(workload: Workload, steps: int, *, stamps: bool) -> tuple[ResidentSess
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     start.record(session.stream)
-    losses = torch.cat([segment.losses for segment in session.segments(0, Onlooker())])
+    losses = torch.cat([segment.losses for segment in session.segments(0, StopSwitch(Progress()))])
     end.record(session.stream)
     end.synchronize()
     if len(losses) != steps or not losses.isfinite().all():

@@ -174,9 +174,8 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         yield peak
         return
     yield peak
-    peak.bytes = (
-        max(0, _resident("VmHWM") - held) or None
-    )  # what a process gave back before is not seen: none is not 0 bytes
+    # What the process gave back before is not seen: nothing more held is not 0 bytes.
+    peak.bytes = max(0, _resident("VmHWM") - held) or None
 
 
 def _resident(what: str) -> int:

@@ -38,8 +38,8 @@ from onelaunch.ops.surroundings import (
 
 REDUCTIONS = ("mean", "sum", "none")
 # From this many classes on, rows are counted before the pass (microseconds), so that a batch with ignored rows needs no second
-# pass over its gradient; below it, that second pass costs less than the count. So many at most are counted by one program.
-COUNT_FIRST_CLASSES, COUNTED_AT_ONCE = 512, 65_536
+# pass over its gradient; below it, that second pass costs less than the count.
+COUNT_FIRST_CLASSES = 512
 
 
 def _forward_cuda(
@@ -147,10 +147,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
         loss = torch.empty(shape, dtype=torch.float32 if fp32_loss else logits.dtype, device=logits.device)
         precounted = None
         if reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES:
-            few = target.numel() <= COUNTED_AT_ONCE
-            precounted = (
-                kernels("cross_entropy").count_rows(target, ignore_index) if few else (target != ignore_index).sum()
-            )
+            precounted = kernels("cross_entropy").count_rows(target, ignore_index)
         dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         partial = kernels("cross_entropy").cross_entropy_forward(
             logits, target, loss, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,

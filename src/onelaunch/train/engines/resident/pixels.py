@@ -19,8 +19,10 @@ AT_ONCE = 2**26  # numbers: what is made on the way takes little room beside x
 def in_bytes(run: Run) -> Run:
     """The run with rows of bytes, where all its rows can be that; else the run as it is."""
     x = bytes_of(run.x)
-    if x is None or run.validation is None:
-        return run if x is None else replace(run, x=x)
+    if x is None:
+        return run
+    if run.validation is None:
+        return replace(run, x=x)
     check = bytes_of(run.validation[0])
     return run if check is None else replace(run, x=x, validation=(check, run.validation[1]))
 
