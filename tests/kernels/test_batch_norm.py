@@ -6,12 +6,14 @@ import torch.nn.functional as F
 
 from onelaunch.ops.activations import activate
 from tests.conftest import TOLERANCE
-from tests.kernels.reference import KEY, keep_mask, poisoned
+from tests.kernels.reference import KEY, keep_mask, poisoned, unpacked
 
 CASES = [  # shape, activation, p, training
     ((37, 44), None, 0.0, True),
     ((37, 44), "relu", 0.4, True),
     ((300, 20), "gelu", 0.4, True),
+    ((512, 64), "relu", 0.4, True),  # whole tiles
+    ((64, 2, 64), "relu", 0.4, True),
     ((37, 44), "relu", 0.0, False),
     ((5, 6, 30), "relu", 0.4, True),
     ((5, 6, 30), "silu", 0.0, True),
@@ -34,7 +36,8 @@ def test_against_float64(
 
     # Few programs a launch keep the interpreter quick, and more than one tests the merge.
     for module, name in ((batch_norm, "STATISTICS_TILE"), (batch_norm_backward, "SUMS_TILE")):
-        monkeypatch.setattr(module, name, getattr(module, name)._replace(groups=64, programs=5))
+        few = {size: shape._replace(warps=2, programs=5) for size, shape in getattr(module, name).items()}
+        monkeypatch.setattr(module, name, few)
     channels = shape[1]
     length = 0 if len(shape) == 2 else torch.Size(shape[2:]).numel()
     layout = Layout(shape[0], channels, length)
@@ -71,6 +74,29 @@ def test_against_float64(
     for got, tensor in ((sums[1], exact[1]), (sums[0], exact[2])):
         assert tensor.grad is not None
         assert (got.cpu().double() - tensor.grad).norm() <= 1e-5 * tensor.grad.norm()  # both 0 where nothing passes
+
+
+@pytest.mark.parametrize("p", [0.4, 1e-6, 0.999999])
+def test_relu_and_dropout_at_the_edges(kernel_device: torch.device, dtype: torch.dtype, p: float) -> None:
+    """Zeros of either sign have no slope, a NaN comes through and has one; p so near 0 or 1 that all or none is kept."""
+    from onelaunch.kernels.batch_norm import normalise
+    from onelaunch.kernels.batch_norm_tiles import Layout
+
+    values = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 2.0**-20])
+    shape, channels = (64, 24), 24
+    z = values.repeat(3).to(dtype).to(kernel_device)
+    x = z.expand(shape).contiguous()
+    statistics = torch.stack((torch.zeros(channels), torch.ones(channels))).to(kernel_device)
+    y, bits = poisoned(*shape, like=x), poisoned(64, 3, like=x, dtype=torch.uint8)
+    no_bias = torch.full((channels,), -0.0, device=kernel_device)  # adding it changes no sign
+    normalise(x, Layout(64, 24, 0), statistics, None, no_bias, y, bits, activation="relu", p=p, key=KEY)
+    kept = keep_mask(64, 24, p)
+    passes = kept & ~(x.cpu() <= 0)
+    assert torch.equal(unpacked(bits, 24), passes)
+    expected = torch.where(passes, x.cpu().double() / (1 - p), 0)
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=rtol, atol=atol, equal_nan=True)
+    assert not y.cpu()[~passes].any()
 
 
 def test_statistics_survive_a_mean_far_from_zero(kernel_device: torch.device) -> None:

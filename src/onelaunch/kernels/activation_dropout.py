@@ -17,6 +17,7 @@ import triton.language as tl
 
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import (
     INTERPRETED,
     INVERSE_SQRT_2PI,
@@ -28,6 +29,8 @@ from onelaunch.kernels.tiles import (
     load_key,
     pack_bits,
     random_16_bits,
+    relu_and_drop,
+    scattered,
     unpack_bits,
 )
 from onelaunch.rng import keep_scale, keep_threshold
@@ -94,27 +97,30 @@ def activation_dropout_forward_kernel(
     ACTIVATION: tl.constexpr,
     STORE_Z: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * 8 + tl.arange(0, 8)[None, :]
-    inside = (row < m)[:, None, None] & (column < n)[None, :, :]
-    element = row[:, None, None] * n + column[None, :, :]
+    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[None, :]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
+    column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    inside = (row < m)[:, :, None] & (column < n)
+    element = row[:, :, None] * n + column
 
     z = tl.load(z_ptr + element, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
-        z += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)[None, :, :]
+        z += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)
     if STORE_Z:
         tl.store(z_ptr + element, z.to(z_ptr.dtype.element_ty), mask=inside)
-    y = _activate(z, ACTIVATION)
-    if keep_ptr is not None:
+    if keep_ptr is None:
+        y = _activate(z, ACTIVATION)
+    else:
         seed, offset = load_key(key_ptr, seed, offset)
         groups_per_row = tl.cdiv(n, 8)
-        number = row[:, None] * groups_per_row + group[None, :]
-        keep = random_16_bits(seed, offset, number).to(tl.int32) < threshold
+        number = scattered(row * groups_per_row + group)
         if ACTIVATION == "relu":
-            keep = keep & ((z <= 0) == 0)
-        y = tl.where(keep, y * scale, 0.0)
-        tl.store(keep_ptr + number, pack_bits(keep), mask=(row < m)[:, None] & (group < groups_per_row)[None, :])
+            y, bits = relu_and_drop(z * scale, seed, offset, number, threshold, y_ptr.dtype.element_ty)
+        else:
+            keep = random_16_bits(seed, offset, number).to(tl.int32) < threshold
+            y = tl.where(keep, _activate(z, ACTIVATION) * scale, 0.0)
+            bits = pack_bits(keep)
+        tl.store(keep_ptr + number, bits, mask=(row < m) & (group < groups_per_row))
     tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -134,17 +140,18 @@ def activation_dropout_backward_kernel(
     GROUPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     FROM_OUTPUT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """A program walks `steps` tiles down its columns; its column sums go to row `program_id(0)` of `sums`."""
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    column = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
+    column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
     groups_per_row = tl.cdiv(n, 8)
-    sums = tl.zeros((ROWS, GROUPS, 8), tl.float32)
+    sums = tl.zeros((GROUPS, ROWS, 8), tl.float32)
     first = tl.program_id(0).to(tl.int64) * steps * ROWS
     for step in range(steps):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        inside = (row < m)[:, None, None] & (column < n)[None, :, :]
-        element = row[:, None, None] * n + column[None, :, :]
+        row = (first + step * ROWS + tl.arange(0, ROWS))[None, :]
+        inside = (row < m)[:, :, None] & (column < n)
+        element = row[:, :, None] * n + column
         dz = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
         if saved_ptr is not None:
             saved = tl.load(saved_ptr + element, mask=inside, other=0.0).to(tl.float32)
@@ -153,19 +160,22 @@ def activation_dropout_backward_kernel(
             else:
                 dz *= _activation_gradient(saved, ACTIVATION)
         if keep_ptr is not None:
-            within = (row < m)[:, None] & (group < groups_per_row)[None, :]
-            bits = tl.load(keep_ptr + row[:, None] * groups_per_row + group[None, :], mask=within, other=0)
+            number = scattered(row * groups_per_row + group)
+            bits = tl.load(keep_ptr + number, mask=(row < m) & (group < groups_per_row), other=0)
             dz = tl.where(unpack_bits(bits), dz * scale, 0.0)
         tl.store(dz_ptr + element, dz.to(dz_ptr.dtype.element_ty), mask=inside)
         if sums_ptr is not None:
             sums += dz
+    release(OVERLAP)
     if sums_ptr is not None:
         target = sums_ptr + tl.program_id(0).to(tl.int64) * n + column
-        tl.store(target, tl.sum(sums, axis=0).to(sums_ptr.dtype.element_ty), mask=column < n)
+        tl.store(target, tl.sum(sums, axis=1, keep_dims=True).to(sums_ptr.dtype.element_ty), mask=column < n)
 
 
 @triton.jit
-def column_sum_kernel(sums_ptr, out_ptr, parts, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def column_sum_kernel(sums_ptr, out_ptr, parts, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
+    release(OVERLAP)  # its programs are few and all here
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, parts, ROWS):
@@ -241,7 +251,7 @@ def activation_dropout_backward(
         (dy, saved, keep, dz, sums),
         (keep_scale(p), 1 - p),
         (m, n, steps),
-        (rows, groups, activation, from_output),
+        (rows, groups, activation, from_output, overlaps(dy) and parts > 1),
     )
     if dbias is not None and sums is not None and parts > 1:
         column_sums(sums, dbias)
@@ -253,4 +263,6 @@ def column_sums(sums: torch.Tensor, out: torch.Tensor) -> None:
     rows, columns = (
         (64, 32) if parts <= 64 else (min(512, next_power_of_2(parts)), 8)
     )  # few trips to memory, whole sectors
-    launch(column_sum_kernel, (cdiv(n, columns),), (sums, out), (), (parts, n), (rows, columns))
+    overlap = overlaps(sums)
+    constants = (rows, columns, overlap)
+    launch(column_sum_kernel, (cdiv(n, columns),), (sums, out), (), (parts, n), constants, launch_pdl=overlap)

@@ -22,9 +22,10 @@ import triton.language as tl
 from onelaunch.kernels.halves import halved, joined
 from onelaunch.kernels.launch import cdiv
 from onelaunch.kernels.optimizer import update_scalars, updated
+from onelaunch.kernels.overlap import begin, release
 from onelaunch.kernels.parts_update import update_bias
 from onelaunch.kernels.run_arguments import Clock, Ending, Tile, Weights
-from onelaunch.kernels.run_state import begin, launch_step, release, run_keep, slope
+from onelaunch.kernels.run_state import launch_step, run_keep, slope
 
 
 @triton.jit(do_not_specialize=["seed", "step", "threshold", "layer"])

@@ -19,18 +19,20 @@ from onelaunch.kernels.batch_norm_tiles import (
     TileShape,
     channel_index,
     load_channel,
+    sum_of_thread,
     sum_per_channel,
     tile_addresses,
     tiling,
 )
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
-from onelaunch.kernels.tiles import activate, load_key, pack_bits, random_16_bits
+from onelaunch.kernels.overlap import begin, overlaps, release
+from onelaunch.kernels.tiles import activate, load_key, pack_bits, random_16_bits, relu_and_drop
 from onelaunch.rng import keep_scale, keep_threshold
 
-# Measured on an H200, 65536 x 1024, fp32 / bf16, in us: 68 / 37, 149 / 92 (copy: 128 / 66).
-STATISTICS_TILE = TileShape(128, 64, 132 * 8, 4)
-NORMALISE_TILE = TileShape(128, 128, 132 * 64, 4)
+# By element size. Measured on an H200, 65536 x 1024, fp32 / bf16, in us: 72 / 41, 137 / 73 (copy: 128 / 66).
+STATISTICS_TILE = {4: TileShape(4, 128, 132 * 4), 2: TileShape(8, 128, 132 * 4)}
+NORMALISE_TILE = {4: TileShape(1, 128, 132 * 256), 2: TileShape(1, 128, 132 * 32)}
 MERGE_PARTS, MERGE_CHANNELS, MERGE_WARPS = 512, 8, 8  # one trip to memory for the most parts there are
 
 
@@ -66,10 +68,12 @@ def statistics_kernel(
     length,
     segments,
     steps,
+    DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
-    UNROLL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Count, mean and sum of squared distances from the mean, per channel, of this program's rows.
 
@@ -77,31 +81,33 @@ def statistics_kernel(
     mean from the true one is at most n / r variances, so the cancellation costs n / r roundings: a hundred, not 1e7.
     A program that is alone on its channels (no `parts`) finishes the statistics itself.
     """
-    first = tl.program_id(0).to(tl.int64) * steps * ROWS
-    row = first + tl.arange(0, ROWS)
-    element, inside, _, _ = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
-    x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
+    first = tl.program_id(0).to(tl.int64) * steps
+    base, element, inside, _, _ = tile_addresses(
+        first, rows, channels, length, segments, DEPTH, ROWS, GROUPS, CHANNELS_LAST, WHOLE
+    )
+    x = tl.load(x_ptr + base + element, mask=inside, other=0.0).to(tl.float32)
     centre = sum_per_channel(x, CHANNELS_LAST) / tl.maximum(sum_per_channel(inside.to(tl.float32), CHANNELS_LAST), 1.0)
 
-    plain = tl.zeros((ROWS, GROUPS, 8), tl.float32)
-    squared = tl.zeros((ROWS, GROUPS, 8), tl.float32)
-    count = tl.zeros((ROWS, GROUPS, 8), tl.float32)
-    row_count = tl.zeros((ROWS,), tl.float32)
+    plain = tl.zeros((GROUPS, ROWS, 1, 8), tl.float32)
+    squared = tl.zeros((GROUPS, ROWS, 1, 8), tl.float32)
+    count = tl.zeros((GROUPS, ROWS, 1, 8), tl.float32)
     # A program's rows lie together. Programs side by side (65536 x 1024 bf16 on an H200) took 49 us against 38, and the next
     # kernel found no more of x in L2.
-    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = first + step * ROWS + tl.arange(0, ROWS)
-        element, inside, _, _ = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
-        x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
+    for step in range(steps):
+        base, element, inside, _, _ = tile_addresses(
+            first + step, rows, channels, length, segments, DEPTH, ROWS, GROUPS, CHANNELS_LAST, WHOLE
+        )
+        x = tl.load(x_ptr + base + element, mask=inside, other=0.0).to(tl.float32)
         distance = tl.where(inside, x - centre, 0.0)
-        plain += distance
-        squared += distance * distance
-        row_count += (row < rows).to(tl.float32)
+        plain += sum_of_thread(distance)
+        squared += sum_of_thread(distance * distance)
         if not CHANNELS_LAST:
-            count += inside.to(tl.float32)
+            count += sum_of_thread(inside.to(tl.float32))
 
+    release(OVERLAP)
     if CHANNELS_LAST:
-        total = tl.sum(row_count, axis=0) + tl.zeros_like(centre)
+        mine = steps * (DEPTH * ROWS)
+        total = tl.minimum(rows - tl.program_id(0).to(tl.int64) * mine, mine).to(tl.float32) + tl.zeros_like(centre)
     else:
         total = sum_per_channel(count, CHANNELS_LAST)
     shift = sum_per_channel(plain, CHANNELS_LAST) / tl.maximum(total, 1.0)
@@ -132,8 +138,11 @@ def merge_statistics_kernel(
     channels,
     PARTS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Chan's merge of the programs' statistics, in a fixed order."""
+    begin(OVERLAP)
+    release(OVERLAP)  # its programs are few and all here
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     present = channel < channels
     count = tl.zeros((PARTS, CHANNELS), tl.float32)
@@ -176,12 +185,15 @@ def normalise_kernel(
     length,
     segments,
     steps,
+    DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    UNROLL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     channel = channel_index(GROUPS, CHANNELS_LAST)
     mean = load_channel(statistics_ptr, channel, channels, 0.0)
     slope = load_channel(statistics_ptr + channels, channel, channels, 1.0)
@@ -196,25 +208,31 @@ def normalise_kernel(
         bias -= mean * slope
     # From the last rows to the first: of what the pass before read last, something may still be in L2.
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = (program * steps + steps - 1 - step) * ROWS + tl.arange(0, ROWS)
-        element, inside, number, within = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
-        x = tl.load(x_ptr + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    for step in range(steps):
+        tile = program * steps + steps - 1 - step
+        base, element, inside, number, within = tile_addresses(
+            tile, rows, channels, length, segments, DEPTH, ROWS, GROUPS, CHANNELS_LAST, WHOLE
+        )
+        x = tl.load(x_ptr + base + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
         if FOLD:
             z = x * slope + bias
         else:
             z = (x - mean) * slope + bias
-        y = activate(z, ACTIVATION)
-        if keep_ptr is not None:
+        if keep_ptr is None:
+            y = activate(z, ACTIVATION)
+        else:
             key_seed, key_offset = load_key(key_ptr, seed, offset)
-            keep = random_16_bits(key_seed, key_offset, number).to(tl.int32) < threshold
             if ACTIVATION == "relu":
-                keep = keep & ((z <= 0) == 0)
-            if not SCALED:
-                y *= scale
-            y = tl.where(keep, y, 0.0)
-            tl.store(keep_ptr + number, pack_bits(keep), mask=within)
-        tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+                y, bits = relu_and_drop(z, key_seed, key_offset, number, threshold, y_ptr.dtype.element_ty)
+            else:
+                keep = random_16_bits(key_seed, key_offset, number).to(tl.int32) < threshold
+                y = activate(z, ACTIVATION)
+                if not SCALED:
+                    y *= scale
+                y = tl.where(keep, y, 0.0)
+                bits = pack_bits(keep)
+            tl.store(keep_ptr + number, bits, mask=within)
+        tl.store(y_ptr + base + element, y.to(y_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 def batch_statistics(
@@ -228,7 +246,9 @@ def batch_statistics(
     eps: float,
 ) -> None:
     """Fills statistics (`[2, channels]` fp32: mean, 1 / standard deviation) and moves the running statistics."""
-    tiles = tiling(layout, STATISTICS_TILE)
+    shape = STATISTICS_TILE[x.element_size()]
+    tiles = tiling(layout, shape)
+    overlap = overlaps(x)
     parts = None
     if tiles.parts > 1:
         parts = torch.empty((tiles.parts, 3, layout.channels), dtype=torch.float32, device=x.device)
@@ -238,7 +258,8 @@ def batch_statistics(
         (x, parts, statistics, running_mean, running_var),
         (momentum, eps),
         tiles.sizes,
-        (*tiles.constants, STATISTICS_TILE.unroll),
+        (*tiles.constants, overlap),
+        num_warps=shape.warps,
     )
     if parts is not None:
         launch(
@@ -247,8 +268,9 @@ def batch_statistics(
             (parts, statistics, running_mean, running_var),
             (momentum, eps),
             (tiles.parts, layout.channels),
-            (min(MERGE_PARTS, next_power_of_2(tiles.parts)), MERGE_CHANNELS),
+            (min(MERGE_PARTS, next_power_of_2(tiles.parts)), MERGE_CHANNELS, overlap),
             num_warps=MERGE_WARPS,
+            launch_pdl=overlap,
         )
 
 
@@ -266,13 +288,16 @@ def normalise(
     key: DropoutKey,
 ) -> None:
     """Fills y, and keep (`[lines, ceil(inner / 8)]` bytes) where dropout is wanted."""
-    tiles = tiling(layout, NORMALISE_TILE)
+    shape = NORMALISE_TILE[x.element_size()]
+    tiles = tiling(layout, shape)
+    overlap = overlaps(x)
     launch(
         normalise_kernel,
         (tiles.parts, tiles.columns),
         (x, statistics, weight, bias, y, keep, key.memory),
         (key.seed, key.offset, keep_threshold(p), keep_scale(p)),
         tiles.sizes,
-        (*tiles.constants, activation, NORMALISE_TILE.unroll),
-        num_warps=NORMALISE_TILE.warps,
+        (*tiles.constants, activation, overlap),
+        num_warps=shape.warps,
+        launch_pdl=overlap,
     )

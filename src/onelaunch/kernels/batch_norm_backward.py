@@ -18,25 +18,27 @@ from onelaunch.kernels.batch_norm_tiles import (
     TileShape,
     channel_index,
     load_channel,
+    sum_of_thread,
     sum_per_channel,
     tile_addresses,
     tiling,
 )
 from onelaunch.kernels.launch import launch
+from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import activation_gradient, unpack_bits
 from onelaunch.rng import keep_scale
 
-# Measured on an H200, 65536 x 1024, fp32 / bf16, in us: 130 / 75, 196 / 103 (copy: 128 / 66).
-SUMS_TILE = TileShape(256, 64, 132 * 8, 2)
-GRADIENT_TILE = TileShape(128, 128, 132 * 64, 4)
+# By element size. Measured on an H200, 65536 x 1024, fp32 / bf16, in us: 131 / 74, 195 / 100 (copy: 128 / 66).
+SUMS_TILE = {4: TileShape(2, 128, 132 * 4), 2: TileShape(1, 128, 132 * 8)}
+GRADIENT_TILE = {4: TileShape(1, 128, 132 * 256), 2: TileShape(4, 128, 132 * 32)}
 
 
 @triton.jit
-def upstream_gradient(dy, x_hat, weight, bias, keep_ptr, number, within, scale, ACTIVATION: tl.constexpr):
-    """The gradient before the activation."""
+def upstream_gradient(dy, x_hat, weight, bias, keep_ptr, number, within, ACTIVATION: tl.constexpr):
+    """The gradient before the activation, where something was dropped still to be scaled."""
     if keep_ptr is not None:
         bits = tl.load(keep_ptr + number, mask=within, other=0)
-        dy = tl.where(unpack_bits(bits), dy * scale, 0.0)
+        dy = tl.where(unpack_bits(bits), dy, 0.0)
         if ACTIVATION is not None and ACTIVATION != "relu":
             dy *= activation_gradient(x_hat * weight + bias, ACTIVATION)
     elif ACTIVATION is not None:
@@ -61,11 +63,13 @@ def gradient_sums_kernel(
     length,
     segments,
     steps,
+    DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    UNROLL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Per channel: the sum of the gradient and of gradient times x_hat. With constant statistics dx is known at once.
 
@@ -76,18 +80,24 @@ def gradient_sums_kernel(
     rstd = load_channel(statistics_ptr + channels, channel, channels, 1.0)
     weight = load_channel(weight_ptr, channel, channels, 1.0)
     bias = load_channel(bias_ptr, channel, channels, 0.0)
-    plain = tl.zeros((ROWS, GROUPS, 8), tl.float32)
-    weighted = tl.zeros((ROWS, GROUPS, 8), tl.float32)
-    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        element, inside, number, within = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
-        dy = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
-        x_hat = (tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
-        dz = upstream_gradient(dy, x_hat, weight, bias, keep_ptr, number, within, scale, ACTIVATION)
-        plain += dz
-        weighted += dz * x_hat
+    plain = tl.zeros((GROUPS, ROWS, 1, 8), tl.float32)
+    weighted = tl.zeros((GROUPS, ROWS, 1, 8), tl.float32)
+    for step in range(steps):
+        tile = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
+        base, element, inside, number, within = tile_addresses(
+            tile, rows, channels, length, segments, DEPTH, ROWS, GROUPS, CHANNELS_LAST, WHOLE
+        )
+        dy = tl.load(dy_ptr + base + element, mask=inside, other=0.0).to(tl.float32)
+        centred = tl.load(x_ptr + base + element, mask=inside, other=0.0).to(tl.float32) - mean
+        dz = upstream_gradient(dy, centred * rstd, weight, bias, keep_ptr, number, within, ACTIVATION)
+        plain += sum_of_thread(dz)
+        weighted += sum_of_thread(dz * centred)
         if dx_ptr is not None:
-            tl.store(dx_ptr + element, (dz * weight * rstd).to(dx_ptr.dtype.element_ty), mask=inside)
+            dx = dz * (weight * rstd * scale)
+            tl.store(dx_ptr + base + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    release(OVERLAP)
+    plain *= scale
+    weighted *= scale * rstd
     if parts_ptr is not None:
         target = parts_ptr + tl.program_id(0).to(tl.int64) * 2 * channels + channel
     else:
@@ -113,12 +123,15 @@ def input_gradient_kernel(
     length,
     segments,
     steps,
+    DEPTH: tl.constexpr,
     ROWS: tl.constexpr,
     GROUPS: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
+    WHOLE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    UNROLL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     channel = channel_index(GROUPS, CHANNELS_LAST)
     mean = load_channel(statistics_ptr, channel, channels, 0.0)
     rstd = load_channel(statistics_ptr + channels, channel, channels, 1.0)
@@ -126,16 +139,28 @@ def input_gradient_kernel(
     bias = load_channel(bias_ptr, channel, channels, 0.0)
     plain = load_channel(sums_ptr, channel, channels, 0.0) * inverse_count
     weighted = load_channel(sums_ptr + channels, channel, channels, 0.0) * inverse_count
+    # dx = (dz - plain - x_hat * weighted) * weight * rstd: two instructions an element where the mean may be folded in, as in
+    # the forward pass.
+    FOLD: tl.constexpr = x_ptr.dtype.element_ty != tl.float32
+    steepness = weight * rstd
+    tilt = -steepness * weighted * rstd
+    level = -steepness * plain
+    if FOLD:
+        level -= tilt * mean
+    steepness *= scale
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
-    for step in tl.range(0, steps, loop_unroll_factor=UNROLL):
-        row = (program * steps + steps - 1 - step) * ROWS + tl.arange(0, ROWS)
-        element, inside, number, within = tile_addresses(row, rows, channels, length, segments, GROUPS, CHANNELS_LAST)
-        dy = tl.load(dy_ptr + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        x = tl.load(x_ptr + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        x_hat = (x - mean) * rstd
-        dz = upstream_gradient(dy, x_hat, weight, bias, keep_ptr, number, within, scale, ACTIVATION)
-        dx = (dz - plain - x_hat * weighted) * weight * rstd
-        tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
+    for step in range(steps):
+        tile = program * steps + steps - 1 - step
+        base, element, inside, number, within = tile_addresses(
+            tile, rows, channels, length, segments, DEPTH, ROWS, GROUPS, CHANNELS_LAST, WHOLE
+        )
+        dy = tl.load(dy_ptr + base + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(x_ptr + base + element, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        dz = upstream_gradient(dy, (x - mean) * rstd, weight, bias, keep_ptr, number, within, ACTIVATION)
+        if not FOLD:
+            x -= mean
+        dx = dz * steepness + (x * tilt + level)
+        tl.store(dx_ptr + base + element, dx.to(dx_ptr.dtype.element_ty), mask=inside, eviction_policy="evict_first")
 
 
 def batch_norm_backward(
@@ -154,7 +179,9 @@ def batch_norm_backward(
     p: float,
 ) -> None:
     """Fills dx, and sums (`[2, channels]` fp32: gradient of bias, of weight); dy, x and dx lie alike in memory."""
-    tiles = tiling(layout, SUMS_TILE)
+    shape = SUMS_TILE[x.element_size()]
+    tiles = tiling(layout, shape)
+    overlap = overlaps(x)
     scale = keep_scale(p)
     parts = None
     if tiles.parts > 1:
@@ -166,18 +193,21 @@ def batch_norm_backward(
         (*saved, parts, sums, None if training else dx),
         (scale,),
         tiles.sizes,
-        (*tiles.constants, activation, SUMS_TILE.unroll),
+        (*tiles.constants, activation, overlap),
+        num_warps=shape.warps,
     )
     if parts is not None:
         column_sums(parts.view(tiles.parts, -1), sums.view(-1))
     if training:
-        tiles = tiling(layout, GRADIENT_TILE)
+        shape = GRADIENT_TILE[x.element_size()]
+        tiles = tiling(layout, shape)
         launch(
             input_gradient_kernel,
             (tiles.parts, tiles.columns),
             (*saved, sums, dx),
             (scale, 1 / layout.per_channel),
             tiles.sizes,
-            (*tiles.constants, activation, GRADIENT_TILE.unroll),
-            num_warps=GRADIENT_TILE.warps,
+            (*tiles.constants, activation, overlap),
+            num_warps=shape.warps,
+            launch_pdl=overlap,
         )

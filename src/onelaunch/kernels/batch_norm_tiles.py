@@ -15,35 +15,59 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.launch import cdiv, next_power_of_2
+from onelaunch.kernels.tiles import scattered
 
 
 class TileShape(NamedTuple):
-    groups: int  # of 8 elements in a tile
-    most_groups: int  # of them along memory; the rest of the tile goes down the rows
+    depth: int  # groups of 8 elements a thread holds, one below the other, whose loads are in flight together
+    most_groups: int  # of a tile along memory; the rest of its threads go down the rows
     programs: int  # about as many, at most
-    unroll: int  # tiles whose loads are in flight together
     warps: int = 4
 
 
 @triton.jit
-def tile_addresses(row, rows, channels, length, segments, GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """For tile rows `row`: element offsets and mask `[rows, groups, 8]`, group numbers and mask `[rows, groups]`."""
-    group = tl.arange(0, GROUPS)[None, :]
-    row = row[:, None]
-    if CHANNELS_LAST:
-        line = row
+def tile_addresses(
+    tile,
+    rows,
+    channels,
+    length,
+    segments,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Of a tile, given its number (int64): where it begins, element offsets from there and mask `[groups, rows, depth, 8]`;
+    group numbers and mask, without the 8. `WHOLE`: every tile is full, so nothing is masked.
+
+    Depth is an axis and not an unrolled loop, in which the compiler lets each load wait for the store before it. Of axes
+    along which nothing is contiguous, Triton lays threads first along the first: neighbours read neighbours.
+    """
+    group = tl.arange(0, GROUPS)[:, None, None]
+    lane = tl.arange(0, 8)[None, None, None, :]
+    first = tile * (DEPTH * ROWS)
+    row = tl.arange(0, DEPTH)[None, None, :] * ROWS + tl.arange(0, ROWS)[None, :, None]
+    present = (row < rows - first) | WHOLE
+    if CHANNELS_LAST:  # 32-bit offsets in the tile
         inner = channels
+        base = first * channels
         group = tl.program_id(1) * GROUPS + group
-    else:
-        line = (row // segments) * channels + tl.program_id(1)
+        groups_per_line = tl.cdiv(inner, 8)
+        number = first * groups_per_line + (row * groups_per_line + group)
+        column = tl.expand_dims(group, 3) * 8 + lane
+        element = tl.expand_dims(row, 3) * channels + column
+    else:  # neighbouring rows may be samples apart
         inner = length
-        group = (row % segments) * GROUPS + group
-    groups_per_line = tl.cdiv(inner, 8)
-    lane = tl.arange(0, 8)[None, None, :]
-    column = tl.expand_dims(group, 2) * 8 + lane
-    inside = tl.expand_dims(row < rows, 2) & (column < inner)
-    element = tl.expand_dims(line, 2) * inner + column
-    return element, inside, line * groups_per_line + group, (row < rows) & (group < groups_per_line)
+        base = tile * 0
+        line = ((first + row) // segments) * channels + tl.program_id(1)
+        group = ((first + row) % segments) * GROUPS + group
+        groups_per_line = tl.cdiv(inner, 8)
+        number = line * groups_per_line + group
+        column = tl.expand_dims(group, 3) * 8 + lane
+        element = tl.expand_dims(line, 3) * inner + column
+    inside = tl.expand_dims(present, 3) & ((column < inner) | WHOLE)
+    return base, element, inside, scattered(number), present & ((group < groups_per_line) | WHOLE)
 
 
 @triton.jit
@@ -51,18 +75,24 @@ def channel_index(GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
     """The channels of this program, in a shape that broadcasts over its tiles."""
     if CHANNELS_LAST:
         group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-        channel = group[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+        channel = group[:, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, :]
     else:
-        channel = tl.program_id(1) + tl.zeros((1, 1, 1), tl.int32)
+        channel = tl.program_id(1) + tl.zeros((1, 1, 1, 1), tl.int32)
     return channel
 
 
 @triton.jit
+def sum_of_thread(tile):
+    """`[groups, rows, depth, 8]` -> `[groups, rows, 1, 8]`: what one thread holds is added up, and no other is asked."""
+    return tl.sum(tile, axis=2, keep_dims=True)
+
+
+@triton.jit
 def sum_per_channel(tile, CHANNELS_LAST: tl.constexpr):
-    """`[rows, groups, 8]` -> `[1, groups, 8]` or `[1, 1, 1]`, the shape of `channel_index`."""
-    total = tl.sum(tile, axis=0, keep_dims=True)
+    """`[groups, rows, depth, 8]` -> `[groups, 1, 1, 8]` or `[1, 1, 1, 1]`, the shape of `channel_index`."""
+    total = tl.sum(sum_of_thread(tile), axis=1, keep_dims=True)
     if not CHANNELS_LAST:
-        total = tl.sum(tl.sum(total, axis=2, keep_dims=True), axis=1, keep_dims=True)
+        total = tl.sum(tl.sum(total, axis=3, keep_dims=True), axis=0, keep_dims=True)
     return total
 
 
@@ -102,20 +132,21 @@ class Tiling(NamedTuple):
     parts: int
     columns: int
     sizes: tuple[int, int, int, int, int]  # rows, channels, length, segments, steps, as the kernels take them
-    constants: tuple[int, int, bool]  # rows and groups of a tile, channels last
+    constants: tuple[int, int, int, bool, bool]  # depth, rows and groups of a tile, channels last, tiles all full
 
 
 @functools.lru_cache(1024)
 def tiling(layout: Layout, shape: TileShape) -> Tiling:
     groups = min(shape.most_groups, next_power_of_2(cdiv(layout.inner, 8)))
-    rows = shape.groups // groups
+    rows = 32 * shape.warps // groups
     blocks = cdiv(layout.inner, groups * 8)
     if layout.length == 0:
         tile_rows, columns, segments = layout.samples, blocks, 1
     else:
         tile_rows, columns, segments = layout.samples * blocks, layout.channels, blocks
-    tiles = cdiv(tile_rows, rows)
+    tiles = cdiv(tile_rows, rows * shape.depth)
     # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
     steps = next_power_of_2(cdiv(tiles * columns, shape.programs))
     sizes = (tile_rows, layout.channels, layout.length, segments, steps)
-    return Tiling(cdiv(tiles, steps), columns, sizes, (rows, groups, layout.length == 0))
+    whole = tile_rows % (rows * shape.depth * steps) == 0 and layout.inner % (groups * 8) == 0
+    return Tiling(cdiv(tiles, steps), columns, sizes, (shape.depth, rows, groups, layout.length == 0, whole))

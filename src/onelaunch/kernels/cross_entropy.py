@@ -10,12 +10,15 @@ A target outside `[0, classes)` that is not `ignore_index` makes the loss NaN ra
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from onelaunch.kernels.cross_entropy_long import long_rows
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import scaled_distance
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
@@ -45,12 +48,14 @@ def cross_entropy_kernel(
     SMOOTH: tl.constexpr,
     ALONE: tl.constexpr,
     MEAN: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One tile of whole rows a program.
 
     The gradient is scaled by `gradient_scale`, or by one over the number in `count_ptr`. `partial` takes, after a first
     place for the number of all rows that count, each program's sum of losses and its number of such rows.
     """
+    release(OVERLAP)
     if count_ptr is not None:
         gradient_scale = 1.0 / tl.load(count_ptr).to(tl.float32)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -111,8 +116,10 @@ def count_rows_kernel(target_ptr, count_ptr, rows, ignore_index, BLOCK: tl.const
 
 
 @triton.jit
-def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl.constexpr):
+def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl.constexpr, OVERLAP: tl.constexpr):
     """Adds the programs' sums in a fixed order; the number of rows that count goes to the first place of `partial`."""
+    begin(OVERLAP)
+    release(OVERLAP)
     loss = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, parts, BLOCK):
@@ -127,6 +134,7 @@ def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl
     tl.store(partial_ptr, rows)
 
 
+@functools.lru_cache(1024)
 def _tile(rows: int, classes: int) -> tuple[int, int, int]:
     """(rows, block, warps) of a tile of whole rows."""
     block = next_power_of_2(classes)
@@ -162,6 +170,7 @@ def cross_entropy_forward(
     rows, classes = x.shape
     single = reduction != "none"
     mean = reduction == "mean"
+    overlap = overlaps(x)
     per_row, scalar = (None, loss) if single else (loss, None)
     if classes > REGISTER_CLASSES:
         parts = rows
@@ -182,12 +191,13 @@ def cross_entropy_forward(
             (x, target, precounted, per_row, scalar, lse, dx, partial),
             (smoothing, 1 / rows if mean else 1.0),
             (rows, classes, x.stride(0), ignore_index),
-            (tile_rows, block, smoothing > 0, alone, mean),
+            (tile_rows, block, smoothing > 0, alone, mean, overlap and not alone),
             num_warps=warps,
         )
     if partial is not None and not alone:
         block, warps = _one_program(parts)
-        launch(mean_loss_kernel, (1,), (partial, loss), (), (parts,), (block, mean), num_warps=warps)
+        constants = (block, mean, overlap)
+        launch(mean_loss_kernel, (1,), (partial, loss), (), (parts,), constants, num_warps=warps, launch_pdl=overlap)
     return partial
 
 

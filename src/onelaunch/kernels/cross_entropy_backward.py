@@ -13,11 +13,15 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.overlap import begin, overlaps
 
 
 @triton.jit
-def rescale_kernel(dx_ptr, upstream_ptr, count_ptr, out_ptr, rows, n, steps, BLOCK: tl.constexpr):
+def rescale_kernel(
+    dx_ptr, upstream_ptr, count_ptr, out_ptr, rows, n, steps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """out = dx * upstream (times rows / count where every row was taken to count); nothing at all where that is one."""
+    begin(OVERLAP)
     factor = tl.load(upstream_ptr).to(tl.float32)
     if count_ptr is not None:
         count = tl.load(count_ptr)
@@ -74,7 +78,9 @@ def rescale(dx: torch.Tensor, upstream: torch.Tensor, count: torch.Tensor | None
     # Programs that find a factor of one leave at once; a grid much larger than the chip would still take microseconds.
     steps = max(1, next_power_of_2(cdiv(n, block * 1024)))
     grid = (cdiv(n, block * steps),)
-    launch(rescale_kernel, grid, (dx, upstream, count, out), (float(rows),), (n, steps), (block,), num_warps=8)
+    overlap = overlaps(dx)
+    tensors, constants = (dx, upstream, count, out), (block, overlap)
+    launch(rescale_kernel, grid, tensors, (float(rows),), (n, steps), constants, num_warps=8, launch_pdl=overlap)
 
 
 def cross_entropy_gradient(

@@ -15,9 +15,10 @@ import triton.language as tl
 from onelaunch.kernels.halves import joined, load_low, store_weights
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.optimizer import update_scalars, updated
+from onelaunch.kernels.overlap import begin, release
 from onelaunch.kernels.parts_update import update_bias
 from onelaunch.kernels.run_arguments import Clock, Tile, Weights
-from onelaunch.kernels.run_state import add_up_loss, begin, launch_step, release
+from onelaunch.kernels.run_state import add_up_loss, launch_step
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-# (kernel, device, every argument or its type) -> compiled kernel. A program has few shapes; a sweep over many starts anew.
+# (function, device, every argument or its type) -> compiled kernel. A program has few shapes; a sweep over many starts anew.
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 4096
 _runtime = knobs.runtime
@@ -90,9 +90,18 @@ def launch(
             options = launch_options(num_warps, num_stages, launch_pdl)
             launch(kernel, grid, tensors, values, sizes, constants, **options)
         return
-    pointers: list[Any] = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-    kinds = tuple([None if t is None else (t.dtype, p & 15) for t, p in zip(tensors, pointers, strict=True)])
-    key = (kernel, device, kinds, sizes, constants, num_warps, num_stages, launch_pdl)
+    pointers: list[Any] = []
+    kinds: list[Any] = []
+    for tensor in tensors:
+        if tensor is None:
+            pointers.append(None)
+            kinds.append(None)
+        else:
+            pointer = tensor.data_ptr()
+            pointers.append(pointer)
+            kinds.append((tensor.dtype, pointer & 15) if pointer & 15 else tensor.dtype)
+    # By the kernel's function: a kernel's own hash takes microseconds.
+    key = (kernel.fn, device, *kinds, sizes, constants, num_warps, num_stages, launch_pdl)
     compiled = _compiled.get(key)
     if compiled is None or _only_compiling or _hooked():
         if len(_compiled) >= _MOST_COMPILED:

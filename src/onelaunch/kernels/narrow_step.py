@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.output_layer import loss_and_gradient
+from onelaunch.kernels.overlap import begin, release
 from onelaunch.kernels.run_arguments import Clock, Rows
-from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, release, slope
+from onelaunch.kernels.run_state import as_number, gathered_rows, hyper, launch_step, slope
 from onelaunch.kernels.tiles import activate
 
 MOST_LINEARS = 4

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.launch import cdiv, next_power_of_2
+from onelaunch.kernels.overlap import begin
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Tile
-from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, run_keep, slope
+from onelaunch.kernels.run_state import as_number, gathered_rows, hyper, launch_step, run_keep, slope
 
 MOST_OUTPUTS = 1024  # a row of logits stays in registers
 

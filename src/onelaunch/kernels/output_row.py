@@ -15,8 +15,9 @@ import triton.language as tl
 
 from onelaunch.kernels.launch import next_power_of_2
 from onelaunch.kernels.output_layer import loss_and_gradient
+from onelaunch.kernels.overlap import begin, release
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows
-from onelaunch.kernels.run_state import as_number, begin, gathered_rows, hyper, launch_step, release, run_keep, slope
+from onelaunch.kernels.run_state import as_number, gathered_rows, hyper, launch_step, run_keep, slope
 
 HELD = 131_072  # bytes of weights a program holds at once: 64 registers a thread
 WARPS = 16

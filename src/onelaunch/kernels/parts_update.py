@@ -10,8 +10,9 @@ import triton.language as tl
 
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.optimizer import update_scalars, updated
+from onelaunch.kernels.overlap import begin, release
 from onelaunch.kernels.run_arguments import Clock, Weights
-from onelaunch.kernels.run_state import add_up_loss, begin, launch_step, release
+from onelaunch.kernels.run_state import add_up_loss, launch_step
 
 PARTS_UPDATE_BLOCK = 32  # weights a program: one line of memory a part
 

@@ -15,33 +15,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from onelaunch.kernels.launch import call, cdiv, launch, launch_options
+from onelaunch.kernels.overlap import begin
 from onelaunch.kernels.run_arguments import WIDTH, Clock
 from onelaunch.kernels.tiles import activation_gradient, activation_gradient_from_output
 from onelaunch.rng import permutation_bits, permutation_keys
 
 _WIDTH = tl.constexpr(WIDTH)
 ORDER_BLOCK = 1024
-
-
-@triton.jit
-def begin(OVERLAP: tl.constexpr):
-    """In every kernel of a step, before it reads what the kernel before it wrote: wait for that one's end, which this one's
-    start may overlap. All of them wait, so what still earlier kernels wrote is there without waiting; it is then read past L1
-    (".cg"), which may hold an older version.
-    """
-    if OVERLAP:
-        gdc_wait()
-
-
-@triton.jit
-def release(OVERLAP: tl.constexpr):
-    """After a program's main loop: the next kernel may be brought onto the chip. Sooner, it would take the place of programs
-    that still have work."""
-    if OVERLAP:
-        gdc_launch_dependents()
 
 
 @triton.jit

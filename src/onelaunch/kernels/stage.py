@@ -17,8 +17,9 @@ import triton.language as tl
 
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.linear import tile_of
+from onelaunch.kernels.overlap import begin, release
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Tile
-from onelaunch.kernels.run_state import as_number, begin, gathered_rows, launch_step, release, run_keep, slope
+from onelaunch.kernels.run_state import as_number, gathered_rows, launch_step, run_keep, slope
 from onelaunch.kernels.tiles import activate
 
 BAND = 8

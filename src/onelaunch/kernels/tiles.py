@@ -23,6 +23,37 @@ GELU_CUBIC = tl.constexpr(0.044715)
 THREE_GELU_CUBIC = tl.constexpr(0.134145)
 
 
+def _pairs_asm(half: str) -> str:
+    """PTX of `relu_and_drop` for one group. Outputs: $0-$3 y, two halves a register; $4 the byte, $5 nothing.
+    Inputs: $6-$13 z; $14-$21 the random words, each twice; $22 and $30 what to add, without its highest bits and those alone;
+    $38 the sign bits.
+
+    After relu no half has its sign bit set, so adding 0x7FFF sets it in all but zeros. The carry out of 16 bits is the
+    majority of both highest bits and of the carry into them (lop3 0xE8). 0x20 is a & ~b & c.
+    """
+    lines = [".reg .b32 y, s, d, m, f0, f1, f2, f3;"]
+    for pair in range(4):
+        even, odd, word, kept = f"${6 + 2 * pair}", f"${7 + 2 * pair}", f"${14 + 2 * pair}", f"f{pair}"
+        lines += [
+            f"cvt.rn.relu.{half}x2.f32 y, {odd}, {even};",
+            "add.u32 s, y, 0x7FFF7FFF;",
+            f"and.b32 d, {word}, 0x7FFF7FFF;",
+            "add.u32 d, d, $22;",
+            f"lop3.b32 d, {word}, $30, d, 0xE8;",
+            f"lop3.b32 {kept}, s, d, $38, 0x20;",
+            f"prmt.b32 m, {kept}, 0, 0xBB99;",
+            f"and.b32 ${pair}, y, m;",
+            f"shr.u32 {kept}, {kept}, {15 - 2 * pair};",
+        ]
+    lines += ["lop3.b32 f0, f0, f1, f2, 0xFE;", "or.b32 f0, f0, f3;", "shr.u32 f1, f0, 15;", "or.b32 $4, f0, f1;"]
+    lines += ["and.b32 $4, $4, 0xFF;", "mov.b32 $5, 0;"]
+    return "{ " + " ".join(lines) + " }"
+
+
+PAIRS_OPERANDS = tl.constexpr(",".join(["=&r"] * 6 + ["f"] * 8 + ["r"] * 32))
+PAIRS_BF16, PAIRS_FP16 = tl.constexpr(_pairs_asm("bf16")), tl.constexpr(_pairs_asm("f16"))
+
+
 @triton.jit
 def load_key(key_ptr, seed, offset):
     """The dropout key: two numbers given by value, or read from memory so that a replayed CUDA graph draws anew."""
@@ -33,11 +64,9 @@ def load_key(key_ptr, seed, offset):
 
 
 @triton.jit
-def random_16_bits(seed, offset, group):
-    """Eight independent 16-bit integers for each group: `[...]` int64 -> `[..., 8]` uint32.
-
-    Philox with key = seed and counter = (group, offset): lane 2i takes the low half of word i, lane 2i + 1 the high half.
-    """
+def random_words(seed, offset, group):
+    """Four independent uint32 for each group, `[...]` int64 -> `[..., 2, 2]`: Philox with key = seed and counter = (group,
+    offset)."""
     low = (group & 0xFFFFFFFF).to(tl.uint32)
     high = (group >> 32).to(tl.uint32)
     offset_low = (offset & 0xFFFFFFFF).to(tl.uint32)
@@ -45,9 +74,62 @@ def random_16_bits(seed, offset, group):
     key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     a, b, c, d = tl.philox_impl(low, high, offset_low + low * 0, offset_high + low * 0, key_low, key_high)
-    words = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.join(tl.join(a, c), tl.join(b, d))
+
+
+@triton.jit
+def random_16_bits(seed, offset, group):
+    """Eight independent 16-bit integers for each group, `[...]` int64 -> `[..., 8]` uint32: lane 2i takes the low half of word
+    i, lane 2i + 1 the high half."""
+    words = random_words(seed, offset, group)
     bits = tl.join(words & 0xFFFF, words >> 16)
     return tl.reshape(bits, group.shape + (8,))  # noqa: RUF005 (Triton knows no star)
+
+
+@triton.jit
+def relu_and_drop(z, seed, offset, group, threshold, DTYPE: tl.constexpr):
+    """`[..., 8]` fp32, scaled already -> relu(z) where it is kept, in DTYPE, and a byte of keep bits for each group.
+
+    Halves are worked on two at a time, which takes 5 integer instructions an element where one at a time takes 7: what bounds
+    a pass over bf16 is these, not memory.
+    """
+    if INTERPRETED or tl.float32 == DTYPE:
+        # Not `z > 0`: a NaN must come through, and its gradient too, as in torch.
+        keep = (random_16_bits(seed, offset, group).to(tl.int32) < threshold) & ((z <= 0) == 0)
+        y = tl.where(keep, z, 0.0).to(DTYPE)
+        bits = pack_bits(keep)
+    else:
+        words = random_words(seed, offset, group)
+        words = tl.reshape(tl.join(words, words), z.shape)
+        least = 65536 - threshold  # dropped is what carries when this is added to 16 random bits
+        low = (least & 0x7FFF) * 0x10001
+        top = (least & 0x8000) * 0x10001
+        signs = tl.where(threshold > 0, -0x7FFF8000, 0)  # 0x80008000; of 65536, which drops all, 16 bits say nothing
+        y, bits = tl.inline_asm_elementwise(
+            PAIRS_BF16 if tl.bfloat16 == DTYPE else PAIRS_FP16,
+            PAIRS_OPERANDS,
+            [z, words, low, top, signs],
+            dtype=(tl.int16, tl.uint8),
+            is_pure=True,
+            pack=8,
+        )
+        y = y.to(DTYPE, bitcast=True)
+        bits = tl.reshape(bits, group.shape + (2, 2, 2))  # noqa: RUF005
+        for _ in tl.static_range(3):  # the byte is the first of the eight
+            bits, _others = tl.split(bits)
+    return y, bits
+
+
+@triton.jit
+def scattered(number):
+    """The same int64 numbers, of which the compiler cannot see that they follow each other.
+
+    Bytes at such addresses are loaded and stored by the threads that use them. Of neighbours it gives a thread several, and
+    then every byte goes through shared memory, behind two barriers.
+    """
+    if not INTERPRETED:
+        number = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=True, pack=1)
+    return number
 
 
 @triton.jit

@@ -17,9 +17,10 @@ import triton.language as tl
 from onelaunch.kernels.launch import cdiv
 from onelaunch.kernels.linear import tile_of
 from onelaunch.kernels.optimizer import update_scalars
+from onelaunch.kernels.overlap import begin
 from onelaunch.kernels.parts_update import column_sums, update_bias, update_in_place
 from onelaunch.kernels.run_arguments import Clock, Rows, Tile, Weights
-from onelaunch.kernels.run_state import add_up_loss, as_number, begin, gathered_rows, launch_step
+from onelaunch.kernels.run_state import add_up_loss, as_number, gathered_rows, launch_step
 
 BAND = 8
 

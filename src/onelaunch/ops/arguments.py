@@ -51,6 +51,35 @@ def check_beside(argument: str, tensor: torch.Tensor | None, name: str, other: t
         )
 
 
+class KnownCalls:
+    """Calls whose arguments were found right. One like them, in the types, shapes and devices of its tensors and in its
+    options, need not be looked at again: the questions take microseconds, as long as the launch."""
+
+    MOST = 4096
+
+    def __init__(self) -> None:
+        self._keys: set[Any] = set()
+
+    def key(self, tensors: tuple[Any, ...], *options: Any) -> Any:
+        """What to ask and tell with; None for what is no tensor, or no option."""
+        try:
+            told = [t if t is None else (t.dtype, t.shape, t.get_device()) for t in tensors]
+            key = (*told, options, *[type(option) for option in options])  # a bool is no number, though True == 1.0
+            hash(key)
+        except (AttributeError, TypeError):
+            return None
+        return key
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._keys
+
+    def add(self, key: Any) -> None:
+        if len(self._keys) >= self.MOST:
+            self._keys.clear()
+        if key is not None:
+            self._keys.add(key)
+
+
 @functools.cache
 def kernels(name: str) -> Any:
     """The module `onelaunch.kernels.<name>`; the first call imports Triton. An import statement would cost each call."""

@@ -17,6 +17,7 @@ from onelaunch.kernels.dropout_key import NO_KEY
 from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
+    KnownCalls,
     check_activation,
     check_beside,
     check_float,
@@ -55,6 +56,11 @@ def _layout(x: Tensor) -> Any:
     return layout(x.shape[0], x.shape[1], inner)
 
 
+def _lies_in_one(statistic: Tensor | None) -> bool:
+    """So that a kernel can move it where it lies."""
+    return statistic is None or statistic.is_contiguous()
+
+
 def _side_by_side(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
@@ -71,6 +77,7 @@ def _forward_cuda(
         x = torch.empty_like(y).copy_(x)
     weight, bias = _side_by_side(weight), _side_by_side(bias)
     layout = _layout(x)
+    key = draw_key(x.device) if p else NO_KEY  # before the kernels: nothing stands between them then
     if training:
         moved = (running_mean, running_var) if momentum is not None else (None, None)
         kernels("batch_norm").batch_statistics(x, layout, statistics, *moved, momentum=momentum or 0.0, eps=eps)
@@ -79,7 +86,6 @@ def _forward_cuda(
         assert running_var is not None
         statistics[0].copy_(running_mean)
         torch.rsqrt(running_var.to(torch.float32) + eps, out=statistics[1])
-    key = draw_key(x.device) if p else NO_KEY
     kept = bits if p else None
     kernels("batch_norm").normalise(x, layout, statistics, weight, bias, y, kept, activation=activation, p=p, key=key)
     return y, statistics, bits
@@ -191,17 +197,17 @@ batch_norm_op.register_autograd(_backward, setup_context=_setup)
 class _EagerBatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Any, training: bool, momentum: float,
-        eps: float, activation: str | None, p: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Any, options: tuple[Any, ...]
+    ) -> Tensor:
         mean, var = running
+        training, momentum, eps, activation, p = options
         output = _forward_cuda(x, mean, var, weight, bias, training, eps, activation, p, momentum)
         _save(ctx, x, weight, bias, output, eps, (training, activation, p))
         return output[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        return *_gradients(ctx, dy, _backward_cuda), None, None, None, None, None, None
+        return *_gradients(ctx, dy, _backward_cuda), None, None
 
 
 _apply = direct_apply(_EagerBatchNorm)
@@ -218,12 +224,16 @@ def _check_numbers(eps: float, momentum: float, running_mean: Tensor | None, run
         raise OnelaunchError(f"{missing}=None beside the other one: pass both running statistics, or neither")
 
 
-def _check(x: Tensor, per_channel: tuple[tuple[str, Tensor | None], ...], training: bool) -> None:
+def _check(
+    x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
+    training: bool,
+) -> None:  # fmt: skip
     check_float("x", x)
     shape = x.shape
     if len(shape) < 2:
         raise OnelaunchError(f"x has shape {tuple(shape)}: pass [batch, channels] or [batch, channels, ...]")
-    for name, tensor in per_channel:
+    named = (("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias))
+    for name, tensor in named:
         if tensor is not None:
             check_beside(name, tensor, "x", x)
             if tensor.shape != shape[1:2]:
@@ -234,6 +244,9 @@ def _check(x: Tensor, per_channel: tuple[tuple[str, Tensor | None], ...], traini
             raise OnelaunchError(f"{name}=None needs training=True: pass the running statistics to evaluate with")
     if training and x.numel() == shape[1] > 0:
         raise OnelaunchError(f"x has shape {tuple(shape)}, one value a channel: pass more rows, or training=False")
+
+
+_known = KnownCalls()
 
 
 def batch_norm(
@@ -251,22 +264,27 @@ def batch_norm(
 ) -> Tensor:
     """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are moved as torch moves them."""
     if not isinstance(x, Tensor):
-        options = {"momentum": momentum, "eps": eps, "activation": activation, "dropout": dropout}
-        return overridden(batch_norm, "x", x, running_mean, running_var, weight, bias, training=training, **options)
-    _check_numbers(eps, momentum, running_mean, running_var)
-    check_activation(activation)
-    p = check_probability("dropout", dropout)
-    p = p if training else 0.0
+        named = {"momentum": momentum, "eps": eps, "activation": activation, "dropout": dropout}
+        return overridden(batch_norm, "x", x, running_mean, running_var, weight, bias, training=training, **named)
+    inside_transform = transformed()
+    eager = plain_eager(x) and not inside_transform
+    options = (training, momentum, eps, activation, dropout)
+    key = _known.key((x, running_mean, running_var, weight, bias), *options) if eager else None
+    if key not in _known:
+        _check_numbers(eps, momentum, running_mean, running_var)
+        check_activation(activation)
+        check_probability("dropout", dropout)
+        if not inside_transform:
+            _check(x, running_mean, running_var, weight, bias, training)
+        _known.add(key)
+    p = float(dropout) if training else 0.0
     running = (running_mean, running_var)
-    if transformed():
+    if inside_transform:
         z = F.batch_norm(x, *running, weight, bias, training, momentum, eps)
         return F.dropout(activate(z, activation), p)
-    named = (("running_mean", running_mean), ("running_var", running_var), ("weight", weight), ("bias", bias))
-    _check(x, named, training)
-    by_kernel = all(one is None or one.is_contiguous() for one in running)  # which moves them where they lie
-    if by_kernel and plain_eager(x) and x.dtype in KERNEL_DTYPES and x.numel():
+    if eager and _lies_in_one(running_mean) and _lies_in_one(running_var) and x.dtype in KERNEL_DTYPES and x.numel():
         if wants_gradient(x, weight, bias):
-            y = _apply(x, weight, bias, running, training, momentum, eps, activation, p)
+            y = _apply(x, weight, bias, running, (training, momentum, eps, activation, p))
         else:
             y = _forward_cuda(x, *running, weight, bias, training, eps, activation, p, momentum)[0]
         if training and running_mean is not None and running_var is not None:

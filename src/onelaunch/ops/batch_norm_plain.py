@@ -49,8 +49,8 @@ def empty_outputs(x: Tensor, p: float) -> Outputs:
     """Empty (y, statistics: mean and 1 / standard deviation, keep bits)."""
     exact = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = lies(x)
-    bits = torch.empty(bytes_for(*lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8, device=x.device)
-    return y, torch.empty((2, x.shape[1]), dtype=exact, device=x.device), bits
+    bits = x.new_empty(bytes_for(*lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8)
+    return y, x.new_empty((2, x.shape[1]), dtype=exact), bits
 
 
 def _per_channel(statistic: Tensor, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
-from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_number, kernels
+from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, check_float, check_number, kernels
 from onelaunch.ops.cross_entropy_plain import (
     cross_entropy_reference,
     empty_outputs,
@@ -138,17 +138,16 @@ class _EagerCrossEntropy(torch.autograd.Function):
     """Writes the gradient in the forward; backward rescales it in place, so it must not be kept for a second backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, options: tuple[float, int, str, bool]) -> Tensor:
+        smoothing, ignore_index, reduction, fp32_loss = options
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         shape = (logits.shape[0],) if reduction == "none" else ()
-        loss = torch.empty(shape, dtype=torch.float32 if fp32_loss else logits.dtype, device=logits.device)
+        loss = logits.new_empty(shape, dtype=torch.float32 if fp32_loss else logits.dtype)
         precounted = None
         if reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES:
             precounted = kernels("cross_entropy").count_rows(target, ignore_index)
-        dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        dx = torch.empty_like(logits, memory_format=torch.contiguous_format)
         partial = kernels("cross_entropy").cross_entropy_forward(
             logits, target, loss, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,
             reduction=reduction, precounted=precounted,
@@ -157,7 +156,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
         dx, count = ctx.saved_tensors
         if dloss.dim() == 1:
             dx = dx * dloss[:, None]
@@ -170,7 +169,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
             kernels("cross_entropy_backward").rescale(dx, dloss, count, dx, dx.shape[0])
         if torch.is_grad_enabled():
             dx = _not_twice(dx)
-        return dx, None, None, None, None, None
+        return dx, None, None
 
 
 _apply = direct_apply(_EagerCrossEntropy)
@@ -211,6 +210,9 @@ def _check(logits: Tensor, target: Tensor) -> None:
         )
 
 
+_known = KnownCalls()
+
+
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -227,13 +229,19 @@ def cross_entropy(
     if not isinstance(logits, Tensor):
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
         return overridden(cross_entropy, "logits", logits, target, **options)
-    check_loss_options(label_smoothing, ignore_index, reduction)
+    inside_transform = transformed()
+    eager = plain_eager(logits) and not inside_transform
+    key = _known.key((logits, target), label_smoothing, ignore_index, reduction) if eager else None
+    if key not in _known:
+        check_loss_options(label_smoothing, ignore_index, reduction)
+        if not inside_transform:
+            _check(logits, target)
+        _known.add(key)
     fp32_loss = autocast_dtype(logits.device) is not None
-    if transformed():
+    if inside_transform:
         exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits
         target = target if target.dtype.is_floating_point else target.long()
         return cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction)
-    _check(logits, target)
     if target.dtype.is_floating_point:  # with an index to ignore too: PyTorch says that probabilities have none
         return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
     flat = logits
@@ -245,9 +253,9 @@ def cross_entropy(
     if rows.dtype != torch.int64 or not rows.is_contiguous():
         rows = rows.to(torch.int64).contiguous()
     arguments = (float(label_smoothing), ignore_index, reduction, fp32_loss)
-    in_one_pass = plain_eager(logits) and flat.dtype in (torch.float32, torch.bfloat16) and flat.numel() > 0
+    in_one_pass = eager and flat.dtype in (torch.float32, torch.bfloat16) and flat.numel() > 0
     if in_one_pass and wants_gradient(flat):
-        loss = _apply(flat, rows, *arguments)
+        loss = _apply(flat, rows, arguments)
     elif in_one_pass:
         loss = _forward_cuda(flat, rows, *arguments)[0]
     else:

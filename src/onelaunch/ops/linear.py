@@ -21,6 +21,7 @@ from onelaunch.kernels.dropout_key import NO_KEY
 from onelaunch.ops import linear_choice
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
+    KnownCalls,
     check_activation,
     check_beside,
     check_float,
@@ -50,21 +51,25 @@ from onelaunch.ops.surroundings import (
 )
 
 
+def _with_whole_rows(matrix: Tensor) -> Tensor:
+    if matrix.is_contiguous():
+        return matrix
+    down, along = matrix.stride()
+    return matrix if along == 1 and down >= matrix.shape[1] else matrix.contiguous()
+
+
 def _forward_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if x.dtype not in KERNEL_DTYPES or not (x.numel() and weight.numel()):
         return forward_cpu(x, weight, bias, activation, p, save)
-    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
-        x = x.contiguous()
-    if weight.stride(1) != 1 or weight.stride(0) < weight.shape[1]:
-        weight = weight.contiguous()
+    x, weight = _with_whole_rows(x), _with_whole_rows(weight)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     shape = (x.shape[0], weight.shape[0])
-    y = torch.empty(shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(shape)
     z = torch.empty_like(y) if save and saves_z(activation) else None
-    bits = torch.empty(bytes_for(*shape), dtype=torch.uint8, device=x.device) if p else None
+    bits = y.new_empty(bytes_for(*shape), dtype=torch.uint8) if p else None
     key = draw_key(x.device) if p else NO_KEY
     call = linear_choice.Call(x, weight, bias, y, z, bits, activation, p, key)
     linear_choice.choose(call).run(call)
@@ -197,7 +202,11 @@ class _EagerLinear(torch.autograd.Function):
 _apply = direct_apply(_EagerLinear)
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _is_cast(x: Tensor, autocast: torch.dtype | None) -> bool:
+    return autocast is not None and x.dtype != torch.float64
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype | None) -> None:
     check_float("x", x)
     if weight is None:
         check_float("weight", weight)
@@ -211,6 +220,14 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise OnelaunchError(f"bias has shape {tuple(bias.shape)}: pass {tuple(weight.shape[:1])}, one a row of weight")
+    for argument, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype and not _is_cast(x, autocast):
+            raise OnelaunchError(
+                f"{argument} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast"
+            )
+
+
+_known = KnownCalls()
 
 
 def linear(
@@ -225,25 +242,26 @@ def linear(
     """`F.dropout(act(F.linear(x, weight, bias)), dropout, training)`."""
     if not isinstance(x, Tensor):
         return overridden(linear, "x", x, weight, bias, activation=activation, dropout=dropout, training=training)
-    check_activation(activation)
-    p = check_probability("dropout", dropout)
-    p = p if training else 0.0
-    if transformed():
-        return F.dropout(linear_reference(x, weight, bias, activation, None, 0.0), p)
-    _check(x, weight, bias)
+    inside_transform = transformed()
+    eager = plain_eager(x) and not inside_transform
     dtype = autocast_dtype(x.device)
-    if dtype is not None and x.dtype != torch.float64:
+    key = _known.key((x, weight, bias), activation, dropout, dtype) if eager else None
+    if key not in _known:
+        check_activation(activation)
+        check_probability("dropout", dropout)
+        if not inside_transform:
+            _check(x, weight, bias, dtype)
+        _known.add(key)
+    p = float(dropout) if training else 0.0
+    if inside_transform:
+        return F.dropout(linear_reference(x, weight, bias, activation, None, 0.0), p)
+    if _is_cast(x, dtype):
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    for argument, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise OnelaunchError(
-                f"{argument} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast"
-            )
     if activation is None and p == 0:
         return F.linear(x, weight, bias)
     flat = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
     save = wants_gradient(x, weight, bias)
-    if not plain_eager(x):
+    if not eager:
         y = linear_op(flat, weight, bias, activation, p, save)[0]
     elif save:
         y = _apply(flat, weight, bias, activation, p)

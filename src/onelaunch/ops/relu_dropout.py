@@ -70,7 +70,7 @@ def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None, save: bool = Tru
         y = torch.empty_like(x)
         if x.stride() != y.stride():
             x = y.copy_(x)
-    bits = torch.empty((x.numel() + 7) // 8, dtype=torch.uint8, device=x.device) if save else None
+    bits = x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8) if save else None
     kernels("relu_dropout").relu_dropout_forward(x, y, bits, p, draw_key(x.device))
     return y, bits
 

@@ -13,6 +13,7 @@ from onelaunch.kernels.linear import TileShape, can_use_tma, linear_forward
 from onelaunch.kernels.narrow_step import narrow_step
 from onelaunch.kernels.output_layer import output_layer
 from onelaunch.kernels.output_row import output_row
+from onelaunch.kernels.overlap import overlaps
 from onelaunch.kernels.parts_update import parts_update
 from onelaunch.kernels.run_arguments import Clock, Ending, Rows, Weights
 from onelaunch.kernels.run_state import add_up_losses
@@ -44,9 +45,7 @@ class StepRunner:
         self.optimizer, self.loss, self.batch, self.tf32 = optimizer, loss, batch, tf32
         self.endings = [Ending(stage.activation, stage.p, stage.layer, seed) for stage in stages]
         # It pays where kernels are short: 4 of 75 µs at 784-2048-2048-2048-10, batch 32. It cost large GEMMs 10 %.
-        cuda = weights[0].weight.device.type == "cuda"
-        hopper = cuda and torch.cuda.get_device_capability(weights[0].weight.device) >= (9, 0)
-        self.overlap = hopper and (step.small or step.narrow is not None)
+        self.overlap = overlaps(weights[0].weight) and (step.small or step.narrow is not None)
         self._plain = [Ending(stage.activation) for stage in stages]  # evaluation drops nothing
         self._last_uses = {operations: step.last_uses(operations) for operations in (step.operations, step.evaluation)}
 
