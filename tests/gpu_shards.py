@@ -1,6 +1,7 @@
 """All GPU tests in parallel processes, without pytest-xdist: `python -m tests.gpu_shards [PROCESSES [PATH…]]`.
 
-Tests are dealt out in turns; each process has caches of its own, so that none finds what another has just compiled.
+Tests are dealt out in turns; each process has caches of its own, so that none finds what another has just compiled. Those
+marked `alone` measure the GPU: they come last, when no other process is on it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 
-PYTEST = (sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-o", "addopts=", "-p", "no:cacheprovider")
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "-p", "no:cacheprovider")
 NOTHING_WRONG = {0, 5}  # pytest's exit codes: all passed, nothing collected
 
 
-def collected(paths: list[str]) -> list[str]:
-    found = subprocess.run((*PYTEST, "--collect-only", *paths), cwd=ROOT, capture_output=True, text=True, check=False)
+def collected(marks: str, paths: list[str]) -> list[str]:
+    command = (*PYTEST, "-m", marks, "--collect-only", *paths)
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return [line for line in found.stdout.splitlines() if re.match(r"tests/\S+\.py::", line)]
 
 
@@ -38,14 +40,16 @@ def run(names: list[str], cache: Path) -> int:
 
 def main() -> int:
     processes = int(sys.argv[1]) if len(sys.argv) > 1 else max(1, (os.cpu_count() or 2) * 2 // 3)
-    names, begin = collected(sys.argv[2:] or ["tests"]), time.perf_counter()
+    paths, begin = sys.argv[2:] or ["tests"], time.perf_counter()
+    names, alone = collected("gpu and not alone", paths), collected("gpu and alone", paths)
     slow = [name for name in names if "sanitizer" in name]  # a process each, and first: they take minutes
     rest = [name for name in names if "sanitizer" not in name]
     shards = [[name] for name in slow] + [rest[first::processes] for first in range(processes)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
         caches = [Path(folder) / str(number) for number in range(len(shards))]
         codes = list(pool.map(run, filter(None, shards), caches))
-    print(f"{len(names)} tests in {processes} processes, {time.perf_counter() - begin:.0f} s")
+        codes += [run(alone, Path(folder) / "alone")] if alone else []
+    print(f"{len(names) + len(alone)} tests in {processes} processes, {time.perf_counter() - begin:.0f} s")
     return 1 if set(codes) - NOTHING_WRONG else 0
 
 

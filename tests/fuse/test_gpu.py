@@ -89,6 +89,7 @@ def test_decisions_are_measured_once(cache: Path) -> None:
     assert predicted.groups[0].measured is None
 
 
+@pytest.mark.alone
 def test_large_chain_pays_and_tiny_one_is_decided() -> None:
     model = nn.Sequential(nn.LayerNorm(4096), nn.ReLU(), nn.Dropout(0.5)).cuda()
     (group,) = ol.explain(model, torch.randn(8192, 4096, device="cuda")).groups

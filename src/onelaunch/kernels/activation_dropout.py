@@ -26,10 +26,9 @@ from onelaunch.kernels.tiles import (
     activate,
     activation_gradient,
     activation_gradient_from_output,
+    kept,
     load_key,
     pack_bits,
-    random_16_bits,
-    relu_and_drop,
     scattered,
     unpack_bits,
 )
@@ -108,19 +107,16 @@ def activation_dropout_forward_kernel(
         z += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)
     if STORE_Z:
         tl.store(z_ptr + element, z.to(z_ptr.dtype.element_ty), mask=inside)
-    if keep_ptr is None:
-        y = _activate(z, ACTIVATION)
-    else:
+    y = _activate(z, ACTIVATION)
+    if keep_ptr is not None:
         seed, offset = load_key(key_ptr, seed, offset)
         groups_per_row = tl.cdiv(n, 8)
         number = scattered(row * groups_per_row + group)
+        keep = kept(z, seed, offset, number, threshold)
         if ACTIVATION == "relu":
-            y, bits = relu_and_drop(z * scale, seed, offset, number, threshold, y_ptr.dtype.element_ty)
-        else:
-            keep = random_16_bits(seed, offset, number).to(tl.int32) < threshold
-            y = tl.where(keep, _activate(z, ACTIVATION) * scale, 0.0)
-            bits = pack_bits(keep)
-        tl.store(keep_ptr + number, bits, mask=(row < m) & (group < groups_per_row))
+            keep = keep & ((z <= 0) == 0)
+        y = tl.where(keep, y * scale, 0.0)
+        tl.store(keep_ptr + number, pack_bits(keep), mask=(row < m) & (group < groups_per_row))
     tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -187,7 +183,7 @@ def column_sum_kernel(sums_ptr, out_ptr, parts, n, ROWS: tl.constexpr, COLUMNS: 
 
 def tile_shape(n: int, groups_per_tile: int = GROUPS_PER_TILE) -> tuple[int, int]:
     """(rows, groups) of a tile over a matrix with n columns."""
-    groups = min(64, next_power_of_2(cdiv(n, 8)))
+    groups = min(128, next_power_of_2(cdiv(n, 8)))
     return groups_per_tile // groups, groups
 
 

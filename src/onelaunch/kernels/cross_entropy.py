@@ -19,12 +19,17 @@ import triton.language as tl
 from onelaunch.kernels.cross_entropy_long import long_rows
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 from onelaunch.kernels.overlap import begin, overlaps, release
-from onelaunch.kernels.tiles import scaled_distance
+from onelaunch.kernels.tiles import scaled_distance, scattered
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
 REGISTER_CLASSES = 8192  # the longest row a program holds in registers; of longer ones it reads the second time from L2
 MOST_COUNTED = 65_536  # rows by one program, eight trips to memory; more are counted by PyTorch's own kernels
-FEW_CLASSES, FEW_ELEMENTS = 32, 512  # below: a warp a program, 16 elements a thread. 65536 x 10 fp32: 5.8 us, not 10
+FEW_CLASSES, FEW_ELEMENTS, FEW_WARPS = (
+    32,
+    512,
+    1,
+)  # a warp a program, 16 elements a thread. 65536 x 10 fp32: 5.8 us, not 10
+FEW = tl.constexpr(FEW_CLASSES)
 
 
 @triton.jit
@@ -63,7 +68,10 @@ def cross_entropy_kernel(
     row_inside = row < rows
     inside = row_inside[:, None] & (column < classes)[None, :]
     target = tl.load(target_ptr + row, mask=row_inside, other=0)
-    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+    element = row[:, None] * row_stride + column[None, :]
+    if BLOCK <= FEW:  # a thread takes a whole row, and need ask no other for its maximum and its sum
+        element = scattered(element)
+    x = tl.load(x_ptr + element, mask=inside, other=float("-inf")).to(tl.float32)
     counts = row_inside & (target != ignore_index)
     valid = (target >= 0) & (target < classes)
     picked = tl.load(x_ptr + row * row_stride + target, mask=counts & valid, other=0.0).to(tl.float32)
@@ -141,7 +149,7 @@ def _tile(rows: int, classes: int) -> tuple[int, int, int]:
     if rows * block <= ALONE_ELEMENTS:
         tile_rows = next_power_of_2(rows)
     elif block <= FEW_CLASSES:
-        return FEW_ELEMENTS // block, block, 1
+        return FEW_ELEMENTS // block, block, FEW_WARPS
     else:
         tile_rows = max(1, 1024 // block)
     warps = 4 if tile_rows * block <= 4096 else 8 if tile_rows * block <= 8192 else 16

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import call, cdiv, launch
-from onelaunch.kernels.tiles import activate, load_key, pack_bits, random_16_bits
+from onelaunch.kernels.tiles import activate, kept, load_key, pack_bits
 from onelaunch.rng import keep_scale, keep_threshold
 
 
@@ -66,9 +66,10 @@ def finish_tile(
         groups_per_row = tl.cdiv(n, 8)
         group = tl.min(column, axis=0) // 8 + tl.arange(0, BLOCK_N // 8)
         number = row.to(tl.int64)[:, None] * groups_per_row + group[None, :]
-        keep = random_16_bits(seed, offset, number).to(tl.int32) < threshold
+        groups = tl.reshape(z, (BLOCK_M, BLOCK_N // 8, 8))
+        keep = kept(groups, seed, offset, number, threshold)
         if ACTIVATION == "relu":
-            keep = keep & ((tl.reshape(z, (BLOCK_M, BLOCK_N // 8, 8)) <= 0) == 0)
+            keep = keep & ((groups <= 0) == 0)
         y = tl.where(keep, tl.reshape(y, (BLOCK_M, BLOCK_N // 8, 8)) * scale, 0.0)
         y = tl.reshape(y, (BLOCK_M, BLOCK_N))
         tl.store(keep_ptr + number, pack_bits(keep), mask=(row < m)[:, None] & (group < groups_per_row)[None, :])

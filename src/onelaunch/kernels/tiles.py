@@ -87,15 +87,29 @@ def random_16_bits(seed, offset, group):
 
 
 @triton.jit
+def kept(z, seed, offset, group, threshold):
+    """Which elements of z, fp32 `[..., 8]`, dropout keeps.
+
+    z has no say in it. But tied to it, the numbers are drawn by the threads that hold its elements; left alone they are drawn
+    by these and again by those that pack the bits.
+    """
+    bits = random_16_bits(seed, offset, group).to(tl.int32)
+    if not INTERPRETED:
+        bits = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,f", [bits, z], dtype=tl.int32, is_pure=True, pack=1)
+    return bits < threshold
+
+
+@triton.jit
 def relu_and_drop(z, seed, offset, group, threshold, DTYPE: tl.constexpr):
     """`[..., 8]` fp32, scaled already -> relu(z) where it is kept, in DTYPE, and a byte of keep bits for each group.
 
     Halves are worked on two at a time, which takes 5 integer instructions an element where one at a time takes 7: what bounds
-    a pass over bf16 is these, not memory.
+    a pass over bf16 is these, not memory. It is worth it where a thread has one group at a time; of more, Triton sends the
+    random words through shared memory.
     """
     if INTERPRETED or tl.float32 == DTYPE:
         # Not `z > 0`: a NaN must come through, and its gradient too, as in torch.
-        keep = (random_16_bits(seed, offset, group).to(tl.int32) < threshold) & ((z <= 0) == 0)
+        keep = kept(z, seed, offset, group, threshold) & ((z <= 0) == 0)
         y = tl.where(keep, z, 0.0).to(DTYPE)
         bits = pack_bits(keep)
     else:

@@ -11,6 +11,7 @@ underflows.)
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -134,6 +135,11 @@ def _not_twice(gradient: Tensor) -> Tensor:
     return torch._C._functions.DelayedError(said, 1)(gradient.detach().requires_grad_())
 
 
+@functools.cache
+def _scalar(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device)
+
+
 class _EagerCrossEntropy(torch.autograd.Function):
     """Writes the gradient in the forward; backward rescales it in place, so it must not be kept for a second backward."""
 
@@ -142,8 +148,11 @@ class _EagerCrossEntropy(torch.autograd.Function):
         smoothing, ignore_index, reduction, fp32_loss = options
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        shape = (logits.shape[0],) if reduction == "none" else ()
-        loss = logits.new_empty(shape, dtype=torch.float32 if fp32_loss else logits.dtype)
+        dtype = torch.float32 if fp32_loss else logits.dtype
+        if reduction == "none":
+            loss = logits.new_empty(logits.shape[0], dtype=dtype)
+        else:
+            loss = torch.empty_like(_scalar(logits.device, dtype))  # half the Python time of any other way
         precounted = None
         if reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES:
             precounted = kernels("cross_entropy").count_rows(target, ignore_index)

@@ -102,7 +102,7 @@ def candidates(call: Call) -> list[Implementation]:
     if m * n <= 256 * 1024:  # few tiles: latency decides, so all of a short k is in flight at once
         found += [fused(16, 16, 256, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
         if call.x.shape[1] <= 1024 and call.x.element_size() == 2:
-            found += [fused(16, 16, 1024, 4, 1), fused(16, 32, 1024, 4, 1)]
+            found += [fused(16, 8, 1024, 2, 1), fused(16, 16, 1024, 4, 1), fused(16, 32, 1024, 4, 1)]
         if tma:
             found += [fused(64, 16, 128, 4, 7, True)]
     elif m * n <= 4 * 2**20:
