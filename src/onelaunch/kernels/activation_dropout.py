@@ -29,6 +29,7 @@ from onelaunch.kernels.tiles import (
     kept,
     load_key,
     pack_bits,
+    relu_and_drop,
     scattered,
     unpack_bits,
 )
@@ -107,16 +108,19 @@ def activation_dropout_forward_kernel(
         z += tl.load(bias_ptr + column, mask=column < n, other=0.0).to(tl.float32)
     if STORE_Z:
         tl.store(z_ptr + element, z.to(z_ptr.dtype.element_ty), mask=inside)
-    y = _activate(z, ACTIVATION)
-    if keep_ptr is not None:
+    if keep_ptr is None:
+        y = _activate(z, ACTIVATION)
+    else:
         seed, offset = load_key(key_ptr, seed, offset)
         groups_per_row = tl.cdiv(n, 8)
         number = scattered(row * groups_per_row + group)
-        keep = kept(z, seed, offset, number, threshold)
         if ACTIVATION == "relu":
-            keep = keep & ((z <= 0) == 0)
-        y = tl.where(keep, y * scale, 0.0)
-        tl.store(keep_ptr + number, pack_bits(keep), mask=(row < m) & (group < groups_per_row))
+            y, bits = relu_and_drop(z * scale, seed, offset, number, threshold, y_ptr.dtype.element_ty)
+        else:
+            keep = kept(z, seed, offset, number, threshold)
+            y = tl.where(keep, _activate(z, ACTIVATION) * scale, 0.0)
+            bits = pack_bits(keep)
+        tl.store(keep_ptr + number, bits, mask=(row < m) & (group < groups_per_row))
     tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 

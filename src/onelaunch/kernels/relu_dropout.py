@@ -17,7 +17,7 @@ import triton.language as tl
 
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import cdiv, launch
-from onelaunch.kernels.tiles import kept, load_key, pack_bits, unpack_bits
+from onelaunch.kernels.tiles import load_key, relu_and_drop, unpack_bits
 from onelaunch.rng import keep_scale, keep_threshold
 
 GROUP = 8  # elements that share one Philox call and one byte of keep bits
@@ -47,13 +47,11 @@ def relu_dropout_forward_kernel(
 
     x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
     seed, offset = load_key(key_ptr, seed, offset)  # after x is asked for
-    # Not `x > 0`: a NaN must come through, and its gradient too, as in torch.
-    keep = kept(x, seed, offset, group, threshold) & ((x <= 0) == 0)
-    y = tl.where(keep, x * scale, 0.0)
+    y, bits = relu_and_drop(x * scale, seed, offset, group, threshold, y_ptr.dtype.element_ty)
 
-    tl.store(y_ptr + element, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + element, y, mask=inside)
     if keep_ptr is not None:
-        tl.store(keep_ptr + group, pack_bits(keep), mask=(group * 8 < n) | WHOLE)
+        tl.store(keep_ptr + group, bits, mask=(group * 8 < n) | WHOLE)
 
 
 @triton.jit

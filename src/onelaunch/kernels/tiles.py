@@ -23,35 +23,25 @@ GELU_CUBIC = tl.constexpr(0.044715)
 THREE_GELU_CUBIC = tl.constexpr(0.134145)
 
 
-def _pairs_asm(half: str) -> str:
-    """PTX of `relu_and_drop` for one group. Outputs: $0-$3 y, two halves a register; $4 the byte, $5 nothing.
-    Inputs: $6-$13 z; $14-$21 the random words, each twice; $22 and $30 what to add, without its highest bits and those alone;
-    $38 the sign bits.
+def _pair_asm(half: str) -> str:
+    """PTX of `relu_and_drop` for two elements: $0 takes both halves of y, $1 the keep bits, in the place of their signs.
+    $2 and $3 are z; $4 the random halves; $5 and $6 what to add to them, without its highest bits and those; $7 the signs.
 
-    After relu no half has its sign bit set, so adding 0x7FFF sets it in all but zeros. The carry out of 16 bits is the
-    majority of both highest bits and of the carry into them (lop3 0xE8). 0x20 is a & ~b & c.
+    After relu no half has its sign set, so adding 0x7FFF sets it in all but zeros. The carry out of 16 bits is the majority
+    of both highest bits and of the carry into them (lop3 0xE8). 0x20 is a & ~b & c; prmt makes a mask of each sign.
     """
-    lines = [".reg .b32 y, s, d, m, f0, f1, f2, f3;"]
-    for pair in range(4):
-        even, odd, word, kept = f"${6 + 2 * pair}", f"${7 + 2 * pair}", f"${14 + 2 * pair}", f"f{pair}"
-        lines += [
-            f"cvt.rn.relu.{half}x2.f32 y, {odd}, {even};",
-            "add.u32 s, y, 0x7FFF7FFF;",
-            f"and.b32 d, {word}, 0x7FFF7FFF;",
-            "add.u32 d, d, $22;",
-            f"lop3.b32 d, {word}, $30, d, 0xE8;",
-            f"lop3.b32 {kept}, s, d, $38, 0x20;",
-            f"prmt.b32 m, {kept}, 0, 0xBB99;",
-            f"and.b32 ${pair}, y, m;",
-            f"shr.u32 {kept}, {kept}, {15 - 2 * pair};",
-        ]
-    lines += ["lop3.b32 f0, f0, f1, f2, 0xFE;", "or.b32 f0, f0, f3;", "shr.u32 f1, f0, 15;", "or.b32 $4, f0, f1;"]
-    lines += ["and.b32 $4, $4, 0xFF;", "mov.b32 $5, 0;"]
-    return "{ " + " ".join(lines) + " }"
+    return f"""{{ .reg .b32 s, d;
+    cvt.rn.relu.{half}x2.f32 $0, $3, $2;
+    add.u32 s, $0, 0x7FFF7FFF;
+    and.b32 d, $4, 0x7FFF7FFF;
+    add.u32 d, d, $5;
+    lop3.b32 d, $4, $6, d, 0xE8;
+    lop3.b32 $1, s, d, $7, 0x20;
+    prmt.b32 d, $1, 0, 0xBB99;
+    and.b32 $0, $0, d; }}"""
 
 
-PAIRS_OPERANDS = tl.constexpr(",".join(["=&r"] * 6 + ["f"] * 8 + ["r"] * 32))
-PAIRS_BF16, PAIRS_FP16 = tl.constexpr(_pairs_asm("bf16")), tl.constexpr(_pairs_asm("f16"))
+PAIR_BF16, PAIR_FP16 = tl.constexpr(_pair_asm("bf16")), tl.constexpr(_pair_asm("f16"))
 
 
 @triton.jit
@@ -113,24 +103,27 @@ def relu_and_drop(z, seed, offset, group, threshold, DTYPE: tl.constexpr):
         y = tl.where(keep, z, 0.0).to(DTYPE)
         bits = pack_bits(keep)
     else:
-        words = random_words(seed, offset, group)
-        words = tl.reshape(tl.join(words, words), z.shape)
+        even, odd = tl.split(tl.reshape(z, group.shape + (4, 2)))  # noqa: RUF005
+        words = tl.reshape(random_words(seed, offset, group), group.shape + (4,))  # noqa: RUF005
         least = 65536 - threshold  # dropped is what carries when this is added to 16 random bits
         low = (least & 0x7FFF) * 0x10001
         top = (least & 0x8000) * 0x10001
         signs = tl.where(threshold > 0, -0x7FFF8000, 0)  # 0x80008000; of 65536, which drops all, 16 bits say nothing
-        y, bits = tl.inline_asm_elementwise(
-            PAIRS_BF16 if tl.bfloat16 == DTYPE else PAIRS_FP16,
-            PAIRS_OPERANDS,
-            [z, words, low, top, signs],
-            dtype=(tl.int16, tl.uint8),
+        pairs, keep = tl.inline_asm_elementwise(
+            PAIR_BF16 if tl.bfloat16 == DTYPE else PAIR_FP16,
+            "=&r,=&r,f,f,r,r,r,r",
+            [even, odd, words, low, top, signs],
+            dtype=(tl.uint32, tl.uint32),
             is_pure=True,
-            pack=8,
+            pack=1,
         )
-        y = y.to(DTYPE, bitcast=True)
-        bits = tl.reshape(bits, group.shape + (2, 2, 2))  # noqa: RUF005
-        for _ in tl.static_range(3):  # the byte is the first of the eight
-            bits, _others = tl.split(bits)
+        y = tl.join((pairs & 0xFFFF).to(tl.uint16), (pairs >> 16).to(tl.uint16))
+        y = tl.reshape(y, z.shape).to(DTYPE, bitcast=True)
+        lane = tl.arange(0, 4)
+        for _ in tl.static_range(len(group.shape)):
+            lane = lane[None]
+        spread = tl.sum(keep >> (15 - 2 * lane).to(tl.uint32), axis=len(group.shape))  # bits 0, 2, 4, 6, 16, 18, 20, 22
+        bits = (spread | (spread >> 15)).to(tl.uint8)
     return y, bits
 
 
