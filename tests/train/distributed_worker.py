@@ -1,4 +1,4 @@
-"""One rank of a job of tests/train/test_distributed.py: `python distributed_worker.py FOLDER [die]`."""
+"""One rank of a job of tests/train/test_distributed.py: `python distributed_worker.py FOLDER [die|share]`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import distributed, nn
 
 import onelaunch as ol
 from onelaunch.errors import OnelaunchError
@@ -18,10 +18,10 @@ ROWS, BATCH = 53, 16  # the last batch has five rows, and two ranks share every 
 OPTIONS = {"batch_size": BATCH, "optimizer": "adam", "lr": 1e-2, "weight_decay": 1e-3, "seed": 5, "progress": False}
 
 
-def model_and_data() -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+def model_and_data(device: str = "cpu") -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.3), nn.Linear(24, 3))
-    return model, torch.randn(ROWS, 6), torch.randint(3, (ROWS,))
+    return model.to(device), torch.randn(ROWS, 6).to(device), torch.randint(3, (ROWS,)).to(device)
 
 
 class Dies(nn.Module):
@@ -41,9 +41,12 @@ class Dies(nn.Module):
 def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    model, x, y = model_and_data()
+    device = "cuda" if "share" in sys.argv else "cpu"
+    model, x, y = model_and_data(device)
     if "die" in sys.argv:
         model.append(Dies())
+    if "share" in sys.argv:  # one GPU, which NCCL gives to one rank alone: gloo carries what lies there too
+        distributed.init_process_group("gloo")
     with joined() as team:
         checkpoint = folder / "run.safetensors"
         try:
@@ -51,7 +54,7 @@ def main() -> None:
         except OnelaunchError as error:
             print(f"{type(error).__name__}: {error}")
             sys.exit(2)
-        again, _, _ = model_and_data()  # a rank that comes back knows nothing but the file
+        again, _, _ = model_and_data(device)  # a rank that comes back knows nothing but the file
         history = ol.fit(again, x, y, epochs=4, validation=(x, y), checkpoint=checkpoint, resume=True, **OPTIONS)
     assert len(first.losses) == 8
     if team.leads:

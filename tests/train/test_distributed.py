@@ -21,14 +21,14 @@ from tests.train.distributed_worker import OPTIONS, model_and_data
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
 
-def start_ranks(count: int, *arguments: str | Path) -> list[subprocess.Popen[str]]:
+def start_ranks(count: int, *arguments: str | Path, gpu: bool = False) -> list[subprocess.Popen[str]]:
     """So many times `python arguments…`, as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     paths = os.pathsep.join(path for path in sys.path if path)
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    shared |= {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
+    shared |= {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "0" if gpu else ""}
     return [
         subprocess.Popen(
             [sys.executable, *arguments], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
@@ -46,15 +46,16 @@ def outcome(rank: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str
     return rank.returncode, said
 
 
-def test_two_ranks_are_one_process_also_after_a_resume(tmp_path):
-    for rank in start_ranks(2, WORKER, tmp_path):
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "one GPU for both"])
+def test_two_ranks_are_one_process_also_after_a_resume(tmp_path, gpu):
+    for rank in start_ranks(2, WORKER, tmp_path, *(["share"] if gpu else []), gpu=gpu):
         code, said = outcome(rank)
         assert code == 0, said
     got = load_file(tmp_path / "result.safetensors")
-    model, x, y = model_and_data()
+    model, x, y = model_and_data("cuda" if gpu else "cpu")
     history = ol.fit(model, x, y, epochs=4, validation=(x, y), engine="eager", **OPTIONS)
     for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5)
+        torch.testing.assert_close(got[name], tensor.cpu(), rtol=0, atol=1e-5)
     torch.testing.assert_close(got["losses"], torch.tensor(history.losses), rtol=1e-5, atol=1e-6)
     expected = [[record["accuracy"], record["validation"]["accuracy"]] for record in history.epochs]
     torch.testing.assert_close(got["accuracies"], torch.tensor(expected))
