@@ -21,6 +21,7 @@ from onelaunch.files import cache_folder, write_atomic
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.ops.arguments import kernels
 
+CANDIDATES = 2  # the times on disk are those of these kernels and tiles; a change of either needs another number
 TIMED_SECONDS = 2e-3  # of GPU time for each sample of a candidate
 SAMPLES = 7
 
@@ -191,7 +192,7 @@ def table(device: int) -> Table:
         import triton
 
         chip = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-        name = f"linear-{chip}-torch{torch.__version__}-triton{triton.__version__}.json"
+        name = f"linear-v{CANDIDATES}-{chip}-torch{torch.__version__}-triton{triton.__version__}.json"
         _tables[device] = Table(cache_folder("linear") / name)
     return _tables[device]
 

@@ -1,0 +1,71 @@
+"""A call like one that was found right is not checked again; one that only looks like it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from onelaunch import batch_norm, cross_entropy, linear
+from onelaunch.errors import OnelaunchError
+from onelaunch.ops.arguments import KnownCalls
+
+
+def test_keys_tell_calls_apart():
+    known, x, w = KnownCalls(), torch.zeros(4, 3), torch.zeros(5, 3)
+    first = known.key((x, w, None), "relu", 1.0)
+    known.add(first)
+    assert known.key((torch.ones(4, 3), w, None), "relu", 1.0) in known
+    others = [
+        ((x, w, torch.zeros(5)), "relu", 1.0),
+        ((x.double(), w, None), "relu", 1.0),
+        ((x.to("meta"), w.t(), None), "relu", 1.0),
+        ((x, w.t(), None), "relu", 1.0),
+        ((x, w, None), "gelu", 1.0),
+        ((x, w, None), "relu", True),  # equal to 1.0, and no probability
+        ((x, w, None), "relu", 1),
+    ]
+    for tensors, *options in others:
+        assert known.key(tensors, *options) not in known
+
+
+def test_what_has_no_key_is_never_known():
+    known = KnownCalls()
+    for key in (known.key(([1.0, 2.0],), 0.5), known.key((torch.zeros(2),), [0.5])):
+        assert key is None
+        known.add(key)
+        assert key not in known
+
+
+def test_they_are_forgotten_before_they_are_too_many(monkeypatch):
+    monkeypatch.setattr(KnownCalls, "MOST", 3)
+    known = KnownCalls()
+    for number in range(10):
+        known.add(("call", number))
+        assert ("call", number) in known
+        assert len(known._keys) <= 3
+
+
+@pytest.mark.gpu
+def test_a_wrong_call_after_a_right_one_is_refused():
+    x, w, b = torch.randn(8, 4, device="cuda"), torch.randn(6, 4, device="cuda"), torch.randn(6, device="cuda")
+    linear(x, w, b, activation="relu", dropout=1.0)
+    for change in ({"dropout": True}, {"dropout": 1.5}, {"activation": "rulu"}):
+        with pytest.raises(OnelaunchError):
+            linear(x, w, b, **{"activation": "relu", "dropout": 1.0, **change})
+    for arguments in ((x, w.t(), b), (x, w, b.double()), (x, w.cpu(), b), (x, w, b[:5])):
+        with pytest.raises(OnelaunchError):
+            linear(*arguments, activation="relu", dropout=1.0)
+    with torch.autocast("cuda", torch.bfloat16):
+        linear(x, w.bfloat16(), b, activation="relu", dropout=1.0)  # cast to one dtype
+    with pytest.raises(OnelaunchError, match="weight has dtype"):
+        linear(x, w.bfloat16(), b, activation="relu", dropout=1.0)  # and outside not
+    target = torch.zeros(8, dtype=torch.int64, device="cuda")
+    cross_entropy(x, target)
+    for arguments in ((x, target[:4]), (x, target.cpu()), (x, target.bool())):
+        with pytest.raises(OnelaunchError):
+            cross_entropy(*arguments)
+    mean, var = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
+    batch_norm(x, mean, var, training=True)
+    for arguments in ((x, mean, var[:3]), (x, mean, None), (x[:1], mean, var)):
+        with pytest.raises(OnelaunchError):
+            batch_norm(*arguments, training=True)
