@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / "src" / "onelaunch"
 # Bottom row first. A room imports rooms of lower rows and itself; rooms of one row do not know each other.
 ROWS = [
-    {"errors", "files", "number", "version"},
+    {"capture", "errors", "files", "number", "version"},
     {"device", "rng"},
     {"kernels"},
     {"ops", "data"},

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from onelaunch.bench.contenders import AUTOCAST, make_optimizer
+from onelaunch.capture import capturing
 from onelaunch.rng import permutation
 from onelaunch.train.engines.contract import Run
 from onelaunch.train.objective import as_features, loss_of
@@ -118,7 +119,7 @@ class Captured:
                 for _ in range(WARM_UP):
                     self._whole_step()
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(self.graph, stream=stream):
+            with capturing(self.graph, stream=stream):
                 self._whole_step()
 
     def _whole_step(self) -> None:

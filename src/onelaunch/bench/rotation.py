@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from onelaunch.bench.case import Trial, Work
+from onelaunch.capture import capturing
 
 Step = Callable[[int], object]  # the work on input set i
 ROTATED_BYTES = 256 * 2**20  # inputs of one round: several times any L2
@@ -37,7 +38,7 @@ def graphed(step: Step, sets: int) -> Work:
             step(0)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with capturing(graph):
         for call in range(calls_for(sets)):
             step(call % sets)
     return graph.replay

@@ -15,6 +15,7 @@ import torch
 
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops.activations import FROM_OUTPUT
+from onelaunch.ops.cross_entropy import COUNT_FIRST_CLASSES
 
 NOTHING = Cost()
 
@@ -155,8 +156,11 @@ def fused(steps: Sequence[Step], extra_pass: bool = False) -> Work:
         case _:  # a loss
             logits = first.inputs[0]
             half = logits.dtype == torch.float16
-            many = logits.shape[1] >= 512 if len(logits.shape) > 1 else False
+            classes = logits.shape[1] if len(logits.shape) > 1 else 0
             writes = differentiated and not half
-            forward = Cost((2 if writes else 1) * logits.bytes, 6 * logits.numel, 2 + (3 if writes and many else 0))
+            counting = 0  # launches that count the rows before the pass; of very many rows they are PyTorch's
+            if writes and classes >= COUNT_FIRST_CLASSES:
+                counting = 1 if logits.numel // classes <= 65_536 else 3
+            forward = Cost((2 if writes else 1) * logits.bytes, 6 * logits.numel, 2 + counting)
             backward = Cost(2 * logits.bytes if half else 0, logits.numel, 1)
     return Work(forward, backward if differentiated else Cost())

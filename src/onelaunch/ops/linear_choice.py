@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from onelaunch.capture import capturing
 from onelaunch.files import cache_folder, write_atomic
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.ops.arguments import kernels
@@ -127,7 +128,7 @@ def captured(implementation: Implementation, call: Call) -> tuple[torch.cuda.CUD
     repeats = 1
     while True:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             for _ in range(repeats):
                 implementation.run(call)
         graph.replay()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onelaunch.bench.case import Trial, Work, case
+from onelaunch.capture import capturing
 from onelaunch.errors import UnsupportedError
 from onelaunch.fuse import fuse
 
@@ -121,7 +122,7 @@ def _mlp_inference() -> Trial:
     def graphed(network: Callable[[torch.Tensor], torch.Tensor]) -> Work:
         calls(network, 3)()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             calls(network)()
         return graph.replay
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from onelaunch.capture import capturing
 from onelaunch.rng import numpy_words
 
 StepBody = Callable[[torch.Tensor], None]  # of the device's clock: (place in the epoch, step of the run)
@@ -33,7 +34,7 @@ def capture(body: StepBody, clock: Clock) -> torch.cuda.CUDAGraph:
     """Record `body`, which reads the clock, and the clock's tick. Raises what PyTorch raises where that cannot be."""
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with capturing(graph):
             body(clock.state)
             clock.state.add_(1)
     except BaseException:

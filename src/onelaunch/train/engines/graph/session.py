@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from onelaunch.capture import capturing
 from onelaunch.kernels.launch import compiling
 from onelaunch.kernels.run_arguments import HYPER, WIDTH
 from onelaunch.kernels.run_state import advance, fill_row_order
@@ -254,7 +255,7 @@ class GraphSession:
     def _graph(self, steps: int) -> torch.cuda.CUDAGraph:
         if steps not in self._graphs:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with capturing(graph):
                 for number in range(steps):
                     self.runner.train(self.data, number)
                 advance(self.data.control, steps)

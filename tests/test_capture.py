@@ -1,0 +1,59 @@
+"""A CUDA graph is recorded whatever other threads and the garbage collector are doing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.capture import capturing
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What `torch.cuda.graph` is called with, on machines that have no CUDA too."""
+    calls: list[dict[str, Any]] = []
+
+    class Graph:
+        def __init__(self, graph: object, **options: Any) -> None:
+            calls.append(options)
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    return calls
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.self = self
+
+
+def test_the_collector_rests_and_wakes(entered):
+    gc.collect()
+    dead = weakref.ref(Cycle())
+    with capturing(None, stream="a stream"):
+        for _ in range(10_000):
+            Cycle()  # enough to wake it several times
+        assert dead() is not None
+    assert gc.isenabled()
+    gc.collect()
+    assert dead() is None
+    assert entered == [{"capture_error_mode": "thread_local", "stream": "a stream"}]
+
+
+def test_it_wakes_after_an_error_and_sleeps_on_if_it_slept(entered):
+    with pytest.raises(ValueError, match="body"), capturing(None):
+        raise ValueError("body")
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with capturing(None):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
