@@ -60,18 +60,15 @@ class KnownCalls:
     def __init__(self) -> None:
         self._keys: set[Any] = set()
 
-    def key(self, tensors: tuple[Any, ...], *options: Any) -> Any:
-        """What to ask and tell with; None for what is no tensor, or no option."""
+    def ask(self, tensors: tuple[Any, ...], *options: Any) -> Any:
+        """True for a call that is known. Else what to `add` once it is found right: None where something is no tensor, or
+        nothing that could be an option."""
         try:
             told = [t if t is None else (t.dtype, t.shape, t.get_device()) for t in tensors]
-            key = (*told, options, *[type(option) for option in options])  # a bool is no number, though True == 1.0
-            hash(key)
+            key = (*told, options, *map(type, options))  # a bool is no number, though True == 1.0
+            return True if key in self._keys else key
         except (AttributeError, TypeError):
             return None
-        return key
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._keys
 
     def add(self, key: Any) -> None:
         if len(self._keys) >= self.MOST:

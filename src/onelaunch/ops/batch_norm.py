@@ -233,14 +233,14 @@ def batch_norm(
     inside_transform = transformed()
     eager = plain_eager(x) and not inside_transform
     options = (training, momentum, eps, activation, dropout)
-    key = _known.key((x, running_mean, running_var, weight, bias), *options) if eager else None
-    if key not in _known:
+    known = _known.ask((x, running_mean, running_var, weight, bias), *options) if eager else None
+    if known is not True:
         check_numbers(eps, momentum, running_mean, running_var)
         check_activation(activation)
         check_probability("dropout", dropout)
         if not inside_transform:
             check_tensors(x, running_mean, running_var, weight, bias, training)
-        _known.add(key)
+        _known.add(known)
     p = float(dropout) if training else 0.0
     running = (running_mean, running_var)
     if inside_transform:

@@ -240,12 +240,12 @@ def cross_entropy(
         return overridden(cross_entropy, "logits", logits, target, **options)
     inside_transform = transformed()
     eager = plain_eager(logits) and not inside_transform
-    key = _known.key((logits, target), label_smoothing, ignore_index, reduction) if eager else None
-    if key not in _known:
+    known = _known.ask((logits, target), label_smoothing, ignore_index, reduction) if eager else None
+    if known is not True:
         check_loss_options(label_smoothing, ignore_index, reduction)
         if not inside_transform:
             _check(logits, target)
-        _known.add(key)
+        _known.add(known)
     fp32_loss = autocast_dtype(logits.device) is not None
     if inside_transform:
         exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits

@@ -245,13 +245,13 @@ def linear(
     inside_transform = transformed()
     eager = plain_eager(x) and not inside_transform
     dtype = autocast_dtype(x.device)
-    key = _known.key((x, weight, bias), activation, dropout, dtype) if eager else None
-    if key not in _known:
+    known = _known.ask((x, weight, bias), activation, dropout, dtype) if eager else None
+    if known is not True:
         check_activation(activation)
         check_probability("dropout", dropout)
         if not inside_transform:
             _check(x, weight, bias, dtype)
-        _known.add(key)
+        _known.add(known)
     p = float(dropout) if training else 0.0
     if inside_transform:
         return F.dropout(linear_reference(x, weight, bias, activation, None, 0.0), p)
