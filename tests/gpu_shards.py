@@ -24,6 +24,8 @@ NOTHING_WRONG = {0, 5}  # pytest's exit codes: all passed, nothing collected
 def collected(marks: str, paths: list[str]) -> list[str]:
     command = (*PYTEST, "-m", marks, "--collect-only", *paths)
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if found.returncode not in NOTHING_WRONG:
+        sys.exit(f"the tests cannot be collected:\n{found.stdout}{found.stderr}")
     return [line for line in found.stdout.splitlines() if re.match(r"tests/\S+\.py::", line)]
 
 

@@ -46,6 +46,16 @@ def test_the_collector_rests_and_wakes(entered):
     assert entered == [{"capture_error_mode": "thread_local", "stream": "a stream"}]
 
 
+def test_it_rests_until_the_last_of_two_captures_ends(entered):
+    first, second = capturing(None), capturing(None)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 def test_it_wakes_after_an_error_and_sleeps_on_if_it_slept(entered):
     with pytest.raises(ValueError, match="body"), capturing(None):
         raise ValueError("body")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +19,28 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     time (JAX's, a data loader's): with "thread_local" that is its own affair. And so may the garbage collector, in this very
     thread, when it finds another library's dead arrays: it rests until the capture is over.
     """
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
-            yield
-    finally:
-        if collecting:
-            gc.enable()
+    with _resting_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+        yield
+
+
+class _RestingCollector:
+    """The garbage collector is off inside, in all threads; the last to leave puts it as the first found it."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._collecting = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._collecting = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._collecting:
+                gc.enable()
+
+
+_resting_collector = _RestingCollector()

@@ -89,6 +89,11 @@ def test_relu_and_dropout_at_the_edges(kernel_device: torch.device, dtype: torch
     statistics = torch.stack((torch.zeros(channels), torch.ones(channels))).to(kernel_device)
     y, bits = poisoned(*shape, like=x), poisoned(64, 3, like=x, dtype=torch.uint8)
     no_bias = torch.full((channels,), -0.0, device=kernel_device)  # adding it changes no sign
+    tiny = torch.full((channels,), 2.0**-10, device=kernel_device)
+    least = torch.full_like(x, -(2.0 ** (-24 if dtype == torch.float16 else -126)))  # times tiny, a half of it is -0
+    normalise(least, Layout(64, 24, 0), statistics, tiny, no_bias, y, bits, activation="relu", p=p, key=KEY)
+    assert not bits.any()
+    assert not y.any()
     normalise(x, Layout(64, 24, 0), statistics, None, no_bias, y, bits, activation="relu", p=p, key=KEY)
     kept = keep_mask(64, 24, p)
     passes = kept & ~(x.cpu() <= 0)

@@ -73,6 +73,19 @@ def test_module_moves_the_running_statistics_as_torch_does(
     assert "batch_norm + relu" in repr(ours)
 
 
+@pytest.mark.parametrize("shape", [(16, 4), (2, 65_536, 3)])
+def test_whole_numbers_and_very_many_channels(device: torch.device, shape: tuple[int, ...]) -> None:
+    """A momentum of 1 is no other kernel's 0.1; and channels may be more than CUDA has columns of programs."""
+    x = torch.randn(shape, device=device)
+    for momentum, eps in ((1, 1), (0.1, 1e-5), (2, 1e-5), (0.1, 1)):
+        ours, plain = ([torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device)] for _ in range(2))
+        y = batch_norm(x, *ours, training=True, momentum=momentum, eps=eps)
+        expected = nn.functional.batch_norm(x, plain[0], plain[1], None, None, True, momentum, eps)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+        for got, wanted in zip(ours, plain, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_opcheck(device: torch.device) -> None:
     x, weight, bias = inputs(device, torch.float32, (6, 5))
     torch.library.opcheck(batch_norm_op, (x, None, None, weight, bias, True, 1e-5, "gelu", 0.3))

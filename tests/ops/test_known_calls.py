@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
 from onelaunch import batch_norm, cross_entropy, linear
 from onelaunch.errors import OnelaunchError
@@ -30,7 +33,6 @@ def test_calls_are_told_apart():
 def test_what_has_no_key_is_never_known():
     known = KnownCalls()
     for tensors, option in ((([1.0, 2.0],), 0.5), ((torch.zeros(2),), [0.5])):
-        known.add(known.ask(tensors, option))
         assert known.ask(tensors, option) is None
 
 
@@ -41,6 +43,24 @@ def test_they_are_forgotten_before_they_are_too_many(monkeypatch):
         known.add(known.ask((), number))
         assert known.ask((), number) is True
         assert len(known._keys) <= 3
+
+
+def test_compiled_calls_do_not_depend_on_what_is_known():
+    """Else each new eager call would compile them again."""
+    counter = CompileCounter()
+    modules = [importlib.import_module(f"onelaunch.ops.{name}") for name in ("linear", "batch_norm", "cross_entropy")]
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def all_three(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        y = batch_norm(linear(x, w, activation="relu"), None, None, training=True, activation="relu")
+        return cross_entropy(y, target)
+
+    arguments = torch.randn(8, 4), torch.randn(6, 4), torch.zeros(8, dtype=torch.int64)
+    for number in range(4):
+        all_three(*arguments)
+        for module in modules:
+            module._known.add(("an eager call", number))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.gpu

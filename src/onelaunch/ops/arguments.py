@@ -61,8 +61,9 @@ class KnownCalls:
         self._keys: set[Any] = set()
 
     def ask(self, tensors: tuple[Any, ...], *options: Any) -> Any:
-        """True for a call that is known. Else what to `add` once it is found right: None where something is no tensor, or
-        nothing that could be an option."""
+        """True for a call that is known. Else what to `add` once it is found right: None, which is not added, where something
+        is no tensor, or nothing that could be an option. (A compiled call must not even look: it would be compiled again
+        whenever an eager one is added.)"""
         try:
             told = [t if t is None else (t.dtype, t.shape, t.get_device()) for t in tensors]
             key = (*told, options, *map(type, options))  # a bool is no number, though True == 1.0
@@ -73,8 +74,7 @@ class KnownCalls:
     def add(self, key: Any) -> None:
         if len(self._keys) >= self.MOST:
             self._keys.clear()
-        if key is not None:
-            self._keys.add(key)
+        self._keys.add(key)
 
 
 @functools.cache

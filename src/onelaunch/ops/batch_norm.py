@@ -53,6 +53,11 @@ def _layout(x: Tensor) -> Any:
     return layout(x.shape[0], x.shape[1], inner)
 
 
+def _has_kernels(x: Tensor) -> bool:
+    """Channels that lie apart are columns of the grid, of which CUDA has 65,535."""
+    return x.dtype in KERNEL_DTYPES and x.numel() > 0 and (x.dim() == 2 or x.shape[1] <= 65_535)
+
+
 def _lies_in_one(statistic: Tensor | None) -> bool:
     """So that a kernel can move it where it lies."""
     return statistic is None or statistic.is_contiguous()
@@ -67,7 +72,7 @@ def _forward_cuda(
     training: bool, eps: float, activation: str | None, p: float, momentum: float | None = None,
 ) -> Outputs:  # fmt: skip
     """With a momentum the running statistics are moved by the kernel; without, they are only read."""
-    if x.dtype not in KERNEL_DTYPES or not x.numel():
+    if not _has_kernels(x):
         return forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
     y, statistics, bits = empty_outputs(x, p)
     if x.stride() != y.stride():
@@ -77,7 +82,9 @@ def _forward_cuda(
     key = draw_key(x.device) if p else NO_KEY  # before the kernels: nothing stands between them then
     if training:
         moved = (running_mean, running_var) if momentum is not None else (None, None)
-        kernels("batch_norm").batch_statistics(x, layout, statistics, *moved, momentum=momentum or 0.0, eps=eps)
+        kernels("batch_norm").batch_statistics(
+            x, layout, statistics, *moved, momentum=float(momentum or 0), eps=float(eps)
+        )
     else:
         assert running_mean is not None
         assert running_var is not None
@@ -92,7 +99,7 @@ def _backward_cuda(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if x.dtype not in KERNEL_DTYPES or not x.numel():
+    if not _has_kernels(x):
         return backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
     dx = lies(x)
     if x.stride() != dx.stride():
@@ -240,13 +247,14 @@ def batch_norm(
         check_probability("dropout", dropout)
         if not inside_transform:
             check_tensors(x, running_mean, running_var, weight, bias, training)
-        _known.add(known)
+        if known is not None:
+            _known.add(known)
     p = float(dropout) if training else 0.0
     running = (running_mean, running_var)
     if inside_transform:
         z = F.batch_norm(x, *running, weight, bias, training, momentum, eps)
         return F.dropout(activate(z, activation), p)
-    if eager and _lies_in_one(running_mean) and _lies_in_one(running_var) and x.dtype in KERNEL_DTYPES and x.numel():
+    if eager and _lies_in_one(running_mean) and _lies_in_one(running_var) and _has_kernels(x):
         if wants_gradient(x, weight, bias):
             y = _apply(x, weight, bias, running, (training, momentum, eps, activation, p))
         else:

@@ -245,7 +245,8 @@ def cross_entropy(
         check_loss_options(label_smoothing, ignore_index, reduction)
         if not inside_transform:
             _check(logits, target)
-        _known.add(known)
+        if known is not None:
+            _known.add(known)
     fp32_loss = autocast_dtype(logits.device) is not None
     if inside_transform:
         exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits

@@ -251,7 +251,8 @@ def linear(
         check_probability("dropout", dropout)
         if not inside_transform:
             _check(x, weight, bias, dtype)
-        _known.add(known)
+        if known is not None:
+            _known.add(known)
     p = float(dropout) if training else 0.0
     if inside_transform:
         return F.dropout(linear_reference(x, weight, bias, activation, None, 0.0), p)
