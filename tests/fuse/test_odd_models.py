@@ -216,3 +216,40 @@ def test_dictionaries_in_and_out() -> None:
     torch.testing.assert_close(fused({"x": X})["logits"], model({"x": X})["logits"])
     with pytest.raises(OnelaunchError, match="inputs do not fit Keyed: KeyError 'x'"):
         ol.explain(model, {"y": X})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_model_and_a_scripted_part_are_explained() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.BatchNorm1d(8), nn.ReLU()))
+    before = scripted[0].running_mean.clone()
+    explained = ol.explain(nn.Sequential(scripted, nn.Linear(8, 8), nn.ReLU()), X)
+    assert [group.name for group in explained.groups] == ["linear + relu"]
+    assert any("it is scripted" in note for note in explained.notes)
+    assert torch.equal(scripted[0].running_mean, before)
+    assert not ol.explain(scripted, X).groups
+
+
+class Labelled(nn.Module):
+    """As many models take their target: or they do without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, mask: None = None, labels: torch.Tensor | None = None) -> Any:
+        z = self.layer(x)
+        return z, None if labels is None else F.cross_entropy(z, labels)
+
+
+def test_a_loss_behind_an_argument_that_may_be_left_out() -> None:
+    model, labels = Labelled().double(), torch.randint(3, (5,))
+    x = X.double()
+    assert ol.fuse(model) is model  # nobody says that there will be labels
+    fused = ol.fuse(model, x, labels=labels)
+    assert [group.name for group in ol.explain(model, x, labels=labels).groups] == ["cross_entropy"]
+    assert any(plan.fused for region in regions(fused) for plan in region.plans)
+    for arguments in ({"labels": labels}, {}):
+        for got, wanted in zip(fused(x, **arguments), model(x, **arguments), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    compiled: Any = torch.compile(fused, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, labels=labels)[1], model(x, labels=labels)[1], rtol=0, atol=1e-12)

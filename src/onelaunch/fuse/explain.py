@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from onelaunch.errors import OnelaunchError, require_option
+from onelaunch.fuse.arguments import Arguments
 from onelaunch.fuse.costs import Step, Work
 from onelaunch.fuse.decide import TIMES, Decision, counts_host, decision_on, device_of, seconds_apart
 from onelaunch.fuse.explanation import Explanation, Group, OperationCost
@@ -47,7 +48,8 @@ def explain(
         raise OnelaunchError("inputs is empty: pass example inputs, as in ol.explain(model, x)")
     roof = None if device is None else named_device(device)
     known = fusion_of(model)
-    watched, fusion = place_regions(model, known.options if known else Options(), sized=True, everywhere=True)
+    example, options = Arguments.of(inputs, named_inputs), known.options if known else Options()
+    watched, fusion = place_regions(model, options, sized=True, everywhere=True, example=example)
     if known is not None:  # a fused model: what was decided then is what it does
         fusion.sized, fusion.verdicts = known.sized, known.verdicts
         make_plans(watched, (model.training,))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy as parameter_is_lazy
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, suggest
+from onelaunch.fuse.arguments import Arguments
 from onelaunch.fuse.decide import TIMES, decide
 from onelaunch.fuse.placing import fusion_of, place_regions, regions
 from onelaunch.fuse.region import Options
@@ -50,7 +51,8 @@ def fuse(
         log.warning("fuse: %s has parameters that are not initialised; call it once, then fuse it", _kind(model))
         return model
     sized = bool(inputs or named_inputs)
-    fused, fusion = place_regions(model, options, sized=sized)
+    example = Arguments.of(inputs, named_inputs) if sized else None
+    fused, fusion = place_regions(model, options, sized=sized, example=example)
     found = regions(fused)
     if sized and found:
         decide(fused, inputs, time, named_inputs)

@@ -21,11 +21,12 @@ _FUSION = "_onelaunch_fusion"
 
 
 def place_regions(
-    model: Model, options: Options, sized: bool = False, everywhere: bool = False
+    model: Model, options: Options, sized: bool = False, everywhere: bool = False, example: Arguments | None = None
 ) -> tuple[Model, Fusion]:
     """The twin of `model`, with a region in each module that owns a chain in training or in evaluation mode.
 
-    `sized`: example inputs will decide. A chain that is not fused counts too if `everywhere`: a record then meets it.
+    `sized`: example inputs will decide; `example` is the kind of call they make, which may pass what a forward can do without
+    (`labels`). A chain that is not fused counts too if `everywhere`: a record then meets it.
     """
     try:
         fused = twin(model)
@@ -49,9 +50,10 @@ def place_regions(
                 if path in found or not _has_forward(module, path):
                     continue
                 region = Region(module, path, _below(shared, path), fusion)
-                plan = region.make_plan(_likeliest_call(module))
-                fusion.notes += _notes(plan, path)
-                if any(chain.owner == "" for chain in (plan.chains if everywhere else plan.fused)):
+                region.example = None if path else example
+                plans = _likely_plans(region)
+                fusion.notes += _notes(plans[0], path)
+                if any(chain.owner == "" for plan in plans for chain in (plan.chains if everywhere else plan.fused)):
                     found[path] = region
     for region in found.values():
         region.module.forward = region
@@ -81,13 +83,19 @@ def _open_modules(root: nn.Module, notes: list[str]) -> Iterator[tuple[str, nn.M
 
 
 def make_plans(fused: nn.Module, modes: Iterable[bool] = (True, False)) -> None:
-    """Makes the plans for the likeliest call of each region anew; `torch.compile` cannot make them on the way."""
+    """Makes the plans for the likeliest calls of each region anew; `torch.compile` cannot make them on the way."""
     for region in regions(fused):
         region.plans = []
     for mode in modes:
         with in_mode(fused, mode):
             for region in regions(fused):
-                region.make_plan(_likeliest_call(region.module))
+                _likely_plans(region)
+
+
+def _likely_plans(region: Region) -> list[Plan]:
+    """Of a call with what forward needs, and of the call that example inputs make, where that is another."""
+    calls = dict.fromkeys((_likeliest_call(region.module), region.example or _likeliest_call(region.module)))
+    return [region.make_plan(call) for call in calls]
 
 
 def _likeliest_call(module: nn.Module) -> Arguments:

@@ -21,6 +21,7 @@ def buffers_put_back(model: nn.Module) -> Iterator[None]:
     names = [
         (kept, kept.copy())
         for module in model.modules()
+        if not isinstance(module, torch.jit.ScriptModule)  # whose names are fixed
         for kept in (module._buffers, module._non_persistent_buffers_set)
     ]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

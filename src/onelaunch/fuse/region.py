@@ -101,6 +101,7 @@ class Region(StandsForClass):
         self.path = path  # in the fused model
         self.shared = shared  # paths below the module of those that are registered more than once
         self.fusion = fusion
+        self.example: Arguments | None = None  # the kind of call that example inputs make, of the model itself
         self.plans: list[Plan] = []
         self.missed: deque[Missed] = deque(maxlen=4)
 
