@@ -94,8 +94,8 @@ def make_plans(fused: nn.Module, modes: Iterable[bool] = (True, False)) -> None:
 
 def _likely_plans(region: Region) -> list[Plan]:
     """Of a call with what forward needs, and of the call that example inputs make, where that is another."""
-    calls = dict.fromkeys((_likeliest_call(region.module), region.example or _likeliest_call(region.module)))
-    return [region.make_plan(call) for call in calls]
+    likeliest = _likeliest_call(region.module)
+    return [region.make_plan(call) for call in dict.fromkeys((likeliest, region.example or likeliest))]
 
 
 def _likeliest_call(module: nn.Module) -> Arguments:

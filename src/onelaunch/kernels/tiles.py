@@ -94,8 +94,7 @@ def relu_and_drop(z, seed, offset, group, threshold, DTYPE: tl.constexpr):
     """`[..., 8]` fp32, scaled already -> relu(z) where it is kept, in DTYPE, and a byte of keep bits for each group.
 
     Halves are worked on two at a time, which takes 5 integer instructions an element where one at a time takes 7: what bounds
-    a pass over bf16 is these, not memory. It is worth it where a thread has one group at a time; of more, Triton sends the
-    random words through shared memory.
+    a pass over bf16 is these, not memory.
     """
     if INTERPRETED or tl.float32 == DTYPE:
         # Not `z > 0`: a NaN must come through, and its gradient too, as in torch.

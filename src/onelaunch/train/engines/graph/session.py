@@ -236,9 +236,7 @@ class GraphSession:
         with torch.no_grad(), torch.cuda.device_of(self.run.x):
             with compiling():
                 self.runner.train(self.data, 0)
-                for (
-                    steps
-                ) in GRAPH_STEPS:  # each is a kernel of its own, which none should load while a graph is captured
+                for steps in GRAPH_STEPS:  # kernels of their own, none of which should load during a capture
                     advance(self.data.control, steps)
             for steps in GRAPH_STEPS:
                 if steps <= self.spec.steps_per_epoch:
