@@ -21,7 +21,7 @@ from cuda.core import Program, ProgramOptions
 
 from onelaunch.bench.measure import give_lead
 from onelaunch.bench.results import check_writable, provenance, save_results
-from onelaunch.train.engines.resident.launch import LoadedKernel
+from onelaunch.nvrtc.launch import LoadedKernel
 
 N, BLOCK, REPEATS = 50 * 2**20, 256, 50
 SOURCE = """

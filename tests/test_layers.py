@@ -14,7 +14,8 @@ PACKAGE = ROOT / "src" / "onelaunch"
 # Bottom row first. A room imports rooms of lower rows and itself; rooms of one row do not know each other.
 ROWS = [
     {"capture", "errors", "files", "number", "version"},
-    {"device", "rng"},
+    {"code_cache", "device", "rng"},
+    {"nvrtc"},
     {"kernels"},
     {"ops", "data"},
     {"fuse", "train", "nn"},

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from onelaunch.errors import OnelaunchError
+from onelaunch.nvrtc.compile import Cubin
 from onelaunch.train.engines.contract import Metrics
 from onelaunch.train.engines.resident import session as host
 from onelaunch.train.engines.resident.buffers import Buffers
 from onelaunch.train.engines.resident.choice import choose_plan
-from onelaunch.train.engines.resident.compile import SOURCES, Cubin
 from onelaunch.train.engines.resident.settings import H200
+from onelaunch.train.engines.resident.source import HEADERS
 from onelaunch.train.inputs import make_run
 
 WIDTHS = [6, 8, 8, 3]
@@ -121,13 +122,14 @@ class Monitor:
 
 @pytest.fixture
 def protocol(monkeypatch: pytest.MonkeyPatch) -> type[Kernel]:
-    from onelaunch.train.engines.resident import launch, pinned
+    from onelaunch.nvrtc import launch
+    from onelaunch.train.engines.resident import pinned
 
     monkeypatch.setattr(launch, "load", Kernel)
     monkeypatch.setattr(pinned, "MappedArray", Memory)
     monkeypatch.setattr(host, "chip_of", lambda device: H200)
     monkeypatch.setattr(host, "architecture", lambda device: "sm_90a")
-    monkeypatch.setattr(host, "compile_cubin", lambda source, arch: Cubin(b"", 0.0, cached=True, log=""))
+    monkeypatch.setattr(host, "compile_cubin", lambda source, arch, headers: Cubin(b"", 0.0, cached=True, log=""))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
@@ -218,7 +220,7 @@ def test_close_stops_a_kernel_nobody_waits_for(protocol):
 
 
 def test_the_parameters_are_laid_out_as_the_kernel_reads_them():
-    text = (SOURCES / "exchange.cuh").read_text()
+    text = (HEADERS / "exchange.cuh").read_text()
     body = text.split("struct Params {")[1].split("\n};")[0]
     names = []
     for line in re.sub(r"//[^\n]*", "", body).split(";"):

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from onelaunch.train.engines.resident.compile import compile_cubin, why_not
+from onelaunch.nvrtc.compile import compile_cubin, why_not
 from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.rows_plan import RowsPlan
 from onelaunch.train.engines.resident.session import WORKING, spilled_bytes
 from onelaunch.train.engines.resident.settings import A100, H200, PLANES
-from onelaunch.train.engines.resident.source import source_of
+from onelaunch.train.engines.resident.source import HEADERS, source_of
 from onelaunch.train.schedule import SCHEDULES
 from onelaunch.train.spec import LOSSES, OPTIMIZERS
 from tests.train.reference import ACTIVATIONS
@@ -96,7 +96,7 @@ def place_of(plan: Plan) -> str:
 def test_the_main_rows_compile_without_a_spill(name, tmp_path):
     row, spilled = MAIN[name], list[int]()
     for working in WORKING:  # as a session does
-        made = compile_cubin(source_of(row.plan(working=working)), row.arch, place=tmp_path)
+        made = compile_cubin(source_of(row.plan(working=working)), row.arch, headers=HEADERS, place=tmp_path)
         assert made.code.startswith(b"\x7fELF")
         spilled.append(spilled_bytes(made))
         if not spilled[-1]:
@@ -109,7 +109,9 @@ def test_other_rows_compile(name, tmp_path):
     row = OTHERS[name]
     plan = row.plan()
     assert place_of(plan) == row.place
-    made = compile_cubin(source_of(plan, faults=row.faults, stamps=row.stamps), row.arch, place=tmp_path)
+    made = compile_cubin(
+        source_of(plan, faults=row.faults, stamps=row.stamps), row.arch, headers=HEADERS, place=tmp_path
+    )
     assert made.code.startswith(b"\x7fELF")
     assert f"'{row.arch}'" in made.log
 

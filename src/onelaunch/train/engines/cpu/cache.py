@@ -10,7 +10,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from onelaunch.train.engines.code_cache import CodeCache
+from onelaunch.code_cache import CodeCache
 from onelaunch.train.engines.cpu.settings import Settings
 from onelaunch.train.engines.cpu.target import Target
 

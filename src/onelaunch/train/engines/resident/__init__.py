@@ -29,7 +29,7 @@ class ResidentEngine:
             return reason
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "the GPU has compute capability below 8.0"
-        from onelaunch.train.engines.resident.compile import why_not
+        from onelaunch.nvrtc.compile import why_not
 
         return why_not()
 

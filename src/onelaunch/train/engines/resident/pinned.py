@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from cuda.bindings import driver
 
-from onelaunch.train.engines.resident.launch import context_of
+from onelaunch.nvrtc.launch import context_of
 
 
 class MappedArray:

@@ -19,20 +19,20 @@ import numpy as np
 import torch
 
 from onelaunch.errors import OnelaunchError, UnsupportedError
+from onelaunch.nvrtc.compile import Cubin, compile_cubin
 from onelaunch.train.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.train.engines.resident.buffers import Buffers
 from onelaunch.train.engines.resident.choice import choose_plan
-from onelaunch.train.engines.resident.compile import Cubin, compile_cubin
 from onelaunch.train.engines.resident.describe import describe
 from onelaunch.train.engines.resident.pixels import in_bytes
 from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.settings import THREADS, Chip, Settings
-from onelaunch.train.engines.resident.source import source_of
+from onelaunch.train.engines.resident.source import HEADERS, source_of
 from onelaunch.train.engines.resident.stages import NotResidentError, stages_of
 from onelaunch.train.objective import predictions_per_row
 
 if TYPE_CHECKING:
-    from onelaunch.train.engines.resident.launch import LoadedKernel
+    from onelaunch.nvrtc.launch import LoadedKernel
 
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.00005, 0.002
 LARGEST_CLUSTERS = (16, 8, 1)
@@ -119,7 +119,7 @@ class ResidentSession:
 
     def _prepare(self, plan: Plan | None, faults: bool, stamps: bool) -> tuple[Plan, Cubin, LoadedKernel]:
         """A plan whose blocks the device holds at once: a chip's largest cluster may not fit into every one of its parts."""
-        from onelaunch.train.engines.resident.launch import load
+        from onelaunch.nvrtc.launch import load
 
         chip = chip_of(self.device)
         for largest in LARGEST_CLUSTERS if chip.clusters else (1,):
@@ -153,7 +153,8 @@ class ResidentSession:
                 break
             if tried and layout.rows < tried[0][1].rows:  # a few spilled bytes cost less than another pass
                 break
-            cubin = compile_cubin(source_of(layout, faults=faults, stamps=stamps), architecture(self.device))
+            source = source_of(layout, faults=faults, stamps=stamps)
+            cubin = compile_cubin(source, architecture(self.device), headers=HEADERS)
             tried.append((spilled_bytes(cubin), layout, cubin))
             if plan or not tried[-1][0]:
                 break

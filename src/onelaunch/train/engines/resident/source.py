@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from onelaunch.train.engines.resident.plan import Plan
 from onelaunch.train.engines.resident.rows_plan import RowsPlan
 from onelaunch.train.engines.resident.rows_source import rows_phases, rows_source
 from onelaunch.train.engines.resident.units_source import units_phases, units_source
+
+HEADERS = Path(__file__).parent / "cuda"
 
 
 def source_of(plan: Plan, *, faults: bool = False, stamps: bool = False) -> str:

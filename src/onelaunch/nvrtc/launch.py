@@ -8,6 +8,7 @@ Import this only after `compile.why_not()` was empty.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from cuda.bindings import driver
 from cuda.core import ObjectCode
 
-from onelaunch.train.engines.resident.compile import Cubin
+from onelaunch.nvrtc.compile import Cubin
 
 PORTABLE_CLUSTER = 8  # blocks: what every chip with clusters takes unasked
 DYNAMIC_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -78,11 +79,16 @@ class LoadedKernel:
         with context_of(self.device):
             if not self._allow(shared_bytes, cluster):
                 raise CudaError(f"a block of {self.device} cannot have {shared_bytes} bytes of dynamic shared memory")
-            config = _config(stream.cuda_stream, grid, block, cluster, shared_bytes, cooperative)
-            values = [_c_value(value) for value in args]  # the driver copies them before it returns
-            pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-            (status,) = driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(pointers), 0)
-        _check("cuLaunchKernelEx", status)
+            _launch(self._function, _config(stream.cuda_stream, grid, block, cluster, shared_bytes, cooperative), args)
+
+    def often(self, *, block: int, cluster: int, shared_bytes: int) -> FrequentLaunch:
+        with context_of(self.device):
+            if not self._allow(shared_bytes, cluster):
+                raise CudaError(
+                    f"{self.device} cannot have clusters of {cluster} blocks with {shared_bytes} bytes each"
+                )
+        at_once = self.max_active_clusters(block=block, cluster=cluster, shared_bytes=shared_bytes)
+        return FrequentLaunch(self, block, cluster, shared_bytes, at_once)
 
     @property
     def _function(self) -> driver.CUfunction:
@@ -107,6 +113,26 @@ class LoadedKernel:
         return True
 
 
+class FrequentLaunch:
+    """A launch that is made again and again, on the current device: what it needs was asked for once.
+
+    It may start over the end of the kernel before it (programmatic dependent launch): the kernel itself must wait.
+    """
+
+    def __init__(
+        self, kernel: LoadedKernel, block: int, cluster: int, shared_bytes: int, clusters_at_once: int
+    ) -> None:
+        self.clusters_at_once = clusters_at_once
+        self._kernel = kernel  # its code must stay
+        self._function = kernel._function
+        self._config = functools.lru_cache(256)(
+            lambda stream, grid: _config(stream, grid, block, cluster, shared_bytes, cooperative=False, overlap=True)
+        )
+
+    def __call__(self, stream: int, grid: int, args: Sequence[int | float | bytes]) -> None:
+        _launch(self._function, self._config(stream, grid), args)
+
+
 def load(cubin: Cubin, name: str, device: torch.device) -> LoadedKernel:
     """The kernel `name`, declared `extern "C"`, of a cubin, on a CUDA device."""
     with context_of(device):
@@ -121,8 +147,16 @@ def load(cubin: Cubin, name: str, device: torch.device) -> LoadedKernel:
 def context_of(device: torch.device) -> Iterator[None]:
     """PyTorch's context of `device` as this thread's current one, for calls of the driver."""
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # in a thread new to CUDA this makes the primary context current
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().query()  # in a thread new to CUDA this makes the primary context current
         yield
+
+
+def _launch(function: driver.CUfunction, config: driver.CUlaunchConfig, args: Sequence[int | float | bytes]) -> None:
+    values = [_c_value(value) for value in args]  # the driver copies them before it returns
+    pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+    (status,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
+    _check("cuLaunchKernelEx", status)
 
 
 def _c_value(value: int | float | bytes) -> Any:
@@ -132,7 +166,7 @@ def _c_value(value: int | float | bytes) -> Any:
 
 
 def _config(
-    stream: int, grid: int, block: int, cluster: int, shared_bytes: int, cooperative: bool
+    stream: int, grid: int, block: int, cluster: int, shared_bytes: int, cooperative: bool, overlap: bool = False
 ) -> driver.CUlaunchConfig:
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
@@ -149,6 +183,11 @@ def _config(
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
         attribute.value.cooperative = 1
+        attributes.append(attribute)
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
     config.attrs, config.numAttrs = attributes, len(attributes)
     return config

@@ -1,6 +1,6 @@
 """CUDA C++ to a cubin: NVRTC through `cuda.core`, kept on disk. Needs no GPU, no CUDA toolkit and no header but ours.
 
-A translation unit is the text a plan was turned into; it includes the `.cuh` files of the folder `cuda/` beside this file.
+A translation unit is a text that was written for a purpose (a plan, a tile); it includes the `.cuh` files of a folder of ours.
 ptxas reports registers and spills into the log, which is kept with the code: both are known on a machine without a GPU.
 """
 
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onelaunch.train.engines.code_cache import CodeCache
+from onelaunch.code_cache import CodeCache
 
-SOURCES = Path(__file__).parent / "cuda"
-CUBINS = CodeCache("resident", layout="onelaunch cubin 1", suffix=".cubin")
+CUBINS = CodeCache("cubins", layout="onelaunch cubin 1", suffix=".cubin")
 END_OF_LOG = b"\0"
 INSTALL = "pip install 'onelaunch[gpu]'"
 
@@ -53,49 +52,50 @@ def why_not() -> str:
     return ""
 
 
-def compile_cubin(source: str, arch: str, *, place: Path | None = None) -> Cubin:
-    """The cubin of one translation unit for `arch`, such as "sm_90a". `place`: the cache's folder; None is the user's."""
+def compile_cubin(source: str, arch: str, *, headers: Path | None = None, place: Path | None = None) -> Cubin:
+    """The cubin of one translation unit for `arch`, such as "sm_90a". `headers`: the folder of the `.cuh` files it may include.
+    `place`: the cache's folder; None is the user's."""
     place = place or CUBINS.folder()
-    key = key_of(source, arch)
+    key = key_of(source, arch, headers)
     entry = CUBINS.load(place, key)
     if entry is not None:
         log, _, code = entry.partition(END_OF_LOG)
         return Cubin(code, 0.0, cached=True, log=log.decode())
     begin = time.perf_counter()
-    code, text = _compile(source, arch)
+    code, text = _compile(source, arch, headers)
     seconds = time.perf_counter() - begin
     CUBINS.store(place, key, text.encode() + END_OF_LOG + code)
     return Cubin(code, seconds, cached=False, log=text)
 
 
-def key_of(source: str, arch: str) -> str:
+def key_of(source: str, arch: str, headers: Path | None = None) -> str:
     """Each part goes in by its own digest, so that no two lists of parts run together into one."""
     parts = [source.encode(), repr(sorted(_options(arch).items())).encode(), repr(_nvrtc_version()).encode()]
     parts.append(repr(_driver_version()).encode())
-    for path in sorted(SOURCES.glob("*.cuh")):
+    for path in sorted(headers.glob("*.cuh")) if headers else []:
         parts += [path.name.encode(), path.read_bytes()]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
 
 def _options(arch: str) -> dict[str, Any]:
     return {
-        "name": "resident.cu",
+        "name": "onelaunch.cu",
         "arch": arch,
         "std": "c++17",
-        "include_path": str(SOURCES),
         "no_source_include": True,  # else a file of the same name in the working folder would be included first
         "ptxas_options": ["-v"],
     }
 
 
-def _compile(source: str, arch: str) -> tuple[bytes, str]:
+def _compile(source: str, arch: str, headers: Path | None) -> tuple[bytes, str]:
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
+    options = _options(arch) | ({"include_path": str(headers)} if headers else {})
     try:
-        compiled = Program(source, "c++", ProgramOptions(**_options(arch))).compile("cubin", logs=log)
+        compiled = Program(source, "c++", ProgramOptions(**options)).compile("cubin", logs=log)
     except Exception as error:  # NVRTCError is not public; whatever it was, our source did not compile
-        raise CompileError(f"the resident kernel does not compile for {arch}: {str(error).strip()}") from error
+        raise CompileError(f"a kernel does not compile for {arch}: {str(error).strip()}") from error
     return bytes(compiled.code), log.getvalue().replace("\0", "").strip()
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from onelaunch.train.engines.resident import compile
-from onelaunch.train.engines.resident.compile import CompileError, Cubin, compile_cubin, key_of, why_not
+from onelaunch.nvrtc import compile
+from onelaunch.nvrtc.compile import CompileError, Cubin, compile_cubin, key_of, why_not
 
 ELF = b"\x7fELF"
 SCALE = """
@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
 def test_two_processes_at_once_leave_one_whole_entry(tmp_path: Path) -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from onelaunch.train.engines.resident.compile import compile_cubin\n"
+        "from onelaunch.nvrtc.compile import compile_cubin\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "print(len(compile_cubin(sys.argv[1], 'sm_90a', place=Path(sys.argv[2])).code))"
     )
@@ -139,16 +139,15 @@ def test_two_processes_at_once_leave_one_whole_entry(tmp_path: Path) -> None:
     assert compile_cubin(SCALE, "sm_90a", place=tmp_path).cached
 
 
-def test_headers_are_found_and_in_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "SOURCES", tmp_path)
+def test_headers_are_found_and_in_the_key(tmp_path: Path) -> None:
     source = '#include "factor.cuh"\nextern "C" __global__ void k(int *out) { *out = FACTOR; }'
     header = tmp_path / "factor.cuh"
     header.write_text("#define FACTOR 2\n")
     keys, codes = set(), set()
     for factor in (2, 3):
         header.write_text(f"#define FACTOR {factor}\n")
-        keys.add(key_of(source, "sm_80"))
-        codes.add(compile_cubin(source, "sm_80", place=tmp_path / "cache").code)
+        keys.add(key_of(source, "sm_80", tmp_path))
+        codes.add(compile_cubin(source, "sm_80", headers=tmp_path, place=tmp_path / "cache").code)
     assert (len(keys), len(codes)) == (2, 2)
     assert key_of(source, "sm_80") != key_of(source, "sm_90a")
     assert key_of(source, "sm_80") != key_of(source + " ", "sm_80")
@@ -156,13 +155,14 @@ def test_headers_are_found_and_in_the_key(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_header_in_the_working_folder_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stray.cuh").write_text("")
+    (tmp_path / "ours").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CompileError, match=r"cannot open source file \"stray\.cuh\""):
-        compile_cubin('#include "stray.cuh"', "sm_80", place=tmp_path / "cache")
+        compile_cubin('#include "stray.cuh"', "sm_80", headers=tmp_path / "ours", place=tmp_path / "cache")
 
 
 def test_a_fault_in_our_source_says_where(tmp_path: Path) -> None:
-    with pytest.raises(CompileError, match=r'sm_90a.*\n(.|\n)*resident\.cu\(2\): error: identifier "weight" is undef'):
+    with pytest.raises(CompileError, match=r'sm_90a.*\n(.|\n)*onelaunch\.cu\(2\): error: identifier "weight" is undef'):
         compile_cubin("\n__global__ void k() { weight = 1; }", "sm_90a", place=tmp_path)
     with pytest.raises(CompileError, match=r"for sm_999.*\n*.*gpu-architecture"):
         compile_cubin(SCALE, "sm_999", place=tmp_path)
@@ -192,7 +192,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def loaded(source: str, name: str, place: Path):
-    from onelaunch.train.engines.resident.launch import load
+    from onelaunch.nvrtc.launch import load
 
     major, minor = torch.cuda.get_device_capability(CUDA)
     return load(compile_cubin(source, f"sm_{major}{minor}", place=place), name, CUDA)
@@ -235,7 +235,7 @@ def test_clusters_exchange_through_shared_memory(
 
 @pytest.mark.gpu
 def test_what_does_not_fit_is_said_before_the_launch(tmp_path: Path) -> None:
-    from onelaunch.train.engines.resident.launch import CudaError
+    from onelaunch.nvrtc.launch import CudaError
 
     kernel = loaded(SCALE, "scale", tmp_path)
     assert kernel.max_active_clusters(block=1024, shared_bytes=2**30) == 0

@@ -1,4 +1,4 @@
-"""Machine code on disk: made once, checked on every load. The CPU engine keeps object files here, the resident one cubins.
+"""Machine code on disk: made once, checked on every load. The CPU engine keeps object files here, NVRTC cubins.
 
 An entry is a header of three lines (layout, key, SHA-256 of the rest) and the code. The key covers all that shapes the code,
 so that a new version never meets an old one's. Entries are written beside their place and moved there: a reader sees a whole

@@ -1,0 +1,1 @@
+"""CUDA C++ compiled at run time, and its launches. Import nothing but `compile` where CUDA may be absent."""
