@@ -144,8 +144,8 @@ def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
     keep = torch.empty(256, 32, dtype=torch.uint8)
     for activation, z, bits in ((None, None, None), ("gelu", x, keep)):
         tensors = (tiles[0], tiles[1], x[0], tiles[2], z, bits, None)
-        constants = (tile.m, tile.n, tile.k, 8, activation, "tf32")
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        constants = (tile.m, tile.n, tile.k, 8, activation, "tf32", True)
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": True}
         compiler(linear.linear_tma_kernel, (4,), tensors, (3, 4, 5, 2.0), (256, 256, 256), constants, **options)
 
 

@@ -67,6 +67,32 @@ def test_fused_tiles_draw_the_mask_of_the_library(tile: tuple[int, ...], activat
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("apart", ["x", "weight", "bias"])
+def test_a_choice_is_not_made_for_tensors_that_lie_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: str
+) -> None:
+    """The copy engine wants multiples of 16 bytes: what was chosen for tensors there cannot run on ones beside."""
+    from onelaunch.ops import linear_choice
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(linear_choice, "_tables", {})
+    monkeypatch.setattr(linear_choice, "_chosen", {})
+
+    def measured(options: list[linear_choice.Implementation], call: linear_choice.Call) -> dict[str, float]:
+        return {option.name: float("tma" not in option.name and "cuda" not in option.name) for option in options}
+
+    monkeypatch.setattr(linear_choice, "measure", measured)
+    tensors = dict(
+        zip(("x", "weight", "bias"), inputs(torch.device("cuda"), torch.bfloat16, 8192, 512, 64), strict=True)
+    )
+    beside = tensors[apart].new_empty(tensors[apart].numel() + 1)[1:].view_as(tensors[apart])
+    moved = {**tensors, apart: beside.copy_(tensors[apart].detach())}
+    with torch.no_grad():
+        first, second = (linear(**given, activation="silu") for given in (tensors, moved))
+    torch.testing.assert_close(first, second, rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.gpu
 def test_measured_choice_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from onelaunch.ops import linear_choice
 

@@ -65,10 +65,25 @@ def ops() -> None:
             assert tensor.grad.isfinite().all()
 
 
+def hopper() -> None:
+    """The CUDA C++ GEMM: more tiles than blocks, parts of tiles at every edge; nothing where there is no Hopper."""
+    from onelaunch.kernels import linear_hopper
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    x = torch.randn(9100, 72, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(1032, 72, device="cuda", dtype=torch.bfloat16)
+    y, z = torch.empty(2, 9100, 1032, device="cuda", dtype=x.dtype).unbind()
+    for activation, kept in (("silu", z), ("relu", None)):
+        linear_hopper.linear_forward(x, w, w[:, 0].contiguous(), y, kept, activation=activation)
+        assert y.isfinite().all()
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     **{f"resident-{place.replace(' ', '-')}": partial(resident, place) for place in PLACEMENTS},
     "graph": graph,
     "ops": ops,
+    "hopper": hopper,
 }
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import call, cdiv, launch
+from onelaunch.kernels.launch import call, cdiv, launch, launch_options
+from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import activate, kept, load_key, pack_bits
 from onelaunch.rng import keep_scale, keep_threshold
 
@@ -114,7 +115,10 @@ def linear_kernel(
     BAND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    begin(OVERLAP)
     tile_m, tile_n = tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -161,7 +165,10 @@ def linear_tma_kernel(
     BAND: tl.constexpr,
     ACTIVATION: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    release(OVERLAP)
+    begin(OVERLAP)
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_of(tile, m, n, BLOCK_M, BLOCK_N, BAND)
@@ -205,7 +212,8 @@ def linear_forward(
     m, k = x.shape
     n = w.shape[0]
     values = (key.seed, key.offset, keep_threshold(p), keep_scale(p))
-    constants = (tile.m, tile.n, tile.k, 8, activation, "tf32" if tf32 else "ieee")
+    overlap = overlaps(x)
+    constants = (tile.m, tile.n, tile.k, 8, activation, "tf32" if tf32 else "ieee", overlap)
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if not tile.tma:
         launch(
@@ -217,6 +225,7 @@ def linear_forward(
             constants,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            launch_pdl=overlap,
         )
         return
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -242,6 +251,5 @@ def linear_forward(
             n,
             k,
             *constants,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **launch_options(tile.warps, tile.stages, overlap),
         )

@@ -22,9 +22,10 @@ from onelaunch.files import cache_folder, write_atomic
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.ops.arguments import kernels
 
-CANDIDATES = 2  # the times on disk are those of these kernels and tiles; a change of either needs another number
+CANDIDATES = 3  # the times on disk are those of these kernels and tiles; a change of either needs another number
 TIMED_SECONDS = 2e-3  # of GPU time for each sample of a candidate
 SAMPLES = 7
+HOPPER_OUTPUTS = 3 * 2**20  # fewer do not fill the chip with its tiles
 
 
 class Call(NamedTuple):
@@ -88,6 +89,16 @@ def fused(*tile: Any) -> Implementation:
     return Implementation(str(shape), run)
 
 
+def hopper() -> Implementation:
+    """The CUDA C++ GEMM whose activation hides behind the next tile's products; no dropout."""
+    module = kernels("linear_hopper")
+
+    def run(call: Call) -> None:
+        module.linear_forward(call.x, call.weight, call.bias, call.y, call.z, activation=call.activation)
+
+    return Implementation(module.NAME, run)
+
+
 def candidates(call: Call) -> list[Implementation]:
     """What is worth timing for a shape: small outputs want small tiles (to fill the chip), large ones large tiles."""
     m, n = call.y.shape
@@ -101,12 +112,15 @@ def candidates(call: Call) -> list[Implementation]:
             found += [fused(16, 16, 64, 2, 3), fused(32, 32, 64, 4, 2)]
         return found
     tma = kernels("linear").can_use_tma(call.x, call.weight, call.y)
+    large = call.keep is None and m * n >= HOPPER_OUTPUTS
+    if large and kernels("linear_hopper").can_run(call.x, call.weight, call.bias, call.y):
+        found.append(hopper())
     if m * n <= 256 * 1024:  # few tiles: latency decides, so all of a short k is in flight at once
         found += [fused(16, 16, 256, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
         if call.x.shape[1] <= 1024 and call.x.element_size() == 2:
             found += [fused(16, 8, 1024, 2, 1), fused(16, 16, 1024, 4, 1), fused(16, 32, 1024, 4, 1)]
         if tma:
-            found += [fused(64, 16, 128, 4, 7, True)]
+            found += [fused(64, 16, 128, 4, 7, True), fused(64, 16, 256, 4, 4, True), fused(64, 32, 128, 4, 6, True)]
     elif m * n <= 4 * 2**20:
         found += [fused(64, 128, 64, 4, 4), fused(128, 128, 64, 8, 3)]
         if tma:
@@ -207,12 +221,15 @@ def choose(call: Call) -> Implementation:
     """The implementation for this call; measured if its class is new and the stream is not capturing."""
     if _forced:
         return _forced[-1]
-    x, weight = call.x, call.weight
+    x, weight, bias = call.x, call.weight, call.bias
     m, k = x.shape
     device = x.device.index
+    aligned = (
+        x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
+    ) % 16 == 0  # for the copy engine
     key = (
         device, x.dtype, shape_class(m), weight.shape[0], k, call.activation, call.keep is not None,
-        call.z is not None, call.bias is not None, _allows_tf32(x), x.stride(0) % 8, weight.stride(0) % 8,
+        call.z is not None, bias is not None, _allows_tf32(x), x.stride(0) % 8, weight.stride(0) % 8, aligned,
     )  # fmt: skip
     known = _chosen.get(key)
     if known is not None:

@@ -1,0 +1,51 @@
+// Tiles of matrices through the tensor memory accelerator. A tile's row has 64 halves: 128 bytes, swizzled.
+#pragma once
+#include "barrier.cuh"
+
+struct alignas(64) TensorMap {
+    uint8 bytes[128];
+};
+
+DEVICE void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+DEVICE void load_tile(void* to, const TensorMap& map, uint64* barrier, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+                     shared_address(to)),
+                 "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row)
+                 : "memory");
+}
+
+// To the same place in all BLOCKS of the cluster; each block's own barrier counts the bytes.
+template <int BLOCKS>
+DEVICE void load_tile_to(void* to, const TensorMap& map, uint64* barrier, int column, int row) {
+    if constexpr (BLOCKS == 1) {
+        load_tile(to, map, barrier, column, row);
+    } else {
+        constexpr uint16 all = (1 << BLOCKS) - 1;
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+                     " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+                     "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(all)
+                     : "memory");
+    }
+}
+
+// Bytes that follow each other, from and to multiples of 16.
+DEVICE void load_bytes(void* to, const void* from, int bytes, uint64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+DEVICE void store_tile(const TensorMap& map, const void* from, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+                 "r"(shared_address(from)), "r"(column), "r"(row)
+                 : "memory");
+}
+
+DEVICE void end_of_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// All but the last LATER groups of stores have read what they store: its memory may be written again.
+template <int LATER>
+DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory"); }

@@ -1,0 +1,88 @@
+// What happens to an element of x · Wᵀ + b on its way out: the activation, in fp32, on pairs of halves.
+#pragma once
+#include "barrier.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f, SQRT_HALF = 0.7071067811865476f;
+
+enum Activation { NONE, RELU, LEAKY_RELU, SIGMOID, TANH, GELU, GELU_TANH, SILU };
+
+#if BF16
+DEVICE uint32 pack(float low, float high) {
+    uint32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE uint32 pack_relu(float low, float high) {
+    uint32 pair;
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE float low_half(uint32 pair) { return __uint_as_float(pair << 16); }
+DEVICE float high_half(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+#else
+DEVICE uint32 pack(float low, float high) {
+    uint32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE uint32 pack_relu(float low, float high) {
+    uint32 pair;
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE float low_half(uint32 pair) {
+    float value;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(value) : "r"(pair));
+    return value;
+}
+DEVICE float high_half(uint32 pair) {
+    float value;
+    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(pair));
+    return value;
+}
+#endif
+
+// 1 / (1 + 2^x), to 1e-6.
+DEVICE float one_over_one_plus_exp2(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0; add.ftz.f32 %0, %0, 0f3F800000; rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
+
+// The normal distribution's function, to 1e-7 (Abramowitz and Stegun, 7.1.26): half the instructions of `erff`, and in the
+// left tail, where that one's result is lost in 1 + erf, better.
+DEVICE float normal(float z) {
+    float t = fmaf(fabsf(z), 0.3275911f * SQRT_HALF, 1.0f), density = z * z * (-0.5f * LOG2_E);
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(t));
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(density));
+    float tail = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
+    tail = fmaf(t, tail, 0.5f * 1.421413741f);
+    tail = fmaf(t, tail, 0.5f * -0.284496736f);
+    tail = fmaf(t, tail, 0.5f * 0.254829592f) * t * density;
+    return z > 0 ? 1 - tail : tail;
+}
+
+template <int KIND>
+DEVICE float activate(float z) {
+    if constexpr (KIND == RELU) return z <= 0 ? 0.0f : z;  // NaN stays NaN
+    if constexpr (KIND == LEAKY_RELU) return z > 0 ? z : z * 0.01f;
+    if constexpr (KIND == SIGMOID) return one_over_one_plus_exp2(z * -LOG2_E);
+    if constexpr (KIND == TANH) {  // 2 sigmoid(2 z) - 1 cancels near zero; the series is exact to a half there
+        const float square = z * z;
+        const float series = z * fmaf(square, fmaf(square, 2 / 15.0f, -1 / 3.0f), 1.0f);
+        return square < 0.01f ? series : fmaf(2.0f, one_over_one_plus_exp2(z * (-2 * LOG2_E)), -1.0f);
+    }
+    if constexpr (KIND == GELU) return z * normal(z);
+    if constexpr (KIND == GELU_TANH) {  // 0.5 (1 + tanh u) is sigmoid(2 u)
+        constexpr float SCALE = -LOG2_E * 1.5957691216057308f;
+        return z * one_over_one_plus_exp2(z * fmaf(z * z, SCALE * 0.044715f, SCALE));
+    }
+    if constexpr (KIND == SILU) return z * one_over_one_plus_exp2(z * -LOG2_E);
+    return z;
+}
+
+// Two elements that are rounded already.
+template <int KIND>
+DEVICE uint32 activate_pair(uint32 pair) {
+    if constexpr (KIND == NONE || KIND == RELU) return pair;  // done when they were rounded
+    return pack(activate<KIND>(low_half(pair)), activate<KIND>(high_half(pair)));
+}

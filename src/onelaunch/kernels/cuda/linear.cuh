@@ -1,0 +1,244 @@
+// y = act(z), z = x · Wᵀ + b, halves in and out, on Hopper; z too where STORE_Z.
+//
+// A block walks over tiles of y. One warp brings tiles of x and W through the copy engine; each of two warp groups multiplies
+// half of the rows; three more warps apply the activation to a finished tile while the next one is multiplied: the tensor
+// cores wait for no exponential. What these work on is z rounded to a half, which is what the activation of a model in
+// halves gets. Behind the last tile there is nothing to hide: who multiplied it finishes it, and lets go of it box by box.
+// Blocks of a cluster lie below each other and share the tile of W: each brings its part of it to all of them.
+#pragma once
+#include "copy_engine.cuh"
+#include "epilogue.cuh"
+#include "tensor_cores.cuh"
+
+constexpr int GROUPS = 2, TILE_M = 64 * GROUPS, TILE_K = 64;
+constexpr int ROW_BYTES = TILE_K * 2;
+constexpr int X_BYTES = TILE_M * ROW_BYTES, W_BYTES = TILE_N * ROW_BYTES;
+constexpr int SHARE = TILE_N / CLUSTER;                   // rows of W that a block brings to all of its cluster
+constexpr int BOX = 64, BOX_BYTES = BOX * BOX * 2, BOXES = TILE_N / BOX;  // y leaves in boxes of 64 x 64
+constexpr int THREADS = 128 * (1 + GROUPS), FINISHERS = 96;  // of the first 128, 32 bring tiles and these finish them
+constexpr bool AT_ONCE = ACTIVATION == NONE || ACTIVATION == RELU;  // costs nothing on the way out
+static_assert(!STORE_Z || !AT_ONCE, "whose slope follows from y");
+static_assert(TILE_N % BOX == 0 && SHARE % 8 == 0, "boxes and swizzled rows");
+
+struct Shared {
+    uint8 x[STAGES][X_BYTES];
+    uint8 w[STAGES][W_BYTES];
+    uint8 y[GROUPS][BOXES][BOX_BYTES];
+    uint16 bias[STAGES + 1][TILE_N];  // the copy engine is at most STAGES tiles ahead
+    uint64 full[STAGES], empty[STAGES];
+    uint64 ready[GROUPS], taken[GROUPS];  // of y
+};
+
+static_assert(sizeof(Shared) + 1024 == SHARED_BYTES, "linear_hopper.py counts as this does");
+
+// A place in a ring of N, and the parity of its turn.
+template <int N>
+struct Turn {
+    int place = 0;
+    uint32 parity = 0;
+    DEVICE_MEMBER void next() {
+        if (++place == N) place = 0, parity ^= 1;
+    }
+};
+
+// The tiles of this cluster, in bands of BAND tiles of rows, so that clusters at work share operands in L2.
+struct Tiles {
+    int down, across, index;  // `down` counts tiles of clusters
+    DEVICE_MEMBER Tiles(int m, int n) {
+        down = (m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
+        across = (n + TILE_N - 1) / TILE_N;
+        index = blockIdx.x / CLUSTER;
+    }
+    DEVICE_MEMBER int step() const { return gridDim.x / CLUSTER; }
+    DEVICE_MEMBER bool left() const { return index < down * across; }
+    DEVICE_MEMBER bool last() const { return index + step() >= down * across; }
+    DEVICE_MEMBER void next() { index += step(); }
+    DEVICE_MEMBER int2 corner() const {  // row and column of y
+        const int band = index / (BAND * across), within = index % (BAND * across);
+        const int height = min(down - band * BAND, BAND);
+        const int row = (band * BAND + within % height) * CLUSTER + blockIdx.x % CLUSTER;
+        return make_int2(row * TILE_M, within / height * TILE_N);
+    }
+};
+
+DEVICE void bring_tiles(
+    Shared& shared, const TensorMap& x_map, const TensorMap& w_map, const uint16* bias, int m, int n, int k
+) {
+    const int row = blockIdx.x % CLUSTER * SHARE;
+    Turn<STAGES> turn;
+    Turn<STAGES + 1> slot;
+    for (Tiles tiles(m, n); tiles.left(); tiles.next(), slot.next()) {
+        const int2 corner = tiles.corner();
+        for (int start = 0; start < k; start += TILE_K, turn.next()) {
+            uint64* full = &shared.full[turn.place];
+            barrier_wait(&shared.empty[turn.place], turn.parity ^ 1);
+            const int bias_bytes = start == 0 && bias != nullptr ? min(TILE_N, n - corner.y) * 2 : 0;
+            barrier_expect(full, X_BYTES + W_BYTES + bias_bytes);
+            load_tile(shared.x[turn.place], x_map, full, start, corner.x);
+            load_tile_to<CLUSTER>(shared.w[turn.place] + row * ROW_BYTES, w_map, full, start, corner.y + row);
+            if (bias_bytes) load_bytes(shared.bias[slot.place], bias + corner.y, bias_bytes, full);
+        }
+    }
+}
+
+// The products of one tile by one warp group, over all of k.
+DEVICE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& turn, int k, int group) {
+    const int thread = threadIdx.x % 128;
+    int before = 0;
+#pragma unroll 1
+    for (int start = 0; start < k; start += TILE_K) {
+        barrier_wait(&shared.full[turn.place], turn.parity);
+        const uint64 x = matrix(shared.x[turn.place] + group * 64 * ROW_BYTES), w = matrix(shared.w[turn.place]);
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < TILE_K / 16; ++step) multiply(z, x + step * 2, w + step * 2, start > 0 || step > 0);
+        products_commit();
+        products_wait<1>();  // those of the step before: its stage is free
+        if (start > 0 && thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
+        before = turn.place;
+        turn.next();
+    }
+    products_wait<0>();
+    products_are_there(z);
+    if (thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
+}
+
+DEVICE uint32 round_pair(float low, float high) { return ACTIVATION == RELU ? pack_relu(low, high) : pack(low, high); }
+
+// Bias and activation of what this thread holds of 64 columns of a tile, and its way to a box.
+template <int KIND>
+DEVICE void put_box(const float* z, const uint16* bias, uint8* box) {
+    const int thread = threadIdx.x % 128, lane = thread % 32;
+    const uint32 to = shared_address(box) + (thread / 32 * 16 + lane % 16) * ROW_BYTES;
+#pragma unroll
+    for (int i = 0; i < BOX / 16; ++i) {
+        const float* v = z + i * 8;
+        float a = 0, b = 0, c = 0, d = 0;
+        if (bias != nullptr) {
+            const uint32 left = *reinterpret_cast<const uint32*>(bias + i * 16 + lane % 4 * 2);
+            const uint32 right = *reinterpret_cast<const uint32*>(bias + i * 16 + 8 + lane % 4 * 2);
+            a = low_half(left), b = high_half(left), c = low_half(right), d = high_half(right);
+        }
+        store_matrices(
+            to + ((i * 2 + lane / 16) ^ (lane % 8)) * 16, activate_pair<KIND>(round_pair(v[0] + a, v[1] + b)),
+            activate_pair<KIND>(round_pair(v[2] + a, v[3] + b)), activate_pair<KIND>(round_pair(v[4] + c, v[5] + d)),
+            activate_pair<KIND>(round_pair(v[6] + c, v[7] + d))
+        );
+    }
+    show_to_copies();
+}
+
+// All boxes of a warp group's part of a tile, by one thread.
+DEVICE void store_boxes(Shared& shared, const TensorMap& map, int2 corner, int n, int group) {
+    for (int box = 0; box < BOXES && corner.y + box * BOX < n; ++box) {
+        store_tile(map, shared.y[group][box], corner.y + box * BOX, corner.x + group * 64);
+    }
+    end_of_stores();
+}
+
+DEVICE void make_tiles(
+    Shared& shared, const TensorMap& y_map, const TensorMap& z_map, bool biased, int m, int n, int k, int group
+) {
+    const bool leader = threadIdx.x % 128 == 0;
+    Turn<STAGES> turn;
+    Turn<STAGES + 1> slot;
+    uint32 parity = 0;
+    float z[TILE_N / 2];
+    for (Tiles tiles(m, n); tiles.left(); tiles.next(), slot.next(), parity ^= 1) {
+        multiply_tile(shared, z, turn, k, group);
+        const auto bias = [&](int box) { return biased ? shared.bias[slot.place] + box * BOX : nullptr; };
+        barrier_wait(&shared.taken[group], parity ^ 1);
+        if (STORE_Z || !tiles.last()) {
+#pragma unroll
+            for (int box = 0; box < BOXES; ++box) put_box<NONE>(z + box * BOX / 2, bias(box), shared.y[group][box]);
+        }
+        if (!tiles.last()) {
+            barrier_arrive(&shared.ready[group]);
+            continue;
+        }
+        const int2 corner = tiles.corner();
+        if constexpr (STORE_Z) {
+            threads_wait<128>(2 + group);
+            if (leader) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
+            threads_wait<128>(2 + group);
+        }
+#pragma unroll
+        for (int box = 0; box < BOXES; ++box) {
+            put_box<ACTIVATION>(z + box * BOX / 2, bias(box), shared.y[group][box]);
+            threads_wait<128>(2 + group);
+            if (leader && corner.y + box * BOX < n) {
+                store_tile(y_map, shared.y[group][box], corner.y + box * BOX, corner.x + group * 64);
+            }
+        }
+        end_of_stores();
+    }
+    if (leader) wait_until_read<0>();
+}
+
+DEVICE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& z_map, int m, int n) {
+    const int thread = threadIdx.x - (128 - FINISHERS);
+    uint32 parity = 0;
+    for (Tiles tiles(m, n); !tiles.last(); tiles.next(), parity ^= 1) {
+        const int2 corner = tiles.corner();
+        for (int group = 0; group < GROUPS; ++group) {
+            barrier_wait(&shared.ready[group], parity);
+            if constexpr (STORE_Z) {
+                if (thread == 0) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
+                threads_wait<FINISHERS>(1);
+            }
+            if constexpr (!AT_ONCE) {
+                uint4* quads = reinterpret_cast<uint4*>(shared.y[group][0]);
+#pragma unroll 2
+                for (int i = thread; i < BOXES * BOX_BYTES / 16; i += FINISHERS) {
+                    uint4 quad = quads[i];
+                    quad.x = activate_pair<ACTIVATION>(quad.x), quad.y = activate_pair<ACTIVATION>(quad.y);
+                    quad.z = activate_pair<ACTIVATION>(quad.z), quad.w = activate_pair<ACTIVATION>(quad.w);
+                    quads[i] = quad;
+                }
+                show_to_copies();
+                threads_wait<FINISHERS>(1);
+            }
+            if (thread == 0) store_boxes(shared, y_map, corner, n, group);
+        }
+        if (thread == 0) {
+            wait_until_read<1>();
+            barrier_arrive(&shared.taken[0]);
+            wait_until_read<0>();
+            barrier_arrive(&shared.taken[1]);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap y_map,
+    const __grid_constant__ TensorMap z_map, const uint16* bias, long long m, long long n, long long k
+) {
+    extern __shared__ uint8 memory[];
+    Shared& shared = *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
+    release_next();
+    if (threadIdx.x == 0) {
+        prefetch_map(x_map), prefetch_map(w_map), prefetch_map(y_map);
+        for (int stage = 0; stage < STAGES; ++stage) {
+            barrier_init(&shared.full[stage], 1);
+            barrier_init(&shared.empty[stage], GROUPS * CLUSTER);
+        }
+        for (int group = 0; group < GROUPS; ++group) {
+            barrier_init(&shared.ready[group], 128);
+            barrier_init(&shared.taken[group], 1);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    everyone_waits<CLUSTER>();
+    wait_for_previous();
+    const int role = threadIdx.x / 128;
+    if (role == 0) {
+        give_registers<88>();
+        if (threadIdx.x == 0) bring_tiles(shared, x_map, w_map, bias, m, n, k);
+        __syncwarp();
+        if (threadIdx.x >= 128 - FINISHERS) finish_tiles(shared, y_map, z_map, m, n);
+    } else {
+        take_registers<208>();
+        make_tiles(shared, y_map, z_map, bias != nullptr, m, n, k, role - 1);
+    }
+    everyone_waits<CLUSTER>();  // a block that left could not be copied to, nor its barriers arrived at
+}

@@ -1,0 +1,123 @@
+"""`act(x · Wᵀ + b)` of halves in CUDA C++, for large outputs on Hopper: the activation of one tile hides behind the products of
+the next, which Triton does not do. What it is written in is in `cuda/`; here it is compiled (NVRTC) and launched.
+
+The activation gets `x · Wᵀ + b` rounded to a half, as in a model of halves; the GEMMs of linear.py give it fp32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from onelaunch.kernels.launch import cdiv
+from onelaunch.kernels.linear import can_use_tma
+from onelaunch.nvrtc.compile import compile_cubin, why_not
+
+HEADERS = Path(__file__).parent / "cuda"
+ARCH = "sm_90a"  # of no other chip: later ones have other tensor cores
+TILE_M, TILE_N, TILE_K, BOX = 128, 256, 64, 64
+STAGES, CLUSTER, BAND = 3, 2, 4
+THREADS = 384
+NAME = f"cuda-{TILE_M}x{TILE_N}x{TILE_K}-s{STAGES}-c{CLUSTER}"
+SHARED_BYTES = (
+    STAGES * (TILE_M + TILE_N) * TILE_K * 2  # tiles of x and W
+    + TILE_M * TILE_N * 2  # of y
+    + (STAGES + 1) * TILE_N * 2  # bias
+    + (STAGES + 2) * 2 * 8  # barriers
+    + 1024  # to start on a multiple of as much
+)
+HALVES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # as tensor maps call them
+
+
+def can_run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> bool:
+    """Whether this chip, these tensors and what is installed allow it."""
+    if x.dtype not in HALVES or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    return can_use_tma(x, w, y) and (bias is None or bias.data_ptr() % 16 == 0) and _can_compile()
+
+
+@functools.cache
+def _can_compile() -> bool:
+    return not why_not()
+
+
+def source_of(activation: str | None, dtype: torch.dtype, store_z: bool = False) -> str:
+    constants = {
+        "TILE_N": TILE_N, "STAGES": STAGES, "CLUSTER": CLUSTER, "BAND": BAND, "BF16": int(dtype == torch.bfloat16),
+        "ACTIVATION": (activation or "none").upper(), "STORE_Z": int(store_z), "SHARED_BYTES": SHARED_BYTES,
+    }  # fmt: skip
+    defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    return f'{defined}#include "tensor_cores.cuh"\n{_multiply(dtype)}#include "linear.cuh"\n'
+
+
+def _multiply(dtype: torch.dtype) -> str:
+    """64 rows of x by TILE_N rows of W, 16 of k, added to z (or, with nothing before them, put there)."""
+    count = TILE_N // 2  # numbers of z that a thread holds
+    kind = "bf16" if dtype == torch.bfloat16 else "f16"
+    names = ", ".join(f"%{i}" for i in range(count))
+    operands = ", ".join(f'"+f"(z[{i}])' for i in range(count))
+    return f"""
+DEVICE void multiply(float (&z)[{count}], uint64 x, uint64 w, bool added) {{
+    asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{TILE_N}k16.f32.{kind}.{kind} {{{names}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"
+        : {operands} : "l"(x), "l"(w), "r"(int(added)));
+}}
+"""
+
+
+@functools.cache
+def _launch_of(activation: str | None, dtype: torch.dtype, store_z: bool, device: torch.device):  # type: ignore[no-untyped-def]
+    from onelaunch.nvrtc.launch import load
+
+    kernel = load(compile_cubin(source_of(activation, dtype, store_z), ARCH, headers=HEADERS), "linear", device)
+    return kernel.often(block=THREADS, cluster=CLUSTER, shared_bytes=SHARED_BYTES)
+
+
+@functools.lru_cache(4096)
+def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int, dtype: torch.dtype) -> bytes:
+    """A matrix as the copy engine knows it: boxes of `box_rows` x 64, swizzled; what lies outside is zero."""
+    from cuda.bindings import driver
+
+    status, made = driver.cuTensorMapEncodeTiled(
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{HALVES[dtype]}"),
+        2,
+        address,
+        [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
+        [driver.cuuint64_t(row_bytes)],
+        [driver.cuuint32_t(BOX), driver.cuuint32_t(box_rows)],
+        [driver.cuuint32_t(1)] * 2,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(
+            f"cuTensorMapEncodeTiled returns {status.name} for {rows} x {columns}, {row_bytes} bytes a row"
+        )
+    return ctypes.string_at(int(made.getPtr()), 128)
+
+
+def linear_forward(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    z: torch.Tensor | None = None,
+    *,
+    activation: str | None,
+) -> None:
+    """Fills y, and z (before the activation) where given; x is `[m, k]`, w `[n, k]`, rows contiguous; `can_run` said yes."""
+    (m, k), n = x.shape, w.shape[0]
+    with torch.cuda.device(x.device):
+        launch = _launch_of(activation, x.dtype, z is not None, x.device)
+        clusters = min(cdiv(m, TILE_M * CLUSTER) * cdiv(n, TILE_N), launch.clusters_at_once)
+        maps = [
+            tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0) * 2, box_rows, x.dtype)
+            for matrix, box_rows in ((x, TILE_M), (w, TILE_N // CLUSTER), (y, BOX), (y if z is None else z, BOX))
+        ]
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        launch(stream, clusters * CLUSTER, (*maps, 0 if bias is None else bias.data_ptr(), m, n, k))
