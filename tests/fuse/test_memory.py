@@ -185,11 +185,14 @@ def test_bytes_said_know_the_implementation_from_the_disk() -> None:
     """An explanation in a new process, whose chains were timed before, says the same bytes as the first."""
     layers = nn.Linear(WIDTH, INNER), nn.GELU(), nn.Dropout(0.1)
     steps = steps_of(nn.Sequential(*layers).to(torch.bfloat16), torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
-    key = f"torch.bfloat16 64 {INNER} {WIDTH} gelu True True True False 0 0"
+    key = f"torch.bfloat16 64 {INNER} {WIDTH} gelu True True True False 0 0 True"
     library, tile = linear_choice.LIBRARY.name, "128 x 128 x 64"
     assert takes_extra_pass(steps, {key: {library: 1.0, tile: 2.0}})
     assert not takes_extra_pass(steps, {key: {library: 2.0, tile: 1.0}})
-    assert not takes_extra_pass(steps, {key.replace("True True", "False True"): {library: 1.0}})
+    assert not takes_extra_pass(steps, {key.replace("gelu True", "gelu False"): {library: 1.0}})
+    assert not takes_extra_pass(
+        steps, {key.removesuffix("True") + "False": {library: 1.0}}
+    )  # of tensors that lie otherwise
     assert not takes_extra_pass(steps, {})
     assert not takes_extra_pass(steps[1:], {key: {library: 1.0}})
     bytes_said = [judge(steps, DEVICES["H200"], extra_pass=extra).after.total.bytes for extra in (False, True)]

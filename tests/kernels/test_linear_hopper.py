@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from onelaunch.nvrtc.compile import compile_cubin, why_not
+from onelaunch.nvrtc.compile import CompileError, compile_cubin, why_not
 from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import ACTIVATIONS
 from tests.conftest import TOLERANCE
@@ -51,7 +52,7 @@ def test_other_machines_are_told_apart() -> None:
     from onelaunch.kernels.linear_hopper import can_run
 
     x = torch.empty(256, 64, dtype=torch.bfloat16)
-    assert not can_run(x, x, None, x)
+    assert not can_run(x, x, None, x, None, "relu")
 
 
 def operands(m: int, k: int, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -66,7 +67,7 @@ def check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, activatio
     m, n = x.shape[0], w.shape[0]
     y = poisoned(m, n, like=x)
     z = poisoned(m, n, like=x) if store_z else None
-    assert can_run(x, w, bias, y)
+    assert can_run(x, w, bias, y, z, activation)
     linear_forward(x, w, bias, y, z, activation=activation)
     exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
     rtol, atol = TOLERANCE[x.dtype]
@@ -158,6 +159,46 @@ class TestOnAHopper:
                     linear_forward(x, w, bias, y, activation="gelu")
         torch.cuda.synchronize()
         assert all(y.equal(alone) for y in outputs)
+
+    @pytest.mark.parametrize("captured", [False, True])
+    def test_a_thread_that_is_new_to_cuda(self, captured: bool) -> None:
+        from onelaunch.kernels.linear_hopper import linear_forward
+
+        x, w, bias = operands(1024, 128, 512, torch.bfloat16)
+        alone, y = torch.empty(2, 1024, 512, device="cuda", dtype=x.dtype).unbind()
+        linear_forward(x, w, bias, alone, activation="gelu")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+
+        def work() -> None:
+            if captured:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    linear_forward(x, w, bias, y, activation="gelu")
+                graph.replay()
+            else:
+                linear_forward(x, w, bias, y, activation="gelu")
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work).result()
+        torch.cuda.synchronize()
+        assert y.equal(alone)
+
+    @pytest.mark.parametrize("fault", ["absent", "compile", "launch"])
+    def test_what_is_missing_is_no_reason_to_stop(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        from onelaunch.kernels import linear_hopper
+        from onelaunch.nvrtc.launch import CudaError
+
+        def fails(*_: object) -> None:
+            raise (CompileError if fault == "compile" else CudaError)("on purpose")
+
+        linear_hopper._loads.cache_clear()
+        if fault == "absent":
+            monkeypatch.setattr(linear_hopper, "why_not", lambda: "cuda-core cannot be imported")
+        else:
+            monkeypatch.setattr(linear_hopper, "_launch_of", fails)
+        x, w, bias = operands(256, 64, 512, torch.bfloat16)
+        assert not linear_hopper.can_run(x, w, bias, torch.empty(256, 512, device="cuda", dtype=x.dtype), None, "relu")
+        linear_hopper._loads.cache_clear()
 
     def test_is_measured_for_large_outputs_only(self) -> None:
         from onelaunch.kernels.dropout_key import NO_KEY

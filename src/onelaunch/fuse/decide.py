@@ -163,5 +163,5 @@ def takes_extra_pass(steps: list[Step], times: dict[str, dict[str, float]]) -> b
     bias = len(steps[0].inputs) > 2 or "batch_norm" in roles  # folded weights have one
     rows = linear_choice.shape_class(max(1, x.numel // k))
     key = " ".join(map(str, (steps[0].output.dtype, rows, n, k, activation, dropped, keeps_z, bias, "")))
-    found = [taken for name, taken in times.items() if name.startswith(key)]
+    found = [taken for name, taken in times.items() if name.startswith(key) and name.endswith(" True")]  # aligned
     return bool(found) and min(found[-1], key=found[-1].__getitem__) == linear_choice.LIBRARY.name

@@ -1,1 +1,1 @@
-"""Kernels, in Triton and CUDA C++, and their launchers: tensors in, tensors out, no autograd. Importing a file here imports Triton."""
+"""Kernels in Triton and CUDA C++, with their launchers: tensors in and out, no autograd. Importing a file imports Triton."""

@@ -207,12 +207,16 @@ def linear_forward(
     key: DropoutKey,
     tile: TileShape,
     tf32: bool,
+    overlap: bool = True,
 ) -> None:
-    """Fills y, and z (before the activation) and keep where given; x is `[m, k]`, w `[n, k]`, with contiguous rows."""
+    """Fills y, and z (before the activation) and keep where given; x is `[m, k]`, w `[n, k]`, with contiguous rows.
+
+    `overlap`: it may start while the kernel before it ends, on chips that can.
+    """
     m, k = x.shape
     n = w.shape[0]
     values = (key.seed, key.offset, keep_threshold(p), keep_scale(p))
-    overlap = overlaps(x)
+    overlap = overlap and overlaps(x)
     constants = (tile.m, tile.n, tile.k, 8, activation, "tf32" if tf32 else "ieee", overlap)
     tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     if not tile.tma:

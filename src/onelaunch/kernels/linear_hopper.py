@@ -14,7 +14,7 @@ import torch
 
 from onelaunch.kernels.launch import cdiv
 from onelaunch.kernels.linear import can_use_tma
-from onelaunch.nvrtc.compile import compile_cubin, why_not
+from onelaunch.nvrtc.compile import CompileError, compile_cubin, why_not
 
 HEADERS = Path(__file__).parent / "cuda"
 ARCH = "sm_90a"  # of no other chip: later ones have other tensor cores
@@ -29,24 +29,44 @@ SHARED_BYTES = (
     + (STAGES + 2) * 2 * 8  # barriers
     + 1024  # to start on a multiple of as much
 )
+MOST = 2**31 - 1024  # rows or columns: the copy engine counts in 32 bits
 HALVES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # as tensor maps call them
 
 
-def can_run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> bool:
-    """Whether this chip, these tensors and what is installed allow it."""
+def can_run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    z: torch.Tensor | None,
+    activation: str | None,
+) -> bool:
+    """Whether this chip, these tensors and what is installed allow it. It is compiled and loaded for the answer."""
     if x.dtype not in HALVES or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
         return False
-    return can_use_tma(x, w, y) and (bias is None or bias.data_ptr() % 16 == 0) and _can_compile()
+    if not can_use_tma(x, w, y) or max(*x.shape, *y.shape) > MOST or y.shape[1] % 8:
+        return False
+    return (bias is None or bias.data_ptr() % 16 == 0) and _loads(activation, x.dtype, z is not None, x.device)
 
 
 @functools.cache
-def _can_compile() -> bool:
-    return not why_not()
+def _loads(activation: str | None, dtype: torch.dtype, store_z: bool, device: torch.device) -> bool:
+    """False for whatever is not as it should be: other implementations run everywhere, and tests compile this one."""
+    if why_not():
+        return False
+    from onelaunch.nvrtc.launch import CudaError
+
+    try:
+        _launch_of(activation, dtype, store_z, device)
+    except (CompileError, CudaError):
+        return False
+    return True
 
 
 def source_of(activation: str | None, dtype: torch.dtype, store_z: bool = False) -> str:
     constants = {
-        "TILE_N": TILE_N, "STAGES": STAGES, "CLUSTER": CLUSTER, "BAND": BAND, "BF16": int(dtype == torch.bfloat16),
+        "TILE_M": TILE_M, "TILE_N": TILE_N, "TILE_K": TILE_K, "BOX": BOX, "THREADS": THREADS,
+        "STAGES": STAGES, "CLUSTER": CLUSTER, "BAND": BAND, "BF16": int(dtype == torch.bfloat16),
         "ACTIVATION": (activation or "none").upper(), "STORE_Z": int(store_z), "SHARED_BYTES": SHARED_BYTES,
     }  # fmt: skip
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())

@@ -29,8 +29,12 @@ def begin(OVERLAP: tl.constexpr):
 
 @triton.jit
 def release(OVERLAP: tl.constexpr):
-    """After a program's main loop: the next kernel may be brought onto the chip. Sooner, it would take the place of programs
-    that still have work."""
+    """The next kernel may be brought onto the chip, once all programs of this one have said so or ended.
+
+    After a program's main loop where more than one lives on a multiprocessor: sooner, the next kernel's would take registers
+    and shared memory that they could use. First thing in a kernel whose programs are all there at once; one that reads before
+    it calls `begin` must not follow it directly, since what came before this kernel may not have ended.
+    """
     if OVERLAP:
         gdc_launch_dependents()
 

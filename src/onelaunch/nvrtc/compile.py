@@ -36,8 +36,8 @@ class Cubin:
 def why_not() -> str:
     """Why this machine cannot compile and launch CUDA C++, with the remedy; empty when it can (it may still lack a GPU)."""
     try:
-        import cuda.core  # noqa: F401
-    except ImportError as error:
+        from cuda.core import ObjectCode, Program, ProgramOptions  # noqa: F401 (older versions have them elsewhere)
+    except Exception as error:  # also of packages that do not fit each other
         return f"cuda-core cannot be imported ({_one_line(error)}): {INSTALL}"
     try:
         major, minor = _nvrtc_version()

@@ -79,15 +79,13 @@ class LoadedKernel:
         with context_of(self.device):
             if not self._allow(shared_bytes, cluster):
                 raise CudaError(f"a block of {self.device} cannot have {shared_bytes} bytes of dynamic shared memory")
-            _launch(self._function, _config(stream.cuda_stream, grid, block, cluster, shared_bytes, cooperative), args)
+            config = _config(stream.cuda_stream, grid, block, cluster, shared_bytes, cooperative)
+            _check("cuLaunchKernelEx", _launch(self._function, config, args))
 
     def often(self, *, block: int, cluster: int, shared_bytes: int) -> FrequentLaunch:
-        with context_of(self.device):
-            if not self._allow(shared_bytes, cluster):
-                raise CudaError(
-                    f"{self.device} cannot have clusters of {cluster} blocks with {shared_bytes} bytes each"
-                )
         at_once = self.max_active_clusters(block=block, cluster=cluster, shared_bytes=shared_bytes)
+        if not at_once:
+            raise CudaError(f"{self.device} holds no cluster of {cluster} blocks with {shared_bytes} bytes each")
         return FrequentLaunch(self, block, cluster, shared_bytes, at_once)
 
     @property
@@ -130,7 +128,11 @@ class FrequentLaunch:
         )
 
     def __call__(self, stream: int, grid: int, args: Sequence[int | float | bytes]) -> None:
-        _launch(self._function, self._config(stream, grid), args)
+        status = _launch(self._function, self._config(stream, grid), args)
+        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first call to CUDA
+            with context_of(self._kernel.device):
+                status = _launch(self._function, self._config(stream, grid), args)
+        _check("cuLaunchKernelEx", status)
 
 
 def load(cubin: Cubin, name: str, device: torch.device) -> LoadedKernel:
@@ -152,11 +154,12 @@ def context_of(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _launch(function: driver.CUfunction, config: driver.CUlaunchConfig, args: Sequence[int | float | bytes]) -> None:
+def _launch(
+    function: driver.CUfunction, config: driver.CUlaunchConfig, args: Sequence[int | float | bytes]
+) -> driver.CUresult:
     values = [_c_value(value) for value in args]  # the driver copies them before it returns
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    (status,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
-    _check("cuLaunchKernelEx", status)
+    return driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)[0]
 
 
 def _c_value(value: int | float | bytes) -> Any:

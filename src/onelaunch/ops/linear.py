@@ -1,7 +1,8 @@
 """Linear, activation and dropout in one op: `dropout(act(x · Wᵀ + b))`.
 
-Forward is one of three things, whichever a measurement on this chip found fastest for the shape (see `linear_choice`): a Triton
-GEMM that finishes its tiles on the accumulators; cuBLASLt's own epilogue; or cuBLAS and one pass that does the rest. Backward
+Forward is one of four things, whichever a measurement on this chip found fastest for the shape (see `linear_choice`): a Triton
+GEMM that finishes its tiles on the accumulators; one in CUDA C++ that finishes a tile while it multiplies the next; cuBLASLt's
+own epilogue; or cuBLAS and one pass that does the rest. Backward
 is one pass for the slope, the mask and the bias gradient, and two library GEMMs. What is kept for it: 1/8 byte an element for
 relu with dropout; the output for relu, leaky_relu, sigmoid and tanh; the value before the activation for gelu and silu, whose
 memory then takes its gradient. The input is let go of as soon as the weight's gradient is there, before its own is made.

@@ -112,8 +112,8 @@ def candidates(call: Call) -> list[Implementation]:
             found += [fused(16, 16, 64, 2, 3), fused(32, 32, 64, 4, 2)]
         return found
     tma = kernels("linear").can_use_tma(call.x, call.weight, call.y)
-    large = call.keep is None and m * n >= HOPPER_OUTPUTS
-    if large and kernels("linear_hopper").can_run(call.x, call.weight, call.bias, call.y):
+    large = call.keep is None and shape_class(m) * n >= HOPPER_OUTPUTS  # as the choice is kept
+    if large and kernels("linear_hopper").can_run(call.x, call.weight, call.bias, call.y, call.z, call.activation):
         found.append(hopper())
     if m * n <= 256 * 1024:  # few tiles: latency decides, so all of a short k is in flight at once
         found += [fused(16, 16, 256, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
@@ -164,16 +164,17 @@ def measure(implementations: list[Implementation], call: Call) -> dict[str, floa
     """Median GPU seconds of one call of each, taken in turns: a chip that warms up slows all of them alike."""
     from triton.runtime.errors import OutOfResources
 
-    graphs = {}
+    graphs, cannot = {}, {}
     for implementation in implementations:
-        # A chip with less shared memory than the tile was made for says so here; the tile is then no candidate.
-        with contextlib.suppress(OutOfResources):
+        try:
             graphs[implementation.name] = captured(implementation, call)
+        except OutOfResources:  # a chip with less shared memory than the tile was made for
+            cannot[implementation.name] = float("inf")
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(SAMPLES):
         for name, (graph, repeats) in graphs.items():
             samples[name].append(_replay_seconds(graph) / repeats)
-    return {name: statistics.median(taken) for name, taken in samples.items()}
+    return cannot | {name: statistics.median(taken) for name, taken in samples.items()}
 
 
 class Table:
@@ -236,8 +237,8 @@ def choose(call: Call) -> Implementation:
         return known
     options = candidates(call)
     name = " ".join(str(part) for part in key[1:])
-    times = table(device).choices.get(name)
-    if times is None:
+    times = table(device).choices.get(name, {})
+    if any(option.name not in times for option in options):  # none yet, or of a time when not all could run
         if torch.cuda.is_current_stream_capturing():
             return LIBRARY
         times = measure(options, call)

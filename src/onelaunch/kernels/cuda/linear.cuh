@@ -10,14 +10,15 @@
 #include "epilogue.cuh"
 #include "tensor_cores.cuh"
 
-constexpr int GROUPS = 2, TILE_M = 64 * GROUPS, TILE_K = 64;
+constexpr int GROUPS = TILE_M / 64;  // of warps, that multiply
 constexpr int ROW_BYTES = TILE_K * 2;
 constexpr int X_BYTES = TILE_M * ROW_BYTES, W_BYTES = TILE_N * ROW_BYTES;
 constexpr int SHARE = TILE_N / CLUSTER;                   // rows of W that a block brings to all of its cluster
-constexpr int BOX = 64, BOX_BYTES = BOX * BOX * 2, BOXES = TILE_N / BOX;  // y leaves in boxes of 64 x 64
-constexpr int THREADS = 128 * (1 + GROUPS), FINISHERS = 96;  // of the first 128, 32 bring tiles and these finish them
+constexpr int BOX_BYTES = BOX * BOX * 2, BOXES = TILE_N / BOX;  // y leaves in boxes of 64 x 64
+constexpr int FINISHERS = 96;  // of the first 128 threads, 32 bring tiles and these finish them
 constexpr bool AT_ONCE = ACTIVATION == NONE || ACTIVATION == RELU;  // costs nothing on the way out
 static_assert(!STORE_Z || !AT_ONCE, "whose slope follows from y");
+static_assert(GROUPS == 2 && TILE_K == 64 && BOX == 64 && THREADS == 128 * (1 + GROUPS), "what is written out below");
 static_assert(TILE_N % BOX == 0 && SHARE % 8 == 0, "boxes and swizzled rows");
 
 struct Shared {
@@ -93,7 +94,7 @@ DEVICE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& 
 #pragma unroll
         for (int step = 0; step < TILE_K / 16; ++step) multiply(z, x + step * 2, w + step * 2, start > 0 || step > 0);
         products_commit();
-        products_wait<1>();  // those of the step before: its stage is free
+        products_wait<1>();  // those of the step before, of all four warps (wgmma binds them): its stage is free
         if (start > 0 && thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
         before = turn.place;
         turn.next();
@@ -125,7 +126,6 @@ DEVICE void put_box(const float* z, const uint16* bias, uint8* box) {
             activate_pair<KIND>(round_pair(v[6] + c, v[7] + d))
         );
     }
-    show_to_copies();
 }
 
 // All boxes of a warp group's part of a tile, by one thread.
@@ -151,6 +151,7 @@ DEVICE void make_tiles(
         if (STORE_Z || !tiles.last()) {
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) put_box<NONE>(z + box * BOX / 2, bias(box), shared.y[group][box]);
+            if constexpr (STORE_Z || AT_ONCE) show_to_copies();  // else who finishes it writes every byte of it anew
         }
         if (!tiles.last()) {
             barrier_arrive(&shared.ready[group]);
@@ -165,6 +166,7 @@ DEVICE void make_tiles(
 #pragma unroll
         for (int box = 0; box < BOXES; ++box) {
             put_box<ACTIVATION>(z + box * BOX / 2, bias(box), shared.y[group][box]);
+            show_to_copies();
             threads_wait<128>(2 + group);
             if (leader && corner.y + box * BOX < n) {
                 store_tile(y_map, shared.y[group][box], corner.y + box * BOX, corner.x + group * 64);
@@ -196,8 +198,8 @@ DEVICE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap
                     quads[i] = quad;
                 }
                 show_to_copies();
-                threads_wait<FINISHERS>(1);
             }
+            threads_wait<FINISHERS>(1);  // with nothing to do, too: one that lags by two tiles takes the one for the other
             if (thread == 0) store_boxes(shared, y_map, corner, n, group);
         }
         if (thread == 0) {
@@ -218,6 +220,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
     release_next();
     if (threadIdx.x == 0) {
         prefetch_map(x_map), prefetch_map(w_map), prefetch_map(y_map);
+        if constexpr (STORE_Z) prefetch_map(z_map);
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(&shared.full[stage], 1);
             barrier_init(&shared.empty[stage], GROUPS * CLUSTER);
@@ -240,5 +243,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
         take_registers<208>();
         make_tiles(shared, y_map, z_map, bias != nullptr, m, n, k, role - 1);
     }
+    __syncwarp();
     everyone_waits<CLUSTER>();  // a block that left could not be copied to, nor its barriers arrived at
 }

@@ -132,7 +132,7 @@ class StepRunner:
             shape = TileShape(tile.m, tile.n, tile.k, tile.warps, tile.stages, tma=True)
             linear_forward(
                 x.values, weight, bias, h, z, None, activation=ending.activation, p=0.0, key=NO_KEY, tile=shape,
-                tf32=self.tf32,
+                tf32=self.tf32, overlap=clock.overlap,
             )  # fmt: skip
         else:
             stage_forward(x, weight, bias, h, z, ending, clock, tile=tile, tf32=self.tf32)
