@@ -131,8 +131,11 @@ def linear_forward(
     activation: str | None,
 ) -> None:
     """Fills y, and z (before the activation) where given; x is `[m, k]`, w `[n, k]`, rows contiguous; `can_run` said yes."""
+    from onelaunch.nvrtc.launch import bind_thread
+
     (m, k), n = x.shape, w.shape[0]
     with torch.cuda.device(x.device):
+        bind_thread(x.device)
         launch = _launch_of(activation, x.dtype, z is not None, x.device)
         clusters = min(cdiv(m, TILE_M * CLUSTER) * cdiv(n, TILE_N), launch.clusters_at_once)
         maps = [

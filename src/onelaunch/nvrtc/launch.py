@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -79,8 +80,7 @@ class LoadedKernel:
         with context_of(self.device):
             if not self._allow(shared_bytes, cluster):
                 raise CudaError(f"a block of {self.device} cannot have {shared_bytes} bytes of dynamic shared memory")
-            config = _config(stream.cuda_stream, grid, block, cluster, shared_bytes, cooperative)
-            _check("cuLaunchKernelEx", _launch(self._function, config, args))
+            _launch(self._function, _config(stream.cuda_stream, grid, block, cluster, shared_bytes, cooperative), args)
 
     def often(self, *, block: int, cluster: int, shared_bytes: int) -> FrequentLaunch:
         at_once = self.max_active_clusters(block=block, cluster=cluster, shared_bytes=shared_bytes)
@@ -112,7 +112,7 @@ class LoadedKernel:
 
 
 class FrequentLaunch:
-    """A launch that is made again and again, on the current device: what it needs was asked for once.
+    """A launch that is made again and again, in the current context (`bind_thread`): what it needs was asked for once.
 
     It may start over the end of the kernel before it (programmatic dependent launch): the kernel itself must wait.
     """
@@ -128,11 +128,7 @@ class FrequentLaunch:
         )
 
     def __call__(self, stream: int, grid: int, args: Sequence[int | float | bytes]) -> None:
-        status = _launch(self._function, self._config(stream, grid), args)
-        if status == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:  # a thread's first call to CUDA
-            with context_of(self._kernel.device):
-                status = _launch(self._function, self._config(stream, grid), args)
-        _check("cuLaunchKernelEx", status)
+        _launch(self._function, self._config(stream, grid), args)
 
 
 def load(cubin: Cubin, name: str, device: torch.device) -> LoadedKernel:
@@ -145,6 +141,16 @@ def load(cubin: Cubin, name: str, device: torch.device) -> LoadedKernel:
             raise CudaError(f"{name} cannot be loaded on {device}: {reason}") from error
 
 
+_threads = threading.local()
+
+
+def bind_thread(device: torch.device) -> None:
+    """PyTorch's context of `device`, the current one, is this thread's from here on. Cheap after the first time."""
+    if getattr(_threads, "device", None) != device:
+        with context_of(device):
+            _threads.device = device
+
+
 @contextmanager
 def context_of(device: torch.device) -> Iterator[None]:
     """PyTorch's context of `device` as this thread's current one, for calls of the driver."""
@@ -154,12 +160,11 @@ def context_of(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _launch(
-    function: driver.CUfunction, config: driver.CUlaunchConfig, args: Sequence[int | float | bytes]
-) -> driver.CUresult:
+def _launch(function: driver.CUfunction, config: driver.CUlaunchConfig, args: Sequence[int | float | bytes]) -> None:
     values = [_c_value(value) for value in args]  # the driver copies them before it returns
     pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-    return driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)[0]
+    (status,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
+    _check("cuLaunchKernelEx", status)
 
 
 def _c_value(value: int | float | bytes) -> Any:
