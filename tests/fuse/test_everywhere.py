@@ -204,6 +204,15 @@ def assert_same_call(compiled: nn.Module, model: nn.Module, x: torch.Tensor, tar
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+def test_settings_for_another_backend_are_said_to_be_that() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).double()
+    x = torch.randn(4, 8, dtype=torch.float64)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="has no use for mode='max-autotune': they are inductor's"):
+        y = torch.compile(model, backend="onelaunch", mode="max-autotune")(x)
+    torch.testing.assert_close(y, model(x), rtol=0, atol=1e-12)
+
+
 def test_export() -> None:
     fused = ol.fuse(Network().double()).eval()
     x, _ = batch()

@@ -5,6 +5,7 @@ Found by torch through the entry point `torch_dynamo_backends`. The graph runs a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,8 +23,10 @@ from onelaunch.fuse.tracing import Trace
 from onelaunch.fuse.verdict import without_sizes
 
 
-def onelaunch(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Fuses the chains of `gm` that pay at the sizes it was captured with."""
+def onelaunch(gm: fx.GraphModule, example_inputs: list[Any], **settings: Any) -> Callable[..., Any]:
+    """Fuses the chains of `gm` that pay at the sizes it was captured with. `settings` are torch.compile's for inductor."""
+    if given := ", ".join(f"{name}={value!r}" for name, value in settings.items()):
+        warnings.warn(f"backend='onelaunch' has no use for {given}: they are inductor's", stacklevel=2)
     chains = find_chains(Trace(gm.graph, gm, {}, {}))
     rewrite(gm.graph, [chain for chain in chains if chain.reason is None and _pays(chain)])
     gm.recompile()
