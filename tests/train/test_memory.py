@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -55,6 +56,39 @@ def test_within_five_per_cent_of_the_bound(seed):
     check(layout)
     assert layout.lower_bound == brute_force_bound(buffers)
     assert layout.lower_bound <= layout.nbytes <= 1.05 * layout.lower_bound
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_graphs_of_another_kind(seed):
+    """Sizes without a common measure and lifetimes of every length, where a layout at the bound need not exist."""
+    draw = random.Random(seed)
+    buffers = []
+    for number in range(40):
+        first = draw.randrange(30)
+        buffers.append(Buffer(f"b{number}", draw.randint(1, 10**6), first, draw.randrange(first, 30)))
+    layout = plan(buffers)
+    check(layout)
+    assert layout.nbytes <= 1.05 * layout.lower_bound
+
+
+def test_a_thousand_buffers_take_seconds():
+    draw = random.Random(1)
+    begins = [draw.randrange(2000) for _ in range(1000)]
+    buffers = [
+        Buffer(f"b{i}", draw.randint(1, 10**6), first, first + draw.randrange(50)) for i, first in enumerate(begins)
+    ]
+    begin = time.perf_counter()
+    layout = plan(buffers)
+    assert time.perf_counter() - begin < 30
+    assert layout.nbytes <= 1.1 * layout.lower_bound
+
+
+@pytest.mark.parametrize(
+    "bad", [[Buffer("a", -1, 0, 1)], [Buffer("a", 1, 2, 1)], [Buffer("a", 1, 0, 1), Buffer("a", 2, 3, 4)]]
+)
+def test_buffers_that_cannot_be(bad):
+    with pytest.raises(ValueError, match="a name each"):
+        plan(bad)
 
 
 @settings(max_examples=80, deadline=None)

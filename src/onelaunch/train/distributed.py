@@ -9,6 +9,7 @@ wish to stop are shared. Rank 0 writes.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -93,7 +94,8 @@ def _told() -> Iterator[None]:
 
 
 def lost(error: Exception) -> LostRankError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = re.sub(r"^\[[^]]*\]\s*", "", said).split(". This is typically", 1)[0]  # without gloo's file and guesses
     return LostRankError(f"another process of this job died or does not answer ({reason}): see its output, and resume")
 
 

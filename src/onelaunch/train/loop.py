@@ -139,8 +139,8 @@ def _resume(run: Run, path: Path) -> Checkpoint:
 
 
 def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
-    """A resumed run stays on its engine, for the same bits, unless another was asked for."""
-    if resumed and run.spec.engine == "auto":
+    """A resumed run stays on its engine, for the same bits, unless another was asked for or several processes train."""
+    if resumed and run.spec.engine == "auto" and world().size == 1:
         name = resumed.about["engine"]
         found = engine_or_reason(name, run.device) if name in FASTEST_FIRST else "not an engine"
         if not isinstance(found, str) and not found.refuses(run):

@@ -2,17 +2,24 @@
 
 Two buffers may share bytes when no moment needs both. `plan` places them one after another, each at the lowest offset where
 it meets no living neighbour (first fit). The order decides how tight it gets: several are tried, and in each the buffer that
-sticks out at the top is moved to the front as long as that helps. No layout is below `lower_bound`, the most bytes alive at
-one moment; a layout that reaches it ends the search.
+sticks out at the top is moved to the front as long as that helps; then buffers of the best one are moved about at random, by
+numbers that are always the same. No layout is below `lower_bound`, the most bytes alive at one moment; one that comes close
+to it ends the search, and so does a number of steps, so that a thousand buffers take seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from bisect import insort
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT = 256  # what cudaMalloc gives, and what every vector load wants
 IMPROVEMENTS = 200  # rounds an order
+MOVES = 2000  # at random
+CLOSE = 1.01  # times the lower bound: not worth more of them
+SLACK = 0.01  # by which a random move may make it worse, at first
+PAIRS = 10_000_000  # of buffers that an order's rounds, or all random moves, may look at: a second or two
 
 
 @dataclass(frozen=True)
@@ -72,19 +79,19 @@ def plan(buffers: Iterable[Buffer]) -> Layout:
     """Place every buffer; the same buffers give the same layout."""
     given = tuple(buffers)
     names = [buffer.name for buffer in given]
-    assert len(set(names)) == len(names), "two buffers of one name"
+    if len(set(names)) != len(names) or any(b.nbytes < 0 or b.first > b.last for b in given):
+        raise ValueError("buffers have a name each, no fewer than 0 bytes, and end when they begin or later")
     needed = [buffer for buffer in given if buffer.nbytes]
     bound = lower_bound(needed)
-    best: tuple[int, list[int], list[Buffer]] | None = None
-    for key in _ORDERS:
-        order = sorted(needed, key=key)
-        found = _improved(*_first_fit(order), order, bound)
+    best: Placed | None = None
+    for order in _orders(needed):
+        found = _improved((*_first_fit(order), order), bound)
         if best is None or found[0] < best[0]:
             best = found
         if found[0] == bound:
             break
     assert best is not None
-    total, offsets, order = best
+    total, offsets, order = _shaken(best, bound)
     places = {buffer.name: offset for buffer, offset in zip(order, offsets, strict=True)}
     return Layout(given, {name: places.get(name, 0) for name in names}, total)
 
@@ -99,10 +106,35 @@ _ORDERS: tuple[Callable[[Buffer], tuple[int, int, str]], ...] = (
 )
 
 
-def _improved(total: int, offsets: list[int], order: list[Buffer], bound: int) -> tuple[int, list[int], list[Buffer]]:
+def _orders(buffers: list[Buffer]) -> Iterator[list[Buffer]]:
+    for key in _ORDERS:
+        yield sorted(buffers, key=key)
+    yield _crowded_first(buffers)
+
+
+def _crowded_first(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """Those that live when the most bytes are alive, the longest first: where it is tight nothing lies in the way."""
+    alive = dict.fromkeys({buffer.first for buffer in buffers}, 0)  # where it grows, and so where it is most
+    for buffer in buffers:
+        for moment in alive:
+            if buffer.first <= moment <= buffer.last:
+                alive[moment] += _aligned(buffer.nbytes)
+    most = {b.name: max(n for moment, n in alive.items() if b.first <= moment <= b.last) for b in buffers}
+    return sorted(buffers, key=lambda b: (-most[b.name], b.first - b.last, -b.nbytes, b.name))
+
+
+Placed = tuple[int, list[int], list[Buffer]]  # bytes in all, offsets, and the buffers in the order they were placed
+
+
+def _rounds(most: int, order: list[Buffer]) -> int:
+    return min(most, PAIRS // max(1, len(order) ** 2) + 1)
+
+
+def _improved(placed: Placed, bound: int) -> Placed:
     """Moves a buffer that reaches the top to the front; one that did not help is not tried again from the same layout."""
+    total, offsets, order = placed
     tried: set[str] = set()
-    for _ in range(IMPROVEMENTS):
+    for _ in range(_rounds(IMPROVEMENTS, order)):
         if total <= bound:
             break
         tops = [
@@ -126,19 +158,39 @@ def _improved(total: int, offsets: list[int], order: list[Buffer], bound: int) -
     return total, offsets, order
 
 
+def _shaken(placed: Placed, bound: int) -> Placed:
+    """Moves a buffer, every other time one that reaches the top, to a random place of the order, unless that makes it worse by
+    more than a slack which dwindles."""
+    total, offsets, order = best = placed
+    draw = random.Random(len(order))
+    moves = _rounds(MOVES, order)
+    for move in range(moves):
+        if best[0] <= CLOSE * bound:
+            break
+        tops = [at for at, b in enumerate(order) if offsets[at] + _aligned(b.nbytes) == total]
+        candidate = list(order)
+        moved = candidate.pop(draw.choice(tops) if move % 2 else draw.randrange(len(order)))
+        candidate.insert(draw.randrange(len(order)), moved)
+        new_total, new_offsets = _first_fit(candidate)
+        if new_total <= total * (1 + SLACK * (1 - move / moves)):
+            total, offsets, order = new_total, new_offsets, candidate
+        if total < best[0]:
+            best = (total, offsets, order)
+    return best
+
+
 def _first_fit(order: Sequence[Buffer]) -> tuple[int, list[int]]:
-    placed: list[tuple[int, int, Buffer]] = []  # (offset, end, buffer), by offset
+    placed: list[tuple[int, int, int, Buffer]] = []  # (offset, end, number, buffer), by offset
     offsets: list[int] = []
     total = 0
     for buffer in order:
         size, offset = _aligned(buffer.nbytes), 0
-        for start, end, other in placed:
+        for start, end, _, other in placed:
             if start >= offset + size:
                 break
             if end > offset and buffer.meets(other):
                 offset = end
-        placed.append((offset, offset + size, buffer))
-        placed.sort(key=lambda entry: (entry[0], entry[1]))
+        insort(placed, (offset, offset + size, len(placed), buffer))
         offsets.append(offset)
         total = max(total, offset + size)
     return total, offsets
