@@ -14,6 +14,7 @@ import torch
 
 from onelaunch.nvrtc import compile
 from onelaunch.nvrtc.compile import CompileError, Cubin, compile_cubin, key_of, why_not
+from tests.spoiled import DAMAGES, spoil
 
 ELF = b"\x7fELF"
 SCALE = """
@@ -80,22 +81,14 @@ def test_the_cluster_and_grid_kernels_of_these_tests_compile(tmp_path: Path) -> 
         assert compile_cubin(source, "sm_90a", place=tmp_path).code.startswith(ELF)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "emptied", "foreign key", "not ours"])
+@pytest.mark.parametrize("damage", [*DAMAGES, "not ours"])
 def test_a_bad_entry_is_compiled_anew(damage: str, tmp_path: Path) -> None:
     good = compile_cubin(SCALE, "sm_90a", place=tmp_path)
     (entry,) = tmp_path.iterdir()
-    content = entry.read_bytes()
-    match damage:
-        case "truncated":
-            entry.write_bytes(content[: len(content) // 2])
-        case "flipped":
-            entry.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-        case "emptied":
-            entry.write_bytes(b"")
-        case "foreign key":
-            entry.write_bytes(content.replace(entry.stem.encode(), b"0" * 64, 1))
-        case "not ours":
-            entry.write_bytes(good.code)
+    if damage == "not ours":
+        entry.write_bytes(good.code)
+    else:
+        spoil(entry, damage)
     anew = compile_cubin(SCALE, "sm_90a", place=tmp_path)
     assert (anew.cached, anew.code) == (False, good.code)
     assert compile_cubin(SCALE, "sm_90a", place=tmp_path).cached

@@ -185,9 +185,10 @@ def _train(
         if folder.checkpoint.exists():
             folder.save_model(model)
             folder.describe(status="interrupted", **_course(narrator.history))
-            program = "onelaunch" if shutil.which("onelaunch") else f"{sys.executable} -m onelaunch"
             if world().size > 1:
                 program = f"torchrun --nproc-per-node {world().size} -m onelaunch"
+            else:
+                program = "onelaunch" if shutil.which("onelaunch") else f"{sys.executable} -m onelaunch"
             say("stopped", f"saved; go on with: {program} train --resume {shlex.quote(str(folder.path))}")
             _draw(folder, narrator.history)
         raise

@@ -66,7 +66,7 @@ def _loads(activation: str | None, dtype: torch.dtype, store_z: bool, device: to
 def source_of(activation: str | None, dtype: torch.dtype, store_z: bool = False) -> str:
     constants = {
         "TILE_M": TILE_M, "TILE_N": TILE_N, "TILE_K": TILE_K, "BOX": BOX, "THREADS": THREADS,
-        "STAGES": STAGES, "CLUSTER": CLUSTER, "BAND": BAND, "BF16": int(dtype == torch.bfloat16),
+        "STAGES": STAGES, "CLUSTER": CLUSTER, "BAND": BAND, "HALF_IS_BF16": int(dtype == torch.bfloat16),
         "ACTIVATION": (activation or "none").upper(), "STORE_Z": int(store_z), "SHARED_BYTES": SHARED_BYTES,
     }  # fmt: skip
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
@@ -80,7 +80,7 @@ def _multiply(dtype: torch.dtype) -> str:
     names = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(z[{i}])' for i in range(count))
     return f"""
-DEVICE void multiply(float (&z)[{count}], uint64 x, uint64 w, bool added) {{
+INLINE void multiply(float (&z)[{count}], u64 x, u64 w, bool added) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{TILE_N}k16.f32.{kind}.{kind} {{{names}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"
         : {operands} : "l"(x), "l"(w), "r"(int(added)));
@@ -131,12 +131,10 @@ def linear_forward(
     activation: str | None,
 ) -> None:
     """Fills y, and z (before the activation) where given; x is `[m, k]`, w `[n, k]`, rows contiguous; `can_run` said yes."""
-    from onelaunch.nvrtc.launch import bind_thread
-
     (m, k), n = x.shape, w.shape[0]
     with torch.cuda.device(x.device):
-        bind_thread(x.device)
         launch = _launch_of(activation, x.dtype, z is not None, x.device)
+        launch.bind_thread()  # for the tensor maps too
         clusters = min(cdiv(m, TILE_M * CLUSTER) * cdiv(n, TILE_N), launch.clusters_at_once)
         maps = [
             tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0) * 2, box_rows, x.dtype)

@@ -1,6 +1,7 @@
 """CUDA C++ to a cubin: NVRTC through `cuda.core`, kept on disk. Needs no GPU, no CUDA toolkit and no header but ours.
 
-A translation unit is a text that was written for a purpose (a plan, a tile); it includes the `.cuh` files of a folder of ours.
+A translation unit is a text that was written for a purpose (a plan, a tile); it includes the `.cuh` files of a folder of ours
+and `words.cuh` beside this file.
 ptxas reports registers and spills into the log, which is kept with the code: both are known on a machine without a GPU.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from onelaunch.code_cache import CodeCache
 
+WORDS = Path(__file__).parent  # of words.cuh, which all of it may include
 CUBINS = CodeCache("cubins", layout="onelaunch cubin 1", suffix=".cubin")
 END_OF_LOG = b"\0"
 INSTALL = "pip install 'onelaunch[gpu]'"
@@ -72,9 +74,14 @@ def key_of(source: str, arch: str, headers: Path | None = None) -> str:
     """Each part goes in by its own digest, so that no two lists of parts run together into one."""
     parts = [source.encode(), repr(sorted(_options(arch).items())).encode(), repr(_nvrtc_version()).encode()]
     parts.append(repr(_driver_version()).encode())
-    for path in sorted(headers.glob("*.cuh")) if headers else []:
-        parts += [path.name.encode(), path.read_bytes()]
+    for folder in _folders(headers):
+        for path in sorted(folder.glob("*.cuh")):
+            parts += [path.name.encode(), path.read_bytes()]
     return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+
+def _folders(headers: Path | None) -> list[Path]:
+    return [headers, WORDS] if headers else [WORDS]
 
 
 def _options(arch: str) -> dict[str, Any]:
@@ -91,7 +98,7 @@ def _compile(source: str, arch: str, headers: Path | None) -> tuple[bytes, str]:
     from cuda.core import Program, ProgramOptions
 
     log = io.StringIO()
-    options = _options(arch) | ({"include_path": str(headers)} if headers else {})
+    options = _options(arch) | {"include_path": [str(folder) for folder in _folders(headers)]}
     try:
         compiled = Program(source, "c++", ProgramOptions(**options)).compile("cubin", logs=log)
     except Exception as error:  # NVRTCError is not public; whatever it was, our source did not compile

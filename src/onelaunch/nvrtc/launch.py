@@ -111,6 +111,9 @@ class LoadedKernel:
         return True
 
 
+_threads = threading.local()
+
+
 class FrequentLaunch:
     """A launch that is made again and again, in the current context (`bind_thread`): what it needs was asked for once.
 
@@ -127,6 +130,12 @@ class FrequentLaunch:
             lambda stream, grid: _config(stream, grid, block, cluster, shared_bytes, cooperative=False, overlap=True)
         )
 
+    def bind_thread(self) -> None:
+        """PyTorch's context of the device, the current one, is this thread's from here on. Cheap after the first time."""
+        if getattr(_threads, "device", None) != self._kernel.device:
+            with context_of(self._kernel.device):
+                _threads.device = self._kernel.device
+
     def __call__(self, stream: int, grid: int, args: Sequence[int | float | bytes]) -> None:
         _launch(self._function, self._config(stream, grid), args)
 
@@ -139,16 +148,6 @@ def load(cubin: Cubin, name: str, device: torch.device) -> LoadedKernel:
         except Exception as error:  # the error class of cuda.core is not public
             reason = " ".join(str(error).split())
             raise CudaError(f"{name} cannot be loaded on {device}: {reason}") from error
-
-
-_threads = threading.local()
-
-
-def bind_thread(device: torch.device) -> None:
-    """PyTorch's context of `device`, the current one, is this thread's from here on. Cheap after the first time."""
-    if getattr(_threads, "device", None) != device:
-        with context_of(device):
-            _threads.device = device
 
 
 @contextmanager

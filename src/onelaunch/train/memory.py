@@ -13,6 +13,7 @@ import random
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 ALIGNMENT = 256  # what cudaMalloc gives, and what every vector load wants
 IMPROVEMENTS = 200  # rounds an order
@@ -62,17 +63,19 @@ def lifetimes(sizes: Mapping[str, int], uses: Sequence[Iterable[str]], kept: Ite
     return [Buffer(name, nbytes, *moments[name]) for name, nbytes in sizes.items() if name in moments]
 
 
-def lower_bound(buffers: Iterable[Buffer]) -> int:
-    """The most bytes alive at one moment: no layout is smaller."""
+def _alive(buffers: Iterable[Buffer]) -> dict[int, int]:
+    """The bytes alive from each moment on at which that changes."""
     changes: dict[int, int] = {}
     for buffer in buffers:
         changes[buffer.first] = changes.get(buffer.first, 0) + _aligned(buffer.nbytes)
         changes[buffer.last + 1] = changes.get(buffer.last + 1, 0) - _aligned(buffer.nbytes)
-    alive = most = 0
-    for moment in sorted(changes):
-        alive += changes[moment]
-        most = max(most, alive)
-    return most
+    moments = sorted(changes)
+    return dict(zip(moments, accumulate(changes[moment] for moment in moments), strict=True))
+
+
+def lower_bound(buffers: Iterable[Buffer]) -> int:
+    """The most bytes alive at one moment: no layout is smaller."""
+    return max(_alive(buffers).values(), default=0)
 
 
 def plan(buffers: Iterable[Buffer]) -> Layout:
@@ -114,11 +117,7 @@ def _orders(buffers: list[Buffer]) -> Iterator[list[Buffer]]:
 
 def _crowded_first(buffers: Sequence[Buffer]) -> list[Buffer]:
     """Those that live when the most bytes are alive, the longest first: where it is tight nothing lies in the way."""
-    alive = dict.fromkeys({buffer.first for buffer in buffers}, 0)  # where it grows, and so where it is most
-    for buffer in buffers:
-        for moment in alive:
-            if buffer.first <= moment <= buffer.last:
-                alive[moment] += _aligned(buffer.nbytes)
+    alive = _alive(buffers)
     most = {b.name: max(n for moment, n in alive.items() if b.first <= moment <= b.last) for b in buffers}
     return sorted(buffers, key=lambda b: (-most[b.name], b.first - b.last, -b.nbytes, b.name))
 

@@ -13,6 +13,7 @@ from onelaunch.train.engines.contract import Run
 from onelaunch.train.engines.cpu import cache
 from onelaunch.train.engines.cpu.session import CpuSession, settings_for
 from onelaunch.train.engines.cpu.target import host
+from tests.spoiled import DAMAGES, spoil
 from tests.train.cpu.plain import data, make, train_natively
 
 
@@ -34,25 +35,18 @@ def test_the_second_start_is_cached(run: Run, tmp_path: Path) -> None:
     assert [path.suffix for path in tmp_path.iterdir()] == [".o"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "emptied", "foreign key", "no header", "unreadable"])
+@pytest.mark.parametrize("damage", [*DAMAGES, "no header", "unreadable"])
 def test_a_bad_entry_is_made_anew(damage: str, run: Run, tmp_path: Path) -> None:
     good = train_natively(run, tmp_path)
     entry = next(tmp_path.iterdir())
-    content = entry.read_bytes()
     match damage:
-        case "truncated":
-            entry.write_bytes(content[: len(content) // 2])
-        case "flipped":
-            entry.write_bytes(content[:-100] + bytes([content[-100] ^ 1]) + content[-99:])
-        case "emptied":
-            entry.write_bytes(b"")
-        case "foreign key":
-            entry.write_bytes(content.replace(entry.stem.encode(), b"0" * 64, 1))
         case "no header":
-            entry.write_bytes(content.split(b"\n", 3)[3])
+            entry.write_bytes(entry.read_bytes().split(b"\n", 3)[3])
         case "unreadable":
             entry.unlink()
             entry.mkdir()
+        case _:
+            spoil(entry, damage)
     assert not started_from_cache(run, tmp_path)
     again = train_natively(run, tmp_path)
     assert again.losses.equal(good.losses)

@@ -1,32 +1,23 @@
 // Barriers in shared memory that count arrivals and bytes (mbarrier), within a block and across a cluster.
 #pragma once
+#include "words.cuh"
 
-typedef unsigned char uint8;
-typedef unsigned short uint16;
-typedef unsigned int uint32;
-typedef unsigned long long uint64;
-
-#define DEVICE static __device__ __forceinline__
-#define DEVICE_MEMBER __device__ __forceinline__
-
-DEVICE uint32 shared_address(const void* pointer) { return static_cast<uint32>(__cvta_generic_to_shared(pointer)); }
-
-DEVICE void barrier_init(uint64* barrier, uint32 arrivals) {
+INLINE void barrier_init(u64* barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
-DEVICE void barrier_arrive(uint64* barrier) {
+INLINE void barrier_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
 // One arrival, and bytes that the copy engine has still to bring before the phase is over.
-DEVICE void barrier_expect(uint64* barrier, uint32 bytes) {
+INLINE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
 }
 
 // The same barrier in another block of the cluster.
-DEVICE void barrier_arrive_at(uint64* barrier, uint32 rank) {
+INLINE void barrier_arrive_at(u64* barrier, u32 rank) {
     asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;\n"
                  "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
                  "r"(rank)
@@ -35,8 +26,8 @@ DEVICE void barrier_arrive_at(uint64* barrier, uint32 rank) {
 
 // Waits for the end of the phase of this parity. What is waited for is on its way on this chip: microseconds. A fault of ours
 // ends in a trap, not in a hang.
-DEVICE void barrier_wait(uint64* barrier, uint32 parity) {
-    uint32 done = 0;
+INLINE void barrier_wait(u64* barrier, u32 parity) {
+    u32 done = 0;
     for (int tries = 0; !done; ++tries) {
         asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
                      "selp.u32 %0, 1, 0, p; }"
@@ -48,7 +39,7 @@ DEVICE void barrier_wait(uint64* barrier, uint32 parity) {
 }
 
 template <int BLOCKS>
-DEVICE void everyone_waits() {
+INLINE void everyone_waits() {
     if constexpr (BLOCKS > 1) {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
     } else {
@@ -58,16 +49,16 @@ DEVICE void everyone_waits() {
 
 // Some warps of a block wait for each other; barrier 0 is the block's own.
 template <int COUNT>
-DEVICE void threads_wait(int number) { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory"); }
+INLINE void threads_wait(int number) { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory"); }
 
 // What threads wrote to shared memory is seen by the copy engine after this, and a barrier.
-DEVICE void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+INLINE void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Programmatic dependent launch: the next kernel may come onto the chip; this one waits for the end of the one before it.
-DEVICE void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+INLINE void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+INLINE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 template <int REGISTERS>
-DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+INLINE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS>
-DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+INLINE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }

@@ -3,14 +3,14 @@
 #include "barrier.cuh"
 
 struct alignas(64) TensorMap {
-    uint8 bytes[128];
+    u8 bytes[128];
 };
 
-DEVICE void prefetch_map(const TensorMap& map) {
+INLINE void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-DEVICE void load_tile(void* to, const TensorMap& map, uint64* barrier, int column, int row) {
+INLINE void load_tile(void* to, const TensorMap& map, u64* barrier, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
                      shared_address(to)),
                  "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row)
@@ -19,11 +19,11 @@ DEVICE void load_tile(void* to, const TensorMap& map, uint64* barrier, int colum
 
 // To the same place in all BLOCKS of the cluster; each block's own barrier counts the bytes.
 template <int BLOCKS>
-DEVICE void load_tile_to(void* to, const TensorMap& map, uint64* barrier, int column, int row) {
+INLINE void load_tile_to(void* to, const TensorMap& map, u64* barrier, int column, int row) {
     if constexpr (BLOCKS == 1) {
         load_tile(to, map, barrier, column, row);
     } else {
-        constexpr uint16 all = (1 << BLOCKS) - 1;
+        constexpr u16 all = (1 << BLOCKS) - 1;
         asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
                      " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
                      "l"(&map), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(all)
@@ -32,20 +32,20 @@ DEVICE void load_tile_to(void* to, const TensorMap& map, uint64* barrier, int co
 }
 
 // Bytes that follow each other, from and to multiples of 16.
-DEVICE void load_bytes(void* to, const void* from, int bytes, uint64* barrier) {
+INLINE void load_bytes(void* to, const void* from, int bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
                  "l"(from), "r"(bytes), "r"(shared_address(barrier))
                  : "memory");
 }
 
-DEVICE void store_tile(const TensorMap& map, const void* from, int column, int row) {
+INLINE void store_tile(const TensorMap& map, const void* from, int column, int row) {
     asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
                  "r"(shared_address(from)), "r"(column), "r"(row)
                  : "memory");
 }
 
-DEVICE void end_of_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+INLINE void end_of_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All but the last LATER groups of stores have read what they store: its memory may be written again.
 template <int LATER>
-DEVICE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory"); }
+INLINE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory"); }

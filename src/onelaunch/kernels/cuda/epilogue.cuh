@@ -1,56 +1,27 @@
 // What happens to an element of x · Wᵀ + b on its way out: the activation, in fp32, on pairs of halves.
 #pragma once
-#include "barrier.cuh"
+#include "words.cuh"
 
 constexpr float LOG2_E = 1.4426950408889634f, SQRT_HALF = 0.7071067811865476f;
 
 enum Activation { NONE, RELU, LEAKY_RELU, SIGMOID, TANH, GELU, GELU_TANH, SILU };
 
-#if BF16
-DEVICE uint32 pack(float low, float high) {
-    uint32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+INLINE u32 pack_relu(float low, float high) {
+    u32 pair;
+    if constexpr (HALF_IS_BF16) asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    else asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
     return pair;
 }
-DEVICE uint32 pack_relu(float low, float high) {
-    uint32 pair;
-    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-DEVICE float low_half(uint32 pair) { return __uint_as_float(pair << 16); }
-DEVICE float high_half(uint32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-#else
-DEVICE uint32 pack(float low, float high) {
-    uint32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-DEVICE uint32 pack_relu(float low, float high) {
-    uint32 pair;
-    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-DEVICE float low_half(uint32 pair) {
-    float value;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(value) : "r"(pair));
-    return value;
-}
-DEVICE float high_half(uint32 pair) {
-    float value;
-    asm("{ .reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(pair));
-    return value;
-}
-#endif
 
 // 1 / (1 + 2^x), to 1e-6.
-DEVICE float one_over_one_plus_exp2(float x) {
+INLINE float one_over_one_plus_exp2(float x) {
     asm("ex2.approx.ftz.f32 %0, %0; add.ftz.f32 %0, %0, 0f3F800000; rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
 }
 
 // The normal distribution's function, to 5e-7 (Abramowitz and Stegun, 7.1.26): half the instructions of `erff`, and better
 // below -4, where that one's result is lost in 1 + erf.
-DEVICE float normal(float z) {
+INLINE float normal(float z) {
     float t = fmaf(fabsf(z), 0.3275911f * SQRT_HALF, 1.0f), density = z * z * (-0.5f * LOG2_E);
     asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(t));
     asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(density));
@@ -62,7 +33,7 @@ DEVICE float normal(float z) {
 }
 
 template <int KIND>
-DEVICE float activate(float z) {
+INLINE float activate(float z) {
     if constexpr (KIND == LEAKY_RELU) return z > 0 ? z : z * 0.01f;
     if constexpr (KIND == SIGMOID) return one_over_one_plus_exp2(z * -LOG2_E);
     if constexpr (KIND == TANH) {  // 2 sigmoid(2 z) - 1 cancels near zero; the series is exact to a half there
@@ -81,7 +52,7 @@ DEVICE float activate(float z) {
 
 // Two elements that are rounded already.
 template <int KIND>
-DEVICE uint32 activate_pair(uint32 pair) {
+INLINE u32 activate_pair(u32 pair) {
     if constexpr (KIND == NONE || KIND == RELU) return pair;  // done when they were rounded
-    return pack(activate<KIND>(low_half(pair)), activate<KIND>(high_half(pair)));
+    return pack(activate<KIND>(low_of(pair)), activate<KIND>(high_of(pair)));
 }

@@ -22,12 +22,12 @@ static_assert(GROUPS == 2 && TILE_K == 64 && BOX == 64 && THREADS == 128 * (1 + 
 static_assert(TILE_N % BOX == 0 && SHARE % 8 == 0, "boxes and swizzled rows");
 
 struct Shared {
-    uint8 x[STAGES][X_BYTES];
-    uint8 w[STAGES][W_BYTES];
-    uint8 y[GROUPS][BOXES][BOX_BYTES];
-    uint16 bias[STAGES + 1][TILE_N];  // the copy engine is at most STAGES tiles ahead
-    uint64 full[STAGES], empty[STAGES];
-    uint64 ready[GROUPS], taken[GROUPS];  // of y
+    u8 x[STAGES][X_BYTES];
+    u8 w[STAGES][W_BYTES];
+    u8 y[GROUPS][BOXES][BOX_BYTES];
+    u16 bias[STAGES + 1][TILE_N];  // the copy engine is at most STAGES tiles ahead
+    u64 full[STAGES], empty[STAGES];
+    u64 ready[GROUPS], taken[GROUPS];  // of y
 };
 
 static_assert(sizeof(Shared) + 1024 == SHARED_BYTES, "linear_hopper.py counts as this does");
@@ -36,8 +36,8 @@ static_assert(sizeof(Shared) + 1024 == SHARED_BYTES, "linear_hopper.py counts as
 template <int N>
 struct Turn {
     int place = 0;
-    uint32 parity = 0;
-    DEVICE_MEMBER void next() {
+    u32 parity = 0;
+    INLINE void next() {
         if (++place == N) place = 0, parity ^= 1;
     }
 };
@@ -45,16 +45,16 @@ struct Turn {
 // The tiles of this cluster, in bands of BAND tiles of rows, so that clusters at work share operands in L2.
 struct Tiles {
     int down, across, index;  // `down` counts tiles of clusters
-    DEVICE_MEMBER Tiles(int m, int n) {
+    INLINE Tiles(int m, int n) {
         down = (m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
         across = (n + TILE_N - 1) / TILE_N;
         index = blockIdx.x / CLUSTER;
     }
-    DEVICE_MEMBER int step() const { return gridDim.x / CLUSTER; }
-    DEVICE_MEMBER bool left() const { return index < down * across; }
-    DEVICE_MEMBER bool last() const { return index + step() >= down * across; }
-    DEVICE_MEMBER void next() { index += step(); }
-    DEVICE_MEMBER int2 corner() const {  // row and column of y
+    INLINE int step() const { return gridDim.x / CLUSTER; }
+    INLINE bool left() const { return index < down * across; }
+    INLINE bool last() const { return index + step() >= down * across; }
+    INLINE void next() { index += step(); }
+    INLINE int2 corner() const {  // row and column of y
         const int band = index / (BAND * across), within = index % (BAND * across);
         const int height = min(down - band * BAND, BAND);
         const int row = (band * BAND + within % height) * CLUSTER + blockIdx.x % CLUSTER;
@@ -62,8 +62,8 @@ struct Tiles {
     }
 };
 
-DEVICE void bring_tiles(
-    Shared& shared, const TensorMap& x_map, const TensorMap& w_map, const uint16* bias, int m, int n, int k
+INLINE void bring_tiles(
+    Shared& shared, const TensorMap& x_map, const TensorMap& w_map, const u16* bias, int m, int n, int k
 ) {
     const int row = blockIdx.x % CLUSTER * SHARE;
     Turn<STAGES> turn;
@@ -71,7 +71,7 @@ DEVICE void bring_tiles(
     for (Tiles tiles(m, n); tiles.left(); tiles.next(), slot.next()) {
         const int2 corner = tiles.corner();
         for (int start = 0; start < k; start += TILE_K, turn.next()) {
-            uint64* full = &shared.full[turn.place];
+            u64* full = &shared.full[turn.place];
             barrier_wait(&shared.empty[turn.place], turn.parity ^ 1);
             const int bias_bytes = start == 0 && bias != nullptr ? min(TILE_N, n - corner.y) * 2 : 0;
             barrier_expect(full, X_BYTES + W_BYTES + bias_bytes);
@@ -83,13 +83,13 @@ DEVICE void bring_tiles(
 }
 
 // The products of one tile by one warp group, over all of k.
-DEVICE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& turn, int k, int group) {
+INLINE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& turn, int k, int group) {
     const int thread = threadIdx.x % 128;
     int before = 0;
 #pragma unroll 1
     for (int start = 0; start < k; start += TILE_K) {
         barrier_wait(&shared.full[turn.place], turn.parity);
-        const uint64 x = matrix(shared.x[turn.place] + group * 64 * ROW_BYTES), w = matrix(shared.w[turn.place]);
+        const u64 x = matrix(shared.x[turn.place] + group * 64 * ROW_BYTES), w = matrix(shared.w[turn.place]);
         products_begin();
 #pragma unroll
         for (int step = 0; step < TILE_K / 16; ++step) multiply(z, x + step * 2, w + step * 2, start > 0 || step > 0);
@@ -104,21 +104,21 @@ DEVICE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& 
     if (thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
 }
 
-DEVICE uint32 round_pair(float low, float high) { return ACTIVATION == RELU ? pack_relu(low, high) : pack(low, high); }
+INLINE u32 round_pair(float low, float high) { return ACTIVATION == RELU ? pack_relu(low, high) : pack(low, high); }
 
 // Bias and activation of what this thread holds of 64 columns of a tile, and its way to a box.
 template <int KIND>
-DEVICE void put_box(const float* z, const uint16* bias, uint8* box) {
+INLINE void put_box(const float* z, const u16* bias, u8* box) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
-    const uint32 to = shared_address(box) + (thread / 32 * 16 + lane % 16) * ROW_BYTES;
+    const u32 to = shared_address(box) + (thread / 32 * 16 + lane % 16) * ROW_BYTES;
 #pragma unroll
     for (int i = 0; i < BOX / 16; ++i) {
         const float* v = z + i * 8;
         float a = 0, b = 0, c = 0, d = 0;
         if (bias != nullptr) {
-            const uint32 left = *reinterpret_cast<const uint32*>(bias + i * 16 + lane % 4 * 2);
-            const uint32 right = *reinterpret_cast<const uint32*>(bias + i * 16 + 8 + lane % 4 * 2);
-            a = low_half(left), b = high_half(left), c = low_half(right), d = high_half(right);
+            const u32 left = *reinterpret_cast<const u32*>(bias + i * 16 + lane % 4 * 2);
+            const u32 right = *reinterpret_cast<const u32*>(bias + i * 16 + 8 + lane % 4 * 2);
+            a = low_of(left), b = high_of(left), c = low_of(right), d = high_of(right);
         }
         store_matrices(
             to + ((i * 2 + lane / 16) ^ (lane % 8)) * 16, activate_pair<KIND>(round_pair(v[0] + a, v[1] + b)),
@@ -129,20 +129,20 @@ DEVICE void put_box(const float* z, const uint16* bias, uint8* box) {
 }
 
 // All boxes of a warp group's part of a tile, by one thread.
-DEVICE void store_boxes(Shared& shared, const TensorMap& map, int2 corner, int n, int group) {
+INLINE void store_boxes(Shared& shared, const TensorMap& map, int2 corner, int n, int group) {
     for (int box = 0; box < BOXES && corner.y + box * BOX < n; ++box) {
         store_tile(map, shared.y[group][box], corner.y + box * BOX, corner.x + group * 64);
     }
     end_of_stores();
 }
 
-DEVICE void make_tiles(
+INLINE void make_tiles(
     Shared& shared, const TensorMap& y_map, const TensorMap& z_map, bool biased, int m, int n, int k, int group
 ) {
     const bool leader = threadIdx.x % 128 == 0;
     Turn<STAGES> turn;
     Turn<STAGES + 1> slot;
-    uint32 parity = 0;
+    u32 parity = 0;
     float z[TILE_N / 2];
     for (Tiles tiles(m, n); tiles.left(); tiles.next(), slot.next(), parity ^= 1) {
         multiply_tile(shared, z, turn, k, group);
@@ -177,9 +177,9 @@ DEVICE void make_tiles(
     if (leader) wait_until_read<0>();
 }
 
-DEVICE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& z_map, int m, int n) {
+INLINE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& z_map, int m, int n) {
     const int thread = threadIdx.x - (128 - FINISHERS);
-    uint32 parity = 0;
+    u32 parity = 0;
     for (Tiles tiles(m, n); !tiles.last(); tiles.next(), parity ^= 1) {
         const int2 corner = tiles.corner();
         for (int group = 0; group < GROUPS; ++group) {
@@ -213,9 +213,9 @@ DEVICE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap y_map,
-    const __grid_constant__ TensorMap z_map, const uint16* bias, long long m, long long n, long long k
+    const __grid_constant__ TensorMap z_map, const u16* bias, long long m, long long n, long long k
 ) {
-    extern __shared__ uint8 memory[];
+    extern __shared__ u8 memory[];
     Shared& shared = *reinterpret_cast<Shared*>(memory + (1024 - shared_address(memory) % 1024) % 1024);
     release_next();
     if (threadIdx.x == 0) {

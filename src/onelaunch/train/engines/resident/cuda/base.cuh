@@ -8,32 +8,10 @@
 // transposed without a bank conflict; in global memory as lane-linear operands. A float is held as PLANES half-precision
 // numbers whose sum it is (bf16: 8, 16 or 24 bits).
 #pragma once
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "words.cuh"
 
-#define INLINE __device__ __forceinline__
 #define BULK (__CUDA_ARCH__ >= 900)  // copies of whole rows, and barriers that count bytes
 
-INLINE u32 pack(float low, float high) {
-  u32 word;
-  if constexpr (HALF_IS_BF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-  return word;
-}
-INLINE float low_of(u32 word) {
-  if constexpr (HALF_IS_BF16) return __uint_as_float(word << 16);
-  float value;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l;}" : "=f"(value) : "r"(word));
-  return value;
-}
-INLINE float high_of(u32 word) {
-  if constexpr (HALF_IS_BF16) return __uint_as_float(word & 0xffff0000u);
-  float value;
-  asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, h;}" : "=f"(value) : "r"(word));
-  return value;
-}
 // A pair of floats as PLANES words: each plane takes what the ones before left over.
 INLINE void split(float low, float high, u32 (&planes)[PLANES]) {
 #pragma unroll
@@ -95,7 +73,6 @@ INLINE u32 pick(const u32 (&w)[4], u32 i) { return i & 2 ? (i & 1 ? w[3] : w[2])
 INLINE void clear(float (&tile)[4]) { tile[0] = tile[1] = tile[2] = tile[3] = 0.f; }
 
 // Shared memory by 32-bit address.
-INLINE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 INLINE void load_shared(u32 address, u32 (&w)[4]) {
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3]) : "r"(address));
 }
