@@ -106,3 +106,31 @@ def test_a_target_out_of_range_makes_the_loss_nan(kernel_device: torch.device) -
     target = torch.tensor([0, 10, -1, 9], device=kernel_device)
     cross_entropy_forward(x, target, loss, lse=None, dx=None, smoothing=0.0, ignore_index=-100, reduction="none")
     assert loss.isnan().tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (32, 64), (300, 10), (8, 511)])
+def test_a_small_loss_again_and_again(
+    kernel_device: torch.device, dtype: torch.dtype, rows: int, classes: int, smoothing: float, reduction: str
+) -> None:
+    """One prepared launch for all: other tensors, rows to ignore, logits and targets that do not lie on 16 bytes."""
+    from onelaunch.kernels.cross_entropy import SmallLoss
+
+    assert SmallLoss.takes(rows, classes)
+    held = torch.empty(rows * classes + 1, device=kernel_device, dtype=dtype)
+    targets = torch.empty(rows + 1, device=kernel_device, dtype=torch.int64)
+    fill = None
+    for x_from, target_from in ((0, 0), (0, 0), (1, 0), (0, 0), (0, 1), (0, 0)):
+        x = held[x_from : x_from + rows * classes].view(rows, classes).normal_()
+        target = targets[target_from : target_from + rows].random_(classes)
+        target[rows // 2 + 1 :: 3] = -100
+        fill = fill or SmallLoss(x, smoothing=smoothing, ignore_index=-100, reduction=reduction)
+        loss, dx = poisoned(like=x.float()), poisoned(rows, classes, like=x)
+        fill(x, target, loss, dx)
+        exact = x.cpu().double().requires_grad_()
+        expected = F.cross_entropy(exact, target.cpu(), label_smoothing=smoothing, reduction=reduction)
+        expected.backward()
+        rtol, atol = TOLERANCE[dtype]
+        torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=rtol, atol=atol)

@@ -9,6 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from onelaunch.kernels import linear_hopper
+from onelaunch.kernels.linear_hopper import (
+    ARCH,
+    HEADERS,
+    LARGE,
+    MEDIUM,
+    SMALL,
+    Tile,
+    Variant,
+    can_run,
+    linear_forward,
+    source_of,
+)
 from onelaunch.nvrtc.compile import CompileError, compile_cubin, why_not
 from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import ACTIVATIONS
@@ -18,6 +31,7 @@ from tests.kernels.reference import poisoned
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"cannot compile CUDA here: {why_not()}")
 HALVES = [torch.bfloat16, torch.float16]
 ALL = [None, *ACTIVATIONS]
+TILES = [LARGE, MEDIUM, SMALL]
 # Less than a tile and a cluster; parts of tiles at every edge; k shorter than a step; one tile a cluster and many.
 SHAPES = [
     (1, 8, 8),
@@ -37,22 +51,23 @@ def hopper() -> bool:
 needs_hopper = [pytest.mark.gpu, pytest.mark.skipif(not hopper(), reason="needs a Hopper")]
 
 
+@pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize("activation", ALL)
-def test_compiles_without_spills_and_with_products_in_flight(activation: str | None, dtype: torch.dtype) -> None:
-    from onelaunch.kernels.linear_hopper import ARCH, HEADERS, source_of
-
-    for store_z in (False, True) if activation in ("gelu", "gelu_tanh", "silu") else (False,):
-        made = compile_cubin(source_of(activation, dtype, store_z), ARCH, headers=HEADERS)
+def test_compiles_without_spills_and_with_products_in_flight(
+    activation: str | None, dtype: torch.dtype, tile: Tile
+) -> None:
+    keeps_z = activation in ("gelu", "gelu_tanh", "silu")
+    for biased, store_z in ((True, False), (False, False), *([(True, True)] if keeps_z else [])):
+        variant = Variant(tile, activation, dtype, biased, store_z)
+        made = compile_cubin(source_of(variant), ARCH, headers=HEADERS)
         assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", made.log), made.log
         assert "serialized" not in made.log  # what ptxas says when it makes each product wait for the one before it
 
 
 def test_other_machines_are_told_apart() -> None:
-    from onelaunch.kernels.linear_hopper import can_run
-
     x = torch.empty(256, 64, dtype=torch.bfloat16)
-    assert not can_run(x, x, None, x, None, "relu")
+    assert not can_run(x, x, None, x, None, "relu", LARGE)
 
 
 def operands(m: int, k: int, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -61,14 +76,14 @@ def operands(m: int, k: int, n: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [x, w, torch.randn(n, device="cuda", dtype=dtype)]
 
 
-def check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, activation: str | None, store_z: bool) -> None:
-    from onelaunch.kernels.linear_hopper import can_run, linear_forward
-
+def check(
+    tile: Tile, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, activation: str | None, store_z: bool
+) -> None:
     m, n = x.shape[0], w.shape[0]
     y = poisoned(m, n, like=x)
     z = poisoned(m, n, like=x) if store_z else None
-    assert can_run(x, w, bias, y, z, activation)
-    linear_forward(x, w, bias, y, z, activation=activation)
+    assert can_run(x, w, bias, y, z, activation, tile)
+    linear_forward(x, w, bias, y, z, activation=activation, tile=tile)
     exact = F.linear(x.double(), w.double(), None if bias is None else bias.double())
     rtol, atol = TOLERANCE[x.dtype]
     torch.testing.assert_close(y.double(), activate(exact, activation), rtol=rtol, atol=atol)
@@ -79,48 +94,49 @@ def check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, activatio
 class TestOnAHopper:
     pytestmark = needs_hopper
 
+    @pytest.mark.parametrize("tile", TILES, ids=str)
     @pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_every_edge(self, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    def test_every_edge(self, shape: tuple[int, int, int], dtype: torch.dtype, tile: Tile) -> None:
         x, w, bias = operands(*shape, dtype)
-        check(x, w, bias, "silu", store_z=True)
-        check(x, w, None, "relu", store_z=False)
+        check(tile, x, w, bias, "silu", store_z=True)
+        check(tile, x, w, None, "relu", store_z=False)
 
+    @pytest.mark.parametrize("tile", TILES, ids=str)
     @pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
     @pytest.mark.parametrize("activation", ALL)
-    def test_every_activation(self, activation: str | None, dtype: torch.dtype) -> None:
+    def test_every_activation(self, activation: str | None, dtype: torch.dtype, tile: Tile) -> None:
         x, w, bias = operands(5000, 200, 2056, dtype)
-        check(x, w, bias, activation, store_z=False)
+        check(tile, x, w, bias, activation, store_z=False)
         if activation in ("gelu", "gelu_tanh"):
-            check(x, w, bias, activation, store_z=True)
+            check(tile, x, w, bias, activation, store_z=True)
 
-    def test_rows_that_lie_apart(self) -> None:
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_rows_that_lie_apart(self, tile: Tile) -> None:
         wide, tall = operands(600, 256, 512, torch.bfloat16)[:2]
-        check(wide[:, 64:192], tall[100:500, 128:], None, "tanh", store_z=False)
+        check(tile, wide[:, 64:192], tall[100:500, 128:], None, "tanh", store_z=False)
 
+    @pytest.mark.parametrize("tile", TILES, ids=str)
     @pytest.mark.parametrize("activation", ALL)
-    def test_infinities_and_nan_come_through_as_in_torch(self, activation: str | None) -> None:
-        from onelaunch.kernels.linear_hopper import linear_forward
-
+    def test_infinities_and_nan_come_through_as_in_torch(self, activation: str | None, tile: Tile) -> None:
         x, w, bias = operands(40_000, 64, 256, torch.bfloat16)  # tiles finished by either kind of warps
         for first in (0, 39_000):
             x[first], x[first + 1, 5], x[first + 2], x[first + 3] = float("inf"), float("nan"), 1e30, -1e30
         y = poisoned(40_000, 256, like=x)
-        linear_forward(x, w, bias, y, activation=activation)
+        linear_forward(x, w, bias, y, activation=activation, tile=tile)
         wanted = activate(F.linear(x, w, bias), activation)
         assert y.isnan().equal(wanted.isnan())
         assert torch.where(y.isinf(), y, 0).equal(torch.where(wanted.isinf(), wanted, 0))
 
-    def test_calls_that_overlap_wait_for_each_other(self) -> None:
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_calls_that_overlap_wait_for_each_other(self, tile: Tile) -> None:
         """Each starts over the end of the one before it, whose output it reads, and whose input it writes over."""
-        from onelaunch.kernels.linear_hopper import linear_forward
-
         x, w, _ = operands(4096, 512, 512, torch.bfloat16)
         ends = []
         for apart in (True, False):
             a, b = x.clone(), torch.empty_like(x)
             for _ in range(40):
-                linear_forward(a, w, None, b, activation="tanh")
+                linear_forward(a, w, None, b, activation="tanh", tile=tile)
                 a, b = b, a
                 if apart:
                     torch.cuda.synchronize()
@@ -128,14 +144,12 @@ class TestOnAHopper:
         assert ends[0].equal(ends[1])
 
     def test_captured_before_it_was_ever_loaded(self) -> None:
-        from onelaunch.kernels import linear_hopper
-
         x, w, bias = operands(3000, 136, 512, torch.float16)
         y = poisoned(3000, 512, like=x)
         linear_hopper._launch_of.cache_clear()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            linear_hopper.linear_forward(x, w, bias, y, activation="leaky_relu")
+            linear_hopper.linear_forward(x, w, bias, y, activation="leaky_relu", tile=LARGE)
         for _ in range(3):
             x.normal_()
             y.fill_(float("nan"))
@@ -144,39 +158,36 @@ class TestOnAHopper:
             wanted = F.leaky_relu(F.linear(x.double(), w.double(), bias.double()))
             torch.testing.assert_close(y.double(), wanted, rtol=rtol, atol=atol)
 
-    def test_streams_side_by_side(self) -> None:
-        from onelaunch.kernels.linear_hopper import linear_forward
-
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_streams_side_by_side(self, tile: Tile) -> None:
         x, w, bias = operands(2048, 256, 1024, torch.bfloat16)
         alone = torch.empty(2048, 1024, device="cuda", dtype=x.dtype)
-        linear_forward(x, w, bias, alone, activation="gelu")
+        linear_forward(x, w, bias, alone, activation="gelu", tile=tile)
         outputs = [torch.empty_like(alone) for _ in range(8)]
         streams = [torch.cuda.Stream() for _ in outputs]
         torch.cuda.synchronize()
         for _ in range(5):
             for stream, y in zip(streams, outputs, strict=True):
                 with torch.cuda.stream(stream):
-                    linear_forward(x, w, bias, y, activation="gelu")
+                    linear_forward(x, w, bias, y, activation="gelu", tile=tile)
         torch.cuda.synchronize()
         assert all(y.equal(alone) for y in outputs)
 
     @pytest.mark.parametrize("captured", [False, True])
     def test_a_thread_that_is_new_to_cuda(self, captured: bool) -> None:
-        from onelaunch.kernels.linear_hopper import linear_forward
-
         x, w, bias = operands(1024, 128, 512, torch.bfloat16)
         alone, y = torch.empty(2, 1024, 512, device="cuda", dtype=x.dtype).unbind()
-        linear_forward(x, w, bias, alone, activation="gelu")
+        linear_forward(x, w, bias, alone, activation="gelu", tile=SMALL)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
 
         def work() -> None:
             if captured:
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    linear_forward(x, w, bias, y, activation="gelu")
+                    linear_forward(x, w, bias, y, activation="gelu", tile=SMALL)
                 graph.replay()
             else:
-                linear_forward(x, w, bias, y, activation="gelu")
+                linear_forward(x, w, bias, y, activation="gelu", tile=SMALL)
 
         with ThreadPoolExecutor(1) as pool:
             pool.submit(work).result()
@@ -185,7 +196,6 @@ class TestOnAHopper:
 
     @pytest.mark.parametrize("fault", ["absent", "compile", "launch"])
     def test_what_is_missing_is_no_reason_to_stop(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        from onelaunch.kernels import linear_hopper
         from onelaunch.nvrtc.launch import CudaError
 
         def fails(*_: object) -> None:
@@ -197,15 +207,23 @@ class TestOnAHopper:
         else:
             monkeypatch.setattr(linear_hopper, "_launch_of", fails)
         x, w, bias = operands(256, 64, 512, torch.bfloat16)
-        assert not linear_hopper.can_run(x, w, bias, torch.empty(256, 512, device="cuda", dtype=x.dtype), None, "relu")
+        y = torch.empty(256, 512, device="cuda", dtype=x.dtype)
+        assert not can_run(x, w, bias, y, None, "relu", LARGE)
         linear_hopper._loads.cache_clear()
 
-    def test_is_measured_for_large_outputs_only(self) -> None:
+    def test_the_tiles_that_are_measured_fit_the_output(self) -> None:
         from onelaunch.kernels.dropout_key import NO_KEY
-        from onelaunch.kernels.linear_hopper import NAME
         from onelaunch.ops.linear_choice import Call, candidates
 
-        for m, aligned, wanted in ((8192, True, True), (64, True, False), (8192, False, False)):
-            x, w, bias = operands(m, 264 if aligned else 257, 512, torch.bfloat16)
-            call = Call(x, w, bias, torch.empty(m, 512, device="cuda", dtype=x.dtype), None, None, "silu", 0.0, NO_KEY)
-            assert (NAME in [candidate.name for candidate in candidates(call)]) == wanted
+        for m, n, aligned, wanted in (
+            (8192, 512, True, [LARGE, MEDIUM]),
+            (1024, 1024, True, [MEDIUM, SMALL]),
+            (512, 1024, True, [SMALL]),
+            (65536, 64, True, [SMALL]),
+            (64, 512, True, []),
+            (8192, 512, False, []),
+        ):
+            x, w, bias = operands(m, 264 if aligned else 257, n, torch.bfloat16)
+            call = Call(x, w, bias, torch.empty(m, n, device="cuda", dtype=x.dtype), None, None, "silu", 0.0, NO_KEY)
+            names = [candidate.name for candidate in candidates(call)]
+            assert [tile for tile in TILES if str(tile) in names] == wanted

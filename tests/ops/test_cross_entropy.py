@@ -125,3 +125,26 @@ def test_module() -> None:
     logits, target = torch.randn(4, 5), torch.zeros(4, dtype=torch.int64)
     torch.testing.assert_close(module(logits, target), nn.CrossEntropyLoss(label_smoothing=0.1)(logits, target))
     assert "one pass" in repr(module)
+
+
+def test_the_same_small_call_again_with_other_tensors(device: torch.device) -> None:
+    """What is prepared for the first of them is right for all: in any layout, under autocast, with no gradient wanted."""
+    for number in range(8):
+        logits = torch.randn(10, 24, device=device).t() if number == 2 else torch.randn(24, 10, device=device)
+        target = (
+            torch.randint(10, (48,), device=device)[::2] if number == 3 else torch.randint(10, (24,), device=device)
+        )
+        target[number] = -100
+        logits.requires_grad_(number != 4)
+        exact = logits.detach().double().requires_grad_()
+        expected = F.cross_entropy(exact, target)
+        with torch.autocast(device.type, torch.bfloat16, enabled=number == 5):
+            loss = cross_entropy(logits, target)
+        torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+        if number == 4:
+            assert not loss.requires_grad
+            continue
+        (loss * 3).backward()
+        (expected * 3).backward()
+        assert logits.grad is not None
+        torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-5, atol=1e-7)

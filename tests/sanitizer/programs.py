@@ -74,9 +74,10 @@ def hopper() -> None:
     x = torch.randn(9100, 72, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(1032, 72, device="cuda", dtype=torch.bfloat16)
     y, z = torch.empty(2, 9100, 1032, device="cuda", dtype=x.dtype).unbind()
-    for activation, kept in (("silu", z), ("relu", None)):
-        linear_hopper.linear_forward(x, w, w[:, 0].contiguous(), y, kept, activation=activation)
-        assert y.isfinite().all()
+    for tile in (linear_hopper.LARGE, linear_hopper.MEDIUM, linear_hopper.SMALL):
+        for activation, kept in (("silu", z), ("relu", None)):
+            linear_hopper.linear_forward(x, w, w[:, 0].contiguous(), y, kept, activation=activation, tile=tile)
+            assert y.isfinite().all()
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {

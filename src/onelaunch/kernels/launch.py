@@ -51,7 +51,7 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-def _hooked() -> bool:
+def hooked() -> bool:
     """Whether a profiler wants to see launches: a chain of hooks in Triton 3.6, a single one or None before."""
     hook = _runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
@@ -73,23 +73,24 @@ def launch(
     num_warps: int = 4,
     num_stages: int = 3,
     launch_pdl: bool = False,
-) -> None:
+) -> Any:
     """Runs `kernel(*tensors, *values, *sizes, *constants)`: its parameters come in that order, the first tensor given.
 
     Values are floats, or integers the kernel declares `do_not_specialize` with a type; sizes are integers it may be
     specialised on; constants are its constexpr parameters. `launch_pdl`: it may start while the kernel before it ends.
+    Returns the compiled kernel, for `launch_again`; None where there is none.
     """
     first = tensors[0]
     assert first is not None
     device = first.get_device()
     if device < 0 or not isinstance(kernel, JITFunction):
         kernel[grid](*tensors, *values, *sizes, *constants, **launch_options(num_warps, num_stages, launch_pdl))
-        return
+        return None
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             options = launch_options(num_warps, num_stages, launch_pdl)
             launch(kernel, grid, tensors, values, sizes, constants, **options)
-        return
+        return None
     pointers: list[Any] = []
     kinds: list[Any] = []
     for tensor in tensors:
@@ -103,24 +104,20 @@ def launch(
     # By the kernel's function: a kernel's own hash takes microseconds.
     key = (kernel.fn, device, *kinds, sizes, constants, num_warps, num_stages, launch_pdl)
     compiled = _compiled.get(key)
-    if compiled is None or _only_compiling or _hooked():
+    if compiled is None or _only_compiling or hooked():
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         options = launch_options(num_warps, num_stages, launch_pdl)
-        _compiled[key] = call(kernel, grid, *tensors, *values, *sizes, *constants, **options)
-        return
+        compiled = _compiled[key] = call(kernel, grid, *tensors, *values, *sizes, *constants, **options)
+        return compiled
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    launch_again(compiled, grid, stream, (*pointers, *values, *sizes, *constants))
+    return compiled
+
+
+def launch_again(compiled: Any, grid: tuple[int, ...], stream: int, arguments: tuple[Any, ...]) -> None:
+    """A kernel that was compiled for these arguments, addresses in place of tensors, on the current device."""
+    across = grid[1] if len(grid) > 1 else 1
     compiled.run(
-        grid[0],
-        grid[1] if len(grid) > 1 else 1,
-        1,
-        torch._C._cuda_getCurrentRawStream(device),
-        compiled.function,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-        *pointers,
-        *values,
-        *sizes,
-        *constants,
-    )
+        grid[0], across, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+    )  # fmt: skip

@@ -1,7 +1,8 @@
-"""`act(x · Wᵀ + b)` of halves in CUDA C++, for large outputs on Hopper: the activation of one tile hides behind the products of
-the next, which Triton does not do. What it is written in is in `cuda/`; here it is compiled (NVRTC) and launched.
+"""`act(x · Wᵀ + b)` of halves in CUDA C++, for outputs that fill a Hopper: the activation of one tile hides behind the products
+of the next, which Triton does not do. What it is written in is in `cuda/`; here it is compiled (NVRTC) and launched.
 
-The activation gets `x · Wᵀ + b` rounded to a half, as in a model of halves; the GEMMs of linear.py give it fp32.
+The activation gets `x · Wᵀ + b` rounded to a half, as in a model of halves; in the last tile of a block, and in all of
+linear.py's GEMMs, it gets fp32.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,17 +20,40 @@ from onelaunch.nvrtc.compile import CompileError, compile_cubin, why_not
 
 HEADERS = Path(__file__).parent / "cuda"
 ARCH = "sm_90a"  # of no other chip: later ones have other tensor cores
-TILE_M, TILE_N, TILE_K, BOX = 128, 256, 64, 64
-STAGES, CLUSTER, BAND = 3, 2, 4
-THREADS = 384
-NAME = f"cuda-{TILE_M}x{TILE_N}x{TILE_K}-s{STAGES}-c{CLUSTER}"
-SHARED_BYTES = (
-    STAGES * (TILE_M + TILE_N) * TILE_K * 2  # tiles of x and W
-    + TILE_M * TILE_N * 2  # of y
-    + (STAGES + 1) * TILE_N * 2  # bias
-    + (STAGES + 2) * 2 * 8  # barriers
-    + 1024  # to start on a multiple of as much
-)
+TILE_M, TILE_K, BOX = 128, 64, 64  # rows of y; halves of k that a stage holds; y leaves in boxes of 64 x 64
+THREADS, BAND = 384, 4
+
+
+class Tile(NamedTuple):
+    """Columns of y that a block makes at a time, stages of operands on their way, blocks of a cluster."""
+
+    n: int
+    stages: int
+    cluster: int
+
+    def __str__(self) -> str:
+        return f"cuda-{TILE_M}x{self.n}x{TILE_K}-s{self.stages}-c{self.cluster}"
+
+    @property
+    def shared_bytes(self) -> int:
+        operands, y, bias = (TILE_M + self.n) * TILE_K * 2, TILE_M * self.n * 2, self.n * 2
+        barriers = (self.stages + 2) * 2 * 8
+        return self.stages * operands + y + (self.stages + 1) * bias + barriers + 1024  # to start on a multiple of that
+
+
+LARGE, MEDIUM, SMALL = Tile(256, 3, 2), Tile(128, 5, 2), Tile(64, 8, 1)
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for."""
+
+    tile: Tile
+    activation: str | None
+    dtype: torch.dtype
+    biased: bool
+    store_z: bool
+
+
 MOST = 2**31 - 1024  # rows or columns: the copy engine counts in 32 bits
 HALVES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # as tensor maps call them
 
@@ -40,60 +65,64 @@ def can_run(
     y: torch.Tensor,
     z: torch.Tensor | None,
     activation: str | None,
+    tile: Tile,
 ) -> bool:
     """Whether this chip, these tensors and what is installed allow it. It is compiled and loaded for the answer."""
     if x.dtype not in HALVES or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
         return False
     if not can_use_tma(x, w, y) or max(*x.shape, *y.shape) > MOST or y.shape[1] % 8:
         return False
-    return (bias is None or bias.data_ptr() % 16 == 0) and _loads(activation, x.dtype, z is not None, x.device)
+    variant = Variant(tile, activation, x.dtype, bias is not None, z is not None)
+    return (bias is None or bias.data_ptr() % 16 == 0) and _loads(variant, x.device)
 
 
 @functools.cache
-def _loads(activation: str | None, dtype: torch.dtype, store_z: bool, device: torch.device) -> bool:
+def _loads(variant: Variant, device: torch.device) -> bool:
     """False for whatever is not as it should be: other implementations run everywhere, and tests compile this one."""
     if why_not():
         return False
     from onelaunch.nvrtc.launch import CudaError
 
     try:
-        _launch_of(activation, dtype, store_z, device)
+        _launch_of(variant, device)
     except (CompileError, CudaError):
         return False
     return True
 
 
-def source_of(activation: str | None, dtype: torch.dtype, store_z: bool = False) -> str:
+def source_of(variant: Variant) -> str:
+    tile, activation, dtype, biased, store_z = variant
     constants = {
-        "TILE_M": TILE_M, "TILE_N": TILE_N, "TILE_K": TILE_K, "BOX": BOX, "THREADS": THREADS,
-        "STAGES": STAGES, "CLUSTER": CLUSTER, "BAND": BAND, "HALF_IS_BF16": int(dtype == torch.bfloat16),
-        "ACTIVATION": (activation or "none").upper(), "STORE_Z": int(store_z), "SHARED_BYTES": SHARED_BYTES,
+        "TILE_M": TILE_M, "TILE_N": tile.n, "TILE_K": TILE_K, "BOX": BOX, "THREADS": THREADS,
+        "STAGES": tile.stages, "CLUSTER": tile.cluster, "BAND": BAND, "SHARED_BYTES": tile.shared_bytes,
+        "ACTIVATION": (activation or "none").upper(), "HALF_IS_BF16": int(dtype == torch.bfloat16),
+        "BIASED": int(biased), "STORE_Z": int(store_z),
     }  # fmt: skip
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    return f'{defined}#include "tensor_cores.cuh"\n{_multiply(dtype)}#include "linear.cuh"\n'
+    return f'{defined}#include "tensor_cores.cuh"\n{_multiply(tile.n, dtype)}#include "linear.cuh"\n'
 
 
-def _multiply(dtype: torch.dtype) -> str:
-    """64 rows of x by TILE_N rows of W, 16 of k, added to z (or, with nothing before them, put there)."""
-    count = TILE_N // 2  # numbers of z that a thread holds
+def _multiply(columns: int, dtype: torch.dtype) -> str:
+    """64 rows of x by so many rows of W, 16 of k, added to z (or, with nothing before them, put there)."""
+    count = columns // 2  # numbers of z that a thread holds
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     names = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(z[{i}])' for i in range(count))
     return f"""
 INLINE void multiply(float (&z)[{count}], u64 x, u64 w, bool added) {{
     asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{TILE_N}k16.f32.{kind}.{kind} {{{names}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} {{{names}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"
         : {operands} : "l"(x), "l"(w), "r"(int(added)));
 }}
 """
 
 
 @functools.cache
-def _launch_of(activation: str | None, dtype: torch.dtype, store_z: bool, device: torch.device):  # type: ignore[no-untyped-def]
+def _launch_of(variant: Variant, device: torch.device):  # type: ignore[no-untyped-def]
     from onelaunch.nvrtc.launch import load
 
-    kernel = load(compile_cubin(source_of(activation, dtype, store_z), ARCH, headers=HEADERS), "linear", device)
-    return kernel.often(block=THREADS, cluster=CLUSTER, shared_bytes=SHARED_BYTES)
+    kernel, tile = load(compile_cubin(source_of(variant), ARCH, headers=HEADERS), "linear", device), variant.tile
+    return kernel.often(block=THREADS, cluster=tile.cluster, shared_bytes=tile.shared_bytes)
 
 
 @functools.lru_cache(4096)
@@ -129,16 +158,17 @@ def linear_forward(
     z: torch.Tensor | None = None,
     *,
     activation: str | None,
+    tile: Tile,
 ) -> None:
     """Fills y, and z (before the activation) where given; x is `[m, k]`, w `[n, k]`, rows contiguous; `can_run` said yes."""
     (m, k), n = x.shape, w.shape[0]
     with torch.cuda.device(x.device):
-        launch = _launch_of(activation, x.dtype, z is not None, x.device)
+        launch = _launch_of(Variant(tile, activation, x.dtype, bias is not None, z is not None), x.device)
         launch.bind_thread()  # for the tensor maps too
-        clusters = min(cdiv(m, TILE_M * CLUSTER) * cdiv(n, TILE_N), launch.clusters_at_once)
+        clusters = min(cdiv(m, TILE_M * tile.cluster) * cdiv(n, tile.n), launch.clusters_at_once)
         maps = [
             tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0) * 2, box_rows, x.dtype)
-            for matrix, box_rows in ((x, TILE_M), (w, TILE_N // CLUSTER), (y, BOX), (y if z is None else z, BOX))
+            for matrix, box_rows in ((x, TILE_M), (w, tile.n // tile.cluster), (y, BOX), (y if z is None else z, BOX))
         ]
         stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-        launch(stream, clusters * CLUSTER, (*maps, 0 if bias is None else bias.data_ptr(), m, n, k))
+        launch(stream, clusters * tile.cluster, (*maps, 0 if bias is None else bias.data_ptr(), m, n, k))

@@ -58,23 +58,23 @@ class KnownCalls:
     MOST = 4096
 
     def __init__(self) -> None:
-        self._keys: set[Any] = set()
+        self._found: dict[Any, Any] = {}
 
     def ask(self, tensors: tuple[Any, ...], *options: Any) -> Any:
-        """True for a call that is known. Else what to `add` once it is found right: None, which is not added, where something
-        is no tensor, or nothing that could be an option. (A compiled call must not even look: it would be compiled again
-        whenever an eager one is added.)"""
+        """True, or what was found, for a call that is known. Else what to `add` once it is found right: None, which is not
+        added, where something is no tensor, or nothing that could be an option. (A compiled call must not even look: it would
+        be compiled again whenever an eager one is added.)"""
         try:
             told = [t if t is None else (t.dtype, t.shape, t.get_device()) for t in tensors]
             key = (*told, options, *map(type, options))  # a bool is no number, though True == 1.0
-            return True if key in self._keys else key
+            return self._found.get(key, key)
         except (AttributeError, TypeError):
             return None
 
-    def add(self, key: Any) -> None:
-        if len(self._keys) >= self.MOST:
-            self._keys.clear()
-        self._keys.add(key)
+    def add(self, key: Any, found: Any = True) -> None:
+        if len(self._found) >= self.MOST:
+            self._found.clear()
+        self._found[key] = found
 
 
 @functools.cache

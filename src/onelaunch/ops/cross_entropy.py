@@ -27,6 +27,7 @@ from onelaunch.ops.cross_entropy_plain import (
     gradient_plain,
 )
 from onelaunch.ops.surroundings import (
+    any_autocast,
     autocast_dtype,
     batched,
     differentiable_backward,
@@ -38,6 +39,7 @@ from onelaunch.ops.surroundings import (
 )
 
 REDUCTIONS = ("mean", "sum", "none")
+ONE_PASS_DTYPES = (torch.float32, torch.bfloat16)  # whose gradient may be rounded before the upstream one multiplies it
 # From this many classes on, rows are counted before the pass (microseconds), so that a batch with ignored rows needs no second
 # pass over its gradient; below it, that second pass costs less than the count.
 COUNT_FIRST_CLASSES = 512
@@ -184,7 +186,16 @@ class _EagerCrossEntropy(torch.autograd.Function):
         return dx, None, None
 
 
-_apply = direct_apply(_EagerCrossEntropy)
+class _SmallCrossEntropy(_EagerCrossEntropy):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, fill: Any) -> Tensor:
+        loss, dx = torch.empty_like(_scalar(logits.device, logits.dtype)), torch.empty_like(logits)
+        fill(logits, target, loss, dx)
+        ctx.save_for_backward(dx, None)
+        return loss
+
+
+_apply, _apply_small = direct_apply(_EagerCrossEntropy), direct_apply(_SmallCrossEntropy)
 
 
 def check_loss_options(label_smoothing: float, ignore_index: int, reduction: str) -> None:
@@ -225,6 +236,16 @@ def _check(logits: Tensor, target: Tensor) -> None:
 _known = KnownCalls()
 
 
+def _prepared(logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, reduction: str) -> Any:
+    """A small batch of rows and a class for each, to one number: its loss with all but the tensors fixed. Else True."""
+    if logits.dim() != 2 or logits.dtype not in ONE_PASS_DTYPES or target.dtype != torch.int64 or reduction == "none":
+        return True
+    small = kernels("cross_entropy").SmallLoss
+    if not logits.numel() or not small.takes(*logits.shape) or logits.shape[1] >= COUNT_FIRST_CLASSES:
+        return True
+    return small(logits, smoothing=float(smoothing), ignore_index=ignore_index, reduction=reduction)
+
+
 def cross_entropy(
     logits: Tensor,
     target: Tensor,
@@ -244,12 +265,15 @@ def cross_entropy(
     inside_transform = transformed()
     eager = plain_eager(logits) and not inside_transform
     known = _known.ask((logits, target), label_smoothing, ignore_index, reduction) if eager else None
-    if known is not True:
+    if callable(known):
+        if logits.is_contiguous() and target.is_contiguous() and wants_gradient(logits) and not any_autocast():
+            return _apply_small(logits, target, known)
+    elif known is not True:
         check_loss_options(label_smoothing, ignore_index, reduction)
         if not inside_transform:
             _check(logits, target)
         if known is not None:
-            _known.add(known)
+            _known.add(known, _prepared(logits, target, label_smoothing, ignore_index, reduction))
     fp32_loss = autocast_dtype(logits.device) is not None
     if inside_transform:
         exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits
@@ -266,7 +290,7 @@ def cross_entropy(
     if rows.dtype != torch.int64 or not rows.is_contiguous():
         rows = rows.to(torch.int64).contiguous()
     arguments = (float(label_smoothing), ignore_index, reduction, fp32_loss)
-    in_one_pass = eager and flat.dtype in (torch.float32, torch.bfloat16) and flat.numel() > 0
+    in_one_pass = eager and flat.dtype in ONE_PASS_DTYPES and flat.numel() > 0
     if in_one_pass and wants_gradient(flat):
         loss = _apply(flat, rows, arguments)
     elif in_one_pass:

@@ -22,10 +22,9 @@ from onelaunch.files import cache_folder, write_atomic
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.ops.arguments import kernels
 
-CANDIDATES = 3  # the times on disk are those of these kernels and tiles; a change of either needs another number
+CANDIDATES = 4  # the times on disk are those of these kernels and tiles; a change of either needs another number
 TIMED_SECONDS = 2e-3  # of GPU time for each sample of a candidate
 SAMPLES = 7
-HOPPER_OUTPUTS = 3 * 2**20  # fewer do not fill the chip with its tiles
 
 
 class Call(NamedTuple):
@@ -89,14 +88,26 @@ def fused(*tile: Any) -> Implementation:
     return Implementation(str(shape), run)
 
 
-def hopper() -> Implementation:
+def hopper(tile: Any) -> Implementation:
     """The CUDA C++ GEMM whose activation hides behind the next tile's products; no dropout."""
     module = kernels("linear_hopper")
 
     def run(call: Call) -> None:
-        module.linear_forward(call.x, call.weight, call.bias, call.y, call.z, activation=call.activation)
+        tensors = call.x, call.weight, call.bias, call.y, call.z
+        module.linear_forward(*tensors, activation=call.activation, tile=tile)
 
-    return Implementation(module.NAME, run)
+    return Implementation(str(tile), run)
+
+
+def hopper_tiles(call: Call) -> list[Any]:
+    """Those of its tiles that may fill the chip: large ones for large outputs. By the class of rows, as choices are kept."""
+    module, n = kernels("linear_hopper"), call.y.shape[1]
+    outputs = shape_class(call.y.shape[0]) * n
+    tiles = [module.SMALL] if outputs >= 2**18 and (outputs < 2**22 or n <= 256) else []
+    tiles += [module.MEDIUM] if outputs >= 2**20 and n > 64 else []
+    tiles += [module.LARGE] if outputs >= 3 * 2**20 and n > 128 else []
+    given = (call.x, call.weight, call.bias, call.y, call.z, call.activation)
+    return [tile for tile in tiles if call.keep is None and module.can_run(*given, tile)]
 
 
 def candidates(call: Call) -> list[Implementation]:
@@ -112,9 +123,7 @@ def candidates(call: Call) -> list[Implementation]:
             found += [fused(16, 16, 64, 2, 3), fused(32, 32, 64, 4, 2)]
         return found
     tma = kernels("linear").can_use_tma(call.x, call.weight, call.y)
-    large = call.keep is None and shape_class(m) * n >= HOPPER_OUTPUTS  # as the choice is kept
-    if large and kernels("linear_hopper").can_run(call.x, call.weight, call.bias, call.y, call.z, call.activation):
-        found.append(hopper())
+    found += [hopper(tile) for tile in hopper_tiles(call)]
     if m * n <= 256 * 1024:  # few tiles: latency decides, so all of a short k is in flight at once
         found += [fused(16, 16, 256, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
         if call.x.shape[1] <= 1024 and call.x.element_size() == 2:

@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from onelaunch.ops.arguments import check_float
 
 _level_of_functorch, _is_tracing = torch._C._functorch.maybe_current_level, torch._C._is_tracing  # looked up once
-_any_autocast = torch._C._is_any_autocast_enabled
+any_autocast = torch._C._is_any_autocast_enabled
 
 
 def plain_eager(x: torch.Tensor) -> bool:
@@ -44,7 +44,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype `torch.autocast` asks for on this device, or None outside it."""
-    if _any_autocast() and device.type != "meta" and torch.is_autocast_enabled(device.type):
+    if any_autocast() and device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
 

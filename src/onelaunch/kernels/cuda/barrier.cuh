@@ -54,6 +54,13 @@ INLINE void threads_wait(int number) { asm volatile("bar.sync %0, %1;" ::"r"(num
 // What threads wrote to shared memory is seen by the copy engine after this, and a barrier.
 INLINE void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// One thread of a warp, always the same; ptxas knows that it is one, and takes addresses for copies without asking all.
+INLINE bool elected() {
+    u32 one;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p; }" : "=r"(one));
+    return one;
+}
+
 // Programmatic dependent launch: the next kernel may come onto the chip; this one waits for the end of the one before it.
 INLINE void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 INLINE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

@@ -13,24 +13,29 @@ INLINE u32 pack_relu(float low, float high) {
     return pair;
 }
 
-// 1 / (1 + 2^x), to 1e-6.
-INLINE float one_over_one_plus_exp2(float x) {
-    asm("ex2.approx.ftz.f32 %0, %0; add.ftz.f32 %0, %0, 0f3F800000; rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+INLINE float reciprocal(float x) {
+    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
+INLINE float exp2_of(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
     return x;
 }
 
 // The normal distribution's function, to 5e-7 (Abramowitz and Stegun, 7.1.26): half the instructions of `erff`, and better
 // below -4, where that one's result is lost in 1 + erf.
 INLINE float normal(float z) {
-    float t = fmaf(fabsf(z), 0.3275911f * SQRT_HALF, 1.0f), density = z * z * (-0.5f * LOG2_E);
-    asm("rcp.approx.ftz.f32 %0, %0;" : "+f"(t));
-    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(density));
+    const float t = reciprocal(fmaf(fabsf(z), 0.3275911f * SQRT_HALF, 1.0f));
+    const float density = exp2_of(z * z * (-0.5f * LOG2_E));
     float tail = fmaf(t, 0.5f * 1.061405429f, 0.5f * -1.453152027f);
     tail = fmaf(t, tail, 0.5f * 1.421413741f);
     tail = fmaf(t, tail, 0.5f * -0.284496736f);
     tail = fmaf(t, tail, 0.5f * 0.254829592f) * t * density;
     return z > 0 ? 1 - tail : tail;
 }
+
+// 1 / (1 + 2^x), to 1e-6.
+INLINE float one_over_one_plus_exp2(float x) { return reciprocal(exp2_of(x) + 1.0f); }
 
 template <int KIND>
 INLINE float activate(float z) {
@@ -50,9 +55,11 @@ INLINE float activate(float z) {
     return z;
 }
 
-// Two elements that are rounded already.
+// Two elements on their way out: from fp32, or rounded before.
 template <int KIND>
-INLINE u32 activate_pair(u32 pair) {
-    if constexpr (KIND == NONE || KIND == RELU) return pair;  // done when they were rounded
-    return pack(activate<KIND>(low_of(pair)), activate<KIND>(high_of(pair)));
+INLINE u32 finish_pair(float low, float high) {
+    if constexpr (KIND == RELU) return pack_relu(low, high);
+    return pack(activate<KIND>(low), activate<KIND>(high));
 }
+template <int KIND>
+INLINE u32 finish_pair(u32 pair) { return finish_pair<KIND>(low_of(pair), high_of(pair)); }

@@ -3,7 +3,8 @@
 // A block walks over tiles of y. One warp brings tiles of x and W through the copy engine; each of two warp groups multiplies
 // half of the rows; three more warps apply the activation to a finished tile while the next one is multiplied: the tensor
 // cores wait for no exponential. What these work on is z rounded to a half, which is what the activation of a model in
-// halves gets. Behind the last tile there is nothing to hide: who multiplied it finishes it, and lets go of it box by box.
+// halves gets. Behind the last tile there is nothing to hide: who multiplied it finishes it, from fp32, and lets go of it box
+// by box.
 // Blocks of a cluster lie below each other and share the tile of W: each brings its part of it to all of them.
 #pragma once
 #include "copy_engine.cuh"
@@ -73,11 +74,14 @@ INLINE void bring_tiles(
         for (int start = 0; start < k; start += TILE_K, turn.next()) {
             u64* full = &shared.full[turn.place];
             barrier_wait(&shared.empty[turn.place], turn.parity ^ 1);
-            const int bias_bytes = start == 0 && bias != nullptr ? min(TILE_N, n - corner.y) * 2 : 0;
-            barrier_expect(full, X_BYTES + W_BYTES + bias_bytes);
-            load_tile(shared.x[turn.place], x_map, full, start, corner.x);
-            load_tile_to<CLUSTER>(shared.w[turn.place] + row * ROW_BYTES, w_map, full, start, corner.y + row);
-            if (bias_bytes) load_bytes(shared.bias[slot.place], bias + corner.y, bias_bytes, full);
+            const int bias_bytes = BIASED && start == 0 ? min(TILE_N, n - corner.y) * 2 : 0;
+            if (elected()) {
+                barrier_expect(full, X_BYTES + W_BYTES + bias_bytes);
+                load_tile(shared.x[turn.place], x_map, full, start, corner.x);
+                load_tile_to<CLUSTER>(shared.w[turn.place] + row * ROW_BYTES, w_map, full, start, corner.y + row);
+                if (bias_bytes) load_bytes(shared.bias[slot.place], bias + corner.y, bias_bytes, full);
+            }
+            __syncwarp();
         }
     }
 }
@@ -104,27 +108,26 @@ INLINE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& 
     if (thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
 }
 
-INLINE u32 round_pair(float low, float high) { return ACTIVATION == RELU ? pack_relu(low, high) : pack(low, high); }
-
 // Bias and activation of what this thread holds of 64 columns of a tile, and its way to a box.
 template <int KIND>
 INLINE void put_box(const float* z, const u16* bias, u8* box) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const u32 to = shared_address(box) + (thread / 32 * 16 + lane % 16) * ROW_BYTES;
+    u32 added[BOX / 8] = {};  // all of it before the first store, past which the compiler moves no load
+    if constexpr (BIASED) {
+#pragma unroll
+        for (int i = 0; i < BOX / 8; ++i) added[i] = *reinterpret_cast<const u32*>(bias + i * 8 + lane % 4 * 2);
+    }
 #pragma unroll
     for (int i = 0; i < BOX / 16; ++i) {
-        const float* v = z + i * 8;
-        float a = 0, b = 0, c = 0, d = 0;
-        if (bias != nullptr) {
-            const u32 left = *reinterpret_cast<const u32*>(bias + i * 16 + lane % 4 * 2);
-            const u32 right = *reinterpret_cast<const u32*>(bias + i * 16 + 8 + lane % 4 * 2);
-            a = low_of(left), b = high_of(left), c = low_of(right), d = high_of(right);
+        u32 pairs[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float* v = z + i * 8 + j * 2;
+            const u32 pair = added[i * 2 + j / 2];
+            pairs[j] = finish_pair<KIND>(v[0] + low_of(pair), v[1] + high_of(pair));
         }
-        store_matrices(
-            to + ((i * 2 + lane / 16) ^ (lane % 8)) * 16, activate_pair<KIND>(round_pair(v[0] + a, v[1] + b)),
-            activate_pair<KIND>(round_pair(v[2] + a, v[3] + b)), activate_pair<KIND>(round_pair(v[4] + c, v[5] + d)),
-            activate_pair<KIND>(round_pair(v[6] + c, v[7] + d))
-        );
+        store_matrices(to + ((i * 2 + lane / 16) ^ (lane % 8)) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
     }
 }
 
@@ -136,21 +139,22 @@ INLINE void store_boxes(Shared& shared, const TensorMap& map, int2 corner, int n
     end_of_stores();
 }
 
-INLINE void make_tiles(
-    Shared& shared, const TensorMap& y_map, const TensorMap& z_map, bool biased, int m, int n, int k, int group
-) {
-    const bool leader = threadIdx.x % 128 == 0;
+INLINE void make_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& z_map, int m, int n, int k, int warp) {
+    const int group = warp / 4;
+    const bool leads = warp % 4 == 0;  // and of it the elected thread: the one that stores
     Turn<STAGES> turn;
     Turn<STAGES + 1> slot;
     u32 parity = 0;
     float z[TILE_N / 2];
     for (Tiles tiles(m, n); tiles.left(); tiles.next(), slot.next(), parity ^= 1) {
         multiply_tile(shared, z, turn, k, group);
-        const auto bias = [&](int box) { return biased ? shared.bias[slot.place] + box * BOX : nullptr; };
+        const u16* bias = shared.bias[slot.place];
+        u8(*boxes)[BOX_BYTES] = shared.y[group];
         barrier_wait(&shared.taken[group], parity ^ 1);
         if (STORE_Z || !tiles.last()) {
+            constexpr int FIRST = AT_ONCE ? ACTIVATION : NONE;
 #pragma unroll
-            for (int box = 0; box < BOXES; ++box) put_box<NONE>(z + box * BOX / 2, bias(box), shared.y[group][box]);
+            for (int box = 0; box < BOXES; ++box) put_box<FIRST>(z + box * BOX / 2, bias + box * BOX, boxes[box]);
             if constexpr (STORE_Z || AT_ONCE) show_to_copies();  // else who finishes it writes every byte of it anew
         }
         if (!tiles.last()) {
@@ -160,32 +164,32 @@ INLINE void make_tiles(
         const int2 corner = tiles.corner();
         if constexpr (STORE_Z) {
             threads_wait<128>(2 + group);
-            if (leader) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
+            if (leads && elected()) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
             threads_wait<128>(2 + group);
         }
 #pragma unroll
         for (int box = 0; box < BOXES; ++box) {
-            put_box<ACTIVATION>(z + box * BOX / 2, bias(box), shared.y[group][box]);
+            put_box<ACTIVATION>(z + box * BOX / 2, bias + box * BOX, boxes[box]);
             show_to_copies();
             threads_wait<128>(2 + group);
-            if (leader && corner.y + box * BOX < n) {
-                store_tile(y_map, shared.y[group][box], corner.y + box * BOX, corner.x + group * 64);
+            if (leads && corner.y + box * BOX < n && elected()) {
+                store_tile(y_map, boxes[box], corner.y + box * BOX, corner.x + group * 64);
             }
         }
-        end_of_stores();
+        if (leads && elected()) end_of_stores(), wait_until_read<0>();
     }
-    if (leader) wait_until_read<0>();
 }
 
-INLINE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& z_map, int m, int n) {
+INLINE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& z_map, int m, int n, int warp) {
     const int thread = threadIdx.x - (128 - FINISHERS);
+    const bool leads = warp == 1;
     u32 parity = 0;
     for (Tiles tiles(m, n); !tiles.last(); tiles.next(), parity ^= 1) {
         const int2 corner = tiles.corner();
         for (int group = 0; group < GROUPS; ++group) {
             barrier_wait(&shared.ready[group], parity);
             if constexpr (STORE_Z) {
-                if (thread == 0) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
+                if (leads && elected()) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
                 threads_wait<FINISHERS>(1);
             }
             if constexpr (!AT_ONCE) {
@@ -193,16 +197,16 @@ INLINE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap
 #pragma unroll 2
                 for (int i = thread; i < BOXES * BOX_BYTES / 16; i += FINISHERS) {
                     uint4 quad = quads[i];
-                    quad.x = activate_pair<ACTIVATION>(quad.x), quad.y = activate_pair<ACTIVATION>(quad.y);
-                    quad.z = activate_pair<ACTIVATION>(quad.z), quad.w = activate_pair<ACTIVATION>(quad.w);
+                    quad.x = finish_pair<ACTIVATION>(quad.x), quad.y = finish_pair<ACTIVATION>(quad.y);
+                    quad.z = finish_pair<ACTIVATION>(quad.z), quad.w = finish_pair<ACTIVATION>(quad.w);
                     quads[i] = quad;
                 }
                 show_to_copies();
             }
             threads_wait<FINISHERS>(1);  // with nothing to do, too: one that lags by two tiles takes the one for the other
-            if (thread == 0) store_boxes(shared, y_map, corner, n, group);
+            if (leads && elected()) store_boxes(shared, y_map, corner, n, group);
         }
-        if (thread == 0) {
+        if (leads && elected()) {
             wait_until_read<1>();
             barrier_arrive(&shared.taken[0]);
             wait_until_read<0>();
@@ -233,15 +237,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
     }
     everyone_waits<CLUSTER>();
     wait_for_previous();
-    const int role = threadIdx.x / 128;
-    if (role == 0) {
+    // From one lane, so that ptxas sees one number for all of a warp: addresses of products and copies then cost nothing.
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp < 4) {
         give_registers<88>();
-        if (threadIdx.x == 0) bring_tiles(shared, x_map, w_map, bias, m, n, k);
-        __syncwarp();
-        if (threadIdx.x >= 128 - FINISHERS) finish_tiles(shared, y_map, z_map, m, n);
+        if (warp == 0) bring_tiles(shared, x_map, w_map, bias, m, n, k);
+        else finish_tiles(shared, y_map, z_map, m, n, warp);
     } else {
         take_registers<208>();
-        make_tiles(shared, y_map, z_map, bias != nullptr, m, n, k, role - 1);
+        make_tiles(shared, y_map, z_map, m, n, k, warp - 4);
     }
     __syncwarp();
     everyone_waits<CLUSTER>();  // a block that left could not be copied to, nor its barriers arrived at
