@@ -191,6 +191,7 @@ def test_a_comparison_that_diverges_is_drawn_and_saved_as_json(cli, blobs, tmp_p
         (("--seeds", "0"), "seeds=0 must be 1 or more"),
         (("--sizes", "8,0"), "sizes=[8, 0]"),
         (("--sizes", "8;16"), "is not a list of numbers"),
+        (("--hidden", "5,,5"), "is not a list of numbers"),
         (("--sizes", ""), "sizes=[] is empty"),
         (("--sizes", ","), "sizes=[] is empty"),
         (("--out", ""), "out='' names no folder"),

@@ -16,7 +16,7 @@ def numbers(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
 
     def parse(text: str) -> list[Any]:
         try:
-            return [kind(part) for part in text.replace(" ", "").split(",") if part]
+            return [kind(part) for part in text.replace(" ", "").split(",")] if text.strip(" ,") else []
         except ValueError:
             raise typer.BadParameter(
                 f"{text!r} is not a list of numbers with commas between, such as {example}"
