@@ -93,6 +93,17 @@ def test_a_choice_is_not_made_for_tensors_that_lie_otherwise(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("n", [64, 32_768])
+def test_a_single_row_may_have_any_stride(n: int) -> None:
+    """It is contiguous all the same, and a choice that was measured for others must not be taken for it."""
+    w = torch.randn(n, 64, device="cuda", dtype=torch.bfloat16)
+    rows = torch.randn(1, 64, device="cuda", dtype=torch.bfloat16)
+    for x in (rows, rows.expand(5, 64)[2:3], rows.flatten().unfold(0, 64, 8)[:1]):
+        y = linear(x, w, activation="sigmoid")
+        torch.testing.assert_close(y.double(), (x.double() @ w.double().t()).sigmoid(), rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.gpu
 def test_measured_choice_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from onelaunch.ops import linear_choice
 

@@ -11,13 +11,14 @@ A target outside `[0, classes)` that is not `ignore_index` makes the loss NaN ra
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from onelaunch.kernels.cross_entropy_long import long_rows
-from onelaunch.kernels.launch import cdiv, hooked, launch, launch_again, next_power_of_2
+from onelaunch.kernels.launch import cdiv, launch, launch_again, needs_triton, next_power_of_2
 from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import scaled_distance, scattered
 
@@ -217,26 +218,23 @@ class SmallLoss:
         self.device = x.get_device()
         self.values, self.sizes = (smoothing, 1 / rows if mean else 1.0), (rows, classes, classes, ignore_index)
         self.constants = (tile_rows, block, smoothing > 0, True, mean, False)
-        self.arguments = (*self.values, *self.sizes, *self.constants)
-        self.compiled = None
+        self.compiled: Any = None
 
     @staticmethod
     def takes(rows: int, classes: int) -> bool:
         return rows * next_power_of_2(classes) <= ALONE_ELEMENTS
 
     def __call__(self, x: torch.Tensor, target: torch.Tensor, loss: torch.Tensor, dx: torch.Tensor) -> None:
-        if self.compiled is not None and self.device == torch._C._cuda_getDevice() and not hooked():
-            logits, rows = x.data_ptr(), target.data_ptr()
-            if not (logits | rows) & 15:  # which the compiled kernel counts on
-                stream = torch._C._cuda_getCurrentRawStream(self.device)
-                pointers = (logits, rows, None, None, loss.data_ptr(), None, dx.data_ptr(), None)
-                launch_again(self.compiled, (1,), stream, pointers + self.arguments)
-                return
-        tensors = (x, target, None, None, loss, None, dx, None)
-        compiled = launch(
-            cross_entropy_kernel, (1,), tensors, self.values, self.sizes, self.constants, num_warps=self.warps
-        )
-        if not (x.data_ptr() | target.data_ptr()) & 15:
+        compiled, from_x, from_target = self.compiled, x.data_ptr(), target.data_ptr()
+        aligned = not (from_x | from_target) & 15  # which the compiled kernel counts on
+        if compiled and aligned and self.device == torch._C._cuda_getDevice() and not needs_triton():
+            pointers = (from_x, from_target, None, None, loss.data_ptr(), None, dx.data_ptr(), None)
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            launch_again(compiled, (1,), stream, (*pointers, *self.values, *self.sizes, *self.constants))
+            return
+        tensors, numbers = (x, target, None, None, loss, None, dx, None), (self.values, self.sizes, self.constants)
+        compiled = launch(cross_entropy_kernel, (1,), tensors, *numbers, num_warps=self.warps)
+        if aligned:
             self.compiled = compiled
 
 

@@ -7,6 +7,7 @@ launcher is called with plain addresses. A profiler's launch hook and the interp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,23 +20,29 @@ from triton.runtime.jit import JITFunction
 _compiled: dict[tuple[Any, ...], Any] = {}
 _MOST_COMPILED = 4096
 _runtime = knobs.runtime
-_only_compiling = False
+
+
+class _Mode(threading.local):
+    only_compiling = False
+
+
+_mode = _Mode()
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """What is launched in here is compiled and loaded, and not run: a graph may then be captured before anything has run."""
-    global _only_compiling
-    _only_compiling = True
+    """What this thread launches in here is compiled and loaded, and not run: a graph may then be captured before anything
+    has run."""
+    _mode.only_compiling = True
     try:
         yield
     finally:
-        _only_compiling = False
+        _mode.only_compiling = False
 
 
 def call(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
     """`kernel[grid](...)`, Triton's own way, or its compilation alone; the compiled kernel."""
-    if not _only_compiling:
+    if not _mode.only_compiling:
         return kernel[grid](*arguments, **options)
     compiled = kernel.warmup(*arguments, grid=grid, **options)
     assert compiled.run  # asking for it loads the kernel
@@ -51,10 +58,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
 
-def hooked() -> bool:
-    """Whether a profiler wants to see launches: a chain of hooks in Triton 3.6, a single one or None before."""
+def needs_triton() -> bool:
+    """Whether a launch must go Triton's own way: it is only compiled, or a profiler wants to see it (a chain of hooks in
+    Triton 3.6, a single one or None before)."""
     hook = _runtime.launch_enter_hook
-    return bool(getattr(hook, "calls", hook))
+    return _mode.only_compiling or bool(getattr(hook, "calls", hook))
 
 
 def launch_options(num_warps: int, num_stages: int, launch_pdl: bool) -> dict[str, Any]:
@@ -78,7 +86,7 @@ def launch(
 
     Values are floats, or integers the kernel declares `do_not_specialize` with a type; sizes are integers it may be
     specialised on; constants are its constexpr parameters. `launch_pdl`: it may start while the kernel before it ends.
-    Returns the compiled kernel, for `launch_again`; None where there is none.
+    Returns the compiled kernel, for `launch_again`; None from the interpreter.
     """
     first = tensors[0]
     assert first is not None
@@ -89,8 +97,7 @@ def launch(
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):
             options = launch_options(num_warps, num_stages, launch_pdl)
-            launch(kernel, grid, tensors, values, sizes, constants, **options)
-        return None
+            return launch(kernel, grid, tensors, values, sizes, constants, **options)
     pointers: list[Any] = []
     kinds: list[Any] = []
     for tensor in tensors:
@@ -104,7 +111,7 @@ def launch(
     # By the kernel's function: a kernel's own hash takes microseconds.
     key = (kernel.fn, device, *kinds, sizes, constants, num_warps, num_stages, launch_pdl)
     compiled = _compiled.get(key)
-    if compiled is None or _only_compiling or hooked():
+    if compiled is None or needs_triton():
         if len(_compiled) >= _MOST_COMPILED:
             _compiled.clear()
         options = launch_options(num_warps, num_stages, launch_pdl)

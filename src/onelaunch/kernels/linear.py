@@ -188,10 +188,15 @@ def linear_tma_kernel(
 
 
 def can_use_tma(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can reach all three: Hopper or later, rows that start on 16 bytes."""
+    """Whether the tensor memory accelerator can reach all three: Hopper or later, and rows as it wants them."""
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 9:
         return False
-    return all(t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 for t in (x, w, y))
+    return all(lies_in_rows(t) for t in (x, w, y))
+
+
+def lies_in_rows(t: torch.Tensor) -> bool:
+    """Rows that start on 16 bytes and do not overlap. (A single row may have any stride, and be contiguous.)"""
+    return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(0) >= t.shape[1]
 
 
 def linear_forward(

@@ -53,6 +53,12 @@ class Variant(NamedTuple):
     biased: bool
     store_z: bool
 
+    @classmethod
+    def of(
+        cls, x: torch.Tensor, bias: torch.Tensor | None, z: torch.Tensor | None, activation: str | None, tile: Tile
+    ) -> Variant:
+        return cls(tile, activation, x.dtype, bias is not None, z is not None)
+
 
 MOST = 2**31 - 1024  # rows or columns: the copy engine counts in 32 bits
 HALVES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # as tensor maps call them
@@ -72,8 +78,7 @@ def can_run(
         return False
     if not can_use_tma(x, w, y) or max(*x.shape, *y.shape) > MOST or y.shape[1] % 8:
         return False
-    variant = Variant(tile, activation, x.dtype, bias is not None, z is not None)
-    return (bias is None or bias.data_ptr() % 16 == 0) and _loads(variant, x.device)
+    return (bias is None or bias.data_ptr() % 16 == 0) and _loads(Variant.of(x, bias, z, activation, tile), x.device)
 
 
 @functools.cache
@@ -163,7 +168,7 @@ def linear_forward(
     """Fills y, and z (before the activation) where given; x is `[m, k]`, w `[n, k]`, rows contiguous; `can_run` said yes."""
     (m, k), n = x.shape, w.shape[0]
     with torch.cuda.device(x.device):
-        launch = _launch_of(Variant(tile, activation, x.dtype, bias is not None, z is not None), x.device)
+        launch = _launch_of(Variant.of(x, bias, z, activation, tile), x.device)
         launch.bind_thread()  # for the tensor maps too
         clusters = min(cdiv(m, TILE_M * tile.cluster) * cdiv(n, tile.n), launch.clusters_at_once)
         maps = [

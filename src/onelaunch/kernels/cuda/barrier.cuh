@@ -38,6 +38,7 @@ INLINE void barrier_wait(u64* barrier, u32 parity) {
     }
 }
 
+// All threads of the cluster, or of the block that is alone. Barriers that were made before it (with their fence) are there.
 template <int BLOCKS>
 INLINE void everyone_waits() {
     if constexpr (BLOCKS > 1) {

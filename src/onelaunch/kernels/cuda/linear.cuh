@@ -43,6 +43,10 @@ struct Turn {
     }
 };
 
+struct Corner {
+    int row, column;  // of y
+};
+
 // The tiles of this cluster, in bands of BAND tiles of rows, so that clusters at work share operands in L2.
 struct Tiles {
     int down, across, index;  // `down` counts tiles of clusters
@@ -55,11 +59,11 @@ struct Tiles {
     INLINE bool left() const { return index < down * across; }
     INLINE bool last() const { return index + step() >= down * across; }
     INLINE void next() { index += step(); }
-    INLINE int2 corner() const {  // row and column of y
+    INLINE Corner corner() const {
         const int band = index / (BAND * across), within = index % (BAND * across);
         const int height = min(down - band * BAND, BAND);
         const int row = (band * BAND + within % height) * CLUSTER + blockIdx.x % CLUSTER;
-        return make_int2(row * TILE_M, within / height * TILE_N);
+        return {row * TILE_M, within / height * TILE_N};
     }
 };
 
@@ -70,19 +74,23 @@ INLINE void bring_tiles(
     Turn<STAGES> turn;
     Turn<STAGES + 1> slot;
     for (Tiles tiles(m, n); tiles.left(); tiles.next(), slot.next()) {
-        const int2 corner = tiles.corner();
+        const Corner corner = tiles.corner();
         for (int start = 0; start < k; start += TILE_K, turn.next()) {
             u64* full = &shared.full[turn.place];
             barrier_wait(&shared.empty[turn.place], turn.parity ^ 1);
-            const int bias_bytes = BIASED && start == 0 ? min(TILE_N, n - corner.y) * 2 : 0;
+            const int bias_bytes = BIASED && start == 0 ? min(TILE_N, n - corner.column) * 2 : 0;
             if (elected()) {
                 barrier_expect(full, X_BYTES + W_BYTES + bias_bytes);
-                load_tile(shared.x[turn.place], x_map, full, start, corner.x);
-                load_tile_to<CLUSTER>(shared.w[turn.place] + row * ROW_BYTES, w_map, full, start, corner.y + row);
-                if (bias_bytes) load_bytes(shared.bias[slot.place], bias + corner.y, bias_bytes, full);
+                load_tile(shared.x[turn.place], x_map, full, start, corner.row);
+                load_tile_to<CLUSTER>(shared.w[turn.place] + row * ROW_BYTES, w_map, full, start, corner.column + row);
+                if (bias_bytes) load_bytes(shared.bias[slot.place], bias + corner.column, bias_bytes, full);
             }
             __syncwarp();
         }
+    }
+    // Until all have let go of all stages: a block that left could not be arrived at.
+    for (int stage = 0; CLUSTER > 1 && stage < STAGES; ++stage, turn.next()) {
+        barrier_wait(&shared.empty[turn.place], turn.parity ^ 1);
     }
 }
 
@@ -112,8 +120,8 @@ INLINE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& 
 template <int KIND>
 INLINE void put_box(const float* z, const u16* bias, u8* box) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
-    const u32 to = shared_address(box) + (thread / 32 * 16 + lane % 16) * ROW_BYTES;
-    u32 added[BOX / 8] = {};  // all of it before the first store, past which the compiler moves no load
+    const u32 to = shared_address(box) + (thread / 32 * 16 + lane % 16) * BOX * 2;
+    u32 added[BOX / 8];  // all of it before the first store, past which the compiler moves no load
     if constexpr (BIASED) {
 #pragma unroll
         for (int i = 0; i < BOX / 8; ++i) added[i] = *reinterpret_cast<const u32*>(bias + i * 8 + lane % 4 * 2);
@@ -123,18 +131,18 @@ INLINE void put_box(const float* z, const u16* bias, u8* box) {
         u32 pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            const float* v = z + i * 8 + j * 2;
-            const u32 pair = added[i * 2 + j / 2];
-            pairs[j] = finish_pair<KIND>(v[0] + low_of(pair), v[1] + high_of(pair));
+            float low = z[i * 8 + j * 2], high = z[i * 8 + j * 2 + 1];
+            if constexpr (BIASED) low += low_of(added[i * 2 + j / 2]), high += high_of(added[i * 2 + j / 2]);
+            pairs[j] = finish_pair<KIND>(low, high);
         }
         store_matrices(to + ((i * 2 + lane / 16) ^ (lane % 8)) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
     }
 }
 
 // All boxes of a warp group's part of a tile, by one thread.
-INLINE void store_boxes(Shared& shared, const TensorMap& map, int2 corner, int n, int group) {
-    for (int box = 0; box < BOXES && corner.y + box * BOX < n; ++box) {
-        store_tile(map, shared.y[group][box], corner.y + box * BOX, corner.x + group * 64);
+INLINE void store_boxes(Shared& shared, const TensorMap& map, Corner corner, int n, int group) {
+    for (int box = 0; box < BOXES && corner.column + box * BOX < n; ++box) {
+        store_tile(map, shared.y[group][box], corner.column + box * BOX, corner.row + group * 64);
     }
     end_of_stores();
 }
@@ -161,7 +169,7 @@ INLINE void make_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& 
             barrier_arrive(&shared.ready[group]);
             continue;
         }
-        const int2 corner = tiles.corner();
+        const Corner corner = tiles.corner();
         if constexpr (STORE_Z) {
             threads_wait<128>(2 + group);
             if (leads && elected()) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
@@ -172,8 +180,8 @@ INLINE void make_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& 
             put_box<ACTIVATION>(z + box * BOX / 2, bias + box * BOX, boxes[box]);
             show_to_copies();
             threads_wait<128>(2 + group);
-            if (leads && corner.y + box * BOX < n && elected()) {
-                store_tile(y_map, boxes[box], corner.y + box * BOX, corner.x + group * 64);
+            if (leads && corner.column + box * BOX < n && elected()) {
+                store_tile(y_map, boxes[box], corner.column + box * BOX, corner.row + group * 64);
             }
         }
         if (leads && elected()) end_of_stores(), wait_until_read<0>();
@@ -185,7 +193,7 @@ INLINE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap
     const bool leads = warp == 1;
     u32 parity = 0;
     for (Tiles tiles(m, n); !tiles.last(); tiles.next(), parity ^= 1) {
-        const int2 corner = tiles.corner();
+        const Corner corner = tiles.corner();
         for (int group = 0; group < GROUPS; ++group) {
             barrier_wait(&shared.ready[group], parity);
             if constexpr (STORE_Z) {
@@ -247,6 +255,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
         take_registers<208>();
         make_tiles(shared, y_map, z_map, m, n, k, warp - 4);
     }
-    __syncwarp();
-    everyone_waits<CLUSTER>();  // a block that left could not be copied to, nor its barriers arrived at
 }
