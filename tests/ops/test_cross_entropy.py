@@ -113,6 +113,8 @@ def test_errors_name_the_argument() -> None:
         cross_entropy(logits, target, ignore_index=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="target holds 7, out of range for logits of 5 classes: pass 0 to 4"):
         cross_entropy(logits, target + 7)
+    with pytest.raises(ValueError, match=r"target holds 0, .* 0 classes: pass logits of one class or more"):
+        cross_entropy(logits[:, :0], target)
     with pytest.raises(ValueError, match=r"label_smoothing=3\.0"):
         CrossEntropyLoss(label_smoothing=3.0)
     with pytest.raises(ValueError, match="class weights are not fused"):

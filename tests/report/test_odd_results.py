@@ -10,8 +10,11 @@ import pytest
 from onelaunch.errors import OnelaunchError
 from onelaunch.report.write import write_report
 from onelaunch.train.run_folder import METRICS
+from tests.report.conftest import EPOCHS
 from tests.report.results import bench_results, compare_results, many_contenders
 from tests.report.test_page import Outline
+
+WHOLE, TORN = json.dumps(EPOCHS[0]), '{"epoch": 1, "lo'
 
 
 def test_an_energy_no_card_can_draw_is_left_out_and_said(tmp_path):
@@ -28,6 +31,23 @@ def test_metrics_that_are_no_text_are_refused(tmp_path):
     with pytest.raises(OnelaunchError, match=r"metrics.jsonl' cannot be read"):
         write_report([tmp_path], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("status", "lines", "said"),
+    [
+        ("running", [WHOLE, TORN], False),
+        ("finished", [WHOLE, TORN], True),
+        ("running", [WHOLE, TORN, WHOLE], True),
+    ],
+)
+def test_metrics_that_are_cut_off_are_named(tmp_path, status, lines, said):
+    """But for the last line of a run that was killed or still runs."""
+    (tmp_path / METRICS).write_text("\n".join(lines))
+    (tmp_path / "run.json").write_text(json.dumps({"status": status}))
+    complaints: list[str] = []
+    write_report([tmp_path], tmp_path / "page.html", complain=complaints.append)
+    assert any("is not JSON: from there on nothing is shown" in line for line in complaints) == said
 
 
 def test_times_that_are_none_are_left_out_and_said(tmp_path):

@@ -99,6 +99,14 @@ def test_absent_peers_notes_and_doubtful_ratios_are_said(project):
     assert "≈: too noisy to tell" in files[project / "README.md"]
 
 
+def test_figures_say_what_is_too_noisy_to_tell(project):
+    results = bench_results()
+    results["cases"][0]["times"]["JAX & scan"]["spread"] = 3.0  # of the fastest
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    drawn = [content for path, content in generate(project).items() if path.suffix == ".svg" and "relu" in content]
+    assert any("≈ 0.900×" in figure and "≈: too noisy to tell." in figure for figure in drawn)
+
+
 def test_times_that_are_none_are_not_shown(project):
     results = bench_results()
     results["cases"][0]["times"]["onelaunch"]["median"] = float("nan")

@@ -139,6 +139,17 @@ def test_dropout_masks_are_the_written_down_function(device):
     assert "forward" not in vars(model[0])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler itself
+def test_a_compiled_model_draws_the_same_masks():
+    x, y = problem("cross_entropy")
+    model = nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Dropout(0.9), nn.Linear(8, 4))
+    twin = copy.deepcopy(model)
+    options = {"steps": 12, "batch_size": 16, "lr": 0.1, "seed": 9, "engine": "eager", "progress": False}
+    expected = ol.fit(twin, x, y, **options).losses
+    assert_same_course(ol.fit(torch.compile(model), x, y, **options).losses, expected, LOSS_TOLERANCE)
+    assert_same_weights(model, twin, WEIGHT_TOLERANCE)
+
+
 LOWER = [
     ("cpu", "bf16"),
     *(pytest.param("cuda", precision, marks=pytest.mark.gpu) for precision in ("tf32", "bf16", "fp16")),

@@ -7,8 +7,8 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import subprocess
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -102,9 +102,10 @@ def check_writable(path: Path) -> None:
     """Refuse a place where results could not be saved, without touching a file that is there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_dir() and os.access(path.parent, os.W_OK):
+        if not path.is_dir():
+            tempfile.TemporaryFile(dir=path.parent).close()  # the one test that no file system answers wrongly
             return
-        reason = "it is a folder" if path.is_dir() else "no permission"
+        reason = "it is a folder"
     except (OSError, ValueError) as error:
         reason = reason_of(error)
     raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason}; pass a writable path")

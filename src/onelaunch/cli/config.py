@@ -116,5 +116,5 @@ def _one_line(error: ValidationError, given: dict[str, Any]) -> str:
             f"config key {key!r} is not known{suggest(key, TrainConfig.model_fields) or ': see onelaunch train --help'}"
         )
     expected = TrainConfig.model_fields[key].annotation
-    kind = getattr(expected, "__name__", str(expected)) if "|" not in str(expected) else str(expected)
+    kind = expected.__name__ if isinstance(expected, type) else str(expected)  # list[int] is no type
     return f"{key}={given[key]!r} has the wrong type: {first['msg'].lower()} (expected {kind.replace(' | None', '')})"

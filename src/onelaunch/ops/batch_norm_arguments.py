@@ -33,7 +33,7 @@ def check_tensors(
             check_beside(name, tensor, "x", x)
             if tensor.shape != shape[1:2]:
                 raise OnelaunchError(
-                    f"{name} has shape {tuple(tensor.shape)}: pass {tuple(shape[1:2])}, one a channel of x"
+                    f"{name} has shape {tuple(tensor.shape)} and x {tuple(shape)}: pass {tuple(shape[1:2])}, one a channel of x"
                 )
         elif not training and name.startswith("running"):
             raise OnelaunchError(f"{name}=None needs training=True: pass the running statistics to evaluate with")

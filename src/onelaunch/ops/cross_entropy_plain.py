@@ -36,9 +36,9 @@ def forward_cpu(
         loss.copy_(cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction))
     except IndexError as error:
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= logits.shape[1]))][0]
-        raise OnelaunchError(
-            f"target holds {wrong}, out of range for logits of {logits.shape[1]} classes: pass 0 to {logits.shape[1] - 1}"
-        ) from error
+        classes = logits.shape[1]
+        remedy = f"pass 0 to {classes - 1}" if classes else "pass logits of one class or more"
+        raise OnelaunchError(f"target holds {wrong}, out of range for logits of {classes} classes: {remedy}") from error
     lse.copy_(exact.logsumexp(1))
     count.copy_((target != ignore_index).sum())
     return loss, lse, count

@@ -25,7 +25,7 @@ class Source:
 
 def read_sources(path: Path, complain: Complain) -> list[Source]:
     """One run, comparison or results file; or, for any other folder, all that lie in it."""
-    if (found := _source(path)) is not None:
+    if (found := _source(path, complain)) is not None:
         return [found]
     if not path.is_dir():
         raise OnelaunchError(
@@ -38,7 +38,7 @@ def read_sources(path: Path, complain: Complain) -> list[Source]:
         raise _unreadable(path, error) from error
     for entry in entries:
         try:
-            one = _source(entry, only=".json")
+            one = _source(entry, complain, only=".json")
         except OnelaunchError as error:
             complain(str(error))
             broken += 1
@@ -49,20 +49,20 @@ def read_sources(path: Path, complain: Complain) -> list[Source]:
     return sources
 
 
-def _source(path: Path, only: str = "") -> Source | None:
+def _source(path: Path, complain: Complain, only: str = "") -> Source | None:
     """What is at a path; None for another thing, and for a file that does not end in `only`."""
     try:
         if path.is_dir():
-            return _folder(path)
+            return _folder(path, complain)
         return _results(path) if path.name.endswith(only) else None
     except OSError as error:
         raise _unreadable(path, error) from error
 
 
-def _folder(path: Path) -> Source | None:
+def _folder(path: Path, complain: Complain) -> Source | None:
     """The run or the comparison in a folder; None where it holds neither."""
     if (path / METRICS).is_file():
-        return _run(path)
+        return _run(path, complain)
     if (path / COMPARE_FILE).is_file():
         found = _results(path / COMPARE_FILE)
         if found is None or found.kind != "compare":
@@ -104,19 +104,23 @@ def _unreadable(path: Path, error: OSError) -> OnelaunchError:
     return OnelaunchError(f"{str(path)!r} cannot be read: {reason_of(error)}; pass a run folder or a results file")
 
 
-def _run(path: Path) -> Source:
+def _run(path: Path, complain: Complain) -> Source:
     epochs = []
     try:
         lines = (path / METRICS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise OnelaunchError(f"{str(path / METRICS)!r} cannot be read: {reason_of(error)}; pass another run") from error
-    for line in lines:
+    about = read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
+    for number, line in enumerate(lines, 1):
         try:
             epoch = json.loads(line)
         except (ValueError, RecursionError):
-            break  # the torn last line of a run that was killed
+            # The last line of a run that was killed may be torn. Of another it is not.
+            if number < len(lines) or (isinstance(about, dict) and about.get("status") == "finished"):
+                where = f"{str(path / METRICS)!r}: line {number} of {len(lines)} is not JSON"
+                complain(f"{where}: from there on nothing is shown; `onelaunch train --resume {path}` writes it anew")
+            break
         epochs.append(epoch)
-    about = read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
     try:
         config = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -107,10 +107,13 @@ def _figure(group: Group) -> str:
         best = record.best_peer()
         if best:
             name, ratio = best
-            shown = f"{times(ratio)} {name}"
-            bars.append(Bar(record.title, ratio, shown, kind="ours" if ratio >= 1 else "bar"))
+            shown = against(record.case, name)
+            wins = ratio >= 1 and "≈" not in shown
+            bars.append(Bar(record.title, ratio, f"{shown} {name}", kind="ours" if wins else "bar"))
     title = f"{group.title} on {group.chip}: the fastest peer's time over ours"
     heading = "The fastest peer's time over ours. The line is 1×: beyond it, ours wins."
+    if any("≈" in bar.shown for bar in bars):
+        heading += " ≈: too noisy to tell."
     drawn = bar_chart(
         group.file_stem, title, bars, what="Time of the fastest peer over ours", heading=heading, mark=1.0
     )
