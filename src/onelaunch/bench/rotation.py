@@ -7,6 +7,7 @@ an eager call does not need.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -31,6 +32,7 @@ def calls_for(sets: int) -> int:
 
 def graphed(step: Step, sets: int) -> Work:
     """A CUDA graph of several calls over the input sets in turn."""
+    gc.collect()  # an autograd graph that still lives, on another stream, would end the capture
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
