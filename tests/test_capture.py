@@ -67,3 +67,25 @@ def test_it_wakes_after_an_error_and_sleeps_on_if_it_slept(entered):
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.gpu
+def test_random_numbers_are_drawn_after_a_capture_that_failed():
+    def fails() -> None:
+        with capturing(torch.cuda.CUDAGraph()):
+            torch.rand(3, device="cuda")
+            torch.cuda.synchronize()  # not allowed here
+
+    torch.manual_seed(5)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            fails()
+    first = torch.rand(3, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        drawn = torch.rand(3, device="cuda")
+    graph.replay()
+    second = drawn.clone()
+    graph.replay()
+    assert not first.equal(second)
+    assert not second.equal(drawn)

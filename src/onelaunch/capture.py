@@ -19,8 +19,15 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     time (JAX's, a data loader's): with "thread_local" that is its own affair. And so may the garbage collector, in this very
     thread, when it finds another library's dead arrays: it rests until the capture is over.
     """
-    with _resting_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
-        yield
+    try:
+        with _resting_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+            yield
+    except BaseException:
+        # PyTorch leaves the generator as if it were still captured: every draw on the device would fail from now on.
+        if torch.cuda.is_initialized():
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
+        raise
 
 
 class _RestingCollector:

@@ -1,17 +1,21 @@
 # mypy: disable-error-code="call-arg, arg-type"
 from __future__ import annotations
 
+import contextlib
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from onelaunch.kernels.dropout_key import NO_KEY
 from onelaunch.nn import Linear
-from onelaunch.ops import linear
+from onelaunch.ops import linear, linear_choice
 from onelaunch.ops.arguments import ACTIVATIONS
 from onelaunch.ops.linear import linear_op, linear_slope_op
-from onelaunch.ops.linear_choice import LIBRARY, Table, force, fused, shape_class
+from onelaunch.ops.linear_choice import LIBRARY, Call, Implementation, Table, force, fused, rotated, shape_class
 from onelaunch.ops.linear_plain import linear_reference
 from tests.ops.compare import assert_same_with_gradients
 
@@ -72,8 +76,6 @@ def test_a_choice_is_not_made_for_tensors_that_lie_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: str
 ) -> None:
     """The copy engine wants multiples of 16 bytes: what was chosen for tensors there cannot run on ones beside."""
-    from onelaunch.ops import linear_choice
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(linear_choice, "_tables", {})
     monkeypatch.setattr(linear_choice, "_chosen", {})
@@ -105,8 +107,6 @@ def test_a_single_row_may_have_any_stride(n: int) -> None:
 
 @pytest.mark.gpu
 def test_measured_choice_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from onelaunch.ops import linear_choice
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(linear_choice, "_tables", {})
     monkeypatch.setattr(linear_choice, "_chosen", {})
@@ -119,6 +119,53 @@ def test_measured_choice_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(linear_choice, "_chosen", {})
     monkeypatch.setattr(linear_choice, "measure", None)  # measuring again would fail
     torch.testing.assert_close(linear(*tensors, activation="relu"), first)
+
+
+def a_call(x: torch.Tensor, weight: torch.Tensor) -> Call:
+    return Call(x, weight, None, x.new_empty(len(x), len(weight)), None, None, None, 0.0, NO_KEY)
+
+
+def test_candidates_are_timed_on_operands_that_come_from_memory() -> None:
+    """Copies enough to leave the cache, that lie as the operands do; one call where one is enough, or they lie oddly."""
+    x, weight = torch.randn(6, 16)[:, :8], torch.randn(5, 8)
+    calls = rotated(a_call(x, weight), cache_bytes=4 * (6 * 8 + 5 * 8) * 4)
+    assert len(calls) == 7
+    assert len({call.x.data_ptr() for call in calls} | {call.weight.data_ptr() for call in calls}) == 14
+    for call in calls:
+        assert call.x.equal(x)
+        assert call.weight.equal(weight)
+        assert (call.x.stride(), call.weight.stride()) == (x.stride(), weight.stride())
+    assert len(rotated(a_call(x, weight), cache_bytes=100)) == 1
+    assert len(rotated(a_call(x, torch.randn(41)[1:].view(5, 8)), cache_bytes=10**6)) == 1
+
+
+def test_each_candidate_gets_the_least_of_its_times_and_what_cannot_run_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the error that Triton keeps of it does not keep the tensors. (The graphs and the clock are stand-ins.)"""
+    from triton.runtime.errors import OutOfResources
+
+    kept, ran, seconds = [], [], iter(range(9, 10_000))
+
+    def too_large(call: Call) -> None:
+        kept.append(OutOfResources(300_000, 232_448, "shared memory"))
+        raise kept[0]
+
+    class Graph:
+        def replay(self) -> None: ...
+
+    monkeypatch.setattr(linear_choice, "capturing", lambda graph: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1000))
+    monkeypatch.setattr(linear_choice, "_replay_seconds", lambda graph: next(seconds))
+    x = torch.randn(6, 8)
+    gone = weakref.ref(x)
+    call = a_call(x, torch.randn(5, 8))
+    options = [Implementation("runs", lambda call: ran.append(call.x.data_ptr())), Implementation("cannot", too_large)]
+    times = linear_choice.measure(options, call)
+    assert times["cannot"] == float("inf")
+    assert times["runs"] == 10 / 2  # the first told how often to repeat it: the fewest times
+    assert len(set(ran)) == 2
+    del x, call
+    assert gone() is None
 
 
 def test_table_survives_damage_and_other_writers(tmp_path: Path) -> None:

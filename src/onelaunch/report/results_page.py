@@ -20,6 +20,8 @@ def results_page(recordings: Recordings) -> str:
         "",
         "Made by `make readme` from `benchmarks/results/`: the newest recording of each case on each chip.",
         "How the figures are taken: [measuring.md](measuring.md). ≈: the difference is within the spread, too noisy to tell.",
+        "Share of the floor's speed: of what the bytes or the arithmetic alone would take at this chip's best. A step of a",
+        "small network is bound by neither, but by how long its parts wait for each other: a percent or less is normal there.",
         "",
         "## Where a peer is faster",
         "",

@@ -33,15 +33,9 @@ class Clock:
 def capture(body: StepBody, clock: Clock) -> torch.cuda.CUDAGraph:
     """Record `body`, which reads the clock, and the clock's tick. Raises what PyTorch raises where that cannot be."""
     graph = torch.cuda.CUDAGraph()
-    try:
-        with capturing(graph):
-            body(clock.state)
-            clock.state.add_(1)
-    except BaseException:
-        # PyTorch leaves the generator as if it were still captured: every draw on the device would fail from now on.
-        generator = torch.cuda.default_generators[clock.state.get_device()]
-        generator.graphsafe_set_state(generator.clone_state())
-        raise
+    with capturing(graph):
+        body(clock.state)
+        clock.state.add_(1)
     return graph
 
 
