@@ -9,6 +9,8 @@ PyTorch's generator, which the run seeds.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 
@@ -31,6 +33,9 @@ class RunDropout:
         self._calls: dict[int, int] = {}
         self._step: int | torch.Tensor = 0
         self.first_row = 0
+        if "torch._dynamo" in sys.modules:  # as where a model is compiled; importing it takes seconds
+            # It counts steps and calls; and inductor (2.13, CPU) does the integer arithmetic wrong.
+            self.apply = torch.compiler.disable(self.apply)  # type: ignore[method-assign]
         for number, module in enumerate(self.modules):
             module.forward = _Masked(self, module, number)  # type: ignore[method-assign, assignment]
 
@@ -43,7 +48,6 @@ class RunDropout:
         for module in self.modules:
             vars(module).pop("forward", None)
 
-    @torch.compiler.disable  # it counts steps and calls; and inductor (2.13, CPU) does the integer arithmetic wrong
     def apply(self, x: torch.Tensor, p: float, number: int) -> torch.Tensor:
         call = self._calls.get(number, 0)
         self._calls[number] = call + 1
