@@ -35,3 +35,10 @@ def test_import_is_light():
     torch_alone = subprocess.check_output([sys.executable, "-c", "import torch, sys; print(*sys.modules)"], text=True)
     loaded -= {name.split(".")[0] for name in torch_alone.split()}
     assert not loaded & set(HEAVY)
+
+
+def test_fit_and_its_engines_import_no_compiler():
+    """PyTorch does at its first optimizer step; but Triton must not be there before its tests say how it shall run."""
+    script = "import sys, torch, onelaunch.train.fit, onelaunch.train.engines.eager; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", script], text=True).split()
+    assert not {"triton", "torch._dynamo"} & set(loaded)
