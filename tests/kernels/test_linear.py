@@ -68,6 +68,26 @@ def test_both_implementations_and_the_backward_pass(
     torch.testing.assert_close(dbias.cpu().double(), dz.cpu().double().sum(0), rtol=10 * rtol, atol=10 * atol)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (3, 300), (9, 2), (130, 20), (256, 24), (257, 24), (700, 70)])
+def test_backward_over_one_program_a_column_and_over_many(
+    kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """A small batch in tall tiles, whose sums are the bias gradient; a large one in parts that are added up."""
+    from onelaunch.kernels.activation_dropout import activation_dropout_backward, backward_tile
+
+    m, n = shape
+    dy = torch.randn(m, n, device=kernel_device, dtype=dtype)
+    bits = torch.randint(256, (m, -(-n // 8)), device=kernel_device, dtype=torch.uint8)
+    dz, dbias = poisoned(m, n, like=dy), poisoned(n, like=dy)
+    activation_dropout_backward(dy, None, bits, dz, dbias, activation=None, from_output=False, p=0.25)
+    expected = torch.where(unpacked(bits, n), dy.cpu().double() / 0.75, 0)
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(dz.cpu().double(), expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(dbias.cpu().double(), expected.sum(0), rtol=rtol, atol=atol)
+    rows, _, steps = backward_tile(m, n)
+    assert (rows * steps >= m) == (m <= 256)
+
+
 def test_no_bias_and_strided_rows(kernel_device: torch.device) -> None:
     from onelaunch.kernels.linear import TileShape, linear_forward
 

@@ -15,7 +15,18 @@ from onelaunch.nn import Linear
 from onelaunch.ops import linear, linear_choice
 from onelaunch.ops.arguments import ACTIVATIONS
 from onelaunch.ops.linear import linear_op, linear_slope_op
-from onelaunch.ops.linear_choice import LIBRARY, Call, Implementation, Table, force, fused, rotated, shape_class
+from onelaunch.ops.linear_choice import (
+    EPILOGUE,
+    LIBRARY,
+    Call,
+    Implementation,
+    Table,
+    fastest,
+    force,
+    fused,
+    rotated,
+    shape_class,
+)
 from onelaunch.ops.linear_plain import linear_reference
 from tests.ops.compare import assert_same_with_gradients
 
@@ -166,6 +177,15 @@ def test_each_candidate_gets_the_least_of_its_times_and_what_cannot_run_none(mon
     assert len(set(ran)) == 2
     del x, call
     assert gone() is None
+
+
+def test_a_library_is_taken_where_it_is_clearly_faster() -> None:
+    ours, slow = Implementation("ours", print), Implementation("slow", print)
+    options = [LIBRARY, EPILOGUE, ours, slow]
+    times = {LIBRARY.name: 1.3, EPILOGUE.name: 1.0, ours.name: 1.01, slow.name: 2.0}
+    assert fastest(options, times) is ours
+    assert fastest(options, {**times, ours.name: 1.05}) is EPILOGUE
+    assert fastest(options[:1], {}) is LIBRARY
 
 
 def test_table_survives_damage_and_other_writers(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ from onelaunch.rng import keep_scale, keep_threshold
 
 GROUPS_PER_TILE = 256  # of 8 elements: 2048 elements for 128 threads, two 16-byte loads each in bf16
 BACKWARD_PROGRAMS = 132 * 8  # enough to fill the largest chips; more only lengthen the sum over programs
+# A small batch. 128 x 784 on an H200: 1.7 us; in tiles along the rows, whose sums are added up, 3.4. 512 x 512: 4.6 and 4.3.
+TALL_ROWS, MOST_TALL_ROWS, MOST_TALL_ELEMENTS = 128, 256, 2**20
 ERF_P = tl.constexpr(0.3275911)  # Abramowitz and Stegun 7.1.26
 
 
@@ -191,6 +193,21 @@ def tile_shape(n: int, groups_per_tile: int = GROUPS_PER_TILE) -> tuple[int, int
     return groups_per_tile // groups, groups
 
 
+def backward_tile(m: int, n: int) -> tuple[int, int, int]:
+    """(rows, groups, tiles that a program walks down) of the backward.
+
+    A small batch in tall tiles: a program has whole columns, and its sums are the bias gradient, with no second step.
+    """
+    if m <= MOST_TALL_ROWS and m * n <= MOST_TALL_ELEMENTS:
+        rows = min(TALL_ROWS, next_power_of_2(m))
+        return rows, min(GROUPS_PER_TILE // rows, next_power_of_2(cdiv(n, 8))), cdiv(m, rows)
+    rows, groups = tile_shape(n)
+    tiles = cdiv(m, rows)
+    # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
+    steps = next_power_of_2(cdiv(tiles * cdiv(n, groups * 8), BACKWARD_PROGRAMS))
+    return rows, groups, steps
+
+
 def activation_dropout_forward(
     z: torch.Tensor,
     bias: torch.Tensor | None,
@@ -234,20 +251,14 @@ def activation_dropout_backward(
         if dbias is not None:
             dbias.zero_()
         return
-    rows, groups = tile_shape(n)
-    column_blocks = cdiv(n, groups * 8)
-    tiles = cdiv(m, rows)
-    # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
-    steps = next_power_of_2(cdiv(tiles * column_blocks, BACKWARD_PROGRAMS))
-    if tiles <= 4:
-        steps = tiles  # a batch this small: one program a column, whose sums are the bias gradient
-    parts = cdiv(tiles, steps)
+    rows, groups, steps = backward_tile(m, n)
+    parts = cdiv(m, rows * steps)
     sums = dbias
     if dbias is not None and parts > 1:
         sums = torch.empty((parts, n), dtype=torch.float32, device=dy.device)
     launch(
         activation_dropout_backward_kernel,
-        (parts, column_blocks),
+        (parts, cdiv(n, groups * 8)),
         (dy, saved, keep, dz, sums),
         (keep_scale(p), 1 - p),
         (m, n, steps),
