@@ -1,10 +1,7 @@
 # mypy: disable-error-code="call-arg, arg-type"
 from __future__ import annotations
 
-import contextlib
-import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -148,35 +145,6 @@ def test_candidates_are_timed_on_operands_that_come_from_memory() -> None:
         assert (call.x.stride(), call.weight.stride()) == (x.stride(), weight.stride())
     assert len(rotated(a_call(x, weight), cache_bytes=100)) == 1
     assert len(rotated(a_call(x, torch.randn(41)[1:].view(5, 8)), cache_bytes=10**6)) == 1
-
-
-def test_each_candidate_gets_the_least_of_its_times_and_what_cannot_run_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the error that Triton keeps of it does not keep the tensors. (The graphs and the clock are stand-ins.)"""
-    from triton.runtime.errors import OutOfResources
-
-    kept, ran, seconds = [], [], iter(range(9, 10_000))
-
-    def too_large(call: Call) -> None:
-        kept.append(OutOfResources(300_000, 232_448, "shared memory"))
-        raise kept[0]
-
-    class Graph:
-        def replay(self) -> None: ...
-
-    monkeypatch.setattr(linear_choice, "capturing", lambda graph: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1000))
-    monkeypatch.setattr(linear_choice, "_replay_seconds", lambda graph: next(seconds))
-    x = torch.randn(6, 8)
-    gone = weakref.ref(x)
-    call = a_call(x, torch.randn(5, 8))
-    options = [Implementation("runs", lambda call: ran.append(call.x.data_ptr())), Implementation("cannot", too_large)]
-    times = linear_choice.measure(options, call)
-    assert times["cannot"] == float("inf")
-    assert times["runs"] == 10 / 2  # the first told how often to repeat it: the fewest times
-    assert len(set(ran)) == 2
-    del x, call
-    assert gone() is None
 
 
 def test_a_library_is_taken_where_it_is_clearly_faster() -> None:

@@ -25,6 +25,7 @@ from onelaunch.fuse.put_back import buffers_put_back
 from onelaunch.fuse.record import Found
 from onelaunch.fuse.region import compiled, run_apart, watched_by
 from onelaunch.fuse.tracing import Trace
+from onelaunch.graph_times import graph_times
 from onelaunch.ops import linear_choice
 
 KERNELS = 4  # the times on disk are those of these kernels and keys; a change of either needs another number
@@ -129,15 +130,18 @@ def _once(
 
 
 def device_times(runs: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median seconds the device takes for each, as CUDA graphs; in bursts where one cannot be captured."""
-    options = [linear_choice.Implementation(name, lambda _, run=run: run()) for name, run in runs.items()]  # type: ignore[misc]
+    """Seconds the device takes for each, as CUDA graphs; in bursts where one cannot be captured."""
     for run in runs.values():
         for _ in range(3):
             run()  # compiles, chooses implementations
     try:
-        return linear_choice.measure(options, None)  # type: ignore[arg-type]
+        return graph_times({name: _numbered(run) for name, run in runs.items()})
     except RuntimeError:  # a momentum of None asks the device for a number, say
         return burst_times(runs)
+
+
+def _numbered(run: Callable[[], object]) -> Callable[[int], object]:
+    return lambda _: run()
 
 
 def burst_times(runs: dict[str, Callable[[], object]]) -> dict[str, float]:

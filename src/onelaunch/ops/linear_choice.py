@@ -16,14 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onelaunch.capture import capturing
 from onelaunch.files import cache_folder, write_atomic
+from onelaunch.graph_times import graph_times
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.ops.arguments import kernels
 
 CANDIDATES = 5  # the times on disk are those of these kernels and tiles; a change of either needs another number
-TIMED_SECONDS = 2e-3  # of GPU time for each sample of a candidate
-SAMPLES = 11
 MOST_COPIES = 64  # of operands, that they come from memory
 # By which a library must be faster than a kernel of ours. 8192 x 4096 x 4096 with relu on an H200: 358 us cuBLASLt, 359 ours
 # when timed in turns; in long runs, at the chip's limit of power, 425 and 411.
@@ -170,48 +168,14 @@ def _copy(tensor: Tensor) -> Tensor:
     return made.copy_(tensor.detach())
 
 
-def captured(implementation: Implementation, calls: list[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of some calls, long enough to be timed, and their number."""
-    implementation.run(calls[0])  # compiles, loads, creates handles
-    repeats = 1
-    while True:
-        graph = torch.cuda.CUDAGraph()
-        with capturing(graph):
-            for number in range(repeats):
-                implementation.run(calls[number % len(calls)])
-        graph.replay()
-        if repeats > 1:
-            return graph, repeats
-        repeats = max(2, min(200, int(TIMED_SECONDS / max(1e-6, _replay_seconds(graph)))))
-
-
-def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e-3
-
-
 def measure(implementations: list[Implementation], call: Call) -> dict[str, float]:
-    """Least GPU seconds of one call of each, taken in turns: a chip that warms up slows all of them alike, and one at the
-    limit of its power now this one, now that."""
-    from triton.runtime.errors import OutOfResources
-
+    """Least GPU seconds of one call of each, over operands that come from memory."""
     calls = rotated(call, torch.cuda.get_device_properties(call.x.device).L2_cache_size)
-    graphs, cannot = {}, {}
-    for implementation in implementations:
-        try:
-            graphs[implementation.name] = captured(implementation, calls)
-        except OutOfResources as error:  # a chip with less shared memory than the tile was made for
-            error.__traceback__ = None  # Triton keeps the error, and this would keep the call's tensors
-            cannot[implementation.name] = float("inf")
-    samples: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(SAMPLES):
-        for name, (graph, repeats) in graphs.items():
-            samples[name].append(_replay_seconds(graph) / repeats)
-    return cannot | {name: min(taken) for name, taken in samples.items()}
+
+    def on_call(implementation: Implementation) -> Callable[[int], object]:
+        return lambda number: implementation.run(calls[number % len(calls)])
+
+    return graph_times({one.name: on_call(one) for one in implementations})
 
 
 class Table:
