@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
+from onelaunch.bench.cases import ops
 from onelaunch.bench.measure import WARM_UPS, Timing, measure, summarise
 
 
@@ -72,3 +75,18 @@ def test_a_contender_may_time_itself():
         "peer": (0.004, 5),
     }
     assert not failed
+
+
+def test_python_time_of_a_call_leaves_out_the_moments_of_others():
+    number = 0
+
+    def call() -> None:
+        nonlocal number
+        number += 1
+        end = time.perf_counter() + (2e-3 if number % (5 * ops.CALLS) == 7 else 2e-5)  # another process, once a sample
+        while time.perf_counter() < end:
+            pass
+
+    times, _ = measure({"call": ops._python_time(call)}, units=1, cuda=False, seconds=5.0, repeats=6, self_timed=True)
+    assert number == (6 + WARM_UPS) * ops.BURSTS * ops.CALLS
+    assert 2e-5 < times["call"].minimum < 4e-5

@@ -59,6 +59,16 @@ def test_where_a_peer_is_faster_is_said_first(project):
     assert "In 2 of 2 recorded cases a peer is faster" in generate(project)[project / "README.md"]
 
 
+def test_a_peer_that_is_faster_within_the_spread_is_named_too(project):
+    results = bench_results()
+    results["cases"][0]["times"]["JAX & scan"]["spread"] = 3.0
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    files = generate(project)
+    assert "| ops/relu | NVIDIA H200 | JAX & scan | ≈ 1.11× its time |" in files[project / ALL]
+    said = "In 1 of 2 recorded cases a peer is faster, in 1 more perhaps (by less than the spread)"
+    assert said in files[project / "README.md"]
+
+
 def test_the_newest_recording_of_a_case_counts(project):
     newer = bench_results()
     newer["date"] = "2026-12-01T00:00:00+00:00"

@@ -60,10 +60,13 @@ def between(path: Path, begin: str, end: str, words: str) -> str:
 def _honesty(recordings: Recordings) -> str:
     timed = [record for group in recordings.groups for record in group.cases]
     failed = sum(len(group.failed) for group in recordings.groups)
-    lost = sum(bool(record.lost_to()) for record in timed)
+    behind = [[surely for _, _, surely in record.behind()] for record in timed]
+    lost = sum(any(sure) for sure in behind)
+    perhaps = sum(bool(sure) and not any(sure) for sure in behind)
+    more = f", in {perhaps} more perhaps (by less than the spread)" if perhaps else ""
     also = f" Failed their check, and so have no time: {failed}." if failed else ""
     where = f"[{ALL}]({ALL}) has them all, these first, with who was absent and why."
-    return f"In {lost} of {len(timed)} recorded cases a peer is faster: {where}{also}"
+    return f"In {lost} of {len(timed)} recorded cases a peer is faster{more}: {where}{also}"
 
 
 def _headlines(group: Group) -> list[Recorded]:

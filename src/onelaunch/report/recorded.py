@@ -42,13 +42,13 @@ class Recorded:
         peers = {name: self.case["ratio"][name] for name in peers_of([self.case])}
         return min(peers.items(), key=lambda entry: entry[1]) if peers else None
 
-    def lost_to(self) -> list[tuple[str, float]]:
-        """Peers that were faster by more than the spread of the two."""
+    def behind(self) -> list[tuple[str, float, bool]]:
+        """Peers whose median was lower, their time over ours, and whether by more than the spread of the two."""
         spreads = {name: timing["spread"] for name, timing in self.case["times"].items()}
         return [
-            (name, ratio)
+            (name, ratio, ratio * (1 + spreads[name]) * (1 + spreads[OURS]) < 1)
             for name, ratio in self.case["ratio"].items()
-            if not name.startswith(FLOOR) and ratio * (1 + spreads[name]) * (1 + spreads[OURS]) < 1
+            if not name.startswith(FLOOR) and ratio < 1
         ]
 
 

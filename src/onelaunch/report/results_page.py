@@ -47,10 +47,10 @@ def plain(words: str) -> str:
 
 def _lost(recordings: Recordings) -> list[str]:
     rows = [
-        f"| {record.case['name']} | {group.chip} | {peer} | {times(1 / ratio)} its time |"
+        f"| {record.case['name']} | {group.chip} | {peer} | {'' if surely else '≈ '}{times(1 / ratio)} its time |"
         for group in recordings.groups
         for record in group.cases
-        for peer, ratio in record.lost_to()
+        for peer, ratio, surely in record.behind()
     ]
     rows += [
         f"| {sizes.content['network']}, hidden size {hidden:,} | {sizes.chip} | {peer} | {times(1 / ratio)} its time |"
@@ -58,9 +58,9 @@ def _lost(recordings: Recordings) -> list[str]:
         for peer, hidden, ratio in sizes.lost_to()
     ]
     if not rows:
-        return ["In no recorded case by more than the spread of the two."]
+        return ["In no recorded case."]
     head = ["| case | chip | peer | onelaunch takes |", "|---|---|---|---|"]
-    return ["By more than the spread of the two.", *head, *rows]
+    return [*head, *rows]
 
 
 def _full_table(group: Group) -> list[str]:
