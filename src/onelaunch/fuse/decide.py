@@ -152,7 +152,7 @@ def device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
 
 
 def takes_extra_pass(steps: list[Step], times: dict[str, dict[str, float]]) -> bool:
-    """Whether `ops.linear` was measured to be fastest as cuBLAS and a pass for this chain; `times` are those it keeps."""
+    """Whether `ops.linear` runs as cuBLAS and a pass for this chain; `times` are those it keeps."""
     if steps[0].role != "linear":
         return False
     roles = {step.role: step for step in steps}
@@ -164,4 +164,4 @@ def takes_extra_pass(steps: list[Step], times: dict[str, dict[str, float]]) -> b
     rows = linear_choice.shape_class(max(1, x.numel // k))
     key = " ".join(map(str, (steps[0].output.dtype, rows, n, k, activation, dropped, keeps_z, bias, "")))
     found = [taken for name, taken in times.items() if name.startswith(key) and name.endswith(" True")]  # aligned
-    return bool(found) and min(found[-1], key=found[-1].__getitem__) == linear_choice.LIBRARY.name
+    return bool(found) and linear_choice.fastest(found[-1]) == linear_choice.LIBRARY.name

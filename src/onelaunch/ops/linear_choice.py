@@ -246,15 +246,15 @@ def choose(call: Call) -> Implementation:
             return LIBRARY
         times = measure(options, call)
         table(device).add(name, times)
-    _chosen[key] = fastest(options, times)
+    by_name = {option.name: option for option in options}
+    _chosen[key] = by_name[fastest({name: times[name] for name in by_name})]
     return _chosen[key]
 
 
-def fastest(options: list[Implementation], times: dict[str, float]) -> Implementation:
-    def weighed(option: Implementation) -> float:
-        return times.get(option.name, float("inf")) * (LIBRARY_LEAD if option in (LIBRARY, EPILOGUE) else 1)
-
-    return min(options, key=weighed)
+def fastest(times: dict[str, float]) -> str:
+    """The name of the implementation to take."""
+    libraries = (LIBRARY.name, EPILOGUE.name)
+    return min(times, key=lambda name: times[name] * (LIBRARY_LEAD if name in libraries else 1))
 
 
 @contextlib.contextmanager
