@@ -16,7 +16,6 @@ from onelaunch.ops.linear_choice import (
     EPILOGUE,
     LIBRARY,
     Call,
-    Implementation,
     Table,
     fastest,
     force,
