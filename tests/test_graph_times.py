@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -49,6 +50,16 @@ def test_each_candidate_gets_the_least_of_its_times_and_what_cannot_run_none() -
     assert len(set(ran)) == 2
     del x, call
     assert gone() is None
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), "ptxas"])
+def test_a_candidate_that_finds_no_room_is_not_taken(error: Exception | str) -> None:
+    from triton.runtime.errors import PTXASError
+
+    def fails(number: int) -> None:
+        raise PTXASError("out of registers") if isinstance(error, str) else error
+
+    assert graph_times.graph_times({"fails": fails, "runs": lambda number: None}) == {"fails": math.inf, "runs": 10 / 2}
 
 
 def test_chains_are_timed_apart_and_fused_in_turns() -> None:

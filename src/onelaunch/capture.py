@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     time (JAX's, a data loader's): with "thread_local" that is its own affair. And so may the garbage collector, in this very
     thread, when it finds another library's dead arrays: it rests until the capture is over.
     """
+    if torch.cuda.device_count() > 1:  # PyTorch's own stream for captures lies on the device of the first one
+        options.setdefault("stream", _stream_on(torch.cuda.current_device()))
     try:
         with _resting_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
             yield
@@ -28,6 +31,11 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
         raise
+
+
+@functools.cache
+def _stream_on(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _RestingCollector:

@@ -13,18 +13,22 @@ SAMPLES = 11
 
 
 def graph_times(runs: Mapping[str, Callable[[int], object]]) -> dict[str, float]:
-    """Least GPU seconds of one call of each, infinite for one that does not fit the chip. A run gets the number of the call.
+    """Least GPU seconds of one call of each, infinite for one that finds no room. A run gets the number of the call.
 
     They are taken in turns: a chip that warms up slows all of them alike, and one at the limit of its power now this one, now
     that.
     """
-    from triton.runtime.errors import OutOfResources
+    from triton.runtime.errors import OutOfResources, PTXASError
 
     graphs, cannot = {}, {}
     for name, run in runs.items():
         try:
             graphs[name] = _captured(run)
-        except OutOfResources as error:  # a chip with less shared memory than the tile was made for
+        except (
+            OutOfResources,
+            PTXASError,
+            torch.OutOfMemoryError,
+        ) as error:  # less shared memory than the tile needs, say
             error.__traceback__ = None  # Triton keeps the error, and this would keep the call's tensors
             cannot[name] = float("inf")
     samples: dict[str, list[float]] = {name: [] for name in graphs}

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -77,16 +77,24 @@ def test_a_contender_may_time_itself():
     assert not failed
 
 
-def test_python_time_of_a_call_leaves_out_the_moments_of_others():
-    number = 0
+def test_python_time_of_a_call_leaves_out_the_moments_of_others(monkeypatch):
+    number, clock = 0, 0.0
 
     def call() -> None:
-        nonlocal number
+        nonlocal number, clock
         number += 1
-        end = time.perf_counter() + (2e-3 if number % (5 * ops.CALLS) == 7 else 2e-5)  # another process, once a sample
-        while time.perf_counter() < end:
-            pass
+        clock += 1.0 if number % (ops.BURSTS * ops.CALLS) == 7 else 2e-5  # another process, once a sample
 
+    monkeypatch.setattr(ops, "time", SimpleNamespace(perf_counter=lambda: clock))
     times, _ = measure({"call": ops._python_time(call)}, units=1, cuda=False, seconds=5.0, repeats=6, self_timed=True)
     assert number == (6 + WARM_UPS) * ops.BURSTS * ops.CALLS
-    assert 2e-5 < times["call"].minimum < 4e-5
+    assert times["call"].median == pytest.approx(2e-5)
+    assert times["call"].spread < 1e-6
+
+
+@pytest.mark.parametrize("taken", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_fails_who_has_it_and_nobody_else(taken):
+    work = {"fine": lambda: 1e-3, "odd": lambda: taken}
+    times, failed = measure(work, units=1, cuda=False, seconds=0.1, repeats=5, self_timed=True)
+    assert set(times) == {"fine"}
+    assert f"a sample took {taken} s, which is no time" in failed["odd"]

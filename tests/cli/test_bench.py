@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import signal
 import time
 from pathlib import Path
 
 from onelaunch.bench.case import REGISTRY, Trial, case
-from onelaunch.bench.results import new_path
+from onelaunch.bench.results import new_path, only_writer
 from onelaunch.bench.run import select
 
 
@@ -121,6 +122,32 @@ def test_a_busy_machine_is_said(cli, monkeypatch):
     assert outcome.out.startswith("others use this machine (30.0 of ")
     assert json.loads(Path("saved.json").read_text())["cores_taken"] == [30.0, 31.0]
     assert "others used this machine (31.0 of " in outcome.out
+
+
+def test_out_is_a_file_of_its_own(cli, tmp_path):
+    """A device or a pipe stays what it is, a link leads to its file, and diff saves nothing."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    outcome = cli("bench", "cpu", "--limit", "0", "--out", pipe)
+    assert (outcome.code, "cannot be written: it is no file" in outcome.err) == (2, True)
+    assert pipe.is_fifo()
+    (tmp_path / "far").mkdir()
+    link, target = tmp_path / "link.json", tmp_path / "far" / "target.json"
+    link.symlink_to(target)
+    assert cli("bench", "cpu", "--limit", "0", "--out", link).code == 0
+    assert link.is_symlink()
+    assert json.loads(target.read_text())["finished"] is True
+    outcome = cli("bench", "diff", target, target, "--out", tmp_path / "x.json")
+    assert (outcome.code, "diff saves nothing; leave out --out" in outcome.err) == (2, True)
+
+
+def test_two_at_once_do_not_save_into_one_file(cli, tmp_path):
+    out = tmp_path / "one.json"
+    with only_writer(out):
+        outcome = cli("bench", "cpu", "--limit", "0", "--out", out)
+    assert (outcome.code, "is being written by another run: pass another path" in outcome.err) == (2, True)
+    assert not list(tmp_path.iterdir())
+    assert cli("bench", "cpu", "--limit", "0", "--out", out).code == 0
 
 
 def test_two_started_in_one_second_save_apart(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,14 +188,20 @@ def test_bytes_said_know_the_implementation_from_the_disk() -> None:
     steps = steps_of(nn.Sequential(*layers).to(torch.bfloat16), torch.randn(ROWS, WIDTH, dtype=torch.bfloat16))
     key = f"torch.bfloat16 64 {INNER} {WIDTH} gelu True True True False 0 0 True"
     library, tile = linear_choice.LIBRARY.name, "128 x 128 x 64"
-    assert takes_extra_pass(steps, {key: {library: 1.0, tile: 2.0}})
-    assert not takes_extra_pass(steps, {key: {library: 2.0, tile: 1.0}})
-    assert not takes_extra_pass(steps, {key.replace("gelu True", "gelu False"): {library: 1.0}})
-    assert not takes_extra_pass(
-        steps, {key.removesuffix("True") + "False": {library: 1.0}}
-    )  # of tensors that lie otherwise
-    assert not takes_extra_pass(steps, {})
-    assert not takes_extra_pass(steps[1:], {key: {library: 1.0}})
+
+    def takes(choices: dict[str, Any], some: list[Step] = steps) -> bool:
+        table = linear_choice.Table(Path("nowhere"))
+        table.choices = choices
+        return takes_extra_pass(some, table)
+
+    assert takes({key: {library: 1.0, tile: 2.0}})
+    assert not takes({key: {library: 2.0, tile: 1.0}})
+    assert not takes({key.replace("gelu True", "gelu False"): {library: 1.0}})
+    assert not takes({key.removesuffix("True") + "False": {library: 1.0}})  # of tensors that lie otherwise
+    assert not takes({})
+    assert not takes({key: {library: 1.0}}, steps[1:])
+    damaged: list[Any] = [None, 3, "x", [], {}, {library: None}]
+    assert not any(takes({key: entry}) for entry in damaged)
     bytes_said = [judge(steps, DEVICES["H200"], extra_pass=extra).after.total.bytes for extra in (False, True)]
     assert bytes_said[1] > bytes_said[0]
 

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="call-arg, arg-type"
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,8 @@ def test_candidates_are_timed_on_operands_that_come_from_memory() -> None:
         assert call.weight.equal(weight)
         assert (call.x.stride(), call.weight.stride()) == (x.stride(), weight.stride())
     assert len(rotated(a_call(x, weight), cache_bytes=100)) == 1
+    apart = torch.randn(6, 1000)[:, :8]  # whose copies lie as far apart
+    assert len(rotated(a_call(apart, weight), cache_bytes=4 * (6 * 8 + 5 * 8) * 4)) == 1
     assert len(rotated(a_call(x, torch.randn(41)[1:].view(5, 8)), cache_bytes=10**6)) == 1
 
 
@@ -151,6 +154,29 @@ def test_a_library_is_taken_where_it_is_clearly_faster() -> None:
     assert fastest(times) == "ours"
     assert fastest({**times, "ours": 1.05}) == EPILOGUE.name
     assert fastest({LIBRARY.name: 1.0, "does not fit": float("inf")}) == LIBRARY.name
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [None, 3, "ours", ["ours"], {}, *({"ours": time} for time in (None, "1", -1.0, float("nan"), float("inf")))],
+)
+def test_damaged_times_are_none(tmp_path: Path, damaged: object) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"key": damaged, "other": {"ours": 1.0, "too large": float("inf")}}))
+    assert Table(path).times("key") == {}
+    assert Table(path).times("other") == {"ours": 1.0, "too large": float("inf")}
+    assert Table(path).times("unheard of") == {}
+    path.write_text("[" * 100_000)
+    assert Table(path).choices == {}
+
+
+def test_candidates_are_those_of_the_class() -> None:
+    """Else two batches of one class would each find the other's times wanting, and measure again, for ever."""
+    pytest.importorskip("triton")
+    for n in (8, 64, 784):
+        w = torch.randn(n, 64)
+        names = [[one.name for one in linear_choice.candidates(a_call(torch.randn(m, 64), w))] for m in (300, 512)]
+        assert names[0] == names[1]
 
 
 def test_table_survives_damage_and_other_writers(tmp_path: Path) -> None:

@@ -168,3 +168,24 @@ def test_who_failed_or_diverged_is_said_in_red(tmp_path):
         "peer does not agree with torch eager: ",
     ):
         assert f'<p class="bad">{words}' in html
+
+
+def test_a_busy_machine_is_said_of_a_benchmark(tmp_path):
+    results = bench_results()
+    results["machine"]["cpu"] = {"name": "a CPU", "cores": 2, "torch_threads": 2}
+    for taken, said in (([0.1, 0.2], False), ([0.0, 1.1], True), (None, False)):
+        results["cores_taken"] = taken
+        (tmp_path / "bench.json").write_text(json.dumps(results))
+        html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+        assert ("The machine was busy: others took 1.1 of 2 cores" in html) == said
+
+
+def test_files_of_another_kind_in_a_folder_are_named(tmp_path):
+    (tmp_path / "bench.json").write_text(json.dumps(bench_results()))
+    (tmp_path / "phases.json").write_text('{"breakdown": {}}')
+    (tmp_path / "notes.txt").write_text("mine")
+    said: list[str] = []
+    write_report([tmp_path], tmp_path / "page.html", said.append)
+    assert len(said) == 1
+    assert "phases.json'" in said[0]
+    assert "neither a result of `onelaunch bench` nor of `onelaunch compare`" in said[0]

@@ -32,7 +32,7 @@ def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """A change of every case that either file holds."""
     try:
         return _changes(*({case["name"]: case for case in results["cases"]} for results in (old, new)))
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise OnelaunchError(
             f"a file is not as `onelaunch bench` writes it ({type(error).__name__}: {error}): take it again"
         ) from error

@@ -103,8 +103,12 @@ def measure(
     def sample(name: str) -> float:
         work = contenders[name]
         if self_timed:
-            return _self_timed(work)
-        return (_device_sample(work, leads[name]) if cuda else _host_sample(work, calls[name])) / units
+            taken = _self_timed(work)
+        else:
+            taken = (_device_sample(work, leads[name]) if cuda else _host_sample(work, calls[name])) / units
+        if not 0 < taken < math.inf:
+            raise OnelaunchError(f"a sample took {taken} s, which is no time")
+        return taken
 
     for name, work in contenders.items():
         for _ in range(WARM_UPS):

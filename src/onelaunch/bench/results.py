@@ -7,8 +7,10 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from onelaunch.bench.busy import Watch, cores_taken_before
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.device import describe_machine
 from onelaunch.errors import OnelaunchError, reason_of
-from onelaunch.files import write_atomic
+from onelaunch.files import held, write_atomic
 from onelaunch.train.history import json_ready
 from onelaunch.version import VERSION
 
 OURS = "onelaunch"
 PEERS = ("jax", "jaxlib", "scikit-learn")
+ROOM = 2**16  # bytes that a place for results must have
 
 
 def provenance(command: str) -> dict[str, Any]:
@@ -94,6 +97,8 @@ def new_path() -> Path:
                 file.write('{"finished": false, "cases": []}\n')
         except FileExistsError:
             continue
+        except OSError as error:
+            raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason_of(error)}; pass --out") from error
         return path
     raise OnelaunchError(f"out: a thousand files are called {stem}-bench.json: pass --out")
 
@@ -102,19 +107,35 @@ def check_writable(path: Path) -> None:
     """Refuse a place where results could not be saved, without touching a file that is there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.is_dir():
-            tempfile.TemporaryFile(dir=path.parent).close()  # the one test that no file system answers wrongly
+        if not path.exists() or path.is_file():
+            with tempfile.TemporaryFile(dir=path.parent) as file:  # the one test that no file system answers wrongly
+                file.write(bytes(ROOM))
             return
-        reason = "it is a folder"
+        reason = "it is a folder" if path.is_dir() else "it is no file"
     except (OSError, ValueError) as error:
         reason = reason_of(error)
     raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason}; pass a writable path")
 
 
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Of a results file: another run into it would write over what this one saves."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(held(Path(os.path.realpath(path))))
+        except BlockingIOError as error:
+            raise OnelaunchError(f"out={str(path)!r} is being written by another run: pass another path") from error
+        except OSError as error:
+            raise OnelaunchError(
+                f"out={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path"
+            ) from error
+        yield
+
+
 def save_results(results: dict[str, Any], path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(json_ready(results), indent=1) + "\n")
+        write_atomic(Path(os.path.realpath(path)), json.dumps(json_ready(results), indent=1) + "\n")
     except OSError as error:
         raise OnelaunchError(f"out={str(path)!r} cannot be written: {error.strerror}; pass a writable path") from error
 

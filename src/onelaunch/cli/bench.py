@@ -13,7 +13,7 @@ from rich.console import Console
 from onelaunch.bench.busy import cores_taken_before, warning
 from onelaunch.bench.case import FLOOR, GROUPS
 from onelaunch.bench.diff import NOISY, compare_results, differences
-from onelaunch.bench.results import OURS, check_writable, load_results, new_path, save_results
+from onelaunch.bench.results import OURS, check_writable, load_results, new_path, only_writer, save_results
 from onelaunch.bench.run import check_limit, failures, run_cases, select
 from onelaunch.cli.table import print_table
 from onelaunch.errors import OnelaunchError, listed
@@ -45,6 +45,8 @@ def bench(
     """
     what = what or ["all"]
     if what[0] == DIFF:
+        if out is not None:
+            raise OnelaunchError(f"out={str(out)!r}: diff saves nothing; leave out --out")
         _diff(what[1:])
         return
     console = Console()
@@ -56,11 +58,13 @@ def bench(
         check_writable(out)  # before minutes of timing, not after
     path = out or new_path()
     _warn(console, warning(cores_taken_before()))
-    results = run_cases(
-        chosen, quick=quick, show=lambda result: _show(console, result),
-        announce=lambda name: typer.echo(f"case     {name}", err=True),
-        save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit, large), limit=limit,
-    )  # fmt: skip
+    with only_writer(path):
+        results = run_cases(
+            chosen, quick=quick, show=lambda result: _show(console, result),
+            announce=lambda name: typer.echo(f"case     {name}", err=True),
+            save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit, large),
+            limit=limit,
+        )  # fmt: skip
     skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
     for reason, count in skipped.items():
         console.print(f"{count} cases {reason}", style="yellow", markup=False, soft_wrap=True)

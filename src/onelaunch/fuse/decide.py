@@ -99,7 +99,7 @@ def decision_on(
     if one.chain.reason is not None or len(steps) != len(one.chain.nodes):
         return None
     measured = measure(one, steps, device, by_host) if device.type == "cuda" and roof is None else None
-    extra_pass = measured is not None and takes_extra_pass(steps, linear_choice.table(device.index or 0).choices)
+    extra_pass = measured is not None and takes_extra_pass(steps, linear_choice.table(device.index or 0))
     return judge(steps, roof or device_model(device), measured, by_host, extra_pass)
 
 
@@ -151,8 +151,8 @@ def device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
     return torch.device("cpu")
 
 
-def takes_extra_pass(steps: list[Step], times: dict[str, dict[str, float]]) -> bool:
-    """Whether `ops.linear` runs as cuBLAS and a pass for this chain; `times` are those it keeps."""
+def takes_extra_pass(steps: list[Step], table: linear_choice.Table) -> bool:
+    """Whether `ops.linear` runs as cuBLAS and a pass for this chain, by the times it keeps."""
     if steps[0].role != "linear":
         return False
     roles = {step.role: step for step in steps}
@@ -163,5 +163,6 @@ def takes_extra_pass(steps: list[Step], times: dict[str, dict[str, float]]) -> b
     bias = len(steps[0].inputs) > 2 or "batch_norm" in roles  # folded weights have one
     rows = linear_choice.shape_class(max(1, x.numel // k))
     key = " ".join(map(str, (steps[0].output.dtype, rows, n, k, activation, dropped, keeps_z, bias, "")))
-    found = [taken for name, taken in times.items() if name.startswith(key) and name.endswith(" True")]  # aligned
-    return bool(found) and linear_choice.fastest(found[-1]) == linear_choice.LIBRARY.name
+    names = [name for name in table.choices if name.startswith(key) and name.endswith(" True")]  # aligned
+    times = table.times(names[-1]) if names else {}
+    return bool(times) and linear_choice.fastest(times) == linear_choice.LIBRARY.name

@@ -48,7 +48,7 @@ def measure(one: Found, steps: list[Step], device: torch.device, by_host: bool) 
         except LookupError:
             return None
         runs = {"apart": apart_run, "fused": fused_run}
-        with buffers_put_back(one.region.module):
+        with torch.cuda.device(device), buffers_put_back(one.region.module):
             known = burst_times(runs) if by_host else device_times(runs)
         table.add(key, known)
     return known["apart"], known["fused"]

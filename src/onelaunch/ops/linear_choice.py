@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,7 +102,7 @@ def hopper(tile: Any) -> Implementation:
 
 
 def hopper_tiles(call: Call) -> list[Any]:
-    """Those of its tiles that may win. By the class of rows, as choices are kept.
+    """Those of its tiles that may win.
 
     Of an H200's 132 multiprocessors, 2**18 outputs give 32 a small tile, 2**20 give 64 a medium one, 3 * 2**20 give 96 a large
     one (1.19 of the bare GEMM's time at 2**22, where medium ones take 1.15; 0.97 and 0.99 at 2**24). Narrow outputs fill no
@@ -117,7 +118,7 @@ def hopper_tiles(call: Call) -> list[Any]:
 
 def candidates(call: Call) -> list[Implementation]:
     """What is worth timing for a shape: small outputs want small tiles (to fill the chip), large ones large tiles."""
-    m, n = call.y.shape
+    m, n = shape_class(call.y.shape[0]), call.y.shape[1]  # by class, as choices are kept
     found = [LIBRARY]
     plain = call.keep is None and call.z is None and call.bias is not None
     if plain and call.activation in ("relu", "gelu_tanh"):
@@ -153,13 +154,21 @@ def candidates(call: Call) -> list[Implementation]:
 def rotated(call: Call, cache_bytes: int) -> list[Call]:
     """The call over copies of its operands, so many that none is still in a cache of that size when its turn comes again:
     between two uses of a layer's weights a model uses all others. The call alone where there is no room for copies."""
-    copies = min(MOST_COPIES, cache_bytes * 3 // 2 // (call.x.nbytes + call.weight.nbytes) + 1)
+    enough = cache_bytes * 3 // 2 // (call.x.nbytes + call.weight.nbytes) + 1
+    affordable = cache_bytes * 4 // (_span(call.x) + _span(call.weight)) + 1  # of narrow parts of wide matrices, say
+    copies = min(MOST_COPIES, enough, affordable)
     if (call.x.data_ptr() | call.weight.data_ptr()) % 16:  # copies would lie better
         copies = 1
     try:
         return [call, *(call._replace(x=_copy(call.x), weight=_copy(call.weight)) for _ in range(copies - 1))]
     except torch.OutOfMemoryError:
         return [call]
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from its first element to its last: what a copy that lies as it does takes."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -183,14 +192,21 @@ class Table:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.choices: dict[str, dict[str, float]] = self._read()
+        self.choices = self._read()
 
-    def _read(self) -> dict[str, dict[str, float]]:
+    def _read(self) -> dict[str, Any]:
         try:
             content = json.loads(self.path.read_text())
             return content if isinstance(content, dict) else {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}  # none yet, or damaged: measured again
+
+    def times(self, key: str) -> dict[str, float]:
+        """Of each implementation, infinite for one that cannot run; none where they are not known, or damaged."""
+        found = self.choices.get(key)
+        if not isinstance(found, dict) or not all(isinstance(time, float) and time > 0 for time in found.values()):
+            return {}
+        return found if any(time < math.inf for time in found.values()) else {}
 
     def add(self, key: str, times: dict[str, float]) -> None:
         self.choices = {**self._read(), **self.choices, key: times}
@@ -236,7 +252,7 @@ def choose(call: Call) -> Implementation:
     if known is not None:
         return known
     name = " ".join(str(part) for part in key[1:])
-    times = table(device).choices.get(name, {})
+    times = table(device).times(name)
     capturing_now = torch.cuda.is_current_stream_capturing()
     if capturing_now and not times:
         return LIBRARY
@@ -244,7 +260,8 @@ def choose(call: Call) -> Implementation:
     if any(option.name not in times for option in options):  # none yet, or of a time when not all could run
         if capturing_now:
             return LIBRARY
-        times = measure(options, call)
+        with torch.cuda.device(device):
+            times = measure(options, call)
         table(device).add(name, times)
     by_name = {option.name: option for option in options}
     _chosen[key] = by_name[fastest({name: times[name] for name in by_name})]

@@ -8,7 +8,7 @@ from typing import Any
 from onelaunch.number import byte_size, digits, joules, percent, rate, seconds, times, with_article
 from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
 from onelaunch.report.figure import Figure, Section, Table
-from onelaunch.report.machine import machine_facts
+from onelaunch.report.machine import busy, machine_facts
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source, unfinished
 from onelaunch.report.remarks import OURS
@@ -134,7 +134,7 @@ def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tu
     said += [("note", f"Absent: {name} ({reason})") for name, reason in absent.items()]
     if content.get("quick"):
         said.append(("note", "Taken with --quick: few repeats."))
-    return [*said, *unfinished(content)]
+    return [*said, *busy(content), *unfinished(content)]
 
 
 def _kind(name: str) -> str:

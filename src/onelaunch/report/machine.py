@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+TOO_MANY = 0.25  # of the cores: what `bench` and `compare` warn of
 PACKAGES = ("torch", "triton", "cuda-core", "llvmlite", "jax", "scikit-learn")
 
 
@@ -29,6 +30,18 @@ def machine_facts(source: dict[str, Any]) -> list[tuple[str, str]]:
         ("date", source.get("date", "")),
         ("others", _others(source)),
     ]
+
+
+def busy(source: dict[str, Any]) -> list[tuple[str, str]]:
+    """What to say of results that were taken while others used the machine, as `bench` itself says it."""
+    cores = source.get("machine", {}).get("cpu", {}).get("cores") or 0
+    taken = max(source.get("cores_taken") or [0])
+    if not cores or taken <= TOO_MANY * cores:
+        return []
+    words = (
+        f"The machine was busy: others took {taken:.1f} of {cores} cores. Times may be far off, the peers' most of all."
+    )
+    return [("bad", words)]
 
 
 def _others(source: dict[str, Any]) -> str:

@@ -43,6 +43,8 @@ def read_sources(path: Path, complain: Complain) -> list[Source]:
             complain(str(error))
             broken += 1
             continue
+        if one is None and entry.is_file() and entry.name.endswith(".json"):
+            complain(f"{str(entry)!r}: neither a result of `onelaunch bench` nor of `onelaunch compare`")
         sources += [one] if one else []
     if not sources and not broken:
         raise OnelaunchError(f"{str(path)!r} is neither a run folder nor a folder of results: it holds no results")

@@ -58,7 +58,7 @@ def between(path: Path, begin: str, end: str, words: str) -> str:
 
 
 def _honesty(recordings: Recordings) -> str:
-    timed = [record for group in recordings.groups for record in group.cases]
+    timed = [record for group in recordings.groups for record in group.cases if record.best_peer()]
     failed = sum(len(group.failed) for group in recordings.groups)
     behind = [[surely for _, _, surely in record.behind()] for record in timed]
     lost = sum(any(sure) for sure in behind)
@@ -66,7 +66,7 @@ def _honesty(recordings: Recordings) -> str:
     more = f", in {perhaps} more perhaps (by less than the spread)" if perhaps else ""
     also = f" Failed their check, and so have no time: {failed}." if failed else ""
     where = f"[{ALL}]({ALL}) has them all, these first, with who was absent and why."
-    return f"In {lost} of {len(timed)} recorded cases a peer is faster{more}: {where}{also}"
+    return f"In {lost} of {len(timed)} recorded cases with a peer it is faster{more}: {where}{also}"
 
 
 def _headlines(group: Group) -> list[Recorded]:

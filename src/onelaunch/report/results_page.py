@@ -26,6 +26,7 @@ def results_page(recordings: Recordings) -> str:
         "## Where a peer is faster",
         "",
         *_lost(recordings),
+        *_thirstier(recordings),
     ]
     for group in recordings.groups:
         lines += ["", f"## {group.title}: {group.chip}", ""]
@@ -61,6 +62,20 @@ def _lost(recordings: Recordings) -> list[str]:
         return ["In no recorded case."]
     head = ["| case | chip | peer | onelaunch takes |", "|---|---|---|---|"]
     return [*head, *rows]
+
+
+def _thirstier(recordings: Recordings) -> list[str]:
+    """Where a peer takes less energy, whoever is faster."""
+    rows = [
+        f"| {record.case['name']} | {peer} | {joules(used[peer])} | {joules(used[OURS])} |"
+        for group in recordings.groups
+        for record in group.cases
+        if OURS in (used := energy_of(record.case))
+        for peer in peers_of([record.case])
+        if peer in used and used[peer] < used[OURS]
+    ]
+    head = ["| case | peer | its energy | ours |", "|---|---|---|---|"]
+    return ["", "## Where a peer takes less energy", "", *head, *rows] if rows else []
 
 
 def _full_table(group: Group) -> list[str]:
