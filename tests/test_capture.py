@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.capture import capturing
+from onelaunch.capture import _stream_on, capturing
 
 
 @pytest.fixture
@@ -89,3 +89,17 @@ def test_random_numbers_are_drawn_after_a_capture_that_failed():
     graph.replay()
     assert not first.equal(second)
     assert not second.equal(drawn)
+
+
+def test_with_more_than_one_device_a_capture_is_on_its_own(entered, monkeypatch):
+    """PyTorch's stream for captures would be that of the first: work of another device would run and not be recorded."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream on {device}")
+    for device in (1, 0, 1):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda device=device: device)
+        with capturing(None):
+            pass
+    with capturing(None, stream="mine"):
+        pass
+    assert [options["stream"] for options in entered] == ["stream on 1", "stream on 0", "stream on 1", "mine"]
+    _stream_on.cache_clear()

@@ -56,7 +56,7 @@ def test_where_a_peer_is_faster_is_said_first(project):
     text = generate(project)[project / ALL]
     assert "| ops/relu | NVIDIA H200 | JAX & scan | 1.11× its time |" in text
     assert "floor" not in text.split("## Fused ops")[0].split("## Where")[1]
-    assert "In 2 of 2 recorded cases with a peer it is faster" in generate(project)[project / "README.md"]
+    assert "In 2 of 2 recorded cases that have a peer, the peer is faster" in generate(project)[project / "README.md"]
 
 
 def test_a_peer_that_is_faster_within_the_spread_is_named_too(project):
@@ -65,7 +65,7 @@ def test_a_peer_that_is_faster_within_the_spread_is_named_too(project):
     (project / RESULTS / "bench.json").write_text(json.dumps(results))
     files = generate(project)
     assert "| ops/relu | NVIDIA H200 | JAX & scan | ≈ 1.11× its time |" in files[project / ALL]
-    said = "In 1 of 2 recorded cases with a peer it is faster, in 1 more perhaps (by less than the spread)"
+    said = "In 1 of 2 recorded cases that have a peer, the peer is faster, in 1 more perhaps (by less than the spread)"
     assert said in files[project / "README.md"]
 
 

@@ -66,7 +66,7 @@ def _honesty(recordings: Recordings) -> str:
     more = f", in {perhaps} more perhaps (by less than the spread)" if perhaps else ""
     also = f" Failed their check, and so have no time: {failed}." if failed else ""
     where = f"[{ALL}]({ALL}) has them all, these first, with who was absent and why."
-    return f"In {lost} of {len(timed)} recorded cases with a peer it is faster{more}: {where}{also}"
+    return f"In {lost} of {len(timed)} recorded cases that have a peer, the peer is faster{more}: {where}{also}"
 
 
 def _headlines(group: Group) -> list[Recorded]:

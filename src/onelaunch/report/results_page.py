@@ -48,7 +48,7 @@ def plain(words: str) -> str:
 
 def _lost(recordings: Recordings) -> list[str]:
     rows = [
-        f"| {record.case['name']} | {group.chip} | {peer} | {'' if surely else '≈ '}{times(1 / ratio)} its time |"
+        f"| {plain(record.case['name'])} | {group.chip} | {peer} | {'' if surely else '≈ '}{times(1 / ratio)} its time |"
         for group in recordings.groups
         for record in group.cases
         for peer, ratio, surely in record.behind()
