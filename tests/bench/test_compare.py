@@ -13,7 +13,7 @@ from torch import nn
 from onelaunch.bench.compare import compare, evaluate, spread
 from onelaunch.bench.contenders import EAGER, OurEngine, TorchLoop, Trained, contenders_for, peak_memory
 from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
-from onelaunch.bench.sizes import time_sizes, time_step
+from onelaunch.bench.sizes import time_sizes, time_steps
 from onelaunch.bench.step_peers import GRAPH, UNROLLED
 from onelaunch.report.remarks import is_red, not_run, remarks
 from onelaunch.train.build import mlp
@@ -207,11 +207,33 @@ class Pretender:
 @pytest.mark.parametrize(("once", "step"), [(0.0, 1e-3), (0.05, 1e-5), (0.5, 1e-4), (2.0, 0.4), (0.02, 1e-6)])
 def test_what_a_run_costs_once_is_not_in_the_time_of_a_step(once, step, call):
     pretender = Pretender(once, step, call)
-    timing = time_step(pretender, make())
+    timings, errors = time_steps([pretender], make())
+    assert not errors
+    timing = timings["pretender"]
     assert timing["median"] == pytest.approx(step, rel=1e-3)
     assert timing["n"] >= 3
     assert len(pretender.asked) < 20
     assert max(pretender.asked) <= max(100_000, 2 * call)
+
+
+def test_contenders_are_timed_in_turns_and_one_that_raises_stops_nobody():
+    order: list[str] = []
+
+    class Noted(Pretender):
+        def __init__(self, name: str, raises_at: int = 0) -> None:
+            super().__init__(0.0, 1e-3)
+            self.name, self.raises_at = name, raises_at
+
+        def train(self, run):
+            order.append(self.name)
+            if order.count(self.name) == self.raises_at:
+                raise SystemExit("enough")
+            return super().train(run)
+
+    timings, errors = time_steps([Noted("a"), Noted("b", raises_at=1), Noted("c"), Noted("d", raises_at=8)], make())
+    assert order[-5:] == ["a", "c", "d", "a", "c"]  # after seven runs each that set its pace
+    assert set(timings) == {"a", "c"}
+    assert errors == dict.fromkeys(("b", "d"), ("SystemExit: enough", False))
 
 
 def test_a_size_that_cannot_be_made_is_named_and_the_others_go_on(no_compiler):

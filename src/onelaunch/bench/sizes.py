@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from onelaunch.bench.contenders import Contender, OurEngine, contenders_for, shortened
-from onelaunch.bench.measure import reason_in_a_line
+from onelaunch.bench.measure import SETTLE_SECONDS, reason_in_a_line
 from onelaunch.bench.step_peers import step_peers
 from onelaunch.number import seconds
 from onelaunch.train.build import is_out_of_memory
@@ -39,43 +40,102 @@ def time_sizes(
         contenders, absent = [*faster, *contenders], {**absent, **missing}
         results["hidden"].append(size)
         results["auto"][str(size)] = auto
+        show(f"{size:>6}  {len(contenders)} contenders in turns")
+        timings, errors = time_steps(contenders, run)
+        for name, timing in timings.items():
+            results["step_seconds"].setdefault(name, {})[str(size)] = timing
+            show(f"{size:>6}  {name:<20} {seconds(timing['median']):>10} a step")
         for contender in contenders:
-            try:
-                timing = time_step(contender, run)
-            except (Exception, SystemExit) as error:  # out of memory, say: the others go on
-                reason = absent[contender.name] = reason_in_a_line(error)
-                fails = isinstance(contender, OurEngine) and not is_out_of_memory(error)
-                if fails:
-                    results["failed"].setdefault(contender.name, {})[str(size)] = reason
-                show(f"{size:>6}  {contender.name:<20} {'failed' if fails else 'absent'} ({reason})")
+            if contender.name not in errors:
                 continue
-            results["step_seconds"].setdefault(contender.name, {})[str(size)] = timing
-            show(f"{size:>6}  {contender.name:<20} {seconds(timing['median']):>10} a step")
+            reason, out_of_memory = errors[contender.name]
+            absent[contender.name] = reason
+            fails = isinstance(contender, OurEngine) and not out_of_memory
+            if fails:
+                results["failed"].setdefault(contender.name, {})[str(size)] = reason
+            show(f"{size:>6}  {contender.name:<20} {'failed' if fails else 'absent'} ({reason})")
         for name, reason in absent.items():
             results["absent"].setdefault(name, {})[str(size)] = reason
 
 
-def time_step(contender: Contender, run: Run) -> dict[str, Any]:
-    """Seconds a step, warmed up: median and least of a few samples.
+def time_steps(
+    contenders: Sequence[Contender], run: Run
+) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[str, bool]]]:
+    """Seconds a step of each, warmed up: median, least and most of a few samples; and of those that raised the reason, and
+    whether it was memory. (Not the error: it would hold on to theirs.)
+
+    Samples are taken in turns: a slow moment of the machine hits all alike. Who is noisy gets more of them.
+    """
+    paced: dict[str, _Paced] = {}
+    errors: dict[str, tuple[str, bool]] = {}
+
+    def attempt(name: str, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except (Exception, SystemExit) as error:
+            errors[name] = (reason_in_a_line(error), is_out_of_memory(error))
+            paced.pop(name, None)
+
+    for contender in contenders:
+        attempt(contender.name, lambda one=contender: paced.update({one.name: _Paced(one, run)}))  # type: ignore[misc]
+    for _ in range(REPEATS - 1):
+        for name in list(paced):
+            attempt(name, paced[name].sample)
+    noisy = [name for name, one in paced.items() if one.is_noisy()]
+    for _ in range(MORE_REPEATS):
+        for name in noisy:
+            if name in paced:
+                attempt(name, paced[name].sample)
+    timings: dict[str, dict[str, Any]] = {}
+    for name in list(paced):
+        attempt(name, lambda name=name: timings.update({name: paced[name].timing()}))  # type: ignore[misc]
+    return timings, errors
+
+
+class _Paced:
+    """A contender whose runs are long enough to be timed, and its samples, the first already taken.
 
     What a run costs once (allocating, starting threads, the first copy) is in every run: a sample is what a long run takes
     beyond a short one, over the steps it has more. The long run has as many as fill SAMPLE_SECONDS beyond the short one.
     """
-    _steps_and_seconds(contender, run, SHORT_STEPS)
-    base = _short_run(contender, run)
-    steps = SHORT_STEPS + LEAST_MORE_STEPS
-    while (sample := _beyond(contender, run, steps, base))[1] < SAMPLE_SECONDS and steps < MOST_STEPS:
-        growth = SAMPLE_SECONDS / max(sample[1], SAMPLE_SECONDS / MOST_GROWTH)
-        steps = min(MOST_STEPS, base[0] + math.ceil(1.1 * growth * sample[0]))  # a tenth more: the next may be the last
-    samples = [sample, *(_beyond(contender, run, steps, base) for _ in range(REPEATS - 1))]
-    times = [taken / more for more, taken in samples if taken > 0]
-    if not times or max(times) > NOISY * min(times):
-        samples = [_beyond(contender, run, steps, base) for _ in range(MORE_REPEATS)]
-        times += [taken / more for more, taken in samples if taken > 0]
-    if not times:
-        raise RuntimeError(f"{steps} steps took no longer than {base[0]}: the machine is too busy to time them")
-    middle = statistics.median(times)
-    return {"median": middle, "minimum": min(times), "maximum": max(times), "n": len(times)}
+
+    def __init__(self, contender: Contender, run: Run) -> None:
+        self.contender, self.run = contender, run
+        _steps_and_seconds(contender, run, SHORT_STEPS)
+        self.base = _short_run(contender, run)
+        self.steps = SHORT_STEPS + LEAST_MORE_STEPS
+        while (first := self._beyond())[1] < SAMPLE_SECONDS and self.steps < MOST_STEPS:
+            growth = SAMPLE_SECONDS / max(first[1], SAMPLE_SECONDS / MOST_GROWTH)
+            self.steps = min(
+                MOST_STEPS, self.base[0] + math.ceil(1.1 * growth * first[0])
+            )  # a tenth more: it may be the last
+        self.samples = [first]
+
+    def sample(self) -> None:
+        if self.run.device.type == "cpu":
+            time.sleep(SETTLE_SECONDS)  # the last contender's threads spin on for a while
+        self.samples.append(self._beyond())
+
+    def is_noisy(self) -> bool:
+        times = self._times()
+        return not times or max(times) > NOISY * min(times)
+
+    def timing(self) -> dict[str, Any]:
+        times = self._times()
+        if not times:
+            raise RuntimeError(
+                f"{self.steps} steps took no longer than {self.base[0]}: the machine is too busy to time them"
+            )
+        return {"median": statistics.median(times), "minimum": min(times), "maximum": max(times), "n": len(times)}
+
+    def _times(self) -> list[float]:
+        return [taken / more for more, taken in self.samples if taken > 0]
+
+    def _beyond(self) -> tuple[int, float]:
+        """How many more steps than the short run, and seconds, a long one took. Some take whole calls of many steps only: no
+        more steps than the short run's are no time at all."""
+        done, taken = _steps_and_seconds(self.contender, self.run, self.steps)
+        return (done - self.base[0], taken - self.base[1]) if done > self.base[0] else (1, 0.0)
 
 
 def _short_run(contender: Contender, run: Run) -> tuple[int, float]:
@@ -84,13 +144,6 @@ def _short_run(contender: Contender, run: Run) -> tuple[int, float]:
     if runs[0][1] < SAMPLE_SECONDS:
         runs += [_steps_and_seconds(contender, run, SHORT_STEPS) for _ in range(REPEATS - 1)]
     return runs[0][0], statistics.median(taken for _, taken in runs)
-
-
-def _beyond(contender: Contender, run: Run, steps: int, base: tuple[int, float]) -> tuple[int, float]:
-    """How many more steps than the short run, and seconds, a run of `steps` took. Some take whole calls of many steps only:
-    no more steps than the short run's are no time at all."""
-    done, taken = _steps_and_seconds(contender, run, steps)
-    return (done - base[0], taken - base[1]) if done > base[0] else (1, 0.0)
 
 
 def _steps_and_seconds(contender: Contender, run: Run, steps: int) -> tuple[int, float]:
