@@ -20,15 +20,12 @@ def graph_times(runs: Mapping[str, Callable[[int], object]]) -> dict[str, float]
     """
     from triton.runtime.errors import OutOfResources, PTXASError
 
+    no_room = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # of shared memory for its tile, say
     graphs, cannot = {}, {}
     for name, run in runs.items():
         try:
             graphs[name] = _captured(run)
-        except (
-            OutOfResources,
-            PTXASError,
-            torch.OutOfMemoryError,
-        ) as error:  # less shared memory than the tile needs, say
+        except no_room as error:
             error.__traceback__ = None  # Triton keeps the error, and this would keep the call's tensors
             cannot[name] = float("inf")
     samples: dict[str, list[float]] = {name: [] for name in graphs}
