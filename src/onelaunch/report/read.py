@@ -31,7 +31,8 @@ def read_sources(path: Path, complain: Complain) -> list[Source]:
         raise OnelaunchError(
             f"{str(path)!r} is neither a result of `onelaunch bench` nor of `onelaunch compare`: pass one, or a run folder"
         )
-    sources, broken = [], 0
+    sources: list[Source] = []
+    others, broken = [], 0
     try:
         entries = sorted(path.iterdir())
     except OSError as error:
@@ -44,8 +45,10 @@ def read_sources(path: Path, complain: Complain) -> list[Source]:
             broken += 1
             continue
         if one is None and entry.is_file() and entry.name.endswith(".json"):
-            complain(f"{str(entry)!r}: neither a result of `onelaunch bench` nor of `onelaunch compare`")
+            others.append(entry.name)
         sources += [one] if one else []
+    if others and sources:
+        complain(f"what is no result of `onelaunch bench` or `onelaunch compare` in {str(path)!r}: {', '.join(others)}")
     if not sources and not broken:
         raise OnelaunchError(f"{str(path)!r} is neither a run folder nor a folder of results: it holds no results")
     return sources
