@@ -101,5 +101,5 @@ def test_with_more_than_one_device_a_capture_is_on_its_own(entered, monkeypatch)
             pass
     with capturing(None, stream="mine"):
         pass
-    assert [options["stream"] for options in entered] == ["stream on 1", "stream on 0", "stream on 1", "mine"]
     _stream_on.cache_clear()
+    assert [options["stream"] for options in entered] == ["stream on 1", "stream on 0", "stream on 1", "mine"]

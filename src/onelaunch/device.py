@@ -13,6 +13,7 @@ import torch
 from onelaunch.version import VERSION
 
 PACKAGES = ("torch", "triton", "llvmlite", "cuda-core", "numpy", "safetensors")
+BUSY_SHARE = 0.25  # of the cores: taken by others, they make times that mean little
 
 
 def default_device() -> torch.device:

@@ -33,6 +33,14 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def generated(project: Path, noisy: str) -> dict[Path, str]:
+    """What is written when this peer's times of the first case spread so far that they say nothing."""
+    results = bench_results()
+    results["cases"][0]["times"][noisy]["spread"] = 3.0
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    return generate(project)
+
+
 def test_results_go_between_the_markers(project, capsys):
     assert "README.md" in stale(project)
     main(project)
@@ -60,10 +68,7 @@ def test_where_a_peer_is_faster_is_said_first(project):
 
 
 def test_a_peer_that_is_faster_within_the_spread_is_named_too(project):
-    results = bench_results()
-    results["cases"][0]["times"]["JAX & scan"]["spread"] = 3.0
-    (project / RESULTS / "bench.json").write_text(json.dumps(results))
-    files = generate(project)
+    files = generated(project, noisy="JAX & scan")
     assert "| ops/relu | NVIDIA H200 | JAX & scan | ≈ 1.11× its time |" in files[project / ALL]
     said = "In 1 of 2 recorded cases that have a peer, the peer is faster, in 1 more perhaps (by less than the spread)"
     assert said in files[project / "README.md"]
@@ -108,10 +113,7 @@ def test_a_newer_failure_takes_an_older_figure_away_and_a_skipped_case_does_not(
 
 
 def test_absent_peers_notes_and_doubtful_ratios_are_said(project):
-    results = bench_results()
-    results["cases"][0]["times"]["torch eager"]["spread"] = 3.0
-    (project / RESULTS / "bench.json").write_text(json.dumps(results))
-    files = generate(project)
+    files = generated(project, noisy="torch eager")
     assert "- Absent: peer (not installed)" in files[project / ALL]
     assert "- relu: placement: cluster of 8" in files[project / ALL]
     assert "| relu | 100 µs a call | ≈ 2.50× | 0.900× |" in files[project / "README.md"]
@@ -119,10 +121,8 @@ def test_absent_peers_notes_and_doubtful_ratios_are_said(project):
 
 
 def test_figures_say_what_is_too_noisy_to_tell(project):
-    results = bench_results()
-    results["cases"][0]["times"]["JAX & scan"]["spread"] = 3.0  # of the fastest
-    (project / RESULTS / "bench.json").write_text(json.dumps(results))
-    drawn = [content for path, content in generate(project).items() if path.suffix == ".svg" and "relu" in content]
+    files = generated(project, noisy="JAX & scan")  # the fastest
+    drawn = [content for path, content in files.items() if path.suffix == ".svg" and "relu" in content]
     assert any("≈ 0.900×" in figure and "≈: too noisy to tell." in figure for figure in drawn)
 
 

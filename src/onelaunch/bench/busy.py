@@ -12,11 +12,10 @@ import threading
 import time
 from pathlib import Path
 
-from onelaunch.device import usable_cores
+from onelaunch.device import BUSY_SHARE, usable_cores
 
 SECONDS, MOST_THREADS = 0.2, 32
 BLOCK = bytes(2**20)  # hashed without Python's lock
-TOO_MANY = 0.25  # of the cores
 
 
 @functools.cache
@@ -78,6 +77,6 @@ def _work(until: float) -> None:
 
 def warning(taken: float) -> str:
     """A line for people where times will be off; else empty."""
-    if taken <= TOO_MANY * _asked():
+    if taken <= BUSY_SHARE * _asked():
         return ""
     return f"others use this machine ({taken:.1f} of {_asked()} cores): times will be off"

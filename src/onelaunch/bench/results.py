@@ -98,7 +98,7 @@ def new_path() -> Path:
         except FileExistsError:
             continue
         except OSError as error:
-            raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason_of(error)}; pass --out") from error
+            raise _unwritable(path, reason_of(error)) from error
         return path
     raise OnelaunchError(f"out: a thousand files are called {stem}-bench.json: pass --out")
 
@@ -114,7 +114,11 @@ def check_writable(path: Path) -> None:
         reason = "it is a folder" if path.is_dir() else "it is no file"
     except (OSError, ValueError) as error:
         reason = reason_of(error)
-    raise OnelaunchError(f"out={str(path)!r} cannot be written: {reason}; pass a writable path")
+    raise _unwritable(path, reason)
+
+
+def _unwritable(path: Path, reason: str) -> OnelaunchError:
+    return OnelaunchError(f"out={str(path)!r} cannot be written: {reason}; pass a writable path")
 
 
 @contextlib.contextmanager
@@ -126,9 +130,7 @@ def only_writer(path: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise OnelaunchError(f"out={str(path)!r} is being written by another run: pass another path") from error
         except OSError as error:
-            raise OnelaunchError(
-                f"out={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path"
-            ) from error
+            raise _unwritable(path, reason_of(error)) from error
         yield
 
 
@@ -137,7 +139,7 @@ def save_results(results: dict[str, Any], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(os.path.realpath(path)), json.dumps(json_ready(results), indent=1) + "\n")
     except OSError as error:
-        raise OnelaunchError(f"out={str(path)!r} cannot be written: {error.strerror}; pass a writable path") from error
+        raise _unwritable(path, reason_of(error)) from error
 
 
 def load_results(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from onelaunch.bench.contenders import Contender, OurEngine, contenders_for, shortened
 from onelaunch.bench.measure import SETTLE_SECONDS, reason_in_a_line
@@ -20,6 +20,8 @@ SHORT_STEPS, REPEATS, SAMPLE_SECONDS = 2, 3, 0.3
 NOISY, MORE_REPEATS = 1.3, 4  # samples further apart than this factor are followed by more
 LEAST_MORE_STEPS, MOST_STEPS = 4, 100_000  # a long run has so many more than a short one, and so many in all
 MOST_GROWTH = 16  # of the long run from one try to the next: a first try of few steps tells little
+
+T = TypeVar("T")
 
 
 def time_sizes(
@@ -69,15 +71,17 @@ def time_steps(
     paced: dict[str, _Paced] = {}
     errors: dict[str, tuple[str, bool]] = {}
 
-    def attempt(name: str, act: Callable[[], object]) -> None:
+    def attempt(name: str, act: Callable[[], T]) -> T | None:
         try:
-            act()
+            return act()
         except (Exception, SystemExit) as error:
             errors[name] = (reason_in_a_line(error), is_out_of_memory(error))
-            paced.pop(name, None)
+            del paced[name]
+            return None
 
     for contender in contenders:
-        attempt(contender.name, lambda one=contender: paced.update({one.name: _Paced(one, run)}))  # type: ignore[misc]
+        paced[contender.name] = _Paced(contender, run)
+        attempt(contender.name, paced[contender.name].find_pace)
     for _ in range(REPEATS - 1):
         for name in list(paced):
             attempt(name, paced[name].sample)
@@ -86,14 +90,12 @@ def time_steps(
         for name in noisy:
             if name in paced:
                 attempt(name, paced[name].sample)
-    timings: dict[str, dict[str, Any]] = {}
-    for name in list(paced):
-        attempt(name, lambda name=name: timings.update({name: paced[name].timing()}))  # type: ignore[misc]
-    return timings, errors
+    timed = ((name, attempt(name, one.timing)) for name, one in list(paced.items()))
+    return {name: timing for name, timing in timed if timing is not None}, errors
 
 
 class _Paced:
-    """A contender whose runs are long enough to be timed, and its samples, the first already taken.
+    """A contender, how long its runs must be to be timed, and its samples.
 
     What a run costs once (allocating, starting threads, the first copy) is in every run: a sample is what a long run takes
     beyond a short one, over the steps it has more. The long run has as many as fill SAMPLE_SECONDS beyond the short one.
@@ -101,15 +103,19 @@ class _Paced:
 
     def __init__(self, contender: Contender, run: Run) -> None:
         self.contender, self.run = contender, run
-        _steps_and_seconds(contender, run, SHORT_STEPS)
-        self.base = _short_run(contender, run)
         self.steps = SHORT_STEPS + LEAST_MORE_STEPS
+        self.samples: list[tuple[int, float]] = []
+
+    def find_pace(self) -> None:
+        """Warms up, finds how long a run must be, and takes the first sample."""
+        _steps_and_seconds(self.contender, self.run, SHORT_STEPS)
+        self.base = _short_run(self.contender, self.run)
         while (first := self._beyond())[1] < SAMPLE_SECONDS and self.steps < MOST_STEPS:
             growth = SAMPLE_SECONDS / max(first[1], SAMPLE_SECONDS / MOST_GROWTH)
             self.steps = min(
                 MOST_STEPS, self.base[0] + math.ceil(1.1 * growth * first[0])
             )  # a tenth more: it may be the last
-        self.samples = [first]
+        self.samples.append(first)
 
     def sample(self) -> None:
         if self.run.device.type == "cpu":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-TOO_MANY = 0.25  # of the cores: what `bench` and `compare` warn of
+from onelaunch.device import BUSY_SHARE
+
 PACKAGES = ("torch", "triton", "cuda-core", "llvmlite", "jax", "scikit-learn")
 
 
@@ -36,7 +37,7 @@ def busy(source: dict[str, Any]) -> list[tuple[str, str]]:
     """What to say of results that were taken while others used the machine, as `bench` itself says it."""
     cores = source.get("machine", {}).get("cpu", {}).get("cores") or 0
     taken = max(source.get("cores_taken") or [0])
-    if not cores or taken <= TOO_MANY * cores:
+    if not cores or taken <= BUSY_SHARE * cores:
         return []
     words = (
         f"The machine was busy: others took {taken:.1f} of {cores} cores. Times may be far off, the peers' most of all."

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.report.benchmark import FLOOR, TITLES, has_times, peers_of
+from onelaunch.report.benchmark import TITLES, has_times, peers_of, undecided
 from onelaunch.report.comparison import speed_up
 from onelaunch.report.machine import chip
 from onelaunch.report.read import read_json
-from onelaunch.report.remarks import OURS
 
 ON_GPU = ("ops", "memory", "fuse")  # also what times the host: it launches work for the GPU
 LARGE = "large/"  # of `bench train --large`: after the others
@@ -44,12 +43,8 @@ class Recorded:
 
     def behind(self) -> list[tuple[str, float, bool]]:
         """Peers whose median was lower, their time over ours, and whether by more than the spread of the two."""
-        spreads = {name: timing["spread"] for name, timing in self.case["times"].items()}
-        return [
-            (name, ratio, ratio * (1 + spreads[name]) * (1 + spreads[OURS]) < 1)
-            for name, ratio in self.case["ratio"].items()
-            if not name.startswith(FLOOR) and ratio < 1
-        ]
+        close, ratios = undecided(self.case), self.case["ratio"]
+        return [(peer, ratios[peer], peer not in close) for peer in peers_of([self.case]) if ratios[peer] < 1]
 
 
 @dataclass(frozen=True)

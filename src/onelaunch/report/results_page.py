@@ -67,7 +67,7 @@ def _lost(recordings: Recordings) -> list[str]:
 def _thirstier(recordings: Recordings) -> list[str]:
     """Where a peer takes less energy, whoever is faster."""
     rows = [
-        f"| {record.case['name']} | {peer} | {joules(used[peer])} | {joules(used[OURS])} |"
+        f"| {plain(record.case['name'])} | {peer} | {joules(used[peer])} | {joules(used[OURS])} |"
         for group in recordings.groups
         for record in group.cases
         if OURS in (used := energy_of(record.case))
