@@ -58,6 +58,31 @@ def test_loss_and_gradient(
     torch.testing.assert_close(again.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize(("rows", "classes"), [(3000, 10), (33_001, 3), (65_537, 10), (32_769, 32)])
+def test_many_rows_of_few_classes(kernel_device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> None:
+    """Many programs, whose sums are added up by one more; the gradient of a sum, since a mean's lies below the tolerance."""
+    from onelaunch.kernels.cross_entropy import cross_entropy_forward
+
+    if kernel_device.type == "cpu" and rows * classes > 100_000:
+        pytest.skip("hundreds of programs are slow in the interpreter")
+    x = torch.randn(rows, classes, device=kernel_device, dtype=dtype)
+    target = torch.randint(classes, (rows,), device=kernel_device)
+    target[::7] = -100
+    exact = x.cpu().double().requires_grad_()
+    F.cross_entropy(exact, target.cpu(), reduction="sum").backward()
+    options = {"smoothing": 0.0, "ignore_index": -100}
+    for reduction in ("sum", "mean"):
+        loss, dx = poisoned(like=x.float()), poisoned(rows, classes, like=x)
+        count = cross_entropy_forward(x, target, loss, lse=None, dx=dx, reduction=reduction, **options)
+        expected = F.cross_entropy(exact.detach(), target.cpu(), reduction=reduction)
+        torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+        assert count is not None
+        assert count[0].item() == (target != -100).sum().item()
+        if reduction == "sum":
+            rtol, atol = TOLERANCE[dtype]
+            torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("classes", [10, 300, 304])
 @pytest.mark.parametrize("long_rows", [False, True])
 def test_logits_far_from_zero_keep_their_digits(
