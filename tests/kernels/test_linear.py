@@ -83,7 +83,9 @@ def test_backward_over_one_program_a_column_and_over_many(
     expected = torch.where(unpacked(bits, n), dy.cpu().double() / 0.75, 0)
     rtol, atol = TOLERANCE[dtype]
     torch.testing.assert_close(dz.cpu().double(), expected, rtol=rtol, atol=atol)
-    torch.testing.assert_close(dbias.cpu().double(), expected.sum(0), rtol=rtol, atol=atol)
+    # A sum in fp32 is as exact as its terms are large, also where they cancel out.
+    allowed = atol + rtol * expected.sum(0).abs() + TOLERANCE[torch.float32][0] * expected.abs().sum(0)
+    assert ((dbias.cpu().double() - expected.sum(0)).abs() <= allowed).all()
     rows, _, steps = backward_tile(m, n)
     assert (rows * steps >= m) == (m <= 256)
 
