@@ -3,11 +3,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from onelaunch.files import cache_folder, held, remove_leftovers, write_atomic
+from onelaunch.files import cache_folder, held, read_text, remove_leftovers, write_atomic
 
 
 def test_without_a_home_what_can_be_made_again_goes_with_the_process(monkeypatch, tmp_path):
@@ -79,3 +80,18 @@ with held(pathlib.Path({str(path)!r})):
         with held(path):
             pass
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes that have a name")
+def test_a_pipe_is_read_and_one_without_a_writer_not_waited_for(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert read_text(pipe) == ""
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that the writer need not wait for a reader
+    with open(pipe, "w") as writer:
+        writer.write("words")
+        writer.flush()
+        said = threading.Timer(0.2, writer.close)
+        said.start()
+        assert read_text(pipe) == "words"
+    os.close(reading)

@@ -42,6 +42,19 @@ def _while_we_run() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="onelaunch-")
 
 
+def read_text(path: Path) -> str:
+    """A file's words. Of a pipe what its writer says; where it has none, nothing, and nobody is waited for."""
+
+    def at_once(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+        if hasattr(os, "O_NONBLOCK"):
+            os.set_blocking(descriptor, True)
+        return descriptor
+
+    with open(path, encoding="utf-8", opener=at_once) as file:
+        return file.read()
+
+
 def write_atomic(path: Path, content: bytes | str) -> None:
     """A reader, or a kill -9 at any moment, sees the old file or the new one, never part of one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +150,21 @@ def test_what_is_no_mistake_is_answered(arguments, code, begins, monkeypatch, ca
         main()
     assert ended.value.code == code
     assert "".join(capsys.readouterr()).startswith(begins)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_behind_standard_output_is_told_in_a_line():
+    command = (sys.executable, "-m", "onelaunch", "--version")
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: standard output cannot be written: No space left on device\n"
+
+
+def test_nobody_who_reads_the_output_is_no_error_to_tell():
+    read, write = os.pipe()
+    os.close(read)
+    command = (sys.executable, "-m", "onelaunch", "--version")
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")

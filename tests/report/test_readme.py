@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,14 +64,14 @@ def test_results_go_between_the_markers(project, capsys):
 
 def test_where_a_peer_is_faster_is_said_first(project):
     text = generate(project)[project / ALL]
-    assert "| ops/relu | NVIDIA H200 | JAX & scan | 1.11× its time |" in text
+    assert "| ops/relu | NVIDIA H200 | JAX &amp; scan | 1.11× its time |" in text
     assert "floor" not in text.split("## Fused ops")[0].split("## Where")[1]
     assert "In 2 of 2 recorded cases that have a peer, the peer is faster" in generate(project)[project / "README.md"]
 
 
 def test_a_peer_that_is_faster_within_the_spread_is_named_too(project):
     files = generated(project, noisy="JAX & scan")
-    assert "| ops/relu | NVIDIA H200 | JAX & scan | ≈ 1.11× its time |" in files[project / ALL]
+    assert "| ops/relu | NVIDIA H200 | JAX &amp; scan | ≈ 1.11× its time |" in files[project / ALL]
     said = "In 1 of 2 recorded cases that have a peer, the peer is faster, in 1 more perhaps (by less than the spread)"
     assert said in files[project / "README.md"]
 
@@ -79,7 +81,7 @@ def test_where_a_peer_takes_less_energy_is_said(project):
     results["cases"][0]["joules"] = {"onelaunch": 0.02, "torch eager": 0.05, "JAX & scan": 0.01}
     (project / RESULTS / "bench.json").write_text(json.dumps(results))
     said = generate(project)[project / ALL].split("## Where a peer takes less energy")[1].split("##")[0]
-    assert "| ops/relu | JAX & scan | 10.0 mJ | 20.0 mJ |" in said
+    assert "| ops/relu | JAX &amp; scan | 10.0 mJ | 20.0 mJ |" in said
     assert "torch eager" not in said
 
 
@@ -192,3 +194,25 @@ def test_measuring_and_drawing_call_things_alike():
     """`bench` and `report` do not know each other; what one writes the other reads."""
     assert (remarks.OURS, benchmark.FLOOR) == (results.OURS, case.FLOOR)
     assert set(benchmark.TITLES) == set(case.GROUPS) == set(GROUPS)
+
+
+def test_names_cannot_break_a_table(project):
+    results = bench_results()
+    results["cases"][0]["name"] = "ops/a|b <script>\nc"
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    files = generate(project)
+    for text in (files[project / "README.md"], files[project / ALL]):
+        assert "| a\\|b &lt;script&gt; c |" in text
+        assert "<script>" not in text
+
+
+@pytest.mark.parametrize("spoil", [{"times": 3}, {"ratio": {}}, {"unit": None}, {"group": ["ops"]}])
+def test_a_recording_that_is_not_ours_is_told_in_a_line(project, spoil):
+    results = bench_results()
+    results["cases"][0] |= spoil
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    command = (sys.executable, "-m", "onelaunch.report.readme")
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert len(done.stderr.splitlines()) == 1

@@ -19,7 +19,7 @@ from onelaunch.bench.busy import Watch, cores_taken_before
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.device import describe_machine
 from onelaunch.errors import OnelaunchError, reason_of
-from onelaunch.files import held, write_atomic
+from onelaunch.files import held, read_text, write_atomic
 from onelaunch.train.history import json_ready
 from onelaunch.version import VERSION
 
@@ -145,7 +145,7 @@ def save_results(results: dict[str, Any], path: Path) -> None:
 def load_results(path: Path) -> dict[str, Any]:
     """The results of `onelaunch bench` in a file."""
     try:
-        results = json.loads(path.read_text(encoding="utf-8"))
+        results = json.loads(read_text(path))
     except OSError as error:
         raise OnelaunchError(
             f"{str(path)!r} cannot be read: {reason_of(error)}; pass what `onelaunch bench --out` wrote"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import sys
@@ -11,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from onelaunch.errors import DivergedError, OnelaunchError
+from onelaunch.errors import DivergedError, OnelaunchError, reason_of
 from onelaunch.version import VERSION
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer's own, or click's in older ones
@@ -23,10 +24,16 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # µ and × on a terminal that has only ASCII
     try:
         code = _app()(prog_name="onelaunch", standalone_mode=False)
+        sys.stdout.flush()
     except USAGE_ERROR as error:
         sys.exit(_tell_usage(error))
     except KeyboardInterrupt:
         sys.exit(130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE) or error.filename is not None:  # standard output has no name
+            raise
+        sys.stdout = None  # or Python tries again as it ends
+        sys.exit(1 if error.errno == errno.EPIPE else f"error: standard output cannot be written: {reason_of(error)}")
     sys.exit(code or 0)
 
 

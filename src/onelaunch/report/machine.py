@@ -24,6 +24,7 @@ def machine_facts(source: dict[str, Any]) -> list[tuple[str, str]]:
     driver = f", driver {machine['driver']}" if machine.get("driver") else ""
     return [
         ("machine", chip(machine) + driver),
+        ("its processor", chip(machine, gpu=False) if machine.get("gpus") else ""),
         ("system", f"{machine.get('system', '')}, Python {versions.get('python', '?')}" if machine else ""),
         ("versions", ", ".join([f"onelaunch {versions.get('onelaunch', '?')}", *found]) if versions else ""),
         ("commit", source.get("commit", "")),

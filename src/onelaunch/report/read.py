@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.files import read_text
 from onelaunch.train.run_folder import ABOUT, COMPARE_FILE, CONFIG, METRICS
 
 Complain = Callable[[str], None]  # told of each part that cannot be shown, in a line
@@ -98,7 +99,7 @@ def unfinished(content: dict[str, Any]) -> list[tuple[str, str]]:
 
 def read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path))
     except OSError as error:
         raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
@@ -112,7 +113,7 @@ def _unreadable(path: Path, error: OSError) -> OnelaunchError:
 def _run(path: Path, complain: Complain) -> Source:
     epochs = []
     try:
-        lines = (path / METRICS).read_text(encoding="utf-8").splitlines()
+        lines = read_text(path / METRICS).splitlines()
     except (OSError, ValueError) as error:
         raise OnelaunchError(f"{str(path / METRICS)!r} cannot be read: {reason_of(error)}; pass another run") from error
     about = read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
@@ -127,7 +128,7 @@ def _run(path: Path, complain: Complain) -> Source:
             break
         epochs.append(epoch)
     try:
-        config = tomllib.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = tomllib.loads(read_text(path / CONFIG))
     except (OSError, ValueError):
         config = {}
     return Source("run", path, path.resolve().name, {"about": about, "epochs": epochs, "config": config})

@@ -18,7 +18,7 @@ from onelaunch.report.comparison import size_figures
 from onelaunch.report.draw import Bar, bar_chart
 from onelaunch.report.machine import chip
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes, read_recorded
-from onelaunch.report.results_page import FIGURES, RESULTS, figure_name, plain, results_page, time_of
+from onelaunch.report.results_page import FIGURES, RESULTS, figure_name, plain, results_page, table, time_of
 from onelaunch.report.standalone import standalone
 
 BEGIN, END = "<!-- results: made by `make readme` -->", "<!-- end of results -->"
@@ -82,14 +82,13 @@ def _short(group: Group) -> str:
     commands = " · ".join(f"`{command}`" for command in dict.fromkeys(record.command for record in sources))
     names = ", ".join(f"[{f}]({RESULTS}/{f})" for f in dict.fromkeys(record.file for record in sources))
     dates = ", ".join(dict.fromkeys(record.date[:10] for record in sources))
-    table = [[record.title, time_of(record), *(against(record.case, peer) for peer in peers)] for record in chosen]
-    close = "; ≈: too noisy to tell" if any("≈" in cell for row in table for cell in row) else ""
+    rows = [[record.title, time_of(record), *(against(record.case, peer) for peer in peers)] for record in chosen]
+    close = "; ≈: too noisy to tell" if any("≈" in cell for row in rows for cell in row) else ""
     meaning = f"Medians; × is a peer's time over ours{close}."
     lines = [f"**{group.title}** on {group.chip}: {commands}, {dates}, {names}. {meaning}", ""]
     if chosen:
         head = ["case", "onelaunch", *(f"against {peer}" for peer in peers)]
-        lines += [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-        lines += [f"| {' | '.join(row)} |" for row in table]
+        lines += table(head, rows)
         lines += ["", f"![{group.title}: the fastest peer's time over ours]({FIGURES}/{group.file_stem}.svg)", ""]
     for record in group.failed:
         lines += [f"{plain(record.title)} failed its check and has no time.", ""]
@@ -127,14 +126,12 @@ def _cold(recorded: dict[str, Any] | None) -> str:
     if recorded is None:
         return "Its output is not recorded yet: expect a large ratio first, and one near 1.7 second.\n"
     where = f"[{recorded['file']}](../{RESULTS}/{recorded['file']})"
-    lines = [
-        f"| {chip(recorded['machine'])}, {recorded['date'][:10]}, {where} | two kernels | one kernel | ratio |",
-        "|---|---|---|---|",
-    ]
+    rows = []
     for words, one in recorded["cold_launch"].items():
         two, fused = one["two_kernels"], one["one_kernel"]
-        lines.append(f"| {plain(words)} | {seconds(two)} | {seconds(fused)} | {times(two / fused)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([words, seconds(two), seconds(fused), times(two / fused)])
+    first = f"{chip(recorded['machine'])}, {recorded['date'][:10]}, {where}"
+    return "\n".join(table([first, "two kernels", "one kernel", "ratio"], rows)) + "\n"
 
 
 def stale(root: Path) -> list[str]:
@@ -164,3 +161,6 @@ if __name__ == "__main__":
         main()
     except OnelaunchError as error:
         sys.exit(f"error: {error}")
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        said = f"a file in {RESULTS} is not as onelaunch writes it ({type(error).__name__}: {error})"
+        sys.exit(f"error: {said}; `onelaunch report {RESULTS}` names it")

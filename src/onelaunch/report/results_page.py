@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -29,11 +30,11 @@ def results_page(recordings: Recordings) -> str:
         *_thirstier(recordings),
     ]
     for group in recordings.groups:
-        lines += ["", f"## {group.title}: {group.chip}", ""]
+        lines += ["", f"## {plain(f'{group.title}: {group.chip}')}", ""]
         lines += _full_table(group) if group.cases else []
         lines += _remarks(group)
     for sizes in recordings.sizes:
-        lines += ["", f"## Over the hidden size: {sizes.chip}", "", *_over_size(sizes)]
+        lines += ["", f"## Over the hidden size: {plain(sizes.chip)}", "", *_over_size(sizes)]
     return "\n".join(lines) + "\n"
 
 
@@ -46,51 +47,56 @@ def plain(words: str) -> str:
     return escape(" ".join(words.split()), quote=False).replace("|", "\\|")
 
 
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of Markdown, whatever is in the cells."""
+    first, *others = (f"| {' | '.join(map(plain, cells))} |" for cells in (head, *rows))
+    return [first, f"|{'---|' * len(head)}", *others]
+
+
 def _lost(recordings: Recordings) -> list[str]:
     rows = [
-        f"| {plain(record.case['name'])} | {group.chip} | {peer} | {'' if surely else '≈ '}{times(1 / ratio)} its time |"
+        [record.case["name"], group.chip, peer, f"{'' if surely else '≈ '}{times(1 / ratio)} its time"]
         for group in recordings.groups
         for record in group.cases
         for peer, ratio, surely in record.behind()
     ]
     rows += [
-        f"| {sizes.content['network']}, hidden size {hidden:,} | {sizes.chip} | {peer} | {times(1 / ratio)} its time |"
+        [f"{sizes.content['network']}, hidden size {hidden:,}", sizes.chip, peer, f"{times(1 / ratio)} its time"]
         for sizes in recordings.sizes
         for peer, hidden, ratio in sizes.lost_to()
     ]
     if not rows:
         return ["In no recorded case."]
-    head = ["| case | chip | peer | onelaunch takes |", "|---|---|---|---|"]
-    return [*head, *rows]
+    return table(["case", "chip", "peer", "onelaunch takes"], rows)
 
 
 def _thirstier(recordings: Recordings) -> list[str]:
     """Where a peer takes less energy, whoever is faster."""
     rows = [
-        f"| {plain(record.case['name'])} | {peer} | {joules(used[peer])} | {joules(used[OURS])} |"
+        [record.case["name"], peer, joules(used[peer]), joules(used[OURS])]
         for group in recordings.groups
         for record in group.cases
         if OURS in (used := energy_of(record.case))
         for peer in peers_of([record.case])
         if peer in used and used[peer] < used[OURS]
     ]
-    head = ["| case | peer | its energy | ours |", "|---|---|---|---|"]
-    return ["", "## Where a peer takes less energy", "", *head, *rows] if rows else []
+    shown = table(["case", "peer", "its energy", "ours"], rows)
+    return ["", "## Where a peer takes less energy", "", *shown] if rows else []
 
 
 def _full_table(group: Group) -> list[str]:
     peers = peers_of([record.case for record in group.cases])
     head = ["case", "onelaunch", "n", "spread", *(f"against {peer}" for peer in peers), "share of the floor's speed"]
     head += ["peak memory", "energy", "recorded"]
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    rows = []
     for record in group.cases:
         case, ours = record.case, record.case["times"][OURS]
         cells = [record.title, time_of(record), str(ours["n"]), percent(ours["spread"])]
         cells += [against(case, peer) for peer in peers]
         cells += [percent(_floor_share(case), 0), byte_size((case.get("peak_bytes") or {}).get(OURS))]
         cells += [joules(energy_of(case).get(OURS)), f"[{record.date[:10]}](../{RESULTS}/{record.file})"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        rows.append(cells)
+    return table(head, rows)
 
 
 def _floor_share(case: dict[str, Any]) -> float | None:
@@ -104,13 +110,13 @@ def _floor_share(case: dict[str, Any]) -> float | None:
 def _remarks(group: Group) -> list[str]:
     """What failed, what a case says of itself, and who was not there."""
     said = [
-        f"- **{record.title} failed its check** ([{record.date[:10]}](../{RESULTS}/{record.file})), so it has no time: "
+        f"- **{plain(record.title)} failed its check** ([{record.date[:10]}](../{RESULTS}/{record.file})), so it has no time: "
         f"{plain(record.case['check'].removeprefix('failed: '))}"
         for record in group.failed
     ]
     for record in group.cases:
         said += [
-            f"- {record.title}: {plain(f'{name}: {words}')}" for name, words in (record.case.get("notes") or {}).items()
+            f"- {plain(f'{record.title}: {name}: {words}')}" for name, words in (record.case.get("notes") or {}).items()
         ]
     absent: dict[tuple[str, str], list[str]] = {}
     for record in group.cases:
@@ -118,7 +124,7 @@ def _remarks(group: Group) -> list[str]:
             absent.setdefault((peer, reason), []).append(record.title)
     for (peer, reason), titles in absent.items():
         where = "" if len(titles) == len(group.cases) else f" from {', '.join(titles)}"
-        said.append(f"- Absent{where}: {plain(f'{peer} ({reason})')}")
+        said.append(f"- {plain(f'Absent{where}: {peer} ({reason})')}")
     return ["", *said] if said else []
 
 
@@ -127,11 +133,8 @@ def _over_size(sizes: Sizes) -> list[str]:
     where = f"[{content['date'][:10]}](../{RESULTS}/{sizes.file})"
     lines = [f"{plain(content.get('network', ''))}: `{content['command']}`, {where}.", ""]
     for figure in size_figures(content["sizes"], sizes.file_stem, content["command"]):
-        table = figure.table
-        lines += [f"![{figure.title}](figures/{figure_name(sizes, figure.title)})", "", f"{table.caption}:", ""]
-        lines += [f"| {' | '.join(table.head)} |", f"|{'---|' * len(table.head)}"]
-        lines += [f"| {' | '.join(row)} |" for row in table.rows]
-        lines.append("")
+        lines += [f"![{figure.title}](figures/{figure_name(sizes, figure.title)})", "", f"{figure.table.caption}:", ""]
+        lines += [*table(figure.table.head, figure.table.rows), ""]
     absent = content["sizes"].get("absent", {})
     lines += [
         f"- Absent at {', '.join(by_size)}: {plain(f'{name} ({next(iter(by_size.values()))})')}"
