@@ -207,28 +207,40 @@ def _line(line: Line, look: Look, x: Scale, y: Scale, write_x: Write, write_y: W
 def _numbers(dots: Sequence[tuple[float, float, int]]) -> str:
     """The number of each dot beside it, of dots that lie on one another all of theirs: where nothing else lies, as far as
     there is room."""
-    heaps: dict[tuple[float, float], list[str]] = {}
+    heaps: dict[tuple[float, float], list[int]] = {}
     for px, py, number in dots:
         near = (heap for heap in heaps if math.dist(heap, (px, py)) < HEAP)
-        heaps.setdefault(next(near, (px, py)), []).append(str(number))
+        heaps.setdefault(next(near, (px, py)), []).append(number)
     taken = [(px - 5, py - 5, px + 5, py + 5) for px, py, _ in dots]
     parts = []
     for (px, py), numbers in heaps.items():
-        words = ", ".join(numbers)
+        words = _in_short(numbers)
         wide = len(words) * CHARACTER
         corners = ((px + 6, py - 6), (px - 6 - wide, py - 6), (px - wide / 2, py - 18), (px - wide / 2, py + 6),
                    (px + 5, py - 16), (px + 5, py + 5), (px - 5 - wide, py - 16), (px - 5 - wide, py + 5))  # fmt: skip
         boxes = [(left, top, left + wide, top + 12) for left, top in corners]
         inside = [box for box in boxes if box[0] >= LEFT and box[2] <= WIDTH]
-        free = [box for box in inside if not any(_overlap(box, other) for other in taken)]
-        box = (free or inside or boxes)[0]
+        box = min(inside or boxes, key=lambda box: sum(_overlap(box, other) for other in taken))
         taken.append(box)
         parts.append(text(box[0], box[1] + 10, words, "dot"))
     return "".join(parts)
 
 
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+def _in_short(numbers: Sequence[int]) -> str:
+    """`7–11, 16` for rising numbers of which some follow each other."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}–{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> float:
+    """The area that two boxes share."""
+    across, down = (min(one[i + 2], other[i + 2]) - max(one[i], other[i]) for i in (0, 1))
+    return max(0.0, across) * max(0.0, down)
 
 
 def bar_chart(
