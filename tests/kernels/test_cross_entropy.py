@@ -112,7 +112,51 @@ def test_rows_are_counted(kernel_device: torch.device, rows: int) -> None:
 
     target = torch.randint(4, (rows,), device=kernel_device)
     for ignored in (0, 2, -100):
-        assert count_rows(target, ignored).item() == (target != ignored).sum().item()
+        count = poisoned(like=target)
+        assert count_rows(target, ignored, count).item() == (target != ignored).sum().item()
+
+
+@pytest.mark.parametrize(("rows", "classes", "long_rows"), [(3, 600, False), (50, 600, False), (5, 600, True)])
+def test_rows_that_are_counted_first_leave_nothing_to_rescale(
+    kernel_device: torch.device, rows: int, classes: int, long_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onelaunch.kernels import cross_entropy as kernels
+
+    if long_rows:
+        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
+    x = torch.randn(rows, classes, device=kernel_device)
+    target = torch.randint(classes, (rows,), device=kernel_device)
+    target[::2] = 7
+    exact = x.cpu().double().requires_grad_()
+    expected = F.cross_entropy(exact, target.cpu(), ignore_index=7)
+    expected.backward()
+    loss, dx = poisoned(like=x), poisoned(rows, classes, like=x)
+    options = {"lse": None, "smoothing": 0.0, "ignore_index": 7, "reduction": "mean", "count_first": True}
+    kernels.cross_entropy_forward(x, target, loss, dx=dx, **options)
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("rows", "classes"), [(3, 600), (50, 600), (700, 20), (2, 9000)])
+def test_the_op_that_writes_its_gradient_in_the_forward(
+    kernel_device: torch.device, rows: int, classes: int, reduction: str
+) -> None:
+    """What runs on CUDA, also in the interpreter: rows counted first or afterwards, one program, parts, rows past registers."""
+    from onelaunch.ops.cross_entropy import _EagerCrossEntropy
+
+    x = torch.randn(rows, classes, device=kernel_device, requires_grad=True)
+    target = torch.randint(classes, (rows,), device=kernel_device)
+    target[1] = -100
+    loss = _EagerCrossEntropy.apply(x, target, (0.1, -100, reduction, False))
+    exact = x.detach().cpu().double().requires_grad_()
+    expected = F.cross_entropy(exact, target.cpu(), label_smoothing=0.1, reduction=reduction)
+    torch.testing.assert_close(loss.detach().cpu().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    for factor in (1.0, 1.7):
+        upstream = torch.full_like(loss, factor)
+        (dx,) = torch.autograd.grad(loss, x, upstream, retain_graph=True)
+        (wanted,) = torch.autograd.grad(expected, exact, upstream.cpu().double(), retain_graph=True)
+        torch.testing.assert_close(dx.cpu().double(), wanted, rtol=2e-5, atol=1e-6)
 
 
 def test_a_factor_of_one_touches_nothing(kernel_device: torch.device) -> None:
