@@ -95,3 +95,8 @@ def test_a_pipe_is_read_and_one_without_a_writer_not_waited_for(tmp_path):
         said.start()
         assert read_text(pipe) == "words"
     os.close(reading)
+
+
+def test_a_device_has_no_end(tmp_path):
+    with pytest.raises(OSError, match="it is a device"):
+        read_text(Path("/dev/zero"))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import glob
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -43,7 +45,8 @@ def _while_we_run() -> tempfile.TemporaryDirectory[str]:
 
 
 def read_text(path: Path) -> str:
-    """A file's words. Of a pipe what its writer says; where it has none, nothing, and nobody is waited for."""
+    """A file's words. Of a pipe what its writer says; where it has none, nothing, and nobody is waited for. A device may have
+    no end: OSError."""
 
     def at_once(name: str, flags: int) -> int:
         descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
@@ -51,13 +54,19 @@ def read_text(path: Path) -> str:
             os.set_blocking(descriptor, True)
         return descriptor
 
-    with open(path, encoding="utf-8", opener=at_once) as file:
+    with open(path, encoding="utf-8-sig", opener=at_once) as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is a device")
         return file.read()
+
+
+def temporary_name(path: Path) -> str:
+    return f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp"
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """A reader, or a kill -9 at any moment, sees the old file or the new one, never part of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(temporary_name(path))
     try:
         with open(temporary, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -369,3 +369,18 @@ def test_what_was_not_run_is_known_from_the_file(no_compiler):
         compare(lambda seed: make(seed, engine="cpu"), [0, 1], lambda line: None, results, save)
     assert not_run(results) == ["torch eager (seed 1)", "onelaunch cpu (seed 1)", "hidden size 8"]
     assert not_run({**results, "finished": True}) == []
+
+
+def test_weights_that_are_not_those_of_their_curve_are_red():
+    def ends(loss, first=2.0):
+        return {"final": {"loss": {"mean": loss}}, "curve": {"mean": [first]}, "gap": None}
+
+    def found(ours, reference, first=2.0):
+        return {"contenders": {EAGER: ends(reference, first), "onelaunch cpu": ends(ours, first)}}
+
+    words = "onelaunch cpu ends with a loss of 2.3 where torch eager has 0.4: its weights are not those of its curve"
+    assert remarks(found(2.3, 0.4)) == [("bad", words)]
+    assert is_red(found(2.3, 0.4))
+    assert is_red(found(0.1, 0.4))
+    for ours, reference in ((0.4, 0.5), (None, 0.4), (0.4, None), (1e-7, 5e-7)):  # the last two are as good as none
+        assert not is_red(found(ours, reference))

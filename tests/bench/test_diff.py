@@ -104,3 +104,16 @@ def test_other_chips_and_versions_are_said():
 
     assert differences(on("H100", "2.9"), on("H100", "2.9")) == []
     assert differences(on("H100", "2.9"), on("H200", "2.11")) == ["gpu: H100, then H200", "torch: 2.9, then 2.11"]
+
+
+def test_what_a_limit_left_out_is_not_gone():
+    old = {
+        "cases": [*results(5.0)["cases"], *results(5.0, name="ops/y")["cases"], *results(5.0, name="ops/z")["cases"]]
+    }
+    new = results(5.0) | {"left_out": ["ops/y"]}
+    assert [change.verdict for change in compare_results(old, new)] == ["same", "left out", "gone"]
+
+
+def test_files_without_a_common_case_are_not_called_damaged():
+    with pytest.raises(OnelaunchError, match=r"^the two files have no case in common"):
+        compare_results(results(5.0), results(5.0, name="ops/y"))

@@ -138,7 +138,7 @@ def test_out_is_a_file_of_its_own(cli, tmp_path):
     assert link.is_symlink()
     assert json.loads(target.read_text())["finished"] is True
     outcome = cli("bench", "diff", target, target, "--out", tmp_path / "x.json")
-    assert (outcome.code, "diff saves nothing; leave out --out" in outcome.err) == (2, True)
+    assert (outcome.code, "diff measures and saves nothing; leave out --out" in outcome.err) == (2, True)
 
 
 def test_two_at_once_do_not_save_into_one_file(cli, tmp_path):

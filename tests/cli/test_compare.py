@@ -44,7 +44,8 @@ def test_compare_prints_saves_and_draws(cli, blobs, tmp_path):
     for word in ("contender", "start-up", "memory", "accuracy"):  # whole, in 80 columns too
         assert re.search(rf"^.* {word}( |$)", outcome.out, re.M)
     assert "absent: torch.compile (RuntimeError: no compiler here)" in outcome.out
-    assert re.search(r"auto against torch eager, by hidden size: 8: [\d.]+×, 16: [\d.]+×", outcome.out)
+    assert re.search(r"^absent: CUDA graph at hidden size 8, 16 \(.+\)$", outcome.out, re.M)
+    assert re.search(r"chosen engine against torch eager, by hidden size: 8: [\d.]+×, 16: [\d.]+×", outcome.out)
     saved = json.loads((tmp_path / "both" / "compare.json").read_text())
     assert saved["seeds"] == [0, 1]
     assert saved["finished"]
@@ -187,7 +188,10 @@ def test_a_comparison_that_diverges_is_drawn_and_saved_as_json(cli, blobs, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--seeds", "0"), "seeds=0 must be 1 or more"),
+        (("--seeds", "0"), "seeds=0 must be 1 to 1000"),
+        (("--seeds", str(10**30)), "must be 1 to 1000"),
+        (("--seed", str(2**64 - 1), "--seeds", "2"), "go beyond 64 bits"),
+        (("--hidden", "", "--sizes", "8"), "has no hidden layer"),
         (("--sizes", "8,0"), "sizes=[8, 0]"),
         (("--sizes", "8;16"), "is not a list of numbers"),
         (("--hidden", "5,,5"), "is not a list of numbers"),

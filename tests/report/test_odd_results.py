@@ -188,5 +188,55 @@ def test_files_of_another_kind_in_a_folder_are_named(tmp_path):
     said: list[str] = []
     write_report([tmp_path], tmp_path / "page.html", said.append)
     assert said == [
-        f"what is no result of `onelaunch bench` or `onelaunch compare` in '{tmp_path}': dram.json, phases.json"
+        f"what is no result of `onelaunch bench` or `onelaunch compare` in '{tmp_path}': 'dram.json', 'phases.json'"
     ]
+    assert "dram.json" not in (tmp_path / "page.html").read_text()  # no fault of the page
+
+
+@pytest.mark.parametrize(
+    ("spoil", "shown"),
+    [
+        ({"ratio": {"torch eager": 77_474.0, "JAX & scan": -1.0}}, "2.50×"),  # the times say otherwise
+        ({"check": "failed: wrong"}, None),
+        ({"check": "banana"}, None),
+    ],
+)
+def test_figures_come_from_the_times_of_cases_that_passed(tmp_path, spoil, shown):
+    results = bench_results()
+    results["cases"] = [results["cases"][0] | spoil]
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "77,474" not in html
+    assert (shown or "2.50×") in html if shown else "2.50×" not in html
+
+
+def test_a_spread_that_is_none_leaves_the_case_out(tmp_path):
+    results = bench_results()
+    results["cases"][0]["times"]["onelaunch"]["spread"] = float("nan")
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "ops/relu is left out: it holds times that are none" in html
+
+
+def test_what_a_limit_left_out_is_said(tmp_path):
+    (tmp_path / "bench.json").write_text(json.dumps(bench_results() | {"left_out": ["ops/late", "cpu/other"]}))
+    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    assert "Left out, since --limit was reached: ops/late<" in html
+
+
+def test_a_comparison_on_a_busy_machine_says_so(tmp_path):
+    (tmp_path / "compare.json").write_text(json.dumps(compare_results() | {"cores_taken": [0.1, 1.9]}))
+    html = write_report([tmp_path / "compare.json"], tmp_path / "page.html").read_text()
+    assert "The machine was busy: others took 1.9 of 2 cores." in html
+
+
+def test_control_characters_and_links(tmp_path):
+    results = bench_results()
+    results["cases"][0]["name"] = "ops/\x1b[2J\x00relu"
+    (tmp_path / "bench.json").write_text(json.dumps(results))
+    (tmp_path / "link.html").symlink_to(tmp_path / "page.html")
+    write_report([tmp_path / "bench.json"], tmp_path / "link.html")
+    assert (tmp_path / "link.html").is_symlink()
+    assert not set(map(chr, range(32))) - {"\n"} & set((tmp_path / "page.html").read_text())
+    with pytest.raises(OnelaunchError, match=r"cannot be written: it is no file"):
+        write_report([tmp_path / "bench.json"], tmp_path)

@@ -206,7 +206,9 @@ def test_names_cannot_break_a_table(project):
         assert "<script>" not in text
 
 
-@pytest.mark.parametrize("spoil", [{"times": 3}, {"ratio": {}}, {"unit": None}, {"group": ["ops"]}])
+@pytest.mark.parametrize(
+    "spoil", [{"times": 3}, {"times": {"onelaunch": {"median": 1}}}, {"unit": None}, {"group": ["ops"]}]
+)
 def test_a_recording_that_is_not_ours_is_told_in_a_line(project, spoil):
     results = bench_results()
     results["cases"][0] |= spoil
@@ -216,3 +218,21 @@ def test_a_recording_that_is_not_ours_is_told_in_a_line(project, spoil):
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_doubtful_recording_is_said_to_be_one(project):
+    results = bench_results() | {"cores_taken": [0.1, 1.9], "interrupted": True}
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    said = generate(project)[project / ALL]
+    assert "- **bench.json: The machine was busy: others took 1.9 of 2 cores." in said
+    assert "- **bench.json: Interrupted: what was done is here.**" in said
+
+
+def test_machines_that_differ_in_threads_have_pictures_of_their_own(project):
+    cpu = bench_results()
+    cpu["cases"] = [{**cpu["cases"][0], "name": "cpu/x", "group": "cpu", "gpu": None}]
+    for threads in (2, 8):
+        machine = {**MACHINE, "gpus": [], "cpu": {"name": "Chip", "cores": 8, "torch_threads": threads}}
+        (project / RESULTS / f"cpu{threads}.json").write_text(json.dumps(cpu | {"machine": machine}))
+    names = [path.name for path in generate(project) if path.name.startswith("cpu-")]
+    assert sorted(names) == ["cpu-chip-2-threads.svg", "cpu-chip-8-threads.svg"]

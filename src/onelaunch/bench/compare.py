@@ -222,7 +222,7 @@ def _memory_over_a_step(run: Run, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _line(name: str, seed: int, trained: Trained, record: Record) -> str:
-    steps, taken = (sum(column) for column in zip(*trained.epochs, strict=True))
+    step = statistics.median(taken / steps for steps, taken in trained.epochs)
     accuracy = record.final[-1]["accuracy"]
     right = "" if accuracy is None else f", accuracy {accuracy:.2%}".replace("%", " %")
-    return f"{name}, seed {seed}: {seconds(taken / steps)} a step, loss {record.final[-1]['loss']:.4g}{right}"
+    return f"{name}, seed {seed}: {seconds(step)} a step, loss {record.final[-1]['loss']:.4g}{right}"

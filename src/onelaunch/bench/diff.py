@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ class Change:
     """`ratio` is new time over old, `noise` the factor that the two spreads together allow it to be off by."""
 
     name: str
-    verdict: str  # faster, slower, same, NOISY, machine, failed, mended, added, gone, skipped
+    verdict: str  # faster, slower, same, NOISY, machine, failed, mended, added, gone, left out, skipped
     before: float | None = None
     after: float | None = None
     ratio: float | None = None
@@ -31,29 +32,31 @@ class Change:
 def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
     """A change of every case that either file holds."""
     try:
-        return _changes(*({case["name"]: case for case in results["cases"]} for results in (old, new)))
+        before, after = ({case["name"]: case for case in results["cases"]} for results in (old, new))
+        return _changes(before, after, new.get("left_out", ()))
+    except OnelaunchError:
+        raise
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         raise OnelaunchError(
             f"a file is not as `onelaunch bench` writes it ({type(error).__name__}: {error}): take it again"
         ) from error
 
 
-def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
+def _changes(before: dict[str, Any], after: dict[str, Any], left_out: Sequence[str]) -> list[Change]:
     if not before.keys() & after.keys():
         raise OnelaunchError("the two files have no case in common: pass results of the same `onelaunch bench` groups")
-    return [_change(name, before.get(name), after.get(name)) for name in {**before, **after}]
+    gone = {name: Change(name, "left out" if name in left_out else "gone") for name in before if name not in after}
+    return [gone.get(name) or _change(name, before.get(name), after[name]) for name in {**before, **after}]
 
 
-def _change(name: str, old: dict[str, Any] | None, new: dict[str, Any] | None) -> Change:
-    was, now = (None if case is None else case["times"].get(OURS) for case in (old, new))
+def _change(name: str, old: dict[str, Any] | None, new: dict[str, Any]) -> Change:
+    if old is None:
+        return Change(name, "added")
+    was, now = (case["times"].get(OURS) for case in (old, new))
     if now is None or was is None:
-        if new is None or old is None:
-            return Change(name, "gone" if new is None else "added")
         if now is None and was is None:
             return Change(name, "failed" if new["check"].startswith("failed") else "skipped")
         return Change(name, "failed" if now is None else "mended")
-    assert old is not None
-    assert new is not None
     if not all(math.isfinite(one["median"]) and one["median"] > 0 for one in (was, now)):
         raise OnelaunchError(f"{name} took {was['median']}, then {now['median']} seconds: pass results with real times")
     ratio, noise = now["median"] / was["median"], (1 + was["spread"]) * (1 + now["spread"])

@@ -50,8 +50,9 @@ class Timing:
 
 def reason_in_a_line(error: BaseException) -> str:
     """What was raised, and the first line of what it says; ours say all themselves."""
-    said = str(error).strip().splitlines() or [""]
-    return said[0] if isinstance(error, OnelaunchError) else f"{type(error).__name__}: {said[0]}"
+    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    first = " ".join(said[:2]) if said[0].endswith(":") else said[0]  # which announces the reason
+    return first if isinstance(error, OnelaunchError) else f"{type(error).__name__}: {first}"
 
 
 def summarise(samples: list[float]) -> Timing:

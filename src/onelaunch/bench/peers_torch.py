@@ -50,7 +50,9 @@ def reference_losses(run: Run, steps: int) -> torch.Tensor:
 
 
 def worst_relative(losses: list[float], reference: torch.Tensor) -> float:
-    """The largest relative difference of a step's loss; infinite where one is not a number."""
+    """The largest relative difference of a step's loss; infinite where one is not a number, or missing."""
+    if len(losses) != len(reference):
+        return float("inf")
     gap = (torch.tensor(losses, dtype=torch.float64) - reference).abs() / reference.abs()
     return float(gap.nan_to_num(nan=float("inf")).max())
 

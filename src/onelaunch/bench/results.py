@@ -9,7 +9,6 @@ import json
 import math
 import os
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +18,7 @@ from onelaunch.bench.busy import Watch, cores_taken_before
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.device import describe_machine
 from onelaunch.errors import OnelaunchError, reason_of
-from onelaunch.files import held, read_text, write_atomic
+from onelaunch.files import held, read_text, temporary_name, write_atomic
 from onelaunch.train.history import json_ready
 from onelaunch.version import VERSION
 
@@ -108,8 +107,11 @@ def check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.is_file():
-            with tempfile.TemporaryFile(dir=path.parent) as file:  # the one test that no file system answers wrongly
-                file.write(bytes(ROOM))
+            target = Path(os.path.realpath(path))
+            trial = target.with_name(temporary_name(target))
+            with open(trial, "xb", buffering=0) as file, contextlib.ExitStack() as stack:
+                stack.callback(trial.unlink)
+                file.write(bytes(ROOM))  # the one test that no file system answers wrongly
             return
         reason = "it is a folder" if path.is_dir() else "it is no file"
     except (OSError, ValueError) as error:
@@ -168,6 +170,6 @@ def _is_case(case: Any) -> bool:
     try:
         texts = (case["name"], case["check"])
         figures = [figure for timing in case["times"].values() for figure in (timing["median"], timing["spread"])]
-        return all(isinstance(text, str) for text in texts) and all(0 <= figure < math.inf for figure in figures)
-    except (KeyError, TypeError, AttributeError):
+        return all(isinstance(text, str) for text in texts) and all(0 <= float(figure) < math.inf for figure in figures)
+    except (KeyError, TypeError, AttributeError, OverflowError):
         return False

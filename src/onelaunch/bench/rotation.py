@@ -70,9 +70,17 @@ class _Lazy:
 
 
 def trial(
-    steps: dict[str, Step], sets: int, check: Work, in_graph: bool = True, *, moved: float = 0, flops: float = 0
+    steps: dict[str, Step],
+    sets: int,
+    check: Work,
+    in_graph: bool = True,
+    *,
+    moved: float = 0,
+    flops: float = 0,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Trial:
-    """The first of `steps` is ours. `moved` and `flops`: the bytes and the arithmetic that one call cannot do without."""
+    """The first of `steps` is ours. `moved` and `flops`: the bytes and the arithmetic, of `dtype`, that one call cannot do
+    without."""
     works: dict[str, Work] = {
         who: _Lazy(step, sets) if in_graph else streamed(step, sets) for who, step in steps.items()
     }
@@ -82,7 +90,7 @@ def trial(
     calls = calls_for(sets)
     return Trial(
         works[ours], check, others, units=calls, cuda=True, memory=memory, floor_bytes=calls * moved or None,
-        floor_flops=calls * flops or None, floor_dtype="bf16",
+        floor_flops=calls * flops or None, floor_dtype="fp32" if dtype == torch.float32 else "bf16",
     )  # fmt: skip
 
 

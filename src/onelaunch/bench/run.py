@@ -91,11 +91,19 @@ def run_cases(
                 results["cases"].append(
                     run_case(one, quick=quick, ceilings=ceilings, check_interrupts=check_interrupts)
                 )
-                save(results)
-                show(results["cases"][-1])
+                try:
+                    save(results)
+                finally:  # on a full disk it is at least to be seen
+                    show(results["cases"][-1])
                 check_interrupts()
     except KeyboardInterrupt:
         results["interrupted"] = True
+        if not results["cases"]:  # nothing that would be worth an older file in its place
+            return results
+    except SystemExit:  # of showing it: nobody reads on
+        results["interrupted"] = True
+        save(results)
+        raise
     else:
         results["finished"] = True
     note_cores_taken(results, watch)

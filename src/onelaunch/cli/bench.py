@@ -45,8 +45,10 @@ def bench(
     """
     what = what or ["all"]
     if what[0] == DIFF:
-        if out is not None:
-            raise OnelaunchError(f"out={str(out)!r}: diff saves nothing; leave out --out")
+        given = {"out": out, "filter": filter, "quick": quick, "limit": limit, "large": large}
+        for name, value in given.items():
+            if value not in (None, "", False):
+                raise OnelaunchError(f"{name}={str(value)!r}: diff measures and saves nothing; leave out --{name}")
         _diff(what[1:])
         return
     console = Console()
@@ -65,9 +67,14 @@ def bench(
             save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit, large),
             limit=limit,
         )  # fmt: skip
+    if results["interrupted"] and not results["cases"]:
+        if out is None:
+            path.unlink(missing_ok=True)
+        typer.echo("stopped  interrupted before the first case was done: nothing is saved", err=True)
+        raise KeyboardInterrupt
     skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
     for reason, count in skipped.items():
-        console.print(f"{count} cases {reason}", style="yellow", markup=False, soft_wrap=True)
+        console.print(f"{count} case{'s' * (count > 1)} {reason}", style="yellow", markup=False, soft_wrap=True)
     if results["left_out"]:
         names = ", ".join(results["left_out"])
         console.print(f"left out after {limit:g} s: {names}", style="yellow", markup=False, soft_wrap=True)

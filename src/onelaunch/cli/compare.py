@@ -27,7 +27,7 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
 from onelaunch.number import times
 from onelaunch.report.comparison import agreement, comparison_table, noise, speed_up
-from onelaunch.report.remarks import is_red, remarks
+from onelaunch.report.remarks import absences, is_red, remarks
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.build import mlp
 from onelaunch.train.engines import choose
@@ -35,6 +35,8 @@ from onelaunch.train.engines.contract import Run
 from onelaunch.train.inputs import make_run
 from onelaunch.train.interrupts import remembered
 from onelaunch.train.run_folder import COMPARE_FILE, CONFIG, RunFolder
+
+MOST_SEEDS = 1000
 
 
 @with_flags(TrainConfig)
@@ -56,12 +58,18 @@ def compare(
     hidden = sorted(set(given or []))
     if given is not None and not hidden:
         raise OnelaunchError("sizes=[] is empty: pass hidden sizes such as 128,256,512, or leave it out")
-    if seeds < 1:
-        raise OnelaunchError(f"seeds={seeds} must be 1 or more: pass how many to train")
+    if not 1 <= seeds <= MOST_SEEDS:
+        raise OnelaunchError(f"seeds={seeds} must be 1 to {MOST_SEEDS}: pass how many to train")
+    if settings.seed + seeds > 2**64:
+        raise OnelaunchError(f"seed={settings.seed} and seeds={seeds} go beyond 64 bits: pass a smaller seed")
     if any(size < 1 for size in hidden):
         raise OnelaunchError(f"sizes={given} must be widths of 1 or more, such as 128,256,512")
     dataset = load_data(settings)
     widths = widths_of(settings, dataset)
+    if hidden and len(widths) < 3:
+        raise OnelaunchError(
+            f"sizes={hidden}: {'-'.join(map(str, widths))} has no hidden layer; pass --hidden, or leave it out"
+        )
     if settings.engine != "auto":  # asked for by name: say at once that it cannot run, as `train` does
         choose(_make_run(settings, dataset, widths))
     _require_empty(settings.out)
@@ -167,12 +175,13 @@ def _show(results: dict[str, Any]) -> None:
         )
     for _, words in noise(results):
         console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    for name, reason in results["absent"].items():
-        console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
+    for words in absences(results):
+        console.print(f"absent: {words}", markup=False, highlight=False, soft_wrap=True)
     if results["sizes"]:
         for name, by_size in speed_up(results["sizes"]).items():
             line = ", ".join(f"{size}: {times(ratio)}" for size, ratio in by_size.items())
-            console.print(f"auto against {name}, by hidden size: {line}", markup=False, highlight=False, soft_wrap=True)
+            words = f"chosen engine against {name}, by hidden size: {line}"
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def _command(config: Path | None, flags: dict[str, Any], sizes: Sequence[int], seeds: int) -> str:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from onelaunch.data import NAMES
 from onelaunch.errors import OnelaunchError, reason_of, suggest
+from onelaunch.files import read_text
 from onelaunch.train.build import check_architecture
 from onelaunch.train.spec import Spec
 
@@ -46,8 +47,8 @@ class TrainConfig(BaseModel):
     label_smoothing: float = Field(0.0, description="share of the target spread over all classes")
     drop_last: bool = Field(False, description="leave out a last batch that is not full")
     precision: str = Field("auto", description="auto, fp32, tf32, bf16 or fp16")
-    engine: str = Field("auto", description="auto, resident, graph, cpu or eager")
-    memory: str = Field("plan", description="plan, caching or stream")
+    engine: str = Field("auto", description="auto, resident, graph, cpu or eager; compare: of ours only this one")
+    memory: str = Field("plan", description="plan, caching or stream, for kernels on a GPU")
     seed: int = Field(0, description="of the weights, the row order and the dropout masks")
     out: str | None = Field(None, description="folder for the run; a new one under runs/ when not given")
 
@@ -71,7 +72,7 @@ class TrainConfig(BaseModel):
 
 def read_config(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(read_text(path))
     except OSError as error:
         hint = f"for that data pass --data {path}" if str(path) in NAMES else "pass a TOML file, or leave it out"
         raise OnelaunchError(f"config {str(path)!r} cannot be read: {reason_of(error)}; {hint}") from error

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
+from onelaunch.number import printable
+
 
 def print_table(
     console: Console, title: str, head: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str] = ()
@@ -27,7 +29,7 @@ def print_table(
 
 
 def _print(console: Console, line: str, style: str) -> None:
-    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 Lines = list[tuple[int | None, str]]  # the number of the row a line belongs to, and the line

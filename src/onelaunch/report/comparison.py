@@ -8,10 +8,10 @@ from typing import Any
 from onelaunch.number import NONE, byte_size, digits, percent, seconds, times, whole
 from onelaunch.report.draw import Bar, Line, bar_chart, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
-from onelaunch.report.machine import machine_facts
+from onelaunch.report.machine import busy, machine_facts
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source, unfinished
-from onelaunch.report.remarks import is_ours, remarks
+from onelaunch.report.remarks import absences, is_ours, remarks
 from onelaunch.report.scale import is_wide
 
 NOISY = 1.5  # slowest over fastest
@@ -42,8 +42,8 @@ def compare_section(source: Source, identity: str, palette: Palette) -> Section:
     )  # which begin with the name
     said += [*remarks(content), *noise(content)]
     said += [] if found else [("note", "No contender is finished yet.")]
-    said += unfinished(content)
-    said += [("note", f"Absent: {name} ({reason})") for name, reason in content.get("absent", {}).items()]
+    said += [*busy(content), *unfinished(content)]
+    said += [("note", f"Absent: {words}") for words in absences(content)]
     title = f"Comparison {source.name}{' (unfinished)' if unfinished(content) else ''}"
     return Section(identity, title, facts, tables, figures, said)
 
@@ -172,14 +172,14 @@ def _memory(memory: dict[str, Any], identity: str, command: str, palette: Palett
     )  # fmt: skip
     note = (
         "Weights, gradients, optimizer state, batch and activations, without the data set. A flat line is an arena laid out "
-        "before the first step."
+        "before the first step. Not of captured, compiled or resident steps, whose memory cannot be watched so."
     )
     table = Table("Memory over a step", ["contender", "least", "most", "operations that allocate or free"], rows)
     return Figure("Memory over a step", svg, table, command, note)
 
 
 def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Palette | None = None) -> list[Figure]:
-    """Time of a step over the hidden size, and the speed-up of the engine that auto picks."""
+    """Time of a step over the hidden size, and the speed-up of the chosen engine."""
     palette = palette or Palette()
     hidden = sorted(set(sizes["hidden"]))
     measured = dict(sorted(sizes["step_seconds"].items(), key=lambda entry: not is_ours(entry[0])))
@@ -201,7 +201,7 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Pa
          sizes["auto"].get(str(size), "–").removeprefix("onelaunch ")]
         for size in hidden
     ]  # fmt: skip
-    table = Table("Time of a step by hidden size", ["hidden size", *measured, "chosen by auto"], rows)
+    table = Table("Time of a step by hidden size", ["hidden size", *measured, "chosen engine"], rows)
     svg = line_chart(
         f"{identity}-sizes", "Time of a step over hidden size", lines, x_label="hidden size", y_label="time of a step",
         log_x=True, log_y=True, write_y=seconds, write_x=whole, x_ticks=hidden, palette=palette,
@@ -216,14 +216,14 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Pa
             palette=palette,
         )  # fmt: skip
         rows = [[f"{size:,}", *(times(by_size.get(size)) for by_size in ratios.values())] for size in hidden]
-        table = Table("How many times faster engine='auto' is than each", ["hidden size", *ratios], rows)
-        note = "Of the engine that auto picks at each size; below 1× the other is faster."
+        table = Table("How many times faster the chosen engine is than each", ["hidden size", *ratios], rows)
+        note = "Of the engine that auto picks at each size, or that was asked for; below 1× the other is faster."
         figures.append(Figure("Speed-up over hidden size", svg, table, command, note))
     return figures
 
 
 def speed_up(sizes: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """Each peer's time over that of the engine auto picks, by size."""
+    """Each peer's time over that of the chosen engine, by size."""
     found: dict[str, dict[int, float]] = {}
     for size in sorted(set(sizes["hidden"])):
         auto = sizes["step_seconds"].get(sizes["auto"].get(str(size), ""), {}).get(str(size))

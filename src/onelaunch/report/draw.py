@@ -16,7 +16,7 @@ from html import escape
 from itertools import pairwise
 from typing import Protocol
 
-from onelaunch.number import digits
+from onelaunch.number import digits, printable
 from onelaunch.report.palette import Look, Palette
 from onelaunch.report.scale import Scale, fitted
 
@@ -80,7 +80,7 @@ def chart(identity: str, title: str, description: str, height: float, body: str)
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:
     marked = f' class="{classes}"' if classes else ""
-    return f'<text x="{place(x)}" y="{place(y)}"{marked}>{escape(words)}</text>'
+    return f'<text x="{place(x)}" y="{place(y)}"{marked}>{escape(printable(words))}</text>'
 
 
 def line_chart(

@@ -29,6 +29,7 @@ def page(drawn: Sequence[tuple[Section, str]], command: str, left_out: Sequence[
         f"<header><h1>onelaunch report</h1>{navigation}{missing}</header>"
         f'<main id="content" tabindex="-1">{"".join(html for _, html in drawn)}</main>'
         f"<footer><p>onelaunch {escape(VERSION)}. This page is made by <code>{escape(command)}</code>. "
-        "Whiskers and bands show the spread. Unless a figure says otherwise, shorter bars are better and a factor beside a bar "
-        "is its time over onelaunch's, that of the fastest engine where several ran.</p></footer></body></html>\n"
+        "Whiskers of a benchmark are its quartiles; others, and bands, run from the least to the largest. Unless a figure says "
+        "otherwise, shorter bars are better and a factor beside a bar is its time over onelaunch's, that of the fastest engine "
+        "where several ran.</p></footer></body></html>\n"
     )

@@ -24,8 +24,9 @@ class Source:
     content: dict[str, Any]
 
 
-def read_sources(path: Path, complain: Complain) -> list[Source]:
-    """One run, comparison or results file; or, for any other folder, all that lie in it."""
+def read_sources(path: Path, complain: Complain, mention: Complain) -> list[Source]:
+    """One run, comparison or results file; or, for any other folder, all that lie in it. `complain` is told what cannot be
+    shown, `mention` what lies there besides."""
     if (found := _source(path, complain)) is not None:
         return [found]
     if not path.is_dir():
@@ -49,7 +50,9 @@ def read_sources(path: Path, complain: Complain) -> list[Source]:
             others.append(entry.name)
         sources += [one] if one else []
     if others and sources:
-        complain(f"what is no result of `onelaunch bench` or `onelaunch compare` in {str(path)!r}: {', '.join(others)}")
+        mention(
+            f"what is no result of `onelaunch bench` or `onelaunch compare` in {str(path)!r}: {', '.join(map(repr, others))}"
+        )
     if not sources and not broken:
         raise OnelaunchError(f"{str(path)!r} is neither a run folder nor a folder of results: it holds no results")
     return sources

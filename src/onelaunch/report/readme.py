@@ -79,13 +79,13 @@ def _short(group: Group) -> str:
     chosen = _headlines(group)
     peers = peers_of([record.case for record in chosen])
     sources = [*chosen, *group.failed]
-    commands = " · ".join(f"`{command}`" for command in dict.fromkeys(record.command for record in sources))
+    commands = " · ".join(f"`{plain(command)}`" for command in dict.fromkeys(record.command for record in sources))
     names = ", ".join(f"[{f}]({RESULTS}/{f})" for f in dict.fromkeys(record.file for record in sources))
     dates = ", ".join(dict.fromkeys(record.date[:10] for record in sources))
     rows = [[record.title, time_of(record), *(against(record.case, peer) for peer in peers)] for record in chosen]
     close = "; ≈: too noisy to tell" if any("≈" in cell for row in rows for cell in row) else ""
     meaning = f"Medians; × is a peer's time over ours{close}."
-    lines = [f"**{group.title}** on {group.chip}: {commands}, {dates}, {names}. {meaning}", ""]
+    lines = [f"**{plain(group.title)}** on {plain(group.chip)}: {commands}, {dates}, {names}. {meaning}", ""]
     if chosen:
         head = ["case", "onelaunch", *(f"against {peer}" for peer in peers)]
         lines += table(head, rows)
@@ -99,7 +99,7 @@ def _over_size(sizes: Sizes) -> str:
     content = sizes.content
     figure = size_figures(content["sizes"], sizes.file_stem, content["command"])[0]
     where = f"[{sizes.file}]({RESULTS}/{sizes.file})"
-    head = f"**{figure.title}** on {sizes.chip}: `{content['command']}`, {content['date'][:10]}, {where}."
+    head = f"**{figure.title}** on {plain(sizes.chip)}: `{plain(content['command'])}`, {content['date'][:10]}, {where}."
     return f"{head}\n\n![{figure.title}]({FIGURES}/{figure_name(sizes, figure.title)})\n"
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.report.benchmark import TITLES, has_times, peers_of, undecided
+from onelaunch.report.benchmark import TITLES, has_times, peers_of, ratio_of, undecided
 from onelaunch.report.comparison import speed_up
-from onelaunch.report.machine import chip
-from onelaunch.report.read import read_json
+from onelaunch.report.machine import busy, chip
+from onelaunch.report.read import read_json, unfinished
 
 ON_GPU = ("ops", "memory", "fuse")  # also what times the host: it launches work for the GPU
 LARGE = "large/"  # of `bench train --large`: after the others
@@ -27,6 +27,7 @@ class Recorded:
     file: str
     date: str
     command: str
+    doubts: Sequence[str] = ()  # about the whole recording
 
     @property
     def passed(self) -> bool:
@@ -38,13 +39,13 @@ class Recorded:
 
     def best_peer(self) -> tuple[str, float] | None:
         """The fastest peer and its time over ours."""
-        peers = {name: self.case["ratio"][name] for name in peers_of([self.case])}
+        peers = {name: ratio_of(self.case, name) for name in peers_of([self.case])}
         return min(peers.items(), key=lambda entry: entry[1]) if peers else None
 
     def behind(self) -> list[tuple[str, float, bool]]:
         """Peers whose median was lower, their time over ours, and whether by more than the spread of the two."""
-        close, ratios = undecided(self.case), self.case["ratio"]
-        return [(peer, ratios[peer], peer not in close) for peer in peers_of([self.case]) if ratios[peer] < 1]
+        close, ratios = undecided(self.case), {peer: ratio_of(self.case, peer) for peer in peers_of([self.case])}
+        return [(peer, ratio, peer not in close) for peer, ratio in ratios.items() if ratio < 1]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Group:
 
     @property
     def file_stem(self) -> str:
-        return stem_of(f"{self.name}-{self.chip.split(',')[0]}")
+        return stem_of(f"{self.name}-{self.chip}")
 
     @property
     def beside_the_gpu(self) -> bool:
@@ -80,7 +81,7 @@ class Sizes:
 
     @property
     def file_stem(self) -> str:
-        return stem_of(f"sizes-{self.chip.split(',')[0]}")
+        return stem_of(f"sizes-{self.chip}")
 
     def lost_to(self) -> list[tuple[str, int, float]]:
         """Peer, hidden size and its time over ours, where its slowest sample was faster than our fastest."""
@@ -146,7 +147,11 @@ def _cases(content: dict[str, Any], file: str) -> list[Recorded]:
                 or (case["check"] != "passed" and case["group"] != "cpu")
             )
             command = content.get("command") or f"onelaunch bench {case['group']}"
-            found.append(Recorded(case, chip(content["machine"], gpu=gpu), file, content["date"], command))
+            where, doubts = (
+                chip(content["machine"], gpu=gpu),
+                [words for _, words in busy(content) + unfinished(content)],
+            )
+            found.append(Recorded(case, where, file, content["date"], command, doubts))
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from onelaunch.errors import listed
 
 OURS = "onelaunch"
+MOST_APART, LEAST_LOSS = 2.0, 1e-3  # final losses, one over the other; beside the first losses, what is as good as none
 MOST_ONCE = 0.1  # of a run's time: beyond, what it costs once is much of what a step seems to take
 
 Remark = tuple[str, str]  # its kind, "bad" or "note", and the words
@@ -19,7 +20,8 @@ def is_ours(name: str) -> bool:
 
 def remarks(results: dict[str, Any]) -> list[Remark]:
     """For the terminal and the page alike; of files of older versions, which hold less, nothing."""
-    return [*_failed(results), *_diverged(results), *_too_short(results), *_of_sizes(results), *_not_run(results)]
+    found = [*_failed(results), *_diverged(results), *_apart(results), *_too_short(results), *_of_sizes(results)]
+    return [*found, *_not_run(results)]
 
 
 def is_red(results: dict[str, Any]) -> bool:
@@ -27,7 +29,7 @@ def is_red(results: dict[str, Any]) -> bool:
     sizes = results.get("sizes") or {}
     contenders = results.get("contenders", {})
     reference = next((one.get("diverged_step") for one in contenders.values()), None)
-    return bool(results.get("failed") or sizes.get("left_out") or sizes.get("failed")) or any(
+    return bool(results.get("failed") or sizes.get("left_out") or sizes.get("failed") or _apart(results)) or any(
         is_ours(name)
         and (bool(one["gap"] and not one["gap"]["agrees"]) or (one.get("diverged_step") is None) != (reference is None))
         for name, one in contenders.items()
@@ -59,6 +61,22 @@ def _diverged(results: dict[str, Any]) -> list[Remark]:
     return said
 
 
+def _apart(results: dict[str, Any]) -> list[Remark]:
+    """Engines of ours whose weights end with another loss than PyTorch's, whatever their curves say."""
+    found = []
+    contenders = results.get("contenders", {})
+    ends = {name: (one["final"]["loss"] or {}).get("mean") for name, one in contenders.items()}
+    reference, expected = next(iter(ends.items()), ("", None))
+    for name, loss in ends.items():
+        if is_ours(name) and loss and expected:
+            least, most = sorted((abs(loss), abs(expected)))
+            begin = max((abs(value) for value in contenders[name]["curve"]["mean"][:1] if value), default=0.0)
+            if most > MOST_APART * least and most > LEAST_LOSS * begin:
+                words = f"{name} ends with a loss of {loss:.3g} where {reference} has {expected:.3g}"
+                found.append(("bad", f"{words}: its weights are not those of its curve"))
+    return found
+
+
 def _together(names: Sequence[str]) -> str:
     """`a, b and c`"""
     return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
@@ -87,6 +105,18 @@ def _of_sizes(results: dict[str, Any]) -> list[Remark]:
         for size, reason in by_size.items()
     ]
     return [("bad", words) for words in said]
+
+
+def absences(results: dict[str, Any]) -> list[str]:
+    """Who took no part, and why; at hidden sizes where they took part otherwise, or for another reason."""
+    everywhere = results.get("absent", {})
+    said = [f"{name} ({reason})" for name, reason in everywhere.items()]
+    for name, by_size in (results.get("sizes") or {}).get("absent", {}).items():
+        for reason in dict.fromkeys(by_size.values()):
+            if everywhere.get(name) != reason:
+                where = [size for size, found in by_size.items() if found == reason]
+                said.append(f"{name} at hidden size {', '.join(where)} ({reason})")
+    return said
 
 
 def _not_run(results: dict[str, Any]) -> list[Remark]:

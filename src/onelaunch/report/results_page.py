@@ -7,10 +7,10 @@ from html import escape
 from typing import Any
 
 from onelaunch.number import byte_size, joules, percent, seconds, times, with_article
-from onelaunch.report.benchmark import against, energy_of, peers_of
+from onelaunch.report.benchmark import against, energy_of, peers_of, ratio_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes
-from onelaunch.report.remarks import OURS
+from onelaunch.report.remarks import OURS, absences
 
 RESULTS, FIGURES = "benchmarks/results", "docs/figures"
 
@@ -103,7 +103,7 @@ def _floor_share(case: dict[str, Any]) -> float | None:
     """Also of older files, which timed the floor but did not set us against it."""
     share = case.get("floor_share")
     if share is None:
-        return next((ratio for name, ratio in case["ratio"].items() if name.startswith("floor")), None)
+        return next((ratio_of(case, name) for name in case["times"] if name.startswith("floor")), None)
     return float(share)
 
 
@@ -125,6 +125,8 @@ def _remarks(group: Group) -> list[str]:
     for (peer, reason), titles in absent.items():
         where = "" if len(titles) == len(group.cases) else f" from {', '.join(titles)}"
         said.append(f"- {plain(f'Absent{where}: {peer} ({reason})')}")
+    doubts = {record.file: record.doubts for record in (*group.cases, *group.failed)}
+    said += [f"- **{plain(f'{file}: {words}')}**" for file, found in doubts.items() for words in found]
     return ["", *said] if said else []
 
 
@@ -135,11 +137,7 @@ def _over_size(sizes: Sizes) -> list[str]:
     for figure in size_figures(content["sizes"], sizes.file_stem, content["command"]):
         lines += [f"![{figure.title}](figures/{figure_name(sizes, figure.title)})", "", f"{figure.table.caption}:", ""]
         lines += [*table(figure.table.head, figure.table.rows), ""]
-    absent = content["sizes"].get("absent", {})
-    lines += [
-        f"- Absent at {', '.join(by_size)}: {plain(f'{name} ({next(iter(by_size.values()))})')}"
-        for name, by_size in absent.items()
-    ]
+    lines += [f"- {plain(f'Absent: {words}')}" for words in absences(content)]
     return lines[:-1] if not lines[-1] else lines
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
+from onelaunch.number import printable
 from onelaunch.report.benchmark import bench_sections
 from onelaunch.report.comparison import compare_section
 from onelaunch.report.figure import Section
@@ -24,14 +27,15 @@ REPORT = "report.html"
 def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda words: None) -> Path:
     """A page about run folders, results files and folders of either.
 
-    What cannot be shown is named to `complain` and on the page; an error only where nothing is left.
+    What cannot be shown is named to `complain` and on the page, what lies in a folder besides to `complain` alone; an error
+    only where nothing is left.
     """
     drawn: list[tuple[Section, str]] = []
     left_out: list[str] = []
     sources: dict[Path, Source] = {}  # by place: a folder may be named beside what lies in it
     for path in inputs:
         try:
-            for source in read_sources(path, left_out.append):
+            for source in read_sources(path, left_out.append, complain):
                 sources.setdefault(source.path.resolve(), source)
         except OnelaunchError as error:
             left_out.append(str(error))
@@ -50,8 +54,11 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
     command = shlex.join(["onelaunch", "report", *map(str, inputs)])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        target = Path(os.path.realpath(out))  # a link leads to its file
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EINVAL, "it is no file")
         # A path or a name may hold what UTF-8 has no bytes for.
-        write_atomic(out, page(drawn, command, left_out).encode("utf-8", "replace"))
+        write_atomic(target, printable(page(drawn, command, left_out)).encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise OnelaunchError(f"out={str(out)!r} cannot be written: {reason_of(error)}; pass another path") from error
     return out

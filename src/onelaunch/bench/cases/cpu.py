@@ -112,7 +112,11 @@ def _start_trial(warm: bool) -> Trial:
         with tempfile.TemporaryDirectory(prefix="onelaunch-bench-") as fresh:
             CpuSession(run, {}, place=Path(fresh)).close()
 
-    return Trial(ours=start, check=start)
+    def check() -> None:
+        start()
+        assert not warm or any(Path(keep.name).iterdir()), f"no code was kept in {keep.name}"
+
+    return Trial(ours=start, check=check)
 
 
 @case("cpu/start/new", "cpu", "784-128-128-128-10: code made for a network not seen before", unit="start")

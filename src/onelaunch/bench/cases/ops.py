@@ -82,7 +82,7 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
     }
     steps["floor: two copies" if backward else "floor: copy"] = copy
     passes = 4 if backward else 2
-    return trial(steps, 3, check, in_graph=backward, moved=passes * n * dtype.itemsize, flops=passes * n)
+    return trial(steps, 3, check, in_graph=backward, moved=passes * n * dtype.itemsize, flops=passes * n, dtype=dtype)
 
 
 def _batch_norm(dtype: torch.dtype) -> Trial:
@@ -113,7 +113,7 @@ def _batch_norm(dtype: torch.dtype) -> Trial:
             out.copy_(inputs[index][0].detach())
 
     steps = {**_training_steps(ours, plain, inputs, dy), "floor: eight passes": copy}
-    return trial(steps, 3, check, moved=8 * m * c * dtype.itemsize, flops=20 * m * c)
+    return trial(steps, 3, check, moved=8 * m * c * dtype.itemsize, flops=20 * m * c, dtype=dtype)
 
 
 def _linear_bytes(m: int, k: int, n: int) -> int:
@@ -220,7 +220,7 @@ def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
         "floor: one pass": lambda index: torch.mul(inputs[index][0].detach(), 1.0, out=out),
     }
     moved = 2 * rows * classes * dtype.itemsize
-    return trial(steps, sets, check, moved=moved, flops=5 * rows * classes)
+    return trial(steps, sets, check, moved=moved, flops=5 * rows * classes, dtype=dtype)
 
 
 def _python_time(function: Callable[[], object]) -> Work:
