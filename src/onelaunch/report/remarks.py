@@ -65,12 +65,12 @@ def _apart(results: dict[str, Any]) -> list[Remark]:
     """Engines of ours whose weights end with another loss than PyTorch's, whatever their curves say."""
     found = []
     contenders = results.get("contenders", {})
-    ends = {name: (one["final"]["loss"] or {}).get("mean") for name, one in contenders.items()}
+    ends = {name: ((one.get("final") or {}).get("loss") or {}).get("mean") for name, one in contenders.items()}
     reference, expected = next(iter(ends.items()), ("", None))
     for name, loss in ends.items():
         if is_ours(name) and loss and expected:
             least, most = sorted((abs(loss), abs(expected)))
-            begin = max((abs(value) for value in contenders[name]["curve"]["mean"][:1] if value), default=0.0)
+            begin = next((abs(value) for value in contenders[name]["curve"]["mean"] if value), 0.0)
             if most > MOST_APART * least and most > LEAST_LOSS * begin:
                 words = f"{name} ends with a loss of {loss:.3g} where {reference} has {expected:.3g}"
                 found.append(("bad", f"{words}: its weights are not those of its curve"))
