@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import shlex
 from collections.abc import Sequence
 from functools import partial
@@ -125,6 +126,7 @@ def _measure(
             def show(kind: str, line: str) -> None:
                 say(kind, line)
                 save()
+                gc.collect()  # of the last contender: a Ctrl-C that strikes while it is dropped is seen here
                 check_interrupts()
 
             every = range(settings.seed, settings.seed + seeds)

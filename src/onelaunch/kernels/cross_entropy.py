@@ -189,9 +189,8 @@ def cross_entropy_forward(
         partial = torch.empty(after + 2 if counted else 1 + 2 * parts, dtype=torch.float32, device=x.device)
         count = count_rows(target, ignore_index, partial[after:].view(torch.int64)) if counted else None
     if long:
-        long_rows(
-            x, (target, count, per_row, lse, dx, partial), smoothing, 1 / rows if mean else 1.0, ignore_index
-        )  # fmt: skip
+        outputs = (target, count, per_row, lse, dx, partial)
+        long_rows(x, outputs, smoothing, 1 / rows if mean else 1.0, ignore_index)
     else:
         launch(
             cross_entropy_kernel,

@@ -147,11 +147,8 @@ def _cases(content: dict[str, Any], file: str) -> list[Recorded]:
                 or (case["check"] != "passed" and case["group"] != "cpu")
             )
             command = content.get("command") or f"onelaunch bench {case['group']}"
-            where, doubts = (
-                chip(content["machine"], gpu=gpu),
-                [words for _, words in busy(content) + unfinished(content)],
-            )
-            found.append(Recorded(case, where, file, content["date"], command, doubts))
+            doubts = [words for _, words in busy(content) + unfinished(content)]
+            found.append(Recorded(case, chip(content["machine"], gpu=gpu), file, content["date"], command, doubts))
     return found
 
 
