@@ -19,7 +19,10 @@ import torch
 from onelaunch.bench import results
 from onelaunch.bench.case import REGISTRY, Case, Trial, case
 from onelaunch.bench.ceilings import Ceilings
+from onelaunch.bench.measure import reason_in_a_line
+from onelaunch.bench.peers_torch import worst_relative
 from onelaunch.bench.run import failures, run_case, run_cases, select
+from onelaunch.code_cache import CodeCache
 from onelaunch.errors import OnelaunchError, UnsupportedError
 from onelaunch.report.remarks import not_run
 from onelaunch.train.engines.cpu import session
@@ -278,3 +281,67 @@ def test_the_versions_of_peers_are_recorded():
 def test_results_without_git_have_no_commit(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert results.commit() == ""
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_on_a_full_disk_a_case_is_at_least_shown():
+    def full(found: dict) -> None:
+        raise OnelaunchError("no space left")
+
+    case("train/one", "train", "a test")(lambda: Trial(ours=nothing, check=nothing))
+    shown: list[dict] = []
+    with pytest.raises(OnelaunchError, match="no space left"):
+        run_cases([REGISTRY["train/one"]], quick=True, show=shown.append, save=full)
+    assert [found["check"] for found in shown] == ["passed"]
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_where_nobody_reads_on_the_results_say_that_they_are_interrupted():
+    def closed(found: dict) -> None:
+        raise SystemExit(1)  # as rich does on a broken pipe
+
+    case("train/one", "train", "a test")(lambda: Trial(ours=nothing, check=nothing))
+    saved: list[str] = []
+    with pytest.raises(SystemExit):
+        run_cases([REGISTRY["train/one"]], quick=True, show=closed, save=lambda found: saved.append(json.dumps(found)))
+    last = json.loads(saved[-1])
+    assert (last["interrupted"], last["finished"], len(last["cases"])) == (True, False, 1)
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_ctrl_c_in_the_first_case_saves_nothing():
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    case("train/one", "train", "a test")(lambda: Trial(ours=nothing, check=stop))
+    saved: list[dict] = []
+    found = run_cases([REGISTRY["train/one"]], quick=True, show=lambda found: None, save=saved.append)
+    assert (found["interrupted"], saved) == (True, [])
+
+
+def test_a_start_from_a_cache_that_keeps_nothing_fails(monkeypatch):
+    monkeypatch.setattr(CodeCache, "store", lambda *arguments: None)
+    (chosen,) = select("cpu", "start/cached")
+    assert run_case(chosen, quick=True, ceilings=Ceilings())["check"].startswith(
+        "failed: AssertionError: no code was kept"
+    )
+
+
+def test_a_reason_that_is_announced_is_told():
+    assert (
+        reason_in_a_line(RuntimeError("backend raised:\n\n  no compiler\nmore"))
+        == "RuntimeError: backend raised: no compiler"
+    )
+    assert reason_in_a_line(ValueError("one\ntwo")) == "ValueError: one"
+
+
+def test_missing_losses_are_not_equal_to_all():
+    assert worst_relative([1.0], torch.ones(50, dtype=torch.float64)) == math.inf
+    assert worst_relative([1.0, 1.0], torch.ones(2, dtype=torch.float64)) == 0
+
+
+def test_a_name_that_leaves_no_room_for_a_temporary_one_is_refused_at_once(tmp_path):
+    with pytest.raises(OnelaunchError, match="cannot be written: File name too long"):
+        results.check_writable(tmp_path / f"{'y' * 240}.json")
+    results.check_writable(tmp_path / "short.json")
+    assert not list(tmp_path.iterdir())

@@ -173,3 +173,14 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_130(start, tmp_path):
     assert [one["name"] for one in saved["cases"]] == ["cpu/start/new"]
     assert saved["cases"][0]["times"]["onelaunch"]["median"] > 0
     assert out.splitlines()[-1] == "saved    results.json"
+
+
+def test_names_out_of_a_file_do_not_steer_the_terminal(cli, tmp_path):
+    content = results(5e-6)
+    content["cases"][0]["name"] = "ops/\x1b[2Jx"
+    file = write(tmp_path / "evil.json", content)
+    outcome = cli("bench", "diff", file, file)
+    assert outcome.code == 0
+    assert "\x1b" not in outcome.out
+    outcome = cli("bench", "diff", file, file, "--quick")
+    assert (outcome.code, "leave out --quick" in outcome.err) == (2, True)
