@@ -164,38 +164,37 @@ def cross_entropy_forward(
     smoothing: float,
     ignore_index: int,
     reduction: str,
-    count_first: bool = False,
+    precounted: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Fills what is given, from `[rows, classes]` logits whose rows are contiguous.
 
     `loss` is a scalar, or one number a row when `reduction` is "none"; `lse` (fp32) takes the log-sum-exp of each row; `dx` the
     gradient for an upstream gradient of one, divided for a mean by the number of rows that count where that is known in time
-    (`count_first`, or one program), else by the number of all rows. Unless one program wrote `dx`, or for "none", a buffer
-    comes back whose first number is how many rows count.
+    (`precounted`, or one program), else by the number of all rows: then, and whenever there is no `dx`, a buffer comes back
+    whose first number is how many rows count (not for "none").
     """
     rows, classes = x.shape
     single = reduction != "none"
     mean = reduction == "mean"
     overlap = overlaps(x)
     per_row, scalar = (None, loss) if single else (loss, None)
-    long = classes > REGISTER_CLASSES
-    tile_rows, block, warps = (1, 0, 0) if long else _tile(rows, classes)
-    parts = cdiv(rows, tile_rows)
-    alone = parts == 1 and not long
-    count = partial = None
-    if single and not (alone and dx is not None):  # alone and with the gradient at hand, nobody will ask for the number
-        counted = count_first and mean and not alone
-        after = cdiv(1 + 2 * parts, 4) * 4  # on 16 bytes, as memory of its own would lie
-        partial = torch.empty(after + 2 if counted else 1 + 2 * parts, dtype=torch.float32, device=x.device)
-        count = count_rows(target, ignore_index, partial[after:].view(torch.int64)) if counted else None
-    if long:
-        outputs = (target, count, per_row, lse, dx, partial)
+    if classes > REGISTER_CLASSES:
+        parts = rows
+        partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if single else None
+        outputs = (target, precounted, per_row, lse, dx, partial)
         long_rows(x, outputs, smoothing, 1 / rows if mean else 1.0, ignore_index)
+        alone = False
     else:
+        tile_rows, block, warps = _tile(rows, classes)
+        parts = cdiv(rows, tile_rows)
+        alone = parts == 1
+        # Alone and with the gradient at hand, nobody will ask how many rows count.
+        wanted = single and not (alone and dx is not None)
+        partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if wanted else None
         launch(
             cross_entropy_kernel,
             (parts,),
-            (x, target, count, per_row, scalar, lse, dx, partial),
+            (x, target, precounted, per_row, scalar, lse, dx, partial),
             (smoothing, 1 / rows if mean else 1.0),
             (rows, classes, x.stride(0), ignore_index),
             (tile_rows, block, smoothing > 0, alone, mean, overlap and not alone),
@@ -245,10 +244,11 @@ def _one_program(n: int) -> tuple[int, int]:
     return block, block // 512 if block > 1024 else 4
 
 
-def count_rows(target: torch.Tensor, ignore_index: int, count: torch.Tensor) -> torch.Tensor:
-    """How many rows count, on the device: in `count` (int64), or for many rows in memory of its own."""
+def count_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """How many rows count, on the device."""
     if target.numel() > MOST_COUNTED:
         return (target != ignore_index).sum()
+    count = torch.empty((), dtype=torch.int64, device=target.device)
     block, warps = _one_program(target.numel())
     launch(count_rows_kernel, (1,), (target, count), (), (target.numel(), ignore_index), (block,), num_warps=warps)
     return count

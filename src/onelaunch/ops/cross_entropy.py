@@ -156,13 +156,15 @@ class _EagerCrossEntropy(torch.autograd.Function):
             loss = logits.new_empty(logits.shape[0], dtype=dtype)
         else:
             loss = torch.empty_like(_scalar(logits.device, dtype))  # half the Python time of any other way
-        count_first = reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES
+        precounted = None
+        if reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES:
+            precounted = kernels("cross_entropy").count_rows(target, ignore_index)
         dx = torch.empty_like(logits, memory_format=torch.contiguous_format)
         partial = kernels("cross_entropy").cross_entropy_forward(
             logits, target, loss, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,
-            reduction=reduction, count_first=count_first,
+            reduction=reduction, precounted=precounted,
         )  # fmt: skip
-        ctx.save_for_backward(dx, partial if reduction == "mean" and not count_first else None)
+        ctx.save_for_backward(dx, partial if reduction == "mean" and precounted is None else None)
         return loss
 
     @staticmethod
