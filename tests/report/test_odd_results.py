@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -17,11 +18,16 @@ from tests.report.test_page import Outline
 WHOLE, TORN = json.dumps(EPOCHS[0]), '{"epoch": 1, "lo'
 
 
+def drawn(folder: Path, results: dict) -> str:
+    """The page of one file of results."""
+    (folder / "results.json").write_text(json.dumps(results))
+    return write_report([folder / "results.json"], folder / "page.html").read_text()
+
+
 def test_an_energy_no_card_can_draw_is_left_out_and_said(tmp_path):
     results = bench_results()
     results["cases"][0]["joules"] = {"onelaunch": 0.5, "torch eager": 0.06}  # 5 kW
-    (tmp_path / "bench.json").write_text(json.dumps(results))
-    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    html = drawn(tmp_path, results)
     assert "Energy left out, it held the host&#x27;s time: ops/relu" in html
     assert "500 mJ" not in html
 
@@ -53,8 +59,7 @@ def test_metrics_that_are_cut_off_are_named(tmp_path, status, lines, said):
 def test_times_that_are_none_are_left_out_and_said(tmp_path):
     results = bench_results()
     results["cases"][0]["times"]["torch eager"]["median"] = float("nan")
-    (tmp_path / "bench.json").write_text(json.dumps(results))
-    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    html = drawn(tmp_path, results)
     assert "ops/relu is left out: it holds times that are none" in html
     assert "<h3>ops/relu</h3>" not in html
 
@@ -108,8 +113,7 @@ def test_a_group_is_text_in_identities_too(tmp_path):
     results = bench_results()
     for case in results["cases"]:
         case["group"] = 'x"><h1>taken in</h1>'
-    (tmp_path / "bench.json").write_text(json.dumps(results))
-    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    html = drawn(tmp_path, results)
     assert "<h1>taken" not in html
     outline = Outline(html)
     assert outline.open == []
@@ -204,8 +208,7 @@ def test_files_of_another_kind_in_a_folder_are_named(tmp_path):
 def test_figures_come_from_the_times_of_cases_that_passed(tmp_path, spoil, shown):
     results = bench_results()
     results["cases"] = [results["cases"][0] | spoil]
-    (tmp_path / "bench.json").write_text(json.dumps(results))
-    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    html = drawn(tmp_path, results)
     assert "77,474" not in html
     assert (shown or "2.50×") in html if shown else "2.50×" not in html
 
@@ -213,20 +216,17 @@ def test_figures_come_from_the_times_of_cases_that_passed(tmp_path, spoil, shown
 def test_a_spread_that_is_none_leaves_the_case_out(tmp_path):
     results = bench_results()
     results["cases"][0]["times"]["onelaunch"]["spread"] = float("nan")
-    (tmp_path / "bench.json").write_text(json.dumps(results))
-    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    html = drawn(tmp_path, results)
     assert "ops/relu is left out: it holds times that are none" in html
 
 
 def test_what_a_limit_left_out_is_said(tmp_path):
-    (tmp_path / "bench.json").write_text(json.dumps(bench_results() | {"left_out": ["ops/late", "cpu/other"]}))
-    html = write_report([tmp_path / "bench.json"], tmp_path / "page.html").read_text()
+    html = drawn(tmp_path, bench_results() | {"left_out": ["ops/late", "cpu/other"]})
     assert "Left out, since --limit was reached: ops/late<" in html
 
 
 def test_a_comparison_on_a_busy_machine_says_so(tmp_path):
-    (tmp_path / "compare.json").write_text(json.dumps(compare_results() | {"cores_taken": [0.1, 1.9]}))
-    html = write_report([tmp_path / "compare.json"], tmp_path / "page.html").read_text()
+    html = drawn(tmp_path, compare_results() | {"cores_taken": [0.1, 1.9]})
     assert "The machine was busy: others took 1.9 of 2 cores." in html
 
 

@@ -138,6 +138,7 @@ def read_recorded(folder: Path) -> Recordings:
 
 def _cases(content: dict[str, Any], file: str) -> list[Recorded]:
     found = []
+    doubts = [words for _, words in busy(content) + unfinished(content)]
     for case in content.get("cases", []):
         if case["check"].startswith("failed") or (case["check"] == "passed" and has_times(case)):
             # A failed case has no clocks: it stands beside those of its name on the GPU, if it has ever run there.
@@ -147,7 +148,6 @@ def _cases(content: dict[str, Any], file: str) -> list[Recorded]:
                 or (case["check"] != "passed" and case["group"] != "cpu")
             )
             command = content.get("command") or f"onelaunch bench {case['group']}"
-            doubts = [words for _, words in busy(content) + unfinished(content)]
             found.append(Recorded(case, chip(content["machine"], gpu=gpu), file, content["date"], command, doubts))
     return found
 
