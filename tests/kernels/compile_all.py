@@ -87,7 +87,8 @@ class Compiler:
         options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl}
         compiled = triton_compile(source, target=self.target, options=options)
         assert compiled.asm["cubin"]
-        self.done.append(f"{kernel.__name__} shared={compiled.metadata.shared}")
+        shuffles = compiled.asm["ptx"].count("shfl.sync")
+        self.done.append(f"{kernel.__name__} shared={compiled.metadata.shared} warps={num_warps} shuffles={shuffles}")
 
 
 def run_launchers(dtype: torch.dtype) -> None:
@@ -127,15 +128,15 @@ def run_launchers(dtype: torch.dtype) -> None:
                 training=training, activation="relu", p=0.5,
             )  # fmt: skip
 
-    target = torch.empty(64, dtype=torch.int64)
-    loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(64)
-    for classes in (10, 256, 100_000):
-        logits = torch.empty(64, classes, dtype=dtype)
+    target = torch.empty(2048, dtype=torch.int64)
+    loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(2048)
+    for rows, classes in ((64, 10), (2048, 10), (2048, 32), (64, 256), (64, 100_000)):
+        logits = torch.empty(rows, classes, dtype=dtype)
         dx = torch.empty_like(logits) if classes <= cross_entropy.REGISTER_CLASSES else None
         cross_entropy.cross_entropy_forward(
             logits, target, loss, lse=lse, dx=dx, smoothing=0.1, ignore_index=-100, reduction="mean"
         )
-    cross_entropy.count_rows(target, -100)
+    cross_entropy.count_rows(target, -100, torch.empty((), dtype=torch.int64))
     cross_entropy_backward.rescale(x, loss, count, x, 64)
     cross_entropy_backward.cross_entropy_gradient(x, target, lse, loss, count, y, smoothing=0.1, ignore_index=-100)
 

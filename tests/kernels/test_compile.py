@@ -20,3 +20,7 @@ def test_compiles(capability: int) -> None:
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
     assert len(compiled) > 12
     assert ("linear_tma_kernel" in compiled) == (capability >= 90)
+    # A row of few classes stays in one thread, with every Triton: what goes from lane to lane are a program's two sums.
+    few = [line for line in done.stdout.splitlines() if line.startswith("cross_entropy_kernel") and "warps=1 " in line]
+    assert few
+    assert all(line.endswith(" shuffles=10") for line in few), few

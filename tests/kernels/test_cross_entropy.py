@@ -58,7 +58,7 @@ def test_loss_and_gradient(
     torch.testing.assert_close(again.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(("rows", "classes"), [(3000, 10), (33_001, 3), (65_537, 10), (32_769, 32)])
+@pytest.mark.parametrize(("rows", "classes"), [(3000, 10), (33_001, 3), (65_537, 10), (32_769, 32), (100_001, 12)])
 def test_many_rows_of_few_classes(kernel_device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> None:
     """Many programs, whose sums are added up by one more; the gradient of a sum, since a mean's lies below the tolerance."""
     from onelaunch.kernels.cross_entropy import cross_entropy_forward
@@ -81,6 +81,35 @@ def test_many_rows_of_few_classes(kernel_device: torch.device, dtype: torch.dtyp
         if reduction == "sum":
             rtol, atol = TOLERANCE[dtype]
             torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("classes", "row_stride", "start"),
+    [(1, 1, 0), (1, 3, 1), (2, 2, 0), (2, 2, 1), (5, 8, 0), (8, 8, 0), (8, 12, 4), (8, 9, 1), (16, 20, 2), (24, 24, 0),
+     (31, 32, 1), (32, 32, 0), (32, 48, 8)],
+)  # fmt: skip
+@pytest.mark.parametrize("rows", [7, 2057])
+def test_few_classes_of_any_stride_and_start(
+    kernel_device: torch.device, dtype: torch.dtype, rows: int, classes: int, row_stride: int, start: int
+) -> None:
+    """Rows are loaded in the widest pieces that their size, their distance and their first address allow."""
+    from onelaunch.kernels.cross_entropy import cross_entropy_forward
+
+    memory = torch.randn(rows * row_stride + 64, device=kernel_device, dtype=dtype)
+    x = memory.as_strided((rows, classes), (row_stride, 1), start)
+    target = torch.randint(classes, (rows,), device=kernel_device)
+    target[::5] = -100
+    x[1] = float("-inf")
+    x[1, 0], target[1] = 2.0, 0  # one class left: no loss, no gradient
+    exact = x.cpu().double().requires_grad_()
+    expected = F.cross_entropy(exact, target.cpu(), reduction="sum", label_smoothing=0.0)
+    expected.backward()
+    loss, dx, lse = poisoned(like=x.float()), poisoned(rows, classes, like=x), poisoned(rows, like=x.float())
+    cross_entropy_forward(x, target, loss, lse=lse, dx=dx, smoothing=0.0, ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.cpu().double(), exact.detach().logsumexp(1), rtol=1e-5, atol=1e-5)
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("classes", [10, 300, 304])
@@ -112,7 +141,8 @@ def test_rows_are_counted(kernel_device: torch.device, rows: int) -> None:
 
     target = torch.randint(4, (rows,), device=kernel_device)
     for ignored in (0, 2, -100):
-        assert count_rows(target, ignored).item() == (target != ignored).sum().item()
+        count = poisoned(like=target)
+        assert count_rows(target, ignored, count).item() == (target != ignored).sum().item()
 
 
 @pytest.mark.parametrize(("rows", "classes", "long_rows"), [(3, 600, False), (50, 600, False), (5, 600, True)])
@@ -130,9 +160,8 @@ def test_rows_that_are_counted_first_leave_nothing_to_rescale(
     expected = F.cross_entropy(exact, target.cpu(), ignore_index=7)
     expected.backward()
     loss, dx = poisoned(like=x), poisoned(rows, classes, like=x)
-    options = {"lse": None, "smoothing": 0.0, "ignore_index": 7, "reduction": "mean"}
-    counted = kernels.count_rows(target, 7)
-    kernels.cross_entropy_forward(x, target, loss, dx=dx, precounted=counted, **options)
+    options = {"lse": None, "smoothing": 0.0, "ignore_index": 7, "reduction": "mean", "count_first": True}
+    kernels.cross_entropy_forward(x, target, loss, dx=dx, **options)
     torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=1e-5, atol=1e-7)
 

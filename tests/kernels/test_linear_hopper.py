@@ -129,6 +129,17 @@ class TestOnAHopper:
         assert torch.where(y.isinf(), y, 0).equal(torch.where(wanted.isinf(), wanted, 0))
 
     @pytest.mark.parametrize("tile", TILES, ids=str)
+    @pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
+    @pytest.mark.parametrize("activation", ["sigmoid", "silu", "gelu_tanh"])
+    def test_small_results_keep_their_digits(self, activation: str, dtype: torch.dtype, tile: Tile) -> None:
+        """Of numbers below zero too, where these functions are next to nothing: no error but the last rounding's, and a bit."""
+        x = torch.linspace(-9, 9, 40_000 * 64, device="cuda").to(dtype).view(-1, 64)
+        y = poisoned(40_000, 64, like=x)
+        linear_forward(x, torch.eye(64, device="cuda", dtype=dtype), None, y, activation=activation, tile=tile)
+        rounding = torch.finfo(dtype).eps / 2
+        torch.testing.assert_close(y.double(), activate(x.double(), activation), rtol=1.25 * rounding, atol=6e-8)
+
+    @pytest.mark.parametrize("tile", TILES, ids=str)
     def test_calls_that_overlap_wait_for_each_other(self, tile: Tile) -> None:
         """Each starts over the end of the one before it, whose output it reads, and whose input it writes over."""
         x, w, _ = operands(4096, 512, 512, torch.bfloat16)

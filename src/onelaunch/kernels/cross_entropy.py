@@ -11,7 +11,8 @@ A target outside `[0, classes)` that is not `ignore_index` makes the loss NaN ra
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,14 +21,35 @@ import triton.language as tl
 from onelaunch.kernels.cross_entropy_long import long_rows
 from onelaunch.kernels.launch import cdiv, launch, launch_again, needs_triton, next_power_of_2
 from onelaunch.kernels.overlap import begin, overlaps, release
-from onelaunch.kernels.tiles import scaled_distance, scattered
+from onelaunch.kernels.tiles import scaled_distance
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
 REGISTER_CLASSES = 8192  # the longest row a program holds in registers; of longer ones it reads the second time from L2
 MOST_COUNTED = 65_536  # rows by one program, eight trips to memory; more are counted by PyTorch's own kernels
-# A warp a program, 16 elements a thread. 65536 x 10 fp32 on an H200: 3.3 us; with two and four warps 3.4 and 3.5.
-FEW_CLASSES, FEW_ELEMENTS, FEW_WARPS = 32, 512, 1
-FEW = tl.constexpr(FEW_CLASSES)
+FEW_CLASSES = 32  # up to so many, a thread takes a whole row
+
+
+@triton.jit
+def _row_a_thread(
+    x_ptr, rows, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr
+):
+    """A tile of `[ROWS, BLOCK]` logits in fp32, -inf outside; no thread need ask another for a row's maximum or sum.
+
+    Loaded as one line of pieces of WIDTH elements, the same piece of all rows before the next: threads that follow each
+    other get rows that do, and all of a row's pieces go to one. The shape it then takes moves nothing.
+    """
+    number = tl.arange(0, ROWS * BLOCK)
+    piece = number // (WIDTH * ROWS) * WIDTH
+    row = tl.program_id(0).to(tl.int64) * ROWS + number // WIDTH % ROWS
+    element = row * row_stride + piece + number % WIDTH
+    element = tl.max_contiguous(tl.multiple_of(element, WIDTH), WIDTH)
+    x = tl.load(x_ptr + element, mask=(row < rows) & (piece < CLASSES), other=float("-inf")).to(tl.float32)
+    return tl.reshape(tl.permute(tl.reshape(x, (BLOCK // WIDTH, ROWS, WIDTH)), (1, 0, 2)), (ROWS, BLOCK))
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit
@@ -48,12 +70,16 @@ def cross_entropy_kernel(
     ignore_index,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FEW: tl.constexpr,
+    WIDTH: tl.constexpr,
     SMOOTH: tl.constexpr,
     ALONE: tl.constexpr,
     MEAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One tile of whole rows a program.
+
+    `FEW` is the number of classes where a thread takes a row, whose elements then come `WIDTH` at a time; else 0.
 
     The gradient is scaled by `gradient_scale`, or by one over the number in `count_ptr`. `partial` takes, after a first
     place for the number of all rows that count, each program's sum of losses and its number of such rows.
@@ -64,15 +90,19 @@ def cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     row_inside = row < rows
+    if FEW:
+        classes = FEW
     inside = row_inside[:, None] & (column < classes)[None, :]
     target = tl.load(target_ptr + row, mask=row_inside, other=0)
-    element = row[:, None] * row_stride + column[None, :]
-    if BLOCK <= FEW:  # a thread takes a whole row, and need ask no other for its maximum and its sum
-        element = scattered(element)
-    x = tl.load(x_ptr + element, mask=inside, other=float("-inf")).to(tl.float32)
     counts = row_inside & (target != ignore_index)
     valid = (target >= 0) & (target < classes)
-    picked = tl.load(x_ptr + row * row_stride + target, mask=counts & valid, other=0.0).to(tl.float32)
+    hit = column[None, :] == target[:, None]
+    if FEW:
+        x = _row_a_thread(x_ptr, rows, row_stride, ROWS, BLOCK, FEW, WIDTH)
+        picked = tl.sum(tl.where(hit, x, 0.0), axis=1)
+    else:
+        x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+        picked = tl.load(x_ptr + row * row_stride + target, mask=counts & valid, other=0.0).to(tl.float32)
 
     largest = tl.where(row_inside, tl.max(x, axis=1), 0.0)
     exponential = tl.exp2(scaled_distance(x, largest[:, None], x_ptr.dtype.element_ty == tl.float32))
@@ -89,11 +119,9 @@ def cross_entropy_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + row, lse, mask=row_inside)
     if scalar_loss_ptr is not None:
-        program_loss = tl.sum(loss, axis=0)
-        program_count = tl.sum(counts.to(tl.float32), axis=0)
-        if (
-            ALONE
-        ):  # one program: its sums are the result, and it knows how many rows count before it scales the gradient
+        program_loss, program_count = tl.reduce((loss, counts.to(tl.float32)), 0, _add_both)
+        # One program: its sums are the result, and it knows how many rows count before it scales the gradient.
+        if ALONE:
             if MEAN:
                 program_loss = program_loss / program_count
                 gradient_scale = 1.0 / tl.maximum(program_count, 1.0)
@@ -104,7 +132,6 @@ def cross_entropy_kernel(
             tl.store(partial_ptr + 1 + 2 * tl.program_id(0), program_loss)
             tl.store(partial_ptr + 2 + 2 * tl.program_id(0), program_count)
     if dx_ptr is not None:
-        hit = column[None, :] == target[:, None]
         dx = exponential * (gradient_scale / total)[:, None] - tl.where(hit, (1 - smoothing) * gradient_scale, 0.0)
         if SMOOTH:
             dx -= smoothing * gradient_scale / classes
@@ -132,26 +159,40 @@ def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl
         part = start + tl.arange(0, BLOCK)
         loss += tl.load(partial_ptr + 1 + 2 * part, mask=part < parts, other=0.0)
         count += tl.load(partial_ptr + 2 + 2 * part, mask=part < parts, other=0.0)
-    total = tl.sum(loss, axis=0)
-    rows = tl.sum(count, axis=0)
+    total, rows = tl.reduce((loss, count), 0, _add_both)
     if MEAN:
         total = total / rows
     tl.store(loss_ptr, total.to(loss_ptr.dtype.element_ty))
     tl.store(partial_ptr, rows)
 
 
+class Tile(NamedTuple):
+    """Of whole rows: the first four of the kernel's constants, and its warps."""
+
+    rows: int
+    block: int
+    few: int
+    width: int
+    warps: int
+
+
 @functools.lru_cache(1024)
-def _tile(rows: int, classes: int) -> tuple[int, int, int]:
-    """(rows, block, warps) of a tile of whole rows."""
+def _tile(rows: int, classes: int, row_stride: int, element_size: int) -> Tile:
     block = next_power_of_2(classes)
+    few, width = 0, 1
+    if classes <= FEW_CLASSES:
+        few, width = classes, math.gcd(classes, row_stride, 16 // element_size)
     if rows * block <= ALONE_ELEMENTS:
         tile_rows = next_power_of_2(rows)
-    elif block <= FEW_CLASSES:
-        return FEW_ELEMENTS // block, block, FEW_WARPS
+    elif few:
+        # Warps of 65536 rows of 2, 8, 10, 16, 32 fp32 on an H200, us with mean and rescale: one 5.6, 5.8, 5.8, 6.2, 8.9; two
+        # 4.5, 5.5, 6.2, 6.6, 9.7; four 4.4, 5.4, 6.2, 6.6, 9.7. Of 2^20 rows of 10: 47, 31, 32.
+        warps = 4 if block <= 8 and rows > 32_768 else 2 if rows > 100_000 else 1
+        return Tile(32 * warps, block, few, width, warps)
     else:
         tile_rows = max(1, 1024 // block)
     warps = 4 if tile_rows * block <= 4096 else 8 if tile_rows * block <= 8192 else 16
-    return tile_rows, block, warps
+    return Tile(tile_rows, block, few, width, warps)
 
 
 def cross_entropy_forward(
@@ -164,41 +205,41 @@ def cross_entropy_forward(
     smoothing: float,
     ignore_index: int,
     reduction: str,
-    precounted: torch.Tensor | None = None,
+    count_first: bool = False,
 ) -> torch.Tensor | None:
     """Fills what is given, from `[rows, classes]` logits whose rows are contiguous.
 
     `loss` is a scalar, or one number a row when `reduction` is "none"; `lse` (fp32) takes the log-sum-exp of each row; `dx` the
     gradient for an upstream gradient of one, divided for a mean by the number of rows that count where that is known in time
-    (`precounted`, or one program), else by the number of all rows: then, and whenever there is no `dx`, a buffer comes back
-    whose first number is how many rows count (not for "none").
+    (`count_first`, or one program), else by the number of all rows. Unless one program wrote `dx`, or for "none", a buffer
+    comes back whose first number is how many rows count.
     """
     rows, classes = x.shape
     single = reduction != "none"
     mean = reduction == "mean"
     overlap = overlaps(x)
     per_row, scalar = (None, loss) if single else (loss, None)
-    if classes > REGISTER_CLASSES:
-        parts = rows
-        partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if single else None
-        outputs = (target, precounted, per_row, lse, dx, partial)
+    tile = _tile(rows, classes, x.stride(0), x.element_size()) if classes <= REGISTER_CLASSES else None
+    parts = cdiv(rows, tile.rows) if tile else rows
+    alone = parts == 1 and tile is not None
+    count = partial = None
+    if single and not (alone and dx is not None):  # alone and with the gradient at hand, nobody will ask for the number
+        counted = count_first and mean and not alone
+        after = cdiv(1 + 2 * parts, 4) * 4  # on 16 bytes, as memory of its own would lie
+        partial = torch.empty(after + 2 if counted else 1 + 2 * parts, dtype=torch.float32, device=x.device)
+        count = count_rows(target, ignore_index, partial[after:].view(torch.int64)) if counted else None
+    if tile is None:
+        outputs = (target, count, per_row, lse, dx, partial)
         long_rows(x, outputs, smoothing, 1 / rows if mean else 1.0, ignore_index)
-        alone = False
     else:
-        tile_rows, block, warps = _tile(rows, classes)
-        parts = cdiv(rows, tile_rows)
-        alone = parts == 1
-        # Alone and with the gradient at hand, nobody will ask how many rows count.
-        wanted = single and not (alone and dx is not None)
-        partial = torch.empty(1 + 2 * parts, dtype=torch.float32, device=x.device) if wanted else None
         launch(
             cross_entropy_kernel,
             (parts,),
-            (x, target, precounted, per_row, scalar, lse, dx, partial),
+            (x, target, count, per_row, scalar, lse, dx, partial),
             (smoothing, 1 / rows if mean else 1.0),
             (rows, classes, x.stride(0), ignore_index),
-            (tile_rows, block, smoothing > 0, alone, mean, overlap and not alone),
-            num_warps=warps,
+            (*tile[:-1], smoothing > 0, alone, mean, overlap and not alone),
+            num_warps=tile.warps,
         )
     if partial is not None and not alone:
         block, warps = _one_program(parts)
@@ -213,11 +254,11 @@ class SmallLoss:
 
     def __init__(self, x: torch.Tensor, *, smoothing: float, ignore_index: int, reduction: str) -> None:
         rows, classes = x.shape
-        tile_rows, block, self.warps = _tile(rows, classes)
+        *tile, self.warps = _tile(rows, classes, classes, x.element_size())
         mean = reduction == "mean"
         self.device = x.get_device()
         self.values, self.sizes = (smoothing, 1 / rows if mean else 1.0), (rows, classes, classes, ignore_index)
-        self.constants = (tile_rows, block, smoothing > 0, True, mean, False)
+        self.constants = (*tile, smoothing > 0, True, mean, False)
         self.compiled: Any = None
 
     @staticmethod
@@ -244,11 +285,10 @@ def _one_program(n: int) -> tuple[int, int]:
     return block, block // 512 if block > 1024 else 4
 
 
-def count_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """How many rows count, on the device."""
+def count_rows(target: torch.Tensor, ignore_index: int, count: torch.Tensor) -> torch.Tensor:
+    """How many rows count, on the device: in `count` (int64), or for many rows in memory of its own."""
     if target.numel() > MOST_COUNTED:
         return (target != ignore_index).sum()
-    count = torch.empty((), dtype=torch.int64, device=target.device)
     block, warps = _one_program(target.numel())
     launch(count_rows_kernel, (1,), (target, count), (), (target.numel(), ignore_index), (block,), num_warps=warps)
     return count

@@ -156,15 +156,13 @@ class _EagerCrossEntropy(torch.autograd.Function):
             loss = logits.new_empty(logits.shape[0], dtype=dtype)
         else:
             loss = torch.empty_like(_scalar(logits.device, dtype))  # half the Python time of any other way
-        precounted = None
-        if reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES:
-            precounted = kernels("cross_entropy").count_rows(target, ignore_index)
+        count_first = reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES
         dx = torch.empty_like(logits, memory_format=torch.contiguous_format)
         partial = kernels("cross_entropy").cross_entropy_forward(
             logits, target, loss, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,
-            reduction=reduction, precounted=precounted,
+            reduction=reduction, count_first=count_first,
         )  # fmt: skip
-        ctx.save_for_backward(dx, partial if reduction == "mean" and precounted is None else None)
+        ctx.save_for_backward(dx, partial if reduction == "mean" and not count_first else None)
         return loss
 
     @staticmethod

@@ -18,6 +18,7 @@ constexpr int SHARE = TILE_N / CLUSTER;                   // rows of W that a bl
 constexpr int BOX_BYTES = BOX * BOX * 2, BOXES = TILE_N / BOX;  // y leaves in boxes of 64 x 64
 constexpr int FINISHERS = 96;  // of the first 128 threads, 32 bring tiles and these finish them
 constexpr bool AT_ONCE = ACTIVATION == NONE || ACTIVATION == RELU;  // costs nothing on the way out
+constexpr bool BIAS_AHEAD = !STORE_Z || TILE_N < 256;  // it comes into registers while products are made; else there are too few
 static_assert(!STORE_Z || !AT_ONCE, "whose slope follows from y");
 static_assert(GROUPS == 2 && TILE_K == 64 && BOX == 64 && THREADS == 128 * (1 + GROUPS), "what is written out below");
 static_assert(TILE_N % BOX == 0 && SHARE % 8 == 0, "boxes and swizzled rows");
@@ -50,16 +51,20 @@ struct Corner {
 // The tiles of this cluster, in bands of BAND tiles of rows, so that clusters at work share operands in L2.
 struct Tiles {
     int down, across, index;  // `down` counts tiles of clusters
+    Corner first;  // found, with divisions, before there is anything to wait for: the compiler must not move it to its use
     INLINE Tiles(int m, int n) {
         down = (m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
         across = (n + TILE_N - 1) / TILE_N;
         index = blockIdx.x / CLUSTER;
+        first = find();
+        asm volatile("" : "+r"(first.row), "+r"(first.column));
     }
     INLINE int step() const { return gridDim.x / CLUSTER; }
     INLINE bool left() const { return index < down * across; }
     INLINE bool last() const { return index + step() >= down * across; }
     INLINE void next() { index += step(); }
-    INLINE Corner corner() const {
+    INLINE Corner corner() const { return index == blockIdx.x / CLUSTER ? first : find(); }
+    INLINE Corner find() const {
         const int band = index / (BAND * across), within = index % (BAND * across);
         const int height = min(down - band * BAND, BAND);
         const int row = (band * BAND + within % height) * CLUSTER + blockIdx.x % CLUSTER;
@@ -68,12 +73,12 @@ struct Tiles {
 };
 
 INLINE void bring_tiles(
-    Shared& shared, const TensorMap& x_map, const TensorMap& w_map, const u16* bias, int m, int n, int k
+    Shared& shared, Tiles tiles, const TensorMap& x_map, const TensorMap& w_map, const u16* bias, int n, int k
 ) {
     const int row = blockIdx.x % CLUSTER * SHARE;
     Turn<STAGES> turn;
     Turn<STAGES + 1> slot;
-    for (Tiles tiles(m, n); tiles.left(); tiles.next(), slot.next()) {
+    for (; tiles.left(); tiles.next(), slot.next()) {
         const Corner corner = tiles.corner();
         for (int start = 0; start < k; start += TILE_K, turn.next()) {
             u64* full = &shared.full[turn.place];
@@ -94,8 +99,11 @@ INLINE void bring_tiles(
     }
 }
 
-// The products of one tile by one warp group, over all of k.
-INLINE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& turn, int k, int group) {
+// The products of one tile by one warp group, over all of k. While the last of them are made, `meanwhile`.
+template <class Meanwhile>
+INLINE void multiply_tile(
+    Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& turn, int k, int group, Meanwhile meanwhile
+) {
     const int thread = threadIdx.x % 128;
     int before = 0;
 #pragma unroll 1
@@ -111,29 +119,32 @@ INLINE void multiply_tile(Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& 
         before = turn.place;
         turn.next();
     }
+    meanwhile();
     products_wait<0>();
     products_are_there(z);
     if (thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
 }
 
+// The bias of what this thread holds of so many columns.
+template <int COLUMNS>
+INLINE void take_bias(u32* bias, const u16* from) {
+#pragma unroll
+    for (int i = 0; BIASED && i < COLUMNS / 8; ++i) bias[i] = *reinterpret_cast<const u32*>(from + i * 8 + threadIdx.x % 4 * 2);
+}
+
 // Bias and activation of what this thread holds of 64 columns of a tile, and its way to a box.
 template <int KIND>
-INLINE void put_box(const float* z, const u16* bias, u8* box) {
+INLINE void put_box(const float* z, const u32* bias, u8* box) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const u32 to = shared_address(box) + (thread / 32 * 16 + lane % 16) * BOX * 2;
-    u32 added[BOX / 8];  // all of it before the first store, past which the compiler moves no load
-    if constexpr (BIASED) {
-#pragma unroll
-        for (int i = 0; i < BOX / 8; ++i) added[i] = *reinterpret_cast<const u32*>(bias + i * 8 + lane % 4 * 2);
-    }
 #pragma unroll
     for (int i = 0; i < BOX / 16; ++i) {
         u32 pairs[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float low = z[i * 8 + j * 2], high = z[i * 8 + j * 2 + 1];
-            if constexpr (BIASED) low += low_of(added[i * 2 + j / 2]), high += high_of(added[i * 2 + j / 2]);
-            pairs[j] = finish_pair<KIND>(low, high);
+            if constexpr (BIASED) low += low_of(bias[i * 2 + j / 2]), high += high_of(bias[i * 2 + j / 2]);
+            pairs[j] = finish_pair<KIND, true>(low, high);
         }
         store_matrices(to + ((i * 2 + lane / 16) ^ (lane % 8)) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
     }
@@ -147,22 +158,30 @@ INLINE void store_boxes(Shared& shared, const TensorMap& map, Corner corner, int
     end_of_stores();
 }
 
-INLINE void make_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& z_map, int m, int n, int k, int warp) {
+INLINE void make_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, const TensorMap& z_map, int n, int k, int warp) {
     const int group = warp / 4;
     const bool leads = warp % 4 == 0;  // and of it the elected thread: the one that stores
     Turn<STAGES> turn;
     Turn<STAGES + 1> slot;
     u32 parity = 0;
     float z[TILE_N / 2];
-    for (Tiles tiles(m, n); tiles.left(); tiles.next(), slot.next(), parity ^= 1) {
-        multiply_tile(shared, z, turn, k, group);
-        const u16* bias = shared.bias[slot.place];
+    for (; tiles.left(); tiles.next(), slot.next(), parity ^= 1) {
+        const u16* all_bias = shared.bias[slot.place];
+        u32 bias[(BIAS_AHEAD ? TILE_N : BOX) / 8];
         u8(*boxes)[BOX_BYTES] = shared.y[group];
-        barrier_wait(&shared.taken[group], parity ^ 1);
+        multiply_tile(shared, z, turn, k, group, [&] {
+            barrier_wait(&shared.taken[group], parity ^ 1);
+            if constexpr (BIAS_AHEAD) take_bias<TILE_N>(bias, all_bias);
+        });
+        auto bias_of = [&](int box) -> const u32* {
+            if constexpr (BIAS_AHEAD) return bias + box * BOX / 8;
+            take_bias<BOX>(bias, all_bias + box * BOX);
+            return bias;
+        };
         if (STORE_Z || !tiles.last()) {
             constexpr int FIRST = AT_ONCE ? ACTIVATION : NONE;
 #pragma unroll
-            for (int box = 0; box < BOXES; ++box) put_box<FIRST>(z + box * BOX / 2, bias + box * BOX, boxes[box]);
+            for (int box = 0; box < BOXES; ++box) put_box<FIRST>(z + box * BOX / 2, bias_of(box), boxes[box]);
             if constexpr (STORE_Z || AT_ONCE) show_to_copies();  // else who finishes it writes every byte of it anew
         }
         if (!tiles.last()) {
@@ -177,7 +196,7 @@ INLINE void make_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& 
         }
 #pragma unroll
         for (int box = 0; box < BOXES; ++box) {
-            put_box<ACTIVATION>(z + box * BOX / 2, bias + box * BOX, boxes[box]);
+            put_box<ACTIVATION>(z + box * BOX / 2, bias_of(box), boxes[box]);
             show_to_copies();
             threads_wait<128>(2 + group);
             if (leads && corner.column + box * BOX < n && elected()) {
@@ -188,11 +207,11 @@ INLINE void make_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& 
     }
 }
 
-INLINE void finish_tiles(Shared& shared, const TensorMap& y_map, const TensorMap& z_map, int m, int n, int warp) {
+INLINE void finish_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, const TensorMap& z_map, int n, int warp) {
     const int thread = threadIdx.x - (128 - FINISHERS);
     const bool leads = warp == 1;
     u32 parity = 0;
-    for (Tiles tiles(m, n); !tiles.last(); tiles.next(), parity ^= 1) {
+    for (; !tiles.last(); tiles.next(), parity ^= 1) {
         const Corner corner = tiles.corner();
         for (int group = 0; group < GROUPS; ++group) {
             barrier_wait(&shared.ready[group], parity);
@@ -243,16 +262,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    const Tiles tiles(m, n);
     everyone_waits<CLUSTER>();
     wait_for_previous();
     // From one lane, so that ptxas sees one number for all of a warp: addresses of products and copies then cost nothing.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < 4) {
         give_registers<88>();
-        if (warp == 0) bring_tiles(shared, x_map, w_map, bias, m, n, k);
-        else finish_tiles(shared, y_map, z_map, m, n, warp);
+        if (warp == 0) bring_tiles(shared, tiles, x_map, w_map, bias, n, k);
+        else finish_tiles(shared, tiles, y_map, z_map, n, warp);
     } else {
         take_registers<208>();
-        make_tiles(shared, y_map, z_map, m, n, k, warp - 4);
+        make_tiles(shared, tiles, y_map, z_map, n, k, warp - 4);
     }
 }
