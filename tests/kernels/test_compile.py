@@ -9,6 +9,17 @@ from pathlib import Path
 
 import pytest
 
+# Which threads hold what is Triton's choice, and versions choose otherwise unless the kernel leaves them none: with 3.7 the
+# statistics once took 1280, and three times the registers. These are sums of threads that must meet, and no more.
+MOST_SHUFFLES = {
+    "activation_dropout_forward_kernel": 0,
+    "activation_dropout_backward_kernel": 26,
+    "statistics_kernel": 76,
+    "normalise_kernel": 0,
+    "gradient_sums_kernel": 32,
+    "input_gradient_kernel": 0,
+}
+
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiles(capability: int) -> None:
@@ -20,7 +31,10 @@ def test_compiles(capability: int) -> None:
     compiled = {line.split()[0] for line in done.stdout.splitlines()}
     assert len(compiled) > 12
     assert ("linear_tma_kernel" in compiled) == (capability >= 90)
-    # A row of few classes stays in one thread, with every Triton: what goes from lane to lane are a program's two sums.
-    few = [line for line in done.stdout.splitlines() if line.startswith("cross_entropy_kernel") and "warps=1 " in line]
-    assert few
-    assert all(line.endswith(" shuffles=10") for line in few), few
+    lines = [line.split() for line in done.stdout.splitlines()]
+    shuffles = [(name, warps, int(count.removeprefix("shuffles="))) for name, _, warps, count in lines]
+    for name, most in MOST_SHUFFLES.items():
+        assert [count for other, _, count in shuffles if other == name], name
+        assert max(count for other, _, count in shuffles if other == name) <= most, (name, shuffles)
+    # A row of few classes stays in one thread: what goes from lane to lane are a program's two sums.
+    assert {count for name, warps, count in shuffles if name == "cross_entropy_kernel" and warps == "warps=1"} == {10}

@@ -99,11 +99,12 @@ def activation_dropout_forward_kernel(
     ACTIVATION: tl.constexpr,
     STORE_Z: tl.constexpr,
 ):
-    row = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[None, :]
-    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
-    column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
-    inside = (row < m)[:, :, None] & (column < n)
-    element = row[:, :, None] * n + column
+    place = tl.arange(0, ROWS * GROUPS)  # one axis, as in batch_norm_tiles.py
+    row = tl.program_id(0).to(tl.int64) * ROWS + place // GROUPS
+    group = tl.program_id(1) * GROUPS + place % GROUPS
+    column = group[:, None] * 8 + tl.arange(0, 8)[None, :]
+    inside = (row < m)[:, None] & (column < n)
+    element = row[:, None] * n + column
 
     z = tl.load(z_ptr + element, mask=inside, other=0.0).to(tl.float32)
     if bias_ptr is not None:
@@ -145,15 +146,16 @@ def activation_dropout_backward_kernel(
     OVERLAP: tl.constexpr,
 ):
     """A program walks `steps` tiles down its columns; its column sums go to row `program_id(0)` of `sums`."""
-    group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None]
-    column = group[:, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    place = tl.arange(0, ROWS * GROUPS)
+    group = tl.program_id(1) * GROUPS + place % GROUPS
+    column = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     groups_per_row = tl.cdiv(n, 8)
-    sums = tl.zeros((GROUPS, ROWS, 8), tl.float32)
+    sums = tl.zeros((ROWS * GROUPS, 8), tl.float32)
     first = tl.program_id(0).to(tl.int64) * steps * ROWS
     for step in range(steps):
-        row = (first + step * ROWS + tl.arange(0, ROWS))[None, :]
-        inside = (row < m)[:, :, None] & (column < n)
-        element = row[:, :, None] * n + column
+        row = first + step * ROWS + place // GROUPS
+        inside = (row < m)[:, None] & (column < n)
+        element = row[:, None] * n + column
         dz = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
         if saved_ptr is not None:
             saved = tl.load(saved_ptr + element, mask=inside, other=0.0).to(tl.float32)
@@ -170,8 +172,10 @@ def activation_dropout_backward_kernel(
             sums += dz
     release(OVERLAP)
     if sums_ptr is not None:
+        total = tl.sum(tl.reshape(sums, (ROWS, GROUPS, 8)), axis=0)
+        column = tl.program_id(1) * GROUPS * 8 + tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
         target = sums_ptr + tl.program_id(0).to(tl.int64) * n + column
-        tl.store(target, tl.sum(sums, axis=1, keep_dims=True).to(sums_ptr.dtype.element_ty), mask=column < n)
+        tl.store(target, total.to(sums_ptr.dtype.element_ty), mask=column < n)
 
 
 @triton.jit

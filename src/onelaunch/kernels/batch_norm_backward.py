@@ -18,6 +18,8 @@ from onelaunch.kernels.batch_norm_tiles import (
     TileShape,
     channel_index,
     load_channel,
+    once,
+    over_depth,
     sum_of_thread,
     sum_per_channel,
     tile_addresses,
@@ -75,13 +77,16 @@ def gradient_sums_kernel(
 
     A program alone on its channels (no `parts`) writes the sums themselves.
     """
-    channel = channel_index(GROUPS, CHANNELS_LAST)
+    channel = channel_index(ROWS, GROUPS, CHANNELS_LAST)
     mean = load_channel(statistics_ptr, channel, channels, 0.0)
     rstd = load_channel(statistics_ptr + channels, channel, channels, 1.0)
     weight = load_channel(weight_ptr, channel, channels, 1.0)
     bias = load_channel(bias_ptr, channel, channels, 0.0)
-    plain = tl.zeros((GROUPS, ROWS, 1, 8), tl.float32)
-    weighted = tl.zeros((GROUPS, ROWS, 1, 8), tl.float32)
+    slope = weight * rstd * scale
+    mean, deep_rstd, slope = over_depth(mean, DEPTH), over_depth(rstd, DEPTH), over_depth(slope, DEPTH)
+    weight, bias = over_depth(weight, DEPTH), over_depth(bias, DEPTH)
+    plain = tl.zeros((ROWS * GROUPS, 8), tl.float32)
+    weighted = tl.zeros((ROWS * GROUPS, 8), tl.float32)
     for step in range(steps):
         tile = (step * tl.num_programs(0) + tl.program_id(0)).to(tl.int64)
         base, element, inside, number, within = tile_addresses(
@@ -89,21 +94,21 @@ def gradient_sums_kernel(
         )
         dy = tl.load(dy_ptr + base + element, mask=inside, other=0.0).to(tl.float32)
         centred = tl.load(x_ptr + base + element, mask=inside, other=0.0).to(tl.float32) - mean
-        dz = upstream_gradient(dy, centred * rstd, weight, bias, keep_ptr, number, within, ACTIVATION)
-        plain += sum_of_thread(dz)
-        weighted += sum_of_thread(dz * centred)
+        dz = upstream_gradient(dy, centred * deep_rstd, weight, bias, keep_ptr, number, within, ACTIVATION)
+        plain += sum_of_thread(dz, DEPTH)
+        weighted += sum_of_thread(dz * centred, DEPTH)
         if dx_ptr is not None:
-            dx = dz * (weight * rstd * scale)
-            tl.store(dx_ptr + base + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            tl.store(dx_ptr + base + element, (dz * slope).to(dx_ptr.dtype.element_ty), mask=inside)
     release(OVERLAP)
     plain *= scale
     weighted *= scale * rstd
+    channel = once(channel, channels, GROUPS)
     if parts_ptr is not None:
         target = parts_ptr + tl.program_id(0).to(tl.int64) * 2 * channels + channel
     else:
         target = sums_ptr + channel
-    tl.store(target, sum_per_channel(plain, CHANNELS_LAST), mask=channel < channels)
-    tl.store(target + channels, sum_per_channel(weighted, CHANNELS_LAST), mask=channel < channels)
+    tl.store(target, sum_per_channel(plain, GROUPS, CHANNELS_LAST), mask=channel < channels)
+    tl.store(target + channels, sum_per_channel(weighted, GROUPS, CHANNELS_LAST), mask=channel < channels)
 
 
 @triton.jit
@@ -132,7 +137,7 @@ def input_gradient_kernel(
     OVERLAP: tl.constexpr,
 ):
     begin(OVERLAP)
-    channel = channel_index(GROUPS, CHANNELS_LAST)
+    channel = channel_index(ROWS, GROUPS, CHANNELS_LAST)
     mean = load_channel(statistics_ptr, channel, channels, 0.0)
     rstd = load_channel(statistics_ptr + channels, channel, channels, 1.0)
     weight = load_channel(weight_ptr, channel, channels, 1.0)
@@ -147,7 +152,9 @@ def input_gradient_kernel(
     level = -steepness * plain
     if FOLD:
         level -= tilt * mean
-    steepness *= scale
+    steepness = over_depth(steepness * scale, DEPTH)
+    tilt, level, mean = over_depth(tilt, DEPTH), over_depth(level, DEPTH), over_depth(mean, DEPTH)
+    rstd, weight, bias = over_depth(rstd, DEPTH), over_depth(weight, DEPTH), over_depth(bias, DEPTH)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     for step in range(steps):
         tile = program * steps + steps - 1 - step

@@ -38,16 +38,18 @@ def tile_addresses(
     CHANNELS_LAST: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Of a tile, given its number (int64): where it begins, element offsets from there and mask `[groups, rows, depth, 8]`;
-    group numbers and mask, without the 8. `WHOLE`: every tile is full, so nothing is masked.
+    """Of a tile, given its number (int64): where it begins, element offsets from there and mask `[places, 8]`; group numbers
+    and mask `[places]`. `WHOLE`: every tile is full, so nothing is masked.
 
-    Depth is an axis and not an unrolled loop, in which the compiler lets each load wait for the store before it. Of axes
-    along which nothing is contiguous, Triton lays threads first along the first: neighbours read neighbours.
+    A place is a group of a row; those of a row follow each other, then comes the next row. One axis for all of them leaves
+    Triton no choice of the order in which threads lie along them (of several axes, 3.6 takes the first first and 3.7 the
+    last): neighbours read neighbours, and a thread's DEPTH groups, whose loads are in flight together, lie below each other.
     """
-    group = tl.arange(0, GROUPS)[:, None, None]
-    lane = tl.arange(0, 8)[None, None, None, :]
+    place = tl.arange(0, DEPTH * ROWS * GROUPS)
+    group = place % GROUPS
+    row = place // GROUPS
+    lane = tl.arange(0, 8)[None, :]
     first = tile * (DEPTH * ROWS)
-    row = tl.arange(0, DEPTH)[None, None, :] * ROWS + tl.arange(0, ROWS)[None, :, None]
     present = (row < rows - first) | WHOLE
     if CHANNELS_LAST:  # 32-bit offsets in the tile
         inner = channels
@@ -55,8 +57,8 @@ def tile_addresses(
         group = tl.program_id(1) * GROUPS + group
         groups_per_line = tl.cdiv(inner, 8)
         number = first * groups_per_line + (row * groups_per_line + group)
-        column = tl.expand_dims(group, 3) * 8 + lane
-        element = tl.expand_dims(row, 3) * channels + column
+        column = group[:, None] * 8 + lane
+        element = row[:, None] * channels + column
     else:  # neighbouring rows may be samples apart
         inner = length
         base = tile * 0
@@ -64,36 +66,58 @@ def tile_addresses(
         group = ((first + row) % segments) * GROUPS + group
         groups_per_line = tl.cdiv(inner, 8)
         number = line * groups_per_line + group
-        column = tl.expand_dims(group, 3) * 8 + lane
-        element = tl.expand_dims(line, 3) * inner + column
-    inside = tl.expand_dims(present, 3) & ((column < inner) | WHOLE)
+        column = group[:, None] * 8 + lane
+        element = line[:, None] * inner + column
+    inside = present[:, None] & ((column < inner) | WHOLE)
     return base, element, inside, scattered(number), present & ((group < groups_per_line) | WHOLE)
 
 
 @triton.jit
-def channel_index(GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """The channels of this program, in a shape that broadcasts over its tiles."""
+def channel_index(ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    """The channels of the first `ROWS * GROUPS` places, `[places, 8]`, or the one of all, `[1, 1]`."""
     if CHANNELS_LAST:
-        group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-        channel = group[:, None, None, None] * 8 + tl.arange(0, 8)[None, None, None, :]
+        group = tl.program_id(1) * GROUPS + tl.arange(0, ROWS * GROUPS) % GROUPS
+        channel = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     else:
-        channel = tl.program_id(1) + tl.zeros((1, 1, 1, 1), tl.int32)
+        channel = tl.program_id(1) + tl.zeros((1, 1), tl.int32)
     return channel
 
 
 @triton.jit
-def sum_of_thread(tile):
-    """`[groups, rows, depth, 8]` -> `[groups, rows, 1, 8]`: what one thread holds is added up, and no other is asked."""
-    return tl.sum(tile, axis=2, keep_dims=True)
+def once(channel, channels, GROUPS: tl.constexpr):
+    """The same channels for who stores: the first row's, and of others one that does not exist."""
+    if channel.shape[0] > GROUPS:
+        channel = tl.where(tl.arange(0, channel.shape[0])[:, None] < GROUPS, channel, channels)
+    return channel
 
 
 @triton.jit
-def sum_per_channel(tile, CHANNELS_LAST: tl.constexpr):
-    """`[groups, rows, depth, 8]` -> `[groups, 1, 1, 8]` or `[1, 1, 1, 1]`, the shape of `channel_index`."""
-    total = tl.sum(sum_of_thread(tile), axis=1, keep_dims=True)
+def over_depth(values, DEPTH: tl.constexpr):
+    """What `channel_index` was asked for, `[places, 8]` or `[1, 1]`, for a whole tile."""
+    if DEPTH > 1 and values.shape[0] > 1:
+        deep = tl.broadcast_to(values[None, :, :], (DEPTH, values.shape[0], 8))
+        values = tl.reshape(deep, (DEPTH * values.shape[0], 8))
+    return values
+
+
+@triton.jit
+def sum_of_thread(tile, DEPTH: tl.constexpr):
+    """`[DEPTH * places, 8]` -> `[places, 8]`: what one thread holds is added up, and no other is asked."""
+    if DEPTH > 1:
+        tile = tl.sum(tl.reshape(tile, (DEPTH, tile.shape[0] // DEPTH, 8)), axis=0)
+    return tile
+
+
+@triton.jit
+def sum_per_channel(tile, GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
+    """`[places, 8]` -> the sums, in the shape of `channel_index`."""
     if not CHANNELS_LAST:
-        total = tl.sum(tl.sum(total, axis=3, keep_dims=True), axis=0, keep_dims=True)
-    return total
+        tile = tl.sum(tl.sum(tile, axis=1, keep_dims=True), axis=0, keep_dims=True)
+    elif tile.shape[0] > GROUPS:
+        ROWS: tl.constexpr = tile.shape[0] // GROUPS
+        total = tl.sum(tl.reshape(tile, (ROWS, GROUPS, 8)), axis=0, keep_dims=True)
+        tile = tl.reshape(tl.broadcast_to(total, (ROWS, GROUPS, 8)), tile.shape)
+    return tile
 
 
 @triton.jit

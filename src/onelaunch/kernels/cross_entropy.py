@@ -101,7 +101,9 @@ def cross_entropy_kernel(
         x = _row_a_thread(x_ptr, rows, row_stride, ROWS, BLOCK, FEW, WIDTH)
         picked = tl.sum(tl.where(hit, x, 0.0), axis=1)
     else:
-        x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf")).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
         picked = tl.load(x_ptr + row * row_stride + target, mask=counts & valid, other=0.0).to(tl.float32)
 
     largest = tl.where(row_inside, tl.max(x, axis=1), 0.0)
