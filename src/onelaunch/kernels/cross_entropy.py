@@ -194,6 +194,8 @@ def _tile(rows: int, classes: int, row_stride: int, element_size: int) -> Tile:
     else:
         tile_rows = max(1, 1024 // block)
     warps = 4 if tile_rows * block <= 4096 else 8 if tile_rows * block <= 8192 else 16
+    if tile_rows < 32 * warps:  # a row would lie in several threads, neither side by side nor in one warp: NaN with Triton 3.6
+        few, width = 0, 1
     return Tile(tile_rows, block, few, width, warps)
 
 
