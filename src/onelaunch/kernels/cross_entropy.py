@@ -101,9 +101,8 @@ def cross_entropy_kernel(
         x = _row_a_thread(x_ptr, rows, row_stride, ROWS, BLOCK, FEW, WIDTH)
         picked = tl.sum(tl.where(hit, x, 0.0), axis=1)
     else:
-        x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf")).to(
-            tl.float32
-        )
+        element = row[:, None] * row_stride + column[None, :]
+        x = tl.load(x_ptr + element, mask=inside, other=float("-inf")).to(tl.float32)
         picked = tl.load(x_ptr + row * row_stride + target, mask=counts & valid, other=0.0).to(tl.float32)
 
     largest = tl.where(row_inside, tl.max(x, axis=1), 0.0)
@@ -194,7 +193,7 @@ def _tile(rows: int, classes: int, row_stride: int, element_size: int) -> Tile:
     else:
         tile_rows = max(1, 1024 // block)
     warps = 4 if tile_rows * block <= 4096 else 8 if tile_rows * block <= 8192 else 16
-    if tile_rows < 32 * warps:  # a row would lie in several threads, neither side by side nor in one warp: NaN with Triton 3.6
+    if tile_rows < 32 * warps:  # a row would lie in several threads, apart and in other warps: NaN with Triton 3.6
         few, width = 0, 1
     return Tile(tile_rows, block, few, width, warps)
 
