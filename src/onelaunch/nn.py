@@ -11,7 +11,7 @@ from onelaunch.ops.arguments import check_activation, check_probability
 from onelaunch.ops.batch_norm import batch_norm_of
 from onelaunch.ops.cross_entropy import check_loss_options
 
-__all__ = ["BatchNorm1d", "CrossEntropyLoss", "Linear", "ReLUDropout"]
+__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "CrossEntropyLoss", "Linear", "ReLUDropout"]
 
 
 class ReLUDropout(nn.Module):
@@ -22,8 +22,8 @@ class ReLUDropout(nn.Module):
         self.p = check_probability("p", p)
         self.inplace = inplace
 
-    def forward(self, x: Tensor) -> Tensor:
-        return relu_dropout(x, self.p, self.training, self.inplace)
+    def forward(self, input: Tensor) -> Tensor:
+        return relu_dropout(input, self.p, self.training, self.inplace)
 
     def extra_repr(self) -> str:
         return f"p={self.p}{', inplace=True' if self.inplace else ''}, fused: relu + dropout in one kernel"
@@ -54,17 +54,17 @@ class Linear(nn.Linear):
         self.activation = activation
         self.dropout = check_probability("dropout", dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         return linear(
-            x, self.weight, self.bias, activation=self.activation, dropout=self.dropout, training=self.training
+            input, self.weight, self.bias, activation=self.activation, dropout=self.dropout, training=self.training
         )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {_followed('linear', self.activation, self.dropout)}"
 
 
-class BatchNorm1d(nn.BatchNorm1d):
-    """`nn.BatchNorm1d` with the activation and the dropout that follow it."""
+class _BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """A batch norm with the activation and the dropout that follow it."""
 
     def __init__(
         self,
@@ -84,32 +84,41 @@ class BatchNorm1d(nn.BatchNorm1d):
         self.activation = activation
         self.dropout = check_probability("dropout", dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return batch_norm_of(self, x, self.activation, self.dropout if self.training else 0.0)
+    def forward(self, input: Tensor) -> Tensor:
+        return batch_norm_of(self, input, self.activation, self.dropout if self.training else 0.0)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {_followed('batch_norm', self.activation, self.dropout)}"
 
 
-class CrossEntropyLoss(nn.Module):
+class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` with the activation and the dropout that follow it."""
+
+
+class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` with the activation and the dropout that follow it."""
+
+
+class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` with the activation and the dropout that follow it."""
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
     """Replaces `nn.CrossEntropyLoss` without class weights."""
 
     def __init__(
         self, weight: None = None, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
     ) -> None:
-        super().__init__()
         if weight is not None:
             raise OnelaunchError(
                 "weight is given, and class weights are not fused: use torch.nn.CrossEntropyLoss(weight)"
             )
         check_loss_options(label_smoothing, ignore_index, reduction)
-        self.ignore_index = ignore_index
-        self.reduction = reduction
-        self.label_smoothing = label_smoothing
+        super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
 
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
         return cross_entropy(
-            logits,
+            input,
             target,
             label_smoothing=self.label_smoothing,
             ignore_index=self.ignore_index,
@@ -117,6 +126,6 @@ class CrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}, fused: loss + gradient in one pass"
-        )
+        options = f"reduction={self.reduction!r}, label_smoothing={self.label_smoothing}"
+        ignored = f", ignore_index={self.ignore_index}" if self.ignore_index != -100 else ""
+        return f"{options}{ignored}, fused: loss + gradient in one pass"

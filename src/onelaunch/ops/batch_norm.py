@@ -39,6 +39,7 @@ from onelaunch.ops.surroundings import (
     direct_apply,
     keep_random_calls_apart,
     overridden,
+    plain_cpu,
     plain_eager,
     transformed,
     wants_gradient,
@@ -251,9 +252,9 @@ def batch_norm(
             _known.add(known)
     p = float(dropout) if training else 0.0
     running = (running_mean, running_var)
-    if inside_transform:
+    if inside_transform or (p == 0 and plain_cpu(x, weight, bias, *running)):
         z = F.batch_norm(x, *running, weight, bias, training, momentum, eps)
-        return F.dropout(activate(z, activation), p)
+        return F.dropout(activate(z, activation), p) if p else activate(z, activation)
     if eager and _lies_in_one(running_mean) and _lies_in_one(running_var) and _has_kernels(x):
         if wants_gradient(x, weight, bias):
             y = _apply(x, weight, bias, running, (training, momentum, eps, activation, p))

@@ -20,6 +20,7 @@ from torch import Tensor
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
 from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, check_float, check_number, kernels
 from onelaunch.ops.cross_entropy_plain import (
+    checked_reference,
     cross_entropy_reference,
     empty_outputs,
     forward_cpu,
@@ -33,6 +34,7 @@ from onelaunch.ops.surroundings import (
     differentiable_backward,
     direct_apply,
     overridden,
+    plain_cpu,
     plain_eager,
     transformed,
     wants_gradient,
@@ -279,6 +281,8 @@ def cross_entropy(
         return cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction)
     if target.dtype.is_floating_point:  # with an index to ignore too: PyTorch says that probabilities have none
         return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
+    if not fp32_loss and plain_cpu(logits):
+        return checked_reference(logits, target.long(), label_smoothing, ignore_index, reduction)
     flat = logits
     if logits.dim() > 2:
         flat = logits.movedim(1, -1).flatten(0, -2)

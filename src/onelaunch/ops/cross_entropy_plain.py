@@ -19,6 +19,17 @@ def cross_entropy_reference(
     )
 
 
+def checked_reference(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+    """The same, and an error of ours for a target out of range."""
+    try:
+        return cross_entropy_reference(logits, target, *options)
+    except IndexError as error:
+        classes, ignore_index = logits.shape[min(1, logits.dim() - 1)], options[1]
+        wrong = target[(target != ignore_index) & ((target < 0) | (target >= classes))][0]
+        remedy = f"pass 0 to {classes - 1}" if classes else "pass logits of one class or more"
+        raise OnelaunchError(f"target holds {wrong}, out of range for logits of {classes} classes: {remedy}") from error
+
+
 def empty_outputs(logits: Tensor, reduction: str, fp32_loss: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Empty (loss, log-sum-exp of each row, number of rows that count)."""
     exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
@@ -32,13 +43,7 @@ def forward_cpu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, lse, count = empty_outputs(logits, reduction, fp32_loss)
     exact = logits.to(lse.dtype)
-    try:
-        loss.copy_(cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction))
-    except IndexError as error:
-        wrong = target[(target != ignore_index) & ((target < 0) | (target >= logits.shape[1]))][0]
-        classes = logits.shape[1]
-        remedy = f"pass 0 to {classes - 1}" if classes else "pass logits of one class or more"
-        raise OnelaunchError(f"target holds {wrong}, out of range for logits of {classes} classes: {remedy}") from error
+    loss.copy_(checked_reference(exact, target, label_smoothing, ignore_index, reduction))
     lse.copy_(exact.logsumexp(1))
     count.copy_((target != ignore_index).sum())
     return loss, lse, count

@@ -46,6 +46,7 @@ from onelaunch.ops.surroundings import (
     direct_apply,
     keep_random_calls_apart,
     overridden,
+    plain_cpu,
     plain_eager,
     transformed,
     wants_gradient,
@@ -259,8 +260,8 @@ def linear(
         return F.dropout(linear_reference(x, weight, bias, activation, None, 0.0), p)
     if _is_cast(x, dtype):
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if activation is None and p == 0:
-        return F.linear(x, weight, bias)
+    if p == 0 and (activation is None or plain_cpu(x, weight, bias)):
+        return linear_reference(x, weight, bias, activation, None, 0.0)
     flat = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
     save = wants_gradient(x, weight, bias)
     if not eager:

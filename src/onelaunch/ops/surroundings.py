@@ -15,18 +15,29 @@ _level_of_functorch, _is_tracing = torch._C._functorch.maybe_current_level, torc
 any_autocast = torch._C._is_any_autocast_enabled
 
 
-def plain_eager(x: torch.Tensor) -> bool:
-    """A CUDA tensor in ordinary eager mode: no compiler, no dispatch mode, no subclass (and not `transformed`, asked before).
-
-    Then an op calls its autograd function at once; going through the dispatcher's Python layers costs three times as much.
-    """
+def _ordinary(x: torch.Tensor) -> bool:
+    """No compiler, no dispatch mode, no subclass (and not `transformed`, asked before)."""
     return (
-        x.is_cuda
-        and type(x) in (torch.Tensor, torch.nn.Parameter)
+        type(x) in (torch.Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
     )
+
+
+def plain_eager(x: torch.Tensor) -> bool:
+    """A CUDA tensor in ordinary eager mode: an op calls its autograd function at once; going through the dispatcher's Python
+    layers costs three times as much."""
+    return x.is_cuda and _ordinary(x)
+
+
+def plain_cpu(*tensors: torch.Tensor | None) -> bool:
+    """CPU tensors of one dtype, fp32 or fp64, in ordinary eager mode: where nothing is dropped, PyTorch's own functions do what
+    an op does, and take a fraction of its time. (Halves are the op's: it rounds once, at the end.)"""
+    x = tensors[0]
+    if x is None or not x.is_cpu or x.dtype not in (torch.float32, torch.float64) or not x.numel():
+        return False
+    return all(one is None or (one.dtype == x.dtype and _ordinary(one)) for one in tensors)
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:

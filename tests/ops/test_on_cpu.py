@@ -1,0 +1,132 @@
+"""CPU tensors: PyTorch's own functions in ordinary calls without dropout, the ops everywhere else, and both alike."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import onelaunch as ol
+from onelaunch.errors import OnelaunchError
+from onelaunch.ops.activations import activate
+from onelaunch.ops.arguments import ACTIVATIONS
+
+OPS = torch.ops.onelaunch
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("an op was called")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_ordinary_calls_are_pytorchs_to_the_bit(
+    activation: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("linear", "batch_norm", "cross_entropy"):
+        monkeypatch.setattr(importlib.import_module(f"onelaunch.ops.{name}"), f"{name}_op", never)
+    x, image = torch.randn(6, 4, dtype=dtype), torch.randn(3, 4, 5, 2, dtype=dtype)
+    w, b, (scale, shift) = torch.randn(4, 4, dtype=dtype), torch.randn(4, dtype=dtype), torch.rand(2, 4, dtype=dtype)
+    target = torch.randint(4, (3, 5, 2))
+    target[0, 0] = -100
+    ours, theirs = torch.zeros(2, 4, dtype=dtype), torch.zeros(2, 4, dtype=dtype)
+    pairs: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = [
+        (
+            lambda *t: ol.linear(*t, activation=activation),
+            lambda *t: activate(F.linear(*t), activation),
+            [x, w, b],
+        ),
+        (
+            lambda x, w, b: ol.batch_norm(x, ours[0], ours[1], w, b, training=True, activation=activation),
+            lambda x, w, b: activate(F.batch_norm(x, theirs[0], theirs[1], w, b, True), activation),
+            [image, scale, shift],
+        ),
+        (
+            lambda t: ol.cross_entropy(t, target, label_smoothing=0.1),
+            lambda t: F.cross_entropy(t, target, label_smoothing=0.1),
+            [image],
+        ),
+    ]
+    for function, plain, tensors in pairs:
+        results = []
+        for one in (function, plain):
+            wanted = [tensor.clone().requires_grad_() for tensor in tensors]
+            y = one(*wanted)
+            results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
+        assert all(mine.equal(yours) for mine, yours in zip(*results, strict=True))
+    assert ours.equal(theirs)
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_the_ops_themselves_are_right_too(activation: str | None) -> None:
+    """They run in compiled and exported programs, under dispatch modes, and for halves."""
+    x, image = torch.randn(6, 4, dtype=torch.float64), torch.randn(3, 4, 5, dtype=torch.float64)
+    w, b = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    scale, shift = torch.rand(2, 4, dtype=torch.float64)
+    target = torch.randint(4, (6,))
+    for function, plain, tensors in (
+        (
+            lambda *t: OPS.linear(*t, activation, 0.0, True)[0],
+            lambda *t: activate(F.linear(*t), activation),
+            [x, w, b],
+        ),
+        (
+            lambda x, *t: OPS.batch_norm(x, None, None, *t, True, 1e-5, activation, 0.0)[0],
+            lambda x, *t: activate(F.batch_norm(x, None, None, *t, True), activation),
+            [image, scale, shift],
+        ),
+        (
+            lambda t: OPS.cross_entropy(t, target, 0.1, 2, "mean", False)[0],
+            lambda t: F.cross_entropy(t, target, label_smoothing=0.1, ignore_index=2),
+            [x],
+        ),
+    ):
+        wanted = tuple(tensor.clone().requires_grad_() for tensor in tensors)
+        torch.testing.assert_close(function(*wanted), plain(*wanted))
+        assert torch.autograd.gradcheck(function, wanted)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (3, 4, 2), (3, 4, 2, 5)])
+def test_a_class_that_does_not_exist_is_named(shape: tuple[int, ...]) -> None:
+    target = torch.full(shape[:1] + shape[2:] if len(shape) > 1 else (), 7)
+    with pytest.raises(OnelaunchError, match="target holds 7, out of range for logits of 4 classes: pass 0 to 3"):
+        ol.cross_entropy(torch.randn(shape), target)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shape"),
+    [
+        (ol.nn.BatchNorm1d, nn.BatchNorm1d, (5, 4)),
+        (ol.nn.BatchNorm1d, nn.BatchNorm1d, (5, 4, 3)),
+        (ol.nn.BatchNorm2d, nn.BatchNorm2d, (5, 4, 3, 2)),
+        (ol.nn.BatchNorm3d, nn.BatchNorm3d, (5, 4, 3, 2, 2)),
+    ],
+)
+def test_batch_norms_of_all_ranks(ours: Any, theirs: Any, shape: tuple[int, ...]) -> None:
+    fused, plain = ours(4, momentum=None, activation="silu"), theirs(4, momentum=None)
+    assert isinstance(fused, theirs)
+    for _ in range(3):
+        x = torch.randn(shape)
+        torch.testing.assert_close(fused(input=x), F.silu(plain(input=x)))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(fused.state_dict()[name], value)
+    fused.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(fused.eval()(x), F.silu(plain.eval()(x)))
+    with pytest.raises(ValueError, match="expected"):
+        fused(torch.randn(2, 4, 1, 1, 1, 1))
+
+
+def test_modules_pass_as_what_they_replace() -> None:
+    x, target = torch.randn(5, 4), torch.randint(4, (5,))
+    loss = ol.nn.CrossEntropyLoss(ignore_index=0)
+    assert isinstance(loss, nn.CrossEntropyLoss)
+    assert loss.weight is None
+    assert "ignore_index=0" in repr(loss)
+    assert loss(input=x, target=target).equal(F.cross_entropy(x, target, ignore_index=0))
+    assert ol.nn.Linear(4, 3)(input=x).shape == (5, 3)
+    assert ol.nn.ReLUDropout(0.5).eval()(input=x).equal(x.relu())
