@@ -58,13 +58,19 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
+def shown(value: object, most: int = 60) -> str:
+    """A value in a message: on one line, and not a page of it."""
+    return " ".join(repr(value).split())[:most]
+
+
 def require_option(argument: str, value: object, options: Iterable[str], *, or_else: str = "") -> None:
     options = list(options)
-    if value not in options:
+    if not isinstance(value, str) or value not in options:
         known = ", ".join(map(repr, options)) + (f", or {or_else}" if or_else else "")
-        shown = " ".join(repr(value).split())
         if isinstance(value, str):
-            raise OnelaunchError(f"{argument}={shown:.80} is not known: pass one of {known}{suggest(value, options)}")
+            raise OnelaunchError(
+                f"{argument}={shown(value, 80)} is not known: pass one of {known}{suggest(value, options)}"
+            )
         raise OnelaunchError(
-            f"{argument}={shown:.60} is of type {type(value).__name__}, not a name: pass one of {known}"
+            f"{argument}={shown(value)} is of type {type(value).__name__}, not a name: pass one of {known}"
         )

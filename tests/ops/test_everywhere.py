@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,9 @@ def test_ddp(tmp_path: Path) -> None:
         model = nn.parallel.DistributedDataParallel(Network(0.3))
         model(*batch(torch.device("cpu"))).backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
+        del model
     finally:
+        gc.collect()  # DDP goes before its group, as in train/distributed.py: else the two may wait for each other
         torch.distributed.destroy_process_group()
 
 

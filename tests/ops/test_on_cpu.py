@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -130,3 +131,81 @@ def test_modules_pass_as_what_they_replace() -> None:
     assert loss(input=x, target=target).equal(F.cross_entropy(x, target, ignore_index=0))
     assert ol.nn.Linear(4, 3)(input=x).shape == (5, 3)
     assert ol.nn.ReLUDropout(0.5).eval()(input=x).equal(x.relu())
+
+
+def test_logits_far_from_zero_keep_the_digits_of_their_gradient() -> None:
+    x, target = torch.randn(8, 4) * 3 + 1e6, torch.randint(4, (8,))
+    wanted = x.clone().requires_grad_()
+    (ours,) = torch.autograd.grad(OPS.cross_entropy(wanted, target, 0.0, -100, "mean", False)[0], wanted)
+    exact = x.double().requires_grad_()
+    (theirs,) = torch.autograd.grad(F.cross_entropy(exact, target), exact)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_second_derivatives_where_no_row_counts_are_zero(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 3, dtype=dtype, requires_grad=True)
+    loss = OPS.cross_entropy(x, torch.full((4,), -100), 0.0, -100, "mean", False)[0]
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    assert gradient.eq(0).all()
+    assert torch.autograd.grad(gradient.sum(), x)[0].eq(0).all()
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "tanh", "sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_slopes_of_halves_are_rounded_once(activation: str, dtype: torch.dtype) -> None:
+    x = torch.cat((torch.linspace(-8, 8, 500), torch.tensor([-6e4, -720.0, 700.0, 6e4]))).to(dtype)[:, None]
+    wanted, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+    y = ol.linear(wanted, torch.ones(1, 1, dtype=dtype), activation=activation)
+    (ours,) = torch.autograd.grad(y.sum(), wanted)
+    (theirs,) = torch.autograd.grad(activate(exact, activation).sum(), exact)
+    limit = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.double(), theirs, rtol=limit, atol=limit)
+
+
+def test_a_variance_far_below_eps_is_kept_as_it_is() -> None:
+    x, mean, var = torch.randn(64, 3) * 1e-5, torch.zeros(3), torch.zeros(3)
+    ol.batch_norm(x, mean, var, training=True, momentum=1.0, eps=1e-3, dropout=0.1)
+    torch.testing.assert_close(var, x.var(0))
+
+
+@pytest.mark.parametrize("training", [1, np.bool_(True), torch.tensor(True)])
+def test_training_is_whatever_is_true(training: Any) -> None:
+    x, running = torch.randn(6, 5), (torch.zeros(5), torch.ones(5))
+    y = ol.batch_norm(x, *(one.clone() for one in running), training=training)
+    assert y.equal(F.batch_norm(x, *running, training=True))
+
+
+def test_sums_of_a_mixed_backward_are_what_its_fake_says() -> None:
+    x, bits = torch.randn(6, 5), torch.empty(0, 0, dtype=torch.uint8)
+    arguments = (x, x, torch.rand(2, 5), bits, torch.ones(5).double(), None, True, "gelu", 0.0)
+    torch.library.opcheck(OPS.batch_norm_backward.default, arguments)
+
+
+MISTAKES: list[tuple[Callable[[Tensor, Tensor], object], str]] = [
+    (lambda x, _: ol.relu_dropout(x, torch.rand(9, 9)), r"p=tensor\(.* is not a number: pass a probability"),
+    (lambda x, _: ol.relu_dropout(x, np.zeros((9, 9))), r"p=array\(.* is not a number: pass a probability"),
+    (lambda x, _: ol.relu_dropout(x, "p" * 3000), "p='p+ is not a number: pass a probability"),
+    (lambda x, _: ol.relu_dropout(x, 10**400), "p=10+ is out of range: pass a probability from 0 to 1"),
+    (lambda x, _: ol.linear(x, x, activation=np.array(["relu", "x"])), "activation=array.* is of type ndarray"),
+    (lambda x, _: ol.linear(x.to_sparse(), x), "x is of layout torch.sparse_coo: pass a dense tensor"),
+    (lambda x, _: ol.relu_dropout(torch.nested.nested_tensor([x, x[:2]])), "x is nested: pass a dense tensor"),
+    (lambda x, t: ol.cross_entropy(x, t, ignore_index=2**63), "ignore_index=9223372036854775808 is out of range"),
+    (lambda x, t: ol.cross_entropy(x, t, ignore_index=1.0), "ignore_index=1.0 is not an integer: pass a class"),
+    (lambda x, t: ol.cross_entropy(x, t, reduction=np.array(["mean"])), "reduction=array.* is of type ndarray"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_a_mistake_is_one_line(call: Callable[[Tensor, Tensor], object], message: str) -> None:
+    with pytest.raises(OnelaunchError, match=message) as caught:
+        call(torch.randn(4, 4), torch.randint(4, (4,)))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 240
+
+
+def test_an_index_of_numpys_is_an_index() -> None:
+    x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 3])
+    ours = ol.cross_entropy(x, target, ignore_index=np.int64(2))
+    assert ours.equal(F.cross_entropy(x, target, ignore_index=2))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, shown
 
 ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 takes the reference, on any device
@@ -17,8 +17,21 @@ KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 takes 
 
 def check_number(argument: str, value: object, wanted: str) -> float:
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise ArgumentTypeError(f"{argument}={value!r} is not a number: pass {wanted}")
-    return float(value)
+        raise ArgumentTypeError(f"{argument}={shown(value)} is not a number: pass {wanted}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise OnelaunchError(f"{argument}={shown(value)} is out of range: pass {wanted}") from None
+
+
+def check_whole(argument: str, value: object, wanted: str) -> int:
+    """A whole number that a device can hold."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(f"{argument}={shown(value)} is not an integer: pass {wanted}")
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise OnelaunchError(f"{argument}={shown(value)} is out of range: pass {wanted}")
+    return number
 
 
 def check_probability(argument: str, p: object) -> float:
@@ -38,6 +51,9 @@ def check_float(argument: str, tensor: object) -> None:
         raise ArgumentTypeError(f"{argument} is a {type(tensor).__name__}: pass a torch.Tensor")
     if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         raise ArgumentTypeError(f"{argument} has dtype {tensor.dtype}: pass float32, float16, bfloat16 or float64")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
+        raise ArgumentTypeError(f"{argument} is {kind}: pass a dense tensor, as {argument}.to_dense() makes one")
 
 
 def check_beside(argument: str, tensor: torch.Tensor | None, name: str, other: torch.Tensor) -> None:

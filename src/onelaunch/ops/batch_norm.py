@@ -32,6 +32,7 @@ from onelaunch.ops.batch_norm_plain import (
     lies,
     lines_and_inner,
     statistics_of,
+    variance_of,
 )
 from onelaunch.ops.dropout import draw_key
 from onelaunch.ops.surroundings import (
@@ -253,7 +254,7 @@ def batch_norm(
     p = float(dropout) if training else 0.0
     running = (running_mean, running_var)
     if inside_transform or (p == 0 and plain_cpu(x, weight, bias, *running)):
-        z = F.batch_norm(x, *running, weight, bias, training, momentum, eps)
+        z = F.batch_norm(x, *running, weight, bias, bool(training), momentum, eps)
         return F.dropout(activate(z, activation), p) if p else activate(z, activation)
     if eager and _lies_in_one(running_mean) and _lies_in_one(running_var) and _has_kernels(x):
         if wants_gradient(x, weight, bias):
@@ -265,12 +266,10 @@ def batch_norm(
         return y
     y, statistics, _ = batch_norm_op(x, *running, weight, bias, training, eps, activation, p)
     if training and x.numel():
-        count = x.numel() // x.shape[1]
         if running_mean is not None:
             running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
         if running_var is not None:
-            var = (statistics[1].pow(-2) - eps).clamp_min(0) * (count / (count - 1))
-            running_var.lerp_(var.to(running_var.dtype), momentum)
+            running_var.lerp_(variance_of(x.detach(), statistics[1], eps).to(running_var.dtype), momentum)
     return y
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
-from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, check_float, check_number, kernels
+from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, check_float, check_number, check_whole, kernels
 from onelaunch.ops.cross_entropy_plain import (
     checked_reference,
     cross_entropy_reference,
@@ -123,7 +123,6 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
     if differentiable_backward(dloss):
         logits, target, lse, count = ctx.saved_tensors
-        lse = logits.to(lse.dtype).logsumexp(1)  # as a function of the logits
         return gradient_plain(dloss, logits, target, lse, count, *ctx.options), None, None, None, None, None
     return cross_entropy_gradient_op(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
@@ -202,10 +201,7 @@ def check_loss_options(label_smoothing: float, ignore_index: int, reduction: str
     require_option("reduction", reduction, REDUCTIONS)
     if not 0 <= check_number("label_smoothing", label_smoothing, "a number from 0 to 1") <= 1:
         raise OnelaunchError(f"label_smoothing={label_smoothing} is out of range: pass a number from 0 to 1")
-    if type(ignore_index) is not int:
-        raise ArgumentTypeError(
-            f"ignore_index={ignore_index!r} is not an integer: pass a class, or a number no class has"
-        )
+    check_whole("ignore_index", ignore_index, "a class, or a number no class has")
 
 
 def _check(logits: Tensor, target: Tensor) -> None:
@@ -274,6 +270,7 @@ def cross_entropy(
             _check(logits, target)
         if known is not None:
             _known.add(known, _prepared(logits, target, label_smoothing, ignore_index, reduction))
+    ignore_index = int(ignore_index)
     fp32_loss = autocast_dtype(logits.device) is not None
     if inside_transform:
         exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits

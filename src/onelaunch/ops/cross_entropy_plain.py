@@ -53,12 +53,14 @@ def gradient_plain(
     dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
-    """In ops that can be differentiated again, if lse is a function of the logits."""
+    """In ops that can be differentiated again. Not by way of `lse`, which is rounded where logits are far from 0."""
     counts = target != ignore_index
     wanted = torch.full_like(logits, label_smoothing / logits.shape[1], dtype=lse.dtype)
     wanted.scatter_add_(1, torch.where(counts, target, 0)[:, None], torch.full_like(lse[:, None], 1 - label_smoothing))
-    upstream = dloss.to(lse.dtype) / count if reduction == "mean" else dloss.to(lse.dtype)
-    gradient = (torch.exp(logits.to(lse.dtype) - lse[:, None]) - wanted) * upstream.reshape(-1, 1)
+    upstream = dloss.to(lse.dtype)
+    if reduction == "mean":
+        upstream = upstream / count.clamp_min(1)  # of none that counts, 0 and not 0 / 0: it is differentiated too
+    gradient = (torch.softmax(logits.to(lse.dtype), 1) - wanted) * upstream.reshape(-1, 1)
     return torch.where(counts[:, None], gradient, 0).to(logits.dtype)
 
 

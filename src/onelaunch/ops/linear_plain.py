@@ -57,22 +57,28 @@ def backward_needs(activation: str | None, p: float) -> str:
 
 
 def backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
-    dz = dy * keep_scale(p) if p else dy
+    exact = dy if dy.dtype == torch.float64 else dy.float()
+    dz = exact * keep_scale(p) if p else exact
     needs = backward_needs(activation, p)
     if activation is not None and needs == "output":
-        dz = dz * activation_gradient_from_output(saved * (1 - p), activation)
+        dz = dz * activation_gradient_from_output(saved.to(dz.dtype) * (1 - p), activation)
     elif needs == "z":
-        dz = dz * activation_gradient(saved, activation)
+        dz = dz * activation_gradient(saved.to(dz.dtype), activation)
     if p:
         dz = torch.where(unpack(bits, dy.shape[1]), dz, 0)
-    return dz.clone() if dz is dy else dz, dz.sum(0)
+    rounded = dz.to(dy.dtype)
+    return rounded.clone() if rounded is dy else rounded, dz.sum(0).to(dy.dtype)
 
 
 def gradients_plain(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, bits: Tensor, activation: str | None, p: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, dweight, dbias) as functions of dy, x, weight and bias, in ops that can be differentiated again."""
-    dz = dy if activation is None else dy * activation_gradient(F.linear(x, weight, bias), activation)
+    dz = dy
+    if activation is not None:
+        z = F.linear(x, weight, bias)
+        slope = activation_gradient(z if z.dtype == torch.float64 else z.float(), activation)  # halves overflow in it
+        dz = (dy * slope).to(dy.dtype)
     if p:
         dz = torch.where(unpack(bits, weight.shape[0]), dz * keep_scale(p), 0)
     return dz @ weight, dz.t() @ x, None if bias is None else dz.sum(0)

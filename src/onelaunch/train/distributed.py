@@ -8,6 +8,7 @@ wish to stop are shared. Rank 0 writes.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -78,6 +79,7 @@ def joined() -> Iterator[World]:
     try:
         yield world()
     finally:
+        gc.collect()  # DDP first: who lets go of the group last waits for its threads, and DDP would hold Python's lock then
         distributed.destroy_process_group()
 
 
