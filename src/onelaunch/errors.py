@@ -7,6 +7,7 @@ prints a traceback for them.
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Iterable, Sequence
 
 NAMED = 5  # of a long list
@@ -61,6 +62,13 @@ def listed(names: Sequence[str]) -> str:
 def shown(value: object, most: int = 60) -> str:
     """A value in a message: on one line, and not a page of it."""
     return " ".join(repr(value).split())[:most]
+
+
+def require_whole(argument: str, value: object, wanted: str) -> int:
+    """As Python's own, of NumPy's integers too."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ArgumentTypeError(f"{argument}={shown(value)} is not an integer: pass {wanted}")
+    return int(value)
 
 
 def require_option(argument: str, value: object, options: Iterable[str], *, or_else: str = "") -> None:

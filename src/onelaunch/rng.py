@@ -22,13 +22,12 @@ and high word.
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import numpy as np
 import torch
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.errors import OnelaunchError, require_whole
 
 MASK32 = 0xFFFFFFFF
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -47,9 +46,7 @@ def check_seed(seed: object) -> int:
 
 
 def _whole_number(argument: str, value: object, bound: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ArgumentTypeError(f"{argument}={value!r} is not an integer: pass a whole number, 0 or more")
-    number = int(value)  # NumPy's integers too
+    number = require_whole(argument, value, "a whole number, 0 or more")
     if not 0 <= number < bound:
         limit = f"2**{bound.bit_length() - 1} - 1"
         raise OnelaunchError(f"{argument}={number} is out of range: pass an integer from 0 to {limit}")

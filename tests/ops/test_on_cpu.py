@@ -207,5 +207,8 @@ def test_a_mistake_is_one_line(call: Callable[[Tensor, Tensor], object], message
 
 def test_an_index_of_numpys_is_an_index() -> None:
     x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 3])
-    ours = ol.cross_entropy(x, target, ignore_index=np.int64(2))
-    assert ours.equal(F.cross_entropy(x, target, ignore_index=2))
+    for dtype in (torch.float32, torch.bfloat16):  # PyTorch's own function, and the op
+        ours = ol.cross_entropy(x.to(dtype), target, ignore_index=np.int64(2))
+        torch.testing.assert_close(ours, F.cross_entropy(x.to(dtype), target, ignore_index=2))
+    prepared = importlib.import_module("onelaunch.ops.cross_entropy")._prepared(x, target, 0.0, np.int64(2), "mean")
+    assert type(prepared.sizes[-1]) is int  # a compiled kernel gets it as it is

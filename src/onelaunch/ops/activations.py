@@ -12,6 +12,11 @@ from torch import Tensor
 FROM_OUTPUT = ("relu", "leaky_relu", "sigmoid", "tanh")
 
 
+def exact(tensor: Tensor) -> Tensor:
+    """In the type that sums and slopes are taken in: halves lose digits there, and overflow."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
 def activate(z: Tensor, activation: str | None) -> Tensor:
     match activation:
         case None:

@@ -24,16 +24,6 @@ def check_number(argument: str, value: object, wanted: str) -> float:
         raise OnelaunchError(f"{argument}={shown(value)} is out of range: pass {wanted}") from None
 
 
-def check_whole(argument: str, value: object, wanted: str) -> int:
-    """A whole number that a device can hold."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ArgumentTypeError(f"{argument}={shown(value)} is not an integer: pass {wanted}")
-    number = int(value)
-    if not -(2**63) <= number < 2**63:
-        raise OnelaunchError(f"{argument}={shown(value)} is out of range: pass {wanted}")
-    return number
-
-
 def check_probability(argument: str, p: object) -> float:
     number = check_number(argument, p, "a probability from 0 to 1")
     if not 0 <= number <= 1:
@@ -52,8 +42,10 @@ def check_float(argument: str, tensor: object) -> None:
     if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         raise ArgumentTypeError(f"{argument} has dtype {tensor.dtype}: pass float32, float16, bfloat16 or float64")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else f"of layout {tensor.layout}"
-        raise ArgumentTypeError(f"{argument} is {kind}: pass a dense tensor, as {argument}.to_dense() makes one")
+        kind, way = (
+            ("nested", "to_padded_tensor(0.0)") if tensor.is_nested else (f"of layout {tensor.layout}", "to_dense()")
+        )
+        raise ArgumentTypeError(f"{argument} is {kind}: pass a dense tensor, as {argument}.{way} makes one")
 
 
 def check_beside(argument: str, tensor: torch.Tensor | None, name: str, other: torch.Tensor) -> None:

@@ -255,7 +255,7 @@ def batch_norm(
     running = (running_mean, running_var)
     if inside_transform or (p == 0 and plain_cpu(x, weight, bias, *running)):
         z = F.batch_norm(x, *running, weight, bias, bool(training), momentum, eps)
-        return F.dropout(activate(z, activation), p) if p else activate(z, activation)
+        return F.dropout(activate(z, activation), p)
     if eager and _lies_in_one(running_mean) and _lies_in_one(running_var) and _has_kernels(x):
         if wants_gradient(x, weight, bias):
             y = _apply(x, weight, bias, running, (training, momentum, eps, activation, p))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onelaunch.ops.activations import activate, activation_gradient
+from onelaunch.ops.activations import activate, activation_gradient, exact
 from onelaunch.ops.dropout import bytes_for, draw_keep, pack, unpack
 from onelaunch.rng import keep_scale
 
@@ -47,10 +47,14 @@ def lines_and_inner(x: Tensor) -> tuple[int, int]:
 
 def empty_outputs(x: Tensor, p: float) -> Outputs:
     """Empty (y, statistics: mean and 1 / standard deviation, keep bits)."""
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = lies(x)
     bits = x.new_empty(bytes_for(*lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8)
-    return y, x.new_empty((2, x.shape[1]), dtype=exact), bits
+    return y, x.new_empty((2, x.shape[1]), dtype=wide), bits
+
+
+def _but_channels(x: Tensor) -> list[int]:
+    return [axis for axis in range(x.dim()) if axis != 1]
 
 
 def _per_channel(statistic: Tensor, x: Tensor) -> Tensor:
@@ -124,8 +128,7 @@ def backward_plain(
     if activation is not None and not (p and activation == "relu"):
         dz = dz * activation_gradient(_affine(x, mean, rstd, weight, bias), activation)
     x_hat = _affine(x, mean, rstd, None, None)
-    axes = [axis for axis in range(x.dim()) if axis != 1]
-    dbias, dweight = dz.sum(axes), (dz * x_hat).sum(axes)
+    dbias, dweight = dz.sum(_but_channels(x)), (dz * x_hat).sum(_but_channels(x))
     dx = dz
     if training:
         count = x.numel() // max(1, x.shape[1])
@@ -136,10 +139,10 @@ def backward_plain(
 
 def statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(mean, 1 / standard deviation) of each channel, as functions of x."""
-    exact = x if x.dtype == torch.float64 else x.float()
+    x = exact(x)
     if not x.numel():
-        return (torch.full(x.shape[1:2], float("nan"), dtype=exact.dtype, device=x.device),) * 2
-    var, mean = torch.var_mean(exact, [axis for axis in range(x.dim()) if axis != 1], correction=0)
+        return (torch.full(x.shape[1:2], float("nan"), dtype=x.dtype, device=x.device),) * 2
+    var, mean = torch.var_mean(x, _but_channels(x), correction=0)
     return mean, (var + eps).rsqrt()
 
 
@@ -147,6 +150,6 @@ def variance_of(x: Tensor, rstd: Tensor, eps: float) -> Tensor:
     """Of each channel, unbiased. On a GPU (compiled) from 1 / standard deviation, without another pass over x; digits go where
     it is far below eps."""
     if not x.is_cuda:
-        return x.to(rstd.dtype).var([axis for axis in range(x.dim()) if axis != 1])
+        return exact(x).var(_but_channels(x))
     count = x.numel() // x.shape[1]
     return (rstd.pow(-2) - eps).clamp_min(0) * (count / (count - 1))

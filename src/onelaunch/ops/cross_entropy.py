@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
-from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, check_float, check_number, check_whole, kernels
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, require_whole, shown
+from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, check_float, check_number, kernels
 from onelaunch.ops.cross_entropy_plain import (
     checked_reference,
     cross_entropy_reference,
@@ -201,7 +201,10 @@ def check_loss_options(label_smoothing: float, ignore_index: int, reduction: str
     require_option("reduction", reduction, REDUCTIONS)
     if not 0 <= check_number("label_smoothing", label_smoothing, "a number from 0 to 1") <= 1:
         raise OnelaunchError(f"label_smoothing={label_smoothing} is out of range: pass a number from 0 to 1")
-    check_whole("ignore_index", ignore_index, "a class, or a number no class has")
+    if not -(2**63) <= require_whole("ignore_index", ignore_index, "a class, or a number no class has") < 2**63:
+        raise OnelaunchError(
+            f"ignore_index={shown(ignore_index)} is out of range: pass a class, or a number no class has"
+        )
 
 
 def _check(logits: Tensor, target: Tensor) -> None:
@@ -239,7 +242,7 @@ def _prepared(logits: Tensor, target: Tensor, smoothing: float, ignore_index: in
     small = kernels("cross_entropy").SmallLoss
     if not logits.numel() or not small.takes(*logits.shape) or logits.shape[1] >= COUNT_FIRST_CLASSES:
         return True
-    return small(logits, smoothing=float(smoothing), ignore_index=ignore_index, reduction=reduction)
+    return small(logits, smoothing=float(smoothing), ignore_index=int(ignore_index), reduction=reduction)
 
 
 def cross_entropy(
@@ -270,7 +273,6 @@ def cross_entropy(
             _check(logits, target)
         if known is not None:
             _known.add(known, _prepared(logits, target, label_smoothing, ignore_index, reduction))
-    ignore_index = int(ignore_index)
     fp32_loss = autocast_dtype(logits.device) is not None
     if inside_transform:
         exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits
@@ -288,7 +290,7 @@ def cross_entropy(
     rows = target if target.dim() == 1 else target.reshape(-1)
     if rows.dtype != torch.int64 or not rows.is_contiguous():
         rows = rows.to(torch.int64).contiguous()
-    arguments = (float(label_smoothing), ignore_index, reduction, fp32_loss)
+    arguments = (float(label_smoothing), int(ignore_index), reduction, fp32_loss)
     in_one_pass = eager and flat.dtype in ONE_PASS_DTYPES and flat.numel() > 0
     if in_one_pass and wants_gradient(flat):
         loss = _apply(flat, rows, arguments)

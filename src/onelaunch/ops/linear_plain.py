@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onelaunch.ops.activations import FROM_OUTPUT, activate, activation_gradient, activation_gradient_from_output
+from onelaunch.ops.activations import FROM_OUTPUT, activate, activation_gradient, activation_gradient_from_output, exact
 from onelaunch.ops.dropout import bytes_for, draw_keep, pack, unpack
 from onelaunch.rng import keep_scale
 
@@ -57,13 +57,12 @@ def backward_needs(activation: str | None, p: float) -> str:
 
 
 def backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
-    exact = dy if dy.dtype == torch.float64 else dy.float()
-    dz = exact * keep_scale(p) if p else exact
+    dz = exact(dy) * keep_scale(p) if p else exact(dy)
     needs = backward_needs(activation, p)
     if activation is not None and needs == "output":
-        dz = dz * activation_gradient_from_output(saved.to(dz.dtype) * (1 - p), activation)
+        dz = dz * activation_gradient_from_output(exact(saved) * (1 - p), activation)
     elif needs == "z":
-        dz = dz * activation_gradient(saved.to(dz.dtype), activation)
+        dz = dz * activation_gradient(exact(saved), activation)
     if p:
         dz = torch.where(unpack(bits, dy.shape[1]), dz, 0)
     rounded = dz.to(dy.dtype)
@@ -76,9 +75,7 @@ def gradients_plain(
     """(dx, dweight, dbias) as functions of dy, x, weight and bias, in ops that can be differentiated again."""
     dz = dy
     if activation is not None:
-        z = F.linear(x, weight, bias)
-        slope = activation_gradient(z if z.dtype == torch.float64 else z.float(), activation)  # halves overflow in it
-        dz = (dy * slope).to(dy.dtype)
+        dz = (dy * activation_gradient(exact(F.linear(x, weight, bias)), activation)).to(dy.dtype)
     if p:
         dz = torch.where(unpack(bits, weight.shape[0]), dz * keep_scale(p), 0)
     return dz @ weight, dz.t() @ x, None if bias is None else dz.sum(0)

@@ -12,7 +12,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, require_whole
 from onelaunch.rng import check_seed
 from onelaunch.train.schedule import SCHEDULES, learning_rate
 
@@ -116,11 +116,10 @@ def _check_counts(spec: Spec) -> None:
         value = getattr(spec, argument)
         if value is None and argument in ("epochs", "steps"):
             continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise ArgumentTypeError(f"{argument}={value!r} is not an integer: pass a whole number, 1 or more")
-        if value < 1:
-            raise OnelaunchError(f"{argument}={value} must be 1 or more")
-        object.__setattr__(spec, argument, int(value))  # NumPy's integers too
+        number = require_whole(argument, value, "a whole number, 1 or more")
+        if number < 1:
+            raise OnelaunchError(f"{argument}={number} must be 1 or more")
+        object.__setattr__(spec, argument, number)
     if (spec.epochs is None) == (spec.steps is None):
         given = "both" if spec.epochs else "neither"
         raise OnelaunchError(f"pass epochs= or steps=, one of the two (got {given}); for example epochs=10")
