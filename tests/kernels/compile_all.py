@@ -117,7 +117,7 @@ def run_launchers(dtype: torch.dtype) -> None:
         linear.linear_forward(x, w, bias, y, None, bits, activation="silu", p=p, key=key, tile=tile, tf32=True)
 
     weight = torch.empty(256)
-    statistics, sums = torch.empty(2, 256), torch.empty(2, 256)
+    statistics, sums = torch.empty(3, 256), torch.empty(2, 256)
     for layout in (Layout(64, 256, 0), Layout(2, 32, 256)):
         bits = torch.empty(layout.lines, -(-layout.inner // 8), dtype=torch.uint8)
         batch_norm.batch_statistics(x, layout, statistics, weight, weight, momentum=0.1, eps=1e-5)
@@ -129,7 +129,7 @@ def run_launchers(dtype: torch.dtype) -> None:
             )  # fmt: skip
 
     target = torch.empty(2048, dtype=torch.int64)
-    loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(2048)
+    loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(2048, 2)
     for rows, classes in ((64, 10), (2048, 10), (2048, 32), (64, 256), (64, 100_000)):
         logits = torch.empty(rows, classes, dtype=dtype)
         dx = torch.empty_like(logits) if classes <= cross_entropy.REGISTER_CLASSES else None

@@ -55,7 +55,7 @@ def test_against_float64(
     dy = torch.randn_like(x)
     expected.backward(dy.cpu().double())
 
-    statistics = poisoned(2, channels, like=weight)
+    statistics = poisoned(3, channels, like=weight)
     if training:
         batch_norm.batch_statistics(x, layout, statistics, running_mean, running_var, momentum=0.1, eps=1e-5)
         torch.testing.assert_close(running_mean.cpu().double(), mean64, rtol=1e-5, atol=1e-5)
@@ -109,8 +109,9 @@ def test_statistics_survive_a_mean_far_from_zero(kernel_device: torch.device) ->
     from onelaunch.kernels.batch_norm_tiles import Layout
 
     x = torch.randn(4096, 8, device=kernel_device) + 3000
-    statistics = poisoned(2, 8, like=x)
+    statistics = poisoned(3, 8, like=x)
     batch_statistics(x, Layout(4096, 8, 0), statistics, None, None, momentum=0.1, eps=0.0)
     var, mean = torch.var_mean(x.cpu().double(), 0, correction=0)
     torch.testing.assert_close(statistics[0].cpu().double(), mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(statistics[1].cpu().double(), var.rsqrt(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(statistics[2].cpu().double(), var * (4096 / 4095), rtol=2e-4, atol=0)

@@ -43,7 +43,7 @@ def test_loss_and_gradient(
     expected.backward(upstream.cpu().double())
 
     loss = poisoned(*([rows] if reduction == "none" else []), like=upstream)
-    lse, dx = poisoned(rows, like=upstream), poisoned(rows, classes, like=x)
+    lse, dx = poisoned(rows, 2, like=upstream), poisoned(rows, classes, like=x)
     options = {"smoothing": smoothing, "ignore_index": -100}
     count = kernels.cross_entropy_forward(x, target, loss, lse=lse, dx=dx, reduction=reduction, **options)
     rtol, atol = TOLERANCE[dtype]
@@ -104,35 +104,73 @@ def test_few_classes_of_any_stride_and_start(
     exact = x.cpu().double().requires_grad_()
     expected = F.cross_entropy(exact, target.cpu(), reduction="sum", label_smoothing=0.0)
     expected.backward()
-    loss, dx, lse = poisoned(like=x.float()), poisoned(rows, classes, like=x), poisoned(rows, like=x.float())
+    loss, dx, lse = poisoned(like=x.float()), poisoned(rows, classes, like=x), poisoned(rows, 2, like=x.float())
     cross_entropy_forward(x, target, loss, lse=lse, dx=dx, smoothing=0.0, ignore_index=-100, reduction="sum")
     torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse.cpu().double(), exact.detach().logsumexp(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.cpu().double().sum(1), exact.detach().logsumexp(1), rtol=1e-5, atol=1e-5)
     rtol, atol = TOLERANCE[dtype]
     torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("offset", [0.0, 4e3, -3e4, 1e6, -1e9, 3e38])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("classes", [10, 300, 304])
 @pytest.mark.parametrize("long_rows", [False, True])
 def test_logits_far_from_zero_keep_their_digits(
-    kernel_device: torch.device, classes: int, long_rows: bool, monkeypatch: pytest.MonkeyPatch
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    classes: int,
+    long_rows: bool,
+    smoothing: float,
+    offset: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """PyTorch takes the largest off first; so must we, or fp32 loses what the offset takes."""
     from onelaunch.kernels import cross_entropy as kernels
+    from onelaunch.kernels import cross_entropy_backward as backward
     from onelaunch.kernels import cross_entropy_long
 
+    if abs(offset) > torch.finfo(dtype).max:
+        pytest.skip("beyond what the dtype holds")
     if long_rows:
         monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
         monkeypatch.setattr(cross_entropy_long, "BLOCK", 64)
-    x = torch.randn(5, classes, device=kernel_device) * 3 + 4000
+    x = (torch.randn(6, classes, device=kernel_device) * 3 + offset).to(dtype)
+    x[5] = -torch.finfo(dtype).max
     target = x.argmax(dim=1)
     exact = x.cpu().double().requires_grad_()
-    expected = F.cross_entropy(exact, target.cpu())
+    expected = F.cross_entropy(exact, target.cpu(), label_smoothing=smoothing, reduction="sum")
     expected.backward()
-    loss, dx = poisoned(like=x), poisoned(5, classes, like=x)
-    kernels.cross_entropy_forward(x, target, loss, lse=None, dx=dx, smoothing=0.0, ignore_index=-100, reduction="mean")
-    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=1e-5, atol=1e-7)
+    loss, lse, dx, again = (poisoned(*shape, like=like) for shape, like in (
+        ((), x.float()), ((6, 2), x.float()), ((6, classes), x), ((6, classes), x)
+    ))  # fmt: skip
+    options = {"smoothing": smoothing, "ignore_index": -100}
+    kernels.cross_entropy_forward(x, target, loss, lse=lse, dx=dx, reduction="sum", **options)
+    backward.cross_entropy_gradient(x, target, lse, torch.ones_like(loss), None, again, **options)
+    rtol, atol = TOLERANCE[dtype]
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    for gradient in (dx, again):
+        torch.testing.assert_close(gradient.cpu().double(), exact.grad, rtol=rtol, atol=min(atol, 1e-4))
+
+
+@pytest.mark.parametrize("long_rows", [False, True])
+@pytest.mark.parametrize("row", [[3e38, 3e38, 0.0], [1e38, 3e38, 2e38], [float("-inf"), 2.0, 1.0], [-3e38, 3.0, 5.0]])
+@pytest.mark.filterwarnings(
+    "ignore:overflow encountered in multiply"
+)  # NumPy's, in the interpreter: -inf is right there
+def test_smoothing_over_logits_at_the_ends_of_fp32(
+    kernel_device: torch.device, row: list[float], long_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onelaunch.kernels import cross_entropy as kernels
+
+    if long_rows:
+        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
+    x, target = torch.tensor([row], device=kernel_device), torch.tensor([1], device=kernel_device)
+    loss = poisoned(1, like=x)
+    options = {"smoothing": 0.1, "ignore_index": -100, "reduction": "none"}
+    kernels.cross_entropy_forward(x, target, loss, lse=None, dx=None, **options)
+    expected = F.cross_entropy(x.cpu().double(), target.cpu(), label_smoothing=0.1, reduction="none")
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 1030, 9000])

@@ -33,6 +33,8 @@ INPUTS = {
     "expanded": lambda d: torch.randn(3, 1, 5, device=d).expand(3, 6, 5),
     "two axes, transposed": lambda d: torch.randn(6, 9, device=d).t(),
     "one channel": lambda d: torch.randn(3, 1, 5, device=d),
+    "one column": lambda d: torch.randn(37, 1, device=d),
+    "one channel, sliced": lambda d: torch.randn(3, 4, 12, device=d)[:, 2:3],
 }
 
 

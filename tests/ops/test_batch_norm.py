@@ -73,6 +73,32 @@ def test_module_moves_the_running_statistics_as_torch_does(
     assert "batch_norm + relu" in repr(ours)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_variance_far_below_eps_is_kept_as_it_is(device: torch.device, compiled: bool) -> None:
+    x, mean, var = (
+        torch.randn(64, 3, device=device) * 1e-5,
+        torch.zeros(3, device=device),
+        torch.zeros(3, device=device),
+    )
+    move = torch.compile(batch_norm, backend="aot_eager", fullgraph=True) if compiled else batch_norm
+    move(x, mean, var, training=True, momentum=1.0, eps=1e-3, dropout=0.1)
+    torch.testing.assert_close(var, x.var(0))
+    torch.testing.assert_close(mean, x.mean(0))
+
+
+@pytest.mark.parametrize("shape", [(40, 1), (3, 1, 21), (2, 1, 3, 5)])
+def test_one_channel_keeps_one_bit_an_element(device: torch.device, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    y, _, bits = batch_norm_op(x, None, None, None, None, True, 1e-5, None, 0.3)
+    assert bits.numel() == (x.numel() + 7) // 8
+    keep = y != 0
+    expected = batch_norm_reference(x, None, None, None, None, True, 1e-5, None, keep, 0.3)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    dy = torch.randn_like(y)
+    ours, theirs = (torch.autograd.grad(one, x, dy, retain_graph=True)[0] for one in (y, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(16, 4), (2, 65_536, 3)])
 def test_whole_numbers_and_very_many_channels(device: torch.device, shape: tuple[int, ...]) -> None:
     """A momentum of 1 is no other kernel's 0.1; and channels may be more than CUDA has columns of programs."""

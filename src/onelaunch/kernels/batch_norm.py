@@ -42,17 +42,19 @@ MERGE_PARTS, MERGE_CHANNELS, MERGE_WARPS = 512, 8, 8  # one trip to memory for t
 def finish_statistics(
     total, mean, spread, channel, channels, statistics_ptr, running_mean_ptr, running_var_ptr, momentum, eps
 ):
-    """Mean and 1 / standard deviation, and the running statistics as torch keeps them: unbiased variance, momentum."""
+    """Mean, 1 / standard deviation, unbiased variance; and the running statistics as torch keeps them, moved towards them."""
     present = channel < channels
+    variance = spread / tl.maximum(total - 1, 1.0)
     tl.store(statistics_ptr + channel, mean, mask=present)
     tl.store(statistics_ptr + channels + channel, 1 / tl.sqrt_rn(spread / total + eps), mask=present)
+    tl.store(statistics_ptr + 2 * channels + channel, variance, mask=present)
     if running_mean_ptr is not None:
         old = tl.load(running_mean_ptr + channel, mask=present, other=0.0).to(tl.float32)
         new = old + momentum * (mean - old)
         tl.store(running_mean_ptr + channel, new.to(running_mean_ptr.dtype.element_ty), mask=present)
     if running_var_ptr is not None:
         old = tl.load(running_var_ptr + channel, mask=present, other=0.0).to(tl.float32)
-        new = old + momentum * (spread / tl.maximum(total - 1, 1.0) - old)
+        new = old + momentum * (variance - old)
         tl.store(running_var_ptr + channel, new.to(running_var_ptr.dtype.element_ty), mask=present)
 
 
@@ -250,7 +252,7 @@ def batch_statistics(
     momentum: float,
     eps: float,
 ) -> None:
-    """Fills statistics (`[2, channels]` fp32: mean, 1 / standard deviation) and moves the running statistics."""
+    """Fills statistics (`[3, channels]` fp32: mean, 1 / standard deviation, unbiased variance), moves the running ones."""
     shape = STATISTICS_TILE[x.element_size()]
     tiles = tiling(layout, shape)
     overlap = overlaps(x)

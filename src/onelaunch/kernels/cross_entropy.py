@@ -18,10 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.cross_entropy_long import long_rows
+from onelaunch.kernels.cross_entropy_long import long_rows, scaled_distance
 from onelaunch.kernels.launch import cdiv, launch, launch_again, needs_triton, next_power_of_2
 from onelaunch.kernels.overlap import begin, overlaps, release
-from onelaunch.kernels.tiles import scaled_distance
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
 REGISTER_CLASSES = 8192  # the longest row a program holds in registers; of longer ones it reads the second time from L2
@@ -106,19 +105,18 @@ def cross_entropy_kernel(
         picked = tl.load(x_ptr + row * row_stride + target, mask=counts & valid, other=0.0).to(tl.float32)
 
     largest = tl.where(row_inside, tl.max(x, axis=1), 0.0)
-    exponential = tl.exp2(scaled_distance(x, largest[:, None], x_ptr.dtype.element_ty == tl.float32))
+    exponential = tl.exp2(scaled_distance(x, largest[:, None], x_ptr.dtype.element_ty == tl.bfloat16))
     total = tl.where(row_inside, tl.sum(exponential, axis=1), 1.0)
-    lse = largest + tl.log(total)
-    loss = (1 - smoothing) * (largest - picked + tl.log(total))  # not lse, which is rounded where logits are far from 0
+    loss = (1 - smoothing) * (largest - picked) + tl.log(total)  # in this order: logits may be far from 0
     if SMOOTH:
-        logit_sum = tl.sum(tl.where(inside, x, 0.0), axis=1)
-        loss += smoothing * (largest - logit_sum / classes + tl.log(total))
+        loss += smoothing * (tl.sum(tl.where(inside, largest[:, None] - x, 0.0), axis=1) / classes)
     loss = tl.where(counts, tl.where(valid, loss, float("nan")), 0.0)
 
     if loss_ptr is not None:
         tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty), mask=row_inside)
     if lse_ptr is not None:
-        tl.store(lse_ptr + row, lse, mask=row_inside)
+        tl.store(lse_ptr + 2 * row, largest, mask=row_inside)
+        tl.store(lse_ptr + 2 * row + 1, tl.log(total), mask=row_inside)
     if scalar_loss_ptr is not None:
         program_loss, program_count = tl.reduce((loss, counts.to(tl.float32)), 0, _add_both)
         # One program: its sums are the result, and it knows how many rows count before it scales the gradient.
@@ -212,7 +210,8 @@ def cross_entropy_forward(
 ) -> torch.Tensor | None:
     """Fills what is given, from `[rows, classes]` logits whose rows are contiguous.
 
-    `loss` is a scalar, or one number a row when `reduction` is "none"; `lse` (fp32) takes the log-sum-exp of each row; `dx` the
+    `loss` is a scalar, or one number a row when `reduction` is "none"; `lse` (`[rows, 2]` fp32) takes each row's
+    largest and the logarithm of its sum of exponentials relative to that (their sum would be rounded); `dx` the
     gradient for an upstream gradient of one, divided for a mean by the number of rows that count where that is known in time
     (`count_first`, or one program), else by the number of all rows. Unless one program wrote `dx`, or for "none", a buffer
     comes back whose first number is how many rows count.

@@ -56,16 +56,18 @@ def gradient_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row_inside = row < rows
     inside = row_inside[:, None] & (column < classes)[None, :]
-    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf"))
+    x = x.to(tl.float32)
     target = tl.load(target_ptr + row, mask=row_inside, other=0)
-    lse = tl.load(lse_ptr + row, mask=row_inside, other=0.0)
+    largest = tl.load(lse_ptr + 2 * row, mask=row_inside, other=0.0)
+    log_total = tl.load(lse_ptr + 2 * row + 1, mask=row_inside, other=0.0)
     if UPSTREAM_PER_ROW:
         upstream = tl.load(upstream_ptr + row, mask=row_inside, other=0.0).to(tl.float32)
     else:
         upstream = tl.load(upstream_ptr).to(tl.float32) + tl.zeros((ROWS,), tl.float32)
     if count_ptr is not None:
         upstream = upstream / tl.load(count_ptr)
-    softmax = tl.exp(x - lse[:, None])
+    softmax = tl.exp(x - largest[:, None] - log_total[:, None])
     wanted = tl.where(column[None, :] == target[:, None], 1 - smoothing, 0.0) + smoothing / classes
     dx = tl.where((target != ignore_index)[:, None], (softmax - wanted) * upstream[:, None], 0.0)
     tl.store(dx_ptr + row[:, None] * classes + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -94,7 +96,7 @@ def cross_entropy_gradient(
     smoothing: float,
     ignore_index: int,
 ) -> None:
-    """Fills dx from the logits, given each row's log-sum-exp; `upstream` is a scalar or one number a row."""
+    """Fills dx from the logits, given the two parts of each row's log-sum-exp; `upstream` is a scalar or one number a row."""
     rows, classes = x.shape
     block = min(2048, next_power_of_2(classes))
     tile_rows = max(1, 1024 // block)

@@ -241,13 +241,3 @@ def activation_gradient_from_output(a, ACTIVATION: tl.constexpr):
         tl.static_assert(ACTIVATION == "tanh")
         slope = 1 - a * a
     return slope
-
-
-@triton.jit
-def scaled_distance(x, largest, EXACT: tl.constexpr):
-    """(x - largest) * log2(e), for fp32 numbers x. Not `EXACT`: in one instruction, rounded as halves are anyway."""
-    if EXACT:
-        distance = (x - largest) * LOG2_E
-    else:
-        distance = x * LOG2_E - largest * LOG2_E
-    return distance

@@ -32,7 +32,6 @@ from onelaunch.ops.batch_norm_plain import (
     lies,
     lines_and_inner,
     statistics_of,
-    variance_of,
 )
 from onelaunch.ops.dropout import draw_key
 from onelaunch.ops.surroundings import (
@@ -50,6 +49,8 @@ from onelaunch.ops.surroundings import (
 def _layout(x: Tensor) -> Any:
     layout = kernels("batch_norm_tiles").Layout
     lines, inner = lines_and_inner(x)
+    if x.shape[1] == 1:
+        return layout(1, 1, inner)
     if inner == x.shape[1] and (x.dim() == 2 or channels_last(x) is not None):
         return layout(lines, inner, 0)
     return layout(x.shape[0], x.shape[1], inner)
@@ -76,7 +77,7 @@ def _forward_cuda(
     """With a momentum the running statistics are moved by the kernel; without, they are only read."""
     if not _has_kernels(x):
         return forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
-    y, statistics, bits = empty_outputs(x, p)
+    y, statistics, bits = empty_outputs(x, training, p)
     if x.stride() != y.stride():
         x = torch.empty_like(y).copy_(x)
     weight, bias = _side_by_side(weight), _side_by_side(bias)
@@ -109,7 +110,7 @@ def _backward_cuda(
     weight, bias = _side_by_side(weight), _side_by_side(bias)
     if dy.stride() != dx.stride():
         dy = torch.empty_like(dx).copy_(dy)
-    sums = torch.empty_like(statistics)
+    sums = torch.empty_like(statistics[:2])
     kernels("batch_norm_backward").batch_norm_backward(
         dy, x, _layout(x), bits if p else None, statistics, weight, bias, dx, sums,
         training=training, activation=activation, p=p,
@@ -141,7 +142,7 @@ def _(
     training: bool, eps: float, activation: str | None, p: float,
 ) -> Outputs:  # fmt: skip
     keep_random_calls_apart()
-    return empty_outputs(x, p)
+    return empty_outputs(x, training, p)
 
 
 @torch.library.custom_op("onelaunch::batch_norm_backward", mutates_args=(), device_types="cpu")
@@ -160,7 +161,7 @@ def _(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return lies(x), torch.empty_like(statistics)
+    return lies(x), torch.empty_like(statistics[:2])
 
 
 def _save(
@@ -174,7 +175,7 @@ def _save(
 def _gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     x, statistics, bits, weight, bias = ctx.saved_tensors
     if differentiable_backward(dy):
-        mean, rstd = statistics_of(x, ctx.eps) if ctx.options[0] else statistics
+        mean, rstd, *_ = statistics_of(x, ctx.eps) if ctx.options[0] else statistics
         dx, dbias, dweight = backward_plain(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
         dx = dx.to(x.dtype)
     else:
@@ -269,7 +270,7 @@ def batch_norm(
         if running_mean is not None:
             running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
         if running_var is not None:
-            running_var.lerp_(variance_of(x.detach(), statistics[1], eps).to(running_var.dtype), momentum)
+            running_var.lerp_(statistics[2].to(running_var.dtype), momentum)
     return y
 
 

@@ -37,20 +37,22 @@ def channels_last(x: Tensor) -> Tensor | None:
 
 
 def lines_and_inner(x: Tensor) -> tuple[int, int]:
-    """The rows of x's memory and their length: `[rows, channels]`, or `[samples * channels, length]`."""
+    """The rows of x's memory and their length: `[rows, channels]`, or `[samples * channels, length]`; one channel is one."""
     channels = x.shape[1]
+    if channels == 1:
+        return 1, x.numel()
     if x.dim() == 2 or channels_last(x) is not None:
         return x.numel() // max(1, channels), channels
     lines = x.shape[0] * channels
     return lines, x.numel() // max(1, lines)
 
 
-def empty_outputs(x: Tensor, p: float) -> Outputs:
-    """Empty (y, statistics: mean and 1 / standard deviation, keep bits)."""
+def empty_outputs(x: Tensor, training: bool, p: float) -> Outputs:
+    """Empty (y, statistics: mean, 1 / standard deviation and in training unbiased variance, keep bits)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     y = lies(x)
     bits = x.new_empty(bytes_for(*lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8)
-    return y, x.new_empty((2, x.shape[1]), dtype=wide), bits
+    return y, x.new_empty((3 if training else 2, x.shape[1]), dtype=wide), bits
 
 
 def _but_channels(x: Tensor) -> list[int]:
@@ -79,10 +81,11 @@ def forward_cpu(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> Outputs:  # fmt: skip
-    y, statistics, bits = empty_outputs(x, p)
-    mean, rstd = statistics
+    y, statistics, bits = empty_outputs(x, training, p)
+    mean, rstd = statistics[:2]
     if training:
-        average, inverse = statistics_of(x, eps)
+        average, inverse, variance = statistics_of(x, eps)
+        statistics[2].copy_(variance)
     else:
         assert running_mean is not None
         assert running_var is not None
@@ -112,7 +115,7 @@ def backward_cpu(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    mean, rstd = statistics
+    mean, rstd = statistics[:2]
     dx, dbias, dweight = backward_plain(dy, x, mean, rstd, bits, weight, bias, training, activation, p)
     return lies(x).copy_(dx), torch.stack((dbias, dweight)).to(statistics.dtype)
 
@@ -137,19 +140,11 @@ def backward_plain(
     return dx if weight is None else dx * _per_channel(weight, x), dbias, dweight
 
 
-def statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(mean, 1 / standard deviation) of each channel, as functions of x."""
+def statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, 1 / standard deviation, unbiased variance) of each channel, as functions of x."""
     x = exact(x)
     if not x.numel():
-        return (torch.full(x.shape[1:2], float("nan"), dtype=x.dtype, device=x.device),) * 2
+        return (torch.full(x.shape[1:2], float("nan"), dtype=x.dtype, device=x.device),) * 3
     var, mean = torch.var_mean(x, _but_channels(x), correction=0)
-    return mean, (var + eps).rsqrt()
-
-
-def variance_of(x: Tensor, rstd: Tensor, eps: float) -> Tensor:
-    """Of each channel, unbiased. On a GPU (compiled) from 1 / standard deviation, without another pass over x; digits go where
-    it is far below eps."""
-    if not x.is_cuda:
-        return exact(x).var(_but_channels(x))
     count = x.numel() // x.shape[1]
-    return (rstd.pow(-2) - eps).clamp_min(0) * (count / (count - 1))
+    return mean, (var + eps).rsqrt(), var * (count / max(1, count - 1))

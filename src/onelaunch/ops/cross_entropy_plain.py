@@ -31,11 +31,11 @@ def checked_reference(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
 
 
 def empty_outputs(logits: Tensor, reduction: str, fp32_loss: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty (loss, log-sum-exp of each row, number of rows that count)."""
+    """Empty (loss, log-sum-exp of each row in two parts, the largest logit and the rest, number of rows that count)."""
     exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
     shape = (logits.shape[0],) if reduction == "none" else ()
     loss = logits.new_empty(shape, dtype=exact if fp32_loss else logits.dtype)
-    return loss, logits.new_empty(logits.shape[0], dtype=exact), logits.new_empty((), dtype=exact)
+    return loss, logits.new_empty((logits.shape[0], 2), dtype=exact), logits.new_empty((), dtype=exact)
 
 
 def forward_cpu(
@@ -44,7 +44,7 @@ def forward_cpu(
     loss, lse, count = empty_outputs(logits, reduction, fp32_loss)
     exact = logits.to(lse.dtype)
     loss.copy_(checked_reference(exact, target, label_smoothing, ignore_index, reduction))
-    lse.copy_(exact.logsumexp(1))
+    lse.zero_()  # the gradient of kernels reads it, the plain one does not
     count.copy_((target != ignore_index).sum())
     return loss, lse, count
 
@@ -53,10 +53,10 @@ def gradient_plain(
     dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
-    """In ops that can be differentiated again. Not by way of `lse`, which is rounded where logits are far from 0."""
+    """In ops that can be differentiated again, so not by way of `lse`."""
     counts = target != ignore_index
     wanted = torch.full_like(logits, label_smoothing / logits.shape[1], dtype=lse.dtype)
-    wanted.scatter_add_(1, torch.where(counts, target, 0)[:, None], torch.full_like(lse[:, None], 1 - label_smoothing))
+    wanted.scatter_add_(1, torch.where(counts, target, 0)[:, None], torch.full_like(lse[:, :1], 1 - label_smoothing))
     upstream = dloss.to(lse.dtype)
     if reduction == "mean":
         upstream = upstream / count.clamp_min(1)  # of none that counts, 0 and not 0 / 0: it is differentiated too
