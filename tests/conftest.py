@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +31,10 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """No test waits for ever."""
+    """No test waits for ever, or takes what another version of an op had PyTorch compile and keep."""
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have their parent's
+        folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="onelaunch-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     if config.getoption("timeout", 0) is None:  # pytest-timeout is there, and was told nothing
         config.option.timeout = LONGEST_SECONDS
 

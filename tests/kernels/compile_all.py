@@ -130,15 +130,18 @@ def run_launchers(dtype: torch.dtype) -> None:
 
     target = torch.empty(2048, dtype=torch.int64)
     loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(2048, 2)
-    for rows, classes in ((64, 10), (2048, 10), (2048, 32), (64, 256), (64, 100_000)):
+    for rows, classes in ((64, 10), (2048, 10), (2048, 32), (64, 256), (64, 257), (64, 100_000), (64, 50_257)):
         logits = torch.empty(rows, classes, dtype=dtype)
-        dx = torch.empty_like(logits) if classes <= cross_entropy.REGISTER_CLASSES else None
+        dx = torch.empty_like(logits) if classes != 100_000 else None
         cross_entropy.cross_entropy_forward(
             logits, target, loss, lse=lse, dx=dx, smoothing=0.1, ignore_index=-100, reduction="mean"
         )
-    cross_entropy.count_rows(target, -100, torch.empty((), dtype=torch.int64))
+    cross_entropy.count_rows(target, -100, torch.empty(4))
     cross_entropy_backward.rescale(x, loss, count, x, 64)
-    cross_entropy_backward.cross_entropy_gradient(x, target, lse, loss, count, y, smoothing=0.1, ignore_index=-100)
+    for one in (x, torch.empty(64, 257, dtype=dtype)):
+        cross_entropy_backward.cross_entropy_gradient(
+            one, target, lse, loss, count, torch.empty_like(one), smoothing=0.1, ignore_index=-100
+        )
 
 
 def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:

@@ -31,7 +31,7 @@ def test_loss_and_gradient(
         if rows > 50:
             pytest.skip("a program a row is slow in the interpreter")
         monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
-        monkeypatch.setattr(cross_entropy_long, "BLOCK", 64)
+        monkeypatch.setattr(cross_entropy_long, "LOOP_BLOCK", {2: 64, 4: 64})
     x = torch.randn(rows, classes, device=kernel_device, dtype=dtype)
     target = torch.randint(classes, (rows,), device=kernel_device)
     target[3] = -100
@@ -134,7 +134,7 @@ def test_logits_far_from_zero_keep_their_digits(
         pytest.skip("beyond what the dtype holds")
     if long_rows:
         monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
-        monkeypatch.setattr(cross_entropy_long, "BLOCK", 64)
+        monkeypatch.setattr(cross_entropy_long, "LOOP_BLOCK", {2: 64, 4: 64})
     x = (torch.randn(6, classes, device=kernel_device) * 3 + offset).to(dtype)
     x[5] = -torch.finfo(dtype).max
     target = x.argmax(dim=1)
@@ -173,14 +173,69 @@ def test_smoothing_over_logits_at_the_ends_of_fp32(
     torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 1030, 9000])
-def test_rows_are_counted(kernel_device: torch.device, rows: int) -> None:
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(("rows", "classes"), [(1, 37), (3, 101), (9, 257), (4, 300), (3, 1001)])
+@pytest.mark.parametrize("long_rows", [False, True])
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value encountered in subtract")  # the interpreter's
+def test_rows_that_share_pieces_of_memory(
+    kernel_device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    classes: int,
+    smoothing: float,
+    long_rows: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loaded 16 bytes at a time, with what belongs to the rows beside them: NaN there, and in a row, goes no further, and
+    nothing is written before the first row or behind the last."""
+    from onelaunch.kernels import cross_entropy as kernels
+    from onelaunch.kernels import cross_entropy_backward as backward
+    from onelaunch.kernels import cross_entropy_long
+    from onelaunch.kernels.row_tiles import shifted_pieces
+
+    assert shifted_pieces(classes, classes, dtype.itemsize) == (
+        16 // dtype.itemsize,
+        classes * dtype.itemsize % 16 != 0,
+    )
+    if long_rows:
+        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
+        monkeypatch.setattr(cross_entropy_long, "LOOP_BLOCK", {2: 64, 4: 64})
+    held, written, again = (
+        torch.full((rows * classes + 64,), float("nan"), dtype=dtype, device=kernel_device) for _ in "123"
+    )
+    x, dx, dx_again = (memory[32:-32].view(rows, classes) for memory in (held, written, again))
+    x.normal_()
+    target = torch.randint(classes, (rows,), device=kernel_device)
+    target[-1], target[0] = classes - 1, 0
+    exact = x.cpu().double().requires_grad_()
+    F.cross_entropy(exact, target.cpu(), label_smoothing=smoothing, reduction="sum").backward()
+    assert exact.grad is not None
+    spoiled = slice(rows // 2, rows // 2 + (rows > 1))
+    x[spoiled] = float("nan")
+    expected = F.cross_entropy(x.cpu().double(), target.cpu(), label_smoothing=smoothing, reduction="none")
+
+    loss, lse = poisoned(rows, like=x.float()), poisoned(rows, 2, like=x.float())
+    options = {"smoothing": smoothing, "ignore_index": -100}
+    kernels.cross_entropy_forward(x, target, loss, lse=lse, dx=dx, reduction="none", **options)
+    backward.cross_entropy_gradient(x, target, lse, torch.ones_like(loss), None, dx_again, **options)
+    torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    rtol, atol = TOLERANCE[dtype]
+    exact.grad[spoiled] = float("nan")
+    for gradient, memory in ((dx, written), (dx_again, again)):
+        torch.testing.assert_close(gradient.cpu().double(), exact.grad, rtol=rtol, atol=min(atol, 1e-4), equal_nan=True)
+        assert memory[:32].isnan().all()
+        assert memory[-32:].isnan().all()
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(1, 1), (5, 4), (1030, 2), (9000, 4)])
+def test_rows_are_counted(kernel_device: torch.device, rows: int, parts: int) -> None:
     from onelaunch.kernels.cross_entropy import count_rows
 
     target = torch.randint(4, (rows,), device=kernel_device)
     for ignored in (0, 2, -100):
-        count = poisoned(like=target)
-        assert count_rows(target, ignored, count).item() == (target != ignored).sum().item()
+        counts = poisoned(parts, like=target, dtype=torch.float32)
+        count_rows(target, ignored, counts)
+        assert counts.sum().item() == (target != ignored).sum().item()
 
 
 @pytest.mark.parametrize(("rows", "classes", "long_rows"), [(3, 600, False), (50, 600, False), (5, 600, True)])

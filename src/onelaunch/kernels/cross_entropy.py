@@ -11,7 +11,6 @@ A target outside `[0, classes)` that is not `ignore_index` makes the loss NaN ra
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -21,29 +20,14 @@ import triton.language as tl
 from onelaunch.kernels.cross_entropy_long import long_rows, scaled_distance
 from onelaunch.kernels.launch import cdiv, launch, launch_again, needs_triton, next_power_of_2
 from onelaunch.kernels.overlap import begin, overlaps, release
+from onelaunch.kernels.row_tiles import as_line, as_rows, offsets, piece_width, places_in_line
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
 REGISTER_CLASSES = 8192  # the longest row a program holds in registers; of longer ones it reads the second time from L2
-MOST_COUNTED = 65_536  # rows by one program, eight trips to memory; more are counted by PyTorch's own kernels
 FEW_CLASSES = 32  # up to so many, a thread takes a whole row
-
-
-@triton.jit
-def _row_a_thread(
-    x_ptr, rows, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, CLASSES: tl.constexpr, WIDTH: tl.constexpr
-):
-    """A tile of `[ROWS, BLOCK]` logits in fp32, -inf outside; no thread need ask another for a row's maximum or sum.
-
-    Loaded as one line of pieces of WIDTH elements, the same piece of all rows before the next: threads that follow each
-    other get rows that do, and all of a row's pieces go to one. The shape it then takes moves nothing.
-    """
-    number = tl.arange(0, ROWS * BLOCK)
-    piece = number // (WIDTH * ROWS) * WIDTH
-    row = tl.program_id(0).to(tl.int64) * ROWS + number // WIDTH % ROWS
-    element = row * row_stride + piece + number % WIDTH
-    element = tl.max_contiguous(tl.multiple_of(element, WIDTH), WIDTH)
-    x = tl.load(x_ptr + element, mask=(row < rows) & (piece < CLASSES), other=float("-inf")).to(tl.float32)
-    return tl.reshape(tl.permute(tl.reshape(x, (BLOCK // WIDTH, ROWS, WIDTH)), (1, 0, 2)), (ROWS, BLOCK))
+WARP_CLASSES = 1024  # and up to so many a warp, of these tiles (32768 x 1000 bf16, us: 43; spread over four warps 65)
+TILE_ELEMENTS, TILE_WARPS = 1024, 4
+COUNT_ROWS, MOST_COUNTS = 1024, 64  # rows counted at a time, and by how many programs at most
 
 
 @triton.jit
@@ -70,7 +54,9 @@ def cross_entropy_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     FEW: tl.constexpr,
+    PIECE: tl.constexpr,
     WIDTH: tl.constexpr,
+    COUNTS: tl.constexpr,
     SMOOTH: tl.constexpr,
     ALONE: tl.constexpr,
     MEAN: tl.constexpr,
@@ -78,30 +64,30 @@ def cross_entropy_kernel(
 ):
     """One tile of whole rows a program.
 
-    `FEW` is the number of classes where a thread takes a row, whose elements then come `WIDTH` at a time; else 0.
+    `FEW` is the number of classes where a thread takes a row, else 0; `PIECE` and `WIDTH` are row_tiles.py's.
 
-    The gradient is scaled by `gradient_scale`, or by one over the number in `count_ptr`. `partial` takes, after a first
-    place for the number of all rows that count, each program's sum of losses and its number of such rows.
+    The gradient is scaled by `gradient_scale`, or by one over the sum of the COUNTS numbers in `count_ptr`. `partial` takes,
+    after a first place for the number of all rows that count, each program's sum of losses and its number of such rows.
     """
     release(OVERLAP)
-    if count_ptr is not None:
-        gradient_scale = 1.0 / tl.load(count_ptr).to(tl.float32)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
+    first_row = tl.program_id(0).to(tl.int64) * ROWS
+    row = first_row + tl.arange(0, ROWS)
     row_inside = row < rows
     if FEW:
         classes = FEW
-    inside = row_inside[:, None] & (column < classes)[None, :]
     target = tl.load(target_ptr + row, mask=row_inside, other=0)
     counts = row_inside & (target != ignore_index)
     valid = (target >= 0) & (target < classes)
+    column = tl.arange(0, BLOCK)
     hit = column[None, :] == target[:, None]
+    line_row, line_column, line_first = places_in_line(ROWS, BLOCK, PIECE, WIDTH)
+    line_row = first_row + line_row
+    line_inside = (line_row < rows) & (line_first < classes)
+    line = tl.load(x_ptr + offsets(line_row, row_stride, line_column, WIDTH), mask=line_inside, other=float("-inf"))
+    x = as_rows(line, ROWS, BLOCK, PIECE).to(tl.float32)
     if FEW:
-        x = _row_a_thread(x_ptr, rows, row_stride, ROWS, BLOCK, FEW, WIDTH)
         picked = tl.sum(tl.where(hit, x, 0.0), axis=1)
     else:
-        element = row[:, None] * row_stride + column[None, :]
-        x = tl.load(x_ptr + element, mask=inside, other=float("-inf")).to(tl.float32)
         picked = tl.load(x_ptr + row * row_stride + target, mask=counts & valid, other=0.0).to(tl.float32)
 
     largest = tl.where(row_inside, tl.max(x, axis=1), 0.0)
@@ -109,6 +95,7 @@ def cross_entropy_kernel(
     total = tl.where(row_inside, tl.sum(exponential, axis=1), 1.0)
     loss = (1 - smoothing) * (largest - picked) + tl.log(total)  # in this order: logits may be far from 0
     if SMOOTH:
+        inside = row_inside[:, None] & (column < classes)[None, :]
         loss += smoothing * (tl.sum(tl.where(inside, largest[:, None] - x, 0.0), axis=1) / classes)
     loss = tl.where(counts, tl.where(valid, loss, float("nan")), 0.0)
 
@@ -131,20 +118,31 @@ def cross_entropy_kernel(
             tl.store(partial_ptr + 1 + 2 * tl.program_id(0), program_loss)
             tl.store(partial_ptr + 2 + 2 * tl.program_id(0), program_count)
     if dx_ptr is not None:
+        if COUNTS:
+            begin(OVERLAP)
+            gradient_scale = 1.0 / tl.sum(tl.load(count_ptr + tl.arange(0, COUNTS)), axis=0)
         dx = exponential * (gradient_scale / total)[:, None] - tl.where(hit, (1 - smoothing) * gradient_scale, 0.0)
         if SMOOTH:
             dx -= smoothing * gradient_scale / classes
-        dx = tl.where(counts[:, None], dx, 0.0)
-        tl.store(dx_ptr + row[:, None] * classes + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        dx = tl.where(counts[:, None], dx, 0.0).to(dx_ptr.dtype.element_ty)
+        if FEW:  # a warp's rows in one stretch of memory, not each thread its own
+            inside = row_inside[:, None] & (column < classes)[None, :]
+            tl.store(dx_ptr + row[:, None] * classes + column[None, :], dx, mask=inside)
+        else:
+            line = as_line(dx, ROWS, BLOCK, PIECE)
+            tl.store(dx_ptr + offsets(line_row, classes, line_column, WIDTH), line, mask=line_inside)
 
 
 @triton.jit
-def count_rows_kernel(target_ptr, count_ptr, rows, ignore_index, BLOCK: tl.constexpr):
+def count_rows_kernel(target_ptr, count_ptr, rows, ignore_index, steps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """How many of its rows count, of each program."""
+    release(OVERLAP)
+    first = tl.program_id(0).to(tl.int64) * steps * BLOCK
     count = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
+    for step in range(steps):
+        row = first + step * BLOCK + tl.arange(0, BLOCK)
         count += (tl.load(target_ptr + row, mask=row < rows, other=ignore_index) != ignore_index).to(tl.int32)
-    tl.store(count_ptr, tl.sum(count, axis=0).to(tl.int64))
+    tl.store(count_ptr + tl.program_id(0), tl.sum(count, axis=0).to(tl.float32))
 
 
 @triton.jit
@@ -166,34 +164,38 @@ def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl
 
 
 class Tile(NamedTuple):
-    """Of whole rows: the first four of the kernel's constants, and its warps."""
+    """Of whole rows: the first five of the kernel's constants, and its warps."""
 
     rows: int
     block: int
     few: int
+    piece: int
     width: int
     warps: int
 
 
 @functools.lru_cache(1024)
 def _tile(rows: int, classes: int, row_stride: int, element_size: int) -> Tile:
-    block = next_power_of_2(classes)
-    few, width = 0, 1
-    if classes <= FEW_CLASSES:
-        few, width = classes, math.gcd(classes, row_stride, 16 // element_size)
+    block, width = next_power_of_2(classes), piece_width(classes, row_stride, element_size)
+    piece = block
     if rows * block <= ALONE_ELEMENTS:
         tile_rows = next_power_of_2(rows)
-    elif few:
+        warps = 4 if tile_rows * block <= 4096 else 8
+    elif classes <= FEW_CLASSES:
         # Warps of 65536 rows of 2, 8, 10, 16, 32 fp32 on an H200, us with mean and rescale: one 5.6, 5.8, 5.8, 6.2, 8.9; two
         # 4.5, 5.5, 6.2, 6.6, 9.7; four 4.4, 5.4, 6.2, 6.6, 9.7. Of 2^20 rows of 10: 47, 31, 32.
         warps = 4 if block <= 8 and rows > 32_768 else 2 if rows > 100_000 else 1
-        return Tile(32 * warps, block, few, width, warps)
+        tile_rows = 32 * warps
+    elif block <= WARP_CLASSES:
+        warps = TILE_WARPS
+        tile_rows = max(warps, TILE_ELEMENTS // block)
+        lanes = 32 * warps * block // TILE_ELEMENTS  # a row's, so that all of a thread's elements are of one
+        piece = width * min(32, max(1, lanes))
     else:
-        tile_rows = max(1, 1024 // block)
-    warps = 4 if tile_rows * block <= 4096 else 8 if tile_rows * block <= 8192 else 16
-    if tile_rows < 32 * warps:  # a row would lie in several threads, apart and in other warps: NaN with Triton 3.6
-        few, width = 0, 1
-    return Tile(tile_rows, block, few, width, warps)
+        tile_rows, warps = 1, 4 if block <= 4096 else 8
+    # With fewer rows, one would lie in several threads, apart and in other warps: NaN with Triton 3.6.
+    few = classes if classes <= FEW_CLASSES and tile_rows >= 32 * warps else 0
+    return Tile(tile_rows, block, few, width if few else piece, width, warps)
 
 
 def cross_entropy_forward(
@@ -224,24 +226,28 @@ def cross_entropy_forward(
     tile = _tile(rows, classes, x.stride(0), x.element_size()) if classes <= REGISTER_CLASSES else None
     parts = cdiv(rows, tile.rows) if tile else rows
     alone = parts == 1 and tile is not None
-    count = partial = None
+    partial, count, counts = None, None, 0
     if single and not (alone and dx is not None):  # alone and with the gradient at hand, nobody will ask for the number
-        counted = count_first and mean and not alone
+        if count_first and mean and dx is not None and not alone:
+            counts = min(MOST_COUNTS, next_power_of_2(cdiv(rows, COUNT_ROWS)))
         after = cdiv(1 + 2 * parts, 4) * 4  # on 16 bytes, as memory of its own would lie
-        partial = torch.empty(after + 2 if counted else 1 + 2 * parts, dtype=torch.float32, device=x.device)
-        count = count_rows(target, ignore_index, partial[after:].view(torch.int64)) if counted else None
+        partial = torch.empty(after + counts if counts else 1 + 2 * parts, dtype=torch.float32, device=x.device)
+        if counts:
+            count = partial[after:]
+            count_rows(target, ignore_index, count)
+    scale = 1 / rows if mean else 1.0
     if tile is None:
-        outputs = (target, count, per_row, lse, dx, partial)
-        long_rows(x, outputs, smoothing, 1 / rows if mean else 1.0, ignore_index)
+        long_rows(x, (target, count, per_row, lse, dx, partial), smoothing, scale, ignore_index, counts)
     else:
         launch(
             cross_entropy_kernel,
             (parts,),
             (x, target, count, per_row, scalar, lse, dx, partial),
-            (smoothing, 1 / rows if mean else 1.0),
+            (smoothing, scale),
             (rows, classes, x.stride(0), ignore_index),
-            (*tile[:-1], smoothing > 0, alone, mean, overlap and not alone),
+            (*tile[:-1], counts, smoothing > 0, alone, mean, overlap and not alone),
             num_warps=tile.warps,
+            launch_pdl=overlap and counts > 0,
         )
     if partial is not None and not alone:
         block, warps = _one_program(parts)
@@ -260,7 +266,7 @@ class SmallLoss:
         mean = reduction == "mean"
         self.device = x.get_device()
         self.values, self.sizes = (smoothing, 1 / rows if mean else 1.0), (rows, classes, classes, ignore_index)
-        self.constants = (*tile, smoothing > 0, True, mean, False)
+        self.constants = (*tile, 0, smoothing > 0, True, mean, False)
         self.compiled: Any = None
 
     @staticmethod
@@ -287,10 +293,9 @@ def _one_program(n: int) -> tuple[int, int]:
     return block, block // 512 if block > 1024 else 4
 
 
-def count_rows(target: torch.Tensor, ignore_index: int, count: torch.Tensor) -> torch.Tensor:
-    """How many rows count, on the device: in `count` (int64), or for many rows in memory of its own."""
-    if target.numel() > MOST_COUNTED:
-        return (target != ignore_index).sum()
-    block, warps = _one_program(target.numel())
-    launch(count_rows_kernel, (1,), (target, count), (), (target.numel(), ignore_index), (block,), num_warps=warps)
-    return count
+def count_rows(target: torch.Tensor, ignore_index: int, counts: torch.Tensor) -> None:
+    """How many rows count, in parts, as many as `counts` (fp32) has places: to be added up."""
+    rows, overlap = target.numel(), overlaps(target)
+    steps = cdiv(rows, COUNT_ROWS * counts.numel())
+    sizes = (rows, ignore_index, steps)
+    launch(count_rows_kernel, (counts.numel(),), (target, counts), (), sizes, (COUNT_ROWS, overlap))

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 from onelaunch.kernels.overlap import begin, overlaps
+from onelaunch.kernels.row_tiles import first_place, own_pieces, rim, shifted_pieces
 
 
 @triton.jit
@@ -35,6 +36,15 @@ def rescale_kernel(
 
 
 @triton.jit
+def _gradient(x_pointers, dx_pointers, mask, place, target, counts, largest, log_total, upstream, smoothing, classes):
+    x = tl.load(x_pointers, mask=mask, other=float("-inf")).to(tl.float32)
+    softmax = tl.exp(x - largest[:, None] - log_total[:, None])
+    wanted = tl.where(place == target[:, None], 1 - smoothing, 0.0) + smoothing / classes
+    dx = tl.where(counts[:, None], (softmax - wanted) * upstream[:, None], 0.0)
+    tl.store(dx_pointers, dx.to(dx_pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def gradient_kernel(
     x_ptr,
     target_ptr,
@@ -49,15 +59,13 @@ def gradient_kernel(
     ignore_index,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFTED: tl.constexpr,
     UPSTREAM_PER_ROW: tl.constexpr,
 ):
     """The gradient from the logits and their log-sum-exp: for fp16, whose gradient must not be rounded before it is scaled."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row_inside = row < rows
-    inside = row_inside[:, None] & (column < classes)[None, :]
-    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :], mask=inside, other=float("-inf"))
-    x = x.to(tl.float32)
     target = tl.load(target_ptr + row, mask=row_inside, other=0)
     largest = tl.load(lse_ptr + 2 * row, mask=row_inside, other=0.0)
     log_total = tl.load(lse_ptr + 2 * row + 1, mask=row_inside, other=0.0)
@@ -67,10 +75,23 @@ def gradient_kernel(
         upstream = tl.load(upstream_ptr).to(tl.float32) + tl.zeros((ROWS,), tl.float32)
     if count_ptr is not None:
         upstream = upstream / tl.load(count_ptr)
-    softmax = tl.exp(x - largest[:, None] - log_total[:, None])
-    wanted = tl.where(column[None, :] == target[:, None], 1 - smoothing, 0.0) + smoothing / classes
-    dx = tl.where((target != ignore_index)[:, None], (softmax - wanted) * upstream[:, None], 0.0)
-    tl.store(dx_ptr + row[:, None] * classes + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    base, shift = first_place(row, classes, row_stride, WIDTH, SHIFTED)
+    out_base, _ = first_place(row, classes, classes, WIDTH, SHIFTED)
+    place = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    own = own_pieces(place, shift[:, None], classes, WIDTH, SHIFTED) & row_inside[:, None]
+    x_ptr += base[:, None]
+    dx_ptr += out_base[:, None]
+    counts = target != ignore_index
+    target += shift
+    _gradient(
+        x_ptr + place, dx_ptr + place, own, place, target, counts, largest, log_total, upstream, smoothing, classes
+    )
+    if SHIFTED and tl.program_id(1) == 0:
+        edge, on_edge = rim(shift[:, None], classes, WIDTH)
+        on_edge &= row_inside[:, None]
+        _gradient(
+            x_ptr + edge, dx_ptr + edge, on_edge, edge, target, counts, largest, log_total, upstream, smoothing, classes
+        )
 
 
 def rescale(dx: torch.Tensor, upstream: torch.Tensor, count: torch.Tensor | None, out: torch.Tensor, rows: int) -> None:
@@ -98,13 +119,14 @@ def cross_entropy_gradient(
 ) -> None:
     """Fills dx from the logits, given the two parts of each row's log-sum-exp; `upstream` is a scalar or one number a row."""
     rows, classes = x.shape
+    width, shifted = shifted_pieces(classes, x.stride(0), x.element_size())
     block = min(2048, next_power_of_2(classes))
     tile_rows = max(1, 1024 // block)
     launch(
         gradient_kernel,
-        (cdiv(rows, tile_rows), cdiv(classes, block)),
+        (cdiv(rows, tile_rows), cdiv(classes + width - 1 if shifted else classes, block)),
         (x, target, lse, upstream, count, dx),
         (smoothing,),
         (rows, classes, x.stride(0), ignore_index),
-        (tile_rows, block, upstream.dim() == 1),
+        (tile_rows, block, width, shifted, upstream.dim() == 1),
     )

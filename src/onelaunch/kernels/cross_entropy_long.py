@@ -9,12 +9,17 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.launch import launch, next_power_of_2
+from onelaunch.kernels.overlap import begin, overlaps
+from onelaunch.kernels.row_tiles import first_place, own_pieces, rim, shifted_pieces
 from onelaunch.kernels.tiles import LOG2_E
 
 # A row of whole 16-byte pieces comes in four blocks, all on their way at once: 64 elements of 2 bytes a thread, 64 registers.
 # 8192 x 32768 bf16 on an H200, us: 268; a block of 8192 at a time 297; the whole row kept in registers 336. The hints to L2
 # are worth 30 of them. In a loop over such lots the compiler takes 98 registers: 343.
-WARPS, BLOCK, WHOLE_BYTES = 16, 8192, 65536
+WARPS, WHOLE_BYTES = 16, 65536
+# Longer rows, and those that share pieces, come block by block, by element size. 8192 x 50257 and 4096 x 128256 bf16, 4096 x
+# 50257 fp32, us: 16 warps and a block of 8192 514, 764, 591; of 16384 511, 710, 586; 32 warps 719, 734, 513 and 682, 715, 562.
+LOOP_BLOCK, LOOP_WARPS = {2: 16384, 4: 8192}, {2: 16, 4: 32}
 SHORT_LOG2_E = tl.constexpr(47274 / 32768)  # in 16 bits: times the 8 of a bf16 number it fits into fp32, unrounded
 
 
@@ -39,8 +44,9 @@ def scaled_distance(x, largest, SHORT: tl.constexpr):
 
 
 @triton.jit
-def _chunk(x_ptr, column, classes):
-    return tl.load(x_ptr + column, mask=column < classes, other=float("-inf"), eviction_policy="evict_last")
+def _chunk(x_ptr, place, shift, classes, WIDTH: tl.constexpr, SHIFTED: tl.constexpr):
+    own = own_pieces(place, shift, classes, WIDTH, SHIFTED)
+    return tl.load(x_ptr + place, mask=own, other=float("-inf"), eviction_policy="evict_last")
 
 
 @triton.jit
@@ -60,6 +66,17 @@ def _finite(largest):
 
 
 @triton.jit
+def _share(x, top, lower):
+    """2 ** ((x - top) * log2(e) - lower)."""
+    if x.dtype == tl.bfloat16:
+        slope = short_slope(top)
+        share = tl.exp2(x.to(tl.float32) * slope - (top * slope + lower))
+    else:
+        share = tl.exp2((x.to(tl.float32) - top) * LOG2_E - lower)
+    return share
+
+
+@triton.jit
 def long_row_kernel(
     x_ptr,
     target_ptr,
@@ -75,63 +92,87 @@ def long_row_kernel(
     ignore_index,
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SHIFTED: tl.constexpr,
     SMOOTH: tl.constexpr,
+    COUNTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """One row a program: its maximum and sum, then the gradient while the row is still in L2."""
+    """One row a program: its maximum and sum, then the gradient while the row is still in L2.
+
+    The pieces that a row shares with its neighbours, where it does (`SHIFTED`), are a block of their own: its rim.
+    """
     row = tl.program_id(0).to(tl.int64)
-    x_ptr += row * row_stride
     target = tl.load(target_ptr + row)
     counts = target != ignore_index
     valid = (target >= 0) & (target < classes)
-    lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    picked = tl.load(x_ptr + row * row_stride + target, mask=valid, other=0.0).to(tl.float32)
+    base, shift = first_place(row, classes, row_stride, WIDTH, SHIFTED)
+    x_ptr += base
+    end = shift + classes
+    place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
     # One maximum for the elements of a thread's loads: few exponentials more than elements.
     if WHOLE:
-        a, b = _chunk(x_ptr, lane, classes), _chunk(x_ptr, BLOCK + lane, classes)
-        c, d = _chunk(x_ptr, 2 * BLOCK + lane, classes), _chunk(x_ptr, 3 * BLOCK + lane, classes)
+        a = _chunk(x_ptr, place, shift, classes, WIDTH, SHIFTED)
+        b = _chunk(x_ptr, BLOCK + place, shift, classes, WIDTH, SHIFTED)
+        c = _chunk(x_ptr, 2 * BLOCK + place, shift, classes, WIDTH, SHIFTED)
+        d = _chunk(x_ptr, 3 * BLOCK + place, shift, classes, WIDTH, SHIFTED)
         largest = tl.maximum(tl.maximum(_largest(a), _largest(b)), tl.maximum(_largest(c), _largest(d)))
         some = _finite(largest)
         total = _exponentials(a, some) + _exponentials(b, some) + _exponentials(c, some) + _exponentials(d, some)
     else:
         largest = tl.full((BLOCK // 8,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK // 8,), tl.float32)
-        for start in range(0, classes, BLOCK):
-            x = _chunk(x_ptr, start + lane, classes)
+        for start in range(0, end, BLOCK):
+            x = _chunk(x_ptr, start + place, shift, classes, WIDTH, SHIFTED)
             new_largest = tl.maximum(largest, _largest(x))
             some = _finite(new_largest)
             total = total * tl.exp2((largest - some) * LOG2_E) + _exponentials(x, some)
             largest = new_largest
     top = tl.max(largest, axis=0)
+    if SHIFTED:
+        rim_place, on_rim = rim(shift, classes, WIDTH)
+        rim_x = tl.load(x_ptr + rim_place, mask=on_rim, other=float("-inf"))
+        top = tl.maximum(top, tl.max(rim_x, axis=0).to(tl.float32))
     sum_of_all = tl.sum(total * tl.exp2((largest - top) * LOG2_E), axis=0)  # relative to the largest
-    picked = tl.load(x_ptr + target, mask=valid, other=0.0).to(tl.float32)
+    below = tl.zeros((BLOCK // 8,), tl.float32)  # how far the logits are below it, in all
+    rim_below = 0.0
+    if SHIFTED:
+        sum_of_all += tl.sum(tl.exp2((rim_x.to(tl.float32) - top) * LOG2_E), axis=0)
+        rim_below = tl.sum(tl.where(on_rim, top - rim_x.to(tl.float32), 0.0), axis=0)
     loss = (1 - smoothing) * (top - picked) + tl.log(sum_of_all)
     if lse_ptr is not None:
         tl.store(lse_ptr + 2 * row, top)
         tl.store(lse_ptr + 2 * row + 1, tl.log(sum_of_all))
-    below = tl.zeros((BLOCK // 8,), tl.float32)  # how far the logits are below the largest, in all
     if SMOOTH or dx_ptr is not None:
-        if count_ptr is not None:
-            gradient_scale = 1.0 / tl.load(count_ptr).to(tl.float32)
+        if COUNTS:
+            begin(OVERLAP)
+            gradient_scale = 1.0 / tl.sum(tl.load(count_ptr + tl.arange(0, COUNTS)), axis=0)
         # The scale goes into the exponent: nothing to multiply. A row that does not count gets 2 ** -inf.
-        shift = tl.where(counts, tl.log2(sum_of_all) - tl.log2(tl.where(counts, gradient_scale, 1.0)), float("inf"))
+        lower = tl.where(counts, tl.log2(sum_of_all) - tl.log2(tl.where(counts, gradient_scale, 1.0)), float("inf"))
         gradient_scale = tl.where(counts, gradient_scale, 0.0)
-        for start in range(0, classes, BLOCK):
-            inside = start + lane < classes
-            x = tl.load(x_ptr + start + lane, mask=inside, other=float("-inf"), eviction_policy="evict_first")
+        wanted, everywhere = (1 - smoothing) * gradient_scale, smoothing * gradient_scale / classes
+        target += shift
+        if dx_ptr is not None:
+            out_base, _ = first_place(row, classes, classes, WIDTH, SHIFTED)
+            dx_ptr += out_base
+        for start in range(0, end, BLOCK):
+            own = own_pieces(start + place, shift, classes, WIDTH, SHIFTED)
+            x = tl.load(x_ptr + start + place, mask=own, other=float("-inf"), eviction_policy="evict_first")
             if SMOOTH:
-                below += tl.sum(tl.where(inside, top - x.to(tl.float32), 0.0), axis=1)
+                below += tl.sum(tl.where(own, top - x.to(tl.float32), 0.0), axis=1)
             if dx_ptr is not None:
-                if x.dtype == tl.bfloat16:
-                    slope = short_slope(top)
-                    dx = tl.exp2(x.to(tl.float32) * slope - (top * slope + shift))
-                else:
-                    dx = tl.exp2((x.to(tl.float32) - top) * LOG2_E - shift)
+                dx = _share(x, top, lower)
                 if (target >= start) & (target < start + BLOCK):
-                    dx -= tl.where(start + lane == target, (1 - smoothing) * gradient_scale, 0.0)
+                    dx -= tl.where(start + place == target, wanted, 0.0)
                 if SMOOTH:
-                    dx -= smoothing * gradient_scale / classes
-                tl.store(dx_ptr + row * classes + start + lane, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+                    dx -= everywhere
+                tl.store(dx_ptr + start + place, dx.to(dx_ptr.dtype.element_ty), mask=own)
+        if SHIFTED and dx_ptr is not None:
+            dx = _share(rim_x, top, lower) - tl.where(rim_place == target, wanted, 0.0) - everywhere
+            tl.store(dx_ptr + rim_place, dx.to(dx_ptr.dtype.element_ty), mask=on_rim)
     if SMOOTH:
-        loss += smoothing * (tl.sum(below, axis=0) / classes)
+        loss += smoothing * ((tl.sum(below, axis=0) + rim_below) / classes)
     loss = tl.where(counts, tl.where(valid, loss, float("nan")), 0.0)
     if loss_ptr is not None:
         tl.store(loss_ptr + row, loss.to(loss_ptr.dtype.element_ty))
@@ -146,18 +187,21 @@ def long_rows(
     smoothing: float,
     gradient_scale: float,
     ignore_index: int,
+    counts: int,
 ) -> None:
     """`tensors`: the kernel's after x."""
     rows, classes = x.shape
-    size = x.element_size()
-    in_pieces = x.stride(0) * size % 16 == 0 and classes * size % 16 == 0
-    whole = in_pieces and next_power_of_2(classes) * size <= WHOLE_BYTES
+    size, overlap = x.element_size(), counts > 0 and overlaps(x)
+    width, shifted = shifted_pieces(classes, x.stride(0), size)
+    whole = not shifted and width * size == 16 and next_power_of_2(classes) * size <= WHOLE_BYTES
+    block, warps = (next_power_of_2(classes) // 4, WARPS) if whole else (LOOP_BLOCK[size], LOOP_WARPS[size])
     launch(
         long_row_kernel,
         (rows,),
         (x, *tensors),
         (smoothing, gradient_scale),
         (classes, x.stride(0), ignore_index),
-        (next_power_of_2(classes) // 4 if whole else BLOCK, whole, smoothing > 0),
-        num_warps=WARPS,
+        (block, whole, width, shifted, smoothing > 0, counts, overlap),
+        num_warps=warps,
+        launch_pdl=overlap,
     )

@@ -22,6 +22,7 @@ from onelaunch.ops.activations import activate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINEAR_SHAPES = ((8192, 4096, 4096), (4096, 1024, 4096), (1024, 1024, 1024), (128, 784, 784), (32, 784, 128))  # m, k, n
+LOGITS = ((8192, 32768, "bf16"), (65536, 10, "fp32"), (32768, 1000, "bf16"), (8192, 50257, "bf16"))  # rows, classes
 BURSTS, CALLS = 5, 200  # of an op at tiny size, for its Python time
 
 
@@ -265,7 +266,7 @@ def _register() -> None:
             add(f"ops/linear-{activation}-{m}x{k}x{n}", about, _linear_forward, m, k, n, activation)
         about = "linear + ReLU + dropout(0.1), bf16, forward and backward"
         add(f"ops/linear-relu-dropout-{m}x{k}x{n}-training", about, _linear_training, m, k, n)
-    for rows, classes, label in ((8192, 32768, "bf16"), (65536, 10, "fp32")):
+    for rows, classes, label in LOGITS:
         about = f"cross-entropy of {rows} x {classes}, {label}, forward and backward"
         add(f"ops/cross_entropy-{rows}x{classes}-{label}", about, _cross_entropy, rows, classes, DTYPES[label])
 
