@@ -18,6 +18,9 @@ MOST_SHUFFLES = {
     "normalise_kernel": 0,
     "gradient_sums_kernel": 32,
     "input_gradient_kernel": 0,
+    "cross_entropy_kernel": 44,
+    "long_row_kernel": 42,
+    "gradient_kernel": 0,
 }
 
 
