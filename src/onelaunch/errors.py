@@ -53,6 +53,9 @@ def suggest(value: object, options: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
+suggest._dynamo_marked_constant = True  # type: ignore[attr-defined]  # difflib cannot be traced, and torch.compile would name it
+
+
 def listed(names: Sequence[str]) -> str:
     """`a, b, c and 63 more`"""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""

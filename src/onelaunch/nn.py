@@ -9,7 +9,7 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.ops import cross_entropy, linear, relu_dropout
 from onelaunch.ops.arguments import check_activation, check_probability
 from onelaunch.ops.batch_norm import batch_norm_of
-from onelaunch.ops.cross_entropy import check_loss_options
+from onelaunch.ops.cross_entropy_arguments import check_loss_options
 
 __all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "CrossEntropyLoss", "Linear", "ReLUDropout"]
 

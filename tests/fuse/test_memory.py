@@ -60,7 +60,12 @@ def steps_of(model: nn.Module, x: torch.Tensor) -> list[Step]:
     ],
     ids=lambda layers: " + ".join(type(layer).__name__ for layer in layers),
 )  # fmt: skip
-def test_kept_bytes_are_those_counted(layers: tuple[nn.Module, ...], every_chain: None) -> None:
+def test_kept_bytes_are_those_counted(
+    layers: tuple[nn.Module, ...], every_chain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys.modules["onelaunch.ops.linear"], "plain_cpu", lambda *_: False
+    )  # the op itself, as on a GPU
     model = nn.Sequential(nn.Linear(WIDTH, INNER), *layers).to(torch.bfloat16)
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     steps = steps_of(model, x)

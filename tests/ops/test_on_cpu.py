@@ -24,11 +24,12 @@ def never(*_: Any) -> Any:
     raise AssertionError("an op was called")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_ordinary_calls_are_pytorchs_to_the_bit(
     activation: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But for `cross_entropy` of halves, which is that of fp32, rounded."""
     for name in ("linear", "batch_norm", "cross_entropy"):
         monkeypatch.setattr(importlib.import_module(f"onelaunch.ops.{name}"), f"{name}_op", never)
     x, image = torch.randn(6, 4, dtype=dtype), torch.randn(3, 4, 5, 2, dtype=dtype)
@@ -36,6 +37,8 @@ def test_ordinary_calls_are_pytorchs_to_the_bit(
     target = torch.randint(4, (3, 5, 2))
     target[0, 0] = -100
     ours, theirs = torch.zeros(2, 4, dtype=dtype), torch.zeros(2, 4, dtype=dtype)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    moved = torch.zeros(2, 2, 4, dtype=wide)
     pairs: list[tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]] = [
         (
             lambda *t: ol.linear(*t, activation=activation),
@@ -48,8 +51,13 @@ def test_ordinary_calls_are_pytorchs_to_the_bit(
             [image, scale, shift],
         ),
         (
+            lambda *t: ol.batch_norm(t[0], *moved[0], *t[1:], training=True, activation=activation),
+            lambda *t: activate(F.batch_norm(t[0], *moved[1], *t[1:], True), activation),
+            [image, scale.to(wide), shift.to(wide)],
+        ),
+        (
             lambda t: ol.cross_entropy(t, target, label_smoothing=0.1),
-            lambda t: F.cross_entropy(t, target, label_smoothing=0.1),
+            lambda t: F.cross_entropy(t.to(wide), target, label_smoothing=0.1).to(dtype),
             [image],
         ),
     ]
@@ -61,11 +69,12 @@ def test_ordinary_calls_are_pytorchs_to_the_bit(
             results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
         assert all(mine.equal(yours) for mine, yours in zip(*results, strict=True))
     assert ours.equal(theirs)
+    assert moved[0].equal(moved[1])
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
 def test_the_ops_themselves_are_right_too(activation: str | None) -> None:
-    """They run in compiled and exported programs, under dispatch modes, and for halves."""
+    """They run in compiled and exported programs, under dispatch modes, and with dropout."""
     x, image = torch.randn(6, 4, dtype=torch.float64), torch.randn(3, 4, 5, dtype=torch.float64)
     w, b = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     scale, shift = torch.rand(2, 4, dtype=torch.float64)
@@ -155,12 +164,12 @@ def test_second_derivatives_where_no_row_counts_are_zero(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_slopes_of_halves_are_rounded_once(activation: str, dtype: torch.dtype) -> None:
     x = torch.cat((torch.linspace(-8, 8, 500), torch.tensor([-6e4, -720.0, 700.0, 6e4]))).to(dtype)[:, None]
-    wanted, exact = x.clone().requires_grad_(), x.double().requires_grad_()
-    y = ol.linear(wanted, torch.ones(1, 1, dtype=dtype), activation=activation)
-    (ours,) = torch.autograd.grad(y.sum(), wanted)
+    wanted, exact, one = x.clone().requires_grad_(), x.double().requires_grad_(), torch.ones(1, 1, dtype=dtype)
     (theirs,) = torch.autograd.grad(activate(exact, activation).sum(), exact)
     limit = torch.finfo(dtype).eps
-    torch.testing.assert_close(ours.double(), theirs, rtol=limit, atol=limit)
+    for y in (ol.linear(wanted, one, activation=activation), OPS.linear(wanted, one, None, activation, 0.0, True)[0]):
+        (ours,) = torch.autograd.grad(y.sum(), wanted)
+        torch.testing.assert_close(ours.double(), theirs, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("training", [1, np.bool_(True), torch.tensor(True)])
@@ -185,6 +194,17 @@ MISTAKES: list[tuple[Callable[[Tensor, Tensor], object], str]] = [
     (lambda x, _: ol.linear(x.to_sparse(), x), "x is of layout torch.sparse_coo: pass a dense tensor"),
     (lambda x, _: ol.relu_dropout(torch.nested.nested_tensor([x, x[:2]])), "x is nested: pass a dense tensor"),
     (lambda x, t: ol.cross_entropy(x, t, ignore_index=2**63), "ignore_index=9223372036854775808 is out of range"),
+    (
+        lambda x, t: ol.cross_entropy(x, t.float()),
+        r"target of torch.float32 .* shape \(4,\).*: pass target.long\(\), if it",
+    ),
+    (lambda x, t: ol.cross_entropy(x, x[:2]), r"shape \(2, 4\) and logits \(4, 4\): pass equal shapes"),
+    (lambda x, t: ol.cross_entropy(x, t - 5), "target holds -.*, or ignore_index=-"),
+    (
+        lambda x, _: ol.nn.BatchNorm1d(3)(x),
+        r"running_mean has shape \(3,\) and x \(4, 4\): pass .* shape \(4,\), .*, or x of 3 channels",
+    ),
+    (lambda x, _: ol.nn.BatchNorm1d(4)(x[:1]), r"one value a channel: pass more rows, .* a module's eval\(\)"),
     (lambda x, t: ol.cross_entropy(x, t, ignore_index=1.0), "ignore_index=1.0 is not an integer: pass a class"),
     (lambda x, t: ol.cross_entropy(x, t, reduction=np.array(["mean"])), "reduction=array.* is of type ndarray"),
 ]
@@ -199,10 +219,18 @@ def test_a_mistake_is_one_line(call: Callable[[Tensor, Tensor], object], message
     assert len(str(caught.value)) < 240
 
 
+@pytest.mark.parametrize(
+    "call", [lambda x, t: ol.linear(x, x, activation="rellu"), lambda x, t: ol.cross_entropy(x, t, reduction="men")]
+)
+def test_a_mistake_in_a_whole_graph_is_told_too(call: Callable[[Tensor, Tensor], object]) -> None:
+    """Not what of the message's making could not be traced."""
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"is not known: pass one of .*; did you mean"):
+        torch.compile(call, backend="eager", fullgraph=True)(torch.randn(4, 4), torch.randint(4, (4,)))
+
+
 def test_an_index_of_numpys_is_an_index() -> None:
     x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 3])
-    for dtype in (torch.float32, torch.bfloat16):  # PyTorch's own function, and the op
-        ours = ol.cross_entropy(x.to(dtype), target, ignore_index=np.int64(2))
-        torch.testing.assert_close(ours, F.cross_entropy(x.to(dtype), target, ignore_index=2))
+    ours = ol.cross_entropy(x, target, ignore_index=np.int64(2))
+    assert ours.equal(F.cross_entropy(x, target, ignore_index=2))
     prepared = importlib.import_module("onelaunch.ops.cross_entropy")._prepared(x, target, 0.0, np.int64(2), "mean")
     assert type(prepared.sizes[-1]) is int  # a compiled kernel gets it as it is

@@ -32,10 +32,14 @@ def check_tensors(
         if tensor is not None:
             check_beside(name, tensor, "x", x)
             if tensor.shape != shape[1:2]:
+                wanted = f"{name} of shape {tuple(shape[1:2])}, one number a channel"
+                other = f", or x of {len(tensor)} channels" if tensor.dim() == 1 else ""
                 raise OnelaunchError(
-                    f"{name} has shape {tuple(tensor.shape)} and x {tuple(shape)}: pass {tuple(shape[1:2])}, one a channel of x"
+                    f"{name} has shape {tuple(tensor.shape)} and x {tuple(shape)}: pass {wanted}{other}"
                 )
         elif not training and name.startswith("running"):
             raise OnelaunchError(f"{name}=None needs training=True: pass the running statistics to evaluate with")
     if training and x.numel() == shape[1] > 0:
-        raise OnelaunchError(f"x has shape {tuple(shape)}, one value a channel: pass more rows, or training=False")
+        raise OnelaunchError(
+            f"x has shape {tuple(shape)}, one value a channel: pass more rows, or training=False, which is a module's eval()"
+        )

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, require_whole, shown
-from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, check_float, check_number, kernels
+from onelaunch.ops.activations import exact
+from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, kernels
+from onelaunch.ops.cross_entropy_arguments import check_loss_options, check_tensors
 from onelaunch.ops.cross_entropy_plain import (
     checked_reference,
     cross_entropy_reference,
@@ -40,7 +41,6 @@ from onelaunch.ops.surroundings import (
     wants_gradient,
 )
 
-REDUCTIONS = ("mean", "sum", "none")
 ONE_PASS_DTYPES = (torch.float32, torch.bfloat16)  # whose gradient may be rounded before the upstream one multiplies it
 # From this many classes on, rows are counted before the pass (microseconds), so that a batch with ignored rows needs no second
 # pass over its gradient; below it, that second pass costs less than the count.
@@ -197,41 +197,6 @@ class _SmallCrossEntropy(_EagerCrossEntropy):
 _apply, _apply_small = direct_apply(_EagerCrossEntropy), direct_apply(_SmallCrossEntropy)
 
 
-def check_loss_options(label_smoothing: float, ignore_index: int, reduction: str) -> None:
-    require_option("reduction", reduction, REDUCTIONS)
-    if not 0 <= check_number("label_smoothing", label_smoothing, "a number from 0 to 1") <= 1:
-        raise OnelaunchError(f"label_smoothing={label_smoothing} is out of range: pass a number from 0 to 1")
-    if not -(2**63) <= require_whole("ignore_index", ignore_index, "a class, or a number no class has") < 2**63:
-        raise OnelaunchError(
-            f"ignore_index={shown(ignore_index)} is out of range: pass a class, or a number no class has"
-        )
-
-
-def _check(logits: Tensor, target: Tensor) -> None:
-    check_float("logits", logits)
-    if not isinstance(target, Tensor):
-        raise ArgumentTypeError(f"target is a {type(target).__name__}: pass a torch.Tensor of class indices")
-    if target.device != logits.device:
-        raise OnelaunchError(
-            f"target is on {target.device} and logits on {logits.device}: move one, as in target.to(logits.device)"
-        )
-    if target.dtype.is_floating_point:
-        if target.shape != logits.shape:
-            raise OnelaunchError(
-                f"target (probabilities) has shape {tuple(target.shape)} and logits {tuple(logits.shape)}: pass equal shapes"
-            )
-        return
-    if target.dtype not in (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8):
-        raise ArgumentTypeError(f"target has dtype {target.dtype}: pass class indices (int64) or probabilities (float)")
-    if logits.dim() == 0:
-        raise OnelaunchError("logits has no dimension: pass [classes], [batch, classes] or [batch, classes, ...]")
-    expected = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
-    if target.shape != expected:
-        raise OnelaunchError(
-            f"target has shape {tuple(target.shape)}, unfit for logits {tuple(logits.shape)}: pass {tuple(expected)}"
-        )
-
-
 _known = KnownCalls()  # and of a small one its `SmallLoss`, else True
 
 
@@ -270,18 +235,20 @@ def cross_entropy(
     elif known is not True:
         check_loss_options(label_smoothing, ignore_index, reduction)
         if not inside_transform:
-            _check(logits, target)
+            check_tensors(logits, target)
         if known is not None:
             _known.add(known, _prepared(logits, target, label_smoothing, ignore_index, reduction))
     fp32_loss = autocast_dtype(logits.device) is not None
     if inside_transform:
-        exact = logits.float() if fp32_loss and logits.dtype != torch.float64 else logits
         target = target if target.dtype.is_floating_point else target.long()
-        return cross_entropy_reference(exact, target, label_smoothing, ignore_index, reduction)
+        return cross_entropy_reference(
+            exact(logits) if fp32_loss else logits, target, label_smoothing, ignore_index, reduction
+        )
     if target.dtype.is_floating_point:  # with an index to ignore too: PyTorch says that probabilities have none
         return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
-    if not fp32_loss and plain_cpu(logits):
-        return checked_reference(logits, target.long(), label_smoothing, ignore_index, reduction)
+    if plain_cpu(logits):  # halves are widened, as in a kernel: PyTorch's own would round each log-softmax
+        loss = checked_reference(exact(logits), target.long(), label_smoothing, ignore_index, reduction)
+        return loss if fp32_loss else loss.to(logits.dtype)
     flat = logits
     if logits.dim() > 2:
         flat = logits.movedim(1, -1).flatten(0, -2)

@@ -27,6 +27,7 @@ def checked_reference(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
         classes, ignore_index = logits.shape[min(1, logits.dim() - 1)], options[1]
         wrong = target[(target != ignore_index) & ((target < 0) | (target >= classes))][0]
         remedy = f"pass 0 to {classes - 1}" if classes else "pass logits of one class or more"
+        remedy += f", or ignore_index={wrong}" if wrong < 0 else ""
         raise OnelaunchError(f"target holds {wrong}, out of range for logits of {classes} classes: {remedy}") from error
 
 

@@ -31,13 +31,13 @@ def plain_eager(x: torch.Tensor) -> bool:
     return x.is_cuda and _ordinary(x)
 
 
-def plain_cpu(*tensors: torch.Tensor | None) -> bool:
-    """CPU tensors of one dtype, fp32 or fp64, in ordinary eager mode: where nothing is dropped, PyTorch's own functions do what
-    an op does, and take a fraction of its time. (Halves are the op's: it rounds once, at the end.)"""
-    x = tensors[0]
-    if x is None or not x.is_cpu or x.dtype not in (torch.float32, torch.float64):
+def plain_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+    """CPU tensors in ordinary eager mode, of one dtype or with fp32 beside a half: where nothing is dropped, PyTorch's own
+    functions do what an op does, and take a fraction of its time."""
+    if not x.is_cpu or not all(one is None or _ordinary(one) for one in (x, *others)):
         return False
-    alike = all(one is None or (one.dtype == x.dtype and _ordinary(one)) for one in tensors)
+    beside = {one.dtype for one in others if one is not None}
+    alike = beside <= {x.dtype} or (x.dtype.itemsize == 2 and beside == {torch.float32})
     return alike and x.numel() > 0  # asked last: a compiler would take the answer for a condition
 
 
