@@ -281,6 +281,18 @@ def test_the_op_that_writes_its_gradient_in_the_forward(
         torch.testing.assert_close(dx.cpu().double(), wanted, rtol=2e-5, atol=1e-6)
 
 
+def test_an_ignored_row_has_no_gradient_where_the_upstream_one_is_infinite(kernel_device: torch.device) -> None:
+    from onelaunch.ops.cross_entropy import _EagerCrossEntropy
+
+    x = torch.randn(4, 7, device=kernel_device, requires_grad=True)
+    target = torch.tensor([1, -100, 2, 3], device=kernel_device)
+    loss = _EagerCrossEntropy.apply(x, target, (0.0, -100, "none", False))
+    (ours,) = torch.autograd.grad(loss.sqrt().sum(), x)
+    (theirs,) = torch.autograd.grad(F.cross_entropy(x, target, reduction="none").sqrt().sum(), x)
+    assert (ours[1] == 0).all()
+    torch.testing.assert_close(ours, theirs)
+
+
 def test_a_factor_of_one_touches_nothing(kernel_device: torch.device) -> None:
     from onelaunch.kernels.cross_entropy_backward import rescale
 

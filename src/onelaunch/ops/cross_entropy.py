@@ -163,14 +163,16 @@ class _EagerCrossEntropy(torch.autograd.Function):
             logits, target, loss, lse=None, dx=dx, smoothing=smoothing, ignore_index=ignore_index,
             reduction=reduction, count_first=count_first,
         )  # fmt: skip
-        ctx.save_for_backward(dx, partial if reduction == "mean" and not count_first else None)
+        count = partial if reduction == "mean" and not count_first else None
+        ctx.save_for_backward(dx, count, target if reduction == "none" else None)
+        ctx.ignore_index = ignore_index
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
-        dx, count = ctx.saved_tensors
-        if dloss.dim() == 1:
-            dx = dx * dloss[:, None]
+        dx, count, target = ctx.saved_tensors
+        if target is not None:  # a loss a row; that of an ignored one is 0, where a root's slope is infinite
+            dx = dx * dloss.masked_fill(target == ctx.ignore_index, 0)[:, None]
         elif batched(dloss):
             share = 1.0 if count is None else torch.where(count[0] == 0, 1.0, dx.shape[0] / count[0])
             dx = (dx * (dloss * share)).to(dx.dtype)
@@ -190,7 +192,7 @@ class _SmallCrossEntropy(_EagerCrossEntropy):
     def forward(ctx: Any, logits: Tensor, target: Tensor, fill: Any) -> Tensor:
         loss, dx = torch.empty_like(_scalar(logits.device, logits.dtype)), torch.empty_like(logits)
         fill(logits, target, loss, dx)
-        ctx.save_for_backward(dx, None)
+        ctx.save_for_backward(dx, None, None)
         return loss
 
 
