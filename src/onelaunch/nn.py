@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.ops import cross_entropy, linear, relu_dropout
-from onelaunch.ops.arguments import check_activation, check_probability
+from onelaunch.ops.arguments import check_activation, check_number, check_probability
 from onelaunch.ops.batch_norm import batch_norm_of
 from onelaunch.ops.cross_entropy_arguments import check_loss_options
 
@@ -49,6 +49,8 @@ class Linear(nn.Linear):
         activation: str | None = None,
         dropout: float = 0.0,
     ) -> None:
+        if isinstance(bias, str):
+            raise ArgumentTypeError(f"bias={bias!r} is not a bool: pass activation={bias!r} by name")
         super().__init__(in_features, out_features, bias, device, dtype)
         check_activation(activation)
         self.activation = activation
@@ -79,6 +81,7 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         activation: str | None = None,
         dropout: float = 0.0,
     ) -> None:
+        check_number("eps", eps, "a small number, such as 1e-5; activation is passed by name")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         check_activation(activation)
         self.activation = activation

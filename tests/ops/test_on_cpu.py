@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import onelaunch as ol
 from onelaunch.errors import OnelaunchError
@@ -131,6 +132,19 @@ def test_batch_norms_of_all_ranks(ours: Any, theirs: Any, shape: tuple[int, ...]
         fused(torch.randn(2, 4, 1, 1, 1, 1))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_checkpointing_moves_statistics_as_it_does_pytorchs(momentum: float | None, dropout: float) -> None:
+    """Twice a step; the second forward may end as soon as all is there that the backward needs."""
+    ours, theirs = ol.nn.BatchNorm1d(3, momentum=momentum, dropout=dropout), nn.BatchNorm1d(3, momentum=momentum)
+    for shift in (0, 10, 20):
+        x = (torch.randn(100, 3) + shift).requires_grad_()
+        for module in (ours, theirs):
+            checkpoint(module, x, use_reentrant=False).sum().backward()
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value)
+
+
 def test_modules_pass_as_what_they_replace() -> None:
     x, target = torch.randn(5, 4), torch.randint(4, (5,))
     loss = ol.nn.CrossEntropyLoss(ignore_index=0)
@@ -199,6 +213,16 @@ MISTAKES: list[tuple[Callable[[Tensor, Tensor], object], str]] = [
         r"target of torch.float32 .* shape \(4,\).*: pass target.long\(\), if it",
     ),
     (lambda x, t: ol.cross_entropy(x, x[:2]), r"shape \(2, 4\) and logits \(4, 4\): pass equal shapes"),
+    (
+        lambda x, t: ol.cross_entropy(x, F.one_hot(t, 4)),
+        r"unfit for logits \(4, 4\): pass \(4,\), as target.argmax\(1\)",
+    ),
+    (
+        lambda x, t: ol.cross_entropy(x.view(2, 2, 4), t.view(2, 2)),
+        r"pass \(2, 4\), or classes in .* logits.movedim\(-1, 1\)",
+    ),
+    (lambda x, _: ol.nn.Linear(4, 4, "relu"), "bias='relu' is not a bool: pass activation='relu' by name"),
+    (lambda x, _: ol.nn.BatchNorm2d(4, "relu"), "eps='relu' is not a number: pass .*; activation is passed by name"),
     (lambda x, t: ol.cross_entropy(x, t - 5), "target holds -.*, or ignore_index=-"),
     (
         lambda x, _: ol.nn.BatchNorm1d(3)(x),

@@ -31,6 +31,7 @@ from onelaunch.ops.batch_norm_plain import (
     forward_cpu,
     lies,
     lines_and_inner,
+    move_running,
     statistics_of,
 )
 from onelaunch.ops.dropout import draw_key
@@ -41,6 +42,7 @@ from onelaunch.ops.surroundings import (
     overridden,
     plain_cpu,
     plain_eager,
+    saves_through_hooks,
     transformed,
     wants_gradient,
 )
@@ -265,12 +267,13 @@ def batch_norm(
         if training and running_mean is not None and running_var is not None:
             torch.autograd.graph.increment_version((running_mean, running_var))
         return y
+    moved = training and running_mean is not None and x.numel() > 0
+    first = moved and saves_through_hooks()  # a checkpoint's second forward ends where the op has saved what it needs
+    if first:
+        move_running(running, statistics_of(x.detach(), eps), momentum)
     y, statistics, _ = batch_norm_op(x, *running, weight, bias, training, eps, activation, p)
-    if training and x.numel():
-        if running_mean is not None:
-            running_mean.lerp_(statistics[0].to(running_mean.dtype), momentum)
-        if running_var is not None:
-            running_var.lerp_(statistics[2].to(running_var.dtype), momentum)
+    if moved and not first:
+        move_running(running, statistics, momentum)
     return y
 
 

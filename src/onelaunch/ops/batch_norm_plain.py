@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -148,3 +150,12 @@ def statistics_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     var, mean = torch.var_mean(x, _but_channels(x), correction=0)
     count = x.numel() // x.shape[1]
     return mean, (var + eps).rsqrt(), var * (count / max(1, count - 1))
+
+
+def move_running(
+    running: tuple[Tensor | None, Tensor | None], statistics: Tensor | Sequence[Tensor], momentum: float
+) -> None:
+    """(mean, variance) by those of a batch: mean, 1 / standard deviation, unbiased variance."""
+    for one, seen in zip(running, statistics[::2], strict=True):
+        if one is not None:
+            one.lerp_(seen.to(one.dtype), momentum)

@@ -43,6 +43,11 @@ def check_tensors(logits: Tensor, target: Tensor) -> None:
     if logits.dim() == 0:
         raise OnelaunchError("logits has no dimension: pass [classes], [batch, classes] or [batch, classes, ...]")
     if target.shape != indices:
+        remedy = f"pass {tuple(indices)}"
+        if target.shape == logits.shape:
+            remedy += ", as target.argmax(1) of one-hot rows"
+        elif target.shape == logits.shape[:-1]:
+            remedy += ", or classes in dimension 1 of logits, as logits.movedim(-1, 1)"
         raise OnelaunchError(
-            f"target has shape {tuple(target.shape)}, unfit for logits {tuple(logits.shape)}: pass {tuple(indices)}"
+            f"target has shape {tuple(target.shape)}, unfit for logits {tuple(logits.shape)}: {remedy}"
         )

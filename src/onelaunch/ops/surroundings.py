@@ -49,6 +49,11 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
     return False
 
 
+def saves_through_hooks() -> bool:
+    """Whether someone else keeps what is saved for a backward, as activation checkpointing does."""
+    return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without its unwrapping of dead `torch.func` tensors, of which `plain_eager` has seen there are none."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
