@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +95,16 @@ def test_the_newest_recording_of_a_case_counts(project):
     text = generate(project)[project / "README.md"]
     assert "| relu | 200 µs a call |" in text
     assert "| step | 300 µs a call |" in text  # which the newer file does not hold
+
+
+def test_a_selection_says_that_it_is_one(project, monkeypatch):
+    more = bench_results()
+    more["cases"] = [{**more["cases"][0], "name": "ops/another"}]
+    (project / RESULTS / "more.json").write_text(json.dumps(more))
+    said = re.compile(r"over ours[^|\n]*\. 1 of 2 cases\.")
+    assert not said.search(generate(project)[project / "README.md"])
+    monkeypatch.setattr("onelaunch.report.readme.FEW", 1)
+    assert said.search(generate(project)[project / "README.md"])
 
 
 def test_a_newer_failure_takes_an_older_figure_away_and_a_skipped_case_does_not(project):

@@ -84,7 +84,8 @@ def _short(group: Group) -> str:
     dates = ", ".join(dict.fromkeys(record.date[:10] for record in sources))
     rows = [[record.title, time_of(record), *(against(record.case, peer) for peer in peers)] for record in chosen]
     close = "; ≈: too noisy to tell" if any("≈" in cell for row in rows for cell in row) else ""
-    meaning = f"Medians; × is a peer's time over ours{close}."
+    few = f" {len(chosen)} of {len(group.cases)} cases." if len(chosen) < len(group.cases) else ""
+    meaning = f"Medians; × is a peer's time over ours{close}.{few}"
     lines = [f"**{plain(group.title)}** on {plain(group.chip)}: {commands}, {dates}, {names}. {meaning}", ""]
     if chosen:
         head = ["case", "onelaunch", *(f"against {peer}" for peer in peers)]
