@@ -63,9 +63,8 @@ def steps_of(model: nn.Module, x: torch.Tensor) -> list[Step]:
 def test_kept_bytes_are_those_counted(
     layers: tuple[nn.Module, ...], every_chain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        sys.modules["onelaunch.ops.linear"], "plain_cpu", lambda *_: False
-    )  # the op itself, as on a GPU
+    # The op itself, as on a GPU.
+    monkeypatch.setattr(sys.modules["onelaunch.ops.linear"], "plain_cpu", lambda *_: False)
     model = nn.Sequential(nn.Linear(WIDTH, INNER), *layers).to(torch.bfloat16)
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     steps = steps_of(model, x)

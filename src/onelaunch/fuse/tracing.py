@@ -36,6 +36,7 @@ from onelaunch.fuse.refused import RefusedError as RefusedError
 from onelaunch.fuse.refused import said_by as said_by
 from onelaunch.fuse.state import CONTAINERS, generators_unmoved, same_contents, unchanged
 from onelaunch.fuse.twin import sealed
+from onelaunch.ops.surroundings import saves_through_hooks
 
 
 class StandsForClass:
@@ -270,7 +271,7 @@ def _modes() -> tuple[Any, ...]:
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         *(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")),
-        torch._C._autograd._top_saved_tensors_default_hooks(True) is None,  # set by checkpointing and save_on_cpu
+        saves_through_hooks(),
     )
 
 

@@ -48,6 +48,7 @@ from onelaunch.ops.surroundings import (
     overridden,
     plain_cpu,
     plain_eager,
+    saves_through_hooks,
     transformed,
     wants_gradient,
 )
@@ -190,7 +191,7 @@ class _EagerLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float) -> Tensor:
         out = _forward_cuda(x, weight, bias, activation, p, True)
         _save(ctx, x, weight, bias, activation, p, out)
-        ctx.owns_z = torch._C._autograd._top_saved_tensors_default_hooks(True) is None  # else a hook may hold it
+        ctx.owns_z = not saves_through_hooks()  # else one may hold it
         return out[0]
 
     @staticmethod

@@ -50,7 +50,7 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def saves_through_hooks() -> bool:
-    """Whether someone else keeps what is saved for a backward, as activation checkpointing does."""
+    """Whether someone else keeps what is saved for a backward, as activation checkpointing and `save_on_cpu` do."""
     return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
