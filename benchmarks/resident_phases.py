@@ -17,8 +17,8 @@ import torch
 
 from onelaunch.bench.results import check_writable, provenance, save_results
 from onelaunch.bench.workload import Workload
-from onelaunch.train.engines.resident.session import ResidentSession
-from onelaunch.train.engines.resident.source import phase_names
+from onelaunch.engines.resident.session import ResidentSession
+from onelaunch.engines.resident.source.source import phase_names
 from onelaunch.train.loop import StopSwitch
 from onelaunch.train.progress import Progress
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,37 @@ from onelaunch.version import VERSION
 
 PACKAGES = ("torch", "triton", "llvmlite", "cuda-core", "numpy", "safetensors")
 BUSY_SHARE = 0.25  # of the cores: taken by others, they make times that mean little
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the plans of an engine depend on."""
+
+    multiprocessors: int
+    shared_bytes: int  # the most shared memory a thread block may have
+    clusters: bool = False  # thread block clusters with distributed shared memory
+    tma: bool = False  # a tensor memory accelerator
+    largest_cluster: int = 16
+
+
+H200 = Chip(132, 227 * 1024, clusters=True, tma=True)
+A100 = Chip(108, 163 * 1024)
+TMA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+
+
+def chip_of(device: torch.device) -> Chip:
+    """The chip of a CUDA device; an H200, on which the tiles were measured, for a device without one (interpreted kernels)."""
+    if device.type != "cuda":
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    return Chip(
+        properties.multi_processor_count,
+        shared_bytes,
+        clusters=capability >= (9, 0),
+        tma=capability in TMA_CAPABILITIES,
+    )
 
 
 def default_device() -> torch.device:

@@ -7,6 +7,7 @@ prints a traceback for them.
 from __future__ import annotations
 
 import difflib
+import errno
 import numbers
 from collections.abc import Iterable, Sequence
 
@@ -44,6 +45,14 @@ class DivergedError(OnelaunchError):
 def reason_of(error: Exception) -> str:
     """What the system says is wrong, without its number and path."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """PyTorch, NumPy, CUDA and the system each say it in another way."""
+    said = str(error)
+    if isinstance(error, RuntimeError):
+        return "alloca" in said or "out of memory" in said
+    return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
 def suggest(value: object, options: Iterable[str]) -> str:

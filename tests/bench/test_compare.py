@@ -16,8 +16,8 @@ from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
 from onelaunch.bench.sizes import time_sizes, time_steps
 from onelaunch.bench.step_peers import GRAPH, UNROLLED
 from onelaunch.report.remarks import is_red, not_run, remarks
-from onelaunch.train.build import mlp
 from onelaunch.train.inputs import make_run
+from onelaunch.train.mlp import mlp
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),

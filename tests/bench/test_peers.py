@@ -14,8 +14,8 @@ from onelaunch.bench.peers_jax import jax_scan, why_no_jax
 from onelaunch.bench.peers_torch import Captured, Steps, TorchStep, reference_losses, row_order, worst_relative
 from onelaunch.bench.step_peers import GRAPH, UNROLLED, StepPeer, step_peers
 from onelaunch.bench.workload import Workload
+from onelaunch.engines.contract import Run
 from onelaunch.rng import permutation
-from onelaunch.train.engines.contract import Run
 
 CPU = torch.device("cpu")
 WORKLOADS = [

@@ -24,10 +24,9 @@ from onelaunch.bench.measure import reason_in_a_line
 from onelaunch.bench.peers_torch import worst_relative
 from onelaunch.bench.run import failures, run_case, run_cases, select
 from onelaunch.code_cache import CodeCache
+from onelaunch.engines.cpu import session
 from onelaunch.errors import OnelaunchError, UnsupportedError
 from onelaunch.report.remarks import not_run
-from onelaunch.train.engines.cpu import session
-from onelaunch.train.engines.cpu.plan import SCALARS
 
 # PyTorch's own, when torch.compile is first used.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -47,10 +46,9 @@ def test_a_broken_fast_path_has_no_time(monkeypatch):
     """The real check of a real case, while the native code trains with a learning rate that is off by a tenth."""
     scalars = session.step_scalars
 
-    def wrong(*arguments: object) -> np.ndarray:
+    def wrong(*arguments: object) -> dict[str, np.ndarray]:
         made = scalars(*arguments)
-        made[:, SCALARS.index("rate")] *= 1.1
-        return made
+        return {**made, "rate": made["rate"] * 1.1}
 
     (chosen,) = select("cpu", "64-32-10/32/sgd")
     monkeypatch.setattr(session, "step_scalars", wrong)

@@ -15,7 +15,7 @@ import onelaunch
 from onelaunch.bench.case import REGISTRY, Trial, case
 from onelaunch.bench.run import select
 from onelaunch.cli import main
-from onelaunch.train.engines import FASTEST_FIRST
+from onelaunch.engines import FASTEST_FIRST
 
 
 def test_info_names_versions_devices_and_every_engine(cli):

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from onelaunch.device import usable_cores
 from onelaunch.errors import DivergedError
-from onelaunch.train.build import mlp
 from onelaunch.train.checkpoint import load_checkpoint
+from onelaunch.train.mlp import mlp
 from tests.cli.quick_run import FILES, QUICK, visible
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,8 +21,8 @@ from onelaunch.kernels import (
     cross_entropy,
     cross_entropy_backward,
     cross_entropy_long,
+    dependent_launch,
     linear,
-    overlap,
     relu_dropout,
 )
 from onelaunch.kernels.batch_norm_tiles import Layout
@@ -159,7 +159,7 @@ def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
 
 def main() -> None:
     compiler = Compiler(int(sys.argv[1]))
-    overlap.overlaps_on = lambda device: compiler.target.arch >= 90  # what a device would answer
+    dependent_launch.overlaps_on = lambda device: compiler.target.arch >= 90  # what a device would answer
     for module in MODULES:
         module.launch = compiler  # type: ignore[attr-defined]
     dtype = getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16")

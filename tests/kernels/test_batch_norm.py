@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onelaunch.ops.activations import activate
+from onelaunch.activations import activate
 from tests.conftest import TOLERANCE
 from tests.kernels.reference import KEY, keep_mask, poisoned, unpacked
 

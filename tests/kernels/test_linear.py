@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onelaunch.ops.activations import FROM_OUTPUT, activate
-from onelaunch.ops.arguments import ACTIVATIONS
+from onelaunch.activations import ACTIVATIONS, activate, saves_input
 from tests.conftest import TOLERANCE
 from tests.kernels.reference import KEY, keep_mask, poisoned, unpacked
 
@@ -54,7 +53,7 @@ def test_both_implementations_and_the_backward_pass(
     dy = torch.randn_like(y)
     expected.backward(dy.cpu().double())
     assert expected_z.grad is not None
-    from_output = activation in FROM_OUTPUT
+    from_output = not saves_input(activation)
     saved = None if activation is None or (activation == "relu" and p) else y if from_output else z
     dz, dbias = poisoned(m, n, like=x), poisoned(n, like=x)
     activation_dropout_backward(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from onelaunch.activations import activate
 from onelaunch.kernels import linear_hopper
 from onelaunch.kernels.linear_hopper import (
     ARCH,
@@ -23,7 +24,6 @@ from onelaunch.kernels.linear_hopper import (
     source_of,
 )
 from onelaunch.nvrtc.compile import CompileError, compile_cubin, why_not
-from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import ACTIVATIONS
 from tests.conftest import TOLERANCE
 from tests.kernels.reference import poisoned

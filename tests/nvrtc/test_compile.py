@@ -257,7 +257,7 @@ def test_a_cooperative_grid_is_resident_as_a_whole(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_host_watches_and_stops_a_running_kernel(tmp_path: Path) -> None:
-    from onelaunch.train.engines.resident.pinned import MappedArray
+    from onelaunch.engines.resident.pinned import MappedArray
 
     kernel = loaded(COUNT_UNTIL_STOPPED, "count", tmp_path)
     control = MappedArray(1, [("step", "<u4"), ("stop", "<u4")], CUDA)

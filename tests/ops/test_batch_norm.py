@@ -8,7 +8,7 @@ from torch import nn
 from onelaunch.nn import BatchNorm1d
 from onelaunch.ops import batch_norm
 from onelaunch.ops.batch_norm import batch_norm_backward_op, batch_norm_op
-from onelaunch.ops.batch_norm_plain import batch_norm_reference
+from onelaunch.ops.batch_norm_reference import batch_norm_reference
 from tests.conftest import TOLERANCE
 from tests.ops.compare import assert_same_with_gradients
 

@@ -24,7 +24,7 @@ from onelaunch.ops.linear_choice import (
     rotated,
     shape_class,
 )
-from onelaunch.ops.linear_plain import linear_reference
+from onelaunch.ops.linear_reference import linear_reference
 from tests.ops.compare import assert_same_with_gradients
 
 # The autograd thread has no CUDA context yet when its first product is a library's.

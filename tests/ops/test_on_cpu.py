@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onelaunch as ol
+from onelaunch.activations import activate
 from onelaunch.errors import OnelaunchError
-from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import ACTIVATIONS
 
 OPS = torch.ops.onelaunch

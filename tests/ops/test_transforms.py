@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from onelaunch.activations import activate
 from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
-from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import ACTIVATIONS
 from onelaunch.ops.linear_choice import LIBRARY, force
 from tests.conftest import TOLERANCE

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onelaunch import number
+from onelaunch import format as number
 from onelaunch.report.draw import WIDTH, Bar, Line, _tick, bar_chart, line_chart
 from onelaunch.report.palette import Palette
 from onelaunch.report.scale import Scale, fitted, is_wide

@@ -14,8 +14,8 @@ import torch
 
 import onelaunch as ol
 from onelaunch.train.inputs import make_run
-from tests.train.graph.harness import network
-from tests.train.resident.test_resident import PLACEMENTS, losses_of, placed, rows_of
+from tests.engines.graph.harness import network
+from tests.engines.resident.test_resident import PLACEMENTS, losses_of, placed, rows_of
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 WIDTHS = [20, 40, 24, 5]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import onelaunch as ol
-from tests.train.reference import OPTIMIZERS, problem
+from tests.reference import OPTIMIZERS, problem
 
 
 def network(device: torch.device | str = "cpu") -> nn.Sequential:

@@ -11,8 +11,8 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.train.checkpoint import _digest, load_checkpoint
 from onelaunch.train.fit import fit_with
 from onelaunch.train.loop import Listener
+from tests.reference import OPTIMIZERS
 from tests.train.checkpointed import data, network, run
-from tests.train.reference import OPTIMIZERS
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.usefixtures("one_thread")

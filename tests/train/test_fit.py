@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import onelaunch as ol
-from tests.train.reference import problem
+from onelaunch.run.spec import Spec
+from tests.reference import problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,7 +157,7 @@ def test_drop_last_and_steps():
 def test_any_batching_covers_the_rows_it_should(rows, batch, steps, drop_last):
     if drop_last and batch > rows:
         return
-    spec = ol.train.spec.Spec(rows=rows, steps=steps, batch_size=batch, drop_last=drop_last)
+    spec = Spec(rows=rows, steps=steps, batch_size=batch, drop_last=drop_last)
     seen = [row for step in range(spec.steps_per_epoch) for row in range(rows)[spec.batch_slice(step)]]
     assert seen == list(range(rows - rows % batch if drop_last else rows))
     model = nn.Sequential(nn.Linear(3, 2))
@@ -337,7 +338,7 @@ def test_rows_of_vectors_go_to_the_eager_engine():
 
 
 def test_an_engine_that_finds_out_at_its_start_that_it_cannot_makes_room(monkeypatch):
-    from onelaunch.train.engines.cpu import ENGINE
+    from onelaunch.engines.cpu import ENGINE
 
     def start(*_: object) -> None:
         raise ol.UnsupportedError("too few of something")

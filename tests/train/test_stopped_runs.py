@@ -20,8 +20,8 @@ import onelaunch as ol
 from onelaunch.train.checkpoint import load_checkpoint
 from onelaunch.train.fit import fit_with
 from onelaunch.train.loop import Listener
+from tests.reference import OPTIMIZERS, problem
 from tests.train.checkpointed import data, network, run, same
-from tests.train.reference import OPTIMIZERS, problem
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,11 +18,11 @@ from onelaunch.bench.agreement import widest_gap
 from onelaunch.bench.contenders import EAGER, Contender, OurEngine, Trained, contenders_for, peak_memory, shortened
 from onelaunch.bench.measure import reason_in_a_line
 from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
+from onelaunch.engines.contract import Run
+from onelaunch.engines.cpu import ENGINE as CPU
 from onelaunch.errors import DivergedError
-from onelaunch.number import seconds
-from onelaunch.train.engines.contract import Run
-from onelaunch.train.engines.cpu import ENGINE as CPU
-from onelaunch.train.objective import as_features, count_correct, loss_of, predictions_per_row
+from onelaunch.format import seconds
+from onelaunch.run.objective import as_features, count_correct, loss_of, predictions_per_row
 
 OURS_EAGER = "onelaunch eager"
 CURVE_POINTS = 80

@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from onelaunch.engines import FASTEST_FIRST, engine_or_reason
+from onelaunch.engines.contract import Run
 from onelaunch.rng import permutation
-from onelaunch.train.engines import FASTEST_FIRST, engine_or_reason
-from onelaunch.train.engines.contract import Run
+from onelaunch.run.objective import as_features, loss_of
+from onelaunch.run.spec import Spec
 from onelaunch.train.fit import fit_with
-from onelaunch.train.objective import as_features, loss_of
-from onelaunch.train.spec import Spec
 
 EAGER, COMPILED = "torch eager", "torch.compile"
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -141,7 +141,7 @@ def contenders_for(run: Run) -> tuple[list[Contender], dict[str, str]]:
     ours = FASTEST_FIRST if run.spec.engine == "auto" else (run.spec.engine,)
     for name in reversed(ours):  # slowest first, as the peers before them
         engine = engine_or_reason(name, run.device)
-        reason = engine if isinstance(engine, str) else engine.refuses(run)
+        reason = engine if isinstance(engine, str) else engine.unsupported_reason(run)
         if reason:
             absent[f"onelaunch {name}"] = reason
         else:

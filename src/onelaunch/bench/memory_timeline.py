@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.bench.contenders import TorchLoop, make_optimizer, shortened
+from onelaunch.engines.contract import Run
+from onelaunch.engines.eager.session import EagerSession
 from onelaunch.rng import permutation
-from onelaunch.train.engines.contract import Run
-from onelaunch.train.engines.eager import EagerSession
 from onelaunch.train.loop import StopSwitch
 from onelaunch.train.progress import Progress
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onelaunch.train.engines.contract import Run
+from onelaunch.engines.contract import Run
 
 MATMUL = {"fp32": "highest", "auto": "tensorfloat32", "tf32": "tensorfloat32", "bf16": None}
 

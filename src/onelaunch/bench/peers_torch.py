@@ -17,9 +17,9 @@ from torch import nn
 
 from onelaunch.bench.contenders import AUTOCAST, make_optimizer
 from onelaunch.capture import capturing
+from onelaunch.engines.contract import Run
 from onelaunch.rng import permutation
-from onelaunch.train.engines.contract import Run
-from onelaunch.train.objective import as_features, loss_of
+from onelaunch.run.objective import as_features, loss_of
 
 Steps = Callable[[int], object]  # train so many steps further
 WARM_UP = 3  # steps on a side stream before a capture, as PyTorch asks for

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from onelaunch.bench.contenders import Contender, OurEngine, contenders_for, shortened
 from onelaunch.bench.measure import SETTLE_SECONDS, reason_in_a_line
 from onelaunch.bench.step_peers import step_peers
-from onelaunch.number import seconds
-from onelaunch.train.build import is_out_of_memory
-from onelaunch.train.engines import choose
-from onelaunch.train.engines.contract import Run
+from onelaunch.engines import choose
+from onelaunch.engines.contract import Run
+from onelaunch.errors import is_out_of_memory
+from onelaunch.format import seconds
 
 SHORT_STEPS, REPEATS, SAMPLE_SECONDS = 2, 3, 0.3
 NOISY, MORE_REPEATS = 1.3, 4  # samples further apart than this factor are followed by more

@@ -19,7 +19,7 @@ from onelaunch.bench.contenders import Contender, Trained
 from onelaunch.bench.peers_jax import MATMUL, jax_scan, why_no_jax
 from onelaunch.bench.peers_torch import Captured, Steps, row_order, seconds_of
 from onelaunch.device import why_not_cuda
-from onelaunch.train.engines.contract import Run
+from onelaunch.engines.contract import Run
 
 GRAPH, COMPILED_GRAPH, SCAN, UNROLLED = "CUDA graph", "CUDA graph, compiled", "JAX scan", "JAX scan, unroll 10"
 SCANNED_STEPS = 1000  # a call, over sizes: long enough for its launch not to count

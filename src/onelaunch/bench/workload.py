@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from onelaunch.train.build import mlp
-from onelaunch.train.engines.contract import Run
+from onelaunch.engines.contract import Run
+from onelaunch.run.objective import as_features
 from onelaunch.train.inputs import make_run
-from onelaunch.train.objective import as_features
+from onelaunch.train.mlp import mlp
 
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3}
 

@@ -17,7 +17,7 @@ from onelaunch.bench.results import OURS, check_writable, load_results, new_path
 from onelaunch.bench.run import check_limit, failures, run_cases, select
 from onelaunch.cli.table import print_table
 from onelaunch.errors import OnelaunchError, listed
-from onelaunch.number import byte_size, joules, seconds, with_article
+from onelaunch.format import byte_size, joules, seconds, with_article
 from onelaunch.report.benchmark import undecided
 from onelaunch.report.remarks import not_run
 

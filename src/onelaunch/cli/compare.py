@@ -24,17 +24,17 @@ from onelaunch.cli.table import print_table
 from onelaunch.cli.train import fits_into_memory, load_data, say, widths_of
 from onelaunch.data import Dataset
 from onelaunch.device import default_device
+from onelaunch.engines import choose
+from onelaunch.engines.contract import Run
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.number import times
+from onelaunch.format import times
 from onelaunch.report.comparison import agreement, comparison_table, noise, speed_up
 from onelaunch.report.remarks import absences, is_red, remarks
 from onelaunch.report.write import REPORT, write_report
-from onelaunch.train.build import mlp
-from onelaunch.train.engines import choose
-from onelaunch.train.engines.contract import Run
 from onelaunch.train.inputs import make_run
 from onelaunch.train.interrupts import remembered
+from onelaunch.train.mlp import mlp
 from onelaunch.train.run_folder import COMPARE_FILE, CONFIG, RunFolder
 
 MOST_SEEDS = 1000

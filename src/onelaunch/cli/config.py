@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from onelaunch.activations import ACTIVATIONS
 from onelaunch.data import NAMES
 from onelaunch.errors import OnelaunchError, reason_of, suggest
 from onelaunch.files import read_text
-from onelaunch.train.build import check_architecture
-from onelaunch.train.spec import Spec
+from onelaunch.optimizers import OPTIMIZERS
+from onelaunch.run.spec import Spec
+from onelaunch.train.mlp import check_architecture
 
+
+def one_of(names: Iterable[str]) -> str:
+    """`a, b or c`"""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def takers(argument: str) -> str:
+    """The optimizers that read `argument`, for help texts."""
+    return one_of(entry.name for entry in OPTIMIZERS.values() if argument in entry.arguments)
+
+
+DECOUPLED = one_of(entry.name for entry in OPTIMIZERS.values() if entry.decoupled_decay)
 IMAGES = ("mnist", "fashion-mnist")  # which lie in a folder
 
 
@@ -29,19 +45,19 @@ class TrainConfig(BaseModel):
     validation: float = Field(0.2, description="share of the rows held out, for data with no test set of its own")
     layers: list[int] | None = Field(None, description="all widths, such as 784,128,10; or give --hidden")
     hidden: list[int] = Field([512, 512], description="hidden widths, such as 128,128; the rest comes from the data")
-    activation: str = Field("relu", description="relu, leaky_relu, sigmoid, tanh, gelu, gelu_tanh or silu")
+    activation: str = Field("relu", description=one_of(ACTIVATIONS))
     dropout: float = Field(0.2, description="probability to drop a hidden unit")
     batch_norm: bool = Field(False, description="normalise before each activation")
     epochs: int | None = Field(8, description="passes over the data; or give --steps")
     steps: int | None = Field(None, description="number of batches, instead of --epochs")
     batch_size: int = Field(128, description="rows a step")
-    optimizer: str = Field("adam", description="sgd, adam or adamw")
+    optimizer: str = Field("adam", description=one_of(OPTIMIZERS))
     lr: float = Field(1e-3, description="learning rate (its peak, for schedules)")
-    momentum: float = Field(0.0, description="of sgd")
-    nesterov: bool = Field(False, description="Nesterov momentum")
-    weight_decay: float = Field(0.0, description="L2 penalty (sgd, adam) or decoupled decay (adamw)")
-    betas: list[float] = Field([0.9, 0.999], description="of adam and adamw")
-    eps: float = Field(1e-8, description="of adam and adamw")
+    momentum: float = Field(0.0, description=f"of {takers('momentum')}")
+    nesterov: bool = Field(False, description=f"Nesterov momentum, of {takers('nesterov')}")
+    weight_decay: float = Field(0.0, description=f"decoupled decay ({DECOUPLED}), or an L2 penalty (the others)")
+    betas: list[float] | None = Field(None, description=f"of {takers('betas')}; default: the optimizer's own")
+    eps: float = Field(1e-8, description=f"of {takers('eps')}")
     schedule: str = Field("one_cycle", description="constant, linear, cosine or one_cycle")
     loss: str = Field("cross_entropy", description="cross_entropy, mse or bce_with_logits")
     label_smoothing: float = Field(0.0, description="share of the target spread over all classes")
@@ -55,7 +71,7 @@ class TrainConfig(BaseModel):
     def fit_options(self) -> dict[str, Any]:
         """The arguments of `fit` that describe the run."""
         options = {name: getattr(self, name) for name in Spec.__dataclass_fields__ if name != "rows"}
-        return {**options, "betas": tuple(self.betas)}
+        return {**options, "betas": None if self.betas is None else tuple(self.betas)}
 
     def to_toml(self) -> str:
         """All that describes the run, but not where it went; relative paths made absolute, so that it runs from anywhere."""

@@ -6,7 +6,7 @@ import torch
 import typer
 
 from onelaunch.device import default_device, describe_machine
-from onelaunch.train.engines import FASTEST_FIRST, engine_or_reason
+from onelaunch.engines import FASTEST_FIRST, engine_or_reason
 
 GPU = "a GPU of compute capability 8.0 or more"
 NEEDS = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
-from onelaunch.number import printable
+from onelaunch.format import printable
 
 
 def print_table(

@@ -21,13 +21,13 @@ from onelaunch.cli.config import TrainConfig, make_config, read_config
 from onelaunch.cli.flags import with_flags
 from onelaunch.data import Dataset, load, split
 from onelaunch.device import default_device, describe_machine, device_name
-from onelaunch.errors import DivergedError, OnelaunchError
+from onelaunch.errors import DivergedError, OnelaunchError, is_out_of_memory
 from onelaunch.report.write import REPORT, write_report
-from onelaunch.train.build import is_out_of_memory, mlp
-from onelaunch.train.distributed import joined, world
+from onelaunch.run.distributed import joined, world
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
+from onelaunch.train.mlp import mlp
 from onelaunch.train.run_folder import CHECKPOINT, CURVES, RunFolder, config_of, is_finished
 
 WIDE = 30.0  # a standard deviation at which the usual learning rates no longer fit

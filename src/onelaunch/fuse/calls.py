@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from onelaunch import ops
-from onelaunch.ops.activations import activate
+from onelaunch.activations import activate
 from onelaunch.ops.batch_norm import batch_norm_of
-from onelaunch.ops.surroundings import wants_gradient
+from onelaunch.ops.call_context import wants_gradient
 
 # The kernels are for CUDA. Elsewhere the chain runs as plain PyTorch, which is faster there than the ops' reference; tests that
 # want to see the ops themselves on a CPU switch this off.

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from onelaunch.activations import saves_input
 from onelaunch.fuse.roofline import Cost
-from onelaunch.ops.activations import FROM_OUTPUT
 from onelaunch.ops.cross_entropy import COUNT_FIRST_CLASSES
 
 NOTHING = Cost()
@@ -139,7 +139,7 @@ def fused(steps: Sequence[Step], extra_pass: bool = False) -> Work:
         case "linear":
             m, k, columns = _product(first)
             reads = sum(spec.bytes for spec in first.inputs)
-            keeps_z = differentiated and activation is not None and activation not in FROM_OUTPUT
+            keeps_z = differentiated and saves_input(activation)
             forward = Cost(reads + size + (size if keeps_z else 0) + bits, 2 * m * k * columns + extra, 1)
             if extra_pass:
                 forward += Cost((size if keeps_z else 2 * size), 0, 1)

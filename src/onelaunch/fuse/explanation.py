@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from onelaunch.errors import ArgumentTypeError
+from onelaunch.format import seconds as duration
 from onelaunch.fuse.costs import Work
 from onelaunch.fuse.quantities import count, size
 from onelaunch.fuse.resources import KernelResources
 from onelaunch.fuse.roofline import DeviceModel
-from onelaunch.number import seconds as duration
 
 LEAST_WIDTH = 150  # of the table, in characters, where nobody says how wide the terminal is
 LEAST_TABLE = 76  # where even the narrow table would have columns of no width: a block of lines a chain instead

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from onelaunch.activations import saves_input
 from onelaunch.fuse.costs import Step
-from onelaunch.ops.activations import FROM_OUTPUT
 
 KEEPS_OUTPUT = ("relu", "sigmoid", "tanh")  # of PyTorch's own activations; the others keep their input
 
@@ -106,4 +106,4 @@ def _drops(step: Step) -> bool:
 def _keeps_z(steps: Sequence[Step]) -> bool:
     """Whether the op for a linear layer keeps the value before the activation."""
     activation = next((step.name for step in steps if step.role == "activation"), None)
-    return activation is not None and activation not in FROM_OUTPUT
+    return saves_input(activation)

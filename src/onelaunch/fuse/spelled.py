@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from onelaunch.activations import activate
 from onelaunch.fuse.arguments import CONSTANTS
 from onelaunch.fuse.proxies import TensorProxy
 from onelaunch.fuse.readable import codes_of
 from onelaunch.fuse.twin import sealed
-from onelaunch.ops.activations import activate
 
 _COMMUTATIVE = ("add", "mul")
 _NAMES: dict[Any, str] = {

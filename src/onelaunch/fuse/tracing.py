@@ -36,7 +36,7 @@ from onelaunch.fuse.refused import RefusedError as RefusedError
 from onelaunch.fuse.refused import said_by as said_by
 from onelaunch.fuse.state import CONTAINERS, generators_unmoved, same_contents, unchanged
 from onelaunch.fuse.twin import sealed
-from onelaunch.ops.surroundings import saves_through_hooks
+from onelaunch.ops.call_context import saves_through_hooks
 
 
 class StandsForClass:

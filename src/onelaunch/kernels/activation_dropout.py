@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.dependent_launch import begin, overlaps, release
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
-from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import (
     INTERPRETED,
     INVERSE_SQRT_2PI,

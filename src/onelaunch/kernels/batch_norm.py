@@ -26,9 +26,9 @@ from onelaunch.kernels.batch_norm_tiles import (
     tile_addresses,
     tiling,
 )
+from onelaunch.kernels.dependent_launch import begin, overlaps, release
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
-from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import activate, kept, load_key, pack_bits, relu_and_drop
 from onelaunch.rng import keep_scale, keep_threshold
 

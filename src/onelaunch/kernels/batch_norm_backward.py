@@ -25,8 +25,8 @@ from onelaunch.kernels.batch_norm_tiles import (
     tile_addresses,
     tiling,
 )
+from onelaunch.kernels.dependent_launch import begin, overlaps, release
 from onelaunch.kernels.launch import launch
-from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import activation_gradient, unpack_bits
 from onelaunch.rng import keep_scale
 

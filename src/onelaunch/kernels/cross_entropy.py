@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.cross_entropy_long import long_rows, scaled_distance
+from onelaunch.kernels.dependent_launch import begin, overlaps, release
 from onelaunch.kernels.launch import cdiv, launch, launch_again, needs_triton, next_power_of_2
-from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.row_tiles import as_line, as_rows, offsets, piece_width, places_in_line
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two

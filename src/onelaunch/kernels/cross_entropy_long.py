@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.dependent_launch import begin, overlaps
 from onelaunch.kernels.launch import launch, next_power_of_2
-from onelaunch.kernels.overlap import begin, overlaps
 from onelaunch.kernels.row_tiles import first_place, own_pieces, rim, shifted_pieces
 from onelaunch.kernels.tiles import LOG2_E
 

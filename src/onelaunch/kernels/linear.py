@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.dependent_launch import begin, overlaps, release
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import call, cdiv, launch, launch_options
-from onelaunch.kernels.overlap import begin, overlaps, release
 from onelaunch.kernels.tiles import activate, kept, load_key, pack_bits
 from onelaunch.rng import keep_scale, keep_threshold
 

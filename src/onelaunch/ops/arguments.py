@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from onelaunch.activations import ACTIVATIONS
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, shown
 
-ACTIVATIONS = ("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu")
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 takes the reference, on any device
 
 

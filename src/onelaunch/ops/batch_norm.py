@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from onelaunch.activations import activate
 from onelaunch.kernels.dropout_key import NO_KEY
-from onelaunch.ops.activations import activate
 from onelaunch.ops.arguments import (
     KERNEL_DTYPES,
     KnownCalls,
@@ -22,7 +22,7 @@ from onelaunch.ops.arguments import (
     kernels,
 )
 from onelaunch.ops.batch_norm_arguments import check_numbers, check_tensors
-from onelaunch.ops.batch_norm_plain import (
+from onelaunch.ops.batch_norm_reference import (
     Outputs,
     backward_cpu,
     backward_plain,
@@ -34,8 +34,7 @@ from onelaunch.ops.batch_norm_plain import (
     move_running,
     statistics_of,
 )
-from onelaunch.ops.dropout import draw_key
-from onelaunch.ops.surroundings import (
+from onelaunch.ops.call_context import (
     differentiable_backward,
     direct_apply,
     keep_random_calls_apart,
@@ -46,6 +45,7 @@ from onelaunch.ops.surroundings import (
     transformed,
     wants_gradient,
 )
+from onelaunch.ops.dropout import draw_key
 
 
 def _layout(x: Tensor) -> Any:

@@ -17,18 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from onelaunch.ops.activations import exact
 from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, kernels
-from onelaunch.ops.cross_entropy_arguments import check_loss_options, check_tensors
-from onelaunch.ops.cross_entropy_plain import (
-    checked_reference,
-    cross_entropy_reference,
-    empty_outputs,
-    forward_cpu,
-    gradient_cpu,
-    gradient_plain,
-)
-from onelaunch.ops.surroundings import (
+from onelaunch.ops.call_context import (
     any_autocast,
     autocast_dtype,
     batched,
@@ -40,6 +30,16 @@ from onelaunch.ops.surroundings import (
     transformed,
     wants_gradient,
 )
+from onelaunch.ops.cross_entropy_arguments import check_loss_options, check_tensors
+from onelaunch.ops.cross_entropy_reference import (
+    checked_reference,
+    cross_entropy_reference,
+    empty_outputs,
+    forward_cpu,
+    gradient_cpu,
+    gradient_plain,
+)
+from onelaunch.ops.widen import widen
 
 ONE_PASS_DTYPES = (torch.float32, torch.bfloat16)  # whose gradient may be rounded before the upstream one multiplies it
 # From this many classes on, rows are counted before the pass (microseconds), so that a batch with ignored rows needs no second
@@ -244,12 +244,12 @@ def cross_entropy(
     if inside_transform:
         target = target if target.dtype.is_floating_point else target.long()
         return cross_entropy_reference(
-            exact(logits) if fp32_loss else logits, target, label_smoothing, ignore_index, reduction
+            widen(logits) if fp32_loss else logits, target, label_smoothing, ignore_index, reduction
         )
     if target.dtype.is_floating_point:  # with an index to ignore too: PyTorch says that probabilities have none
         return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
     if plain_cpu(logits):  # halves are widened, as in a kernel: PyTorch's own would round each log-softmax
-        loss = checked_reference(exact(logits), target.long(), label_smoothing, ignore_index, reduction)
+        loss = checked_reference(widen(logits), target.long(), label_smoothing, ignore_index, reduction)
         return loss if fp32_loss else loss.to(logits.dtype)
     flat = logits
     if logits.dim() > 2:

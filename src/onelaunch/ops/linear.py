@@ -29,18 +29,7 @@ from onelaunch.ops.arguments import (
     check_probability,
     kernels,
 )
-from onelaunch.ops.dropout import bytes_for, draw_key
-from onelaunch.ops.linear_plain import (
-    Outputs,
-    backward_cpu,
-    backward_needs,
-    empty_outputs,
-    forward_cpu,
-    gradients_plain,
-    linear_reference,
-    saves_z,
-)
-from onelaunch.ops.surroundings import (
+from onelaunch.ops.call_context import (
     autocast_dtype,
     differentiable_backward,
     direct_apply,
@@ -51,6 +40,17 @@ from onelaunch.ops.surroundings import (
     saves_through_hooks,
     transformed,
     wants_gradient,
+)
+from onelaunch.ops.dropout import bytes_for, draw_key
+from onelaunch.ops.linear_reference import (
+    Outputs,
+    backward_cpu,
+    backward_needs,
+    empty_outputs,
+    forward_cpu,
+    gradients_plain,
+    linear_reference,
+    saves_z,
 )
 
 

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_probability, kernels
-from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
-from onelaunch.ops.surroundings import (
+from onelaunch.ops.call_context import (
     differentiable_backward,
     direct_apply,
     keep_random_calls_apart,
@@ -28,6 +27,7 @@ from onelaunch.ops.surroundings import (
     transformed,
     wants_gradient,
 )
+from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
 from onelaunch.rng import keep_scale
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from onelaunch.number import NONE, byte_size, digits, joules, percent, rate, seconds, times, with_article
+from onelaunch.format import NONE, byte_size, digits, joules, percent, rate, seconds, times, with_article
 from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import busy, machine_facts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onelaunch.number import NONE, byte_size, digits, percent, seconds, times, whole
+from onelaunch.format import NONE, byte_size, digits, percent, seconds, times, whole
 from onelaunch.report.draw import Bar, Line, bar_chart, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import busy, machine_facts

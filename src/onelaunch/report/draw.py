@@ -16,7 +16,7 @@ from html import escape
 from itertools import pairwise
 from typing import Protocol
 
-from onelaunch.number import digits, printable
+from onelaunch.format import digits, printable
 from onelaunch.report.palette import Look, Palette
 from onelaunch.report.scale import Scale, fitted
 

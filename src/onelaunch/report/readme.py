@@ -12,7 +12,7 @@ from typing import Any
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.number import seconds, times
+from onelaunch.format import seconds, times
 from onelaunch.report.benchmark import against, peers_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.draw import Bar, bar_chart

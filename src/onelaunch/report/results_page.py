@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from onelaunch.number import byte_size, joules, percent, seconds, times, with_article
+from onelaunch.format import byte_size, joules, percent, seconds, times, with_article
 from onelaunch.report.benchmark import against, energy_of, peers_of, ratio_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes

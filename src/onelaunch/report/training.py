@@ -6,7 +6,7 @@ import re
 import shlex
 from typing import Any
 
-from onelaunch.number import digits, percent, seconds, whole
+from onelaunch.format import digits, percent, seconds, whole
 from onelaunch.report.draw import Line, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
-from onelaunch.number import printable
+from onelaunch.format import printable
 from onelaunch.report.benchmark import bench_sections
 from onelaunch.report.comparison import compare_section
 from onelaunch.report.figure import Section

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from onelaunch.engines.contract import Run, State
 from onelaunch.errors import CheckpointError, reason_of
 from onelaunch.files import held, remove_leftovers, write_atomic
-from onelaunch.train.engines.contract import Run, State
 
 FORMAT = 1
 FREE_TO_CHANGE = {"engine", "memory", "precision"}  # how a run is executed, not what it computes

@@ -28,7 +28,7 @@ def fit(
     momentum: float = 0.0,
     nesterov: bool = False,
     weight_decay: float = 0.0,
-    betas: tuple[float, float] = (0.9, 0.999),
+    betas: tuple[float, float] | None = None,
     eps: float = 1e-8,
     schedule: str = "constant",
     loss: str = "cross_entropy",

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from onelaunch.train.engines.contract import Metrics, Segment
-from onelaunch.train.objective import predictions_per_row
-from onelaunch.train.spec import Spec
+from onelaunch.engines.contract import Metrics, Segment
+from onelaunch.run.objective import predictions_per_row
+from onelaunch.run.spec import Spec
 
 
 @dataclass

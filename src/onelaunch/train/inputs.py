@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
-from onelaunch.train.engines.contract import Run
-from onelaunch.train.network import BatchNorm, Network, NotPlainError, describe
-from onelaunch.train.objective import as_features
-from onelaunch.train.spec import Spec
+from onelaunch.run.network import BatchNorm, Network, NotPlainError, parse_network
+from onelaunch.run.objective import as_features
+from onelaunch.run.spec import Spec
 
 
 def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[str, Any]) -> Run:
@@ -26,7 +26,7 @@ def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[st
     _check_lengths("x", x, "y", y)
     spec = Spec(rows=len(x), **options)
     try:
-        network, not_plain = describe(model), ""
+        network, not_plain = parse_network(model), ""
     except NotPlainError as reason:
         network, not_plain = None, str(reason)
     if (

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 
 from onelaunch.device import device_name
+from onelaunch.engines import FASTEST_FIRST, choose, engine_or_reason
+from onelaunch.engines.contract import Engine, Run, State
 from onelaunch.errors import DivergedError, UnsupportedError
+from onelaunch.run.distributed import World, world
 from onelaunch.train.checkpoint import (
     Checkpoint,
     check_fits,
@@ -23,9 +26,6 @@ from onelaunch.train.checkpoint import (
     set_aside,
     tensors_of,
 )
-from onelaunch.train.distributed import World, world
-from onelaunch.train.engines import FASTEST_FIRST, choose, engine_or_reason
-from onelaunch.train.engines.contract import Engine, Run, State
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.interrupts import on_interrupt
 from onelaunch.train.progress import Progress
@@ -143,7 +143,7 @@ def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
     if resumed and run.spec.engine == "auto" and world().size == 1:
         name = resumed.about["engine"]
         found = engine_or_reason(name, run.device) if name in FASTEST_FIRST else "not an engine"
-        if not isinstance(found, str) and not found.refuses(run):
+        if not isinstance(found, str) and not found.unsupported_reason(run):
             return found, f"{name}, which the resumed run used"
     return choose(run)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from onelaunch.run.objective import predictions_per_row
+from onelaunch.run.spec import Spec
 from onelaunch.train.history import History, summary
-from onelaunch.train.objective import predictions_per_row
-from onelaunch.train.spec import Spec
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

@@ -17,8 +17,8 @@ from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.peers_jax import jax_scan, why_no_jax
 from onelaunch.bench.peers_torch import loop, reference_losses, row_order, worst_relative
 from onelaunch.bench.workload import Workload
-from onelaunch.train.engines.contract import Run, Segment
-from onelaunch.train.engines.cpu.session import CpuSession
+from onelaunch.engines.contract import Run, Segment
+from onelaunch.engines.cpu.session import CpuSession
 from onelaunch.train.loop import StopSwitch
 from onelaunch.train.progress import Progress
 

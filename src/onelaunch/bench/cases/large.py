@@ -18,8 +18,8 @@ from onelaunch.bench.peers_jax import why_no_jax
 from onelaunch.bench.peers_torch import Captured
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, UNROLLED, scan, timed
 from onelaunch.bench.workload import Workload
+from onelaunch.engines.contract import Run
 from onelaunch.errors import UnsupportedError
-from onelaunch.train.engines.contract import Run
 
 SAMPLES = 5
 BYTES_OF_A_WEIGHT = 10  # the half that products read, forward; both halves, read and written, backward

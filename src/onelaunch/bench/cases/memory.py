@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from onelaunch.bench.case import Trial, Work, case
+from onelaunch.engines.contract import Run
 from onelaunch.errors import UnsupportedError
-from onelaunch.train.engines.contract import Run
 from onelaunch.train.inputs import make_run
 
 WIDTHS, BATCH, ROWS, STEPS = (784, 1024, 1024, 1024, 10), 256, 8192, 32
@@ -32,7 +32,7 @@ def _run(precision: str = "bf16") -> Run:
 
 
 def _steps(memory: str, capture: bool, notes: dict[str, str]) -> Work:
-    from onelaunch.train.engines.graph.session import GraphSession
+    from onelaunch.engines.graph.session import GraphSession
 
     session = GraphSession(_run(), {}, capture=capture, memory=memory, tma=False)
     session.train_steps(STEPS)  # kernels compiled, graphs captured, pools filled
@@ -53,7 +53,7 @@ def _steps(memory: str, capture: bool, notes: dict[str, str]) -> Work:
 
 def _check(capture: bool) -> None:
     """The same weights to the bit after some steps, wherever the memory came from."""
-    from onelaunch.train.engines.graph.session import GraphSession
+    from onelaunch.engines.graph.session import GraphSession
 
     expected: torch.Tensor | None = None
     for memory in ("plan", *WAYS) if not capture else ("plan", "caching", "stream"):

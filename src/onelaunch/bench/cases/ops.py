@@ -14,11 +14,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from onelaunch.activations import activate
 from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.rotation import Step, forward_step, rounds, training_step, trial
 from onelaunch.errors import UnsupportedError
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
-from onelaunch.ops.activations import activate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINEAR_SHAPES = ((8192, 4096, 4096), (4096, 1024, 4096), (1024, 1024, 1024), (128, 784, 784), (32, 784, 128))  # m, k, n

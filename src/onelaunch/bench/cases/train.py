@@ -25,13 +25,13 @@ from onelaunch.bench.peers_torch import Captured, loop, reference_losses, worst_
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, SCAN, UNROLLED, scan, timed
 from onelaunch.bench.workload import Workload
 from onelaunch.data import load
+from onelaunch.engines.contract import Run
 from onelaunch.errors import UnsupportedError
-from onelaunch.train.build import mlp
-from onelaunch.train.engines.contract import Run
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History
 from onelaunch.train.inputs import make_run
 from onelaunch.train.loop import Listener
+from onelaunch.train.mlp import mlp
 
 CHECKED_STEPS = 200
 TOLERANCE = {"fp32": 1e-5, "auto": 1e-3, "bf16": 2e-2}  # of each checked loss, relative to float64

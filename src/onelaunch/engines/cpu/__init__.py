@@ -1,0 +1,54 @@
+"""The CPU engine: native code made for the network by LLVM, the whole run without an interpreter between steps.
+
+Importing this package imports neither llvmlite nor the emitters; the first run does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from onelaunch.engines.contract import Run
+from onelaunch.engines.stages import unsupported_names
+
+if TYPE_CHECKING:
+    from onelaunch.engines.cpu.session import CpuSession
+
+ACTIVATIONS = frozenset({"relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu"})
+OPTIMIZERS = frozenset({"sgd", "adam", "adamw"})
+
+
+class CpuEngine:
+    name = "cpu"
+
+    def unavailable_reason(self, device: torch.device) -> str:
+        if device.type != "cpu":
+            return f"the model lies on {device}, not on the CPU"
+        if importlib.util.find_spec("llvmlite") is None:
+            return "llvmlite is not installed: pip install llvmlite"
+        if sys.byteorder != "little":
+            return "this machine is big-endian"
+        return ""
+
+    def unsupported_reason(self, run: Run) -> str:
+        if run.network is None:
+            return run.not_plain
+        if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
+            return reason
+        if run.spec.precision not in ("auto", "fp32"):
+            return f"precision={run.spec.precision!r} is not in this engine, which computes in fp32"
+        if run.spec.rows >= 2**31:
+            return f"x has {run.spec.rows} rows, this engine counts to 2**31 - 1"
+        return ""
+
+    def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> CpuSession:
+        from onelaunch.engines.cpu.session import CpuSession
+
+        return CpuSession(run, state)
+
+
+ENGINE = CpuEngine()

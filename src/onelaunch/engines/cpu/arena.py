@@ -1,0 +1,90 @@
+"""The arena: one piece of memory for everything a run needs, made before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from typing import Any
+
+import numpy as np
+
+from onelaunch.engines.cpu.plan.plan import CACHE_LINE, CONTROL, HYPERPARAMETERS, Plan, round_up
+
+HUGE_PAGE = 2**21
+
+
+def _memory(size: int) -> np.ndarray[Any, Any]:
+    """Zeroed bytes; on large pages where the system gives them (fewer TLB misses in the wide products)."""
+    if size < HUGE_PAGE:
+        raw = np.zeros(size + 4096, np.uint8)
+        start = -raw.ctypes.data % 4096
+        return raw[start : start + size]
+    mapping = mmap.mmap(-1, size + HUGE_PAGE)
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(mapping, np.uint8)
+    start = -raw.ctypes.data % HUGE_PAGE
+    return raw[start : start + size]
+
+
+class Arena:
+    """The memory of a plan and `rows` entries for the row order behind it, with views of its buffers by name."""
+
+    def __init__(self, plan: Plan, rows: int, memory: np.ndarray[Any, Any] | None = None) -> None:
+        """`memory`: where to lie instead of in fresh memory (tests put guard pages around it)."""
+        self.plan = plan
+        size = self.size_for(plan, rows)
+        self.memory = _memory(size) if memory is None else memory
+        assert len(self.memory) == size
+        assert self.memory.ctypes.data % CACHE_LINE == 0
+        self.address = self.memory.ctypes.data
+        self.order = self.memory[plan.size :].view(np.int32)
+        self.control = self.view("control", np.int64)
+
+    @staticmethod
+    def size_for(plan: Plan, rows: int) -> int:
+        # One vector more than the rows: a batch's sample numbers are read a vector at a time.
+        return plan.size + round_up(4 * (round_up(rows, plan.lanes) + plan.lanes), CACHE_LINE)
+
+    def view(self, name: str, dtype: Any = np.float32, shift: int = 0) -> np.ndarray[Any, Any]:
+        """A buffer by name; `shift` bytes further on for the optimizer's states."""
+        buffer = self.plan.buffers[name]
+        return self.memory[buffer.offset + shift : buffer.offset + shift + buffer.size].view(dtype)
+
+    def set_control(self, **values: int) -> None:
+        for name, value in values.items():
+            self.control[CONTROL.index(name)] = value
+
+    def set_hyperparameters(self, **values: float) -> None:
+        view = self.view("hyperparameters")
+        for name, value in values.items():
+            view[HYPERPARAMETERS.index(name)] = value
+
+    # Parameters: PyTorch's [outputs, inputs] from and to panels.
+
+    def write(self, buffer: str, tensor: np.ndarray[Any, Any], shift: int = 0) -> None:
+        view = self.view(buffer, shift=shift)
+        view[:] = 0
+        if tensor.ndim == 1:
+            view[: len(tensor)] = tensor
+            return
+        outputs, inputs = tensor.shape
+        for first, width in self._panels(outputs):
+            panel = view[first * inputs : (first + width) * inputs].reshape(inputs, width)
+            part = tensor[first : first + width]
+            panel[:, : len(part)] = part.T
+
+    def read(self, buffer: str, inputs: int, outputs: int, shift: int = 0) -> np.ndarray[Any, Any]:
+        view = self.view(buffer, shift=shift)
+        if not inputs:
+            return view[:outputs].copy()
+        result = np.empty((outputs, inputs), np.float32)
+        for first, width in self._panels(outputs):
+            panel = view[first * inputs : (first + width) * inputs].reshape(inputs, width)
+            result[first : first + width] = panel[:, : min(width, outputs - first)].T
+        return result
+
+    def _panels(self, outputs: int) -> list[tuple[int, int]]:
+        plan = self.plan
+        padded = -(-outputs // plan.lanes) * plan.lanes
+        return [(first, min(plan.panel_width, padded - first)) for first in range(0, padded, plan.panel_width)]

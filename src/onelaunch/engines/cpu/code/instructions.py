@@ -1,0 +1,228 @@
+"""Instructions of LLVM IR, one after another, as text: typed values, named results.
+
+Integers may be Python ints or `Value`s of type i64 everywhere, and arithmetic on two ints is done here, so that code made for
+constant sizes has constant addresses. Results are named after what they hold (`%row.7`, `%bias.3`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onelaunch.engines.cpu.plan.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    type: str
+    text: str
+
+
+Int = int | Value
+
+
+def float_text(number: float) -> str:
+    """LLVM writes a float as the hexadecimal bits of the double of the same value."""
+    single = struct.unpack("f", struct.pack("f", number))[0]
+    return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
+
+
+def int_text(number: Int) -> str:
+    return str(number) if isinstance(number, int) else number.text
+
+
+class Instructions:
+    """Lines that are written in order; what they call of LLVM is noted in `declarations`."""
+
+    def __init__(self, target: Target, declarations: dict[str, None]) -> None:
+        self.target, self.declarations = target, declarations
+        self.lanes = target.lanes
+        self.vector = f"<{self.lanes} x float>"
+        self.integers = f"<{self.lanes} x i32>"
+        self.lines: list[str] = []
+        self.count = 0
+
+    def _fresh(self, hint: str) -> str:
+        self.count += 1
+        return f"{hint}.{self.count}"
+
+    def emit(self, line: str) -> None:
+        self.lines.append("  " + line)
+
+    def op(self, type_: str, instruction: str, hint: str = "v") -> Value:
+        name = "%" + self._fresh(hint)
+        self.emit(f"{name} = {instruction}")
+        return Value(type_, name)
+
+    def binary(self, opcode: str, a: Value, b: Value, hint: str = "v") -> Value:
+        return self.op(a.type, f"{opcode} {a.type} {a.text}, {b.text}", hint)
+
+    def intrinsic(self, type_: str, name: str, *arguments: Value, hint: str = "v") -> Value:
+        """A call of an LLVM intrinsic; `name` without the "llvm." in front."""
+        types = ", ".join(argument.type for argument in arguments)
+        self.declarations[f"declare {type_} @llvm.{name}({types})"] = None
+        text = ", ".join(f"{argument.type} {argument.text}" for argument in arguments)
+        if type_ == "void":
+            self.emit(f"call void @llvm.{name}({text})")
+            return Value("void", "")
+        return self.op(type_, f"call {type_} @llvm.{name}({text})", hint)
+
+    def call(self, name: str, *arguments: Int) -> None:
+        values = [Value("i64", str(item)) if isinstance(item, int) else item for item in arguments]
+        self.emit(f"call void @{name}({', '.join(f'{value.type} {value.text}' for value in values)})")
+
+    # Integers and addresses.
+
+    def add(self, a: Int, b: Int, hint: str = "sum") -> Int:
+        if isinstance(a, int) and isinstance(b, int):
+            return a + b
+        if isinstance(a, int) and a == 0:
+            return b
+        if isinstance(b, int) and b == 0:
+            return a
+        return self.op("i64", f"add i64 {int_text(a)}, {int_text(b)}", hint)
+
+    def sub(self, a: Int, b: Int, hint: str = "difference") -> Int:
+        if isinstance(a, int) and isinstance(b, int):
+            return a - b
+        return a if isinstance(b, int) and b == 0 else self.op("i64", f"sub i64 {int_text(a)}, {int_text(b)}", hint)
+
+    def mul(self, a: Int, b: Int, hint: str = "product") -> Int:
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        if isinstance(b, int) and b == 1:
+            return a
+        return self.op("i64", f"mul i64 {int_text(a)}, {int_text(b)}", hint)
+
+    def minimum(self, a: Int, b: Int, hint: str = "least") -> Value:
+        return self.intrinsic("i64", "smin.i64", self.i64(a), self.i64(b), hint=hint)
+
+    def i64(self, number: Int) -> Value:
+        return Value("i64", str(number)) if isinstance(number, int) else number
+
+    def at(self, pointer: Value, index: Int, element: str = "float", hint: str = "at") -> Value:
+        """The address of `pointer[index]`."""
+        if isinstance(index, int) and index == 0:
+            return pointer
+        return self.op("ptr", f"getelementptr {element}, ptr {pointer.text}, i64 {int_text(index)}", hint)
+
+    def load(self, type_: str, pointer: Value, index: Int = 0, *, element: str = "float", hint: str = "v") -> Value:
+        align = {"i64": 8, "double": 8, "ptr": 8, "i8": 1}.get(type_, {"i8": 1, "i16": 2}.get(element, 4))
+        address = self.at(pointer, index, element)
+        return self.op(type_, f"load {type_}, ptr {address.text}, align {align}", hint)
+
+    def store(self, value: Value, pointer: Value, index: Int = 0, *, element: str = "float") -> None:
+        align = {"i64": 8, "double": 8, "ptr": 8}.get(value.type, {"i8": 1, "i16": 2}.get(element, 4))
+        address = self.at(pointer, index, element)
+        self.emit(f"store {value.type} {value.text}, ptr {address.text}, align {align}")
+
+    def vload(self, pointer: Value, index: Int = 0, hint: str = "v") -> Value:
+        return self.load(self.vector, pointer, index, hint=hint)
+
+    def vload_first(self, pointer: Value, count: int, type_: str = "float", hint: str = "part") -> Value:
+        """The first `count` lanes, the rest zero; nothing behind them is read."""
+        vector = f"<{self.lanes} x {type_}>"
+        if count >= self.lanes:
+            return self.load(vector, pointer, element=type_, hint=hint)
+        mask = self.lanes_below(count)
+        suffix = {"float": "f32", "i8": "i8", "i32": "i32"}[type_]
+        zero = Value(vector, "zeroinitializer")
+        name = f"masked.load.v{self.lanes}{suffix}.p0"
+        self.declarations[f"declare {vector} @llvm.{name}(ptr, i32, {mask.type}, {vector})"] = None
+        align = 1 if type_ == "i8" else 4
+        return self.op(
+            vector,
+            f"call {vector} @llvm.{name}(ptr {pointer.text}, i32 {align}, {mask.type} {mask.text}, {vector} {zero.text})",
+            hint,
+        )
+
+    def prefetch(self, pointer: Value, index: Int = 0, *, write: bool = False, locality: int = 3) -> None:
+        address = self.at(pointer, index)
+        self.declarations["declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"] = None
+        self.emit(f"call void @llvm.prefetch.p0(ptr {address.text}, i32 {int(write)}, i32 {locality}, i32 1)")
+
+    # Floats and vectors of floats.
+
+    @staticmethod
+    def _list(element: str, items: Sequence[object]) -> str:
+        return "<" + ", ".join(f"{element} {item}" for item in items) + ">"
+
+    def _splat_text(self, element: str, text: str) -> str:
+        return f"splat ({element} {text})" if self.target.splats else self._list(element, [text] * self.lanes)
+
+    def constant(self, number: float) -> Value:
+        return Value(self.vector, self._splat_text("float", float_text(number)))
+
+    def integer(self, number: int) -> Value:
+        return Value(self.integers, self._splat_text("i32", str(number)))
+
+    @property
+    def zero(self) -> Value:
+        return Value(self.vector, "zeroinitializer")
+
+    def scalar(self, number: float) -> Value:
+        return Value("float", float_text(number))
+
+    def splat(self, value: Value, hint: str = "all") -> Value:
+        vector = f"<{self.lanes} x {value.type}>"
+        first = self.op(vector, f"insertelement {vector} poison, {value.type} {value.text}, i32 0", hint)
+        zeros = f"<{self.lanes} x i32> zeroinitializer"
+        return self.op(vector, f"shufflevector {vector} {first.text}, {vector} poison, {zeros}", hint)
+
+    def lane_numbers(self) -> Value:
+        return Value(self.integers, self._list("i32", range(self.lanes)))
+
+    def fadd(self, a: Value, b: Value, hint: str = "v") -> Value:
+        return self.binary("fadd", a, b, hint)
+
+    def fsub(self, a: Value, b: Value, hint: str = "v") -> Value:
+        return self.binary("fsub", a, b, hint)
+
+    def fmul(self, a: Value, b: Value, hint: str = "v") -> Value:
+        return self.binary("fmul", a, b, hint)
+
+    def fdiv(self, a: Value, b: Value, hint: str = "v") -> Value:
+        return self.binary("fdiv", a, b, hint)
+
+    def fma(self, a: Value, b: Value, c: Value, hint: str = "v") -> Value:
+        """a * b + c, in one rounding where the machine can: fmuladd never becomes a call of the C library."""
+        suffix = "f32" if a.type == "float" else "f64" if a.type == "double" else f"v{self.lanes}f32"
+        return self.intrinsic(a.type, f"fmuladd.{suffix}", a, b, c, hint=hint)
+
+    def compare(self, condition: str, a: Value, b: Value, hint: str = "is") -> Value:
+        """fcmp for floats ("ogt", "uno", ...), icmp for integers ("eq", "slt", ...)."""
+        floats = "float" in a.type or a.type == "double"
+        lanes = a.type.startswith("<")
+        type_ = f"<{self.lanes} x i1>" if lanes else "i1"
+        return self.op(type_, f"{'fcmp' if floats else 'icmp'} {condition} {a.type} {a.text}, {b.text}", hint)
+
+    def select(self, condition: Value, a: Value, b: Value, hint: str = "v") -> Value:
+        return self.op(a.type, f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", hint)
+
+    def at_least(self, x: Value, floor: Value, hint: str = "v") -> Value:
+        """max(x, floor) that keeps a NaN in x (one instruction on x86; `llvm.maxnum` would hide the NaN)."""
+        return self.select(self.compare("ogt", floor, x), floor, x, hint)
+
+    def at_most(self, x: Value, ceiling: Value, hint: str = "v") -> Value:
+        return self.select(self.compare("olt", ceiling, x), ceiling, x, hint)
+
+    def lanes_below(self, count: int) -> Value:
+        return Value(
+            f"<{self.lanes} x i1>", self._list("i1", [str(lane < count).lower() for lane in range(self.lanes)])
+        )
+
+    def reduce(self, operation: str, value: Value, hint: str = "total") -> Value:
+        """Sum ("add") or maximum ("max") over lanes, as a tree of fixed shape."""
+        width = self.lanes
+        while width > 1:
+            width //= 2
+            order = [*range(width, 2 * width), *([-1] * (self.lanes - width))]
+            indices = self._list("i32", ["poison" if lane < 0 else lane for lane in order])
+            other = self.op(
+                self.vector,
+                f"shufflevector {self.vector} {value.text}, {self.vector} poison, <{self.lanes} x i32> {indices}",
+                hint,
+            )
+            value = self.fadd(value, other, hint) if operation == "add" else self.at_least(value, other, hint)
+        return self.op("float", f"extractelement {self.vector} {value.text}, i32 0", hint)

@@ -1,0 +1,176 @@
+"""The run's random numbers in native code: the bits of `onelaunch.rng`, the same to the last one.
+
+`draw_bits` fills a region with dropout bits, one lane a Philox call; `row_order` writes an epoch's permutation.
+"""
+
+from __future__ import annotations
+
+from onelaunch.engines.cpu.code.emit import Function, Module
+from onelaunch.engines.cpu.code.instructions import Int, Value
+from onelaunch.rng import (
+    FEISTEL_MULTIPLIERS,
+    FEISTEL_ROUNDS,
+    PERMUTATION_STREAM,
+    PHILOX_KEY_STEPS,
+    PHILOX_MULTIPLIERS,
+    UNITS_PER_CALL,
+)
+
+
+def signed(word: int) -> int:
+    """A 32-bit word as LLVM prints it."""
+    return word - 2**32 if word >= 2**31 else word
+
+
+def philox(f: Function, counter: list[Value], key: tuple[Value, Value]) -> list[Value]:
+    """Four vectors of 32-bit words, one Philox4x32-10 call a lane."""
+    wide = f"<{f.lanes} x i64>"
+    c0, c1, c2, c3 = counter
+    key0, key1 = key
+    multipliers = [f.splat(Value("i64", str(number)), "multiplier") for number in PHILOX_MULTIPLIERS]
+    thirty_two = f.splat(Value("i64", "32"), "bits")
+
+    def multiply(word: Value, multiplier: Value) -> tuple[Value, Value]:
+        extended = f.op(wide, f"zext {f.integers} {word.text} to {wide}", "wide")
+        product = f.binary("mul", extended, multiplier, "product")
+        high = f.binary("lshr", product, thirty_two, "high")
+        return (
+            f.op(f.integers, f"trunc {wide} {high.text} to {f.integers}", "high"),
+            f.op(f.integers, f"trunc {wide} {product.text} to {f.integers}", "low"),
+        )
+
+    for _ in range(10):
+        high0, low0 = multiply(c0, multipliers[0])
+        high1, low1 = multiply(c2, multipliers[1])
+        c0, c1 = f.binary("xor", f.binary("xor", high1, c1), key0, "word"), low1
+        c2, c3 = f.binary("xor", f.binary("xor", high0, c3), key1, "word"), low0
+        key0 = f.binary("add", key0, f.integer(signed(PHILOX_KEY_STEPS[0])), "key")
+        key1 = f.binary("add", key1, f.integer(signed(PHILOX_KEY_STEPS[1])), "key")
+    return [c0, c1, c2, c3]
+
+
+def _halves(f: Function, word: Value, hint: str) -> tuple[Value, Value]:
+    """The low and the high 32 bits of an i64, each in all lanes."""
+    low = f.op("i32", f"trunc i64 {word.text} to i32", hint)
+    shifted = f.op("i64", f"lshr i64 {word.text}, 32", hint)
+    high = f.op("i32", f"trunc i64 {shifted.text} to i32", hint)
+    return f.splat(low, hint), f.splat(high, hint)
+
+
+def draw_bits(module: Module, *, layer: int, first_row: int, rows: int, first_column: int, columns: int) -> str:
+    """A function `(bits, step, seed)` that writes the 16-bit numbers of a region, `columns` of them a row.
+
+    The calls of a region are numbered row by row and taken `lanes` at a time; the last vector may write numbers that
+    nobody reads (Plan.drawn_bits leaves room for them).
+    """
+    groups = -(-columns // UNITS_PER_CALL)
+    name = f"draw_dropout_{layer}_rows_{first_row}_{rows}_columns_{first_column}_{columns}"
+
+    def make(f: Function) -> None:
+        key = _halves(f, f["seed"], "key")
+        step = f.splat(f.op("i32", f"trunc i64 {f['step'].text} to i32", "step"), "step")
+
+        def body(first: Int) -> None:
+            start = f.op("i32", f"trunc i64 {f.i64(first).text} to i32", "call")
+            call = f.binary("add", f.splat(start, "call"), f.lane_numbers(), "call")
+            row = f.binary("udiv", call, f.integer(groups), "row")
+            group = f.binary("sub", call, f.binary("mul", row, f.integer(groups)), "group")
+            row = f.binary("add", row, f.integer(first_row), "row")
+            group = f.binary("add", group, f.integer(first_column // UNITS_PER_CALL), "group")
+            words = philox(f, [group, row, step, f.integer(layer)], key)
+            _store_interleaved(f, words, f.at(f["bits"], f.mul(first, UNITS_PER_CALL), "i16", "bits"))
+
+        f.loop(rows * groups, body, step=f.lanes, index="call")
+
+    return module.function(name, "ptr %bits, i64 %step, i64 %seed", make)
+
+
+def _store_interleaved(f: Function, words: list[Value], pointer: Value) -> None:
+    """Store words[0][0], words[1][0], words[2][0], words[3][0], words[0][1], ...: a call's four words side by side."""
+    double, quadruple = f"<{2 * f.lanes} x i32>", f"<{4 * f.lanes} x i32>"
+
+    def join(type_: str, result: str, a: Value, b: Value, lanes: int) -> Value:
+        order = ", ".join(f"i32 {lane}" for lane in range(2 * lanes))
+        return f.op(
+            result, f"shufflevector {type_} {a.text}, {type_} {b.text}, <{2 * lanes} x i32> <{order}>", "joined"
+        )
+
+    first = join(f.integers, double, words[0], words[1], f.lanes)
+    second = join(f.integers, double, words[2], words[3], f.lanes)
+    both = join(double, quadruple, first, second, 2 * f.lanes)
+    order = ", ".join(f"i32 {word * f.lanes + lane}" for lane in range(f.lanes) for word in range(4))
+    mixed = f.op(
+        quadruple,
+        f"shufflevector {quadruple} {both.text}, {quadruple} poison, <{4 * f.lanes} x i32> <{order}>",
+        "mixed",
+    )
+    f.emit(f"store {quadruple} {mixed.text}, ptr {pointer.text}, align 2")
+
+
+def _round_keys(f: Function) -> list[Value]:
+    """The eight keys of an epoch's order, each in all lanes: lane 0 holds Philox call 0, lane 1 call 1."""
+    low, high = _halves(f, f["epoch"], "epoch")
+    words = philox(
+        f, [f.lane_numbers(), low, high, f.integer(signed(PERMUTATION_STREAM))], _halves(f, f["seed"], "seed")
+    )
+    keys = []
+    for number in range(FEISTEL_ROUNDS):
+        call, word = divmod(number, 4)
+        key = f.op("i32", f"extractelement {f.integers} {words[word].text}, i32 {call}", "key")
+        keys.append(f.splat(key, "key"))
+    return keys
+
+
+def row_order(module: Module) -> str:
+    """A public function `(order, rows, bits, seed, epoch)`: `order[i] = permutation(rows, seed, epoch)[i]` as i32.
+
+    `bits` is `rng.permutation_bits(rows)`; `order` has room for whole vectors.
+    """
+
+    def make(f: Function) -> None:
+        total = f.op("i32", f"trunc i64 {f['rows'].text} to i32", "rows")
+        limit = f.splat(total, "limit")
+        width = f.op("i32", f"trunc i64 {f['bits'].text} to i32", "width")
+        left_width = f.op("i32", f"lshr i32 {width.text}, 1", "left")
+        right_width = f.op("i32", f"sub i32 {width.text}, {left_width.text}", "right")
+        widths = [f.splat(left_width, "left_bits"), f.splat(right_width, "right_bits")]
+        one = f.integer(1)
+        masks = [f.binary("sub", f.binary("shl", one, bits), one, "mask") for bits in widths]
+        keys = _round_keys(f)
+
+        def feistel(index: Value) -> Value:
+            left = f.binary("lshr", index, widths[1], "left")
+            right = f.binary("and", index, masks[1], "right")
+            for number, key in enumerate(keys):
+                mixed = f.binary("mul", f.binary("xor", right, key), f.integer(signed(FEISTEL_MULTIPLIERS[0])))
+                mixed = f.binary("xor", mixed, f.binary("lshr", mixed, f.integer(13)))
+                mixed = f.binary("mul", mixed, f.integer(signed(FEISTEL_MULTIPLIERS[1])))
+                mixed = f.binary("xor", mixed, f.binary("lshr", mixed, f.integer(16)))
+                mixed = f.binary("and", mixed, masks[number % 2], "mixed")
+                left, right = right, f.binary("xor", left, mixed, "right")
+            # After an even number of rounds the halves have their first widths again.
+            return f.binary("or", f.binary("shl", left, widths[1]), right, "walked")
+
+        def body(first: Int) -> None:
+            start = f.op("i32", f"trunc i64 {f.i64(first).text} to i32", "first")
+            index = f.binary("add", f.splat(start, "index"), f.lane_numbers(), "index")
+            # Lanes past the end repeat row 0: their walk ends like any other.
+            index = f.select(f.compare("ult", index, limit), index, Value(f.integers, "zeroinitializer"))
+            place = f.at(f["order"], first, "i32", "place")
+            f.store(feistel(index), place)
+
+            def outside() -> Value:
+                current = f.load(f.integers, place, hint="current")
+                beyond = f.compare("uge", current, limit, "beyond")
+                return f.intrinsic("i1", f"vector.reduce.or.v{f.lanes}i1", beyond, hint="outside")
+
+            def walk_on(_: Value) -> None:
+                current = f.load(f.integers, place, hint="current")
+                beyond = f.compare("uge", current, limit, "beyond")
+                f.store(f.select(beyond, feistel(current), current), place)
+
+            f.wait_while(outside, walk_on)
+
+        f.loop(f["rows"], body, step=f.lanes, index="row")
+
+    return module.function("row_order", "ptr %order, i64 %rows, i64 %bits, i64 %seed, i64 %epoch", make, public=True)

@@ -1,0 +1,59 @@
+"""What PyTorch keeps once for a whole process and a run has for itself: random generators, matmul precision, modes.
+
+Inside `own()` they are the run's, outside the user's again. The calls of CUDA's allocators in between are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from onelaunch.engines.contract import State
+
+
+class ProcessSettings:
+    """`state`: a snapshot to go on from; without one the generators follow the run's seed alone."""
+
+    def __init__(self, device: torch.device, precision: str, seed: int, state: Mapping[str, torch.Tensor]) -> None:
+        self.device, self.precision = device, precision
+        self.allocations: dict[str, int] = {}
+        self._cuda_devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(self._cuda_devices):
+            torch.manual_seed(seed)
+            self._rng = self._generators()
+        if "engine.rng_cpu" in state:
+            self._rng[0] = state["engine.rng_cpu"].cpu()
+        if "engine.rng_cuda" in state and self._cuda_devices:
+            self._rng[1] = state["engine.rng_cuda"].cpu()
+
+    def _generators(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._cuda_devices)]
+
+    def snapshot(self) -> State:
+        return {f"engine.{name}": tensor for name, tensor in zip(("rng_cpu", "rng_cuda"), self._rng, strict=False)}
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        calls = self._allocator_calls()
+        try:
+            autocast = torch.autocast(self.device.type, enabled=False)  # whatever surrounds the call of fit
+            with torch.random.fork_rng(self._cuda_devices), torch.enable_grad(), autocast:
+                torch.set_rng_state(self._rng[0])
+                for device in self._cuda_devices:
+                    torch.cuda.set_rng_state(self._rng[1], device)
+                yield
+                self._rng = self._generators()
+        finally:
+            torch.set_float32_matmul_precision(before)
+            for name, count in self._allocator_calls().items():
+                self.allocations[name] = self.allocations.get(name, 0) + count - calls[name]
+
+    def _allocator_calls(self) -> dict[str, int]:
+        if self.device.type != "cuda":
+            return {}
+        stats = torch.cuda.memory_stats(self.device)
+        return {"cudaMalloc": stats["num_device_alloc"], "pool": stats["allocation.all.allocated"]}

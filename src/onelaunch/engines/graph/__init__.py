@@ -1,0 +1,59 @@
+"""The graph engine: an MLP's step as a few fused kernels, captured once and replayed; for networks too large to be resident.
+
+Importing this package imports no Triton; the first run does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from onelaunch.device import cuda_capability, why_not_cuda
+from onelaunch.engines.contract import Run
+from onelaunch.engines.graph.plan.stages import stages_of
+from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
+
+if TYPE_CHECKING:
+    from onelaunch.engines.graph.session import GraphSession
+
+MOST_ROWS, MOST_BATCH = 2**31 - 1, 2**24  # rows are int32 in the order, and counted in float32
+
+ACTIVATIONS = frozenset({"relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu"})
+OPTIMIZERS = frozenset({"sgd", "adam", "adamw"})
+
+
+class GraphEngine:
+    name = "graph"
+
+    def unavailable_reason(self, device: torch.device) -> str:
+        if reason := why_not_cuda(device):
+            return reason
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed: pip install triton"
+        if cuda_capability(device) < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or more"
+        return ""
+
+    def unsupported_reason(self, run: Run) -> str:
+        if run.network is None:
+            return run.not_plain
+        if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
+            return reason
+        try:
+            stages_of(run.network)
+        except UnsupportedNetworkError as reason:
+            return str(reason)
+        if run.spec.rows > MOST_ROWS or min(run.spec.batch_size, run.spec.rows) > MOST_BATCH:
+            return f"it takes at most {MOST_ROWS} rows and batches of {MOST_BATCH}"
+        return ""
+
+    def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> GraphSession:
+        from onelaunch.engines.graph.session import GraphSession
+
+        return GraphSession(run, state)
+
+
+ENGINE = GraphEngine()

@@ -1,0 +1,64 @@
+"""A plain network as the graph engine sees it: stages of Linear → activation → dropout, the last a Linear alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onelaunch.activations import LEAKY_RELU_SLOPE, saves_input
+from onelaunch.engines.stages import UnsupportedNetworkError, cut_into_stages
+from onelaunch.run.network import Activation, BatchNorm, Dropout, Linear, Network
+
+MOST_OUTPUTS = 1024  # a row of logits stays in a program's registers
+
+
+@dataclass
+class Stage:
+    linear: Linear
+    activation: str | None = None
+    p: float = 0.0
+    layer: int = field(default=0)  # of the dropout, among the model's
+
+    @property
+    def from_z(self) -> bool:
+        return saves_input(self.activation)
+
+    def __str__(self) -> str:
+        parts = [f"Linear({self.linear.inputs}, {self.linear.outputs})"]
+        parts += [self.activation] if self.activation else []
+        parts += [f"dropout({self.p:g})"] if self.p else []
+        return " + ".join(parts)
+
+
+def stages_of(network: Network) -> list[Stage]:
+    """The network's stages; UnsupportedNetworkError where its layers do not follow the pattern."""
+    before, *cut = cut_into_stages(network)
+    if before.layers:
+        raise UnsupportedNetworkError("a layer stands before the first Linear")
+    stages = []
+    for number, part in enumerate(cut, 1):
+        assert part.linear is not None
+        if number == len(cut) and part.layers:
+            raise UnsupportedNetworkError("a layer follows the last Linear")
+        stage = Stage(part.linear)
+        for layer in part.layers:
+            _add(stage, layer)
+        stages.append(stage)
+    if network.outputs > MOST_OUTPUTS:
+        raise UnsupportedNetworkError(f"the model has {network.outputs} outputs, more than {MOST_OUTPUTS}")
+    return stages
+
+
+def _add(stage: Stage, layer: Activation | Dropout | BatchNorm) -> None:
+    match layer:
+        case BatchNorm():
+            raise UnsupportedNetworkError(f"layer {layer.path!r} is a BatchNorm1d")
+        case Dropout():
+            if stage.p:
+                raise UnsupportedNetworkError("two Dropouts follow one another")
+            stage.p, stage.layer = layer.p, layer.layer
+        case Activation():
+            if stage.activation or stage.p:
+                raise UnsupportedNetworkError(f"a {layer.name} follows another activation or a Dropout")
+            if layer.name == "leaky_relu" and layer.slope != LEAKY_RELU_SLOPE:
+                raise UnsupportedNetworkError(f"LeakyReLU has negative_slope={layer.slope}, not {LEAKY_RELU_SLOPE}")
+            stage.activation = layer.name

@@ -1,0 +1,66 @@
+"""The resident engine: a whole training run in one persistent kernel on a CUDA device.
+
+Importing this package imports neither cuda.core nor a compiler; the first run does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from onelaunch.device import chip_of, why_not_cuda
+from onelaunch.engines.contract import Run
+from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
+
+if TYPE_CHECKING:
+    from onelaunch.engines.resident.session import ResidentSession
+
+
+MOST_PASSES = 2  # a step, for "auto": beyond, an engine that goes through memory once is faster
+
+ACTIVATIONS = frozenset({"relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu"})
+OPTIMIZERS = frozenset({"sgd", "adam", "adamw"})
+
+
+class ResidentEngine:
+    name = "resident"
+
+    def unavailable_reason(self, device: torch.device) -> str:
+        if reason := why_not_cuda(device):
+            return reason
+        if torch.cuda.get_device_capability(device) < (8, 0):
+            return "the GPU has compute capability below 8.0"
+        from onelaunch.nvrtc.compile import why_not
+
+        return why_not()
+
+    def unsupported_reason(self, run: Run) -> str:
+        if run.network is None:
+            return run.not_plain
+        if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
+            return reason
+        if run.spec.rows >= 2**31:
+            return f"x has {run.spec.rows} rows, this engine counts to 2**31 - 1"
+        if run.spec.total_steps >= 2**32:
+            return f"the run has {run.spec.total_steps} steps, this engine counts to 2**32 - 1"
+        from onelaunch.engines.resident.pixels import in_bytes
+        from onelaunch.engines.resident.session import WORKING, plan_for, settings_for
+
+        try:
+            settings = settings_for(in_bytes(run), run.spec.compiled_precision)
+            plan = plan_for(settings, chip_of(run.device), WORKING[0])
+        except UnsupportedNetworkError as reason:
+            return str(reason)
+        if run.spec.engine == "auto" and plan.micro_batches > MOST_PASSES:
+            return f"a batch of {run.spec.batch_size} rows would take {plan.micro_batches} passes on the chip"
+        return ""
+
+    def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> ResidentSession:
+        from onelaunch.engines.resident.session import ResidentSession
+
+        return ResidentSession(run, state)
+
+
+ENGINE = ResidentEngine()

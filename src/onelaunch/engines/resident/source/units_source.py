@@ -1,0 +1,215 @@
+"""The source of a plan by units: each block owns units of every layer, and the blocks exchange values and deltas."""
+
+from __future__ import annotations
+
+from onelaunch.engines.resident.plan.layers import Layer
+from onelaunch.engines.resident.plan.settings import SCORE_BYTES, WARPS
+from onelaunch.engines.resident.plan.units_plan import Plan
+from onelaunch.engines.resident.source.source_common import Phases, constants, layer_struct, phases_macro
+
+
+def _by_rank(values: list[int]) -> str:
+    """An expression in `rank`, for C and Python, whose values these are."""
+    changes = [(i, values[i - 1] - values[i]) for i in range(1, len(values)) if values[i - 1] != values[i]]
+    return " + ".join([str(values[-1]), *(f"(rank < {i}) * {change}" for i, change in changes)])
+
+
+def units_source(plan: Plan, *, faults: bool, stamps: bool) -> str:
+    names = [name for name, _ in units_phases(plan)]
+    layers = plan.layers
+    own = {
+        "BY_ROWS": 0, "SHARES": 1, "LAYERS": len(layers), "GROUP_TILES": plan.group, "FINISH": plan.finish,
+        "LOSS_WARPS": min(WARPS, 2 * plan.group), "ROWS_EACH": plan.rows_each, "SCORES": plan.score_warps,
+        "SUMS_OUTPUTS": int(plan.sums_outputs), "PARTIALS_BYTES": plan.partials_bytes,
+        "PARTIAL_BUFFERS": plan.partial_buffers,
+        "AT_PARTIALS": plan.shared["partial sums" if plan.partial_buffers else "staging"],
+        "AT_STAGING": plan.shared.regions["staging"].offset if "staging" in plan.shared.regions else 0,
+    }  # fmt: skip
+    received = [received_bytes(plan, rank) for rank in range(plan.blocks)]
+    exchanged = {number: _by_rank([sizes[number] for sizes in received]) for number in received[0]}
+    parts = [
+        constants(plan, units_phases(plan), own=own, exchanged=exchanged, faults=faults, stamps=stamps),
+        '#include "activations.cuh"',
+        '#include "random.cuh"',
+        *(_layer(plan, layer) for layer in layers),
+        phases_macro("FORWARD_PHASES", _forward(plan), names),
+        phases_macro("BACKWARD_PHASES", _backward(plan), names),
+        _weights(plan),
+        '#include "kernel.cuh"',
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def units_phases(plan: Plan) -> Phases:
+    return [*_forward(plan), *_backward(plan)]
+
+
+def received_bytes(plan: Plan, rank: int) -> dict[int, int]:
+    """What a block receives in each exchange but the decision, by the exchange's number."""
+    found = {}
+    for layer in plan.layers[: plan.hidden]:
+        found[plan.values_exchange(layer)] = plan.exchanged_bytes(layer)
+        if not layer.first:
+            found[plan.deltas_exchange(layer)] = plan.exchanged_bytes(layer)
+            found[plan.back_exchange(layer)] = plan.planes * layer.input_tiles * plan.blocks * layer.tiles * 128
+    last = plan.layers[-1]
+    if plan.sums_outputs:
+        rows = min(plan.rows_each, max(0, plan.rows - rank * plan.rows_each))
+        found[plan.values_exchange(plan.layers[-2])] = plan.blocks * rows * last.units * 4
+        scores = plan.blocks * plan.score_warps * SCORE_BYTES if rank == 0 else 0
+        found[plan.last_exchange] = plan.planes * plan.rows * last.tiles * 16 + scores
+    elif plan.hidden:
+        found[plan.last_exchange] = plan.planes * last.tiles * plan.blocks * last.input_tiles * 128
+    return found
+
+
+def _layer(plan: Plan, layer: Layer) -> str:
+    name = f"layer {layer.index}: "
+
+    def at(what: str) -> int:
+        for memory in (plan.shared, plan.exchange):
+            if name + what in memory.regions:
+                return memory[name + what]
+        return 0
+
+    numbers = {
+        "KS": layer.steps_a_warp, "UNITS": layer.units, "SPLIT": layer.split, "OUT_KT": layer.output_steps,
+        "IN_TILES": layer.input_tiles, "AT_MASTERS": at("masters"),
+        "AT_STATES": at("states"), "AT_GRADIENTS": at("gradients"), "AT_BIAS": at("bias"), "AT_BIAS_SUMS": at("bias sums"),
+        "AT_DELTA": at("deltas"), "AT_SLOPE": at("slopes"), "AT_OUT": at("values of all"),
+        "AT_ALL_DELTAS": at("deltas of all"), "AT_BACK": at("weights back"),
+        "OUT_STRIDE": (plan.out_buffers(layer) - 1) * plan.out_bytes(layer),
+        "BACK_BYTES": plan.back_bytes(layer), "OUT_EXCHANGE": plan.values_exchange(layer),
+        "DELTA_EXCHANGE": 0 if layer.first else plan.deltas_exchange(layer),
+        "BACK_EXCHANGE": 0 if layer.first else plan.back_exchange(layer), "LAST_EXCHANGE": plan.last_exchange,
+        "AT_OWN": at("own values"), "AT_COPIES": at("weights of all"), "AT_PARTS": at("partial outputs"),
+        "COPIES_BYTES": plan.copies_bytes(),
+    }  # fmt: skip
+    flags = {
+        "REPLICATED": layer.last, "MASTERS_SHARED": layer.masters_shared, "STATES_SHARED": layer.states_shared,
+        "KEEPS_VALUES": plan.keeps_values(layer),
+    }  # fmt: skip
+    return layer_struct(plan, layer, numbers, flags)
+
+
+def _read(layer: Layer, transposed: str = "", passes: str = "c.passes") -> str:
+    """How a warp reads its inputs of a layer: from the rows fetched, or from all values of the layer before in a pass."""
+    head = "[&](int m, int ks, int plane, u32 (&left)[4]) {"
+    if layer.first:
+        return f"{head} Inputs<Layer0>::read{transposed}(c, buffer(), m, ks, plane, left); }}"
+    before = f"Layer{layer.index - 1}"
+    return (
+        f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>"
+        f"(c, {passes}, plane * ROW_TILES + m, ks, left); }}"
+    )
+
+
+def _forward(plan: Plan) -> Phases:
+    """The phases of a forward pass with their names, up to and with the loss."""
+    lines = [("rows arrive", "Inputs<Layer0>::arrive(c, buffer());")]
+    fetch = [("fetch the next rows", "fetch_next();")] if plan.input_buffers == 2 else []
+    for layer in plan.layers:
+        name, index = f"Layer{layer.index}", layer.index
+        if not layer.first:
+            before = f"Layer{index - 1}"
+            if layer.last and plan.sums_outputs:
+                return lines + _summed_outputs(name, before, index, fetch, plan.outputs_at_once)
+            if index == 1 and plan.late_update:
+                lines.append(("late update 1", _late_update(plan)))
+            elif fetch and not (index == 1 and plan.shares_fetch):
+                lines.append(fetch.pop())
+            wait = "" if layer.last else f"Operands<{name}> o{index}; o{index}.prepare(w{index}); "
+            wait += f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
+            if not plan.cluster and plan.blocks > 1:
+                wait += f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>(c, c.passes); staged();"
+            lines.append((f"wait for values {index - 1}", wait))
+        if layer.last:
+            sums = f"multiply<{name}>(c, w{index}, Operands<{name}>(), group, sum, {_read(layer)});"
+            if layer.owned_by_input:
+                sums = f"multiply_copies<{name}>(c, c.step + trained, group, sum, {_read(layer)});"
+            product = f"[&](int group, float (&sum)[GROUP_TILES][{name}::NT][4]) {{ {sums} }}"
+            lines.append((f"outputs {index}", f"outputs<{name}>(c, draw, tally, {product});"))
+        else:
+            operands, give = "Operands<Layer0>()" if layer.first else f"o{index}", f"ToAll<{name}>{{c}}"
+            if not plan.publishes(layer):
+                give = f"ToOwners<Layer{index + 1}, {name}>(c)" if plan.outputs_at_once else "ToNobody()"
+            call = f"forward<{name}>(c, w{index}, {operands}, draw, {_read(layer)}, {give});"
+            lines.append((f"forward {index}", call))
+    return lines + fetch
+
+
+def _summed_outputs(name: str, before: str, index: int, fetch: Phases, at_once: bool) -> Phases:
+    """The last layer where blocks sum the outputs; `fetch`: what is still to be done while they wait; `at_once`: partial
+    outputs were sent with the values they follow from."""
+    wait = f"wait_for<{name}::LAST_EXCHANGE>(c, c.passes, 0, 1); c.dead = __syncthreads_or(c.dead);"
+    awaited = f"OutputBias<{name}> b{index}(c); wait_for<{before}::OUT_EXCHANGE>(c, c.passes, 0, 1);"
+    sends = [] if at_once else [(f"partial outputs {index}", f"send_partial_outputs<{name}, {before}>(c);")]
+    return [
+        *sends,
+        *fetch,
+        (f"wait for partial outputs {index}", awaited),
+        (f"loss {index}", f"finish_outputs<{name}, {before}>(c, draw, tally, b{index});"),
+        (f"wait for outputs {index}", wait),
+    ]
+
+
+def _late_update(plan: Plan) -> str:
+    """The second layer's update, made while the next pass waits for the first layer's values; empty where it is not late."""
+    if not plan.late_update:
+        return ""
+    read = _read(plan.layers[1], "_transposed", "c.passes - 1")
+    return (
+        f"if (late) {{ late = false; update<Layer1>(c, w1, late_rates, rule, true, true, c.step + trained, {read}); }}"
+    )
+
+
+def _backward(plan: Plan) -> Phases:
+    lines, sum_the_loss = [], "if (c.warp == 0) total += sum_of_losses(c);"
+    for layer in reversed(plan.layers):
+        name, before, index = f"Layer{layer.index}", f"Layer{layer.index - 1}", layer.index
+        if not layer.first and layer.last:
+            sums = f"sum_output_deltas<{name}>(c); " if plan.sums_outputs else ""
+            lines.append((f"back {index}", f"{sums}back_from_outputs<{name}, {before}>(c);"))
+        elif not layer.first:
+            waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::OUT_KT, {name}::NT); "
+            waits += f"wait_for_weights<{name}>(c, micro == 0);"
+            lines += [(f"wait for deltas {index}", waits), (f"back {index}", f"back<{name}, {before}>(c);")]
+        if index == 1 and plan.late_update:
+            continue
+        read = _read(layer, "_transposed")
+        update = f"update<{name}>(c, w{index}, rates, rule, micro == 0, last, c.step + 1, {read});"
+        if not plan.cluster and plan.blocks > 1 and not layer.first and not layer.last:
+            later = int(layer.index == 1 and plan.input_buffers == 1)  # the next rows are on their way too
+            update = f"staged<{later}>(); {update}"
+        if layer.owned_by_input:
+            update = f"update_last<{name}, {before}>(c, w{index}, rates, rule, micro == 0, last);"
+        lines.append((f"update {index}", update))
+        if layer.last and plan.sums_outputs:  # while others' deltas are on their way
+            lines.append(("sum the loss", sum_the_loss))
+    if plan.input_buffers == 1:  # the first layer's update before the second's, which hides the next rows' way
+        first, back = lines.pop(), [name for name, _ in lines].index("back 1") if len(plan.layers) > 1 else -1
+        lines[back + 1 : back + 1] = [first, ("fetch the next rows", "__syncthreads(); fetch_next();")]
+    if not plan.sums_outputs:
+        meet = (
+            "__syncthreads(); " if len(plan.layers) == 1 else ""
+        )  # else a phase has brought a barrier since the outputs
+        lines.append(("sum the loss", meet + sum_the_loss))
+    return lines
+
+
+def _weights(plan: Plan) -> str:
+    """What is done with every layer's weights: declared, loaded, handed to those who need copies, saved."""
+    last = len(plan.layers) - 1
+    types = [f"Weights<Layer{i}>" for i in range(last)]
+    types.append(f"LastWeights<Layer{last}, Layer{last - 1}>" if last else "Weights<Layer0>")
+    handed = [f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, last)]
+    handed += [f"hand_out_all<Layer{last}, Layer{last - 1}>(c, w{last}, 0);"] if last else []
+    macros = {
+        "LATE_UPDATE": [_late_update(plan)],
+        "DECLARE_WEIGHTS": [f"{name} w{i};" for i, name in enumerate(types)],
+        "LOAD_WEIGHTS": [f"w{i}.move_all<true>(c);" for i in range(last + 1)],
+        "HAND_OUT_WEIGHTS": handed,
+        "SAVE_WEIGHTS": [f"w{i}.move_all<false>(c);" for i in range(last + 1)],
+    }
+    return "\n".join(f"#define {name} {' '.join(statements)}" for name, statements in macros.items())

@@ -1,0 +1,41 @@
+"""The cut of a network into stages, the same for all native engines: a Linear and the layers up to the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onelaunch.run.network import Activation, BatchNorm, Dropout, Flatten, Linear, Network
+
+
+class UnsupportedNetworkError(Exception):
+    """A native engine cannot run this network; the message says why."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`linear` is None only for stage 0, which holds what stands before the first Linear (often nothing)."""
+
+    linear: Linear | None
+    layers: tuple[Activation | Dropout | BatchNorm, ...]
+
+
+def cut_into_stages(network: Network) -> tuple[Stage, ...]:
+    """Stage 0, then one stage per Linear. Flatten has no work to do here and is left out."""
+    stages = [Stage(None, ())]
+    for layer in network.layers:
+        match layer:
+            case Linear():
+                stages.append(Stage(layer, ()))
+            case Activation() | Dropout() | BatchNorm():
+                stages[-1] = Stage(stages[-1].linear, (*stages[-1].layers, layer))
+            case Flatten():
+                pass
+    return tuple(stages)
+
+
+def unsupported_names(network: Network, activations: frozenset[str], optimizer: str, optimizers: frozenset[str]) -> str:
+    """Why an engine with these activations and optimizers cannot run the network; empty when it can."""
+    missing = {layer.name for layer in network.layers if isinstance(layer, Activation)} - activations
+    if missing:
+        return f"this engine does not have the activation {', '.join(sorted(missing))}"
+    return "" if optimizer in optimizers else f"this engine does not have the optimizer {optimizer!r}"

@@ -1,0 +1,52 @@
+"""Losses and accuracy, as plain PyTorch: what every engine must reproduce."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from onelaunch.run.spec import Spec
+
+
+def loss_of(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The mean loss of a batch: over rows for cross_entropy, over all elements for the others."""
+    match spec.loss:
+        case "cross_entropy":
+            return F.cross_entropy(output, target, label_smoothing=spec.label_smoothing)
+        case "mse":
+            return F.mse_loss(output, target)
+        case "bce_with_logits":
+            return F.binary_cross_entropy_with_logits(output, target)
+    raise AssertionError(spec.loss)
+
+
+def count_correct(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
+    """Right predictions in a batch: rows whose largest output is the class, or outputs on the right side of zero."""
+    match spec.loss:
+        case "cross_entropy":
+            return (output.argmax(dim=1) == target).sum()
+        case "bce_with_logits":
+            return ((output > 0) == (target > 0.5)).sum()
+    return None
+
+
+def predictions_per_row(spec: Spec, outputs: int) -> int:
+    """What a row adds to the denominator of the accuracy."""
+    return outputs if spec.loss == "bce_with_logits" else 1
+
+
+def values_per_row(spec: Spec, outputs: int) -> int:
+    """What a row adds to the denominator of the mean loss."""
+    return 1 if spec.loss == "cross_entropy" else outputs
+
+
+def has_accuracy(spec: Spec) -> bool:
+    """Whether predictions can be correct: not for mse."""
+    return spec.loss != "mse"
+
+
+def as_features(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A gathered batch as the model takes it: uint8 means value / 255, other integers stay."""
+    if x.dtype == torch.uint8:
+        return x.to(dtype) / 255
+    return x.to(dtype) if x.is_floating_point() else x

@@ -1,0 +1,157 @@
+"""The description of a run: every argument of `fit` that shapes it, checked, and the arithmetic that follows from them.
+
+A Spec is pure data: all engines read the same one, a checkpoint stores it, and two runs with equal Specs, models and data
+are the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, require_whole
+from onelaunch.optimizers import OPTIMIZERS
+from onelaunch.rng import check_seed
+from onelaunch.run.schedule import SCHEDULES, learning_rate
+
+LOSSES = ("cross_entropy", "mse", "bce_with_logits")
+PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
+ENGINES = ("auto", "resident", "graph", "cpu", "eager")
+MEMORY = ("plan", "caching", "stream")
+LARGEST_FLOAT32 = 3.4028234663852886e38
+MAX_STEPS = 2**32 - 1  # a step is one 32-bit word of the dropout counter
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    rows: int
+    epochs: int | None = None
+    steps: int | None = None
+    batch_size: int = 32
+    optimizer: str = "sgd"
+    lr: float = 1e-3
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = None  # type: ignore[assignment]  # None: the optimizer's own
+    eps: float = 1e-8
+    schedule: str = "constant"
+    loss: str = "cross_entropy"
+    label_smoothing: float = 0.0
+    drop_last: bool = False
+    precision: str = "auto"
+    engine: str = "auto"
+    memory: str = "plan"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for argument, options in (
+            ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("loss", LOSSES), ("precision", PRECISIONS),
+            ("engine", ENGINES), ("memory", MEMORY),
+        ):  # fmt: skip
+            require_option(argument, getattr(self, argument), options)
+        if self.betas is None:
+            object.__setattr__(self, "betas", OPTIMIZERS[self.optimizer].default_betas)
+        object.__setattr__(self, "seed", check_seed(self.seed))
+        _check_counts(self)
+        _check_floats(self)
+        if self.nesterov and not self.momentum:
+            raise OnelaunchError("nesterov=True needs momentum: pass momentum=0.9, or nesterov=False")
+        for argument in ("momentum", "nesterov"):
+            takers = [entry.name for entry in OPTIMIZERS.values() if argument in entry.arguments]
+            if getattr(self, argument) and self.optimizer not in takers:
+                raise OnelaunchError(
+                    f"{argument}={getattr(self, argument)} belongs to optimizer={' or '.join(map(repr, takers))}: "
+                    f"leave it out, {self.optimizer!r} does not take it"
+                )
+        if self.label_smoothing and self.loss != "cross_entropy":
+            raise OnelaunchError(
+                f"label_smoothing={self.label_smoothing} needs loss='cross_entropy', not {self.loss!r}"
+            )
+        if self.steps_per_epoch == 0:
+            raise OnelaunchError(
+                f"batch_size={self.batch_size} with drop_last=True leaves no batch in {self.rows} rows: "
+                "pass a smaller batch_size, or drop_last=False"
+            )
+        if self.total_steps > MAX_STEPS:
+            raise OnelaunchError(f"a run of {self.total_steps} steps is too long: at most 2**32 - 1 are counted")
+
+    @property
+    def compiled_precision(self) -> str:
+        """`precision` on the engines that make kernels of their own, where "auto" is tf32 or better."""
+        return "tf32" if self.precision == "auto" else self.precision
+
+    @property
+    def steps_per_epoch(self) -> int:
+        whole, rest = divmod(self.rows, self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps if self.steps is not None else (self.epochs or 0) * self.steps_per_epoch
+
+    def epoch_of(self, step: int) -> int:
+        return step // self.steps_per_epoch
+
+    def epoch_end(self, step: int) -> int:
+        """The step after the last one of `step`'s epoch, within the run."""
+        return min((self.epoch_of(step) + 1) * self.steps_per_epoch, self.total_steps)
+
+    def batch_slice(self, step: int) -> slice:
+        """Which entries of `permutation(rows, seed, epoch_of(step))` are the rows of this step."""
+        first = step % self.steps_per_epoch * self.batch_size
+        return slice(first, min(first + self.batch_size, self.rows))
+
+    def rows_of(self, step: int) -> int:
+        part = self.batch_slice(step)
+        return part.stop - part.start
+
+    def lr_at(self, step: int) -> float:
+        return learning_rate(self.schedule, self.lr, step, self.total_steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "betas": list(self.betas)}
+
+
+def _check_counts(spec: Spec) -> None:
+    for argument in ("rows", "epochs", "steps", "batch_size"):
+        value = getattr(spec, argument)
+        if value is None and argument in ("epochs", "steps"):
+            continue
+        number = require_whole(argument, value, "a whole number, 1 or more")
+        if number < 1:
+            raise OnelaunchError(f"{argument}={number} must be 1 or more")
+        object.__setattr__(spec, argument, number)
+    if (spec.epochs is None) == (spec.steps is None):
+        given = "both" if spec.epochs else "neither"
+        raise OnelaunchError(f"pass epochs= or steps=, one of the two (got {given}); for example epochs=10")
+
+
+def _check_floats(spec: Spec) -> None:
+    betas = spec.betas
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ArgumentTypeError(f"betas={betas!r} must be two numbers, such as (0.9, 0.999)")
+    bounds = {
+        "lr": LARGEST_FLOAT32, "momentum": 1, "weight_decay": LARGEST_FLOAT32, "eps": LARGEST_FLOAT32,
+        "label_smoothing": math.nextafter(1, 2),
+    }  # fmt: skip
+    for argument, bound in bounds.items():
+        object.__setattr__(spec, argument, _number(argument, getattr(spec, argument), bound))
+    checked = tuple(_number(f"betas[{i}]", beta, 1) for i, beta in enumerate(betas))
+    object.__setattr__(spec, "betas", checked)
+    for argument in ("nesterov", "drop_last"):
+        if not isinstance(getattr(spec, argument), bool):
+            raise ArgumentTypeError(f"{argument}={getattr(spec, argument)!r} must be True or False")
+
+
+def _number(argument: str, value: object, bound: float) -> float:
+    """`value` as a float in [0, bound)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ArgumentTypeError(f"{argument}={value!r} is not a number")
+    if not 0 <= value < bound:  # type: ignore[operator]
+        limit = {LARGEST_FLOAT32: " that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
+        raise OnelaunchError(f"{argument}={value!s:.40} must be a finite number, 0 or more{limit}")
+    return float(value)

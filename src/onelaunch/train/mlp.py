@@ -1,0 +1,49 @@
+"""The MLP that a config describes, as an ordinary nn.Sequential."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from onelaunch.activations import ACTIVATIONS
+from onelaunch.errors import OnelaunchError, require_option
+
+
+def check_architecture(widths: Sequence[int], activation: str, dropout: float) -> None:
+    require_option("activation", activation, ACTIVATIONS)
+    if len(widths) < 2 or any(width < 1 for width in widths):
+        raise OnelaunchError(f"layers={list(widths)} must be two or more widths, each 1 or more, such as 784,128,10")
+    if not 0 <= dropout <= 1:
+        raise OnelaunchError(f"dropout={dropout} must lie between 0 and 1")
+
+
+def mlp(
+    widths: Sequence[int], *, activation: str = "relu", dropout: float = 0.0, batch_norm: bool = False, seed: int = 0
+) -> nn.Sequential:
+    """Flatten, then Linear [→ BatchNorm1d] → activation [→ Dropout] for each hidden width, then Linear.
+
+    Weights are PyTorch's defaults, drawn from a generator seeded with `seed`; the global one is left alone.
+    """
+    check_architecture(widths, activation, dropout)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            return nn.Sequential(nn.Flatten(), *_layers(widths, activation, dropout, batch_norm))
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # or more than a size may be
+            raise OnelaunchError(
+                f"layers={list(widths)} do not fit into memory: pass smaller widths in hidden, or in layers"
+            ) from error
+
+
+def _layers(widths: Sequence[int], activation: str, dropout: float, batch_norm: bool) -> Iterator[nn.Module]:
+    for inputs, outputs in pairwise(widths[:-1]):
+        yield nn.Linear(inputs, outputs)
+        if batch_norm:
+            yield nn.BatchNorm1d(outputs)
+        yield ACTIVATIONS[activation].make_module()
+        if dropout:
+            yield nn.Dropout(dropout)
+    yield nn.Linear(widths[-2], widths[-1])

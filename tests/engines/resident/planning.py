@@ -1,0 +1,56 @@
+"""Settings and plans for the tests, with no device and no data."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from onelaunch.device import H200, Chip
+from onelaunch.engines.resident.plan.placement import choose_plan
+from onelaunch.engines.resident.plan.rows_plan import RowsPlan
+from onelaunch.engines.resident.plan.settings import Settings
+from onelaunch.engines.resident.plan.stages import Stage
+from onelaunch.engines.resident.plan.units_plan import Plan
+from onelaunch.run.network import Activation, Dropout, Linear
+
+LAYERS = [784, 128, 128, 128, 10]
+
+
+def stages(
+    widths: list[int], activation: str | None = "relu", *, dropout: float = 0.0, bias: bool = True
+) -> tuple[Stage, ...]:
+    found = []
+    for index, (inputs, outputs) in enumerate(pairwise(widths)):
+        chain: list[Activation | Dropout] = []
+        if index < len(widths) - 2:
+            chain += [Activation(activation, 0.01)] if activation else []
+            chain += [Dropout(dropout, index)] if dropout else []
+        found.append(Stage(Linear(str(index), inputs, outputs, bias), tuple(chain)))
+    return tuple(found)
+
+
+def settings_of(widths: list[int], **changes: Any) -> Settings:
+    """SGD on cross-entropy at batch 32 in bf16; `changes` are Settings' fields, and `activation`, `dropout`, `bias`."""
+    chain = {name: changes.pop(name) for name in ("activation", "dropout", "bias") if name in changes}
+    options = {
+        "batch": 32, "rows": 1000, "precision": "bf16", "optimizer": "sgd", "momentum": False, "nesterov": False,
+        "weight_decay": False, "schedule": "constant", "loss": "cross_entropy", "smooths": False, "bytes_input": False,
+        "validates": False,
+    }  # fmt: skip
+    return Settings(stages=stages(widths, **chain), **{**options, **changes})
+
+
+def plan_of(widths: list[int], *, chip: Chip = H200, **changes: Any) -> Plan:
+    """The plan chosen; `blocks`, `cluster`, `by_rows` and `working` as for `choose_plan`."""
+    forced = {name: changes.pop(name) for name in ("blocks", "cluster", "by_rows", "working") if name in changes}
+    return choose_plan(settings_of(widths, **changes), chip, **forced)
+
+
+def forced_plan(widths: list[int], blocks: int, cluster: bool, rows: int, *, chip: Chip = H200, **changes: Any) -> Plan:
+    """A plan nobody would choose, such as six blocks for a dozen units."""
+    return Plan(settings_of(widths, **changes), chip, blocks, cluster, rows)
+
+
+def rows_plan(widths: list[int], blocks: int, rows: int, *, chip: Chip = H200, **changes: Any) -> RowsPlan:
+    """`blocks` share the rows of a batch, `rows` each in a pass."""
+    return RowsPlan(settings_of(widths, **changes), chip, blocks, rows)

@@ -1,0 +1,68 @@
+"""One rank of a job of tests/train/test_distributed.py: `python distributed_worker.py FOLDER [die|share]`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import distributed, nn
+
+import onelaunch as ol
+from onelaunch.errors import OnelaunchError
+from onelaunch.run.distributed import joined
+
+ROWS, BATCH = 53, 16  # the last batch has five rows, and two ranks share every batch unevenly
+OPTIONS = {"batch_size": BATCH, "optimizer": "adam", "lr": 1e-2, "weight_decay": 1e-3, "seed": 5, "progress": False}
+
+
+def model_and_data(device: str = "cpu") -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Dropout(0.3), nn.Linear(24, 3))
+    return model.to(device), torch.randn(ROWS, 6).to(device), torch.randint(3, (ROWS,)).to(device)
+
+
+class Dies(nn.Module):
+    """Kills its process at the tenth forward pass, as a machine that loses power would."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes == 10 and os.environ["RANK"] == "1":
+            os._exit(17)
+        return x
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    device = "cuda" if "share" in sys.argv else "cpu"
+    model, x, y = model_and_data(device)
+    if "die" in sys.argv:
+        model.append(Dies())
+    if "share" in sys.argv:  # one GPU, which NCCL gives to one rank alone: gloo carries what lies there too
+        distributed.init_process_group("gloo")
+    with joined() as team:
+        checkpoint = folder / "run.safetensors"
+        try:
+            first = ol.fit(model, x, y, epochs=2, validation=(x, y), checkpoint=checkpoint, **OPTIONS)
+        except OnelaunchError as error:
+            print(f"{type(error).__name__}: {error}")
+            sys.exit(2)
+        again, _, _ = model_and_data(device)  # a rank that comes back knows nothing but the file
+        history = ol.fit(again, x, y, epochs=4, validation=(x, y), checkpoint=checkpoint, resume=True, **OPTIONS)
+    assert len(first.losses) == 8
+    if team.leads:
+        losses = torch.tensor(history.losses)
+        accuracies = torch.tensor([[record["accuracy"], record["validation"]["accuracy"]] for record in history.epochs])
+        state = {name: tensor.clone() for name, tensor in again.state_dict().items()}
+        save_file({**state, "losses": losses, "accuracies": accuracies}, folder / "result.safetensors")
+
+
+if __name__ == "__main__":
+    main()
