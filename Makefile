@@ -1,5 +1,6 @@
 # make train   set up .venv if needed, train on what this machine has, end with the run folder and its report
 # make test    the same set-up, then the linters and the whole test suite
+# make test-all  the same with the full products of test parameters
 # make readme  write the results into README.md and docs/ from benchmarks/results/
 # Pass flags with ARGS, for example: make train ARGS="--data-dir ~/mnist --epochs 2"
 
@@ -7,13 +8,16 @@ PYTHON ?= python3
 VENV := .venv
 READY := $(VENV)/.ready
 
-.PHONY: train test lint bench readme clean
+.PHONY: train test test-all lint bench readme clean
 
 train: $(READY)
 	$(VENV)/bin/onelaunch train $(ARGS)
 
 test: $(READY) lint
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+
+test-all: ARGS += --all-cases
+test-all: test
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

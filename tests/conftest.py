@@ -1,4 +1,4 @@
-"""What all tests share: the one table of tolerances, the GPU marker, and where full data sets may lie."""
+"""What all tests share: the one table of tolerances, the choice of cases, and the folder of the full data sets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 import torch
+
+from tests import pairwise
 
 # (relative, absolute) tolerance against a float64 reference, by dtype. Never loosened to get green.
 TOLERANCE: dict[torch.dtype, tuple[float, float]] = {
@@ -35,8 +37,13 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="full products of parameters instead of pairs")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """No test waits for ever, or takes what another version of an op had PyTorch compile and keep."""
+    """Bound every test's time, and keep PyTorch's compile cache of this run apart from the user's."""
+    pairwise.ALL_CASES = config.getoption("--all-cases")
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # workers have their parent's
         folder = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="onelaunch-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
@@ -45,12 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a CUDA device, leave the GPU cases out, so that the skips that remain are worth reading."""
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(skip)
+    gpu = [item for item in items if "gpu" in item.keywords]
+    items[:] = [item for item in items if "gpu" not in item.keywords]
+    config.hook.pytest_deselected(items=gpu)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from onelaunch.files import cache_folder, held, read_text, remove_leftovers, write_atomic
+from onelaunch.files import cache_folder, exclusive_lock, read_text, remove_leftovers, write_atomic
 
 
 def test_without_a_home_what_can_be_made_again_goes_with_the_process(monkeypatch, tmp_path):
@@ -54,10 +54,10 @@ def test_leftovers_of_the_killed_are_removed(tmp_path):
 
 def test_a_file_is_held_by_one_at_a_time(tmp_path):
     path = tmp_path / "run"
-    with held(path), pytest.raises(BlockingIOError), held(path):
+    with exclusive_lock(path), pytest.raises(BlockingIOError), exclusive_lock(path):
         pass
     assert not list(tmp_path.iterdir())
-    with held(path):
+    with exclusive_lock(path):
         pass
 
 
@@ -73,11 +73,11 @@ with held(pathlib.Path({str(path)!r})):
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(BlockingIOError), held(path):
+        with pytest.raises(BlockingIOError), exclusive_lock(path):
             pass
         holder.kill()
         holder.wait()
-        with held(path):
+        with exclusive_lock(path):
             pass
     assert not list(tmp_path.iterdir())
 

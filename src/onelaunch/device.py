@@ -113,7 +113,7 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def why_not_cuda(device: torch.device) -> str:
+def cuda_unavailable_reason(device: torch.device) -> str:
     """Why an engine for CUDA does not take a model on `device`, with the remedy where there is one; empty where it may."""
     if device.type == "cuda":
         return ""

@@ -65,21 +65,21 @@ def suggest(value: object, options: Iterable[str]) -> str:
 suggest._dynamo_marked_constant = True  # type: ignore[attr-defined]  # difflib cannot be traced, and torch.compile would name it
 
 
-def listed(names: Sequence[str]) -> str:
+def abbreviate_list(names: Sequence[str]) -> str:
     """`a, b, c and 63 more`"""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more
 
 
-def shown(value: object, most: int = 60) -> str:
+def abbreviate(value: object, most: int = 60) -> str:
     """A value in a message: on one line, and not a page of it."""
     return " ".join(repr(value).split())[:most]
 
 
-def require_whole(argument: str, value: object, wanted: str) -> int:
+def require_integer(argument: str, value: object, wanted: str) -> int:
     """As Python's own, of NumPy's integers too."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ArgumentTypeError(f"{argument}={shown(value)} is not an integer: pass {wanted}")
+        raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not an integer: pass {wanted}")
     return int(value)
 
 
@@ -89,8 +89,8 @@ def require_option(argument: str, value: object, options: Iterable[str], *, or_e
         known = ", ".join(map(repr, options)) + (f", or {or_else}" if or_else else "")
         if isinstance(value, str):
             raise OnelaunchError(
-                f"{argument}={shown(value, 80)} is not known: pass one of {known}{suggest(value, options)}"
+                f"{argument}={abbreviate(value, 80)} is not known: pass one of {known}{suggest(value, options)}"
             )
         raise OnelaunchError(
-            f"{argument}={shown(value)} is of type {type(value).__name__}, not a name: pass one of {known}"
+            f"{argument}={abbreviate(value)} is of type {type(value).__name__}, not a name: pass one of {known}"
         )

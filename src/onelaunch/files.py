@@ -81,7 +81,7 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[None]:
+def exclusive_lock(path: Path) -> Iterator[None]:
     """`path` for one at a time: BlockingIOError while another holds it. The system lets go of it when a process dies.
 
     The lock is a file beside `path`. Whoever leaves removes it, so one that was opened before and locked after is no lock.

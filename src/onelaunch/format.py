@@ -12,7 +12,7 @@ CONTROLS = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n")}, "\N{R
 RATES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
 
 
-def digits(value: float | None, figures: int = 3) -> str:
+def format_number(value: float | None, figures: int = 3) -> str:
     """Three significant digits or more, without an exponent where people would not write one."""
     if value is None or not math.isfinite(value):
         return NONE
@@ -25,12 +25,12 @@ def digits(value: float | None, figures: int = 3) -> str:
     return f"{value:.{figures - 1}e}"
 
 
-def printable(words: str) -> str:
+def replace_control_characters(words: str) -> str:
     """With a mark in the place of each control character but the newline: names come out of files."""
     return words.translate(CONTROLS)
 
 
-def whole(value: float, figures: int = 3) -> str:
+def format_count(value: float, figures: int = 3) -> str:
     """A count, with all its digits."""
     return f"{value:.0f}"
 
@@ -40,34 +40,34 @@ def _with_unit(value: float | None, units: tuple[tuple[float, str], ...], figure
         return NONE
     for size, name in units:
         if abs(value) >= 0.9995 * size:
-            return f"{digits(value / size, figures)} {name}{suffix}"
-    return f"{digits(value / units[-1][0], figures)} {units[-1][1]}{suffix}"
+            return f"{format_number(value / size, figures)} {name}{suffix}"
+    return f"{format_number(value / units[-1][0], figures)} {units[-1][1]}{suffix}"
 
 
-def seconds(value: float | None, figures: int = 3) -> str:
+def format_seconds(value: float | None, figures: int = 3) -> str:
     return _with_unit(value, SECONDS, figures)
 
 
-def joules(value: float | None) -> str:
+def format_joules(value: float | None) -> str:
     return _with_unit(value, JOULES, 3)
 
 
-def byte_size(value: float | None) -> str:
+def format_bytes(value: float | None) -> str:
     return _with_unit(value, BYTES, 3)
 
 
-def rate(value: float | None, unit: str, figures: int = 3) -> str:
+def format_rate(value: float | None, unit: str, figures: int = 3) -> str:
     """`4.26 TB/s`, for unit "B/s"."""
     return _with_unit(value, RATES, figures, unit)
 
 
-def percent(value: float | None, places: int = 1) -> str:
+def format_percent(value: float | None, places: int = 1) -> str:
     return NONE if value is None or not math.isfinite(value) else f"{100 * value:.{places}f} %"
 
 
-def times(value: float | None, figures: int = 3) -> str:
+def format_ratio(value: float | None, figures: int = 3) -> str:
     """A ratio: `2.43×`."""
-    return NONE if value is None or not math.isfinite(value) else f"{digits(value, figures)}×"
+    return NONE if value is None or not math.isfinite(value) else f"{format_number(value, figures)}×"
 
 
 def with_article(noun: str) -> str:

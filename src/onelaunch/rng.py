@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onelaunch.errors import OnelaunchError, require_whole
+from onelaunch.errors import OnelaunchError, require_integer
 
 MASK32 = 0xFFFFFFFF
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -46,7 +46,7 @@ def check_seed(seed: object) -> int:
 
 
 def _whole_number(argument: str, value: object, bound: int) -> int:
-    number = require_whole(argument, value, "a whole number, 0 or more")
+    number = require_integer(argument, value, "a whole number, 0 or more")
     if not 0 <= number < bound:
         limit = f"2**{bound.bit_length() - 1} - 1"
         raise OnelaunchError(f"{argument}={number} is out of range: pass an integer from 0 to {limit}")

@@ -23,12 +23,12 @@ from onelaunch.kernels.linear_hopper import (
     linear_forward,
     source_of,
 )
-from onelaunch.nvrtc.compile import CompileError, compile_cubin, why_not
+from onelaunch.nvrtc.compile import CompileError, compile_cubin, unavailable_reason
 from onelaunch.ops.arguments import ACTIVATIONS
 from tests.conftest import TOLERANCE
 from tests.kernels.reference import poisoned
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"cannot compile CUDA here: {why_not()}")
+pytestmark = pytest.mark.skipif(bool(unavailable_reason()), reason=f"cannot compile CUDA here: {unavailable_reason()}")
 HALVES = [torch.bfloat16, torch.float16]
 ALL = [None, *ACTIVATIONS]
 TILES = [LARGE, MEDIUM, SMALL]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from onelaunch.nvrtc import compile
-from onelaunch.nvrtc.compile import CompileError, Cubin, compile_cubin, key_of, why_not
+from onelaunch.nvrtc.compile import CompileError, Cubin, compile_cubin, key_of, unavailable_reason
 from tests.spoiled import DAMAGES, spoil
 
 ELF = b"\x7fELF"
@@ -163,7 +163,7 @@ def test_a_fault_in_our_source_says_where(tmp_path: Path) -> None:
 
 
 def test_why_not_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert why_not() == ""
+    assert unavailable_reason() == ""
 
     def absent() -> None:
         raise RuntimeError("Failure finding libnvrtc.so:\n no wheel")
@@ -171,14 +171,17 @@ def test_why_not_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(compile, "_nvrtc_version", absent)
         assert (
-            why_not() == "NVRTC cannot be loaded (Failure finding libnvrtc.so: no wheel): pip install 'onelaunch[gpu]'"
+            unavailable_reason()
+            == "NVRTC cannot be loaded (Failure finding libnvrtc.so: no wheel): pip install 'onelaunch[gpu]'"
         )
     with monkeypatch.context() as patch:
         patch.setattr(compile, "_driver_version", lambda: 12080)
         patch.setattr(compile, "_nvrtc_version", lambda: (13, 0))
-        assert why_not().startswith("NVRTC is of CUDA 13.0 and the driver knows CUDA 12.8: update the driver")
+        assert unavailable_reason().startswith(
+            "NVRTC is of CUDA 13.0 and the driver knows CUDA 12.8: update the driver"
+        )
     monkeypatch.setitem(sys.modules, "cuda.core", None)
-    assert re.fullmatch(r"cuda-core cannot be imported \(.+\): pip install 'onelaunch\[gpu\]'", why_not())
+    assert re.fullmatch(r"cuda-core cannot be imported \(.+\): pip install 'onelaunch\[gpu\]'", unavailable_reason())
 
 
 CUDA = torch.device("cuda", 0)

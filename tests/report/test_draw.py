@@ -147,13 +147,13 @@ def test_every_dot_has_its_number_apart_from_the_others():
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (number.digits(2.3495, 5), "2.3495"), (number.digits(250.25, 5), "250.25"), (number.digits(1234.5, 5), "1,234.5"),
-        (number.seconds(5.709e-6), "5.71 µs"), (number.seconds(0.9999e-3), "1.00 ms"), (number.seconds(90), "90.0 s"),
-        (number.seconds(None), "–"), (number.digits(math.nan), "–"), (number.percent(math.inf), "–"),
-        (number.seconds(0), "0 ns"), (number.byte_size(206 * 2**20), "206 MiB"),
-        (number.byte_size(12), "12.0 B"), (number.joules(0.0123), "12.3 mJ"), (number.rate(4.26e12, "B/s"), "4.26 TB/s"),
-        (number.percent(0.9852, 2), "98.52 %"), (number.times(2.4312), "2.43×"), (number.times(1234.5), "1,234×"),
-        (number.digits(1e-7), "1.00e-07"), (_tick("30.0 ms"), "30 ms"), (_tick("0.050"), "0.05"), (_tick("100"), "100"),
+        (number.format_number(2.3495, 5), "2.3495"), (number.format_number(250.25, 5), "250.25"), (number.format_number(1234.5, 5), "1,234.5"),
+        (number.format_seconds(5.709e-6), "5.71 µs"), (number.format_seconds(0.9999e-3), "1.00 ms"), (number.format_seconds(90), "90.0 s"),
+        (number.format_seconds(None), "–"), (number.format_number(math.nan), "–"), (number.format_percent(math.inf), "–"),
+        (number.format_seconds(0), "0 ns"), (number.format_bytes(206 * 2**20), "206 MiB"),
+        (number.format_bytes(12), "12.0 B"), (number.format_joules(0.0123), "12.3 mJ"), (number.format_rate(4.26e12, "B/s"), "4.26 TB/s"),
+        (number.format_percent(0.9852, 2), "98.52 %"), (number.format_ratio(2.4312), "2.43×"), (number.format_ratio(1234.5), "1,234×"),
+        (number.format_number(1e-7), "1.00e-07"), (_tick("30.0 ms"), "30 ms"), (_tick("0.050"), "0.05"), (_tick("100"), "100"),
         (_tick("1.00×"), "1×"),
     ],
 )  # fmt: skip

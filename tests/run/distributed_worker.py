@@ -12,7 +12,7 @@ from torch import distributed, nn
 
 import onelaunch as ol
 from onelaunch.errors import OnelaunchError
-from onelaunch.run.distributed import joined
+from onelaunch.run.distributed import process_group
 
 ROWS, BATCH = 53, 16  # the last batch has five rows, and two ranks share every batch unevenly
 OPTIONS = {"batch_size": BATCH, "optimizer": "adam", "lr": 1e-2, "weight_decay": 1e-3, "seed": 5, "progress": False}
@@ -47,7 +47,7 @@ def main() -> None:
         model.append(Dies())
     if "share" in sys.argv:  # one GPU, which NCCL gives to one rank alone: gloo carries what lies there too
         distributed.init_process_group("gloo")
-    with joined() as team:
+    with process_group() as team:
         checkpoint = folder / "run.safetensors"
         try:
             first = ol.fit(model, x, y, epochs=2, validation=(x, y), checkpoint=checkpoint, **OPTIONS)

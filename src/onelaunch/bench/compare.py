@@ -21,7 +21,7 @@ from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
 from onelaunch.engines.contract import Run
 from onelaunch.engines.cpu import ENGINE as CPU
 from onelaunch.errors import DivergedError
-from onelaunch.format import seconds
+from onelaunch.format import format_seconds
 from onelaunch.run.objective import as_features, count_correct, loss_of, predictions_per_row
 
 OURS_EAGER = "onelaunch eager"
@@ -225,4 +225,4 @@ def _line(name: str, seed: int, trained: Trained, record: Record) -> str:
     step = statistics.median(taken / steps for steps, taken in trained.epochs)
     accuracy = record.final[-1]["accuracy"]
     right = "" if accuracy is None else f", accuracy {accuracy:.2%}".replace("%", " %")
-    return f"{name}, seed {seed}: {seconds(step)} a step, loss {record.final[-1]['loss']:.4g}{right}"
+    return f"{name}, seed {seed}: {format_seconds(step)} a step, loss {record.final[-1]['loss']:.4g}{right}"

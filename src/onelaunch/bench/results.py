@@ -18,7 +18,7 @@ from onelaunch.bench.busy import Watch, cores_taken_before
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.device import describe_machine
 from onelaunch.errors import OnelaunchError, reason_of
-from onelaunch.files import held, read_text, temporary_name, write_atomic
+from onelaunch.files import exclusive_lock, read_text, temporary_name, write_atomic
 from onelaunch.train.history import json_ready
 from onelaunch.version import VERSION
 
@@ -128,7 +128,7 @@ def only_writer(path: Path) -> Iterator[None]:
     """Of a results file: another run into it would write over what this one saves."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(held(Path(os.path.realpath(path))))
+            stack.enter_context(exclusive_lock(Path(os.path.realpath(path))))
         except BlockingIOError as error:
             raise OnelaunchError(f"out={str(path)!r} is being written by another run: pass another path") from error
         except OSError as error:

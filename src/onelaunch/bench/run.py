@@ -15,8 +15,8 @@ from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.bench.measure import Timing, measure, peak_bytes, reason_in_a_line
 from onelaunch.bench.results import OURS, note_cores_taken, provenance
-from onelaunch.errors import OnelaunchError, UnsupportedError, listed, require_option
-from onelaunch.train.interrupts import remembered
+from onelaunch.errors import OnelaunchError, UnsupportedError, abbreviate_list, require_option
+from onelaunch.train.interrupts import reraise_interrupts
 
 ENERGY_SECONDS = {True: 0.3, False: 1.0}  # of work back to back, for each contender; by `quick`
 
@@ -37,7 +37,7 @@ def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
         wanted = " ".join(groups)
         raise OnelaunchError(
             f"filter={name_contains!r} is in the name of no case of group {wanted!r}: pass part of one of "
-            f"{listed(_nearest(name_contains, names)) or 'none'}"
+            f"{abbreviate_list(_nearest(name_contains, names)) or 'none'}"
         )
     return chosen
 
@@ -82,7 +82,7 @@ def run_cases(
     }  # fmt: skip
     begin, watch = time.monotonic(), Watch()
     try:
-        with remembered() as check_interrupts:
+        with reraise_interrupts() as check_interrupts:
             for one in cases:
                 if limit is not None and time.monotonic() - begin > limit:
                     results["left_out"].append(one.name)

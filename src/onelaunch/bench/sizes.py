@@ -14,7 +14,7 @@ from onelaunch.bench.step_peers import step_peers
 from onelaunch.engines import choose
 from onelaunch.engines.contract import Run
 from onelaunch.errors import is_out_of_memory
-from onelaunch.format import seconds
+from onelaunch.format import format_seconds
 
 SHORT_STEPS, REPEATS, SAMPLE_SECONDS = 2, 3, 0.3
 NOISY, MORE_REPEATS = 1.3, 4  # samples further apart than this factor are followed by more
@@ -46,7 +46,7 @@ def time_sizes(
         timings, errors = time_steps(contenders, run)
         for name, timing in timings.items():
             results["step_seconds"].setdefault(name, {})[str(size)] = timing
-            show(f"{size:>6}  {name:<20} {seconds(timing['median']):>10} a step")
+            show(f"{size:>6}  {name:<20} {format_seconds(timing['median']):>10} a step")
         for contender in contenders:
             if contender.name not in errors:
                 continue

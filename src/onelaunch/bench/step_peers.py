@@ -18,7 +18,7 @@ from onelaunch.bench.case import Work
 from onelaunch.bench.contenders import Contender, Trained
 from onelaunch.bench.peers_jax import MATMUL, jax_scan, why_no_jax
 from onelaunch.bench.peers_torch import Captured, Steps, row_order, seconds_of
-from onelaunch.device import why_not_cuda
+from onelaunch.device import cuda_unavailable_reason
 from onelaunch.engines.contract import Run
 
 GRAPH, COMPILED_GRAPH, SCAN, UNROLLED = "CUDA graph", "CUDA graph, compiled", "JAX scan", "JAX scan, unroll 10"
@@ -62,7 +62,7 @@ def step_peers(run: Run) -> tuple[list[Contender], dict[str, str]]:
     """Those that can take the steps of `run` here, and why the others cannot. The steps alone: nobody validates here."""
     run = replace(run, validation=None)
     different = _not_plain(run)
-    no_graph = different or why_not_cuda(run.device)
+    no_graph = different or cuda_unavailable_reason(run.device)
     no_scan = different or why_no_jax(run.device)
     peers: list[Contender] = []
     if not no_graph:

@@ -16,8 +16,8 @@ from onelaunch.bench.diff import NOISY, compare_results, differences
 from onelaunch.bench.results import OURS, check_writable, load_results, new_path, only_writer, save_results
 from onelaunch.bench.run import check_limit, failures, run_cases, select
 from onelaunch.cli.table import print_table
-from onelaunch.errors import OnelaunchError, listed
-from onelaunch.format import byte_size, joules, seconds, with_article
+from onelaunch.errors import OnelaunchError, abbreviate_list
+from onelaunch.format import format_bytes, format_joules, format_seconds, with_article
 from onelaunch.report.benchmark import undecided
 from onelaunch.report.remarks import not_run
 
@@ -84,7 +84,7 @@ def bench(
         typer.echo(f"failed   {', '.join(failed)}", err=True)
     typer.echo(f"saved    {path}")
     if results["interrupted"]:
-        typer.echo(f"stopped  interrupted; not run: {listed(not_run(results)) or 'none'}", err=True)
+        typer.echo(f"stopped  interrupted; not run: {abbreviate_list(not_run(results)) or 'none'}", err=True)
         raise KeyboardInterrupt
     if failed:
         raise typer.Exit(1)
@@ -115,7 +115,7 @@ def _show(console: Console, result: dict[str, Any]) -> None:
         {"peak_bytes": "peak\nmemory", "joules": f"energy\n{with_article(result['unit'])}"}[name] for name in extras
     ]
     rows = [
-        [name, seconds(timing["median"]), seconds(timing["minimum"]), " – ".join(map(seconds, timing["quartiles"])),
+        [name, format_seconds(timing["median"]), format_seconds(timing["minimum"]), " – ".join(map(format_seconds, timing["quartiles"])),
          str(timing["n"]), f"{timing['spread']:.1%}", _standing(result, name),
          *(_extra(result, extra, name) for extra in extras)]
         for name, timing in result["times"].items()
@@ -148,7 +148,7 @@ def _extra(result: dict[str, Any], extra: str, name: str) -> str:
     value = result[extra].get(name)
     if value is None:
         return ""
-    return byte_size(value) if extra == "peak_bytes" else joules(value)
+    return format_bytes(value) if extra == "peak_bytes" else format_joules(value)
 
 
 def _clocks(gpu: dict[str, Any]) -> str:
@@ -167,7 +167,7 @@ def _diff(files: list[str]) -> None:
     console = Console()
     changes = compare_results(old, new)
     rows = [
-        [change.name, *("" if t is None else seconds(t) for t in (change.before, change.after)),
+        [change.name, *("" if t is None else format_seconds(t) for t in (change.before, change.after)),
          *("" if r is None else f"{r - 1:+.1%}" for r in (change.ratio, change.noise, change.peers)), change.verdict]
         for change in changes
     ]  # fmt: skip

@@ -28,12 +28,12 @@ from onelaunch.engines import choose
 from onelaunch.engines.contract import Run
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.format import times
+from onelaunch.format import format_ratio
 from onelaunch.report.comparison import agreement, comparison_table, noise, speed_up
 from onelaunch.report.remarks import absences, is_red, remarks
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.inputs import make_run
-from onelaunch.train.interrupts import remembered
+from onelaunch.train.interrupts import reraise_interrupts
 from onelaunch.train.mlp import mlp
 from onelaunch.train.run_folder import COMPARE_FILE, CONFIG, RunFolder
 
@@ -121,7 +121,7 @@ def _measure(
     say("model", results["network"])
     watch = Watch()
     try:
-        with remembered() as check_interrupts:
+        with reraise_interrupts() as check_interrupts:
 
             def show(kind: str, line: str) -> None:
                 say(kind, line)
@@ -181,7 +181,7 @@ def _show(results: dict[str, Any]) -> None:
         console.print(f"absent: {words}", markup=False, highlight=False, soft_wrap=True)
     if results["sizes"]:
         for name, by_size in speed_up(results["sizes"]).items():
-            line = ", ".join(f"{size}: {times(ratio)}" for size, ratio in by_size.items())
+            line = ", ".join(f"{size}: {format_ratio(ratio)}" for size, ratio in by_size.items())
             words = f"chosen engine against {name}, by hidden size: {line}"
             console.print(words, markup=False, highlight=False, soft_wrap=True)
 

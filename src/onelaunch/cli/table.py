@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 
-from onelaunch.format import printable
+from onelaunch.format import replace_control_characters
 
 
 def print_table(
@@ -29,7 +29,7 @@ def print_table(
 
 
 def _print(console: Console, line: str, style: str) -> None:
-    console.print(printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
+    console.print(replace_control_characters(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 Lines = list[tuple[int | None, str]]  # the number of the row a line belongs to, and the line

@@ -23,7 +23,7 @@ from onelaunch.data import Dataset, load, split
 from onelaunch.device import default_device, describe_machine, device_name
 from onelaunch.errors import DivergedError, OnelaunchError, is_out_of_memory
 from onelaunch.report.write import REPORT, write_report
-from onelaunch.run.distributed import joined, world
+from onelaunch.run.distributed import process_group, world
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
@@ -48,7 +48,7 @@ def train(
         if config is not None or "out" in flags:
             raise OnelaunchError("resume takes its config and folder from the run: leave out CONFIG and --out")
         settings = make_config(read_config(config_of(resume)), flags)
-    with joined() as team:  # where torchrun has started several of us
+    with process_group() as team:  # where torchrun has started several of us
         if resume is not None and not flags and is_finished(resume):
             say("finished", f"all {settings.epochs} epochs of {resume} are done: nothing is left to train")
         elif team.leads:

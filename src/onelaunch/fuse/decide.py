@@ -11,7 +11,7 @@ from torch import nn
 
 from onelaunch.activations import saves_input
 from onelaunch.errors import OnelaunchError
-from onelaunch.format import seconds as duration
+from onelaunch.format import format_seconds as duration
 from onelaunch.fuse.costs import NOTHING, Step, Work, fused
 from onelaunch.fuse.memory import memory
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans

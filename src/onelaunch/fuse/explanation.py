@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from onelaunch.errors import ArgumentTypeError
-from onelaunch.format import seconds as duration
+from onelaunch.format import format_seconds as duration
 from onelaunch.fuse.costs import Work
 from onelaunch.fuse.quantities import count, size
 from onelaunch.fuse.resources import KernelResources

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.dependent_launch import begin, overlaps, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 from onelaunch.kernels.tiles import (
@@ -170,7 +170,7 @@ def activation_dropout_backward_kernel(
         tl.store(dz_ptr + element, dz.to(dz_ptr.dtype.element_ty), mask=inside)
         if sums_ptr is not None:
             sums += dz
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     if sums_ptr is not None:
         total = tl.sum(tl.reshape(sums, (ROWS, GROUPS, 8)), axis=0)
         column = tl.program_id(1) * GROUPS * 8 + tl.arange(0, GROUPS)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -180,8 +180,8 @@ def activation_dropout_backward_kernel(
 
 @triton.jit
 def column_sum_kernel(sums_ptr, out_ptr, parts, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):
-    begin(OVERLAP)
-    release(OVERLAP)  # its programs are few and all here
+    wait_for_previous_kernel(OVERLAP)
+    allow_next_kernel(OVERLAP)  # its programs are few and all here
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, parts, ROWS):

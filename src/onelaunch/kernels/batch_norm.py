@@ -26,7 +26,7 @@ from onelaunch.kernels.batch_norm_tiles import (
     tile_addresses,
     tiling,
 )
-from onelaunch.kernels.dependent_launch import begin, overlaps, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 from onelaunch.kernels.tiles import activate, kept, load_key, pack_bits, relu_and_drop
@@ -110,7 +110,7 @@ def statistics_kernel(
         if not CHANNELS_LAST:
             count += sum_of_thread(inside.to(tl.float32), DEPTH)
 
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     if CHANNELS_LAST:
         mine = steps * (DEPTH * ROWS)
         total = tl.minimum(rows - tl.program_id(0).to(tl.int64) * mine, mine).to(tl.float32) + tl.zeros_like(centre)
@@ -147,8 +147,8 @@ def merge_statistics_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Chan's merge of the programs' statistics, in a fixed order."""
-    begin(OVERLAP)
-    release(OVERLAP)  # its programs are few and all here
+    wait_for_previous_kernel(OVERLAP)
+    allow_next_kernel(OVERLAP)  # its programs are few and all here
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     present = channel < channels
     count = tl.zeros((PARTS, CHANNELS), tl.float32)
@@ -199,7 +199,7 @@ def normalise_kernel(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     channel = channel_index(ROWS, GROUPS, CHANNELS_LAST)
     mean = load_channel(statistics_ptr, channel, channels, 0.0)
     slope = load_channel(statistics_ptr + channels, channel, channels, 1.0)

@@ -25,7 +25,7 @@ from onelaunch.kernels.batch_norm_tiles import (
     tile_addresses,
     tiling,
 )
-from onelaunch.kernels.dependent_launch import begin, overlaps, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.launch import launch
 from onelaunch.kernels.tiles import activation_gradient, unpack_bits
 from onelaunch.rng import keep_scale
@@ -99,7 +99,7 @@ def gradient_sums_kernel(
         weighted += sum_of_thread(dz * centred, DEPTH)
         if dx_ptr is not None:
             tl.store(dx_ptr + base + element, (dz * slope).to(dx_ptr.dtype.element_ty), mask=inside)
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     plain *= scale
     weighted *= scale * rstd
     channel = once(channel, channels, GROUPS)
@@ -136,7 +136,7 @@ def input_gradient_kernel(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     channel = channel_index(ROWS, GROUPS, CHANNELS_LAST)
     mean = load_channel(statistics_ptr, channel, channels, 0.0)
     rstd = load_channel(statistics_ptr + channels, channel, channels, 1.0)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.cross_entropy_long import long_rows, scaled_distance
-from onelaunch.kernels.dependent_launch import begin, overlaps, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv, launch, launch_again, needs_triton, next_power_of_2
 from onelaunch.kernels.row_tiles import as_line, as_rows, offsets, piece_width, places_in_line
 
@@ -69,7 +69,7 @@ def cross_entropy_kernel(
     The gradient is scaled by `gradient_scale`, or by one over the sum of the COUNTS numbers in `count_ptr`. `partial` takes,
     after a first place for the number of all rows that count, each program's sum of losses and its number of such rows.
     """
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     row = first_row + tl.arange(0, ROWS)
     row_inside = row < rows
@@ -119,7 +119,7 @@ def cross_entropy_kernel(
             tl.store(partial_ptr + 2 + 2 * tl.program_id(0), program_count)
     if dx_ptr is not None:
         if COUNTS:
-            begin(OVERLAP)
+            wait_for_previous_kernel(OVERLAP)
             gradient_scale = 1.0 / tl.sum(tl.load(count_ptr + tl.arange(0, COUNTS)), axis=0)
         dx = exponential * (gradient_scale / total)[:, None] - tl.where(hit, (1 - smoothing) * gradient_scale, 0.0)
         if SMOOTH:
@@ -136,7 +136,7 @@ def cross_entropy_kernel(
 @triton.jit
 def count_rows_kernel(target_ptr, count_ptr, rows, ignore_index, steps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """How many of its rows count, of each program."""
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     first = tl.program_id(0).to(tl.int64) * steps * BLOCK
     count = tl.zeros((BLOCK,), tl.int32)
     for step in range(steps):
@@ -148,8 +148,8 @@ def count_rows_kernel(target_ptr, count_ptr, rows, ignore_index, steps, BLOCK: t
 @triton.jit
 def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl.constexpr, OVERLAP: tl.constexpr):
     """Adds the programs' sums in a fixed order; the number of rows that count goes to the first place of `partial`."""
-    begin(OVERLAP)
-    release(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
+    allow_next_kernel(OVERLAP)
     loss = tl.zeros((BLOCK,), tl.float32)
     count = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, parts, BLOCK):

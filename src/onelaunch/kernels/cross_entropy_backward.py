@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.dependent_launch import begin, overlaps
+from onelaunch.kernels.dependent_launch import overlaps, wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
 from onelaunch.kernels.row_tiles import first_place, own_pieces, rim, shifted_pieces
 
@@ -22,7 +22,7 @@ def rescale_kernel(
     dx_ptr, upstream_ptr, count_ptr, out_ptr, rows, n, steps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
     """out = dx * upstream (times rows / count where every row was taken to count); nothing at all where that is one."""
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     factor = tl.load(upstream_ptr).to(tl.float32)
     if count_ptr is not None:
         count = tl.load(count_ptr)

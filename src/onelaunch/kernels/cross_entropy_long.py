@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.dependent_launch import begin, overlaps
+from onelaunch.kernels.dependent_launch import overlaps, wait_for_previous_kernel
 from onelaunch.kernels.launch import launch, next_power_of_2
 from onelaunch.kernels.row_tiles import first_place, own_pieces, rim, shifted_pieces
 from onelaunch.kernels.tiles import LOG2_E
@@ -146,7 +146,7 @@ def long_row_kernel(
         tl.store(lse_ptr + 2 * row + 1, tl.log(sum_of_all))
     if SMOOTH or dx_ptr is not None:
         if COUNTS:
-            begin(OVERLAP)
+            wait_for_previous_kernel(OVERLAP)
             gradient_scale = 1.0 / tl.sum(tl.load(count_ptr + tl.arange(0, COUNTS)), axis=0)
         # The scale goes into the exponent: nothing to multiply. A row that does not count gets 2 ** -inf.
         lower = tl.where(counts, tl.log2(sum_of_all) - tl.log2(tl.where(counts, gradient_scale, 1.0)), float("inf"))

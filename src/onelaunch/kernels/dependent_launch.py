@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def begin(OVERLAP: tl.constexpr):
+def wait_for_previous_kernel(OVERLAP: tl.constexpr):
     """Before a kernel reads what the kernel before it wrote: wait for that one's end.
 
     Where all kernels of a chain wait, what still earlier ones wrote is there without waiting; it is then read past L1 (".cg"),
@@ -28,7 +28,7 @@ def begin(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def release(OVERLAP: tl.constexpr):
+def allow_next_kernel(OVERLAP: tl.constexpr):
     """The next kernel may be brought onto the chip, once all programs of this one have said so or ended.
 
     After a program's main loop where more than one lives on a multiprocessor: sooner, the next kernel's would take registers

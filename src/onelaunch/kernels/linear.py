@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.dependent_launch import begin, overlaps, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.launch import call, cdiv, launch, launch_options
 from onelaunch.kernels.tiles import activate, kept, load_key, pack_bits
@@ -117,8 +117,8 @@ def linear_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release(OVERLAP)
-    begin(OVERLAP)
+    allow_next_kernel(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     tile_m, tile_n = tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -167,8 +167,8 @@ def linear_tma_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    release(OVERLAP)
-    begin(OVERLAP)
+    allow_next_kernel(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     tiles = tl.cdiv(m, BLOCK_M) * tl.cdiv(n, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
         tile_m, tile_n = tile_of(tile, m, n, BLOCK_M, BLOCK_N, BAND)

@@ -16,7 +16,7 @@ import torch
 
 from onelaunch.kernels.launch import cdiv
 from onelaunch.kernels.linear import can_use_tma
-from onelaunch.nvrtc.compile import CompileError, compile_cubin, why_not
+from onelaunch.nvrtc.compile import CompileError, compile_cubin, unavailable_reason
 
 HEADERS = Path(__file__).parent / "cuda"
 ARCH = "sm_90a"  # of no other chip: later ones have other tensor cores
@@ -84,7 +84,7 @@ def can_run(
 @functools.cache
 def _loads(variant: Variant, device: torch.device) -> bool:
     """False for whatever is not as it should be: other implementations run everywhere, and tests compile this one."""
-    if why_not():
+    if unavailable_reason():
         return False
     from onelaunch.nvrtc.launch import CudaError
 

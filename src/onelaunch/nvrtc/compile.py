@@ -35,7 +35,7 @@ class Cubin:
     log: str  # warnings, then what ptxas says of each kernel: registers, stack frame, spills, shared memory
 
 
-def why_not() -> str:
+def unavailable_reason() -> str:
     """Why this machine cannot compile and launch CUDA C++, with the remedy; empty when it can (it may still lack a GPU)."""
     try:
         from cuda.core import ObjectCode, Program, ProgramOptions  # noqa: F401 (older versions have them elsewhere)

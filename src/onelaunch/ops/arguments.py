@@ -10,18 +10,18 @@ from typing import Any
 import torch
 
 from onelaunch.activations import ACTIVATIONS
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, shown
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_option
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 takes the reference, on any device
 
 
 def check_number(argument: str, value: object, wanted: str) -> float:
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise ArgumentTypeError(f"{argument}={shown(value)} is not a number: pass {wanted}")
+        raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not a number: pass {wanted}")
     try:
         return float(value)
     except OverflowError:
-        raise OnelaunchError(f"{argument}={shown(value)} is out of range: pass {wanted}") from None
+        raise OnelaunchError(f"{argument}={abbreviate(value)} is out of range: pass {wanted}") from None
 
 
 def check_probability(argument: str, p: object) -> float:

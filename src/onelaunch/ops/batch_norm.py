@@ -37,12 +37,12 @@ from onelaunch.ops.batch_norm_reference import (
 from onelaunch.ops.call_context import (
     differentiable_backward,
     direct_apply,
+    dispatch_override,
+    inside_transform,
+    is_eager_cpu,
+    is_eager_cuda,
     keep_random_calls_apart,
-    overridden,
-    plain_cpu,
-    plain_eager,
     saves_through_hooks,
-    transformed,
     wants_gradient,
 )
 from onelaunch.ops.dropout import draw_key
@@ -241,9 +241,11 @@ def batch_norm(
     """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are moved as torch moves them."""
     if not isinstance(x, Tensor):
         named = {"momentum": momentum, "eps": eps, "activation": activation, "dropout": dropout}
-        return overridden(batch_norm, "x", x, running_mean, running_var, weight, bias, training=training, **named)
-    inside_transform = transformed()
-    eager = plain_eager(x) and not inside_transform
+        return dispatch_override(
+            batch_norm, "x", x, running_mean, running_var, weight, bias, training=training, **named
+        )
+    transforming = inside_transform()
+    eager = is_eager_cuda(x) and not transforming
     options = (training, momentum, eps, activation, dropout)
     known = _known.ask((x, running_mean, running_var, weight, bias), *options) if eager else None
     if known is not True:
@@ -256,7 +258,7 @@ def batch_norm(
             _known.add(known)
     p = float(dropout) if training else 0.0
     running = (running_mean, running_var)
-    if inside_transform or (p == 0 and plain_cpu(x, weight, bias, *running)):
+    if transforming or (p == 0 and is_eager_cpu(x, weight, bias, *running)):
         z = F.batch_norm(x, *running, weight, bias, bool(training), momentum, eps)
         return F.dropout(activate(z, activation), p)
     if eager and _lies_in_one(running_mean) and _lies_in_one(running_var) and _has_kernels(x):

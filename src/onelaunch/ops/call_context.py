@@ -25,13 +25,13 @@ def _ordinary(x: torch.Tensor) -> bool:
     )
 
 
-def plain_eager(x: torch.Tensor) -> bool:
+def is_eager_cuda(x: torch.Tensor) -> bool:
     """A CUDA tensor in ordinary eager mode: an op calls its autograd function at once; going through the dispatcher's Python
     layers costs three times as much."""
     return x.is_cuda and _ordinary(x)
 
 
-def plain_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
+def is_eager_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
     """CPU tensors in ordinary eager mode, of one dtype or with fp32 beside a half: where nothing is dropped, PyTorch's own
     functions do what an op does, and take a fraction of its time."""
     if not x.is_cpu or not all(one is None or _ordinary(one) for one in (x, *others)):
@@ -66,7 +66,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return None
 
 
-def transformed() -> bool:
+def inside_transform() -> bool:
     """Inside a transform of `torch.func`, forward-mode differentiation, or `torch.jit.trace`.
 
     There the ops are compositions of PyTorch's own, which all of these know how to take; a custom op is opaque to them, and
@@ -75,12 +75,12 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or _level_of_functorch() is not None or _is_tracing()
 
 
-transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo guards the two levels itself
+inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]  # dynamo guards the two levels itself
 
 
 def batched(gradient: torch.Tensor) -> bool:
     """Of several gradients at once (`is_grads_batched`), which only PyTorch's ops can take: it lies nowhere by itself."""
-    return transformed() or not torch._C._has_storage(gradient)
+    return inside_transform() or not torch._C._has_storage(gradient)
 
 
 def differentiable_backward(gradient: torch.Tensor) -> bool:
@@ -103,7 +103,7 @@ def keep_random_calls_apart() -> None:
     ]
 
 
-def overridden(function: Any, argument: str, x: object, *others: Any, **options: Any) -> Any:
+def dispatch_override(function: Any, argument: str, x: object, *others: Any, **options: Any) -> Any:
     """A call whose x is no tensor: the node that `torch.fx` makes of it where x is one of its proxies, else an error."""
     if not has_torch_function_unary(x):
         check_float(argument, x)

@@ -24,10 +24,10 @@ from onelaunch.ops.call_context import (
     batched,
     differentiable_backward,
     direct_apply,
-    overridden,
-    plain_cpu,
-    plain_eager,
-    transformed,
+    dispatch_override,
+    inside_transform,
+    is_eager_cpu,
+    is_eager_cuda,
     wants_gradient,
 )
 from onelaunch.ops.cross_entropy_arguments import check_loss_options, check_tensors
@@ -227,9 +227,9 @@ def cross_entropy(
     """
     if not isinstance(logits, Tensor):
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
-        return overridden(cross_entropy, "logits", logits, target, **options)
-    inside_transform = transformed()
-    eager = plain_eager(logits) and not inside_transform
+        return dispatch_override(cross_entropy, "logits", logits, target, **options)
+    transforming = inside_transform()
+    eager = is_eager_cuda(logits) and not transforming
     known = _known.ask((logits, target), label_smoothing, ignore_index, reduction) if eager else None
     if callable(known):
         if logits.is_contiguous() and target.is_contiguous() and wants_gradient(logits) and not any_autocast():
@@ -248,7 +248,7 @@ def cross_entropy(
         )
     if target.dtype.is_floating_point:  # with an index to ignore too: PyTorch says that probabilities have none
         return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
-    if plain_cpu(logits):  # halves are widened, as in a kernel: PyTorch's own would round each log-softmax
+    if is_eager_cpu(logits):  # halves are widened, as in a kernel: PyTorch's own would round each log-softmax
         loss = checked_reference(widen(logits), target.long(), label_smoothing, ignore_index, reduction)
         return loss if fp32_loss else loss.to(logits.dtype)
     flat = logits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, require_whole, shown
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer, require_option
 from onelaunch.ops.arguments import check_float, check_number
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -15,9 +15,9 @@ def check_loss_options(label_smoothing: float, ignore_index: int, reduction: str
     require_option("reduction", reduction, REDUCTIONS)
     if not 0 <= check_number("label_smoothing", label_smoothing, "a number from 0 to 1") <= 1:
         raise OnelaunchError(f"label_smoothing={label_smoothing} is out of range: pass a number from 0 to 1")
-    if not -(2**63) <= require_whole("ignore_index", ignore_index, "a class, or a number no class has") < 2**63:
+    if not -(2**63) <= require_integer("ignore_index", ignore_index, "a class, or a number no class has") < 2**63:
         raise OnelaunchError(
-            f"ignore_index={shown(ignore_index)} is out of range: pass a class, or a number no class has"
+            f"ignore_index={abbreviate(ignore_index)} is out of range: pass a class, or a number no class has"
         )
 
 

@@ -33,12 +33,12 @@ from onelaunch.ops.call_context import (
     autocast_dtype,
     differentiable_backward,
     direct_apply,
+    dispatch_override,
+    inside_transform,
+    is_eager_cpu,
+    is_eager_cuda,
     keep_random_calls_apart,
-    overridden,
-    plain_cpu,
-    plain_eager,
     saves_through_hooks,
-    transformed,
     wants_gradient,
 )
 from onelaunch.ops.dropout import bytes_for, draw_key
@@ -244,9 +244,11 @@ def linear(
 ) -> Tensor:
     """`F.dropout(act(F.linear(x, weight, bias)), dropout, training)`."""
     if not isinstance(x, Tensor):
-        return overridden(linear, "x", x, weight, bias, activation=activation, dropout=dropout, training=training)
-    inside_transform = transformed()
-    eager = plain_eager(x) and not inside_transform
+        return dispatch_override(
+            linear, "x", x, weight, bias, activation=activation, dropout=dropout, training=training
+        )
+    transforming = inside_transform()
+    eager = is_eager_cuda(x) and not transforming
     dtype = autocast_dtype(x.device)
     known = _known.ask((x, weight, bias), activation, dropout, dtype) if eager else None
     if known is not True:
@@ -261,7 +263,7 @@ def linear(
         return F.dropout(linear_reference(x, weight, bias, activation, None, 0.0), p)
     if _is_cast(x, dtype):
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if p == 0 and (activation is None or plain_cpu(x, weight, bias)):
+    if p == 0 and (activation is None or is_eager_cpu(x, weight, bias)):
         return linear_reference(x, weight, bias, activation, None, 0.0)
     flat = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x[None]
     save = wants_gradient(x, weight, bias)

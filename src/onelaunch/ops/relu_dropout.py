@@ -21,10 +21,10 @@ from onelaunch.ops.arguments import KERNEL_DTYPES, check_float, check_probabilit
 from onelaunch.ops.call_context import (
     differentiable_backward,
     direct_apply,
+    dispatch_override,
+    inside_transform,
+    is_eager_cuda,
     keep_random_calls_apart,
-    overridden,
-    plain_eager,
-    transformed,
     wants_gradient,
 )
 from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
@@ -157,14 +157,14 @@ def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     `inplace` writes over x, under the rules of `F.relu(x, inplace=True)`.
     """
     if not isinstance(x, Tensor):
-        return overridden(relu_dropout, "x", x, p, training, inplace)
+        return dispatch_override(relu_dropout, "x", x, p, training, inplace)
     check_float("x", x)
     p = check_probability("p", p)
     if not training or p == 0:
         return torch.relu_(x) if inplace else torch.relu(x)
-    if transformed():
+    if inside_transform():
         return F.dropout(torch.relu_(x) if inplace else torch.relu(x), p, inplace=inplace)
-    eager = plain_eager(x)
+    eager = is_eager_cuda(x)
     if not inplace:
         if not eager:
             return relu_dropout_op(x, p)[0]

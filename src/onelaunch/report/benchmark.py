@@ -5,7 +5,17 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from onelaunch.format import NONE, byte_size, digits, joules, percent, rate, seconds, times, with_article
+from onelaunch.format import (
+    NONE,
+    format_bytes,
+    format_joules,
+    format_number,
+    format_percent,
+    format_rate,
+    format_ratio,
+    format_seconds,
+    with_article,
+)
 from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import busy, machine_facts
@@ -75,7 +85,7 @@ def against(case: dict[str, Any], peer: str) -> str:
     """`2.43×`; `≈ 1.02×` where the spreads allow it to be the other way round."""
     if peer not in case["times"]:
         return NONE
-    return f"{'≈ ' if peer in undecided(case) else ''}{times(ratio_of(case, peer))}"
+    return f"{'≈ ' if peer in undecided(case) else ''}{format_ratio(ratio_of(case, peer))}"
 
 
 def energy_of(case: dict[str, Any]) -> dict[str, float]:
@@ -100,14 +110,14 @@ def group_table(cases: list[dict[str, Any]], title: str) -> Table:
         ours = case["times"][OURS]
         row = [
             case["name"],
-            f"{seconds(ours['median'])} {with_article(case['unit'])}",
-            percent(ours["spread"]),
+            f"{format_seconds(ours['median'])} {with_article(case['unit'])}",
+            format_percent(ours["spread"]),
             str(ours["n"]),
         ]
         row += [against(case, peer) for peer in peers]
-        row += [percent(case.get("floor_share"), 0)] * shares
-        row += [byte_size((case.get("peak_bytes") or {}).get(OURS))] * memory
-        row += [joules(energy_of(case).get(OURS))] * energy
+        row += [format_percent(case.get("floor_share"), 0)] * shares
+        row += [format_bytes((case.get("peak_bytes") or {}).get(OURS))] * memory
+        row += [format_joules(energy_of(case).get(OURS))] * energy
         rows.append(row + [_clock(case.get("gpu"))] * clocks)
     caption = f"{title}: median time, and how many times faster than each peer (below 1× the peer is faster"
     close = "; ≈: too noisy to tell" if any("≈" in cell for row in rows for cell in row) else ""
@@ -162,15 +172,15 @@ def _bars(case: dict[str, Any], identity: str, command: str, palette: Palette) -
     for name, timing in case["times"].items():
         ratio = f", {against(case, name)}" if _kind(name) == "bar" else ""
         low, high = timing["quartiles"]
-        words, colour = seconds(timing["median"]) + ratio, _colour(name, palette)
+        words, colour = format_seconds(timing["median"]) + ratio, _colour(name, palette)
         bars.append(Bar(name, timing["median"], words, low, high, _kind(name), colour))
     bars.sort(key=lambda bar: bar.value)
     svg = bar_chart(f"{identity}-time", case["name"], bars, what=f"Median time of {with_article(case['unit'])}")
     head = ["contender", "median", "least", "quartiles", "n", "spread", "peak memory", "energy"]
     rows = [
-        [name, seconds(t["median"]), seconds(t["minimum"]), " – ".join(map(seconds, t["quartiles"])), str(t["n"]),
-         percent(t["spread"]), byte_size((case.get("peak_bytes") or {}).get(name)),
-         joules(energy_of(case).get(name))]
+        [name, format_seconds(t["median"]), format_seconds(t["minimum"]), " – ".join(map(format_seconds, t["quartiles"])), str(t["n"]),
+         format_percent(t["spread"]), format_bytes((case.get("peak_bytes") or {}).get(name)),
+         format_joules(energy_of(case).get(name))]
         for name, t in case["times"].items()
     ]  # fmt: skip
     notes = [f"{name}: {words}" for name, words in (case.get("notes") or {}).items()]
@@ -196,12 +206,13 @@ def _roofline(
         lines.append(Line(f"ceiling, {dtype}", [low, bend, high], [low * bandwidth, peak, peak]))
     svg = line_chart(
         f"{identity}-roofline", "Roofline", lines, x_label="FLOPs a byte that must move", y_label="FLOPs a second",
-        log_x=True, log_y=True, write_y=lambda value, figures=3: rate(value, "", figures), palette=palette,
+        log_x=True, log_y=True, write_y=lambda value, figures=3: format_rate(value, "", figures), palette=palette,
     )  # fmt: skip
-    rows = [[c["name"], digits(x), rate(y, "FLOP/s"), percent(c.get("floor_share"), 0)] for c, x, y in points]
-    note = (
-        f"The slope is the copy of a large tensor, {rate(bandwidth, 'B/s')} here; the flat part a large matrix product."
-    )
+    rows = [
+        [c["name"], format_number(x), format_rate(y, "FLOP/s"), format_percent(c.get("floor_share"), 0)]
+        for c, x, y in points
+    ]
+    note = f"The slope is the copy of a large tensor, {format_rate(bandwidth, 'B/s')} here; the flat part a large matrix product."
     table = Table("Roofline", ["case", "FLOPs a byte", "reached", "share of the floor's speed"], rows)
     return Figure("Roofline", svg, table, command, note, names)
 
@@ -225,8 +236,10 @@ def _energy(cases: list[dict[str, Any]], identity: str, command: str, palette: P
         ratio = others[frugal] / used[OURS]
         kind, colour = ("ours", _colour(OURS, palette)) if ratio >= 1 else ("bar", None)
         label = case["name"].removeprefix(f"{case['group']}/")
-        bars.append(Bar(label, ratio, f"{times(ratio)} ({frugal})", kind=kind, colour=colour))
-        rows.append([case["name"], joules(used[OURS]), frugal, joules(others[frugal]), times(ratio)])
+        bars.append(Bar(label, ratio, f"{format_ratio(ratio)} ({frugal})", kind=kind, colour=colour))
+        rows.append(
+            [case["name"], format_joules(used[OURS]), frugal, format_joules(others[frugal]), format_ratio(ratio)]
+        )
     if not bars:
         return None
     svg = bar_chart(f"{identity}-energy", "Energy", bars, what="Energy of the most frugal peer over ours")
@@ -239,11 +252,11 @@ def _energy(cases: list[dict[str, Any]], identity: str, command: str, palette: P
 def _memory(case: dict[str, Any], identity: str, command: str, palette: Palette) -> Figure:
     peaks = case["peak_bytes"]
     bars = [
-        Bar(name, float(v), byte_size(v), kind=_kind(name), colour=_colour(name, palette))
+        Bar(name, float(v), format_bytes(v), kind=_kind(name), colour=_colour(name, palette))
         for name, v in peaks.items()
         if math.isfinite(v)
     ]
     svg = bar_chart(f"{identity}-peak", f"{case['name']}: peak memory", bars, what="Peak memory")
-    rows = [[name, byte_size(value), f"{value:,}"] for name, value in peaks.items()]
+    rows = [[name, format_bytes(value), f"{value:,}"] for name, value in peaks.items()]
     table = Table("Peak memory", ["contender", "peak", "bytes"], rows)
     return Figure(f"{case['name']}: peak memory", svg, table, command)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onelaunch.format import NONE, byte_size, digits, percent, seconds, times, whole
+from onelaunch.format import (
+    NONE,
+    format_bytes,
+    format_count,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
 from onelaunch.report.draw import Bar, Line, bar_chart, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import busy, machine_facts
@@ -61,8 +69,8 @@ def comparison_table(found: dict[str, Any]) -> Table:
     for name, one in found.items():
         final, epoch = one["final"], one["epoch_seconds"]
         rows.append(
-            [name, seconds(one["step_seconds"]["median"]), seconds(epoch["median"] if epoch else None),
-             seconds(one["startup_seconds"]), byte_size(one["peak_bytes"]), _mean(final["loss"]),
+            [name, format_seconds(one["step_seconds"]["median"]), format_seconds(epoch["median"] if epoch else None),
+             format_seconds(one["startup_seconds"]), format_bytes(one["peak_bytes"]), _mean(final["loss"]),
              _mean(final["accuracy"], share=True)]
         )  # fmt: skip
     head = ["contender", "a step", "an epoch", "start-up", "peak memory", "final loss", "final accuracy"]
@@ -75,7 +83,7 @@ def comparison_table(found: dict[str, Any]) -> Table:
 def _mean(value: dict[str, float] | None, share: bool = False) -> str:
     if value is None or value["mean"] is None:
         return NONE
-    write = (lambda v: percent(v, 2)) if share else digits
+    write = (lambda v: format_percent(v, 2)) if share else format_number
     return write(value["mean"]) + (f" ± {write(value['deviation'])}" if value["n"] > 1 else "")
 
 
@@ -91,8 +99,8 @@ def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
         found_so = "cannot be told from" if vague else "agrees with" if gap["agrees"] else "does not agree with"
         where = f"steps {gap['first_step'] + 1:,} to {gap['last_step'] + 1:,}"
         words = (
-            f"{name} {found_so} {reference}: largest gap of smoothed losses {percent(gap['relative'], 2)} ({where}; bound "
-            f"{percent(gap['bound'], 2)}{', the losses vary too much' if vague else ''})"
+            f"{name} {found_so} {reference}: largest gap of smoothed losses {format_percent(gap['relative'], 2)} ({where}; bound "
+            f"{format_percent(gap['bound'], 2)}{', the losses vary too much' if vague else ''})"
         )
         said.append(("note" if vague else "good" if gap["agrees"] else "bad", words))
     return said
@@ -104,7 +112,10 @@ def noise(content: dict[str, Any]) -> list[tuple[str, str]]:
     timed = [(name, "", one["step_seconds"]) for name, one in content["contenders"].items()]
     timed += [(name, f" at size {size}", t) for name, sizes in by_size.items() for size, t in sizes.items()]
     return [
-        ("bad", f"The machine was busy: {name}{where} took {seconds(t['minimum'])} to {seconds(t['maximum'])} a step")
+        (
+            "bad",
+            f"The machine was busy: {name}{where} took {format_seconds(t['minimum'])} to {format_seconds(t['maximum'])} a step",
+        )
         for name, where, t in timed
         if t["maximum"] > NOISY * t["minimum"]
     ]
@@ -123,7 +134,7 @@ def _curves(found: dict[str, Any], identity: str, command: str, content: dict[st
         f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean of a stretch", log_y=wide,
         palette=palette,
     )  # fmt: skip
-    rows = [[f"{step:,}", *(digits(line.y[i]) for line in lines)] for i, step in _thinned(lines[0].x)]
+    rows = [[f"{step:,}", *(format_number(line.y[i]) for line in lines)] for i, step in _thinned(lines[0].x)]
     note = "Bands run from the least to the largest seed." if several else ""
     return Figure("Loss curves", svg, Table("Loss by step", ["step", *found], rows), command, note)
 
@@ -138,16 +149,16 @@ def _bars(found: dict[str, Any], identity: str, command: str, palette: Palette) 
     bars = []
     for name, one in found.items():
         t = one["step_seconds"]
-        factor = "" if ours in (None, t["median"]) else f", {times(t['median'] / ours)}"
+        factor = "" if ours in (None, t["median"]) else f", {format_ratio(t['median'] / ours)}"
         kind = "ours" if is_ours(name) else "bar"
-        words, colour = f"{seconds(t['median'])}{factor}", palette.look(name).colour
+        words, colour = f"{format_seconds(t['median'])}{factor}", palette.look(name).colour
         bars.append(Bar(name, t["median"], words, t["minimum"], t["maximum"], kind, colour))
     bars.sort(key=lambda bar: bar.value)
     svg = bar_chart(f"{identity}-bars", "Time of a step", bars, what="Time of a step")
     rows = [
         [
             name,
-            *(seconds(one["step_seconds"][key]) for key in ("median", "minimum", "maximum")),
+            *(format_seconds(one["step_seconds"][key]) for key in ("median", "minimum", "maximum")),
             str(one["step_seconds"]["n"]),
         ]
         for name, one in found.items()
@@ -164,11 +175,11 @@ def _memory(memory: dict[str, Any], identity: str, command: str, palette: Palett
         places = list(range(1, len(values) + 1)) if "bytes" in one else [1, longest]
         lines.append(Line(name, places, [value / 2**20 for value in values], steps=True))
         rows.append(
-            [name, byte_size(min(values)), byte_size(max(values)), str(len(values)) if "bytes" in one else "none"]
+            [name, format_bytes(min(values)), format_bytes(max(values)), str(len(values)) if "bytes" in one else "none"]
         )
     svg = line_chart(
         f"{identity}-memory", "Memory over a step", lines, x_label="operation of the step", y_label="MiB alive",
-        from_zero=True, write_x=whole, palette=palette,
+        from_zero=True, write_x=format_count, palette=palette,
     )  # fmt: skip
     note = (
         "Weights, gradients, optimizer state, batch and activations, without the data set. A flat line is an arena laid out "
@@ -197,14 +208,14 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Pa
             )
         )
     rows = [
-        [f"{size:,}", *(seconds(measured[name].get(str(size), {}).get("median")) for name in measured),
+        [f"{size:,}", *(format_seconds(measured[name].get(str(size), {}).get("median")) for name in measured),
          sizes["auto"].get(str(size), "–").removeprefix("onelaunch ")]
         for size in hidden
     ]  # fmt: skip
     table = Table("Time of a step by hidden size", ["hidden size", *measured, "chosen engine"], rows)
     svg = line_chart(
         f"{identity}-sizes", "Time of a step over hidden size", lines, x_label="hidden size", y_label="time of a step",
-        log_x=True, log_y=True, write_y=seconds, write_x=whole, x_ticks=hidden, palette=palette,
+        log_x=True, log_y=True, write_y=format_seconds, write_x=format_count, x_ticks=hidden, palette=palette,
     )  # fmt: skip
     figures = [Figure("Time of a step over hidden size", svg, table, command)]
     ratios = speed_up(sizes)
@@ -212,10 +223,10 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Pa
         lines = [Line(name, list(by_size), list(by_size.values())) for name, by_size in ratios.items()]
         svg = line_chart(
             f"{identity}-speedup", "Speed-up over hidden size", lines, x_label="hidden size",
-            y_label="times faster than", log_x=True, log_y=True, write_y=times, write_x=whole, x_ticks=hidden,
+            y_label="times faster than", log_x=True, log_y=True, write_y=format_ratio, write_x=format_count, x_ticks=hidden,
             palette=palette,
         )  # fmt: skip
-        rows = [[f"{size:,}", *(times(by_size.get(size)) for by_size in ratios.values())] for size in hidden]
+        rows = [[f"{size:,}", *(format_ratio(by_size.get(size)) for by_size in ratios.values())] for size in hidden]
         table = Table("How many times faster the chosen engine is than each", ["hidden size", *ratios], rows)
         note = "Of the engine that auto picks at each size, or that was asked for; below 1× the other is faster."
         figures.append(Figure("Speed-up over hidden size", svg, table, command, note))

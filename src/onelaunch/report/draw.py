@@ -16,7 +16,7 @@ from html import escape
 from itertools import pairwise
 from typing import Protocol
 
-from onelaunch.format import digits, printable
+from onelaunch.format import format_number, replace_control_characters
 from onelaunch.report.palette import Look, Palette
 from onelaunch.report.scale import Scale, fitted
 
@@ -80,7 +80,7 @@ def chart(identity: str, title: str, description: str, height: float, body: str)
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:
     marked = f' class="{classes}"' if classes else ""
-    return f'<text x="{place(x)}" y="{place(y)}"{marked}>{escape(printable(words))}</text>'
+    return f'<text x="{place(x)}" y="{place(y)}"{marked}>{escape(replace_control_characters(words))}</text>'
 
 
 def line_chart(
@@ -93,8 +93,8 @@ def line_chart(
     log_x: bool = False,
     log_y: bool = False,
     from_zero: bool = False,
-    write_x: Write = digits,
-    write_y: Write = digits,
+    write_x: Write = format_number,
+    write_y: Write = format_number,
     x_ticks: Sequence[float] = (),
     palette: Palette | None = None,
 ) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.format import seconds, times
+from onelaunch.format import format_ratio, format_seconds
 from onelaunch.report.benchmark import against, peers_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.draw import Bar, bar_chart
@@ -130,7 +130,7 @@ def _cold(recorded: dict[str, Any] | None) -> str:
     rows = []
     for words, one in recorded["cold_launch"].items():
         two, fused = one["two_kernels"], one["one_kernel"]
-        rows.append([words, seconds(two), seconds(fused), times(two / fused)])
+        rows.append([words, format_seconds(two), format_seconds(fused), format_ratio(two / fused)])
     first = f"{chip(recorded['machine'])}, {recorded['date'][:10]}, {where}"
     return "\n".join(table([first, "two kernels", "one kernel", "ratio"], rows)) + "\n"
 

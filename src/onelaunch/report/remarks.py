@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onelaunch.errors import listed
+from onelaunch.errors import abbreviate_list
 
 OURS = "onelaunch"
 MOST_APART, LEAST_LOSS = 2.0, 1e-3  # final losses, one over the other; beside the first losses, what is as good as none
@@ -121,7 +121,7 @@ def absences(results: dict[str, Any]) -> list[str]:
 
 def _not_run(results: dict[str, Any]) -> list[Remark]:
     missing = not_run(results)
-    return [("note", f"Not run: {listed(missing)}")] if missing else []
+    return [("note", f"Not run: {abbreviate_list(missing)}")] if missing else []
 
 
 def not_run(results: dict[str, Any]) -> list[str]:

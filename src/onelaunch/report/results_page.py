@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
-from onelaunch.format import byte_size, joules, percent, seconds, times, with_article
+from onelaunch.format import format_bytes, format_joules, format_percent, format_ratio, format_seconds, with_article
 from onelaunch.report.benchmark import against, energy_of, peers_of, ratio_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes
@@ -39,7 +39,7 @@ def results_page(recordings: Recordings) -> str:
 
 
 def time_of(record: Recorded) -> str:
-    return f"{seconds(record.case['times'][OURS]['median'])} {with_article(record.case['unit'])}"
+    return f"{format_seconds(record.case['times'][OURS]['median'])} {with_article(record.case['unit'])}"
 
 
 def plain(words: str) -> str:
@@ -55,13 +55,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def _lost(recordings: Recordings) -> list[str]:
     rows = [
-        [record.case["name"], group.chip, peer, f"{'' if surely else '≈ '}{times(1 / ratio)} its time"]
+        [record.case["name"], group.chip, peer, f"{'' if surely else '≈ '}{format_ratio(1 / ratio)} its time"]
         for group in recordings.groups
         for record in group.cases
         for peer, ratio, surely in record.behind()
     ]
     rows += [
-        [f"{sizes.content['network']}, hidden size {hidden:,}", sizes.chip, peer, f"{times(1 / ratio)} its time"]
+        [f"{sizes.content['network']}, hidden size {hidden:,}", sizes.chip, peer, f"{format_ratio(1 / ratio)} its time"]
         for sizes in recordings.sizes
         for peer, hidden, ratio in sizes.lost_to()
     ]
@@ -73,7 +73,7 @@ def _lost(recordings: Recordings) -> list[str]:
 def _thirstier(recordings: Recordings) -> list[str]:
     """Where a peer takes less energy, whoever is faster."""
     rows = [
-        [record.case["name"], peer, joules(used[peer]), joules(used[OURS])]
+        [record.case["name"], peer, format_joules(used[peer]), format_joules(used[OURS])]
         for group in recordings.groups
         for record in group.cases
         if OURS in (used := energy_of(record.case))
@@ -91,10 +91,10 @@ def _full_table(group: Group) -> list[str]:
     rows = []
     for record in group.cases:
         case, ours = record.case, record.case["times"][OURS]
-        cells = [record.title, time_of(record), str(ours["n"]), percent(ours["spread"])]
+        cells = [record.title, time_of(record), str(ours["n"]), format_percent(ours["spread"])]
         cells += [against(case, peer) for peer in peers]
-        cells += [percent(_floor_share(case), 0), byte_size((case.get("peak_bytes") or {}).get(OURS))]
-        cells += [joules(energy_of(case).get(OURS)), f"[{record.date[:10]}](../{RESULTS}/{record.file})"]
+        cells += [format_percent(_floor_share(case), 0), format_bytes((case.get("peak_bytes") or {}).get(OURS))]
+        cells += [format_joules(energy_of(case).get(OURS)), f"[{record.date[:10]}](../{RESULTS}/{record.file})"]
         rows.append(cells)
     return table(head, rows)
 

@@ -6,7 +6,7 @@ import re
 import shlex
 from typing import Any
 
-from onelaunch.format import digits, percent, seconds, whole
+from onelaunch.format import format_count, format_number, format_percent, format_seconds
 from onelaunch.report.draw import Line, known, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
@@ -72,7 +72,7 @@ def _run_words(epochs: list[dict[str, Any]], config: dict[str, Any]) -> str:
 def _time(about: dict[str, Any]) -> str:
     if "seconds" not in about:
         return ""
-    return f"{seconds(about['seconds'])} of training and validation, {seconds(about.get('startup_seconds'))} to start"
+    return f"{format_seconds(about['seconds'])} of training and validation, {format_seconds(about.get('startup_seconds'))} to start"
 
 
 def _loss(epochs: list[dict[str, Any]], identity: str, command: str, palette: Palette) -> Figure:
@@ -89,8 +89,8 @@ def _loss(epochs: list[dict[str, Any]], identity: str, command: str, palette: Pa
         f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=wide, palette=palette
     )  # fmt: skip
     rows = [
-        [str(e["epoch"] + 1), digits(e["loss"]), _validation(e, "loss"), percent(e.get("accuracy"), 2),
-         _validation(e, "accuracy"), seconds(e.get("seconds"))]
+        [str(e["epoch"] + 1), format_number(e["loss"]), _validation(e, "loss"), format_percent(e.get("accuracy"), 2),
+         _validation(e, "accuracy"), format_seconds(e.get("seconds"))]
         for e in epochs
     ]  # fmt: skip
     head = ["epoch", "loss", "validation loss", "accuracy", "validation accuracy", "time"]
@@ -102,7 +102,7 @@ def _validation(epoch: dict[str, Any], key: str) -> str:
     value = (epoch.get("validation") or {}).get(key)
     if value is None:
         return "–"
-    return percent(value, 2) if key == "accuracy" else digits(value)
+    return format_percent(value, 2) if key == "accuracy" else format_number(value)
 
 
 def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str, palette: Palette) -> Figure:
@@ -113,10 +113,10 @@ def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str, palette
         values = [100 * e["validation"]["accuracy"] for e in checked]
         lines.append(Line("validation", [e["epoch"] + 1 for e in checked], values))
     svg = line_chart(
-        f"{identity}-accuracy", "Accuracy", lines, x_label="epoch", y_label="accuracy, %", write_x=whole,
-        write_y=lambda value, figures=4: digits(value, max(4, figures)), x_ticks=numbers if len(numbers) <= 12 else (),
+        f"{identity}-accuracy", "Accuracy", lines, x_label="epoch", y_label="accuracy, %", write_x=format_count,
+        write_y=lambda value, figures=4: format_number(value, max(4, figures)), x_ticks=numbers if len(numbers) <= 12 else (),
         palette=palette,
     )  # fmt: skip
-    rows = [[str(e["epoch"] + 1), percent(e["accuracy"], 2), _validation(e, "accuracy")] for e in epochs]
+    rows = [[str(e["epoch"] + 1), format_percent(e["accuracy"], 2), _validation(e, "accuracy")] for e in epochs]
     note = f"At the end: {_validation(checked[-1], 'accuracy')} on the validation rows." if checked else ""
     return Figure("Accuracy", svg, Table("Accuracy by epoch", ["epoch", "training", "validation"], rows), command, note)

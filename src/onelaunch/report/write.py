@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
-from onelaunch.format import printable
+from onelaunch.format import replace_control_characters
 from onelaunch.report.benchmark import bench_sections
 from onelaunch.report.comparison import compare_section
 from onelaunch.report.figure import Section
@@ -58,7 +58,7 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
         if target.exists() and not target.is_file():
             raise OSError(errno.EINVAL, "it is no file")
         # A path or a name may hold what UTF-8 has no bytes for.
-        write_atomic(target, printable(page(drawn, command, left_out)).encode("utf-8", "replace"))
+        write_atomic(target, replace_control_characters(page(drawn, command, left_out)).encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise OnelaunchError(f"out={str(out)!r} cannot be written: {reason_of(error)}; pass another path") from error
     return out

@@ -60,7 +60,7 @@ def world() -> World:
 
 
 @contextmanager
-def joined() -> Iterator[World]:
+def process_group() -> Iterator[World]:
     """The group that torchrun started this process in, left again at the end; alone where it was started otherwise."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or world().size > 1:
         yield world()

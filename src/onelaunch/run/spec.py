@@ -12,7 +12,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, require_whole
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer, require_option
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import check_seed
 from onelaunch.run.schedule import SCHEDULES, learning_rate
@@ -121,7 +121,7 @@ def _check_counts(spec: Spec) -> None:
         value = getattr(spec, argument)
         if value is None and argument in ("epochs", "steps"):
             continue
-        number = require_whole(argument, value, "a whole number, 1 or more")
+        number = require_integer(argument, value, "a whole number, 1 or more")
         if number < 1:
             raise OnelaunchError(f"{argument}={number} must be 1 or more")
         object.__setattr__(spec, argument, number)

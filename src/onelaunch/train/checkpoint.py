@@ -22,7 +22,7 @@ from torch import nn
 
 from onelaunch.engines.contract import Run, State
 from onelaunch.errors import CheckpointError, reason_of
-from onelaunch.files import held, remove_leftovers, write_atomic
+from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
 
 FORMAT = 1
 FREE_TO_CHANGE = {"engine", "memory", "precision"}  # how a run is executed, not what it computes
@@ -47,14 +47,14 @@ class Checkpoint:
 
 
 @contextlib.contextmanager
-def claimed(path: Path | None, *, there: bool) -> Iterator[None]:
+def checkpoint_lock(path: Path | None, *, there: bool) -> Iterator[None]:
     """No other run writes to `path` meanwhile. A place that cannot be written to is refused now, not after an epoch; one that
     should be `there`, and is not, when it is read."""
     with contextlib.ExitStack() as stack:
         if path is not None and (path.is_file() or not there):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(held(path))
+                stack.enter_context(exclusive_lock(path))
                 remove_leftovers(path.parent, path.name)
             except BlockingIOError as error:
                 raise CheckpointError(

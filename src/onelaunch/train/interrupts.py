@@ -22,7 +22,7 @@ def on_interrupt(act: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def remembered() -> Iterator[Callable[[], None]]:
+def reraise_interrupts() -> Iterator[Callable[[], None]]:
     """Inside, Ctrl-C raises KeyboardInterrupt as ever; what is given raises it again where nobody got to see it: Python
     drops an exception that strikes inside a destructor, and the work would go on."""
     struck = False

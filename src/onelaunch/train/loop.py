@@ -18,7 +18,7 @@ from onelaunch.run.distributed import World, world
 from onelaunch.train.checkpoint import (
     Checkpoint,
     check_fits,
-    claimed,
+    checkpoint_lock,
     fingerprint,
     frozen,
     load_checkpoint,
@@ -67,7 +67,7 @@ def drive(
     written = checkpoint if team.leads else None
     if not team.leads:
         progress, listener = Progress(), Listener()
-    with claimed(written, there=resume):
+    with checkpoint_lock(written, there=resume):
         return _drive(run, team, checkpoint, written, resume, progress, listener, started)
 
 

@@ -17,13 +17,13 @@ from onelaunch.engines.resident.plan.settings import PLANES
 from onelaunch.engines.resident.plan.units_plan import Plan
 from onelaunch.engines.resident.session import WORKING, spilled_bytes
 from onelaunch.engines.resident.source.source import HEADERS, source_of
-from onelaunch.nvrtc.compile import compile_cubin, why_not
+from onelaunch.nvrtc.compile import compile_cubin, unavailable_reason
 from onelaunch.run.schedule import SCHEDULES
 from onelaunch.run.spec import LOSSES, OPTIMIZERS
 from tests.engines.resident.planning import LAYERS, plan_of
 from tests.reference import ACTIVATIONS
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"cannot compile CUDA here: {why_not()}")
+pytestmark = pytest.mark.skipif(bool(unavailable_reason()), reason=f"cannot compile CUDA here: {unavailable_reason()}")
 
 
 @dataclass(frozen=True)

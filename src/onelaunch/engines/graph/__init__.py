@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch.device import cuda_capability, why_not_cuda
+from onelaunch.device import cuda_capability, cuda_unavailable_reason
 from onelaunch.engines.contract import Run
 from onelaunch.engines.graph.plan.stages import stages_of
 from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
@@ -29,7 +29,7 @@ class GraphEngine:
     name = "graph"
 
     def unavailable_reason(self, device: torch.device) -> str:
-        if reason := why_not_cuda(device):
+        if reason := cuda_unavailable_reason(device):
             return reason
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed: pip install triton"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onelaunch.device import chip_of, why_not_cuda
+from onelaunch.device import chip_of, cuda_unavailable_reason
 from onelaunch.engines.contract import Run
 from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
 
@@ -28,13 +28,13 @@ class ResidentEngine:
     name = "resident"
 
     def unavailable_reason(self, device: torch.device) -> str:
-        if reason := why_not_cuda(device):
+        if reason := cuda_unavailable_reason(device):
             return reason
         if torch.cuda.get_device_capability(device) < (8, 0):
             return "the GPU has compute capability below 8.0"
-        from onelaunch.nvrtc.compile import why_not
+        from onelaunch.nvrtc.compile import unavailable_reason
 
-        return why_not()
+        return unavailable_reason()
 
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:

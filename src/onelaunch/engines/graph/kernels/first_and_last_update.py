@@ -17,7 +17,7 @@ from onelaunch.engines.graph.kernels.run_arguments import Clock, Tile, Weights
 from onelaunch.engines.graph.kernels.run_state import add_up_loss, launch_step
 from onelaunch.engines.graph.kernels.split_k_update import update_bias
 from onelaunch.engines.graph.kernels.split_weights import joined, load_low, store_weights
-from onelaunch.kernels.dependent_launch import begin, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 
 
@@ -40,7 +40,7 @@ def small_update(
     rows = (row < batch)[:, None]
     x_inside = rows & (column < k)[None, :]
     x = tl.load(x_ptr + row[:, None] * k + column[None, :], mask=x_inside, other=0.0, cache_modifier=".cg")
-    begin(OVERLAP)  # for dz alone
+    wait_for_previous_kernel(OVERLAP)  # for dz alone
     dz = tl.load(dz_ptr + row[:, None] * n + unit[None, :], mask=rows & (unit < n)[None, :], other=0.0)
     gradient = tl.dot(tl.trans(dz), x, input_precision=PRECISION)
     w = updated(joined(w, low), gradient, first_ptr, second_ptr, place, inside, scalars, OPTIMIZER)
@@ -107,9 +107,9 @@ def ends_update_kernel(
             BLOCK_M, OPTIMIZER, PRECISION, OVERLAP,
         )  # fmt: skip
     else:
-        begin(OVERLAP)
+        wait_for_previous_kernel(OVERLAP)
         add_up_loss(loss_parts_ptr, losses_ptr, table_ptr, index, loss_parts)
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
 
 
 def ends_update(

@@ -24,7 +24,7 @@ from onelaunch.engines.graph.kernels.run_arguments import Clock, Ending, Tile, W
 from onelaunch.engines.graph.kernels.run_state import launch_step, run_keep, slope
 from onelaunch.engines.graph.kernels.split_k_update import update_bias
 from onelaunch.engines.graph.kernels.split_weights import halved, joined
-from onelaunch.kernels.dependent_launch import begin, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv
 
 
@@ -78,7 +78,7 @@ def strip_kernel(
     own = (row < batch)[:, None] & (column < k)[None, :]
     element = row[:, None] * k + column[None, :]
     h = tl.load(h_ptr + element, mask=own, other=0.0, cache_modifier=".cg")
-    begin(OVERLAP)  # for dz alone
+    wait_for_previous_kernel(OVERLAP)  # for dz alone
     dx = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     # With its own STAGES a loop pipelines loads that feed no product too: the low halves.
     for start in tl.range(split * rows_a_split, tl.minimum((split + 1) * rows_a_split, n), BLOCK_N, num_stages=STAGES):
@@ -110,7 +110,7 @@ def strip_kernel(
             if (start // BLOCK_N) % strips == strip:
                 bias_gradient = tl.sum(dz.to(tl.float32), axis=0)
                 update_bias(bias_gradient, unit, n, bias_ptr, bias_first_ptr, bias_second_ptr, scalars, OPTIMIZER)
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     last = True
     if SPLITS > 1:
         share = batch * k

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Ending, Rows, Tile
 from onelaunch.engines.graph.kernels.run_state import as_number, gathered_rows, launch_step, run_keep, slope
-from onelaunch.kernels.dependent_launch import begin, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 from onelaunch.kernels.linear import tile_of
 from onelaunch.kernels.tiles import activate
@@ -52,7 +52,7 @@ def stage_forward_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     tile_m, tile_n = tile_of(tl.program_id(0), batch, n, BLOCK_M, BLOCK_N, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     unit = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -71,7 +71,7 @@ def stage_forward_kernel(
         )
         x = as_number(x, h_ptr.dtype.element_ty)
         z = tl.dot(x, w.to(x.dtype), z, input_precision=PRECISION)
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     if bias_ptr is not None:
         z += tl.load(bias_ptr + unit, mask=unit < n, other=0.0)[None, :]
     inside = (row < batch)[:, None] & (unit < n)[None, :]
@@ -116,7 +116,7 @@ def input_gradient_kernel(
     OVERLAP: tl.constexpr,
 ):
     """dx = dz·W times the slope of the stage before; each tile's column sums go to row `tile_m` of `sums`."""
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     tile_m, tile_k = tile_of(tl.program_id(0), batch, k, BLOCK_M, BLOCK_K, BAND)
     row = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -138,7 +138,7 @@ def input_gradient_kernel(
                 other=0.0,
             )
         dx = tl.dot(dz, w.to(dz.dtype), dx, input_precision=PRECISION)
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     inside = (row < batch)[:, None] & (column < k)[None, :]
     element = row.to(tl.int64)[:, None] * k + column[None, :]
     if DROPOUT:
@@ -162,7 +162,7 @@ def gather_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out = the step's rows in the type of the products; places past the end of a short batch become zero."""
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source, taken = gathered_rows(order_ptr, table_ptr, tl.load(control_ptr) + step, row, batch)

@@ -19,7 +19,7 @@ import triton.language as tl
 from onelaunch.engines.graph.kernels.output_layer import loss_and_gradient
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Rows
 from onelaunch.engines.graph.kernels.run_state import as_number, gathered_rows, hyper, launch_step, slope
-from onelaunch.kernels.dependent_launch import begin, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
 from onelaunch.kernels.tiles import activate
 
 MOST_LINEARS = 4
@@ -94,7 +94,7 @@ def narrow_step_kernel(
     OVERLAP: tl.constexpr,
 ):
     """UNITS are the hidden widths as they are, WIDTH, IN and OUT as padded; those past the last hidden layer are not used."""
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     index = tl.load(control_ptr) + step
     # Where each Linear begins: its weights, then its bias. The last one's inputs are LAST wide.
     START_2: tl.constexpr = WIDTH_1 * (IN + 1)
@@ -170,7 +170,7 @@ def narrow_step_kernel(
         if BIAS:
             db1 += tl.sum(g.to(tl.float32), axis=0)
 
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     parts_ptr += tl.program_id(0) * TOTAL
     store_sums(parts_ptr, dw1, db1, WIDTH_1, IN)
     if LINEARS > 2:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Ending, Rows, Tile
 from onelaunch.engines.graph.kernels.run_state import as_number, gathered_rows, hyper, launch_step, run_keep, slope
-from onelaunch.kernels.dependent_launch import begin
+from onelaunch.kernels.dependent_launch import wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 
 MOST_OUTPUTS = 1024  # a row of logits stays in registers
@@ -95,7 +95,7 @@ def output_layer_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     index = tl.load(control_ptr) + step
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)

@@ -16,7 +16,7 @@ import triton.language as tl
 from onelaunch.engines.graph.kernels.output_layer import loss_and_gradient
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Ending, Rows
 from onelaunch.engines.graph.kernels.run_state import as_number, gathered_rows, hyper, launch_step, run_keep, slope
-from onelaunch.kernels.dependent_launch import begin, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
 from onelaunch.kernels.launch import next_power_of_2
 
 HELD = 131_072  # bytes of weights a program holds at once: 64 registers a thread
@@ -118,7 +118,7 @@ def output_row_kernel(
         inside = feature < features
         features_row = tl.load(data_ptr + source[:, None] * features + feature, mask=taken[:, None] & inside, other=0)
     place = source if GATHER else row.to(tl.int64)
-    begin(OVERLAP)  # for x; and before any store, since buffers share memory
+    wait_for_previous_kernel(OVERLAP)  # for x; and before any store, since buffers share memory
     if gathered_ptr is not None:
         tl.store(gathered_ptr + row[:, None] * features + feature, as_number(features_row, kind), mask=inside)
     if WHOLE:
@@ -131,7 +131,7 @@ def output_row_kernel(
             sums += weighted(x_part, load_weights(w_ptr, start, outputs, k, WIDTH, BLOCK_K), kind)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     loss, gradient, right = loss_and_gradient(
         sums[None, :], target_ptr, source, taken, outputs, hyper(table_ptr, 6), WIDTH, LOSS
     )

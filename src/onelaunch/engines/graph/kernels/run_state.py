@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.engines.graph.kernels.run_arguments import WIDTH, Clock
-from onelaunch.kernels.dependent_launch import begin
+from onelaunch.kernels.dependent_launch import wait_for_previous_kernel
 from onelaunch.kernels.launch import call, cdiv, launch, launch_options
 from onelaunch.kernels.tiles import activation_gradient, activation_gradient_from_output
 from onelaunch.rng import permutation_bits, permutation_keys
@@ -170,7 +170,7 @@ def advance(control: torch.Tensor, steps: int) -> None:
 def add_up_losses_kernel(
     loss_parts_ptr, losses_ptr, control_ptr, table_ptr, step: tl.int32, loss_parts, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     add_up_loss(loss_parts_ptr, losses_ptr, table_ptr, tl.load(control_ptr) + step, loss_parts)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from onelaunch.engines.graph.kernels.optimizer import update_scalars, updated
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Weights
 from onelaunch.engines.graph.kernels.run_state import add_up_loss, launch_step
-from onelaunch.kernels.dependent_launch import begin, release
+from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv, next_power_of_2
 
 PARTS_UPDATE_BLOCK = 32  # weights a program: one line of memory a part
@@ -78,13 +78,13 @@ def parts_update_kernel(
 ):
     """The optimizer's step where several programs have left their sums: `parts` rows of `total` weight gradients, and `sums`
     rows of `units` bias gradients, which the last program adds up."""
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     index = tl.load(control_ptr) + step
     scalars = update_scalars(table_ptr, index)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < total
     gradient = column_sums(parts_ptr, place, inside, parts, total, PARTS)
-    release(OVERLAP)
+    allow_next_kernel(OVERLAP)
     w = tl.load(w_ptr + place, mask=inside, other=0.0)
     update_in_place(w, gradient, place, inside, w_ptr, copy_ptr, first_ptr, second_ptr, scalars, OPTIMIZER)
     if tl.program_id(0) == tl.num_programs(0) - 1:

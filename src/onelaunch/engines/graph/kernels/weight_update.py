@@ -18,7 +18,7 @@ from onelaunch.engines.graph.kernels.optimizer import update_scalars
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Rows, Tile, Weights
 from onelaunch.engines.graph.kernels.run_state import add_up_loss, as_number, gathered_rows, launch_step
 from onelaunch.engines.graph.kernels.split_k_update import column_sums, update_bias, update_in_place
-from onelaunch.kernels.dependent_launch import begin
+from onelaunch.kernels.dependent_launch import wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv
 from onelaunch.kernels.linear import tile_of
 
@@ -100,7 +100,7 @@ def partial_products_kernel(
     OVERLAP: tl.constexpr,
 ):
     """Part p of `parts`, `[n, k]`, = dzᵀ·x over rows `[p * rows, (p + 1) * rows)`: for tiles too few to fill a chip."""
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     tiles = tl.cdiv(n, BLOCK_N) * tl.cdiv(k, BLOCK_K)
     part = tl.program_id(0) // tiles
     tile_n, tile_k = tile_of(tl.program_id(0) % tiles, n, k, BLOCK_N, BLOCK_K, BAND)
@@ -152,7 +152,7 @@ def weight_update_kernel(
 
     The last of a step's kernels also adds up the step's loss.
     """
-    begin(OVERLAP)
+    wait_for_previous_kernel(OVERLAP)
     index = tl.load(control_ptr) + step
     scalars = update_scalars(table_ptr, index)
     tile = tl.program_id(0)
