@@ -252,7 +252,7 @@ def batch_norm(
         check_numbers(eps, momentum, running_mean, running_var)
         check_activation(activation)
         check_probability("dropout", dropout)
-        if not inside_transform:
+        if not transforming:
             check_tensors(x, running_mean, running_var, weight, bias, training)
         if known is not None:
             _known.add(known)

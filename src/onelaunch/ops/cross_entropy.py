@@ -236,12 +236,12 @@ def cross_entropy(
             return _apply_small(logits, target, known)
     elif known is not True:
         check_loss_options(label_smoothing, ignore_index, reduction)
-        if not inside_transform:
+        if not transforming:
             check_tensors(logits, target)
         if known is not None:
             _known.add(known, _prepared(logits, target, label_smoothing, ignore_index, reduction))
     fp32_loss = autocast_dtype(logits.device) is not None
-    if inside_transform:
+    if transforming:
         target = target if target.dtype.is_floating_point else target.long()
         return cross_entropy_reference(
             widen(logits) if fp32_loss else logits, target, label_smoothing, ignore_index, reduction

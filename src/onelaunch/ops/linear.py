@@ -254,12 +254,12 @@ def linear(
     if known is not True:
         check_activation(activation)
         check_probability("dropout", dropout)
-        if not inside_transform:
+        if not transforming:
             _check(x, weight, bias, dtype)
         if known is not None:
             _known.add(known)
     p = float(dropout) if training else 0.0
-    if inside_transform:
+    if transforming:
         return F.dropout(linear_reference(x, weight, bias, activation, None, 0.0), p)
     if _is_cast(x, dtype):
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
