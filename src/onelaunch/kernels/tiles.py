@@ -10,16 +10,21 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from onelaunch import activations
+
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter knows no PTX
 LANES = tl.constexpr(8)
 # The last word of our Philox counters. PyTorch's kernels leave small numbers there, so the streams never meet.
 STREAM_TAG = tl.constexpr(0x6F6C0001)
-LEAKY_SLOPE = tl.constexpr(0.01)
+LEAKY_SLOPE = tl.constexpr(activations.LEAKY_RELU_SLOPE)
+SELU_SCALE = tl.constexpr(activations.SELU_SCALE)
+SELU_SCALE_ALPHA = tl.constexpr(activations.SELU_SCALE * activations.SELU_ALPHA)
+SOFTPLUS_THRESHOLD = tl.constexpr(activations.SOFTPLUS_THRESHOLD)
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
 LOG2_E = tl.constexpr(1.4426950408889634)
 TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
-GELU_CUBIC = tl.constexpr(0.044715)
+GELU_CUBIC = tl.constexpr(activations.GELU_CUBIC)
 THREE_GELU_CUBIC = tl.constexpr(0.134145)
 
 
@@ -183,8 +188,36 @@ def tanh(x):
 
 
 @triton.jit
+def expm1(x):
+    """exp(x) - 1 to a relative error of 1e-6. The difference cancels near zero; the series is exact to fp32 there."""
+    series = x * (1 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120)))))
+    return tl.where(tl.abs(x) < 0.1, series, tl.exp(x) - 1)
+
+
+@triton.jit
+def softplus(z):
+    """log(1 + exp(z)), and z above 20, as in PyTorch. 1 + e loses the digits of a small e; the series keeps them."""
+    e = tl.exp(z)
+    series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5)))))
+    return tl.where(z > SOFTPLUS_THRESHOLD, z, tl.where(e < 0.05, series, tl.log(1 + e)))
+
+
+@triton.jit
+def mish_factors(z):
+    """tanh(softplus(z)) and its derivative, from one exponential.
+
+    With e = exp(z) and n = e * (e + 2) the first is n / (n + 2). Above 20 it is 1 to fp32, and n may overflow.
+    """
+    e = tl.exp(z)
+    n = e * (e + 2)
+    inverse = 1 / (n + 2)
+    large = z > SOFTPLUS_THRESHOLD
+    return tl.where(large, 1.0, n * inverse), tl.where(large, 0.0, 4 * e * inverse * ((e + 1) * inverse))
+
+
+@triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """act(z)"""
+    """act(z); z itself where ACTIVATION is None."""
     if ACTIVATION == "relu":
         z = tl.where(z <= 0, 0.0, z)  # NaN stays NaN, as in torch
     elif ACTIVATION == "leaky_relu":
@@ -200,6 +233,18 @@ def activate(z, ACTIVATION: tl.constexpr):
         z = z * sigmoid(z * TWO_SQRT_2_OVER_PI * (1 + z * z * GELU_CUBIC))
     elif ACTIVATION == "silu":
         z = z * sigmoid(z)
+    elif ACTIVATION == "elu":
+        z = tl.where(z > 0, z, expm1(z))
+    elif ACTIVATION == "selu":
+        z = tl.where(z > 0, z * SELU_SCALE, expm1(z) * SELU_SCALE_ALPHA)
+    elif ACTIVATION == "mish":
+        z = z * mish_factors(z)[0]
+    elif ACTIVATION == "softplus":
+        z = softplus(z)
+    elif ACTIVATION == "hardswish":
+        z = z * (tl.minimum(tl.maximum(z + 3, 0.0), 6.0) * (1 / 6))
+    else:
+        tl.static_assert(ACTIVATION is None, "unknown activation")
     return z
 
 
@@ -221,23 +266,38 @@ def activation_gradient(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":
         s = sigmoid(z * TWO_SQRT_2_OVER_PI * (1 + z * z * GELU_CUBIC))
         slope = s + z * s * (1 - s) * TWO_SQRT_2_OVER_PI * (1 + z * z * THREE_GELU_CUBIC)
-    else:
-        tl.static_assert(ACTIVATION == "silu")
+    elif ACTIVATION == "silu":
         s = sigmoid(z)
         slope = s * (1 + z * (1 - s))
+    elif ACTIVATION == "elu":
+        slope = tl.where(z > 0, 1.0, tl.exp(z))
+    elif ACTIVATION == "selu":
+        slope = tl.where(z > 0, SELU_SCALE, tl.exp(z) * SELU_SCALE_ALPHA)
+    elif ACTIVATION == "mish":
+        t, dt = mish_factors(z)
+        slope = t + z * dt
+    elif ACTIVATION == "softplus":
+        slope = tl.where(z > SOFTPLUS_THRESHOLD, 1.0, sigmoid(z))
+    else:
+        tl.static_assert(ACTIVATION == "hardswish", "unknown activation")
+        slope = tl.where(z <= -3, 0.0, tl.where(z >= 3, 1.0, z * (1 / 3) + 0.5))
     return slope
 
 
 @triton.jit
 def activation_gradient_from_output(a, ACTIVATION: tl.constexpr):
-    """act'(z), from the value after the activation; for the four activations that allow it."""
+    """act'(z), from the value after the activation, for the activations whose output determines it."""
     if ACTIVATION == "relu":
         slope = tl.where(a <= 0, 0.0, 1.0)
     elif ACTIVATION == "leaky_relu":
         slope = tl.where(a > 0, 1.0, LEAKY_SLOPE)
     elif ACTIVATION == "sigmoid":
         slope = a * (1 - a)
-    else:
-        tl.static_assert(ACTIVATION == "tanh")
+    elif ACTIVATION == "tanh":
         slope = 1 - a * a
+    elif ACTIVATION == "elu":
+        slope = tl.where(a > 0, 1.0, a + 1)
+    else:
+        tl.static_assert(ACTIVATION == "selu", "needs the value before the activation")
+        slope = tl.where(a > 0, SELU_SCALE, a + SELU_SCALE_ALPHA)
     return slope
