@@ -11,7 +11,7 @@ import errno
 import numbers
 from collections.abc import Iterable, Sequence
 
-NAMED = 5  # of a long list
+MAX_NAMED = 5  # of a long list
 
 
 class OnelaunchError(ValueError):
@@ -67,8 +67,8 @@ suggest._dynamo_marked_constant = True  # type: ignore[attr-defined]  # difflib 
 
 def abbreviate_list(names: Sequence[str]) -> str:
     """`a, b, c and 63 more`"""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def abbreviate(value: object, most: int = 60) -> str:

@@ -154,7 +154,7 @@ def dropout_keep(
     return dropout_bits(seed, layer, range(step, step + 1), rows, units, device=device)[0] < keep_threshold(p)
 
 
-def numpy_words() -> bytes:
+def numpy_random_state() -> bytes:
     """The state of NumPy's global generator, none of ours: to see whether a user's module has drawn from it."""
     state: Any = np.random.get_state()  # noqa: NPY002
     return state[1].tobytes() + str(state[2:]).encode()

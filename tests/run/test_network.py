@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onelaunch as ol
-from onelaunch.run.network import Activation, BatchNorm, Dropout, Flatten, Linear, NotPlainError, parse_network
+from onelaunch.run.network import Activation, BatchNorm, Dropout, Flatten, Linear, NotAnMlpError, parse_network
 from onelaunch.train.mlp import mlp
 
 
@@ -166,7 +166,7 @@ def test_a_dropout_used_twice_draws_what_it_draws_on_the_eager_engine():
     ],
 )
 def test_the_reason_is_given(make, reason):
-    with pytest.raises(NotPlainError, match=reason):
+    with pytest.raises(NotAnMlpError, match=reason):
         parse_network(make())
 
 
@@ -198,5 +198,5 @@ def test_numbers_of_numpy_are_numbers():
         for engine in ("cpu", "eager")
     ]
     torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-5, atol=0)
-    with pytest.raises(NotPlainError, match="slope inf, which float32 does not hold"):
+    with pytest.raises(NotAnMlpError, match="slope inf, which float32 does not hold"):
         parse_network(nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(float("inf"))))

@@ -1,12 +1,12 @@
-"""What an engine is: it takes a Run, and yields the run's Segments while it trains the model in place.
+"""The interface of an engine: it takes a Run and yields the run's Segments while it trains the model in place.
 
-The driver (`train/loop.py`) does everything that is the same for all of them: history, checkpoints, progress, Ctrl-C, the
-stop on a loss that is not finite. An engine may hold the weights wherever it likes while a segment runs.
+The driver (`train/loop.py`) does what all engines have in common: history, checkpoints, progress, Ctrl-C, and the stop on a
+loss that is not finite. While a segment runs, an engine may keep the weights wherever it likes.
 
-Optimizer state has one form for all engines, so that checkpoints do not depend on them: one tensor a parameter, shaped like
-it, named `momentum.<parameter>` (SGD) or `exp_avg.<parameter>` and `exp_avg_sq.<parameter>` (Adam, AdamW), with the
-parameter's name in `model.state_dict()`. Adam's step count is the run's. What only one engine needs goes under
-`engine.<name>`.
+Optimizer state has one form for all engines, so that a checkpoint does not depend on its engine. Each state is one tensor per
+parameter, of the parameter's shape, called `<state>.<parameter>`: the state's name in `onelaunch.optimizers`, such as
+`momentum` or `exp_avg`, and the parameter's name in `model.state_dict()`. The optimizer's step count is the run's. State that
+only one engine needs is called `engine.<name>`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Metrics:
-    """Mean loss over rows; accuracy as a fraction, or None where it has no meaning (mse)."""
+    """The mean loss over rows, and the accuracy as a fraction (None for mse, which has none)."""
 
     loss: float
     accuracy: float | None
 
     @classmethod
     def of(cls, spec: Spec, loss_sum: float, correct: int, rows: int, outputs: int) -> Metrics:
-        """From the loss summed over `rows` rows of `outputs` values each, and the number of correct predictions."""
+        """The means over `rows` rows of `outputs` values each, from the summed loss and the number of correct predictions."""
         loss = loss_sum / (rows * values_per_row(spec, outputs))
         accuracy = correct / (rows * predictions_per_row(spec, outputs)) if has_accuracy(spec) else None
         return cls(loss, accuracy)
@@ -42,21 +42,21 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Run:
-    """A checked request. `x` and `y` lie on the model's device: x uint8 (meaning value / 255), floating point or, for
-    models that are not plain, any integers; y int64 classes `[rows]` for cross_entropy, else floats shaped like the output.
+    """A checked training request. `x` and `y` are on the model's device.
+
+    x: uint8 (meaning value / 255) or floating point; any integers for a model that is not an MLP.
+    y: int64 classes `[rows]` for cross_entropy, else floats of the output's shape.
     """
 
     spec: Spec
     model: nn.Module
-    network: Network | None  # None: not a plain MLP, `not_plain` says why
-    not_plain: str
+    network: Network | None  # None: the model is not an MLP, for `no_network_reason`
+    no_network_reason: str
     x: torch.Tensor
     y: torch.Tensor
     validation: tuple[torch.Tensor, torch.Tensor] | None
-    outputs: int  # values a row of the model's output has
-    checkpoints: bool = (
-        False  # whether a snapshot is taken after each segment; an engine may run on between them if not
-    )
+    outputs: int  # values per row of the model's output
+    checkpoints: bool = False  # a snapshot follows each segment; without one an engine may run ahead between segments
 
     @property
     def device(self) -> torch.device:
@@ -65,38 +65,40 @@ class Run:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive steps of one epoch. It ends where the epoch or the run ends, or early when a stop was asked for."""
+    """Consecutive steps of one epoch, up to the end of the epoch or of the run, or to where a stop was requested."""
 
     first_step: int
-    losses: torch.Tensor  # float32 on the CPU, one a step: the mean over the batch before the step's update
-    correct: int | None  # right predictions among the segment's training rows (elements, for bce_with_logits)
-    validation: Metrics | None  # after the last step of an epoch or of the run, when the Run has validation data
+    losses: torch.Tensor  # float32 on the CPU, one per step: the batch's mean loss before the step's update
+    correct: int | None  # correct predictions among the segment's training rows (elements, for bce_with_logits)
+    validation: Metrics | None  # after the last step of an epoch or of the run, if the Run has validation data
 
 
 class Monitor(Protocol):
-    """How a running engine and its driver talk. Both calls are cheap; engines make them at least ten times a second."""
+    """How a running engine reports to its driver. Both members are cheap; engines use them at least ten times per second."""
 
     @property
     def stop(self) -> bool:
-        """Whether to end the segment at the next step boundary."""
+        """Whether the engine should end the segment at the next step boundary."""
 
     def report(self, step: int, loss: float, correct: int | None) -> None:
-        """`step` steps of the run are done; the loss of the last, and the right predictions so far in this segment."""
+        """Say that `step` steps of the run are done, with the last one's loss and the segment's correct predictions so far."""
 
 
 class Session(Protocol):
-    plan: str  # for people: what lives where and which phase does what
-    allocations: dict[str, int]  # calls to an allocator and the like, where the engine counts them
-    precision: str  # what "auto" became
+    """An engine at work on one Run."""
+
+    plan: str  # for people: where the data is kept and what each phase does
+    allocations: dict[str, int]  # number of allocator calls by name, for an engine that counts them
+    precision: str  # what precision="auto" resolved to
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
-        """Train from `first_step` to the end of the run. Between two segments `snapshot` may be called."""
+        """Train from `first_step` to the end of the run. The driver may call `snapshot` between two segments."""
 
     def snapshot(self) -> State:
         """Write parameters and buffers back into the model and return the optimizer's state, as of the last segment."""
 
     def close(self) -> None:
-        """Leave the model trained and usable, whatever happened. May be called at any time, more than once."""
+        """Leave the model trained and usable, after an error too. May be called at any time and repeatedly."""
 
 
 class Engine(Protocol):
@@ -106,7 +108,7 @@ class Engine(Protocol):
         """Why the engine cannot run on this machine and device; empty when it can."""
 
     def unsupported_reason(self, run: Run) -> str:
-        """Why it cannot run this run (it can run here); empty when it can."""
+        """Why an engine that is available cannot run `run`; empty when it can."""
 
     def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> Session:
-        """Make ready. `state` is a snapshot's (empty for a new run); the model already holds the weights."""
+        """Prepare to train. `state` is that of a snapshot, empty for a new run; the model already has the weights."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from onelaunch.fuse.refused import RefusedError
-from onelaunch.rng import numpy_words
+from onelaunch.rng import numpy_random_state
 
 CONTAINERS = (list, dict, set, deque)
 MOST = 10_000  # values that are looked at; a vocabulary or a data set is not state of a forward
@@ -108,11 +108,11 @@ def unchanged(modules: Iterable[nn.Module], named: dict[str, Any]) -> Iterator[N
 def numbers_put_back() -> Iterator[list[str]]:
     """Puts back the generators of Python and NumPy; the list given has something in it afterwards if one was moved."""
     drawn: list[str] = []
-    random_state, numpy_state, words = random.getstate(), np.random.get_state(), numpy_words()  # noqa: NPY002
+    random_state, numpy_state, words = random.getstate(), np.random.get_state(), numpy_random_state()  # noqa: NPY002
     try:
         yield drawn
     finally:
-        drawn += ["random"] * (random.getstate() != random_state) + ["numpy"] * (numpy_words() != words)
+        drawn += ["random"] * (random.getstate() != random_state) + ["numpy"] * (numpy_random_state() != words)
         random.setstate(random_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
 

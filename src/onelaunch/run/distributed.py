@@ -21,7 +21,7 @@ from torch import distributed
 
 from onelaunch.errors import OnelaunchError
 
-PATIENCE = timedelta(minutes=5)  # for a rank that neither answers nor dies
+TIMEOUT = timedelta(minutes=5)  # for a rank that neither answers nor dies
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class World:
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Over all ranks, in place."""
         if self.size > 1:
-            with _told():
+            with as_lost_rank():
                 distributed.all_reduce(tensor)
         return tensor
 
@@ -74,8 +74,8 @@ def process_group() -> Iterator[World]:
                 "pass a smaller --nproc-per-node"
             )
         torch.cuda.set_device(local)
-    with _told():
-        distributed.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE)
+    with as_lost_rank():
+        distributed.init_process_group("nccl" if cuda else "gloo", timeout=TIMEOUT)
     try:
         yield world()
     finally:
@@ -88,19 +88,19 @@ class LostRankError(OnelaunchError):
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def as_lost_rank() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise lost(error) from error
+        raise lost_rank_error(error) from error
 
 
-def lost(error: Exception) -> LostRankError:
+def lost_rank_error(error: Exception) -> LostRankError:
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     reason = re.sub(r"^\[[^]]*\]\s*", "", said).split(". This is typically", 1)[0]  # without gloo's file and guesses
     return LostRankError(f"another process of this job died or does not answer ({reason}): see its output, and resume")
 
 
-def is_lost(error: Exception) -> bool:
+def is_lost_rank(error: Exception) -> bool:
     """Whether an error inside DDP's own communication means that a rank is gone."""
     return world().size > 1 and any(word in str(error) for word in ("gloo", "NCCL", "Connection", "ProcessGroup"))

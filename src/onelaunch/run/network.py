@@ -60,7 +60,7 @@ class BatchNorm:
 Layer = Flatten | Linear | Activation | Dropout | BatchNorm
 
 
-class NotPlainError(Exception):
+class NotAnMlpError(Exception):
     """The model is not a plain MLP; the message says why."""
 
 
@@ -92,7 +92,7 @@ class Network:
 def parse_network(model: nn.Module) -> Network:
     """The layers of `model`, or NotPlainError with the reason."""
     if type(model) is not nn.Sequential:
-        raise NotPlainError(f"the model is a {type(model).__name__}, not an nn.Sequential")
+        raise NotAnMlpError(f"the model is a {type(model).__name__}, not an nn.Sequential")
     layers: list[Layer] = []
     uses: dict[int, int] = {}
     dropouts = {id(module): number for number, module in enumerate(m for m in model.modules() if type(m) is nn.Dropout)}
@@ -100,7 +100,7 @@ def parse_network(model: nn.Module) -> Network:
         _refuse_extras(path, module)
         before = uses.get(id(module), 0)
         if before and module.state_dict():
-            raise NotPlainError(f"layer {path!r} is used twice")
+            raise NotAnMlpError(f"layer {path!r} is used twice")
         uses[id(module)] = before + 1
         # Numbered as the eager engine counts them, a module's second use after all first ones.
         layer = _layer(path, module, dropouts.get(id(module), 0) + before * len(dropouts))
@@ -111,11 +111,11 @@ def parse_network(model: nn.Module) -> Network:
     buffers = model.named_buffers(remove_duplicate=False)
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
         if owners.setdefault(tensor.data_ptr(), name) != name and tensor.numel():
-            raise NotPlainError(f"{owners[tensor.data_ptr()]} and {name} share their memory")
+            raise NotAnMlpError(f"{owners[tensor.data_ptr()]} and {name} share their memory")
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
-            raise NotPlainError(f"{name} is {tensor.dtype}, not torch.float32")
+            raise NotAnMlpError(f"{name} is {tensor.dtype}, not torch.float32")
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
-            raise NotPlainError(f"{name} is frozen (requires_grad=False)")
+            raise NotAnMlpError(f"{name} is frozen (requires_grad=False)")
     return Network(tuple(layers))
 
 
@@ -136,12 +136,12 @@ def _refuse_extras(path: str, module: nn.Module) -> None:
     )  # fmt: skip
     of_state = (module._state_dict_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks)
     if any(hooks) or any(of_state) or "forward" in vars(module) or hasattr(module, "parametrizations"):
-        raise NotPlainError(f"layer {path or 'the model itself'!r} has a hook, a parametrization or its own forward")
+        raise NotAnMlpError(f"layer {path or 'the model itself'!r} has a hook, a parametrization or its own forward")
     for name, parameter in module._parameters.items():
         if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
-            raise NotPlainError(f"{name} of layer {path!r} has a hook")
+            raise NotAnMlpError(f"{name} of layer {path!r} has a hook")
     if any(GLOBAL_HOOKS):
-        raise NotPlainError("a hook on all modules is registered")
+        raise NotAnMlpError("a hook on all modules is registered")
 
 
 def _layer(path: str, module: nn.Module, dropout: int) -> Layer | None:
@@ -156,7 +156,7 @@ def _layer(path: str, module: nn.Module, dropout: int) -> Layer | None:
         case nn.BatchNorm1d() if type(module) is nn.BatchNorm1d:
             tracks = module.running_mean is not None
             if tracks != module.track_running_stats:
-                raise NotPlainError(f"layer {path!r} has running statistics, but they are switched off")
+                raise NotAnMlpError(f"layer {path!r} has running statistics, but they are switched off")
             _require_shapes(path, module, (module.num_features,), (module.num_features,))
             momentum = None if module.momentum is None else float(module.momentum)
             return BatchNorm(path, int(module.num_features), float(module.eps), momentum, module.affine, tracks)
@@ -165,9 +165,9 @@ def _layer(path: str, module: nn.Module, dropout: int) -> Layer | None:
         case _ if (activation := find_activation(module)) is not None:
             slope = float(module.negative_slope) if isinstance(module, nn.LeakyReLU) else 0.0
             if not abs(slope) < torch.finfo(torch.float32).max:
-                raise NotPlainError(f"layer {path!r} has the slope {slope}, which float32 does not hold")
+                raise NotAnMlpError(f"layer {path!r} has the slope {slope}, which float32 does not hold")
             return Activation(activation.name, slope)
-    raise NotPlainError(f"layer {path!r} is {module}, which only the eager engine takes")
+    raise NotAnMlpError(f"layer {path!r} is {module}, which only the eager engine takes")
 
 
 def _require_shapes(path: str, module: nn.Module, weight: tuple[int, ...], bias: tuple[int, ...]) -> None:
@@ -175,7 +175,7 @@ def _require_shapes(path: str, module: nn.Module, weight: tuple[int, ...], bias:
     for name, expected in (("weight", weight), ("bias", bias)):
         tensor = getattr(module, name)
         if tensor is not None and (tuple(tensor.shape) != expected or 0 in expected):
-            raise NotPlainError(
+            raise NotAnMlpError(
                 f"{name} of layer {path!r} has shape {tuple(tensor.shape)}, not {expected}, or is empty"
             )
 
@@ -183,12 +183,12 @@ def _require_shapes(path: str, module: nn.Module, weight: tuple[int, ...], bias:
 def _refuse_misfits(layers: list[Layer]) -> None:
     """Widths that do not chain, or a model with nothing to learn."""
     if not any(isinstance(layer, Linear) for layer in layers):
-        raise NotPlainError("the model has no Linear layer")
+        raise NotAnMlpError("the model has no Linear layer")
     width: int | None = None
     for position, layer in enumerate(layers):
         if isinstance(layer, Flatten) and any(not isinstance(before, Flatten) for before in layers[:position]):
-            raise NotPlainError("a Flatten stands after another layer")
+            raise NotAnMlpError("a Flatten stands after another layer")
         takes = layer.inputs if isinstance(layer, Linear) else layer.features if isinstance(layer, BatchNorm) else width
         if width is not None and takes != width:
-            raise NotPlainError(f"a layer of {takes} inputs follows one of {width} outputs")
+            raise NotAnMlpError(f"a layer of {takes} inputs follows one of {width} outputs")
         width = layer.outputs if isinstance(layer, Linear) else takes

@@ -21,7 +21,7 @@ LOSSES = ("cross_entropy", "mse", "bce_with_logits")
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
 ENGINES = ("auto", "resident", "graph", "cpu", "eager")
 MEMORY = ("plan", "caching", "stream")
-LARGEST_FLOAT32 = 3.4028234663852886e38
+MAX_FLOAT32 = 3.4028234663852886e38
 MAX_STEPS = 2**32 - 1  # a step is one 32-bit word of the dropout counter
 
 
@@ -135,7 +135,7 @@ def _check_floats(spec: Spec) -> None:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ArgumentTypeError(f"betas={betas!r} must be two numbers, such as (0.9, 0.999)")
     bounds = {
-        "lr": LARGEST_FLOAT32, "momentum": 1, "weight_decay": LARGEST_FLOAT32, "eps": LARGEST_FLOAT32,
+        "lr": MAX_FLOAT32, "momentum": 1, "weight_decay": MAX_FLOAT32, "eps": MAX_FLOAT32,
         "label_smoothing": math.nextafter(1, 2),
     }  # fmt: skip
     for argument, bound in bounds.items():
@@ -152,6 +152,6 @@ def _number(argument: str, value: object, bound: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{argument}={value!r} is not a number")
     if not 0 <= value < bound:  # type: ignore[operator]
-        limit = {LARGEST_FLOAT32: " that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
+        limit = {MAX_FLOAT32: " that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
         raise OnelaunchError(f"{argument}={value!s:.40} must be a finite number, 0 or more{limit}")
     return float(value)

@@ -61,11 +61,11 @@ def checkpoint_lock(path: Path | None, *, there: bool) -> Iterator[None]:
                     f"checkpoint={str(path)!r} is being written by another run: wait for its end, or pass another path"
                 ) from error
             except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-                raise not_writable(path, error) from error
+                raise not_writable_error(path, error) from error
         yield
 
 
-def not_writable(path: Path, error: Exception) -> CheckpointError:
+def not_writable_error(path: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"checkpoint={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path")
 
 
@@ -77,16 +77,16 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         **{f"state.{name}": tensor for name, tensor in checkpoint.state.items()},
         "losses": checkpoint.losses,
     }
-    tensors = for_saving(tensors)
+    tensors = cpu_copies(tensors)
     about = json.dumps({"format": FORMAT, **checkpoint.about})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
     except (OSError, ValueError) as error:
-        raise not_writable(path, error) from error
+        raise not_writable_error(path, error) from error
 
 
-def for_saving(tensors: Mapping[str, torch.Tensor]) -> State:
+def cpu_copies(tensors: Mapping[str, torch.Tensor]) -> State:
     """Clones on the CPU: safetensors refuses tensors that share memory, as tied weights do."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
@@ -211,7 +211,7 @@ def _check_model(path: Path, checkpoint: Checkpoint, model: nn.Module) -> None:
                 f"checkpoint={str(path)!r} is of another model: it has {there.strip()} where this one has {here.strip()}; "
                 "build the model it was made with, or start anew"
             )
-    was, now = checkpoint.about.get("frozen", frozen(model)), frozen(model)
+    was, now = checkpoint.about.get("frozen", frozen_parameters(model)), frozen_parameters(model)
     if was != now:
         raise CheckpointError(
             f"checkpoint={str(path)!r} was made with {', '.join(was) or 'no parameter'} frozen, not "
@@ -223,7 +223,7 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{list(tensor.shape)}{'' if tensor.dtype == torch.float32 else f' of {tensor.dtype}'}"
 
 
-def frozen(model: nn.Module) -> list[str]:
+def frozen_parameters(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
-from onelaunch.run.network import BatchNorm, Network, NotPlainError, parse_network
+from onelaunch.run.network import BatchNorm, Network, NotAnMlpError, parse_network
 from onelaunch.run.objective import as_features
 from onelaunch.run.spec import Spec
 
@@ -25,21 +25,7 @@ def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[st
     x, y = to_tensor("x", x), to_tensor("y", y)
     _check_lengths("x", x, "y", y)
     spec = Spec(rows=len(x), **options)
-    try:
-        network, not_plain = parse_network(model), ""
-    except NotPlainError as reason:
-        network, not_plain = None, str(reason)
-    if (
-        network
-        and not network.flattens
-        and x.ndim > 2
-        and x.shape[-1] == network.inputs
-        and spec.loss != "cross_entropy"
-    ):
-        network, not_plain = (
-            None,
-            f"x has rows of shape {tuple(x.shape[1:])}, and the model takes each of their vectors",
-        )
+    network, no_network_reason = _network(model, x, spec)
     dtype = torch.float32 if network else parameters[0].dtype
     x = _features("x", x, network, dtype).to(device)
     output = _output_shape(model, network, x, spec, dtype)
@@ -48,7 +34,19 @@ def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[st
         validation = _validation(validation, x, y, spec, network, output, dtype)
     _check_batch_norm(network, spec)
     outputs = int(np.prod(output))
-    return Run(spec, model, network, not_plain, x, y, validation, outputs)
+    return Run(spec, model, network, no_network_reason, x, y, validation, outputs)
+
+
+def _network(model: nn.Module, x: torch.Tensor, spec: Spec) -> tuple[Network | None, str]:
+    """The model as an MLP, or None and the reason."""
+    try:
+        network = parse_network(model)
+    except NotAnMlpError as reason:
+        return None, str(reason)
+    vectors = not network.flattens and x.ndim > 2 and x.shape[-1] == network.inputs
+    if vectors and spec.loss != "cross_entropy":
+        return None, f"x has rows of shape {tuple(x.shape[1:])}, and the model takes each of their vectors"
+    return network, ""
 
 
 def to_tensor(argument: str, value: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from onelaunch.train.checkpoint import (
     check_fits,
     checkpoint_lock,
     fingerprint,
-    frozen,
+    frozen_parameters,
     load_checkpoint,
     save_checkpoint,
     set_aside,
@@ -167,7 +167,7 @@ class Saver:
         about = {
             "spec": run.spec.to_dict(),
             "model": str(run.model),
-            "frozen": frozen(run.model),
+            "frozen": frozen_parameters(run.model),
             "data": self._data,
             "engine": history.engine,
             "precision": history.precision,

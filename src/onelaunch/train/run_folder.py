@@ -25,7 +25,7 @@ from torch import nn
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import remove_leftovers, write_atomic
-from onelaunch.train.checkpoint import for_saving
+from onelaunch.train.checkpoint import cpu_copies
 from onelaunch.train.history import History, json_ready
 from onelaunch.train.loop import Listener
 
@@ -121,7 +121,7 @@ class RunFolder(Listener):
     def save_model(self, model: nn.Module) -> None:
         from safetensors.torch import save
 
-        self._write(MODEL, save(for_saving(model.state_dict())))
+        self._write(MODEL, save(cpu_copies(model.state_dict())))
 
     def _write(self, name: str, content: bytes | str) -> None:
         with self._writing(name) as path:

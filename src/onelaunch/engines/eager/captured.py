@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from onelaunch.capture import capturing
-from onelaunch.rng import numpy_words
+from onelaunch.rng import numpy_random_state
 
 StepBody = Callable[[torch.Tensor], None]  # of the device's clock: (place in the epoch, step of the run)
 
@@ -49,7 +49,7 @@ class Witness:
     def _look(self) -> dict[str, Any]:
         seen: dict[str, Any] = {
             "Python's random": random.getstate(),
-            "NumPy's random": numpy_words(),
+            "NumPy's random": numpy_random_state(),
             "PyTorch's CPU generator": torch.get_rng_state().numpy().tobytes(),
         }
         for path, module in self.model.named_modules():

@@ -21,7 +21,7 @@ from onelaunch.engines.eager.process_settings import ProcessSettings
 from onelaunch.engines.eager.torch_optimizer import count_steps_from, make_optimizer, optimizer_state, restore_optimizer
 from onelaunch.errors import OnelaunchError
 from onelaunch.rng import permutation
-from onelaunch.run.distributed import LostRankError, is_lost, lost, world
+from onelaunch.run.distributed import LostRankError, is_lost_rank, lost_rank_error, world
 from onelaunch.run.objective import as_features, count_correct, has_accuracy, loss_of, values_per_row
 
 EVALUATION_ROWS = 256
@@ -146,8 +146,8 @@ class EagerSession:
         except LostRankError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            if is_lost(error):
-                raise lost(error) from error
+            if is_lost_rank(error):
+                raise lost_rank_error(error) from error
             reason = str(error).strip().split("\n")[0]
             raise OnelaunchError(f"model failed at step {step}, on a batch of {len(rows)} rows: {reason}") from error
         self._clock.set(place + 1, step + 1)

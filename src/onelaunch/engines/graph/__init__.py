@@ -39,7 +39,7 @@ class GraphEngine:
 
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:
-            return run.not_plain
+            return run.no_network_reason
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
         try:

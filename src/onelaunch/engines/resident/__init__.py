@@ -38,7 +38,7 @@ class ResidentEngine:
 
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:
-            return run.not_plain
+            return run.no_network_reason
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
         if run.spec.rows >= 2**31:
