@@ -8,7 +8,6 @@ from onelaunch.errors import (
     OnelaunchError,
     UnsupportedError,
 )
-from onelaunch.fuse import Explanation, explain, fuse
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
 from onelaunch.rng import permutation
 from onelaunch.train import History, fit

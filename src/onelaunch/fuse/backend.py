@@ -1,59 +1,67 @@
-"""`torch.compile(model, backend="onelaunch")`: the same fusions on the graphs that dynamo captures.
+"""`torch.compile(model, backend="onelaunch")`: our patterns rewrite what Dynamo captured, and Inductor compiles the result.
 
-Found by torch through the entry point `torch_dynamo_backends`. The graph runs as it is, without a code generator behind it.
+PyTorch finds the backend through the entry point `torch_dynamo_backends`. Without a C++ compiler (on a CPU) or Triton (on a
+GPU) Inductor cannot generate code: then the rewritten graph runs as PyTorch operations, and one log line says so.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from dataclasses import replace
+import functools
+import importlib.util
+import logging
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import fx
 
-from onelaunch.fuse.chains import Chain, find_chains
-from onelaunch.fuse.costs import Spec
-from onelaunch.fuse.decide import judge
-from onelaunch.fuse.record import step_of
-from onelaunch.fuse.rewrite import rewrite
-from onelaunch.fuse.roofline import device_model
-from onelaunch.fuse.tracing import Trace
-from onelaunch.fuse.verdict import without_sizes
+from onelaunch.fuse.patterns import BY_NAME, rewrite
+
+log = logging.getLogger("onelaunch")
 
 
-def onelaunch(gm: fx.GraphModule, example_inputs: list[Any], **settings: Any) -> Callable[..., Any]:
-    """Fuses the chains of `gm` that pay at the sizes it was captured with. `settings` are torch.compile's for inductor."""
-    if given := ", ".join(f"{name}={value!r}" for name, value in settings.items()):
-        warnings.warn(f"backend='onelaunch' has no use for {given}: they are inductor's", stacklevel=2)
-    chains = find_chains(Trace(gm.graph, gm, {}, {}))
-    rewrite(gm.graph, [chain for chain in chains if chain.reason is None and _pays(chain)])
-    gm.recompile()
-    return gm.forward
+def onelaunch(
+    gm: fx.GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: dict[str, Any] | None = None,
+    patterns: Collection[str] = tuple(BY_NAME), forced: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
+    """Compile one captured graph. `mode` and `options` are those of `torch.compile` and go to Inductor."""
+    replaced = rewrite(gm, patterns, forced=forced)
+    log.debug("%d places replaced: %s", len(replaced), ", ".join(match.title for match in replaced))
+    devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+    reason = next(filter(None, map(no_code_generator_reason, sorted(devices))), "")
+    if reason:
+        _log_once(reason)
+        return gm.forward
+    return _inductor(gm, example_inputs, mode, options)
 
 
-def _pays(chain: Chain) -> bool:
-    values = [fx.node.map_arg(operation.arguments, _value) for operation in chain.operations]
-    results = [_value(node) for node in chain.nodes]
-    tensors = [value for arguments in values for value in arguments.values() if isinstance(value, Spec)]
-    if not all(isinstance(result, Spec) for result in results) or any(
-        None in one.shape for one in (*tensors, *results)
-    ):
-        return without_sizes(chain) is None
-    known = zip(chain.operations, values, results, strict=True)
-    steps = [step_of(replace(operation, arguments=arguments), result) for operation, arguments, result in known]
-    return judge(steps, device_model(chain.nodes[-1].meta["example_value"].device)).fused
+def _inductor(
+    gm: fx.GraphModule, example_inputs: list[Any], mode: str | None, options: dict[str, Any] | None
+) -> Callable[..., Any]:
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
+    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=patches)
+    return compiled
 
 
-def _value(node: fx.Node) -> Any:
-    """What a node gave when the graph was captured, without symbols: to decide with one would bind the graph to its value."""
-    value = node.meta.get("example_value")
-    if isinstance(value, torch.Tensor):
-        return Spec(tuple(map(_hint, value.shape)), value.dtype, value.requires_grad)
-    return _hint(value)
+@functools.cache
+def no_code_generator_reason(device: str) -> str:
+    """Why Inductor cannot generate code for this kind of device; empty when it can."""
+    if device == "cuda":
+        return "" if importlib.util.find_spec("triton") is not None else "Triton is not installed"
+    if device == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return "there is no C++ compiler"
+    return ""
 
 
-def _hint(value: Any) -> Any:
-    """The number behind a symbolic one; None where only a run of the graph knows it."""
-    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+@functools.cache
+def _log_once(reason: str) -> None:
+    log.warning("%s: the model runs as PyTorch operations, without generated code", reason)

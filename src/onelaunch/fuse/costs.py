@@ -1,166 +1,102 @@
-"""What operations cost on a CUDA device, apart and fused: each tensor a kernel reads or writes, once; forward and backward.
-
-"Apart" is what PyTorch launches for a call; "fused" is what the kernels of level 1 read and write (`docs/ops.md`). The
-backward of an operation outside the tables is taken to be as much again as its forward, twice that for products.
-"""
+"""What the operations of a captured graph cost when each runs by itself: bytes through memory, arithmetic, launches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import operator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from onelaunch.activations import saves_input
+from onelaunch.fuse.graph import tensor_of
 from onelaunch.fuse.roofline import Cost
-from onelaunch.ops.cross_entropy import COUNT_FIRST_CLASSES
 
-NOTHING = Cost()
-
-
-class Spec(NamedTuple):
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Spec:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+PRODUCTS = (F.linear, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, operator.matmul, torch.einsum)
+CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d)
+ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+LIBRARY_METHODS = ("matmul", "bmm", "mm", "addmm", "__matmul__")
 
 
-@dataclass
-class Step:
-    """One operation of a running model, with what it costs by itself."""
-
-    role: str  # as in `operations`, or the function's name
-    name: str
-    label: str  # the module or function, for people
-    inputs: list[Spec]
-    output: Spec
-    options: dict[str, float] = field(default_factory=dict)  # dropped, training, bias, smoothing, classes
-    forward: Cost = NOTHING
-    backward: Cost = NOTHING
-    sources: tuple[int, ...] = ()  # the steps whose results it reads
-
-    @property
-    def work(self) -> Work:
-        return Work(self.forward, self.backward)
+def is_library_call(node: fx.Node) -> bool:
+    """Whether a library (cuBLAS, cuDNN, attention kernels) computes the node, which Inductor does not fuse with neighbours."""
+    if node.op == "call_method":
+        return node.target in LIBRARY_METHODS
+    return node.target in PRODUCTS or node.target in CONVOLUTIONS or node.target in ATTENTION
 
 
-class Work(NamedTuple):
-    forward: Cost
-    backward: Cost
-
-    @property
-    def total(self) -> Cost:
-        return self.forward + self.backward
-
-
-def _product(step: Step) -> tuple[int, int, int]:
-    """m, k, n of a linear layer."""
-    k, n = step.inputs[1].shape[1], step.inputs[1].shape[0]
-    return step.output.numel // max(1, n), k, n
+def is_view(node: fx.Node) -> bool:
+    """Whether the node moves nothing: its value is another view of its input, or no tensor."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, torch.Tensor):
+        return not is_library_call(node)
+    if node.target is operator.getitem and not isinstance(tensor_of(node.args[0]), torch.Tensor):
+        return True  # one of several results
+    inputs = [tensor for tensor in map(tensor_of, node.all_input_nodes) if tensor is not None]
+    inplace = (node.op == "call_method" and str(node.target).endswith("_")) or bool(node.kwargs.get("inplace"))
+    return not inplace and any(_storage(value) == _storage(tensor) for tensor in inputs) and not _writes(node)
 
 
-def _products_backward(step: Step) -> Cost:
-    """The products for the gradients of x and of the weight, each reading the output's gradient."""
-    m, k, n = _product(step)
-    x, weight = step.inputs[:2]
-    cost = Cost()
-    for wanted, read in ((x, weight), (weight, x)):
-        if wanted.requires_grad:
-            cost += Cost(step.output.bytes + read.bytes + wanted.bytes, 2 * m * k * n, 1)
-    return cost
+def _storage(tensor: torch.Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
-def _reads_twice(step: Step) -> bool:
-    """PyTorch's backward of log_softmax reads its gradient twice, for the sum and for the result, if a row is long."""
-    shape = step.inputs[0].shape
-    return len(shape) > 1 and shape[1] > 1024
+def _writes(node: fx.Node) -> bool:
+    return node.target in (operator.iadd, operator.imul, operator.isub, operator.itruediv)
 
 
-def apart(step: Step) -> Work:
-    """What PyTorch does for one operation of the tables."""
-    size = step.output.bytes  # of one pass over the elements
-    n = step.output.numel
-    differentiated = step.output.requires_grad
-    training = bool(step.options.get("training"))
-    match step.role:
-        case "linear":
-            m, k, columns = _product(step)
-            forward = Cost(sum(spec.bytes for spec in step.inputs) + size, 2 * m * k * columns, 1)
-            bias = Cost(size, 0, 1) if step.options.get("bias") else Cost()
-            backward = _products_backward(step) + bias
-        case "activation":
-            forward, backward = Cost(2 * size, n, 1), Cost(3 * size, n, 1)
-        case "dropout":
-            active = bool(step.options.get("dropped"))
-            forward = Cost(2 * size + n, n, 1) if active else Cost()
-            backward = Cost(2 * size + n, n, 1) if active else Cost()
-        case "batch_norm":
-            forward = Cost(3 * size, 6 * n, 5) if training else Cost(2 * size, 2 * n, 1)
-            backward = Cost(5 * size, 8 * n, 3) if training else Cost(3 * size, 4 * n, 2)
-        case "log_softmax":
-            forward, backward = Cost(2 * size, 4 * n, 1), Cost((3 + _reads_twice(step)) * size, 4 * n, 1)
-        case "nll_loss":
-            logits = step.inputs[0].bytes
-            forward, backward = Cost(0, 0, 1), Cost(logits, 0, 2)
-        case _:  # cross_entropy
-            logits, n = step.inputs[0].bytes, step.inputs[0].numel
-            smooth = 1 if step.options.get("smoothing") else 0
-            forward = Cost((2 + smooth) * logits, 4 * n, 2 + 5 * smooth)
-            backward = Cost((4 + _reads_twice(step) + 3 * smooth) * logits, 4 * n, 3 + 3 * smooth)
-    return Work(forward, backward if differentiated else Cost())
+def numel(node: Any) -> int:
+    tensor = tensor_of(node)
+    return 0 if tensor is None else int(tensor.numel())
 
 
-def fused(steps: Sequence[Step], extra_pass: bool = False) -> Work:
-    """What the kernels of level 1 do for a chain. `extra_pass`: cuBLAS and one pass were chosen for the linear layer."""
-    first, last = steps[0], steps[-1]
-    roles = {step.role: step for step in steps}
-    size, n = last.output.bytes, last.output.numel
-    dropped = bool(roles["dropout"].options.get("dropped")) if "dropout" in roles else False
-    bits = n / 8 if dropped else 0.0
-    activation = roles["activation"].name if "activation" in roles else None
-    differentiated = last.output.requires_grad
-    extra = sum(step.forward.flops for step in steps[1:])
-    match first.role:
-        case "linear":
-            m, k, columns = _product(first)
-            reads = sum(spec.bytes for spec in first.inputs)
-            keeps_z = differentiated and saves_input(activation)
-            forward = Cost(reads + size + (size if keeps_z else 0) + bits, 2 * m * k * columns + extra, 1)
-            if extra_pass:
-                forward += Cost((size if keeps_z else 2 * size), 0, 1)
-            reads_saved = activation is not None and not (activation == "relu" and dropped)
-            slope = Cost((2 + reads_saved) * size + bits, 2 * n, 2 if first.options.get("bias") else 1)
-            backward = slope + _products_backward(first)
-        case "batch_norm":
-            training = bool(first.options.get("training"))
-            forward = Cost((3 if training else 2) * size + bits, first.forward.flops + extra, 4)
-            backward = Cost((5 if training else 3) * size + 2 * bits, 8 * n + extra, 3)
-        case "activation":
-            reads_saved = not dropped  # relu's mask is in the bits
-            forward, backward = Cost(2 * size + bits, 2 * n, 1), Cost((2 + reads_saved) * size + bits, n, 1)
-        case _:  # a loss
-            logits = first.inputs[0]
-            half = logits.dtype == torch.float16
-            classes = logits.shape[1] if len(logits.shape) > 1 else 0
-            writes = differentiated and not half
-            counting = 0  # launches that count the rows before the pass; of very many rows they are PyTorch's
-            if writes and classes >= COUNT_FIRST_CLASSES:
-                counting = 1 if logits.numel // classes <= 65_536 else 3
-            forward = Cost((2 if writes else 1) * logits.bytes, 6 * logits.numel, 2 + counting)
-            backward = Cost(2 * logits.bytes if half else 0, logits.numel, 1)
-    return Work(forward, backward if differentiated else Cost())
+def size(node: Any) -> float:
+    """Bytes of a node's tensor, or of the tensors it returns."""
+    if not isinstance(node, fx.Node):
+        return 0.0
+    value = node.meta.get("example_value")
+    tensors = value if isinstance(value, tuple | list) else (value,)
+    return float(sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)))
+
+
+def unfused_cost(node: fx.Node) -> Cost:
+    """Forward, and backward where its value is differentiated: the gradient is read, and one written per input."""
+    if is_view(node):
+        return Cost()
+    read, written = sum(map(size, node.all_input_nodes)), size(node)
+    flops = flops_of(node)
+    forward = Cost(read + written, flops, 1)
+    tensor = tensor_of(node)
+    if tensor is None or not tensor.requires_grad:
+        return forward
+    launches = 2 if is_library_call(node) else 1
+    return forward + Cost(written + 2 * read, 2 * flops, launches)
+
+
+def flops_of(node: fx.Node) -> float:
+    """Floating-point operations of the forward pass; one per element where nothing better is known."""
+    tensors = [tensor for tensor in map(tensor_of, node.all_input_nodes) if tensor is not None]
+    output = numel(node)
+    if node.target in CONVOLUTIONS and len(tensors) > 1:
+        return 2.0 * output * math.prod(tensors[1].shape[1:])
+    if node.target in ATTENTION and tensors:
+        query = tensors[0]
+        return 4.0 * query.numel() * (tensors[1].shape[-2] if len(tensors) > 1 else query.shape[-2])
+    if is_library_call(node) and tensors:
+        return 2.0 * output * tensors[0].shape[-1]
+    return float(max(output, max((int(tensor.numel()) for tensor in tensors), default=0)))
+
+
+def fused_cost(nodes: list[fx.Node]) -> Cost:
+    """One kernel for all nodes, and one for their backward pass: only values from or for outside go through memory."""
+    inside = set(nodes)
+    read = {source for node in nodes for source in node.all_input_nodes if source not in inside}
+    written = [node for node in nodes if any(user not in inside for user in node.users)]
+    moved = sum(map(size, read)) + sum(map(size, written))
+    forward = Cost(moved, sum(map(flops_of, nodes)), 1)
+    differentiated = [t for t in map(tensor_of, nodes) if t is not None and t.requires_grad]
+    if not differentiated:
+        return forward
+    return forward + Cost(sum(map(size, written)) + 2 * sum(map(size, read)), 2 * forward.flops, 1)

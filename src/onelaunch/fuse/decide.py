@@ -1,168 +1,171 @@
-"""Whether fusing a chain pays: measured on a CUDA device, once for a chain and its sizes; predicted elsewhere."""
+"""Which patterns a model uses: the whole model is timed as it will run, and the fastest candidate is kept.
+
+Candidates are the model uncompiled, compiled by Inductor alone, compiled with all patterns that match, and with each kind of
+pattern alone. A kernel that wins by itself may lose inside a compiled model, where it keeps Inductor from fusing its
+neighbours, so single kernels are not compared. The decision is kept on disk by graph, shapes, chip, versions and sources.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import contextlib
+import functools
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from onelaunch.activations import saves_input
-from onelaunch.errors import OnelaunchError
-from onelaunch.format import format_seconds as duration
-from onelaunch.fuse.costs import NOTHING, Step, Work, fused
-from onelaunch.fuse.memory import memory
-from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
-from onelaunch.fuse.put_back import attributes_put_back, these_put_back
-from onelaunch.fuse.quantities import size
-from onelaunch.fuse.record import Found, Record, record
-from onelaunch.fuse.region import chain_key
-from onelaunch.fuse.roofline import DeviceModel, device_model
-from onelaunch.fuse.timing import measure, waits_for_host
-from onelaunch.fuse.verdict import forced
-from onelaunch.ops import linear_choice
+from onelaunch.format import format_seconds
+from onelaunch.fuse.backend import onelaunch
+from onelaunch.fuse.captured import Captured, capture_graphs
+from onelaunch.fuse.patterns import BY_NAME, find_matches
+from onelaunch.graph_times import graph_times
+from onelaunch.measured_times import MeasuredTimes
 
-# What is nearer than this is as fast: the spread of the training steps recorded on an H200 is 0.3 to 2.4 %.
-NOISE = 0.02
-TIMES = ("auto", "device", "program")  # what `fuse` and `explain` may count
+log = logging.getLogger("onelaunch")
+Patterns = tuple[str, ...]
+Function = Callable[..., Any]
+ALL: Patterns = tuple(BY_NAME)
+UNCOMPILED, COMPILED = "uncompiled", "compiled"
+ROUNDS = 7  # every candidate once per round, so that a chip that warms up slows all of them alike
+CALLS = 5  # per round
+LEAD = 1.01  # by which a pattern must win: timings of one model differ by 0.3 to 2.4 % from run to run on an H200
 
 
-@dataclass(frozen=True)
-class Decision:
-    """Seconds are those of one forward, and of one backward too in training mode."""
+def compiled(function: Function, patterns: Patterns | None) -> Function:
+    """`function` compiled with these patterns; `function` itself for None."""
+    if patterns is None:
+        return function
+    inner = torch.compile(function, backend=functools.partial(onelaunch, patterns=patterns))
 
-    fused: bool
-    reason: str
-    before: Work
-    after: Work
-    predicted: tuple[float, float]  # apart, fused
-    measured: tuple[float, float] | None
-    memory: tuple[float, float]  # bytes at the fullest moment
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ignored_logging():
+            return inner(*args, **kwargs)
 
-
-def decide(model: nn.Module, inputs: tuple[Any, ...], time: str, named_inputs: dict[str, Any]) -> None:
-    """Writes the verdicts for a fused model at the sizes of these inputs, for both modes, and makes its plans anew."""
-    fusion = fusion_of(model)
-    assert fusion is not None
-    current, device = model.training, device_of(model, (*inputs, *named_inputs.values()))
-    for mode in (current, not current):
-        with in_mode(model, mode):
-            try:
-                run = record(model, inputs, named_inputs)
-            except OnelaunchError:
-                if mode is current:
-                    raise
-                continue  # these inputs cannot be used in the other mode: one row has no batch statistics, say
-            by_host = device.type == "cuda" and counts_host(time, model, run, inputs, named_inputs)
-            for one in run.chains:
-                decision = decision_on(one, run, device, by_host=by_host)
-                if decision is not None:
-                    verdict = None if decision.fused else decision.reason
-                    fusion.verdicts[chain_key(one.chain, one.region.path, one.training)] = verdict
-    make_plans(model, (False,) if fusion.options.eval_only else (True, False))
+    return call
 
 
-class _ByPosition(nn.Module):
-    """A model whose last inputs go by name, called with all of them by position."""
+def decide(
+    function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, recorded: bool
+) -> tuple[Patterns | None, Function]:
+    """The patterns to use (() for Inductor alone, None for the uncompiled function), and the function compiled so.
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        super().__init__()
-        self.model, self.names = model, tuple(names)
-        self.training = model.training
-
-    def forward(self, *inputs: Any) -> Any:
-        first = len(inputs) - len(self.names)
-        return self.model(*inputs[:first], **dict(zip(self.names, inputs[first:], strict=True)))
-
-
-def counts_host(
-    time: str, model: nn.Module, run: Record, inputs: tuple[Any, ...], named_inputs: dict[str, Any]
-) -> bool:
-    """Whether the time that counts is the one a program sees: `time` is one of TIMES, `run` a record of the call."""
-    if time != "auto":
-        return time == "program"
-    # What will be written to is known: to watch for it would be timed too.
-    with attributes_put_back(model), these_put_back(run.written):
-        return waits_for_host(_ByPosition(model, named_inputs), (*inputs, *named_inputs.values()))
-
-
-def decision_on(
-    one: Found, run: Record, device: torch.device, roof: DeviceModel | None = None, by_host: bool = False
-) -> Decision | None:
-    """The decision on a chain that can be fused, in the mode of the record.
-
-    `roof`: predict for that device, whatever the machine has. `by_host`: what counts is the time the host takes to launch.
+    `recorded`: the function will run inside a CUDA graph, so that only the device's time counts. Nothing is measured unless
+    the inputs are on a CUDA device: our kernels are for CUDA, and elsewhere no pattern pays.
     """
-    steps = [run.steps[position] for position in one.steps]
-    if one.chain.reason is not None or len(steps) != len(one.chain.nodes):
-        return None
-    measured = measure(one, steps, device, by_host) if device.type == "cuda" and roof is None else None
-    extra_pass = measured is not None and takes_extra_pass(steps, linear_choice.table(device.index or 0))
-    return judge(steps, roof or device_model(device), measured, by_host, extra_pass)
+    device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+    if device is None or device.type != "cuda":
+        return ALL, compiled(function, ALL)
+    with restored(model):
+        captured = capture_graphs(function, args, kwargs)
+    kinds = sorted(
+        {match.pattern.name for one in captured for match in find_matches(one.graph) if match.pattern.pays(match)}
+    )
+    if recorded and not kinds:
+        return (), compiled(function, ())
+    candidates = candidates_of(kinds, uncompiled=not recorded)
+    times = MeasuredTimes.of_device(device.index or 0, "fuse", "fuse", "kernels", "ops")
+    key = f"{graph_key(model, captured)} {'recorded' if recorded else 'launched'}"
+    found = times.times(key)
+    functions = {name: compiled(function, patterns) for name, patterns in candidates.items()}
+    if not candidates.keys() <= found.keys():
+        with restored(model):
+            runs = {
+                name: functools.partial(_run, candidate, model, args, kwargs) for name, candidate in functions.items()
+            }
+            found = _device_seconds(runs) if recorded else _program_seconds(runs)
+        times.add(key, found)
+    best = fastest({name: found[name] for name in candidates})
+    said = ", ".join(f"{name} {format_seconds(found[name])}" for name in candidates)
+    log.info("%s: %s is fastest (%s)", type(model).__name__, best, said)
+    return candidates[best], functions[best]
 
 
-def judge(
-    steps: list[Step],
-    roof: DeviceModel,
-    measured: tuple[float, float] | None = None,
-    by_host: bool = False,
-    extra_pass: bool = False,
-) -> Decision:
-    """Fuses what is faster fused, and what is as fast, within the noise of a measurement, and takes less memory."""
-    before = Work(sum((step.forward for step in steps), NOTHING), sum((step.backward for step in steps), NOTHING))
-    after = fused(steps, extra_pass)
-    predicted = sum(seconds_apart(roof, step) for step in steps), seconds_of(roof, after, steps[0].output.dtype)
-    lying = memory(steps)
-    how = "predicted" if measured is None else "measured, launching included" if by_host else "measured"
-    pays, reason = _verdict(measured or predicted, lying, how)
-    overruled = forced()
-    return Decision(pays if overruled is None else overruled, reason, before, after, predicted, measured, lying)
+def candidates_of(kinds: list[str], *, uncompiled: bool) -> dict[str, Patterns | None]:
+    """The patterns of each candidate, by its name."""
+    found: dict[str, Patterns | None] = {UNCOMPILED: None, COMPILED: ()} if uncompiled else {COMPILED: ()}
+    if len(kinds) > 1:
+        found[" + ".join(kinds)] = tuple(kinds)
+    return found | {kind: (kind,) for kind in kinds}
 
 
-def _verdict(seconds: tuple[float, float], lying: tuple[float, float], how: str) -> tuple[bool, str]:
-    """Whether to fuse, and why, from seconds and bytes in memory, apart and fused each."""
-    apart_seconds, fused_seconds = seconds
-    freed = lying[0] - lying[1]
-    as_fast = fused_seconds <= (1 + NOISE) * apart_seconds
-    if fused_seconds < (1 - NOISE) * apart_seconds or (fused_seconds < apart_seconds and freed <= 0):
-        saved = 1 - fused_seconds / apart_seconds
-        faster = f"saves {saved:.{0 if saved > 0.1 else 1}%} of its time"
-        return True, f"{faster}{f' and {size(freed)} of memory' if freed > 0 else ''} ({how})"
-    if as_fast and freed > 0:
-        return True, f"as fast within {NOISE:.0%}, and saves {size(freed)} of memory ({how})"
-    times = f"{duration(fused_seconds)} fused, {duration(apart_seconds)} apart ({how})"
-    return False, f"does not pay: {times}{', and no memory saved' if as_fast else ''}"
+def fastest(times: dict[str, float]) -> str:
+    """The name of the fastest candidate; one with patterns must win clearly over Inductor alone."""
+    best = min(times, key=times.__getitem__)
+    return COMPILED if best not in (UNCOMPILED, COMPILED) and times[COMPILED] <= LEAD * times[best] else best
 
 
-def seconds_apart(roof: DeviceModel, step: Step) -> float:
-    return seconds_of(roof, Work(step.forward, step.backward), step.output.dtype)
+def graph_key(model: nn.Module, captured: list[Captured]) -> str:
+    """Equal for models that would be compiled alike: same operations, shapes, types and mode."""
+    digest = hashlib.sha256(f"{model.training} {torch.is_grad_enabled()}".encode())
+    for one in captured:
+        for node in one.graph.nodes:
+            value = node.meta.get("example_value")
+            about = (tuple(value.shape), value.dtype, value.stride()) if isinstance(value, torch.Tensor) else ""
+            digest.update(f"{node.op} {node.target} {node.args} {node.kwargs} {about}\n".encode())
+    return digest.hexdigest()
 
 
-def seconds_of(roof: DeviceModel, work: Work, dtype: torch.dtype) -> float:
-    """Forward and backward are bound apart: a product's time must not hide behind a pass over memory."""
-    return roof.seconds(work.forward, dtype) + roof.seconds(work.backward, dtype)
+def _run(function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> None:
+    """One call, with its backward pass in training."""
+    output = function(*args, **kwargs)
+    results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if model.training and results:
+        torch.autograd.backward([leaf.sum() for leaf in results])
+        model.zero_grad(set_to_none=True)
 
 
-def device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
-    for tensor in (*(x for x in inputs if isinstance(x, torch.Tensor)), *model.parameters()):
-        return tensor.device
-    return torch.device("cpu")
+def _device_seconds(runs: dict[str, Callable[[int], None]]) -> dict[str, float]:
+    """Seconds of each run on the device alone, recorded as a CUDA graph."""
+    for run in runs.values():
+        for number in range(2):  # the first compiles, the second finds all workspaces in place
+            run(number)
+    return graph_times(runs)
 
 
-def takes_extra_pass(steps: list[Step], table: linear_choice.Table) -> bool:
-    """Whether `ops.linear` runs as cuBLAS and a pass for this chain, by the times it keeps."""
-    if steps[0].role != "linear":
-        return False
-    roles = {step.role: step for step in steps}
-    x, (n, k), last = steps[0].inputs[0], steps[0].inputs[1].shape, steps[-1].output
-    activation = roles["activation"].name if "activation" in roles else None
-    dropped = "dropout" in roles and bool(roles["dropout"].options.get("dropped"))
-    keeps_z = last.requires_grad and saves_input(activation)
-    bias = len(steps[0].inputs) > 2 or "batch_norm" in roles  # folded weights have one
-    rows = linear_choice.shape_class(max(1, x.numel // k))
-    key = " ".join(map(str, (steps[0].output.dtype, rows, n, k, activation, dropped, keeps_z, bias, "")))
-    names = [name for name in table.choices if name.startswith(key) and name.endswith(" True")]  # aligned
-    times = table.times(names[-1]) if names else {}
-    return bool(times) and linear_choice.fastest(times) == linear_choice.LIBRARY.name
+def _program_seconds(runs: dict[str, Callable[[int], None]]) -> dict[str, float]:
+    """Seconds of each run as a program sees them, launches included; infinite for one that fails."""
+    found: dict[str, float] = {}
+    samples: dict[str, list[float]] = {}
+    for name, run in runs.items():
+        try:
+            for number in range(3):
+                run(number)
+            samples[name] = []
+        except Exception as error:  # a candidate that cannot be compiled is not one
+            log.warning("fuse: %s cannot be run: %s", name, str(error).strip().splitlines()[0])
+            found[name] = float("inf")
+    for _ in range(ROUNDS):
+        for name, taken in samples.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for number in range(CALLS):
+                runs[name](number)
+            torch.cuda.synchronize()
+            taken.append((time.perf_counter() - begin) / CALLS)
+    return found | {name: median(taken) for name, taken in samples.items()}
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """A trial run leaves no trace: buffers, gradients and random generators are as before."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -1,99 +1,163 @@
-"""`ol.explain(model, *inputs)`: what `ol.fuse` does to a model at these sizes, and why."""
+"""`ol.explain(model, *inputs)`: for every operation of a model who runs it, what that costs, and why."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves
 
-from onelaunch.errors import OnelaunchError, require_option
-from onelaunch.fuse.arguments import Arguments
-from onelaunch.fuse.costs import Step, Work
-from onelaunch.fuse.decide import TIMES, Decision, counts_host, decision_on, device_of, seconds_apart
-from onelaunch.fuse.explanation import Explanation, Group, OperationCost
-from onelaunch.fuse.fuse import check_model, check_names, is_lazy
-from onelaunch.fuse.placing import fusion_of, make_plans, place_regions
-from onelaunch.fuse.put_back import buffers_put_back
-from onelaunch.fuse.record import Found, Record, record
-from onelaunch.fuse.region import Options
-from onelaunch.fuse.resources import KernelResources, resources_of
-from onelaunch.fuse.roofline import DeviceModel, device_model, named_device
-from onelaunch.fuse.timing import contenders
-from onelaunch.fuse.twin import sealed
+from onelaunch.errors import OnelaunchError
+from onelaunch.fuse.captured import Captured, capture_graphs, uncompiled_call
+from onelaunch.fuse.costs import fused_cost, is_library_call, is_view, unfused_cost
+from onelaunch.fuse.decide import restored
+from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
+from onelaunch.fuse.fuse import check_model
+from onelaunch.fuse.graph import module_of, operation_of, tensor_of
+from onelaunch.fuse.patterns import find_matches
+from onelaunch.fuse.patterns.pattern import Match
+from onelaunch.fuse.roofline import Cost, DeviceModel, device_model, named_device
+
+MAX_FUSED = 24  # operations that Inductor is predicted to put into one kernel
 
 
-def explain(
-    model: nn.Module, *inputs: Any, device: str | None = None, time: str = "auto", **named_inputs: Any
-) -> Explanation:
-    """Runs the model once on these inputs, in the mode it is in, and says for each chain what is done with it and why.
+def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_inputs: Any) -> Explanation:
+    """Capture the model's graph on these inputs, in the mode it is in, and say for each operation who runs it and why.
 
-    Times are predicted for the device the inputs are on, an H200 where that is a CPU; `device` names another ("A100"). On a
-    CUDA device, and unless another is named, they are measured too; `time` is that of `fuse`.
+    Times are predicted from bytes, arithmetic and launches for the device of the inputs (an H200 for a CPU), or for the one
+    that `device` names, such as "A100". The model runs once; its buffers and the random generators are restored.
     """
     check_model(model)
-    given, model = model, getattr(model, "_orig_mod", model)  # what torch.compile was given
-    if getattr(model.forward, "__name__", "") == "_forward_unimplemented":
-        raise OnelaunchError(
-            f"model is a {type(model).__name__}, which has no forward: pass a module that can be called"
-        )
-    if sealed(model) == "compiled":
-        raise OnelaunchError(f"model is a {type(model).__name__} that was compiled: pass it before model.compile()")
-    if is_lazy(model):
-        raise OnelaunchError(f"model is a {type(model).__name__} with parameters not initialised: call it once before")
-    require_option("time", time, TIMES)
-    check_names(model, named_inputs, ("device", "time"))
     if not inputs and not named_inputs:
         raise OnelaunchError("inputs is empty: pass example inputs, as in ol.explain(model, x)")
-    roof = None if device is None else named_device(device)
-    known = fusion_of(model)
-    example, options = Arguments.of(inputs, named_inputs), known.options if known else Options()
-    watched, fusion = place_regions(model, options, sized=True, everywhere=True, example=example)
-    if known is not None:  # a fused model: what was decided then is what it does
-        fusion.sized, fusion.verdicts = known.sized, known.verdicts
-        make_plans(watched, (model.training,))
-    run = record(watched, inputs, named_inputs)
-    where = device_of(model, (*inputs, *named_inputs.values()))
-    by_host = where.type == "cuda" and roof is None and counts_host(time, watched, run, inputs, named_inputs)
-    decisions = [decision_on(one, run, where, roof, by_host) for one in run.chains]
-    if known is not None:  # fused without sizes: what is fused is, and the times say what that is worth here
-        decisions = [None if decision is None else replace(decision, fused=True) for decision in decisions]
-    groups = [_group(one, run, decision, where) for one, decision in zip(run.chains, decisions, strict=True)]
-    shown = roof or device_model(where)
-    operations = [_operation(step, shown) for step in run.steps]
-    notes = ["it is compiled, and fuse leaves that as it is: fuse first, compile then"] if given is not model else []
-    notes += run.notes + [note for note in dict.fromkeys(fusion.notes) if "is not one graph" in note]
-    kept = [group for group in groups if group is not None]
-    return Explanation(type(model).__name__, model.training, shown, operations, kept, notes)
+    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
+        raise OnelaunchError(f"model is a {type(model).__name__} with parameters not initialised: call it once before")
+    where = next((leaf.device for leaf in tree_leaves((inputs, named_inputs)) if isinstance(leaf, torch.Tensor)), None)
+    roof = named_device(device) if device is not None else device_model(where or torch.device("cpu"))
+    with restored(model):
+        captured = capture_graphs(uncompiled_call(model), inputs, named_inputs)
+    explanation = Explanation(type(model).__name__, model.training, roof, [], [])
+    for number, one in enumerate(captured):
+        _add_graph(explanation, one, on_cuda=where is not None and where.type == "cuda")
+        if one.break_reason:
+            explanation.notes.append(f"graph {number + 1} of {len(captured)} ends here: {one.break_reason}")
+    return explanation
 
 
-def _group(one: Found, run: Record, decision: Decision | None, where: torch.device) -> Group | None:
-    steps = [run.steps[position] for position in one.steps]
-    if not steps:
-        return None
-    before = Work(
-        *(sum((getattr(s, part) for s in steps[1:]), getattr(steps[0], part)) for part in ("forward", "backward"))
-    )
-    labels = tuple(step.label for step in steps)
-    dtype = steps[0].output.dtype
-    if decision is None:
-        reason = one.chain.reason or "the run did not pass all of it"
-        return Group(one.chain.name, tuple(one.steps), labels, False, reason, before, before, dtype)
-    return Group(
-        one.chain.name, tuple(one.steps), labels, decision.fused, decision.reason, before,
-        decision.after if decision.fused else before, dtype, decision.predicted, decision.measured, decision.memory,
-        _kernels(one, steps, where) if decision.measured and decision.fused else (),
-    )  # fmt: skip
+def _add_graph(explanation: Explanation, captured: Captured, *, on_cuda: bool) -> None:
+    nodes = [node for node in captured.graph.nodes if node.op in ("call_function", "call_method") and not is_view(node)]
+    first = len(explanation.operations)
+    index = {node: first + number for number, node in enumerate(nodes)}
+    for node in nodes:
+        explanation.operations.append(_operation(node, index, explanation.device))
+    taken: set[fx.Node] = set()
+    groups: list[tuple[int, Group]] = []
+    for match in find_matches(captured.graph):
+        if match.pattern.pays(match) or (not on_cuda and _would_pay(match)):
+            taken.update(match.nodes)
+            group = _our_group(match, index, explanation.device)
+            groups.append((index[match.nodes[0]], group))
+    rest = [node for node in nodes if node not in taken]
+    for cluster in _inductor_kernels(rest, taken):
+        groups.append((index[cluster[0]], _other_group(cluster, index, explanation.device)))
+    explanation.groups += [group for _, group in sorted(groups, key=lambda entry: entry[0])]
 
 
-def _kernels(one: Found, steps: list[Step], where: torch.device) -> tuple[KernelResources, ...]:
-    _, fused_run = contenders(one, steps, where)
-    with buffers_put_back(one.region.module):
-        return tuple(resources_of(fused_run))
+def _would_pay(match: Match) -> bool:
+    """On a machine without CUDA the explanation is of the device it names: what pays there is what its type allows."""
+    tensor = tensor_of(match.nodes[-1])
+    return tensor is not None and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-def _operation(step: Step, roof: DeviceModel) -> OperationCost:
-    return OperationCost(
-        step.name, step.label, step.work, seconds_apart(roof, step), step.output.dtype, step.output.shape, step.sources
-    )
+def _operation(node: fx.Node, index: dict[fx.Node, int], roof: DeviceModel) -> Operation:
+    cost = unfused_cost(node)
+    tensor = tensor_of(node)
+    dtype = tensor.dtype if tensor is not None else torch.float32
+    shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
+    return Operation(_name(node), module_of(node), cost, roof.seconds(cost, dtype), dtype, shape, _sources(node, index))
+
+
+def _sources(node: fx.Node, index: dict[fx.Node, int]) -> tuple[int, ...]:
+    """The operations that `node` reads, through views."""
+    found: list[int] = []
+    open_nodes = list(node.all_input_nodes)
+    while open_nodes:
+        source = open_nodes.pop()
+        if source in index:
+            found.append(index[source])
+        else:
+            open_nodes += source.all_input_nodes
+    return tuple(sorted(set(found)))
+
+
+def _name(node: fx.Node) -> str:
+    operation = operation_of(node)
+    if operation is not None:
+        return operation.activation or operation.name
+    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return target.strip("_")
+
+
+def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[fx.Node]]:
+    """A prediction of Inductor's kernels: neighbours share one, unless a library call or a kernel of ours is between them.
+
+    `outside` are the nodes that others run. The depth of a node is the number of such calls before it, so that a kernel with
+    nodes of one depth waits for none that waits for it.
+    """
+    clusters: list[list[fx.Node]] = []
+    of: dict[fx.Node, list[fx.Node]] = {}
+    depth: dict[fx.Node, int] = {}
+    mine = set(nodes)
+    for node in nodes[0].graph.nodes if nodes else ():
+        apart = node in outside or (node in mine and is_library_call(node))
+        depth[node] = max((depth[source] for source in node.all_input_nodes), default=0) + apart
+        if node not in mine:
+            continue
+        if apart:
+            clusters.append([node])
+            continue
+        near = [source for source in _through_views(node) if source in of and depth[source] == depth[node]]
+        joined = next((of[source] for source in near if len(of[source]) < MAX_FUSED), None)
+        if joined is None:
+            joined = []
+            clusters.append(joined)
+        joined.append(node)
+        of[node] = joined
+    return clusters
+
+
+def _through_views(node: fx.Node) -> list[fx.Node]:
+    found = []
+    for source in node.all_input_nodes:
+        while is_view(source) and source.op != "placeholder" and source.all_input_nodes:
+            source = source.all_input_nodes[0]
+        found.append(source)
+    return found
+
+
+def _our_group(match: Match, index: dict[fx.Node, int], roof: DeviceModel) -> Group:
+    before = sum((unfused_cost(node) for node in match.nodes), Cost())
+    after = match.pattern.cost(match)
+    return _group(match.title, OURS, list(match.nodes), index, roof, f"pattern {match.pattern.name}", before, after)
+
+
+def _other_group(nodes: list[fx.Node], index: dict[fx.Node, int], roof: DeviceModel) -> Group:
+    before = sum((unfused_cost(node) for node in nodes), Cost())
+    if is_library_call(nodes[0]):
+        return _group(_name(nodes[0]), LIBRARY, nodes, index, roof, "", before, before)
+    after = fused_cost(nodes) if len(nodes) > 1 else before
+    reason = f"one kernel for {len(nodes)} operations" if len(nodes) > 1 else "no neighbour to share a kernel with"
+    return _group(" + ".join(map(_name, nodes)), INDUCTOR, nodes, index, roof, reason, before, after)
+
+
+def _group(
+    name: str, runs: str, nodes: list[fx.Node], index: dict[fx.Node, int], roof: DeviceModel, reason: str, before: Cost,
+    after: Cost,
+) -> Group:  # fmt: skip
+    tensor = tensor_of(nodes[-1])
+    dtype = tensor.dtype if tensor is not None else torch.float32
+    seconds = sum(roof.seconds(unfused_cost(node), dtype) for node in nodes)
+    where = next(filter(None, map(module_of, nodes)), "")
+    indices = tuple(index[node] for node in nodes if node in index)
+    return Group(name, runs, indices, where, reason, before, after, dtype, (seconds, roof.seconds(after, dtype)))

@@ -1,0 +1,93 @@
+"""An optimizer of `torch.optim` whose step can be recorded in a CUDA graph.
+
+A recorded step reads nothing from the host, so the learning rate must be a tensor on the device and Adam's step count too.
+The user's optimizer stays the one that is stepped: schedulers and `state_dict` work on it as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+STEPPED_ON_HOST = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+
+class CapturableOptimizer:
+    """Prepares `optimizer` for capture, and keeps its learning rates on the device."""
+
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        self.optimizer, self.device = optimizer, device
+        self._rates: list[torch.Tensor] = []
+        self._on_device: list[float] = []
+        self._settings: list[dict[str, Any]] = []
+
+    def unsupported_reason(self) -> str:
+        """Why its step cannot be recorded; empty when it can."""
+        if isinstance(self.optimizer, STEPPED_ON_HOST):
+            return f"{type(self.optimizer).__name__} decides on the host"
+        for group in self.optimizer.param_groups:
+            if "capturable" not in group and not isinstance(self.optimizer, FUSED):
+                return f"{type(self.optimizer).__name__} has no capturable form"
+        return ""
+
+    def prepare(self) -> None:
+        """Switch to the fused and capturable form. The step counts of a state that exists already move to the device."""
+        for group in self.optimizer.param_groups:
+            if "capturable" in group:
+                group["capturable"] = True
+            if isinstance(self.optimizer, FUSED) and group.get("fused") is None and not group.get("differentiable"):
+                floating = all(parameter.is_floating_point() for parameter in group["params"])
+                group["fused"] = group.get("foreach") is None and floating
+            if group.get("fused"):
+                self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].to(self.device, torch.float32)
+        self._settings = [_settings(group) for group in self.optimizer.param_groups]
+        self._rates = [_rate_tensor(group["lr"], self.device) for group in self.optimizer.param_groups]
+        self._on_device = [float("nan")] * len(self._rates)
+
+    @contextmanager
+    def rates_on_device(self) -> Iterator[None]:
+        """Inside, the groups hold tensors as learning rates; afterwards, what they held before."""
+        before = [group["lr"] for group in self.optimizer.param_groups]
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate
+        try:
+            yield
+        finally:
+            for group, rate in zip(self.optimizer.param_groups, before, strict=True):
+                group["lr"] = rate
+
+    def upload_rates(self) -> None:
+        """Write the learning rates that a scheduler has changed to the device."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            rate = group["lr"]
+            if rate is not self._rates[index] and rate != self._on_device[index]:
+                self._rates[index].fill_(rate)
+                self._on_device[index] = float(rate)
+
+    def settings_changed(self) -> bool:
+        """Whether a group, or a setting other than its rate, differs from what was recorded."""
+        groups = self.optimizer.param_groups
+        return len(groups) != len(self._settings) or any(map(_differs, groups, self._settings))
+
+
+def _rate_tensor(rate: float | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A rate that is a tensor on the device already is read where it is: its scheduler writes to it in place."""
+    if isinstance(rate, torch.Tensor) and rate.device == device:
+        return rate
+    return torch.tensor(float(rate), device=device)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+
+
+def _differs(group: dict[str, Any], settings: dict[str, Any]) -> bool:
+    return any(group.get(name) != value for name, value in settings.items())

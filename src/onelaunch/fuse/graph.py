@@ -1,0 +1,128 @@
+"""Reading the graphs that Dynamo captures: which operation a node is, what follows it, and the tensors it works on."""
+
+from __future__ import annotations
+
+import operator
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from onelaunch.activations import ACTIVATIONS, LEAKY_RELU_SLOPE
+
+_UNARY = ("input",)
+_INPLACE = ("input", "inplace")
+_LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+
+# function -> (operation, its parameters in order)
+FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    F.linear: ("linear", ("input", "weight", "bias")),
+    torch.addmm: ("addmm", ("bias", "input", "weight")),
+    F.batch_norm: ("batch_norm", _NORM),
+    F.dropout: ("dropout", ("input", "p", "training", "inplace")),
+    torch.dropout: ("dropout", ("input", "p", "training")),
+    F.cross_entropy: ("cross_entropy", _LOSS),
+    operator.add: ("add", ("input", "other")),
+    operator.iadd: ("add", ("input", "other")),
+    torch.add: ("add", ("input", "other", "alpha")),
+    F.leaky_relu: ("leaky_relu", ("input", "negative_slope", "inplace")),
+    F.gelu: ("gelu", ("input", "approximate")),
+    F.elu: ("elu", ("input", "alpha", "inplace")),
+    F.softplus: ("softplus", ("input", "beta", "threshold")),
+    torch.relu_: ("relu", _UNARY),
+} | {
+    function: (entry.name, _INPLACE)
+    for entry in ACTIVATIONS.values()
+    if not entry.settings and entry.name != "leaky_relu"
+    for function in entry.functions
+}
+METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
+    **{name: (name.rstrip("_"), _UNARY) for name in ("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_")},
+    "add": ("add", ("input", "other")),
+    "add_": ("add", ("input", "other")),
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "linear": {"bias": None},
+    "batch_norm": {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5},
+    "dropout": {"p": 0.5, "training": True},
+    "cross_entropy": {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0},
+    "leaky_relu": {"negative_slope": LEAKY_RELU_SLOPE},
+    "gelu": {"approximate": "none"},
+    "elu": {"alpha": 1.0},
+    "softplus": {"beta": 1.0, "threshold": 20.0},
+}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What a node computes, as far as the patterns care: a name and its arguments by parameter name."""
+
+    name: str
+    node: fx.Node
+    arguments: dict[str, Any]
+
+    @property
+    def activation(self) -> str | None:
+        """The key of ACTIVATIONS that this operation computes; None for another operation, or with other settings."""
+        name = self.name
+        if name == "gelu" and self.arguments["approximate"] == "tanh":
+            name = "gelu_tanh"
+        if name not in ACTIVATIONS:
+            return None
+        required = {
+            **ACTIVATIONS[name].settings,
+            **({"negative_slope": LEAKY_RELU_SLOPE} if name == "leaky_relu" else {}),
+        }
+        return name if all(self.arguments.get(key, value) == value for key, value in required.items()) else None
+
+    @property
+    def dropout(self) -> float | None:
+        """The probability of a dropout (0 in evaluation); None for another operation, or where it is not a constant."""
+        p, training = self.arguments.get("p"), self.arguments.get("training")
+        if self.name != "dropout" or not isinstance(p, int | float) or not isinstance(training, bool):
+            return None
+        return float(p) if training else 0.0
+
+
+def operation_of(node: fx.Node) -> Operation | None:
+    """The operation that `node` performs; None where no pattern knows it."""
+    table: dict[Any, tuple[str, tuple[str, ...]]] = METHODS if node.op == "call_method" else FUNCTIONS
+    if node.op not in ("call_method", "call_function") or node.target not in table:
+        return None
+    name, parameters = table[node.target]
+    keywords = {"training" if key == "train" else key: value for key, value in node.kwargs.items()}
+    if len(node.args) > len(parameters) or not set(keywords) <= set(parameters):
+        return None
+    given = {**dict(zip(parameters, node.args, strict=False)), **keywords}
+    return Operation(name, node, {**DEFAULTS.get(name, {}), **given})
+
+
+def sole_user(node: fx.Node) -> fx.Node | None:
+    """The node that uses the value of `node`, if it is the only one."""
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def next_operation(node: fx.Node) -> Operation | None:
+    """The only operation that uses the value of `node`, if it takes it as its input."""
+    user = sole_user(node)
+    operation = operation_of(user) if user is not None else None
+    return operation if operation is not None and operation.arguments.get("input") is node else None
+
+
+def tensor_of(node: Any) -> torch.Tensor | None:
+    """The fake tensor that a node had when it was captured."""
+    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module whose forward made this node, such as `encoder.layers.0.linear1`; "" for the model itself."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    name = re.sub(r"^[LG]\['[^']*'\]", "", str(list(stack.values())[-1][0]))
+    return re.sub(r"\.?_modules\['([^']*)'\]|\[(\d+)\]|\['([^']*)'\]", r".\1\2\3", name).strip(".")

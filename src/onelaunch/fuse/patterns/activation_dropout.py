@@ -1,0 +1,39 @@
+"""relu → dropout as `ol.relu_dropout`: one pass, one bit per element saved for the backward pass."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from onelaunch.fuse.graph import next_operation, operation_of, tensor_of
+from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, size_of
+from onelaunch.fuse.roofline import Cost
+from onelaunch.ops import relu_dropout
+
+
+class ReluDropout:
+    name = "relu_dropout"
+
+    def match(self, node: fx.Node) -> Match | None:
+        operation = operation_of(node)
+        if operation is None or operation.activation != "relu":
+            return None
+        following = next_operation(node)
+        if following is None or not following.dropout:
+            return None
+        arguments = {**operation.arguments, "p": following.dropout, "parts": ["relu", "dropout"]}
+        return Match(self, (node, following.node), arguments)
+
+    def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
+        return graph.call_function(relu_dropout, (match.arguments["input"], match.arguments["p"]))
+
+    def cost(self, match: Match) -> Cost:
+        size, output = size_of(match.nodes[-1]), tensor_of(match.nodes[-1])
+        assert output is not None
+        mask = output.numel() / 8
+        differentiated = is_differentiated(match.nodes[-1])
+        return (
+            Cost(4 * size + 2 * mask, 3.0 * output.numel(), 2) if differentiated else Cost(2 * size, output.numel(), 1)
+        )
+
+    def pays(self, match: Match) -> bool:
+        return served(match.arguments["input"])

@@ -1,0 +1,48 @@
+"""batch norm → activation → dropout as `ol.batch_norm`: normalisation, activation and mask in one pass each way."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from onelaunch.fuse.graph import operation_of, tensor_of
+from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, size_of
+from onelaunch.fuse.roofline import Cost
+from onelaunch.ops import batch_norm
+
+
+class BatchNormActivationDropout:
+    name = "batch_norm"
+
+    def match(self, node: fx.Node) -> Match | None:
+        operation = operation_of(node)
+        if operation is None or operation.name != "batch_norm":
+            return None
+        given = operation.arguments
+        constants = isinstance(given["training"], bool) and isinstance(given["momentum"], int | float)
+        nodes, activation, p = epilogue(node)
+        if not constants or not nodes:
+            return None
+        parts = ["batch_norm", *([activation] if activation else []), *(["dropout"] if p else [])]
+        return Match(self, (node, *nodes), {**given, "activation": activation, "p": p, "parts": parts})
+
+    def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
+        given = match.arguments
+        tensors = (given["input"], given["running_mean"], given["running_var"], given["weight"], given["bias"])
+        options = {name: given[name] for name in ("training", "momentum", "eps", "activation")}
+        return graph.call_function(batch_norm, tensors, {**options, "dropout": given["p"]})
+
+    def cost(self, match: Match) -> Cost:
+        """Training reads x twice and writes y forward, reads x and dy twice and writes dx backward."""
+        size = size_of(match.nodes[-1])
+        output = tensor_of(match.nodes[-1])
+        assert output is not None
+        if not match.arguments["training"]:
+            return Cost(2 * size, 4.0 * output.numel(), 1)
+        mask = output.numel() / 8
+        if not is_differentiated(match.nodes[-1]):
+            return Cost(3 * size, 8.0 * output.numel(), 2)
+        return Cost(8 * size + 2 * mask, 20.0 * output.numel(), 4)
+
+    def pays(self, match: Match) -> bool:
+        """Only in training: in evaluation Inductor fuses the affine map with its neighbours on both sides."""
+        return match.arguments["training"] and served(match.arguments["input"])

@@ -1,0 +1,91 @@
+"""linear → cross entropy as `ol.linear_cross_entropy`: the logits are made and used up in chunks of rows.
+
+Between the two may stand what language models put there: a conversion to float32, views, and the shift of the labels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from onelaunch.fuse.graph import Operation, operation_of, sole_user, tensor_of
+from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, size_of
+from onelaunch.fuse.roofline import Cost
+from onelaunch.ops import linear_cross_entropy
+
+MIN_CLASSES = 4096  # below, the logits are small beside the activations
+MAX_BETWEEN = 6  # views and conversions between the two
+
+
+class LinearCrossEntropy:
+    name = "linear_cross_entropy"
+
+    def match(self, node: fx.Node) -> Match | None:
+        operation = operation_of(node)
+        if operation is None or operation.name != "linear":
+            return None
+        logits = tensor_of(node)
+        chain = [node]
+        while len(chain) <= MAX_BETWEEN:
+            user = sole_user(chain[-1])
+            loss = operation_of(user) if user is not None else None
+            if loss is not None and loss.name == "cross_entropy" and loss.arguments["input"] is chain[-1]:
+                return self._matched(operation, loss, chain, logits)
+            if user is None or not _keeps_rows(user, chain[-1]):
+                return None
+            chain.append(user)
+        return None
+
+    def _matched(
+        self, linear: Operation, loss: Operation, chain: list[fx.Node], logits: torch.Tensor | None
+    ) -> Match | None:
+        given, flat, target = loss.arguments, tensor_of(chain[-1]), tensor_of(loss.arguments["target"])
+        if logits is None or flat is None or target is None or target.is_floating_point():
+            return None
+        if flat.dim() != 2 or flat.shape[1] != logits.shape[-1] or given["weight"] is not None:
+            return None
+        if given["reduction"] not in ("mean", "sum"):
+            return None
+        tensors = {
+            "x": linear.arguments["input"],
+            "weight": linear.arguments["weight"],
+            "bias": linear.arguments["bias"],
+        }
+        options = {name: given[name] for name in ("target", "label_smoothing", "ignore_index", "reduction")}
+        return Match(self, (*chain, loss.node), {**tensors, **options, "parts": ["linear", "cross_entropy"]})
+
+    def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
+        given = match.arguments
+        features = graph.call_method("flatten", (given["x"], 0, -2)) if _dimensions(given["x"]) > 2 else given["x"]
+        options = {name: given[name] for name in ("bias", "label_smoothing", "ignore_index", "reduction")}
+        return graph.call_function(linear_cross_entropy, (features, given["weight"], given["target"]), options)
+
+    def cost(self, match: Match) -> Cost:
+        """The products as they are; of the logits, only chunks that may stay in the cache."""
+        logits, weight = tensor_of(match.nodes[0]), tensor_of(match.arguments["weight"])
+        assert logits is not None and weight is not None  # noqa: PT018
+        product = 2.0 * logits.numel() * weight.shape[1]
+        moved = size_of(match.arguments["x"]) + size_of(match.arguments["weight"]) + 2 * size_of(match.nodes[0])
+        passes = 3 if is_differentiated(match.nodes[-1]) else 1
+        return Cost(passes * moved, passes * product, 3 * passes)
+
+    def pays(self, match: Match) -> bool:
+        weight = tensor_of(match.arguments["weight"])
+        large = weight is not None and int(weight.shape[0]) >= MIN_CLASSES
+        return large and served(match.arguments["x"], match.arguments["weight"])
+
+
+def _dimensions(node: Any) -> int:
+    tensor = tensor_of(node)
+    return 2 if tensor is None else tensor.dim()
+
+
+def _keeps_rows(user: fx.Node, source: fx.Node) -> bool:
+    """Whether `user` is a view or a conversion of `source` with the same rows of classes, in the same order."""
+    before, after = tensor_of(source), tensor_of(user)
+    if before is None or after is None or before.numel() != after.numel() or before.shape[-1] != after.shape[-1]:
+        return False
+    converts = user.op == "call_method" and user.target in ("float", "to", "contiguous", "view", "reshape", "flatten")
+    return converts and user.args[0] is source and after.is_floating_point()

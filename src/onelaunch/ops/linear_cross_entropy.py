@@ -1,0 +1,198 @@
+"""A linear layer and the cross entropy of its outputs, in chunks of rows: the logits never exist as a whole.
+
+A language model's logits are its largest tensor: 8 x 1024 tokens of 50,257 classes are 0.8 GB in bf16, and their gradient as
+much again. Here a chunk's logits are multiplied, turned into their gradient, and multiplied into dx and dweight at once, so
+that two buffers of CHUNK_BYTES are enough. Forward computes the gradients for an upstream gradient of one; backward scales them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.integers import round_up
+from onelaunch.ops.arguments import KERNEL_DTYPES, check_beside, check_float, kernels
+from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, inside_transform
+from onelaunch.ops.cross_entropy import cross_entropy
+from onelaunch.ops.cross_entropy_arguments import check_loss_options
+from onelaunch.ops.widen import widen
+
+CHUNK_BYTES = 2**27  # of logits at a time: rows enough for efficient products, and little beside a model's activations
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def linear_cross_entropy_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    label_smoothing: float,
+    ignore_index: int,
+    reduction: str,
+) -> Tensor:
+    """What the op computes, with the logits stored whole; differentiable."""
+    logits = widen(F.linear(x, weight, bias))
+    return F.cross_entropy(
+        logits, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction
+    )
+
+
+def chunk_rows(classes: int, element_size: int) -> int:
+    """Rows of a chunk: a multiple of 64, for the products' tiles."""
+    return round_up(max(1, CHUNK_BYTES // (classes * element_size)), 64)
+
+
+def _summed_loss(
+    logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """The summed loss of some rows in fp32 (fp64 for fp64), and its gradient if asked for (else an empty tensor)."""
+    if logits.is_cuda and logits.dtype in KERNEL_DTYPES:
+        loss = torch.empty((), dtype=torch.float32, device=logits.device)
+        dlogits = torch.empty_like(logits) if gradient else None
+        kernels("cross_entropy").cross_entropy_forward(
+            logits, target, loss, lse=None, dx=dlogits, smoothing=smoothing, ignore_index=ignore_index, reduction="sum"
+        )
+        return loss, logits.new_empty(0) if dlogits is None else dlogits
+    wide = widen(logits)
+    loss = F.cross_entropy(wide, target, label_smoothing=smoothing, ignore_index=ignore_index, reduction="sum")
+    if not gradient:
+        return loss, logits.new_empty(0)
+    counts = (target != ignore_index)[:, None]
+    expected = torch.full_like(wide, smoothing / wide.shape[1])
+    expected.scatter_add_(1, torch.where(counts, target[:, None], 0), wide.new_full((len(wide), 1), 1 - smoothing))
+    return loss, torch.where(counts, torch.softmax(wide, 1) - expected, 0).to(logits.dtype)
+
+
+def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, with `total` in fp32 for 16-bit factors."""
+    if total.dtype == a.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a.to(total.dtype) @ b.to(total.dtype)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing: float, ignore_index: int, reduction: str,
+    gradient: bool,
+) -> Gradients:  # fmt: skip
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    loss = torch.zeros((), dtype=wide, device=x.device)
+    dx = torch.empty_like(x) if gradient else x.new_empty(0)
+    dweight = torch.zeros(weight.shape, dtype=wide, device=x.device) if gradient else x.new_empty(0)
+    dbias = (
+        torch.zeros(weight.shape[:1], dtype=wide, device=x.device) if gradient and bias is not None else x.new_empty(0)
+    )
+    rows = chunk_rows(weight.shape[0], x.element_size())
+    for first in range(0, len(x), rows):
+        part = slice(first, first + rows)
+        logits = F.linear(x[part], weight, bias)
+        chunk_loss, dlogits = _summed_loss(logits, target[part], smoothing, ignore_index, gradient)
+        loss += chunk_loss
+        if gradient:
+            torch.mm(dlogits, weight, out=dx[part])
+            _accumulate(dweight, dlogits.t(), x[part])
+            if bias is not None:
+                dbias += dlogits.sum(0, dtype=wide)
+    if reduction == "mean":
+        scale = 1 / (target != ignore_index).sum().to(wide)
+        loss *= scale  # as in PyTorch, NaN where no row counts
+        if gradient:
+            finite = torch.where(scale.isfinite(), scale, 0)
+            dx.mul_(finite)
+            dweight.mul_(finite)
+            dbias.mul_(finite)
+    if not gradient:
+        return loss, dx, dweight, dbias
+    return loss, dx, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
+
+
+@torch.library.custom_op("onelaunch::linear_cross_entropy", mutates_args=())
+def linear_cross_entropy_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing: float, ignore_index: int, reduction: str,
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _forward(x, weight, bias, target, smoothing, ignore_index, reduction, gradient)
+
+
+@linear_cross_entropy_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing: float, ignore_index: int, reduction: str,
+    gradient: bool,
+) -> Gradients:  # fmt: skip
+    loss = x.new_empty((), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    if not gradient:
+        return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
+    return loss, torch.empty_like(x), weight.new_empty(weight.shape), dbias
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+    x, weight, bias, target, *ctx.options, _ = inputs
+    _, dx, dweight, dbias = output
+    ctx.mark_non_differentiable(dx, dweight, dbias)
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight, bias, target, dx, dweight, dbias)
+
+
+def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, weight, bias, target, dx, dweight, dbias = ctx.saved_tensors
+    if differentiable_backward(dloss):
+        inputs = (x, weight) if bias is None else (x, weight, bias)
+        with torch.enable_grad():
+            loss = linear_cross_entropy_reference(x, weight, bias, target, *ctx.options)
+        dx, dweight, *rest = torch.autograd.grad(loss, inputs, dloss.to(loss.dtype), create_graph=True)
+        return dx, dweight, rest[0] if rest else None, None, None, None, None, None
+    scaled = [(gradient * dloss).to(gradient.dtype) for gradient in (dx, dweight)]
+    return *scaled, (dbias * dloss).to(dbias.dtype) if ctx.has_bias else None, None, None, None, None, None
+
+
+linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """`F.cross_entropy(F.linear(x, weight, bias), target)` in chunks of rows, without storing the logits.
+
+    x: `[..., features]`; weight: `[classes, features]`; target: class indices `[...]`. The loss is float32 (float64 for
+    float64). reduction="none" stores the logits.
+    """
+    check_float("x", x)
+    check_beside("weight", weight, "x", x)
+    check_beside("bias", bias, "x", x)
+    check_loss_options(label_smoothing, ignore_index, reduction)
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise OnelaunchError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: pass [..., features] and [classes, features]"
+        )
+    if target.shape != x.shape[:-1]:
+        raise OnelaunchError(
+            f"target has shape {tuple(target.shape)}, unfit for x {tuple(x.shape)}: pass {tuple(x.shape[:-1])}"
+        )
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if reduction == "none" or inside_transform():
+        logits = F.linear(x, weight, bias)
+        flat = cross_entropy(
+            logits.flatten(0, -2), target.flatten(), label_smoothing=label_smoothing, ignore_index=ignore_index,
+            reduction=reduction,
+        )  # fmt: skip
+        return flat.view(target.shape) if reduction == "none" else flat
+    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).to(torch.int64)
+    gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    options = (float(label_smoothing), int(ignore_index), reduction)
+    return linear_cross_entropy_op(rows.contiguous(), weight, bias, labels, *options, gradient)[0]
