@@ -13,7 +13,7 @@ from onelaunch.engines.contract import Run
 from onelaunch.engines.cpu import cache
 from onelaunch.engines.cpu.plan.target import host
 from onelaunch.engines.cpu.session import CpuSession, settings_for
-from tests.engines.cpu.plain import data, make, train_natively
+from tests.engines.cpu.runs import data, make, train_natively
 from tests.spoiled import DAMAGES, spoil
 
 

@@ -18,7 +18,7 @@ from onelaunch.engines.cpu.arena import Arena
 from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.target import host
 from onelaunch.engines.cpu.session import settings_for
-from tests.engines.cpu.plain import assert_same_bits, data, make, train_natively
+from tests.engines.cpu.runs import assert_same_bits, data, make, train_natively
 
 PAGE = mmap.PAGESIZE
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from onelaunch.engines.cpu.plan.settings import Settings
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
-from tests.engines.cpu.plain import assert_close, assert_same_bits, data, make, train_natively, train_plainly
+from tests.engines.cpu.runs import assert_close, assert_same_bits, data, make, train_natively, train_plainly
 from tests.reference import OPTIMIZERS
 
 ACTIVATIONS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.engines.cpu.plain import assert_close, make, train_natively, train_plainly
+from tests.engines.cpu.runs import assert_close, make, train_natively, train_plainly
 
 # No relu: two correct programs may disagree on the side of its kink; the parity tests cover it.
 SMOOTH: list[Any] = [nn.Sigmoid, nn.Tanh, nn.GELU, lambda: nn.GELU(approximate="tanh"), nn.SiLU]

@@ -16,7 +16,7 @@ from onelaunch.engines.contract import Run
 from onelaunch.engines.cpu import ENGINE
 from onelaunch.engines.cpu.session import CpuSession
 from onelaunch.train.inputs import make_run
-from tests.engines.cpu.plain import Bystander, data, make
+from tests.engines.cpu.runs import Bystander, data, make
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {},

@@ -17,7 +17,7 @@ from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.target import Target, host, named
 from onelaunch.engines.cpu.session import settings_for
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
-from tests.engines.cpu.plain import assert_close, data, make, train_natively, train_plainly
+from tests.engines.cpu.runs import assert_close, data, make, train_natively, train_plainly
 from tests.engines.cpu.test_vector_math import targets
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from onelaunch.engines.contract import Run
 from onelaunch.engines.cpu.session import CpuSession
 from onelaunch.engines.cpu.threads import FIRST_LOOK, SAMPLES, Team
-from tests.engines.cpu.plain import Bystander, Course, data, make
+from tests.engines.cpu.runs import Bystander, Course, data, make
 
 
 @pytest.fixture

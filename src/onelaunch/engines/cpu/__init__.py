@@ -18,8 +18,11 @@ from onelaunch.engines.stages import unsupported_names
 if TYPE_CHECKING:
     from onelaunch.engines.cpu.session import CpuSession
 
-ACTIVATIONS = frozenset({"relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu"})
-OPTIMIZERS = frozenset({"sgd", "adam", "adamw"})
+# What code/elementwise.py and code/optimizer.py have; a test compares.
+ACTIVATIONS = frozenset({
+    "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu", "elu", "selu", "mish", "softplus", "hardswish",
+})  # fmt: skip
+OPTIMIZERS = frozenset({"sgd", "adam", "adamw", "rmsprop", "lion"})
 
 
 class CpuEngine:

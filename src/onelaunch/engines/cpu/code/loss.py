@@ -267,10 +267,7 @@ def _binary_cross_entropy(f: Function, z: Value, target: Value) -> tuple[Value, 
     above = f.at_least(z, f.zero)
     negated = f.op(f.vector, f"fneg {f.vector} {z.text}", "negated")
     term = f.fadd(f.fma(negated, target, above), vector_math.log1p_unit(f, small), "term")
-    # sigmoid(z) = 1 / (1 + e) for z >= 0 and e / (1 + e) below, e = exp(-|z|).
-    numerator = f.select(f.compare("oge", z, f.zero), f.constant(1.0), small)
-    sigmoid = f.fdiv(numerator, f.fadd(small, f.constant(1.0)), "sigmoid")
-    return term, f.fsub(sigmoid, target)
+    return term, f.fsub(vector_math.sigmoid_from_decay(f, z, small), target)
 
 
 def loss_rows(module: Module, plan: Plan, *, training: bool) -> str:
