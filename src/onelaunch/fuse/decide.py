@@ -11,17 +11,18 @@ from torch import nn
 
 from onelaunch.activations import saves_input
 from onelaunch.errors import OnelaunchError
+from onelaunch.format import format_bytes
 from onelaunch.format import format_seconds as duration
 from onelaunch.fuse.costs import NOTHING, Step, Work, fused
 from onelaunch.fuse.memory import memory
 from onelaunch.fuse.placing import fusion_of, in_mode, make_plans
 from onelaunch.fuse.put_back import attributes_put_back, these_put_back
-from onelaunch.fuse.quantities import size
 from onelaunch.fuse.record import Found, Record, record
 from onelaunch.fuse.region import chain_key
 from onelaunch.fuse.roofline import DeviceModel, device_model
 from onelaunch.fuse.timing import measure, waits_for_host
 from onelaunch.fuse.verdict import forced
+from onelaunch.measured_times import MeasuredTimes
 from onelaunch.ops import linear_choice
 
 # What is nearer than this is as fast: the spread of the training steps recorded on an H200 is 0.3 to 2.4 %.
@@ -99,7 +100,7 @@ def decision_on(
     if one.chain.reason is not None or len(steps) != len(one.chain.nodes):
         return None
     measured = measure(one, steps, device, by_host) if device.type == "cuda" and roof is None else None
-    extra_pass = measured is not None and takes_extra_pass(steps, linear_choice.table(device.index or 0))
+    extra_pass = measured is not None and takes_extra_pass(steps, linear_choice.times_on_device(device.index or 0))
     return judge(steps, roof or device_model(device), measured, by_host, extra_pass)
 
 
@@ -129,9 +130,9 @@ def _verdict(seconds: tuple[float, float], lying: tuple[float, float], how: str)
     if fused_seconds < (1 - NOISE) * apart_seconds or (fused_seconds < apart_seconds and freed <= 0):
         saved = 1 - fused_seconds / apart_seconds
         faster = f"saves {saved:.{0 if saved > 0.1 else 1}%} of its time"
-        return True, f"{faster}{f' and {size(freed)} of memory' if freed > 0 else ''} ({how})"
+        return True, f"{faster}{f' and {format_bytes(freed)} of memory' if freed > 0 else ''} ({how})"
     if as_fast and freed > 0:
-        return True, f"as fast within {NOISE:.0%}, and saves {size(freed)} of memory ({how})"
+        return True, f"as fast within {NOISE:.0%}, and saves {format_bytes(freed)} of memory ({how})"
     times = f"{duration(fused_seconds)} fused, {duration(apart_seconds)} apart ({how})"
     return False, f"does not pay: {times}{', and no memory saved' if as_fast else ''}"
 
@@ -151,18 +152,17 @@ def device_of(model: nn.Module, inputs: tuple[Any, ...]) -> torch.device:
     return torch.device("cpu")
 
 
-def takes_extra_pass(steps: list[Step], table: linear_choice.Table) -> bool:
+def takes_extra_pass(steps: list[Step], times: MeasuredTimes) -> bool:
     """Whether `ops.linear` runs as cuBLAS and a pass for this chain, by the times it keeps."""
     if steps[0].role != "linear":
         return False
     roles = {step.role: step for step in steps}
     x, (n, k), last = steps[0].inputs[0], steps[0].inputs[1].shape, steps[-1].output
     activation = roles["activation"].name if "activation" in roles else None
-    dropped = "dropout" in roles and bool(roles["dropout"].options.get("dropped"))
-    keeps_z = last.requires_grad and saves_input(activation)
-    bias = len(steps[0].inputs) > 2 or "batch_norm" in roles  # folded weights have one
-    rows = linear_choice.shape_class(max(1, x.numel // k))
-    key = " ".join(map(str, (steps[0].output.dtype, rows, n, k, activation, dropped, keeps_z, bias, "")))
-    names = [name for name in table.choices if name.startswith(key) and name.endswith(" True")]  # aligned
-    times = table.times(names[-1]) if names else {}
-    return bool(times) and linear_choice.fastest(times) == linear_choice.LIBRARY.name
+    fastest = linear_choice.known_fastest(
+        times, steps[0].output.dtype, max(1, x.numel // k), n, k, activation=activation,
+        dropout="dropout" in roles and bool(roles["dropout"].options.get("dropped")),
+        saves_z=last.requires_grad and saves_input(activation),
+        bias=len(steps[0].inputs) > 2 or "batch_norm" in roles,  # folded weights have one
+    )  # fmt: skip
+    return fastest == linear_choice.LIBRARY.name

@@ -18,7 +18,6 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
-from onelaunch.files import cache_folder
 from onelaunch.fuse.chains import Chain
 from onelaunch.fuse.costs import Spec, Step
 from onelaunch.fuse.put_back import buffers_put_back
@@ -26,9 +25,9 @@ from onelaunch.fuse.record import Found
 from onelaunch.fuse.region import compiled, run_apart, watched_by
 from onelaunch.fuse.tracing import Trace
 from onelaunch.graph_times import graph_times
-from onelaunch.ops import linear_choice
+from onelaunch.measured_times import MeasuredTimes
 
-KERNELS = 4  # the times on disk are those of these kernels and keys; a change of either needs another number
+TIMED_SOURCES = ("kernels", "nvrtc", "ops", "fuse/timing.py")  # a change of these makes the times on disk invalid
 BURST_SECONDS = 2e-3  # of each sample
 SAMPLES = 7
 HOST_CALLS = 5
@@ -41,7 +40,7 @@ def measure(one: Found, steps: list[Step], device: torch.device, by_host: bool) 
     options = [f"{name}={value}" for step in steps for name, value in step.options.items()]
     key = " ".join(("host" if by_host else "device", one.chain.name, *sizes, *options))
     table = _table(device.index or 0)
-    known = _as_times(table.choices.get(key))
+    known = _as_times(table.entries.get(key))
     if known is None:
         try:
             apart_run, fused_run = contenders(one, steps, device)
@@ -195,9 +194,5 @@ def _call_and_return(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 @functools.cache
-def _table(device: int) -> linear_choice.Table:
-    import triton
-
-    chip = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-    versions = f"torch{torch.__version__}-triton{triton.__version__}"
-    return linear_choice.Table(cache_folder("fuse") / f"chains-v{KERNELS}-{chip}-{versions}.json")
+def _table(device: int) -> MeasuredTimes:
+    return MeasuredTimes.of_device(device, "fuse", *TIMED_SOURCES)

@@ -38,7 +38,7 @@ from onelaunch.rng import keep_scale, keep_threshold
 GROUPS_PER_TILE = 256  # of 8 elements: 2048 elements for 128 threads, two 16-byte loads each in bf16
 BACKWARD_PROGRAMS = 132 * 8  # enough to fill the largest chips; more only lengthen the sum over programs
 # A small batch. 128 x 784 on an H200: 1.7 us; in tiles along the rows, whose sums are added up, 3.4. 512 x 512: 4.6 and 4.3.
-TALL_ROWS, MOST_TALL_ROWS, MOST_TALL_ELEMENTS = 128, 256, 2**20
+TALL_ROWS, MAX_TALL_ROWS, MAX_TALL_ELEMENTS = 128, 256, 2**20
 ERF_P = tl.constexpr(0.3275911)  # Abramowitz and Stegun 7.1.26
 
 
@@ -202,7 +202,7 @@ def backward_tile(m: int, n: int) -> tuple[int, int, int]:
 
     A small batch in tall tiles: a program has whole columns, and its sums are the bias gradient, with no second step.
     """
-    if m <= MOST_TALL_ROWS and m * n <= MOST_TALL_ELEMENTS:
+    if m <= MAX_TALL_ROWS and m * n <= MAX_TALL_ELEMENTS:
         rows = min(TALL_ROWS, next_power_of_2(m))
         return rows, min(GROUPS_PER_TILE // rows, next_power_of_2(cdiv(n, 8))), cdiv(m, rows)
     rows, groups = tile_shape(n)

@@ -19,8 +19,8 @@ from onelaunch.kernels.batch_norm_tiles import (
     TileShape,
     channel_index,
     load_channel,
-    once,
-    over_depth,
+    mask_repeated_channels,
+    repeat_over_depth,
     sum_of_thread,
     sum_per_channel,
     tile_addresses,
@@ -104,7 +104,7 @@ def statistics_kernel(
             first + step, rows, channels, length, segments, DEPTH, ROWS, GROUPS, CHANNELS_LAST, WHOLE
         )
         x = tl.load(x_ptr + base + element, mask=inside, other=0.0).to(tl.float32)
-        distance = tl.where(inside, x - over_depth(centre, DEPTH), 0.0)
+        distance = tl.where(inside, x - repeat_over_depth(centre, DEPTH), 0.0)
         plain += sum_of_thread(distance, DEPTH)
         squared += sum_of_thread(distance * distance, DEPTH)
         if not CHANNELS_LAST:
@@ -119,7 +119,7 @@ def statistics_kernel(
     shift = sum_per_channel(plain, GROUPS, CHANNELS_LAST) / tl.maximum(total, 1.0)
     spread = tl.maximum(sum_per_channel(squared, GROUPS, CHANNELS_LAST) - total * shift * shift, 0.0)
 
-    channel = once(channel_index(ROWS, GROUPS, CHANNELS_LAST), channels, GROUPS)
+    channel = mask_repeated_channels(channel_index(ROWS, GROUPS, CHANNELS_LAST), channels, GROUPS)
     if parts_ptr is not None:
         target = parts_ptr + tl.program_id(0).to(tl.int64) * 3 * channels + channel
         tl.store(target, total, mask=channel < channels)
@@ -212,7 +212,7 @@ def normalise_kernel(
         bias *= scale
     if FOLD:  # one instruction an element; for fp32 input the mean must come off before it cancels
         bias -= mean * slope
-    mean, slope, bias = over_depth(mean, DEPTH), over_depth(slope, DEPTH), over_depth(bias, DEPTH)
+    mean, slope, bias = repeat_over_depth(mean, DEPTH), repeat_over_depth(slope, DEPTH), repeat_over_depth(bias, DEPTH)
     # From the last rows to the first: of what the pass before read last, something may still be in L2.
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     for step in range(steps):

@@ -18,8 +18,8 @@ from onelaunch.kernels.batch_norm_tiles import (
     TileShape,
     channel_index,
     load_channel,
-    once,
-    over_depth,
+    mask_repeated_channels,
+    repeat_over_depth,
     sum_of_thread,
     sum_per_channel,
     tile_addresses,
@@ -83,8 +83,8 @@ def gradient_sums_kernel(
     weight = load_channel(weight_ptr, channel, channels, 1.0)
     bias = load_channel(bias_ptr, channel, channels, 0.0)
     slope = weight * rstd * scale
-    mean, deep_rstd, slope = over_depth(mean, DEPTH), over_depth(rstd, DEPTH), over_depth(slope, DEPTH)
-    weight, bias = over_depth(weight, DEPTH), over_depth(bias, DEPTH)
+    mean, deep_rstd, slope = repeat_over_depth(mean, DEPTH), repeat_over_depth(rstd, DEPTH), repeat_over_depth(slope, DEPTH)
+    weight, bias = repeat_over_depth(weight, DEPTH), repeat_over_depth(bias, DEPTH)
     plain = tl.zeros((ROWS * GROUPS, 8), tl.float32)
     weighted = tl.zeros((ROWS * GROUPS, 8), tl.float32)
     for step in range(steps):
@@ -102,7 +102,7 @@ def gradient_sums_kernel(
     allow_next_kernel(OVERLAP)
     plain *= scale
     weighted *= scale * rstd
-    channel = once(channel, channels, GROUPS)
+    channel = mask_repeated_channels(channel, channels, GROUPS)
     if parts_ptr is not None:
         target = parts_ptr + tl.program_id(0).to(tl.int64) * 2 * channels + channel
     else:
@@ -152,9 +152,9 @@ def input_gradient_kernel(
     level = -steepness * plain
     if FOLD:
         level -= tilt * mean
-    steepness = over_depth(steepness * scale, DEPTH)
-    tilt, level, mean = over_depth(tilt, DEPTH), over_depth(level, DEPTH), over_depth(mean, DEPTH)
-    rstd, weight, bias = over_depth(rstd, DEPTH), over_depth(weight, DEPTH), over_depth(bias, DEPTH)
+    steepness = repeat_over_depth(steepness * scale, DEPTH)
+    tilt, level, mean = repeat_over_depth(tilt, DEPTH), repeat_over_depth(level, DEPTH), repeat_over_depth(mean, DEPTH)
+    rstd, weight, bias = repeat_over_depth(rstd, DEPTH), repeat_over_depth(weight, DEPTH), repeat_over_depth(bias, DEPTH)
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     for step in range(steps):
         tile = program * steps + steps - 1 - step

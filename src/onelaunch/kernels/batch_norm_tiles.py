@@ -84,7 +84,7 @@ def channel_index(ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS_LAST: tl.co
 
 
 @triton.jit
-def once(channel, channels, GROUPS: tl.constexpr):
+def mask_repeated_channels(channel, channels, GROUPS: tl.constexpr):
     """The same channels for who stores: the first row's, and of others one that does not exist."""
     if channel.shape[0] > GROUPS:
         channel = tl.where(tl.arange(0, channel.shape[0])[:, None] < GROUPS, channel, channels)
@@ -92,7 +92,7 @@ def once(channel, channels, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def over_depth(values, DEPTH: tl.constexpr):
+def repeat_over_depth(values, DEPTH: tl.constexpr):
     """What `channel_index` was asked for, `[places, 8]` or `[1, 1]`, for a whole tile."""
     if DEPTH > 1 and values.shape[0] > 1:
         deep = tl.broadcast_to(values[None, :, :], (DEPTH, values.shape[0], 8))

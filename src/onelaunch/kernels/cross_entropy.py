@@ -18,16 +18,16 @@ import triton
 import triton.language as tl
 
 from onelaunch.kernels.cross_entropy_long import long_rows, scaled_distance
+from onelaunch.kernels.cross_entropy_row_tiles import as_line, as_rows, offsets, piece_width, positions_in_line
 from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv, launch, launch_again, needs_triton, next_power_of_2
-from onelaunch.kernels.row_tiles import as_line, as_rows, offsets, piece_width, places_in_line
 
 ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
 REGISTER_CLASSES = 8192  # the longest row a program holds in registers; of longer ones it reads the second time from L2
 FEW_CLASSES = 32  # up to so many, a thread takes a whole row
 WARP_CLASSES = 1024  # and up to so many a warp, of these tiles (32768 x 1000 bf16, us: 43; spread over four warps 65)
 TILE_ELEMENTS, TILE_WARPS = 1024, 4
-COUNT_ROWS, MOST_COUNTS = 1024, 64  # rows counted at a time, and by how many programs at most
+COUNT_ROWS, MAX_COUNTS = 1024, 64  # rows counted at a time, and by how many programs at most
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def cross_entropy_kernel(
     valid = (target >= 0) & (target < classes)
     column = tl.arange(0, BLOCK)
     hit = column[None, :] == target[:, None]
-    line_row, line_column, line_first = places_in_line(ROWS, BLOCK, PIECE, WIDTH)
+    line_row, line_column, line_first = positions_in_line(ROWS, BLOCK, PIECE, WIDTH)
     line_row = first_row + line_row
     line_inside = (line_row < rows) & (line_first < classes)
     line = tl.load(x_ptr + offsets(line_row, row_stride, line_column, WIDTH), mask=line_inside, other=float("-inf"))
@@ -229,7 +229,7 @@ def cross_entropy_forward(
     partial, count, counts = None, None, 0
     if single and not (alone and dx is not None):  # alone and with the gradient at hand, nobody will ask for the number
         if count_first and mean and dx is not None and not alone:
-            counts = min(MOST_COUNTS, next_power_of_2(cdiv(rows, COUNT_ROWS)))
+            counts = min(MAX_COUNTS, next_power_of_2(cdiv(rows, COUNT_ROWS)))
         after = cdiv(1 + 2 * parts, 4) * 4  # on 16 bytes, as memory of its own would lie
         partial = torch.empty(after + counts if counts else 1 + 2 * parts, dtype=torch.float32, device=x.device)
         if counts:

@@ -12,9 +12,9 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.cross_entropy_row_tiles import boundary_elements, first_position, own_pieces, shifted_pieces
 from onelaunch.kernels.dependent_launch import overlaps, wait_for_previous_kernel
 from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
-from onelaunch.kernels.row_tiles import first_place, own_pieces, rim, shifted_pieces
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def gradient_kernel(
         upstream = tl.load(upstream_ptr).to(tl.float32) + tl.zeros((ROWS,), tl.float32)
     if count_ptr is not None:
         upstream = upstream / tl.load(count_ptr)
-    base, shift = first_place(row, classes, row_stride, WIDTH, SHIFTED)
-    out_base, _ = first_place(row, classes, classes, WIDTH, SHIFTED)
+    base, shift = first_position(row, classes, row_stride, WIDTH, SHIFTED)
+    out_base, _ = first_position(row, classes, classes, WIDTH, SHIFTED)
     place = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     own = own_pieces(place, shift[:, None], classes, WIDTH, SHIFTED) & row_inside[:, None]
     x_ptr += base[:, None]
@@ -87,7 +87,7 @@ def gradient_kernel(
         x_ptr + place, dx_ptr + place, own, place, target, counts, largest, log_total, upstream, smoothing, classes
     )
     if SHIFTED and tl.program_id(1) == 0:
-        edge, on_edge = rim(shift[:, None], classes, WIDTH)
+        edge, on_edge = boundary_elements(shift[:, None], classes, WIDTH)
         on_edge &= row_inside[:, None]
         _gradient(
             x_ptr + edge, dx_ptr + edge, on_edge, edge, target, counts, largest, log_total, upstream, smoothing, classes

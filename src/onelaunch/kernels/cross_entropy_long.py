@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.kernels.cross_entropy_row_tiles import boundary_elements, first_position, own_pieces, shifted_pieces
 from onelaunch.kernels.dependent_launch import overlaps, wait_for_previous_kernel
 from onelaunch.kernels.launch import launch, next_power_of_2
-from onelaunch.kernels.row_tiles import first_place, own_pieces, rim, shifted_pieces
 from onelaunch.kernels.tiles import LOG2_E
 
 # A row of whole 16-byte pieces comes in four blocks, all on their way at once: 64 elements of 2 bytes a thread, 64 registers.
@@ -107,7 +107,7 @@ def long_row_kernel(
     counts = target != ignore_index
     valid = (target >= 0) & (target < classes)
     picked = tl.load(x_ptr + row * row_stride + target, mask=valid, other=0.0).to(tl.float32)
-    base, shift = first_place(row, classes, row_stride, WIDTH, SHIFTED)
+    base, shift = first_position(row, classes, row_stride, WIDTH, SHIFTED)
     x_ptr += base
     end = shift + classes
     place = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -131,7 +131,7 @@ def long_row_kernel(
             largest = new_largest
     top = tl.max(largest, axis=0)
     if SHIFTED:
-        rim_place, on_rim = rim(shift, classes, WIDTH)
+        rim_place, on_rim = boundary_elements(shift, classes, WIDTH)
         rim_x = tl.load(x_ptr + rim_place, mask=on_rim, other=float("-inf"))
         top = tl.maximum(top, tl.max(rim_x, axis=0).to(tl.float32))
     sum_of_all = tl.sum(total * tl.exp2((largest - top) * LOG2_E), axis=0)  # relative to the largest
@@ -154,7 +154,7 @@ def long_row_kernel(
         wanted, everywhere = (1 - smoothing) * gradient_scale, smoothing * gradient_scale / classes
         target += shift
         if dx_ptr is not None:
-            out_base, _ = first_place(row, classes, classes, WIDTH, SHIFTED)
+            out_base, _ = first_position(row, classes, classes, WIDTH, SHIFTED)
             dx_ptr += out_base
         for start in range(0, end, BLOCK):
             own = own_pieces(start + place, shift, classes, WIDTH, SHIFTED)

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 # (function, device, every argument or its type) -> compiled kernel. A program has few shapes; a sweep over many starts anew.
 _compiled: dict[tuple[Any, ...], Any] = {}
-_MOST_COMPILED = 4096
+_MAX_COMPILED = 4096
 _runtime = knobs.runtime
 
 
@@ -112,7 +112,7 @@ def launch(
     key = (kernel.fn, device, *kinds, sizes, constants, num_warps, num_stages, launch_pdl)
     compiled = _compiled.get(key)
     if compiled is None or needs_triton():
-        if len(_compiled) >= _MOST_COMPILED:
+        if len(_compiled) >= _MAX_COMPILED:
             _compiled.clear()
         options = launch_options(num_warps, num_stages, launch_pdl)
         compiled = _compiled[key] = call(kernel, grid, *tensors, *values, *sizes, *constants, **options)

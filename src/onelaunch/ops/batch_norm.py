@@ -24,12 +24,12 @@ from onelaunch.ops.arguments import (
 from onelaunch.ops.batch_norm_arguments import check_numbers, check_tensors
 from onelaunch.ops.batch_norm_reference import (
     Outputs,
-    backward_cpu,
-    backward_plain,
+    backward_reference,
     channels_last,
+    differentiable_backward_reference,
+    empty_like_output,
     empty_outputs,
-    forward_cpu,
-    lies,
+    forward_reference,
     lines_and_inner,
     move_running,
     statistics_of,
@@ -78,7 +78,7 @@ def _forward_cuda(
 ) -> Outputs:  # fmt: skip
     """With a momentum the running statistics are moved by the kernel; without, they are only read."""
     if not _has_kernels(x):
-        return forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+        return forward_reference(x, running_mean, running_var, weight, bias, training, eps, activation, p)
     y, statistics, bits = empty_outputs(x, training, p)
     if x.stride() != y.stride():
         x = torch.empty_like(y).copy_(x)
@@ -105,8 +105,8 @@ def _backward_cuda(
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not _has_kernels(x):
-        return backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
-    dx = lies(x)
+        return backward_reference(dy, x, statistics, bits, weight, bias, training, activation, p)
+    dx = empty_like_output(x)
     if x.stride() != dx.stride():
         x = torch.empty_like(dx).copy_(x)
     weight, bias = _side_by_side(weight), _side_by_side(bias)
@@ -127,7 +127,7 @@ def batch_norm_op(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+    return forward_reference(x, running_mean, running_var, weight, bias, training, eps, activation, p)
 
 
 @batch_norm_op.register_kernel("cuda")
@@ -152,7 +152,7 @@ def batch_norm_backward_op(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
+    return backward_reference(dy, x, statistics, bits, weight, bias, training, activation, p)
 
 
 batch_norm_backward_op.register_kernel("cuda")(_backward_cuda)
@@ -163,7 +163,7 @@ def _(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return lies(x), torch.empty_like(statistics[:2])
+    return empty_like_output(x), torch.empty_like(statistics[:2])
 
 
 def _save(
@@ -178,7 +178,7 @@ def _gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor | No
     x, statistics, bits, weight, bias = ctx.saved_tensors
     if differentiable_backward(dy):
         mean, rstd, *_ = statistics_of(x, ctx.eps) if ctx.options[0] else statistics
-        dx, dbias, dweight = backward_plain(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
+        dx, dbias, dweight = differentiable_backward_reference(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
         dx = dx.to(x.dtype)
     else:
         dx, (dbias, dweight) = backward(dy, x, statistics, bits, weight, bias, *ctx.options)

@@ -25,7 +25,7 @@ def batch_norm_reference(
     return y if keep is None else torch.where(keep, y * keep_scale(p), 0)
 
 
-def lies(x: Tensor) -> Tensor:
+def empty_like_output(x: Tensor) -> Tensor:
     """An empty tensor of x's shape and dtype in the layout that y and dx take: x's own where it is contiguous, or channels
     last; else contiguous."""
     if x.is_contiguous() or (x.dim() > 2 and channels_last(x) is not None):
@@ -53,7 +53,7 @@ def lines_and_inner(x: Tensor) -> tuple[int, int]:
 def empty_outputs(x: Tensor, training: bool, p: float) -> Outputs:
     """Empty (y, statistics: mean, 1 / standard deviation and in training unbiased variance, keep bits)."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    y = lies(x)
+    y = empty_like_output(x)
     bits = x.new_empty(bytes_for(*lines_and_inner(y)) if p else (0, 0), dtype=torch.uint8)
     return y, x.new_empty((3 if training else 2, x.shape[1]), dtype=wide), bits
 
@@ -80,7 +80,7 @@ def _kept(bits: Tensor, like: Tensor) -> Tensor:
     return flat.view(like.shape)
 
 
-def forward_cpu(
+def forward_reference(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> Outputs:  # fmt: skip
@@ -114,23 +114,25 @@ def _affine(x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: 
     return z if bias is None else z + _per_channel(bias, x)
 
 
-def backward_cpu(
+def backward_reference(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     mean, rstd = statistics[:2]
-    dx, dbias, dweight = backward_plain(dy, x, mean, rstd, bits, weight, bias, training, activation, p)
-    return lies(x).copy_(dx), torch.stack((dbias, dweight)).to(statistics.dtype)
+    dx, dbias, dweight = differentiable_backward_reference(
+        dy, x, mean, rstd, bits, weight, bias, training, activation, p
+    )
+    return empty_like_output(x).copy_(dx), torch.stack((dbias, dweight)).to(statistics.dtype)
 
 
-def backward_plain(
+def differentiable_backward_reference(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(dx, dbias, dweight) in ops that can be differentiated again, if mean and rstd are functions of x."""
     dz = dy.to(mean.dtype)
     if p:
-        dz = torch.where(_kept(bits, lies(x)), dz * keep_scale(p), 0)
+        dz = torch.where(_kept(bits, empty_like_output(x)), dz * keep_scale(p), 0)
     if activation is not None and not (p and activation == "relu"):
         dz = dz * activation_gradient(_affine(x, mean, rstd, weight, bias), activation)
     x_hat = _affine(x, mean, rstd, None, None)

@@ -32,12 +32,12 @@ from onelaunch.ops.call_context import (
 )
 from onelaunch.ops.cross_entropy_arguments import check_loss_options, check_tensors
 from onelaunch.ops.cross_entropy_reference import (
+    backward_reference,
     checked_reference,
     cross_entropy_reference,
+    differentiable_backward_reference,
     empty_outputs,
-    forward_cpu,
-    gradient_cpu,
-    gradient_plain,
+    forward_reference,
 )
 from onelaunch.ops.widen import widen
 
@@ -52,7 +52,7 @@ def _forward_cuda(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
-        return forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
+        return forward_reference(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
     loss, lse, count = empty_outputs(logits, reduction, fp32_loss)
     partial = kernels("cross_entropy").cross_entropy_forward(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, loss, lse=lse, dx=None,
@@ -68,7 +68,7 @@ def _gradient_cuda(
     reduction: str,
 ) -> Tensor:  # fmt: skip
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
-        return gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
+        return backward_reference(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     kernels("cross_entropy_backward").cross_entropy_gradient(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, lse, dloss.contiguous(),
@@ -81,7 +81,7 @@ def _gradient_cuda(
 def cross_entropy_op(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
+    return forward_reference(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
 
 
 cross_entropy_op.register_kernel("cuda")(_forward_cuda)
@@ -99,7 +99,7 @@ def cross_entropy_gradient_op(
     dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
-    return gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
+    return backward_reference(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
 
 
 cross_entropy_gradient_op.register_kernel("cuda")(_gradient_cuda)
@@ -123,7 +123,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
     if differentiable_backward(dloss):
         logits, target, lse, count = ctx.saved_tensors
-        return gradient_plain(dloss, logits, target, lse, count, *ctx.options), None, None, None, None, None
+        return (
+            differentiable_backward_reference(dloss, logits, target, lse, count, *ctx.options),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
     return cross_entropy_gradient_op(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 

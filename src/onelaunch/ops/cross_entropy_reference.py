@@ -39,7 +39,7 @@ def empty_outputs(logits: Tensor, reduction: str, fp32_loss: bool) -> tuple[Tens
     return loss, logits.new_empty((logits.shape[0], 2), dtype=exact), logits.new_empty((), dtype=exact)
 
 
-def forward_cpu(
+def forward_reference(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, lse, count = empty_outputs(logits, reduction, fp32_loss)
@@ -50,7 +50,7 @@ def forward_cpu(
     return loss, lse, count
 
 
-def gradient_plain(
+def differentiable_backward_reference(
     dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
@@ -65,5 +65,5 @@ def gradient_plain(
     return torch.where(counts[:, None], gradient, 0).to(logits.dtype)
 
 
-def gradient_cpu(dloss: Tensor, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
-    return gradient_plain(dloss, logits, target, *rest).contiguous()
+def backward_reference(dloss: Tensor, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
+    return differentiable_backward_reference(dloss, logits, target, *rest).contiguous()

@@ -44,11 +44,11 @@ from onelaunch.ops.call_context import (
 from onelaunch.ops.dropout import bytes_for, draw_key
 from onelaunch.ops.linear_reference import (
     Outputs,
-    backward_cpu,
     backward_needs,
+    backward_reference,
+    differentiable_backward_reference,
     empty_outputs,
-    forward_cpu,
-    gradients_plain,
+    forward_reference,
     linear_reference,
     saves_z,
 )
@@ -65,7 +65,7 @@ def _forward_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if x.dtype not in KERNEL_DTYPES or not (x.numel() and weight.numel()):
-        return forward_cpu(x, weight, bias, activation, p, save)
+        return forward_reference(x, weight, bias, activation, p, save)
     x, weight = _with_whole_rows(x), _with_whole_rows(weight)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
@@ -75,7 +75,7 @@ def _forward_cuda(
     bits = y.new_empty(bytes_for(*shape), dtype=torch.uint8) if p else None
     key = draw_key(x.device) if p else NO_KEY
     call = linear_choice.Call(x, weight, bias, y, z, bits, activation, p, key)
-    linear_choice.choose(call).run(call)
+    linear_choice.choose_implementation(call).run(call)
     return y, z, bits
 
 
@@ -84,7 +84,7 @@ def _backward_cuda(
 ) -> tuple[Tensor, Tensor]:
     """`over_z`: z, where that is what was saved, is nobody else's and not needed again; dz takes its memory."""
     if dy.dtype not in KERNEL_DTYPES or not dy.numel():
-        return backward_cpu(dy, saved, bits, activation, p)
+        return backward_reference(dy, saved, bits, activation, p)
     dy = dy.contiguous()
     needs = backward_needs(activation, p)
     dz = saved if over_z and needs == "z" else torch.empty_like(dy)
@@ -102,7 +102,7 @@ def _backward_cuda(
 def linear_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return forward_cpu(x, weight, bias, activation, p, save)
+    return forward_reference(x, weight, bias, activation, p, save)
 
 
 @linear_op.register_kernel("cuda")
@@ -120,7 +120,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p:
 @torch.library.custom_op("onelaunch::linear_slope", mutates_args=(), device_types="cpu")
 def linear_slope_op(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
     """(dz, dbias): the gradient before activation and dropout, and its column sums."""
-    dz, dbias = backward_cpu(dy, saved, bits, activation, p)
+    dz, dbias = backward_reference(dy, saved, bits, activation, p)
     return dz.contiguous(), dbias
 
 
@@ -150,7 +150,7 @@ def _differentiable_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Ten
         raise RuntimeError(
             "bias was changed in place after onelaunch.linear used it: its gradient cannot be differentiated"
         )
-    return gradients_plain(dy, x, weight, ctx.bias, bits, ctx.activation, ctx.p)
+    return differentiable_backward_reference(dy, x, weight, ctx.bias, bits, ctx.activation, ctx.p)
 
 
 def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -34,7 +34,7 @@ def empty_outputs(x: Tensor, weight: Tensor, activation: str | None, p: float, s
     return torch.empty((m, n), dtype=x.dtype, device=x.device), z, bits
 
 
-def forward_cpu(
+def forward_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> Outputs:
     y, z, bits = empty_outputs(x, weight, activation, p, save)
@@ -57,7 +57,9 @@ def backward_needs(activation: str | None, p: float) -> str:
     return "z" if saves_input(activation) else "output"
 
 
-def backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
+def backward_reference(
+    dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float
+) -> tuple[Tensor, Tensor]:
     dz = widen(dy) * keep_scale(p) if p else widen(dy)
     needs = backward_needs(activation, p)
     if activation is not None and needs == "output":
@@ -70,7 +72,7 @@ def backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None
     return rounded.clone() if rounded is dy else rounded, dz.sum(0).to(dy.dtype)
 
 
-def gradients_plain(
+def differentiable_backward_reference(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, bits: Tensor, activation: str | None, p: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, dweight, dbias) as functions of dy, x, weight and bias, in ops that can be differentiated again."""

@@ -46,26 +46,26 @@ def _mask(bits: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     return unpack(bits, math.prod(shape)).as_strided(shape, stride)
 
 
-def _forward_cpu(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def _forward_reference(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     keep = draw_keep(x, p)
     y = torch.empty_like(x).copy_(relu_dropout_reference(x, keep, p))
     mask = torch.empty_like(y, dtype=torch.bool).copy_(keep & ~(x <= 0))
     return y, pack(mask.as_strided((mask.numel(),), (1,)))
 
 
-def _backward_plain(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+def _differentiable_backward_reference(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
     return torch.where(_mask(bits, dy.shape, stride), dy * keep_scale(p), 0)
 
 
-def _backward_cpu(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+def _backward_reference(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
     dx = torch.empty_strided(dy.shape, stride, dtype=dy.dtype, device=dy.device)
-    return dx.copy_(_backward_plain(dy, bits, p, stride))
+    return dx.copy_(_differentiable_backward_reference(dy, bits, p, stride))
 
 
 def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None, save: bool = True) -> tuple[Tensor, Any]:
     """(y, bits); without `save`, no bits are made."""
     if x.dtype not in KERNEL_DTYPES:
-        return _forward_cpu(x, p)
+        return _forward_reference(x, p)
     if y is None:
         y = torch.empty_like(x)
         if x.stride() != y.stride():
@@ -77,7 +77,7 @@ def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None, save: bool = Tru
 
 def _backward_cuda(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
     if dy.dtype not in KERNEL_DTYPES:
-        return _backward_cpu(dy, bits, p, stride)
+        return _backward_reference(dy, bits, p, stride)
     dx = torch.empty_strided(dy.shape, stride, dtype=dy.dtype, device=dy.device)
     if dy.stride() != dx.stride():
         dy = dx.copy_(dy)
@@ -89,7 +89,7 @@ def _backward_cuda(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) ->
     "onelaunch::relu_dropout", mutates_args=(), device_types="cpu", tags=(torch.Tag.nondeterministic_seeded,)
 )
 def relu_dropout_op(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    return _forward_cpu(x, p)
+    return _forward_reference(x, p)
 
 
 @relu_dropout_op.register_kernel("cuda")
@@ -105,7 +105,7 @@ def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("onelaunch::relu_dropout_backward", mutates_args=(), device_types="cpu")
 def relu_dropout_backward_op(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
-    return _backward_cpu(dy, bits, p, stride)
+    return _backward_reference(dy, bits, p, stride)
 
 
 @relu_dropout_backward_op.register_kernel("cuda")
@@ -125,7 +125,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
-    backward = _backward_plain if differentiable_backward(dy) else relu_dropout_backward_op
+    backward = _differentiable_backward_reference if differentiable_backward(dy) else relu_dropout_backward_op
     return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None
 
 
@@ -144,7 +144,7 @@ class _EagerReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        backward = _backward_plain if differentiable_backward(dy) else _backward_cuda
+        backward = _differentiable_backward_reference if differentiable_backward(dy) else _backward_cuda
         return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 
 
 @triton.jit
-def places_in_line(ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr):
+def positions_in_line(ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr):
     """The row, the column and the first column of its WIDTH, of each element of a tile's line: PIECE columns of all rows, then
     the next of all. Threads that follow each other get what does, so that a row lies in one thread where a PIECE is a WIDTH,
     and in one warp where it is 32 of them and the rows are a multiple of the warps."""
@@ -46,7 +46,7 @@ def as_line(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr):
 
 
 @triton.jit
-def first_place(row, classes, row_stride, WIDTH: tl.constexpr, SHIFTED: tl.constexpr):
+def first_position(row, classes, row_stride, WIDTH: tl.constexpr, SHIFTED: tl.constexpr):
     """Where the pieces of a row (int64) begin in memory, and the place of its first element among them."""
     if SHIFTED:
         begin = row * classes
@@ -70,7 +70,7 @@ def own_pieces(place, shift, classes, WIDTH: tl.constexpr, SHIFTED: tl.constexpr
 
 
 @triton.jit
-def rim(shift, classes, WIDTH: tl.constexpr):
+def boundary_elements(shift, classes, WIDTH: tl.constexpr):
     """The places of the pieces that are not, and which of them are the row's."""
     number = tl.arange(0, 2 * WIDTH)
     end = shift + classes
