@@ -1,4 +1,4 @@
-"""The activations: one entry per function. Argument checks, network parsing, the reference path and the tests derive from it.
+"""The activations: one entry per function. Argument checks, network parsing, the reference path and the tests derive from them.
 
 The device math of an activation is written once per code generator: Triton (`kernels/tiles.py`), CUDA C++
 (`nvrtc/activations.cuh`) and LLVM (`engines/cpu/code/elementwise.py`). CONTRIBUTING.md lists the steps to add one.
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from onelaunch.activation_names import ACTIVATION_NAMES
 
 LEAKY_RELU_SLOPE = 0.01  # PyTorch's default for values below zero
 SELU_SCALE = 1.0507009873554805
@@ -150,6 +152,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
         _activation("hardswish", nn.Hardswish, (F.hardswish,), derivative=_hardswish_derivative),
     )
 }
+assert tuple(ACTIVATIONS) == ACTIVATION_NAMES
 
 
 def find_activation(module: nn.Module) -> Activation | None:
@@ -163,11 +166,12 @@ def saves_input(name: str | None) -> bool:
 
 
 def activate(z: Tensor, name: str | None) -> Tensor:
+    """act(z); z itself for None."""
     return z if name is None else ACTIVATIONS[name].value(z)
 
 
 def activation_gradient(z: Tensor, name: str | None) -> Tensor:
-    """act'(z)"""
+    """act'(z); ones for None."""
     return torch.ones_like(z) if name is None else ACTIVATIONS[name].derivative(z)
 
 

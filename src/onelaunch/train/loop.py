@@ -1,4 +1,4 @@
-"""The driver: what is the same whichever engine trains. History, checkpoints, progress, Ctrl-C, the stop on NaN."""
+"""The driver of a run, the same for every engine: history, checkpoints, progress, Ctrl-C, the stop on NaN."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from onelaunch.train.progress import Progress
 
 
 class Listener:
-    """Told of a run's course: once when it is accepted and about to start, then after each epoch."""
+    """Called once when a run has been accepted and is about to start, then after each epoch."""
 
     def started(self, history: History) -> None: ...
 
@@ -40,7 +40,7 @@ class Listener:
 
 
 class StopSwitch:
-    """The engines' Monitor: carries progress out and the wish to stop in."""
+    """The Monitor of the engines: passes progress out and the request to stop in."""
 
     def __init__(self, progress: Progress) -> None:
         self.stop = False
@@ -50,7 +50,7 @@ class StopSwitch:
         self._progress.update(step, loss, correct)
 
     def interrupt(self) -> None:
-        """The first Ctrl-C asks for a stop at the next step, a second one does not wait for it."""
+        """The first Ctrl-C requests a stop at the next step; a second one does not wait for it."""
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
@@ -59,15 +59,16 @@ class StopSwitch:
 def drive(
     run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, listener: Listener, started: float
 ) -> History:
-    """Train `run` to its end. Ctrl-C ends it at a step boundary: saved, the model usable, KeyboardInterrupt raised.
+    """Train `run` to its end and return its history.
 
-    Where processes train together, all read the checkpoint and the one that leads writes, shows and tells.
+    Ctrl-C ends the run at a step boundary: the checkpoint is written, the model is usable, and KeyboardInterrupt is raised.
+    Where several processes train together, all read the checkpoint, and the leading one writes it and reports.
     """
     team = world()
     written = checkpoint if team.leads else None
     if not team.leads:
         progress, listener = Progress(), Listener()
-    with checkpoint_lock(written, there=resume):
+    with checkpoint_lock(written, must_exist=resume):
         return _drive(run, team, checkpoint, written, resume, progress, listener, started)
 
 
@@ -102,7 +103,7 @@ def _drive(
     try:
         history.plan, history.precision = session.plan, session.precision
         listener.started(history)
-        if written and not resumed:  # a run killed in its first epoch can be resumed too
+        if written and not resumed:  # so that a run that is killed in its first epoch can be resumed too
             save(session.snapshot())
         switch = StopSwitch(progress)
         with on_interrupt(switch.interrupt), progress.running(run.spec, history, run.outputs):
@@ -110,7 +111,7 @@ def _drive(
             clock = time.perf_counter()
             for segment in session.segments(len(history.losses), switch):
                 seconds = time.perf_counter() - clock
-                clock += seconds  # a GPU trains on while this one is recorded: what that takes belongs to the next
+                clock += seconds  # a GPU trains on while a segment is recorded: that time counts for the next segment
                 _refuse_divergence(segment.first_step, segment.losses, checkpoint)
                 record = recorder.add(segment, seconds)
                 history.plan, history.allocations = session.plan, dict(session.allocations)
@@ -125,7 +126,7 @@ def _drive(
                     raise KeyboardInterrupt
         session.snapshot()
         save.refuse_bad_weights()
-        if team.any(switch.stop, run.device):  # in the last steps: they are trained and saved, and the wish still holds
+        if team.any(switch.stop, run.device):  # Ctrl-C in the last steps, which are trained and saved all the same
             raise KeyboardInterrupt
     finally:
         session.close()
@@ -139,7 +140,8 @@ def _resume(run: Run, path: Path) -> Checkpoint:
 
 
 def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
-    """A resumed run stays on its engine, for the same bits, unless another was asked for or several processes train."""
+    """The engine and the reason for it. For the same bits, a resumed run keeps its engine, unless another is requested or
+    several processes train together."""
     if resumed and run.spec.engine == "auto" and world().size == 1:
         name = resumed.about["engine"]
         found = engine_or_reason(name, run.device) if name in FASTEST_FIRST else "not an engine"
@@ -149,12 +151,12 @@ def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
 
 
 class Saver:
-    """Writes the checkpoint of a run, unless its weights have gone bad."""
+    """Writes the checkpoint of a run, unless its weights are no longer finite."""
 
     def __init__(self, run: Run, recorder: Recorder, path: Path | None, data: str) -> None:
         """`data` is the fingerprint of the run's rows."""
         self.run, self.recorder, self.path, self._data = run, recorder, path, data
-        self._finite_before = {name for name, tensor in self._floats() if _is_finite(tensor)}  # a mask may hold -inf
+        self._finite_before = {name for name, tensor in self._floats() if _is_finite(tensor)}  # a mask may contain -inf
 
     def _floats(self) -> list[tuple[str, torch.Tensor]]:
         state = self.run.model.state_dict()
@@ -179,7 +181,10 @@ class Saver:
         save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about))
 
     def refuse_bad_weights(self) -> None:
-        """A last update can overflow while its loss was still finite: such weights must not replace a good checkpoint."""
+        """Raise DivergedError if the last update has overflowed, which a finite loss does not show.
+
+        Such weights must not replace a good checkpoint.
+        """
         step = len(self.recorder.history.losses) - 1
         for name, tensor in self._floats():
             if name in self._finite_before and not _is_finite(tensor):
