@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from onelaunch.errors import ArgumentTypeError
+from onelaunch.format import format_bytes, format_si
 from onelaunch.format import format_seconds as duration
 from onelaunch.fuse.costs import Work
-from onelaunch.fuse.quantities import count, size
 from onelaunch.fuse.resources import KernelResources
 from onelaunch.fuse.roofline import DeviceModel
 
@@ -187,14 +187,14 @@ class Explanation:
         for group in self.groups:
             cost = group.after.total
             yield Text.assemble("\n", (group.name, "bold"), "\n", (place(group.labels), "dim"), "\n", _decision(group))
-            yield Text(f"bytes: {_change(group.before.total.bytes, cost.bytes, size)}")
+            yield Text(f"bytes: {_change(group.before.total.bytes, cost.bytes, format_bytes)}")
             yield Text(f"launches: {_change(group.before.total.launches, cost.launches, str)}")
             for name, pair in (("predicted", group.predicted), ("measured", group.measured)):
                 if pair:
                     yield Text(f"{name}: {_change(*pair, duration)}")
         before, after = self.before, self.after
         yield Text(f"\nthe whole model: {self._saved}", style="bold")
-        yield Text(f"bytes: {_change(before.bytes, after.bytes, size)}")
+        yield Text(f"bytes: {_change(before.bytes, after.bytes, format_bytes)}")
         yield Text(f"launches: {_change(before.launches, after.launches, str)}")
         yield Text(f"predicted: {_change(before.seconds, after.seconds, duration)}")
 
@@ -217,10 +217,10 @@ class Explanation:
             name = Text.assemble((group.name, "bold"), "\n", (place(group.labels), "dim"))
             decision = _decision(group)
             row: list[Any] = [Text("\n").join([name, decision])] if narrow else [name, decision]
-            row.append(_change(group.before.total.bytes, cost.bytes, size))
+            row.append(_change(group.before.total.bytes, cost.bytes, format_bytes))
             row.append(_change(group.before.total.launches, cost.launches, str))
             if not narrow:
-                row += [count(cost.flops), f"{cost.intensity:.3g}", self.device.bound(cost, group.dtype)]
+                row += [format_si(cost.flops, ""), f"{cost.intensity:.3g}", self.device.bound(cost, group.dtype)]
             known = {"predicted": group.predicted, "measured": group.measured}
             row += [_change(*pair, duration) if (pair := known[column]) else "" for column in times]
             if measured and not narrow:
@@ -228,8 +228,8 @@ class Explanation:
             table.add_row(*row)
         table.add_section()
         row = [f"the whole model: {self._saved}"] if narrow else ["the whole model", self._saved]
-        row += [_change(before.bytes, after.bytes, size), _change(before.launches, after.launches, str)]
-        row += [] if narrow else [count(after.flops), "", ""]
+        row += [_change(before.bytes, after.bytes, format_bytes), _change(before.launches, after.launches, str)]
+        row += [] if narrow else [format_si(after.flops, ""), "", ""]
         row += [_change(before.seconds, after.seconds, duration) if column == "predicted" else "" for column in times]
         table.add_row(*row, style="bold")
         return table
@@ -266,7 +266,7 @@ def _decision(group: Group) -> Any:
 
 def _kernel(kernel: KernelResources) -> str:
     return (
-        f"{kernel.name}: {kernel.registers}, {size(kernel.shared_bytes)}, {kernel.spills}, {kernel.occupancy:.0%}"
+        f"{kernel.name}: {kernel.registers}, {format_bytes(kernel.shared_bytes)}, {kernel.spills}, {kernel.occupancy:.0%}"
     )  # fmt: skip
 
 
