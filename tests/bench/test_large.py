@@ -7,10 +7,10 @@ import torch
 from typer.testing import CliRunner
 
 from onelaunch.bench.run import select
-from onelaunch.cli import _app
+from onelaunch.cli.app import make_app
 
 
-def test_large_networks_are_asked_for():
+def test_large_networks_are_registered():
     names = [one.name for one in select("train") if one.name.startswith("train/large/")]
     assert names == [
         "train/large/784-2048-2048-2048-10/32", "train/large/784-1024-1024-1024-10/4096",
@@ -18,9 +18,9 @@ def test_large_networks_are_asked_for():
     ]  # fmt: skip
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="here the cases would run")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the cases would run")
 @pytest.mark.parametrize(("what", "count"), [(["train", "--large"], 4), (["memory"], 2)])
-def test_without_a_gpu_they_are_skipped(what, count, tmp_path):
-    result = CliRunner().invoke(_app(), ["bench", *what, "--quick", "--out", str(tmp_path / "results.json")])
+def test_gpu_cases_are_skipped_without_a_gpu(what, count, tmp_path):
+    result = CliRunner().invoke(make_app(), ["bench", *what, "--quick", "--out", str(tmp_path / "results.json")])
     assert result.exit_code == 0, result.output
     assert f"{count} cases skipped: this machine has no CUDA device" in result.output
