@@ -71,6 +71,7 @@ def test_results_go_between_the_markers(project, capsys):
     assert "| ReLU &amp; more, H200 | 100 µs per call | 90.0 µs (JAX &amp; scan) | 0.900× |" in text
     everything = (project / ALL).read_text()
     assert "| relu | 100 µs per call | 20 | 2.0 % | 2.50× | 0.900× |" in everything
+    assert "\n`onelaunch bench ops memory`\n" in everything
     figures = [figure.name for figure in (project / "docs" / "figures").glob("*.svg")]
     assert len(figures) == 4  # two groups, two of the sizes
     assert all(f"figures/{name}" in everything for name in figures)

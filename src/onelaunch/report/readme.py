@@ -63,11 +63,9 @@ def replace_between(path: Path, begin: str, end: str, words: str) -> str:
 
 
 def _headline_table(recordings: Recordings) -> list[str]:
-    by_name: dict[str, list[Recorded]] = {}
-    for group in recordings.groups:
-        for record in group.cases:
-            by_name.setdefault(record.case["name"], []).append(record)
-    rows = [_headline(words, record) for name, words in HEADLINES.items() for record in by_name.get(name, ())]
+    records = [record for group in recordings.groups for record in group.cases]
+    chosen = [(words, r) for name, words in HEADLINES.items() for r in records if r.case["name"] == name]
+    rows = [_headline(words, record) for words, record in chosen]
     return [*table(["", "onelaunch", "best alternative", "factor"], rows), ""] if rows else []
 
 

@@ -34,7 +34,8 @@ INTRODUCTION = """\
 def results_page(recordings: Recordings) -> str:
     lines = [INTRODUCTION, *_lost(recordings), *_more_energy(recordings)]
     for group in recordings.groups:
-        lines += ["", f"## {plain(f'{group.title}: {group.chip}')}", ""]
+        commands = dict.fromkeys(f"`{plain(record.command)}`" for record in (*group.cases, *group.failed))
+        lines += ["", f"## {plain(f'{group.title}: {group.chip}')}", "", " · ".join(commands), ""]
         lines += _full_table(group) if group.cases else []
         if group.is_drawn:
             lines += ["", f"![{plain(_figure_title(group))}](figures/{group.file_stem}.svg)"]
@@ -48,8 +49,7 @@ def group_figure(group: Group) -> str:
     """An SVG file: one bar per case, the fastest peer's time divided by ours."""
     bars = []
     for record in group.cases:
-        best = record.best_peer()
-        if best:
+        if best := record.best_peer():
             name, ratio = best
             shown = against(record.case, name)
             wins = ratio >= 1 and "≈" not in shown
@@ -93,9 +93,7 @@ def _lost(recordings: Recordings) -> list[str]:
         for sizes in recordings.sizes
         for peer, hidden, ratio in sizes.lost_to()
     ]
-    if not rows:
-        return ["In no recorded case."]
-    return table(["case", "chip", "peer", "onelaunch takes"], rows)
+    return table(["case", "chip", "peer", "onelaunch takes"], rows) if rows else ["In no recorded case."]
 
 
 def _more_energy(recordings: Recordings) -> list[str]:
@@ -129,10 +127,9 @@ def _full_table(group: Group) -> list[str]:
 
 def _floor_share(case: dict[str, Any]) -> float | None:
     """The share of the lower bound's speed. Older files hold only the time of the bound."""
-    share = case.get("floor_share")
-    if share is None:
-        return next((ratio_of(case, name) for name in case["times"] if name.startswith("floor")), None)
-    return float(share)
+    recorded: float | None = case.get("floor_share")
+    timed = [ratio_of(case, name) for name in case["times"] if name.startswith("floor")]
+    return recorded if recorded is not None or not timed else timed[0]
 
 
 def _remarks(group: Group) -> list[str]:
