@@ -1,10 +1,11 @@
-"""How cross-entropy's kernels walk over rows of any length: pieces of 16 bytes, and which thread has which.
+"""How cross-entropy's kernels access rows of any length: in pieces of 16 bytes, with a chosen assignment to threads.
 
-A tile of rows is loaded and stored as one line, whose order says what a thread, a warp gets; between, it is `[ROWS, BLOCK]`.
+A tile of rows is loaded and stored as a 1-D line, whose order decides which thread and warp gets which elements. In between
+it has the shape `[ROWS, BLOCK]`.
 
-Long rows that lie one behind the other, of 50257 elements say, begin on any element; loaded from their own first on, every
-element would be a load. Their places are counted from the piece they begin in (`SHIFTED`). The pieces at a row's two ends,
-its rim, belong to its neighbours too: they are taken one element at a time.
+Contiguous long rows of, say, 50257 elements begin at any alignment. Loaded from its first element on, such a row would take
+one load per element. Positions in it are therefore counted from the start of the 16-byte piece that the row begins in
+(`SHIFTED`). A row shares the pieces at its two ends with its neighbours; these boundary elements are accessed one by one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,9 +20,12 @@ import triton.language as tl
 
 @triton.jit
 def positions_in_line(ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, WIDTH: tl.constexpr):
-    """The row, the column and the first column of its WIDTH, of each element of a tile's line: PIECE columns of all rows, then
-    the next of all. Threads that follow each other get what does, so that a row lies in one thread where a PIECE is a WIDTH,
-    and in one warp where it is 32 of them and the rows are a multiple of the warps."""
+    """(row, column, first column of the element's run of WIDTH columns) for each element of a tile's line.
+
+    The line holds PIECE columns of all rows, then the next PIECE columns of all rows. Consecutive threads get consecutive
+    elements. Hence a row is in one thread where PIECE equals WIDTH, and in one warp where PIECE is 32 WIDTHs and the number of
+    rows is a multiple of the number of warps.
+    """
     number = tl.arange(0, ROWS * BLOCK)
     row = number // PIECE % ROWS
     first = number // (PIECE * ROWS) * PIECE + number // WIDTH * WIDTH % PIECE
@@ -30,7 +34,7 @@ def positions_in_line(ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constex
 
 @triton.jit
 def offsets(row, row_stride, column, WIDTH: tl.constexpr):
-    """Of a line's elements in memory, every WIDTH of which follow each other from a multiple of it on."""
+    """Offsets of a line's elements in memory. Each run of WIDTH elements is contiguous and aligned to WIDTH."""
     element = row * row_stride + column
     return tl.max_contiguous(tl.multiple_of(element, WIDTH), WIDTH)
 
@@ -47,7 +51,7 @@ def as_line(tile, ROWS: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr):
 
 @triton.jit
 def first_position(row, classes, row_stride, WIDTH: tl.constexpr, SHIFTED: tl.constexpr):
-    """Where the pieces of a row (int64) begin in memory, and the place of its first element among them."""
+    """(offset of the first piece of a row (int64) in memory, position of the row's first element within that piece)."""
     if SHIFTED:
         begin = row * classes
         base = begin // WIDTH * WIDTH
@@ -59,33 +63,33 @@ def first_position(row, classes, row_stride, WIDTH: tl.constexpr, SHIFTED: tl.co
 
 
 @triton.jit
-def own_pieces(place, shift, classes, WIDTH: tl.constexpr, SHIFTED: tl.constexpr):
-    """Which places belong to pieces that are all the row's own."""
+def own_pieces(position, shift, classes, WIDTH: tl.constexpr, SHIFTED: tl.constexpr):
+    """Mask of the positions in pieces that belong to this row only."""
     if SHIFTED:
-        piece = place // WIDTH * WIDTH
+        piece = position // WIDTH * WIDTH
         own = (piece >= shift) & (piece + WIDTH <= shift + classes)
     else:
-        own = place < classes // WIDTH * WIDTH
+        own = position < classes // WIDTH * WIDTH
     return own
 
 
 @triton.jit
 def boundary_elements(shift, classes, WIDTH: tl.constexpr):
-    """The places of the pieces that are not, and which of them are the row's."""
+    """Positions of the two pieces at a row's ends, which it shares with its neighbours, and the mask of those in this row."""
     number = tl.arange(0, 2 * WIDTH)
     end = shift + classes
     at_front = number < WIDTH
-    place = tl.where(at_front, number, end // WIDTH * WIDTH + number - WIDTH)
-    return place, (at_front & (shift > 0) & (place >= shift)) | (~at_front & (place < end))
+    position = tl.where(at_front, number, end // WIDTH * WIDTH + number - WIDTH)
+    return position, (at_front & (shift > 0) & (position >= shift)) | (~at_front & (position < end))
 
 
 def piece_width(classes: int, row_stride: int, element_size: int) -> int:
-    """How many elements of such rows may be moved together, all of them from their first on."""
+    """The number of elements that one load may take, such that aligned loads cover every row from its first element on."""
     return math.gcd(classes, row_stride, 16 // element_size)
 
 
 def shifted_pieces(classes: int, row_stride: int, element_size: int) -> tuple[int, bool]:
-    """(WIDTH, SHIFTED) of long rows."""
+    """(WIDTH, SHIFTED) for long rows."""
     width, whole = piece_width(classes, row_stride, element_size), 16 // element_size
     shifted = width < whole and row_stride == classes >= 2 * whole
     return (whole, True) if shifted else (width, False)
