@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -33,17 +34,26 @@ def room_of(module: str) -> str:
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-def imports_of(module: str, modules: Modules) -> set[str]:
-    """The modules of this package that a file imports anywhere, in functions and type-checking blocks too."""
-    found = set()
-    for node in ast.walk(ast.parse(modules[module].read_text())):
+@functools.cache
+def import_statements(path: Path) -> list[tuple[str, str]]:
+    """(module, name) of every import in a file, in functions and type-checking blocks too; no name for `import module`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} imports relatively"
-            names = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {name if name in modules else str(node.module) for name in names}
-    return {name for name in found if name in modules} - {module}
+            assert node.level == 0, f"{path} imports relatively"
+            found += [(str(node.module), alias.name) for alias in node.names]
+    return found
+
+
+def imports_of(module: str, modules: Modules) -> set[str]:
+    """The other modules of this package that a module imports."""
+    found = {
+        f"{source}.{name}" if f"{source}.{name}" in modules else source
+        for source, name in import_statements(modules[module])
+    }
+    return (found & modules.keys()) - {module}
 
 
 def violations(modules: Modules) -> Iterator[str]:
@@ -67,6 +77,17 @@ def test_no_cycles():
     """An import for annotations alone counts: two files that name each other's types are one file."""
     modules = package_modules()
     graphlib.TopologicalSorter({module: imports_of(module, modules) for module in modules}).prepare()
+
+
+def test_test_files_import_no_test_files():
+    """What tests share is in a file without the prefix test_."""
+    found = [
+        f"{path.relative_to(ROOT)} imports {source}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for source, name in import_statements(path)
+        if source.startswith("tests.") and (source.split(".")[-1].startswith("test_") or name.startswith("test_"))
+    ]
+    assert sorted(found) == []
 
 
 def test_an_upward_import_and_a_file_outside_the_diagram_are_found(tmp_path):

@@ -40,12 +40,8 @@ def chip_of(device: torch.device) -> Chip:
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Chip(
-        properties.multi_processor_count,
-        shared_bytes,
-        clusters=capability >= (9, 0),
-        tma=capability in TMA_CAPABILITIES,
-    )
+    clusters, tma = capability >= (9, 0), capability in TMA_CAPABILITIES
+    return Chip(properties.multi_processor_count, shared_bytes, clusters, tma)
 
 
 def default_device() -> torch.device:
@@ -93,17 +89,15 @@ def _version(package: str) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Versions and processors, as run folders and benchmarks record them."""
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
+    gpus = [
+        {
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gib": round(gpu.total_memory / 2**30, 1),
+            "multiprocessors": gpu.multi_processor_count,
+        }
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
     return {
         "system": platform.platform(),
         "cpu": {"name": cpu_name(), "cores": usable_cores(), "torch_threads": torch.get_num_threads()},

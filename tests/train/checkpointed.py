@@ -1,4 +1,4 @@
-"""A small run that the tests of checkpoints stop, resume and compare."""
+"""A small run that tests stop, resume and compare: six epochs of five steps."""
 
 from __future__ import annotations
 

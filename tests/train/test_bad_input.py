@@ -1,4 +1,4 @@
-"""A user's mistake gets one line that names the argument, the value and the remedy; the model is left as it was."""
+"""A user's mistake raises one line that names the argument, the value and the remedy, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_inference_mode_is_refused():
 
 
 class Normalised(nn.Module):
-    """A BatchNorm1d that fit cannot see before the batch of one row comes."""
+    """Contains a BatchNorm1d that fit cannot see before it fails on a batch of one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def test_numpy_numbers_are_numbers():
     assert len(history.losses) == 3
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's own: it will drop such tensors
+@pytest.mark.filterwarnings("ignore")  # PyTorch deprecates such tensors
 def test_quantized_rows_are_named():
     rows = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
     with pytest.raises(TypeError, match="x must be a dense tensor of real numbers, not quantized"):

@@ -1,16 +1,11 @@
-"""A run that was stopped, however roughly, goes on to the same bits, and what it had trained is not lost."""
+"""A run that was stopped, even by kill -9, resumes to the same bits, and what it had trained is not lost."""
 
 from __future__ import annotations
 
-import os
+import itertools
 import signal
-import subprocess
-import sys
-import textwrap
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +15,7 @@ import onelaunch as ol
 from onelaunch.train.checkpoint import load_checkpoint
 from onelaunch.train.fit import fit_with
 from onelaunch.train.loop import Listener
+from tests import preloaded
 from tests.reference import OPTIMIZERS, problem
 from tests.train.checkpointed import data, network, run, same
 
@@ -54,59 +50,45 @@ def test_a_run_that_ended_within_an_epoch_can_be_extended(tmp_path):
     ]
 
 
-@contextmanager
-def interrupted_soon(seconds: float) -> Iterator[None]:
-    """Ctrl-C after a while, and not after the block: it would end whatever runs then."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
+def press_ctrl_c(model: nn.Sequential, at_call: int) -> nn.Sequential:
+    """The model, which presses Ctrl-C in one of its forward passes. An epoch has five, and one for validation."""
+    calls = itertools.count(1)
+    model[0].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT) if next(calls) == at_call else None)
+    return model
 
 
 def test_ctrl_c_saves_within_the_epoch_and_resumes_to_the_same_bits(tmp_path):
-    whole, stopped = network(), network()
-    expected = run(whole, epochs=200)
+    whole, stopped = network(), press_ctrl_c(network(), at_call=9)
+    expected = run(whole)
     path = tmp_path / "run.safetensors"
-    with interrupted_soon(0.15), pytest.raises(KeyboardInterrupt):
-        run(stopped, epochs=200, checkpoint=path)
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, checkpoint=path)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     saved = load_checkpoint(path)
-    assert 0 < saved.step < len(expected.losses)
+    assert saved.step == 8  # three steps into the second epoch
     assert all(torch.equal(saved.model[name], tensor) for name, tensor in stopped.state_dict().items())
     resumed = network()
-    history = run(resumed, epochs=200, checkpoint=path, resume=True)
+    history = run(resumed, checkpoint=path, resume=True)
     assert history.losses == expected.losses
     assert same(resumed, whole)
     assert [epoch["accuracy"] for epoch in history.epochs] == [epoch["accuracy"] for epoch in expected.epochs]
 
 
-KILLED = """
-import sys, torch
-torch.set_num_threads(1)
-sys.path[:0] = {path!r}
-from tests.train.checkpointed import network, run
-print("started", flush=True)
-run(network(), epochs=3000, checkpoint={checkpoint!r})
-"""
+def train_for_long(checkpoint: Path) -> None:
+    run(network(), epochs=100_000, checkpoint=checkpoint)
 
 
-def test_kill_minus_9_leaves_a_whole_checkpoint(tmp_path):
-    path = tmp_path / "run.safetensors"
-    script = textwrap.dedent(KILLED.format(path=sys.path, checkpoint=str(path)))
+def test_kill_minus_9_leaves_a_complete_checkpoint(tmp_path):
+    path, output = tmp_path / "run.safetensors", tmp_path / "output"
     for delay in (0.1, 0.23, 0.4):
-        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "started\n"
+        process = preloaded.start(train_for_long, path, output=output)
         deadline = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < deadline and process.poll() is None:
+        while not path.exists() and time.monotonic() < deadline and process.exitcode is None:
             time.sleep(0.01)
         time.sleep(delay)
+        assert process.exitcode is None, output.read_text()
         process.kill()
-        process.wait()
-        process.stdout.close()
+        process.join()
         step = load_checkpoint(path).step
         end = step + 5 * 5
         whole, resumed = network(), network()
@@ -131,7 +113,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path):
 
 
 class Interrupts(Listener):
-    """Ctrl-C, or another error, after an epoch."""
+    """Presses Ctrl-C, or raises another error, after an epoch."""
 
     def __init__(self, epoch, error=None):
         self.at, self.error = epoch, error
@@ -145,7 +127,7 @@ class Interrupts(Listener):
 
 @pytest.mark.parametrize("engine", ["cpu", "eager"])
 @pytest.mark.parametrize("error", [None, RuntimeError("of the listener")])
-def test_what_was_trained_before_ctrl_c_or_an_error_is_in_the_model(engine, error):
+def test_the_model_keeps_what_was_trained_before_ctrl_c_or_an_error(engine, error):
     x, y = data()
     options = {"epochs": 4, "engine": engine}
     stopped, expected = network(), network()
@@ -171,8 +153,7 @@ def test_ctrl_c_in_the_last_steps_is_not_lost(tmp_path, engine):
 def test_an_ignored_ctrl_c_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with interrupted_soon(0.05):
-            run(network(), epochs=60)
+        assert len(run(press_ctrl_c(network(), at_call=9)).losses) == 30
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)

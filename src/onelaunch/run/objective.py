@@ -21,10 +21,8 @@ def loss_of(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Ten
 
 
 def count_correct(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    """The number of correct predictions in a batch, or None for mse.
-
-    For cross_entropy, rows whose largest output is that of the class; for bce_with_logits, outputs with the target's sign.
-    """
+    """The number of correct predictions in a batch, or None for mse: rows whose largest output is the class, or, for
+    bce_with_logits, outputs that are above 0 exactly if the target is above 0.5."""
     match spec.loss:
         case "cross_entropy":
             return (output.argmax(dim=1) == target).sum()

@@ -59,33 +59,30 @@ def checkpoint_lock(path: Path | None, *, must_exist: bool) -> Iterator[None]:
                 stack.enter_context(exclusive_lock(path))
                 remove_leftovers(path.parent, path.name)
             except BlockingIOError as error:
-                raise CheckpointError(
-                    f"checkpoint={str(path)!r} is being written by another run: wait for its end, or pass another path"
-                ) from error
+                raise _error(path, "is being written by another run: wait for its end, or pass another path") from error
             except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-                raise not_writable_error(path, error) from error
+                raise _error(path, f"cannot be written: {reason_of(error)}; pass a writable path") from error
         yield
 
 
-def not_writable_error(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"checkpoint={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path")
+def _error(path: Path, message: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint={str(path)!r} {message}")
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     from safetensors.torch import save
 
-    tensors = {
-        **{f"model.{name}": tensor for name, tensor in checkpoint.model.items()},
-        **{f"state.{name}": tensor for name, tensor in checkpoint.state.items()},
-        "losses": checkpoint.losses,
-    }
-    tensors = cpu_copies(tensors)
+    tensors = cpu_copies(
+        {f"model.{name}": tensor for name, tensor in checkpoint.model.items()}
+        | {f"state.{name}": tensor for name, tensor in checkpoint.state.items()}
+        | {"losses": checkpoint.losses}
+    )
     about = json.dumps({"format": FORMAT, **checkpoint.about})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
     except (OSError, ValueError) as error:
-        raise not_writable_error(path, error) from error
+        raise _error(path, f"cannot be written: {reason_of(error)}; pass a writable path") from error
 
 
 def cpu_copies(tensors: Mapping[str, torch.Tensor]) -> State:
@@ -97,27 +94,25 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """Read and verify the checkpoint; raises CheckpointError if it is missing, damaged or not one of ours."""
     from safetensors import SafetensorError, safe_open
 
-    remedy = "pass the checkpoint of a run, or start anew without resume"
+    remedy = "pass the checkpoint of a run, or start a new run without resume"
     if not path.is_file():
-        raise CheckpointError(f"checkpoint={str(path)!r} does not exist: {remedy}")
+        raise _error(path, f"does not exist: {remedy}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} is damaged or not a safetensors file ({error}): {remedy}"
-        ) from error
+        raise _error(path, f"is damaged or not a safetensors file ({error}): {remedy}") from error
     about_text = metadata.get("onelaunch")
     if about_text is None or "losses" not in tensors:
-        raise CheckpointError(f"checkpoint={str(path)!r} was not written by onelaunch: {remedy}")
+        raise _error(path, f"was not written by onelaunch: {remedy}")
     if metadata.get("sha256") != _digest(tensors, about_text):
-        raise CheckpointError(f"checkpoint={str(path)!r} is damaged (its checksum does not match): {remedy}")
+        raise _error(path, f"is damaged (its checksum does not match): {remedy}")
     about = _about(about_text)
     if about.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(f"checkpoint={str(path)!r} has format {about.get('format')}, this version reads {FORMAT}")
+        raise _error(path, f"has format {about.get('format')}, this version reads {FORMAT}")
     if not _is_complete(about) or tensors["losses"].dim() != 1:
-        raise CheckpointError(f"checkpoint={str(path)!r} is incomplete: {remedy}")
+        raise _error(path, f"is incomplete: {remedy}")
     return Checkpoint(_part(tensors, "model."), _part(tensors, "state."), tensors["losses"], about)
 
 
@@ -159,7 +154,7 @@ def set_aside(path: Path) -> None:
     try:
         path.rename(free)
     except OSError as error:
-        raise CheckpointError(f"checkpoint={str(path)!r} exists and cannot be moved aside: {error.strerror}") from error
+        raise _error(path, f"exists and cannot be moved aside: {error.strerror}") from error
 
 
 def fingerprint(run: Run) -> str:
@@ -176,47 +171,41 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     """Raise CheckpointError if the checkpoint is of another model, other data or another run, and name the difference."""
     _check_model(path, checkpoint, run.model)
     if checkpoint.about["data"] != fingerprint(run):
-        raise CheckpointError(f"checkpoint={str(path)!r} was made with other data: pass the x and y of that run")
+        raise _error(path, "was made with other data: pass the x and y of that run")
     was, now = checkpoint.about["spec"], run.spec.to_dict()
     length_may_change = run.spec.schedule == "constant"  # in the other schedules every step depends on the run's length
     for argument in sorted(now.keys() - FREE_TO_CHANGE):
         if was.get(argument) == now[argument] or (argument in ("epochs", "steps") and length_may_change):
             continue
         hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} was made with {argument}={was.get(argument)!r}, not {now[argument]!r}{hint}: "
-            f"pass {argument}={was.get(argument)!r} to resume, or start anew"
+        old = f"{argument}={was.get(argument)!r}"
+        raise _error(
+            path, f"was made with {old}, not {now[argument]!r}{hint}: pass {old} to resume, or start a new run"
         )
-    if checkpoint.step > run.spec.total_steps:
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} is at step {checkpoint.step}, past the end of this run ({run.spec.total_steps} steps): "
-            "pass more epochs or steps"
-        )
+    steps = run.spec.total_steps
+    if checkpoint.step > steps:
+        end = f"is at step {checkpoint.step}, past the end of this run ({steps} steps)"
+        raise _error(path, f"{end}: pass more epochs or steps")
 
 
 def _check_model(path: Path, checkpoint: Checkpoint, model: nn.Module) -> None:
+    remedy = "build the model it was made with, or start a new run"
     saved, have = checkpoint.model, tensors_of(model)
     for name in sorted(saved.keys() | have.keys()):
         theirs = _kind(saved[name]) if name in saved else "none"
         ours = _kind(have[name]) if name in have else "none"
         if theirs != ours:
-            raise CheckpointError(
-                f"checkpoint={str(path)!r} is of another model: its {name} is {theirs}, this model's is {ours}; "
-                "build the model it was made with, or start anew"
-            )
+            raise _error(path, f"is of another model: its {name} is {theirs}, this model's is {ours}; {remedy}")
     lines = checkpoint.about["model"].splitlines(), str(model).splitlines()
     for theirs, ours in zip_longest(*lines, fillvalue="nothing"):
         if theirs != ours:  # the same weights, but another activation or dropout
-            raise CheckpointError(
-                f"checkpoint={str(path)!r} is of another model: it has {theirs.strip()} where this one has {ours.strip()}; "
-                "build the model it was made with, or start anew"
-            )
-    was, now = checkpoint.about.get("frozen", frozen_parameters(model)), frozen_parameters(model)
+            difference = f"it has {theirs.strip()} where this one has {ours.strip()}"
+            raise _error(path, f"is of another model: {difference}; {remedy}")
+    now = frozen_parameters(model)
+    was = checkpoint.about.get("frozen", now)
     if was != now:
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} was made with {', '.join(was) or 'no parameter'} frozen, not "
-            f"{', '.join(now) or 'none'}: set requires_grad as it was, or start anew"
-        )
+        frozen = f"was made with {', '.join(was) or 'no parameter'} frozen, not {', '.join(now) or 'none'}"
+        raise _error(path, f"{frozen}: set requires_grad as it was, or start a new run")
 
 
 def _kind(tensor: torch.Tensor) -> str:

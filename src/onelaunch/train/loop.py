@@ -14,7 +14,7 @@ from onelaunch.device import device_name
 from onelaunch.engines import FASTEST_FIRST, choose, engine_or_reason
 from onelaunch.engines.contract import Engine, Run, State
 from onelaunch.errors import DivergedError, UnsupportedError
-from onelaunch.run.distributed import World, world
+from onelaunch.run.distributed import world
 from onelaunch.train.checkpoint import (
     Checkpoint,
     check_fits,
@@ -68,75 +68,65 @@ def drive(
     written = checkpoint if team.leads else None
     if not team.leads:
         progress, listener = Progress(), Listener()
-    with checkpoint_lock(written, must_exist=resume):
-        return _drive(run, team, checkpoint, written, resume, progress, listener, started)
-
-
-def _drive(
-    run: Run, team: World, checkpoint: Path | None, written: Path | None, resume: bool, progress: Progress,
-    listener: Listener, started: float,
-) -> History:  # fmt: skip
     run = dataclasses.replace(run, checkpoints=checkpoint is not None)
-    resumed = _resume(run, checkpoint) if resume and checkpoint else None
-    engine, reason = _choose(run, resumed)
-    history = History(engine=engine.name, reason=reason, device=device_name(run.device))
-    recorder = Recorder(run.spec, run.outputs, history)
-    state: State = {}
-    if resumed:
-        run.model.load_state_dict(resumed.model)
-        state = resumed.state
-        history.losses, history.epochs = resumed.losses.tolist(), resumed.about["epochs"]
-        history.seconds = resumed.about["seconds"]
-        recorder.restore(resumed.about["partial"])
-    elif written and written.exists():
-        set_aside(written)
-    data = resumed.about["data"] if resumed else fingerprint(run) if written else ""
-    save = Saver(run, recorder, written, data)
-    try:
-        session = engine.start(run, state)
-    except UnsupportedError as refusal:
-        if run.spec.engine != "auto":
-            raise
-        engine, history.reason = choose(run, {engine.name: str(refusal)})
-        history.engine = engine.name
-        session = engine.start(run, state)
-    try:
-        history.plan, history.precision = session.plan, session.precision
-        listener.started(history)
-        if written and not resumed:  # so that a run that is killed in its first epoch can be resumed too
-            save(session.snapshot())
-        switch = StopSwitch(progress)
-        with on_interrupt(switch.interrupt), progress.running(run.spec, history, run.outputs):
-            history.startup_seconds = time.perf_counter() - started
-            clock = time.perf_counter()
-            for segment in session.segments(len(history.losses), switch):
-                seconds = time.perf_counter() - clock
-                clock += seconds  # a GPU trains on while a segment is recorded: that time counts for the next segment
-                _refuse_divergence(segment.first_step, segment.losses, checkpoint)
-                record = recorder.add(segment, seconds)
-                history.plan, history.allocations = session.plan, dict(session.allocations)
-                if written:
-                    saving = time.perf_counter()
-                    save(session.snapshot())
-                    clock += time.perf_counter() - saving
-                if record:
-                    progress.epoch(record)
-                    listener.epoch(history, record)
-                if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
-                    raise KeyboardInterrupt
-        session.snapshot()
-        save.refuse_bad_weights()
-        if team.any(switch.stop, run.device):  # Ctrl-C in the last steps, which are trained and saved all the same
-            raise KeyboardInterrupt
-    finally:
-        session.close()
-    return history
-
-
-def _resume(run: Run, path: Path) -> Checkpoint:
-    found = load_checkpoint(path)
-    check_fits(path, found, run)
-    return found
+    with checkpoint_lock(written, must_exist=resume):
+        resumed = None
+        if resume and checkpoint:
+            resumed = load_checkpoint(checkpoint)
+            check_fits(checkpoint, resumed, run)
+        engine, reason = _choose(run, resumed)
+        history = History(engine=engine.name, reason=reason, device=device_name(run.device))
+        recorder = Recorder(run.spec, run.outputs, history)
+        state: State = {}
+        if resumed:
+            run.model.load_state_dict(resumed.model)
+            state = resumed.state
+            history.losses, history.epochs = resumed.losses.tolist(), resumed.about["epochs"]
+            history.seconds = resumed.about["seconds"]
+            recorder.restore(resumed.about["partial"])
+        elif written and written.exists():
+            set_aside(written)
+        data = resumed.about["data"] if resumed else fingerprint(run) if written else ""
+        save = Saver(run, recorder, written, data)
+        try:
+            session = engine.start(run, state)
+        except UnsupportedError as refusal:
+            if run.spec.engine != "auto":
+                raise
+            engine, history.reason = choose(run, {engine.name: str(refusal)})
+            history.engine = engine.name
+            session = engine.start(run, state)
+        try:
+            history.plan, history.precision = session.plan, session.precision
+            listener.started(history)
+            if written and not resumed:  # so that a run that is killed in its first epoch can be resumed too
+                save(session.snapshot())
+            switch = StopSwitch(progress)
+            with on_interrupt(switch.interrupt), progress.running(run.spec, history, run.outputs):
+                history.startup_seconds = time.perf_counter() - started
+                clock = time.perf_counter()
+                for segment in session.segments(len(history.losses), switch):
+                    seconds = time.perf_counter() - clock
+                    clock += seconds  # a GPU trains on while a segment is recorded: that time counts for the next one
+                    _refuse_divergence(segment.first_step, segment.losses, checkpoint)
+                    record = recorder.add(segment, seconds)
+                    history.plan, history.allocations = session.plan, dict(session.allocations)
+                    if written:
+                        saving = time.perf_counter()
+                        save(session.snapshot())
+                        clock += time.perf_counter() - saving
+                    if record:
+                        progress.epoch(record)
+                        listener.epoch(history, record)
+                    if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
+                        raise KeyboardInterrupt
+            session.snapshot()
+            save.refuse_bad_weights()
+            if team.any(switch.stop, run.device):  # Ctrl-C in the last steps, which are trained and saved all the same
+                raise KeyboardInterrupt
+        finally:
+            session.close()
+        return history
 
 
 def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:

@@ -17,25 +17,16 @@ from torch import nn
 from onelaunch.capture import capturing
 from onelaunch.rng import numpy_random_state
 
-StepBody = Callable[[torch.Tensor], None]  # takes the clock's tensor: (index in the epoch, step of the run)
 
+def capture(body: Callable[[torch.Tensor], None], clock: torch.Tensor) -> torch.cuda.CUDAGraph:
+    """A graph of `body(clock)` and of the clock's increment. PyTorch's errors in a capture pass through.
 
-class Clock:
-    """The position of the run, on the device: the index of the next step in its epoch, and its number in the run."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.state = torch.zeros(2, dtype=torch.int64, device=device)
-
-    def set(self, index: int, step: int) -> None:
-        self.state.copy_(torch.tensor([index, step]))
-
-
-def capture(body: StepBody, clock: Clock) -> torch.cuda.CUDAGraph:
-    """A graph of `body`, which reads the clock, and of the clock's increment. PyTorch's errors in a capture pass through."""
+    The clock is the position of the run, on the device: the index of the next step in its epoch, and its number in the run.
+    """
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
-        body(clock.state)
-        clock.state.add_(1)
+        body(clock)
+        clock.add_(1)
     return graph
 
 

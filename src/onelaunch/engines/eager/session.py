@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
-from onelaunch.engines.eager.captured import Clock, HostState, capture
+from onelaunch.engines.eager.captured import HostState, capture
 from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.engines.eager.process_settings import ProcessSettings
 from onelaunch.engines.eager.torch_optimizer import make_optimizer, optimizer_state, restore_optimizer, set_step_counts
@@ -57,7 +57,7 @@ class EagerSession:
         self.correct = torch.zeros((), dtype=torch.int64, device=run.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._host_state: HostState | None = None
-        self._clock = Clock(run.device)
+        self._clock = torch.zeros(2, dtype=torch.int64, device=run.device)
         self._batch_index = torch.arange(min(run.spec.batch_size, run.spec.rows), device=run.device)
         self._warm_steps = 0
 
@@ -94,7 +94,7 @@ class EagerSession:
         self._begin_epoch(epoch)
         counts = has_accuracy(spec)
         self.model.train()
-        self._clock.set(first_step - epoch_start, first_step)
+        self._clock.copy_(torch.tensor([first_step - epoch_start, first_step]))
         reported, step = time.perf_counter(), first_step
         for step in range(first_step, end):
             self._any_step(step)
@@ -151,7 +151,7 @@ class EagerSession:
                 raise lost_rank_error(error) from error
             reason = str(error).strip().split("\n")[0]
             raise OnelaunchError(f"model failed at step {step}, on a batch of {len(rows)} rows: {reason}") from error
-        self._clock.set(index + 1, step + 1)
+        self._clock.copy_(torch.tensor([index + 1, step + 1]))
         self._warm_steps += 1
         if self._warm_steps == WARM_UP_STEPS and not self._uncaptured_reason:
             self._try_capture()
