@@ -64,8 +64,7 @@ def replace_between(path: Path, begin: str, end: str, words: str) -> str:
 
 def _headline_table(recordings: Recordings) -> list[str]:
     records = [record for group in recordings.groups for record in group.cases]
-    chosen = [(words, r) for name, words in HEADLINES.items() for r in records if r.case["name"] == name]
-    rows = [_headline(words, record) for words, record in chosen]
+    rows = [_headline(words, r) for name, words in HEADLINES.items() for r in records if r.case["name"] == name]
     return [*table(["", "onelaunch", "best alternative", "factor"], rows), ""] if rows else []
 
 
@@ -96,10 +95,8 @@ def _cold_launch(recorded: dict[str, Any] | None) -> str:
     if recorded is None:
         return "Its output is not recorded yet: expect a large first ratio and a second one near 1.7.\n"
     where = f"[{recorded['file']}](../{RESULTS}/{recorded['file']})"
-    rows = []
-    for words, one in recorded["cold_launch"].items():
-        two, fused = one["two_kernels"], one["one_kernel"]
-        rows.append([words, format_seconds(two), format_seconds(fused), format_ratio(two / fused)])
+    times = [(words, one["two_kernels"], one["one_kernel"]) for words, one in recorded["cold_launch"].items()]
+    rows = [[words, format_seconds(two), format_seconds(one), format_ratio(two / one)] for words, two, one in times]
     first = f"{chip(recorded['machine'])}, {recorded['date'][:10]}, {where}"
     return "\n".join(table([first, "two kernels", "one kernel", "ratio"], rows)) + "\n"
 

@@ -154,6 +154,4 @@ def _grouped(records: Sequence[Recorded]) -> list[Group]:
         found.setdefault((record.case["group"], record.chip), []).append(record)
     names = list(dict.fromkeys([*GROUPS, *(name for name, _ in found)]))
     order = sorted(found, key=lambda key: (names.index(key[0]), key[1]))
-    return [
-        Group(*key, [r for r in found[key] if r.passed], [r for r in found[key] if not r.passed]) for key in order
-    ]  # fmt: skip
+    return [Group(*k, [r for r in found[k] if r.passed], [r for r in found[k] if not r.passed]) for k in order]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from textwrap import wrap
 from typing import Any
 
 from onelaunch.format import format_bytes, format_joules, format_percent, format_ratio, format_seconds
@@ -23,9 +24,9 @@ INTRODUCTION = """\
 
 - Times are medians. "against X" is X's time divided by ours: above 1× onelaunch is faster.
 - ≈ marks a difference within the spread of the two: too noisy to tell.
-- "% of the bound" compares our time with the shortest possible one: the bytes or the arithmetic of the case at the
-  highest speed measured on this chip. Steps of small networks are limited by latency, so a percent or less is normal
-  for them.
+- "% of the bound" compares our time with the shortest possible one: the bytes or the arithmetic of the case
+  at the highest speed measured on this chip. Steps of small networks are limited by latency: a percent or
+  less is normal for them.
 
 ## Where a peer is faster
 """
@@ -42,7 +43,14 @@ def results_page(recordings: Recordings) -> str:
         lines += _remarks(group)
     for sizes in recordings.sizes:
         lines += ["", f"## Over the hidden size: {plain(sizes.chip)}", "", *_over_size(sizes)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(part for line in lines for part in _wrapped(line)) + "\n"
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line of prose or of a list in lines of at most 110 characters; tables, headings and images as they are."""
+    if len(line) <= 110 or "\n" in line or line[0] in "|#!":
+        return [line]
+    return wrap(line, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def group_figure(group: Group) -> str:
@@ -106,8 +114,8 @@ def _more_energy(recordings: Recordings) -> list[str]:
         for peer in peers_of([record.case])
         if peer in used and used[peer] < used[OURS]
     ]
-    shown = table(["case", "peer", "its energy", "ours"], rows)
-    return ["", "## Where a peer takes less energy", "", *shown] if rows else []
+    heading = ["", "## Where a peer takes less energy", ""]
+    return [*heading, *table(["case", "peer", "its energy", "ours"], rows)] if rows else []
 
 
 def _full_table(group: Group) -> list[str]:
@@ -127,9 +135,8 @@ def _full_table(group: Group) -> list[str]:
 
 def _floor_share(case: dict[str, Any]) -> float | None:
     """The share of the lower bound's speed. Older files hold only the time of the bound."""
-    recorded: float | None = case.get("floor_share")
-    timed = [ratio_of(case, name) for name in case["times"] if name.startswith("floor")]
-    return recorded if recorded is not None or not timed else timed[0]
+    timed = (ratio_of(case, name) for name in case["times"] if name.startswith("floor"))
+    return case.get("floor_share") or next(timed, None)
 
 
 def _remarks(group: Group) -> list[str]:
