@@ -125,7 +125,7 @@ def test_out_is_a_file_of_its_own(cli, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     outcome = cli("bench", "cpu", "--limit", "0", "--out", pipe)
-    assert (outcome.code, "cannot be written: it is no file" in outcome.err) == (2, True)
+    assert (outcome.code, "cannot be written: it is not a file" in outcome.err) == (2, True)
     assert pipe.is_fifo()
     (tmp_path / "far").mkdir()
     link, target = tmp_path / "link.json", tmp_path / "far" / "target.json"

@@ -217,6 +217,7 @@ def test_mistakes_end_with_2_and_one_line(cli, blobs, tmp_path, mistake):
     assert visible(tmp_path) == before, "something was left behind"
 
 
+@pytest.mark.timeout(1200)  # 20 s of one core, of which a busy machine may give little
 @pytest.mark.parametrize("seed", [0, 1, 2] if pairwise.ALL_CASES else [0])
 def test_full_mnist_default_passes_98(cli, full_mnist, tmp_path, seed):
     """The promise of the default config."""
