@@ -25,14 +25,14 @@ from onelaunch.train.progress import Progress
 STEPS, STAMPED_STEPS, REPEATS, ROWS = 20_000, 2_000, 3, 61_440
 SMALL = (784, 128, 128, 128, 10)
 WORKLOADS = {
-    "small": Workload(SMALL, 32, precision="bf16", pixels=True),
+    "small": Workload(SMALL, 32, precision="bf16", uint8_rows=True),
     "small-floats": Workload(SMALL, 32, precision="bf16"),
-    "small-adam": Workload(SMALL, 32, "adam", precision="bf16", pixels=True),
+    "small-adam": Workload(SMALL, 32, "adam", precision="bf16", uint8_rows=True),
     "small-auto-floats": Workload(SMALL, 32, precision="auto"),
-    "small-auto": Workload(SMALL, 32, precision="auto", pixels=True),
-    "small-fp32": Workload(SMALL, 32, precision="fp32", pixels=True),
-    "medium": Workload((784, 512, 512, 512, 10), 32, precision="bf16", pixels=True),
-    "classic": Workload((784, 784, 784, 784, 10), 64, precision="bf16", pixels=True),
+    "small-auto": Workload(SMALL, 32, precision="auto", uint8_rows=True),
+    "small-fp32": Workload(SMALL, 32, precision="fp32", uint8_rows=True),
+    "medium": Workload((784, 512, 512, 512, 10), 32, precision="bf16", uint8_rows=True),
+    "classic": Workload((784, 784, 784, 784, 10), 64, precision="bf16", uint8_rows=True),
     "classic-floats": Workload((784, 784, 784, 784, 10), 64, precision="bf16"),
     "narrow": Workload((64, 64, 64, 16), 256, precision="bf16", loss="mse", bias=False),
 }
@@ -64,7 +64,7 @@ def phases_of(workload: Workload) -> dict[str, Any]:
     plain = seconds[0][0]
     return {
         "network": workload.network, "batch": workload.batch, "optimizer": workload.optimizer,
-        "precision": workload.precision, "loss": workload.loss, "rows": "uint8" if workload.pixels else "float32",
+        "precision": workload.precision, "loss": workload.loss, "rows": "uint8" if workload.uint8_rows else "float32",
         "placement": next(line for line in plain.plan.splitlines() if line.startswith("placement")),
         "registers": plain.kernel.registers, "spilled_bytes": plain.kernel.local_bytes,
         "shared_bytes": plain.layout.shared.size,

@@ -1,9 +1,9 @@
-"""The bytes and launches of an explanation against the profiler's DRAM counters, for four chains, apart and fused.
+"""The bytes and launches that `ol.explain` states against the profiler's DRAM counters, for four chains, unfused and fused.
 
-    python -m tests.fuse.dram_bytes RESULT.json      needs a CUDA device and Nsight Compute (ncu)
+    python benchmarks/dram_bytes.py RESULT.json      needs a CUDA device and Nsight Compute (ncu)
 
-Under the profiler this module runs itself once (`--run`): each chain apart and fused, forward and backward, with a
-kernel nobody else uses between them to tell them apart.
+Under the profiler the script runs itself once (`--run`): each chain unfused and fused, forward and backward. A kernel that
+nothing else uses marks where each of them begins.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onelaunch.fuse.timing import contenders
 
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 MARKER = "erfinv"
-WITHIN = 0.10
+WITHIN = 0.10  # largest relative difference between stated and counted bytes
 
 
 class Loss(nn.Module):
@@ -41,8 +41,8 @@ class Loss(nn.Module):
 
 
 def cases() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
-    """Tensors of a gigabyte: what L2 keeps or owes at either end does not count."""
-    half: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    """Chains over tensors of a gigabyte, so that what the L2 cache holds at either end is negligible."""
+    bf16: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     return {
         "relu + dropout, 65536 x 4096, fp32": (
             nn.Sequential(nn.ReLU(), nn.Dropout(0.5)),
@@ -50,21 +50,21 @@ def cases() -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
         ),
         "batch_norm + relu + dropout, 262144 x 2048, bf16": (
             nn.Sequential(nn.BatchNorm1d(2048), nn.ReLU(), nn.Dropout(0.1)).cuda(),
-            (torch.randn(262144, 2048, **half).requires_grad_(),),
+            (torch.randn(262144, 2048, **bf16).requires_grad_(),),
         ),
         "linear + gelu + dropout, 131072 x 1024 x 4096, bf16": (
-            nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Dropout(0.1)).to(**half),
-            (torch.randn(131072, 1024, **half).requires_grad_(),),
+            nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Dropout(0.1)).to(**bf16),
+            (torch.randn(131072, 1024, **bf16).requires_grad_(),),
         ),
         "cross_entropy, 16384 x 32768, bf16": (
             Loss(),
-            (torch.randn(16384, 32768, **half).requires_grad_(), torch.randint(32768, (16384,), device="cuda")),
+            (torch.randn(16384, 32768, **bf16).requires_grad_(), torch.randint(32768, (16384,), device="cuda")),
         ),
     }
 
 
 def run() -> None:
-    """Called under the profiler; prints what is expected, one JSON line."""
+    """Called under the profiler: runs the chains and prints the stated figures as one JSON line."""
     marker = torch.zeros(1, device="cuda")
     expected = []
     for name, (model, inputs) in cases().items():
@@ -77,7 +77,7 @@ def run() -> None:
         assert decision is not None
         del watched
         for way, work, call in zip(
-            ("apart", "fused"), (decision.before, decision.after), contenders(one, steps, device), strict=True
+            ("unfused", "fused"), (decision.before, decision.after), contenders(one, steps, device), strict=True
         ):
             call()
             torch.cuda.synchronize()
@@ -98,7 +98,7 @@ def run() -> None:
 def profile(out: Path) -> int:
     command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--csv"]
     command += ["--print-units", "base", "--print-kernel-base", "demangled"]
-    command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "tests.fuse.dram_bytes", "--run"]
+    command += ["--metrics", ",".join(METRICS), sys.executable, __file__, "--run"]
     if shutil.which(command[0]) is None:
         print(f"{command[0]} is not on the PATH: install Nsight Compute, or add its folder to PATH")
         return 2
@@ -106,34 +106,33 @@ def profile(out: Path) -> int:
     expected, kernels = expected_in(done.stdout), kernels_of(done.stdout)
     if done.returncode or not expected or not kernels:
         print(done.stdout[-3000:], done.stderr[-3000:])
-        print(
-            f"the profiled run ended with {done.returncode}: {len(expected)} chains said, {len(kernels)} kernels counted"
-        )
+        counts = f"{len(expected)} figures stated, {len(kernels)} kernels counted"
+        print(f"the profiled run ended with {done.returncode}: {counts}")
         return 1
     found = compared(expected, kernels)
     result = {
         "machine": describe_machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "python -m tests.fuse.dram_bytes RESULT.json",
+        "command": "python benchmarks/dram_bytes.py RESULT.json",
         "onelaunch": ol.__version__,
         "within": WITHIN,
         "chains": found,
     }
     out.write_text(json.dumps(result, indent=1) + "\n")
     for one in found:
-        print(f"{one['case']:<52} {one['way']:<6} {one['bytes'] / 1e9:7.3f} GB said, {one['dram_bytes'] / 1e9:7.3f} counted"
-              f" ({one['ratio'] - 1:+.1%}); launches {one['launches']} said, {one['kernels']} counted")  # fmt: skip
+        print(f"{one['case']:<52} {one['way']:<7} {one['bytes'] / 1e9:7.3f} GB stated, {one['dram_bytes'] / 1e9:7.3f} counted"
+              f" ({one['ratio'] - 1:+.1%}); launches {one['launches']} stated, {one['kernels']} counted")  # fmt: skip
     return int(any(abs(one["ratio"] - 1) > WITHIN for one in found))
 
 
 def expected_in(output: str) -> list[dict[str, Any]]:
-    """What `run` printed; the profiler may have written to the same line before it."""
+    """The figures that `run` printed; the profiler may have written to the same line before them."""
     lines = [line.partition("EXPECTED ")[2] for line in output.splitlines() if "EXPECTED " in line]
     return json.loads(lines[-1]) if lines else []
 
 
 def kernels_of(output: str) -> list[dict[str, Any]]:
-    """Kernels in the order they ran, each with its DRAM bytes, from the profiler's CSV."""
+    """Kernels in the order in which they ran, each with its DRAM bytes, from the profiler's CSV."""
     lines = output.splitlines()
     start = next((index for index, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     kernels: dict[str, dict[str, Any]] = {}
@@ -146,6 +145,7 @@ def kernels_of(output: str) -> list[dict[str, Any]]:
 
 
 def compared(expected: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each stated figure with the bytes and kernels that were counted between its marker and the next."""
     runs: list[list[dict[str, Any]]] = []
     for kernel in kernels:
         if MARKER in kernel["name"]:
@@ -154,11 +154,11 @@ def compared(expected: list[dict[str, Any]], kernels: list[dict[str, Any]]) -> l
             runs[-1].append(kernel)
     assert len(runs) == len(expected), f"{len(runs)} ranges were counted for {len(expected)} runs"
     found = []
-    for said, ran in zip(expected, runs, strict=True):
+    for stated, ran in zip(expected, runs, strict=True):
         counted = sum(kernel["bytes"] for kernel in ran)
         names = [f"{kernel['bytes'] / 1e9:.3f} GB {kernel['name'][:90]}" for kernel in ran]
         found.append(
-            {**said, "dram_bytes": counted, "ratio": said["bytes"] / counted, "kernels": len(ran), "names": names}
+            {**stated, "dram_bytes": counted, "ratio": stated["bytes"] / counted, "kernels": len(ran), "names": names}
         )
     return found
 
@@ -169,4 +169,4 @@ if __name__ == "__main__":
     elif len(sys.argv) == 2:
         sys.exit(profile(Path(sys.argv[1])))
     else:
-        sys.exit("usage: python -m tests.fuse.dram_bytes RESULT.json")
+        sys.exit("usage: python benchmarks/dram_bytes.py RESULT.json")
