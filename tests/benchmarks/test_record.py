@@ -32,11 +32,13 @@ def test_every_warm_up_filter_selects_cases() -> None:
                 assert select([group], part), f"{name}: --filter {part}"
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, when torch.compile is first used
 def test_results_are_taken_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small `compare --sizes`: what the recording of the sizes keeps is what `make readme` draws."""
 
     def in_process(command: tuple[str, ...], **options: object) -> subprocess.CompletedProcess[str]:
         result = CliRunner().invoke(make_app(), list(command[3:]))
+        assert result.exit_code == 0, result.output
         return subprocess.CompletedProcess(command, result.exit_code)
 
     def no_compiler(self: TorchLoop, run: Run) -> None:
@@ -46,20 +48,7 @@ def test_results_are_taken_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(TorchLoop, "_make_ready", no_compiler)
     monkeypatch.setattr("onelaunch.bench.sizes.SAMPLE_SECONDS", 1e-3)
     monkeypatch.setattr(record, "subprocess", SimpleNamespace(run=in_process))
-    arguments = [
-        "compare",
-        "--data",
-        "digits",
-        "--hidden",
-        "8",
-        "--steps",
-        "3",
-        "--engine",
-        "eager",
-        "--sizes",
-        "4,8",
-        "--out",
-    ]
+    arguments = ("compare", "--data=digits", "--hidden=8", "--steps=3", "--engine=eager", "--sizes=4,8", "--out")
     recording = record.Recording((*record.ONELAUNCH, *arguments), inside=record.RECORDINGS["sizes"].inside)
     assert recording.record(tmp_path / "sizes.json")
     assert [sizes.content["sizes"]["hidden"] for sizes in read_recorded(tmp_path).sizes] == [[4, 8]]
