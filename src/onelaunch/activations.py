@@ -51,9 +51,7 @@ class Activation:
 
     def matches(self, module: nn.Module) -> bool:
         """Whether `module` is of exactly this entry's type and has its settings."""
-        return type(module) is self.module and all(
-            getattr(module, key) == value for key, value in self.settings.items()
-        )
+        return type(module) is self.module and all(getattr(module, key) == v for key, v in self.settings.items())
 
 
 def _relu_from_output(a: Tensor) -> Tensor:
@@ -121,9 +119,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
         _activation("tanh", nn.Tanh, (torch.tanh, F.tanh), from_output=lambda a: 1 - a * a),
         _activation("gelu", nn.GELU, (F.gelu,), derivative=_gelu_derivative, approximate="none"),
         _activation("gelu_tanh", nn.GELU, (F.gelu,), derivative=_gelu_tanh_derivative, approximate="tanh"),
-        _activation(
-            "silu", nn.SiLU, (F.silu,), derivative=lambda z: torch.sigmoid(z) * (1 + z * torch.sigmoid(-z))
-        ),
+        _activation("silu", nn.SiLU, (F.silu,), derivative=lambda z: torch.sigmoid(z) * (1 + z * torch.sigmoid(-z))),
         _activation(
             "elu", nn.ELU, (F.elu,), from_output=lambda a: torch.where(a > 0, torch.ones_like(a), a + 1), alpha=1.0
         ),

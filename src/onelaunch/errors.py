@@ -86,11 +86,8 @@ def require_option(argument: str, value: object, options: Iterable[str], *, or_e
     """Raise OnelaunchError unless `value` is one of `options`; `or_else` describes what else the caller accepts."""
     options = list(options)
     if not isinstance(value, str) or value not in options:
-        known = ", ".join(map(repr, options)) + (f", or {or_else}" if or_else else "")
+        known = "pass one of " + ", ".join(map(repr, options)) + (f", or {or_else}" if or_else else "")
         if isinstance(value, str):
-            raise OnelaunchError(
-                f"{argument}={abbreviate(value, 80)} is not known: pass one of {known}{suggest(value, options)}"
-            )
-        raise OnelaunchError(
-            f"{argument}={abbreviate(value)} is of type {type(value).__name__}, not a name: pass one of {known}"
-        )
+            raise OnelaunchError(f"{argument}={abbreviate(value, 80)} is not known: {known}{suggest(value, options)}")
+        kind = f"is of type {type(value).__name__}, not a name"
+        raise OnelaunchError(f"{argument}={abbreviate(value)} {kind}: {known}")

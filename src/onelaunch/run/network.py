@@ -175,10 +175,9 @@ def _layer(path: str, module: nn.Module, dropout: int) -> Layer | None:
 def _remedy(module: nn.Module) -> str:
     """`" (alpha=2.0; the native engines take 1.0)"` for a known activation with other settings, else an empty string."""
     entries = [entry for entry in ACTIVATIONS.values() if type(module) is entry.module]
-    for name in entries[0].settings if entries else ():
-        known = [entry.settings[name] for entry in entries]
-        if getattr(module, name) not in known:
-            return f" ({name}={getattr(module, name)!r}; the native engines take {' or '.join(map(repr, known))})"
+    for name, known in entries[0].settings.items() if entries else ():
+        if getattr(module, name) != known:
+            return f" ({name}={getattr(module, name)!r}; the native engines take {known!r})"
     return ""
 
 
@@ -187,9 +186,7 @@ def _require_shapes(path: str, module: nn.Module, weight: tuple[int, ...], bias:
     for name, expected in (("weight", weight), ("bias", bias)):
         tensor = getattr(module, name)
         if tensor is not None and (tuple(tensor.shape) != expected or 0 in expected):
-            raise NotAnMlpError(
-                f"{name} of layer {path!r} has shape {tuple(tensor.shape)}, not {expected}, or is empty"
-            )
+            raise NotAnMlpError(f"{name} of layer {path!r} has shape {tuple(tensor.shape)}, not {expected} or is empty")
 
 
 def _refuse_misfits(layers: list[Layer]) -> None:

@@ -71,7 +71,7 @@ class Spec:
                 )
         if self.label_smoothing and self.loss != "cross_entropy":
             raise OnelaunchError(
-                f"label_smoothing={self.label_smoothing} needs loss='cross_entropy', not {self.loss!r}"
+                f"label_smoothing={self.label_smoothing} needs loss='cross_entropy' (got {self.loss!r})"
             )
         if self.steps_per_epoch == 0:
             raise OnelaunchError(

@@ -179,9 +179,7 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
             continue
         hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
         old = f"{argument}={was.get(argument)!r}"
-        raise _error(
-            path, f"was made with {old}, not {now[argument]!r}{hint}: pass {old} to resume, or start a new run"
-        )
+        raise _error(path, f"was made with {old}, not {now[argument]!r}{hint}: pass {old}, or start a new run")
     steps = run.spec.total_steps
     if checkpoint.step > steps:
         end = f"is at step {checkpoint.step}, past the end of this run ({steps} steps)"
@@ -221,7 +219,5 @@ def tensors_of(model: nn.Module) -> State:
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"model keeps {name}, which is not a tensor and cannot be saved: pass checkpoint=None"
-            )
+            raise CheckpointError(f"model has {name}, which is not a tensor and cannot be saved: pass checkpoint=None")
     return state

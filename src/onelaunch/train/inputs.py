@@ -62,9 +62,7 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
         except ValueError:
             raise ArgumentTypeError(f"{argument} has rows of different lengths: pass a rectangular array") from None
         except (RuntimeError, TypeError) as error:
-            raise ArgumentTypeError(
-                f"{argument} cannot be made an array ({error}): pass an array or a tensor"
-            ) from None
+            raise ArgumentTypeError(f"{argument} cannot become an array ({error}): pass an array or a tensor") from None
         if array.dtype.kind not in "buif":
             raise ArgumentTypeError(f"{argument} has dtype {array.dtype}: pass numbers (float, integer or uint8)")
         if array.dtype in (np.uint16, np.uint32, np.uint64):
@@ -101,9 +99,7 @@ def _trainable(model: Any) -> list[nn.Parameter]:
 
 def _check_lengths(x_name: str, x: torch.Tensor, y_name: str, y: torch.Tensor) -> None:
     if len(x) != len(y):
-        raise OnelaunchError(
-            f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass as many of one as of the other"
-        )
+        raise OnelaunchError(f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass the same number of rows")
     if len(x) == 0:
         raise OnelaunchError(f"{x_name} is empty: pass at least one row")
 
@@ -126,14 +122,10 @@ def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: to
     if not shape:
         raise OnelaunchError(f"{argument} has one number per row: pass {argument}.reshape(-1, 1)")
     if not network.flattens and len(shape) != 1:
-        raise OnelaunchError(
-            f"{argument} has rows of shape {shape}: put nn.Flatten() first in the model, or flatten them"
-        )
-    if int(np.prod(shape)) != network.inputs:
-        raise OnelaunchError(
-            f"{argument} has {int(np.prod(shape))} values per row, the model's first Linear takes {network.inputs}: "
-            "make the two equal"
-        )
+        raise OnelaunchError(f"{argument} has rows of shape {shape}: put nn.Flatten() first, or flatten the rows")
+    if (values := int(np.prod(shape))) != network.inputs:
+        difference = f"has {values} values per row, the model's first Linear takes {network.inputs}"
+        raise OnelaunchError(f"{argument} {difference}: make the two equal")
     return x.contiguous()
 
 
@@ -161,9 +153,7 @@ def _output_shape(
         what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise OnelaunchError(f"model must return one tensor with one row per sample, not {what} for {len(x[:2])} rows")
     if spec.loss == "cross_entropy" and output.ndim != 2:
-        raise OnelaunchError(
-            f"loss='cross_entropy' needs outputs [rows, classes], the model's are {list(output.shape)}"
-        )
+        raise OnelaunchError(f"loss='cross_entropy' needs outputs [rows, classes], the model has {list(output.shape)}")
     return tuple(output.shape[1:])
 
 
@@ -176,14 +166,11 @@ def _targets(argument: str, y: torch.Tensor, spec: Spec, output: tuple[int, ...]
         raise OnelaunchError(f"{argument} holds NaN or Inf: fill in or drop such rows")
     if tuple(y.shape[1:]) != output:
         if y[0].numel() != (values := int(np.prod(output))):
-            raise OnelaunchError(
-                f"{argument} has {y[0].numel()} values per row, the model's output has {values}: make the two equal"
-            )
+            difference = f"has {y[0].numel()} values per row, the model's output has {values}"
+            raise OnelaunchError(f"{argument} {difference}: make the two equal")
         if y.ndim > 2 and [size for size in y.shape[1:] if size != 1] != [size for size in output if size != 1]:
-            raise OnelaunchError(
-                f"{argument} has rows of shape {tuple(y.shape[1:])}, the model's output has {output}: "
-                "pass the same shape, or flat rows"
-            )
+            difference = f"has rows of shape {tuple(y.shape[1:])}, the model's output has {output}"
+            raise OnelaunchError(f"{argument} {difference}: pass the same shape, or flat rows")
         y = y.reshape(len(y), *output)
     if spec.loss == "bce_with_logits" and not ((y >= 0) & (y <= 1)).all():
         raise OnelaunchError(f"{argument} must be in [0, 1] for loss='bce_with_logits' (got {y.min()} to {y.max()})")
@@ -199,16 +186,13 @@ def _classes(argument: str, y: torch.Tensor, classes: int) -> torch.Tensor:
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim != 1:
-        raise OnelaunchError(
-            f"{argument} has shape {list(y.shape)}, loss='cross_entropy' takes one class number per row"
-        )
+        raise OnelaunchError(f"{argument} has shape {list(y.shape)}: loss='cross_entropy' takes one class per row")
     y = y.to(torch.int64)
     wrong = (y < 0) | (y >= classes)
     if wrong.any():
         row = int(wrong.nonzero()[0, 0])
-        raise OnelaunchError(
-            f"{argument}[{row}]={int(y[row])} is not a class of this model: its {classes} outputs take 0 to {classes - 1}"
-        )
+        known = f"its {classes} outputs take 0 to {classes - 1}"
+        raise OnelaunchError(f"{argument}[{row}]={int(y[row])} is not a class of this model: {known}")
     return y.contiguous()
 
 

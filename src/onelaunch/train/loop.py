@@ -130,8 +130,7 @@ def drive(
 
 
 def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
-    """The engine and the reason for it. For the same bits, a resumed run keeps its engine, unless another is requested or
-    several processes train together."""
+    """The engine and the reason for it. A resumed run keeps its engine, for the same bits, if it can and none is requested."""
     if resumed and run.spec.engine == "auto" and world().size == 1:
         name = resumed.about["engine"]
         found = engine_or_reason(name, run.device) if name in FASTEST_FIRST else "not an engine"
@@ -157,16 +156,10 @@ class Saver:
         self.refuse_bad_weights()
         run, history = self.run, self.recorder.history
         about = {
-            "spec": run.spec.to_dict(),
-            "model": str(run.model),
-            "frozen": frozen_parameters(run.model),
-            "data": self._data,
-            "engine": history.engine,
-            "precision": history.precision,
-            "epochs": history.epochs,
-            "partial": self.recorder.partial(),
-            "seconds": history.seconds,
-        }
+            "spec": run.spec.to_dict(), "model": str(run.model), "frozen": frozen_parameters(run.model),
+            "data": self._data, "engine": history.engine, "precision": history.precision, "epochs": history.epochs,
+            "partial": self.recorder.partial(), "seconds": history.seconds,
+        }  # fmt: skip
         losses = torch.tensor(history.losses, dtype=torch.float32)
         save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about))
 
@@ -189,9 +182,8 @@ def _refuse_divergence(first_step: int, losses: torch.Tensor, checkpoint: Path |
     finite = torch.isfinite(losses)
     if not finite.all():
         offset = int((~finite).nonzero()[0, 0])
-        raise _diverged(
-            f"the loss is {losses[offset].item()} at step {first_step + offset}", first_step + offset, checkpoint
-        )
+        step = first_step + offset
+        raise _diverged(f"the loss is {losses[offset].item()} at step {step}", step, checkpoint)
 
 
 def _diverged(what: str, step: int, checkpoint: Path | None) -> DivergedError:

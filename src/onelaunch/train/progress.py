@@ -68,10 +68,8 @@ class TerminalProgress(Progress):
     def epoch(self, record: dict[str, Any]) -> None:
         self._first = record["step"]
         self.update(record["step"], record["loss"], None)
-        number = record["epoch"] + 1
-        self._bar.console.print(
-            f"epoch {number}/{self._epochs}  {summary(record)}  [dim]{record['seconds']:.2f} s[/dim]", highlight=False
-        )
+        text = f"epoch {record['epoch'] + 1}/{self._epochs}  {summary(record)}  [dim]{record['seconds']:.2f} s[/dim]"
+        self._bar.console.print(text, highlight=False)
 
 
 def make_progress(enabled: bool) -> Progress:
@@ -85,10 +83,6 @@ def make_progress(enabled: bool) -> Progress:
     console = Console(stderr=True)
     if not console.is_terminal and not console.is_jupyter:
         return Progress()
-    text = "{task.fields[%s]}"
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *(TextColumn(text % f) for f in ("loss", "accuracy", "rate")),
-    )
-    return TerminalProgress(RichProgress(*columns, TimeRemainingColumn(), console=console, transient=True))
+    fields = [TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "accuracy", "rate")]
+    columns = (TextColumn("{task.description}"), BarColumn(), *fields, TimeRemainingColumn())
+    return TerminalProgress(RichProgress(*columns, console=console, transient=True))

@@ -61,9 +61,8 @@ class RunFolder(Listener):
         except (OSError, ValueError) as error:
             if isinstance(error, OnelaunchError):
                 raise
-            raise OnelaunchError(
-                f"out={out or 'runs'!r} cannot be written: {reason_of(error)}; pass another --out"
-            ) from error
+            reason = f"out={out or 'runs'!r} cannot be written: {reason_of(error)}"
+            raise OnelaunchError(f"{reason}; pass another --out") from error
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -83,9 +82,8 @@ class RunFolder(Listener):
     def refuse_lost_checkpoint(self) -> None:
         """Raise if the run has results but no checkpoint: it cannot resume, and a new run must not overwrite it."""
         metrics = self.path / METRICS
-        if not self.checkpoint.exists() and (
-            (self.path / MODEL).exists() or (metrics.is_file() and metrics.stat().st_size)
-        ):
+        results = (self.path / MODEL).exists() or (metrics.is_file() and metrics.stat().st_size)
+        if results and not self.checkpoint.exists():
             raise OnelaunchError(
                 f"resume={str(self.path)!r} has results but no {CHECKPOINT}: put it back, or repeat the run with "
                 f"onelaunch train {self.path / CONFIG}"
@@ -207,7 +205,5 @@ def _lock(path: Path) -> int | None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise OnelaunchError(
-            f"{str(path)!r} is in use by another training process: wait for it, or pass another folder"
-        ) from None
+        raise OnelaunchError(f"{str(path)!r} is in use by another run: wait for it, or pass another folder") from None
     return handle

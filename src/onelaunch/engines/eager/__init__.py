@@ -34,7 +34,7 @@ class EagerEngine:
             )
         if min(spec.batch_size, spec.rows) < world().size:
             return (
-                f"batch_size={spec.batch_size} leaves some of {world().size} processes without a row: pass a larger one"
+                f"batch_size={spec.batch_size} leaves some of {world().size} processes without rows: pass a larger one"
             )
         return ""
 

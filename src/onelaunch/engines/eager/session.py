@@ -73,9 +73,8 @@ class EagerSession:
             return "PyTorch autograd: the step is captured as a CUDA graph and replayed"
         parts = f", a part of the rows on each of {self.world.size} ranks" if self.world.size > 1 else ""
         reason = f" ({self._uncaptured_reason})" if self.run.device.type == "cuda" else ""
-        return (
-            f"PyTorch autograd: each step gathers its rows{parts}, then runs the model's operations one by one{reason}"
-        )
+        gathers = f"PyTorch autograd: each step gathers its rows{parts}"
+        return f"{gathers}, then runs the model's operations one by one{reason}"
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
         step = first_step

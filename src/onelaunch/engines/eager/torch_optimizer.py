@@ -10,6 +10,9 @@ from torch import nn
 from onelaunch.engines.contract import Run, State
 from onelaunch.optimizers import OPTIMIZERS, TORCH_STATE_NAMES
 
+OUR_NAMES = sorted({name for entry in OPTIMIZERS.values() for name in entry.state_names(momentum=1.0)})
+STATE_NAMES = {name: TORCH_STATE_NAMES.get(name, name) for name in OUR_NAMES}  # our name: that of torch.optim
+
 
 def make_optimizer(run: Run, parameters: list[torch.nn.Parameter], lr: torch.Tensor) -> torch.optim.Optimizer:
     """The PyTorch optimizer of the run. On CUDA it reads the learning rate from the device, so that a step can be captured."""
@@ -17,18 +20,12 @@ def make_optimizer(run: Run, parameters: list[torch.nn.Parameter], lr: torch.Ten
     return OPTIMIZERS[run.spec.optimizer].make(parameters, run.spec, lr if cuda else run.spec.lr, cuda)
 
 
-def _state_names() -> dict[str, str]:
-    """Our name of every optimizer state, mapped to that of torch.optim."""
-    ours = {name for entry in OPTIMIZERS.values() for name in entry.state_names(momentum=1.0)}
-    return {name: TORCH_STATE_NAMES.get(name, name) for name in sorted(ours)}
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> State:
     """The optimizer's state by the names of `engines/contract.py`."""
     state: State = {}
     for name, parameter in parameters.items():
         kept = optimizer.state.get(parameter, {})
-        for ours, theirs in _state_names().items():
+        for ours, theirs in STATE_NAMES.items():
             if kept.get(theirs) is not None:
                 state[f"{ours}.{name}"] = kept[theirs]
         if "step" in kept:
@@ -44,7 +41,7 @@ def restore_optimizer(
     for name, parameter in parameters.items():
         found = {
             theirs: state[f"{ours}.{name}"].to(parameter).clone()
-            for ours, theirs in _state_names().items()
+            for ours, theirs in STATE_NAMES.items()
             if f"{ours}.{name}" in state
         }
         if found:
@@ -54,9 +51,9 @@ def restore_optimizer(
 
 
 def set_step_counts(optimizer: torch.optim.Optimizer, step: int, device: torch.device) -> None:
-    """Give every restored state the optimizer's own step count, which a checkpoint of another engine lacks.
+    """Give restored states the optimizer's own step count, which a checkpoint of another engine lacks.
 
-    The count is on the device, since a captured step increments it there.
+    The count is on the device, where a captured step increments it.
     """
     for kept in optimizer.state.values():
         if kept:

@@ -48,7 +48,7 @@ MISTAKES = {
     "label above": ({"y": Y + 1}, r"y\[3\]=4 is not a class of this model: its 4 outputs take 0 to 3"),
     "label below": ({"y": Y - 1}, r"y\[0\]=-1 is not a class"),
     "float labels": ({"y": Y.float()}, r"y is torch.float32.*pass y as integers"),
-    "one-hot labels": ({"y": nn.functional.one_hot(Y)}, r"y has shape \[20, 4\].*one class number per row"),
+    "one-hot labels": ({"y": nn.functional.one_hot(Y)}, r"y has shape \[20, 4\].*one class per row"),
     "NaN in x": ({"x": HOLED}, r"x holds NaN or Inf \(first in row 3\)"),
     "NaN in y": ({"y": FLOAT_Y * torch.nan, "loss": "mse"}, r"y holds NaN or Inf"),
     "bce range": ({"y": FLOAT_Y * 9, "loss": "bce_with_logits"}, r"y must be in \[0, 1\]"),
