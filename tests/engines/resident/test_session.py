@@ -22,7 +22,7 @@ from onelaunch.engines.contract import Metrics
 from onelaunch.engines.resident import session as host
 from onelaunch.engines.resident.buffers import Buffers
 from onelaunch.engines.resident.plan.placement import choose_plan
-from onelaunch.engines.resident.source.source import HEADERS
+from onelaunch.engines.resident.source.source_common import HEADERS
 from onelaunch.errors import OnelaunchError
 from onelaunch.nvrtc.compile import Cubin
 from onelaunch.train.inputs import make_run
@@ -61,7 +61,7 @@ class Event:
 
 
 class Kernel:
-    """Writes 1 / (step + 1) as a step's loss, looks at the host every eight steps, and sets the weights to the steps done."""
+    """Writes 1 / (step + 1) as a step's loss, tables_per_host_poll at the host every eight steps, and sets the weights to the steps done."""
 
     registers, local_bytes = 1, 0
     fault: tuple[int, int] | None = None
@@ -95,7 +95,7 @@ class Kernel:
                 record = words_at(
                     int(params["records"]) + int(control["epochs"][0]) * host.RECORD.itemsize, 1, host.RECORD
                 )
-                record["correct"], record["check_loss"], record["check_correct"] = step, step * 2.0, 1
+                record["correct"], record["validation_loss"], record["validation_correct"] = step, step * 2.0, 1
                 control["epochs"] += 1
             time.sleep(0.0005)
         weights = words_at(int(params["weights"]), 6 * 8 + 8, np.float32)
@@ -172,7 +172,7 @@ def test_with_a_checkpoint_each_epoch_is_a_launch(protocol):
 
 
 def test_long_runs_are_cut_where_their_losses_fill_the_hosts_memory(protocol, monkeypatch):
-    monkeypatch.setattr(host, "MOST_LOSSES", 25)
+    monkeypatch.setattr(host, "MAX_LOSSES", 25)
     session = host.ResidentSession(make(epochs=5), {})
     segments = list(session.segments(0, Monitor()))
     assert protocol.launched == [(0, 20), (20, 40), (40, 50)]

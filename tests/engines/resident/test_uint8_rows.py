@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from onelaunch.engines.contract import Run
-from onelaunch.engines.resident.pixels import FIRST_ROWS, bytes_of, in_bytes
+from onelaunch.engines.resident.uint8_rows import FIRST_ROWS, as_uint8, with_uint8_rows
 from onelaunch.run.objective import as_features
 from onelaunch.train.inputs import make_run
 
@@ -29,7 +29,7 @@ def test_every_byte_is_found_again_however_it_was_divided():
         (LEVELS.double() / 255).float(),
         as_features(LEVELS, torch.float32),
     ):
-        found = bytes_of(made)
+        found = as_uint8(made)
         assert found is not None
         assert found.equal(LEVELS)
 
@@ -38,26 +38,26 @@ def test_every_byte_is_found_again_however_it_was_divided():
 @pytest.mark.parametrize("row", [0, 3 * FIRST_ROWS - 1])
 def test_one_other_number_is_enough_to_keep_floats(value, row):
     x = torch.randint(256, (3 * FIRST_ROWS, 4)) / 255
-    assert bytes_of(x) is not None
+    assert as_uint8(x) is not None
     x[row, 2] = value
-    assert bytes_of(x) is None
+    assert as_uint8(x) is None
 
 
 def test_many_rows_are_looked_at_a_part_at_a_time(monkeypatch):
-    monkeypatch.setattr("onelaunch.engines.resident.pixels.AT_ONCE", 40)
+    monkeypatch.setattr("onelaunch.engines.resident.uint8_rows.NUMBERS_AT_ONCE", 40)
     pixels = torch.randint(256, (101, 3, 5)).to(torch.uint8)
-    found = bytes_of(pixels / 255)
+    found = as_uint8(pixels / 255)
     assert found is not None
     assert found.equal(pixels)
     x = pixels / 255
     x[-1, -1, -1] = 0.3
-    assert bytes_of(x) is None
+    assert as_uint8(x) is None
 
 
 @given(st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=40))
 def test_what_is_found_is_exact(values):
     x = torch.tensor(values)
-    found = bytes_of(x)
+    found = as_uint8(x)
     if found is not None:
         assert as_features(found, torch.float32).equal(x)
 
@@ -65,15 +65,15 @@ def test_what_is_found_is_exact(values):
 def test_a_run_changes_whole_or_not_at_all():
     images, others = torch.randint(256, (6, 2, 2)) / 255, torch.rand(6, 2, 2)
     plain = run_of(images)
-    assert in_bytes(plain).x.dtype == torch.uint8
-    assert in_bytes(plain).x.shape == images.shape
-    assert in_bytes(plain).model is plain.model
-    both = in_bytes(run_of(images, images[:3]))
+    assert with_uint8_rows(plain).x.dtype == torch.uint8
+    assert with_uint8_rows(plain).x.shape == images.shape
+    assert with_uint8_rows(plain).model is plain.model
+    both = with_uint8_rows(run_of(images, images[:3]))
     assert both.validation is not None
     assert both.x.dtype == both.validation[0].dtype == torch.uint8
     for run in (run_of(others), run_of(images, others[:3]), run_of(others, images[:3])):
-        assert in_bytes(run) is run
+        assert with_uint8_rows(run) is run
     bytes_already = run_of((images * 255).round().to(torch.uint8))
-    assert in_bytes(bytes_already) is bytes_already
+    assert with_uint8_rows(bytes_already) is bytes_already
     halves = images.bfloat16()
-    assert bytes_of(halves) is None
+    assert as_uint8(halves) is None
