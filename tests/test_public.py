@@ -41,7 +41,7 @@ def test_an_embedded_interpreter_may_have_no_arguments(monkeypatch):
 
 def test_publish_completes_the_package(monkeypatch):
     package = types.ModuleType("onelaunch")
-    package.fuse = types.ModuleType("onelaunch.fuse")  # as after `import onelaunch.fuse`
+    vars(package)["fuse"] = types.ModuleType("onelaunch.fuse")  # as after `import onelaunch.fuse`
     monkeypatch.setitem(sys.modules, "onelaunch", package)
     public.publish()
     assert all(getattr(package, name) is getattr(public, name) for name in public.__all__)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -158,8 +159,7 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_130(cli, tmp_path, temporary_ca
         signal.raise_signal(signal.SIGINT)
 
     for name, ours in (("1", lambda: 1), ("2", interrupted), ("3", lambda: 1)):
-        trial = Trial(ours=ours, check=lambda: None)
-        case(f"train/cut/{name}", "train", "nothing")(lambda trial=trial: trial)
+        case(f"train/cut/{name}", "train", "nothing")(partial(Trial, ours=ours, check=lambda: None))
     outcome = cli("bench", "train", "--filter", "train/cut", "--quick", "--out", "results.json")
     assert outcome.code == 130, outcome.err
     saved = json.loads((tmp_path / "results.json").read_text())

@@ -34,7 +34,7 @@ def refused(path: Path, match: str, shape: tuple[int | None, ...] = ANY) -> None
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(str(path)), "the file is named"
-    assert "fresh copy" in message or "check the file" in message, "the remedy is named"
+    assert "fresh copy" in message or "check its permissions" in message, "the remedy is named"
 
 
 @pytest.mark.parametrize("packed", [False, True])

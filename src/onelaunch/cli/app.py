@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -94,8 +93,4 @@ def _with_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
                 typer.echo("stopped  interrupted", err=True)
             raise typer.Exit(130) from None
 
-    # Typer reads the annotations. As strings they would be looked up in this module, where their names are not known.
-    signature = inspect.signature(command, eval_str=True)
-    guarded.__signature__ = signature  # type: ignore[attr-defined]
-    guarded.__annotations__ = {name: parameter.annotation for name, parameter in signature.parameters.items()}
     return guarded

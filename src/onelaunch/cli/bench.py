@@ -15,7 +15,7 @@ from onelaunch.bench.case import FLOOR, OURS
 from onelaunch.bench.diff import NOISY, compare_results, differences
 from onelaunch.bench.results import check_writable, load_results, new_path, only_writer, save_results
 from onelaunch.bench.run import check_limit, failures, run_cases, select
-from onelaunch.cli.table import print_table
+from onelaunch.cli.table import print_line, print_table
 from onelaunch.errors import OnelaunchError, abbreviate_list
 from onelaunch.format import format_bytes, format_joules, format_seconds
 from onelaunch.report.benchmark import undecided
@@ -56,10 +56,9 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
         raise KeyboardInterrupt("announced")
     skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
     for reason, count in skipped.items():
-        console.print(f"{count} case{'s' * (count > 1)} {reason}", style="yellow", markup=False, soft_wrap=True)
+        print_line(console, f"{count} case{'s' * (count > 1)} {reason}", "yellow")
     if results["left_out"]:
-        names = ", ".join(results["left_out"])
-        console.print(f"left out after {limit:g} s: {names}", style="yellow", markup=False, soft_wrap=True)
+        print_line(console, f"left out after {limit:g} s: {', '.join(results['left_out'])}", "yellow")
     _warn(console, warning(results["cores_taken"][-1]).replace("use", "used").replace("will be", "may be"))
     failed = failures(results)
     if failed:
@@ -74,7 +73,7 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
 
 def _warn(console: Console, words: str) -> None:
     if words:
-        console.print(words, style="yellow", highlight=False)
+        print_line(console, words, "yellow")
 
 
 def _command(groups: list[str], filter: str, quick: bool, limit: float | None, large: bool) -> str:
@@ -88,8 +87,7 @@ def _command(groups: list[str], filter: str, quick: bool, limit: float | None, l
 def _show(console: Console, result: dict[str, Any]) -> None:
     if result["check"] != "passed":
         if not result["check"].startswith("skipped"):  # skipped cases are counted at the end
-            line = f"{result['name']}: check {result['check']}; not timed"
-            console.print(line, style="red", markup=False, soft_wrap=True)
+            print_line(console, f"{result['name']}: check {result['check']}; not timed", "red")
         return
     extras = [name for name in ("peak_bytes", "joules") if result.get(name)]
     head = ["", f"median\nper {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"]
@@ -104,15 +102,15 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     print_table(console, f"{result['name']}: {result['about']}", head, rows)
     for name, factor in undecided(result).items():
         line = f"too noisy to tell from {name}: {_ratio(result['ratio'][name])}, and the spreads allow {factor:.2f}×"
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line, "yellow")
     for name, text in result["notes"].items():
-        console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{name}: {text}")
     for name, reason in result["absent"].items():
-        console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"absent: {name} ({reason})")
     if result["floor_share"] is not None:
-        console.print(f"{result['floor_share']:.0%} of the floor's speed", highlight=False)
+        print_line(console, f"{result['floor_share']:.0%} of the floor's speed")
     if result.get("gpu"):
-        console.print(_clocks(result["gpu"]), markup=False, highlight=False, soft_wrap=True)
+        print_line(console, _clocks(result["gpu"]))
 
 
 def _our_speed(result: dict[str, Any], name: str) -> str:
@@ -159,8 +157,8 @@ def _diff(files: list[str]) -> None:
     if noisy:
         line = f"{NOISY}: the spreads exceed the difference in {len(noisy)} of {len(changes)} cases"
         remedy = "take both again without --quick, on a machine with nothing else to do"
-        console.print(f"{line}: {remedy}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{line}: {remedy}", "yellow")
     for line in differences(old, new):
-        console.print(f"also different: {line}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"also different: {line}")
     if any(change.verdict in BAD for change in changes):
         raise typer.Exit(1)

@@ -1,6 +1,7 @@
-"""What each command accepts. Its function imports the module that runs it, and torch with it, when it is called."""
+"""What each command accepts. Its function imports the module that runs it, and torch with it, when it is called.
 
-from __future__ import annotations
+Typer reads the annotations, which therefore are no strings here: no `from __future__ import annotations`.
+"""
 
 from pathlib import Path
 from typing import Annotated, Any

@@ -20,8 +20,8 @@ from onelaunch.bench.compare import compare
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
 from onelaunch.cli.config import TrainConfig, make_config, read_config
-from onelaunch.cli.table import print_table
-from onelaunch.cli.train import fits_into_memory, load_data, say, widths_of
+from onelaunch.cli.table import print_line, print_table
+from onelaunch.cli.train import build, fits_into_memory, load_data, say, widths_of
 from onelaunch.data import Dataset
 from onelaunch.device import default_device
 from onelaunch.engines import choose
@@ -34,7 +34,6 @@ from onelaunch.report.remarks import absences, is_red, remarks
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.inputs import make_run
 from onelaunch.train.interrupts import reraise_interrupts
-from onelaunch.train.mlp import mlp
 from onelaunch.train.run_folder import COMPARE_FILE, CONFIG, RunFolder
 
 MAX_SEEDS = 1000
@@ -69,9 +68,8 @@ def run_compare(config: Path | None, sizes: list[int] | None, seeds: int, flags:
     }  # fmt: skip
     folder = RunFolder.create(settings.out, f"compare-{Path(settings.data).stem}")
     try:
-        save_results(
-            results, folder.path / COMPARE_FILE
-        )  # first: `train --resume` takes a folder with a config alone for a run
+        # Before the config: `train --resume` takes a folder with a config and no comparison for a run.
+        save_results(results, folder.path / COMPARE_FILE)
         write_atomic(folder.path / CONFIG, settings.to_toml())
         with fits_into_memory():
             _measure(folder.path, results, settings, dataset, widths, hidden, seeds)
@@ -145,10 +143,7 @@ def _measure(
 
 
 def _make_run(settings: TrainConfig, dataset: Dataset, widths: list[int]) -> Run:
-    model = mlp(
-        widths, activation=settings.activation, dropout=settings.dropout, batch_norm=settings.batch_norm,
-        seed=settings.seed,
-    )  # fmt: skip
+    model = build(settings, widths)
     device = "cpu" if settings.engine == "cpu" else default_device()
     validation: tuple[np.ndarray[Any, Any] | None, ...] = (dataset.test_x, dataset.test_y)
     return make_run(model.to(device), dataset.x, dataset.y, validation, settings.fit_options())
@@ -161,18 +156,15 @@ def _show(results: dict[str, Any]) -> None:
         head = [column.replace(" ", "\n") for column in made.head]  # so that 80 columns are enough for whole words
         print_table(console, made.caption, head, [[cell.replace(" ± ", "\n± ") for cell in row] for row in made.rows])
     for kind, words in [*agreement(results["contenders"]), *remarks(results)]:
-        console.print(
-            words, style={"good": "", "note": "yellow"}.get(kind, "red"), markup=False, highlight=False, soft_wrap=True
-        )
+        print_line(console, words, {"good": "", "note": "yellow"}.get(kind, "red"))
     for _, words in noise(results):
-        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, words, "yellow")
     for words in absences(results):
-        console.print(f"absent: {words}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"absent: {words}")
     if results["sizes"]:
         for name, by_size in speed_up(results["sizes"]).items():
             line = ", ".join(f"{size}: {format_ratio(ratio)}" for size, ratio in by_size.items())
-            words = f"chosen engine against {name}, by hidden size: {line}"
-            console.print(words, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"chosen engine against {name}, by hidden size: {line}")
 
 
 def _command(config: Path | None, flags: dict[str, Any], sizes: Sequence[int], seeds: int) -> str:

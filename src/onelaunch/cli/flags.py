@@ -32,7 +32,7 @@ def with_flags(options: type[Any]) -> Callable[[Callable[..., None]], Callable[.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "flags"]
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "flags"]
         types = get_type_hints(options)
         parameters = [*own, *(_parameter(field, types[field.name]) for field in fields(options))]
 

@@ -22,13 +22,14 @@ def print_table(
         lines = _below_names(head, rows)
     if _width(lines) > console.width:
         lines = _blocks(head, rows)
-    _print(console, title, "")
+    print_line(console, title)
     for number, line in lines:
-        _print(console, line, "" if number is None or not styles else styles[number])
-    _print(console, "", "")
+        print_line(console, line, "" if number is None or not styles else styles[number])
+    print_line(console, "")
 
 
-def _print(console: Console, line: str, style: str) -> None:
+def print_line(console: Console, line: str, style: str = "") -> None:
+    """Print text as it is: not wrapped, no markup, control characters replaced."""
     console.print(replace_control_characters(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -51,7 +51,7 @@ def run_train(config: Path | None, resume: Path | None, progress: bool, flags: d
 def _follow(settings: TrainConfig, resume: Path | None) -> None:
     """Train along with rank 0, which alone writes and prints."""
     dataset = load_data(settings)
-    model = _build(settings, dataset).to(default_device())
+    model = _build_and_announce(settings, dataset).to(default_device())
     checkpoint = None if resume is None else resume / CHECKPOINT
     existing = checkpoint if checkpoint and checkpoint.exists() else None
     fit_with(
@@ -62,8 +62,8 @@ def _follow(settings: TrainConfig, resume: Path | None) -> None:
 
 def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
     dataset = load_data(settings)
-    model = _build(settings, dataset)
-    folder = RunFolder.create(settings.out, _name(settings)) if resume is None else RunFolder.open(resume)
+    model = _build_and_announce(settings, dataset)
+    folder = RunFolder.create(settings.out, Path(settings.data).stem) if resume is None else RunFolder.open(resume)
     try:
         folder.refuse_lost_checkpoint()
         with fits_into_memory():
@@ -117,15 +117,14 @@ def widths_of(settings: TrainConfig, dataset: Dataset) -> list[int]:
     return [int(dataset.x[0].size), *settings.hidden, outputs]
 
 
-def _build(settings: TrainConfig, dataset: Dataset) -> nn.Module:
+def build(settings: TrainConfig, widths: list[int]) -> nn.Module:
+    names = ("activation", "dropout", "batch_norm", "seed")
+    return mlp(widths, **{name: getattr(settings, name) for name in names})
+
+
+def _build_and_announce(settings: TrainConfig, dataset: Dataset) -> nn.Module:
     widths = widths_of(settings, dataset)
-    model = mlp(
-        widths,
-        activation=settings.activation,
-        dropout=settings.dropout,
-        batch_norm=settings.batch_norm,
-        seed=settings.seed,
-    )
+    model = build(settings, widths)
     count = sum(parameter.numel() for parameter in model.parameters())
     say("model", f"{'-'.join(map(str, widths))}, {settings.activation}, {count:,} parameters")
     return model
@@ -216,10 +215,6 @@ def _write_page(folder: RunFolder) -> None:
         say("curves", str(curves))
     say("run", str(folder.path))
     say("report", str(write_report([folder.path], folder.path / REPORT)))
-
-
-def _name(settings: TrainConfig) -> str:
-    return Path(settings.data).stem
 
 
 def say(what: str, text: str) -> None:

@@ -47,9 +47,7 @@ def read_idx(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
     except MemoryError:
         raise DataError(f"{path}: holds more than fits into memory: {REMEDY}") from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror or error}): check the file and its permissions"
-        ) from None
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}): check its permissions") from None
 
 
 def _read(file: BinaryIO, path: Path, shape: tuple[int | None, ...], max_size: int, packed: bool) -> np.ndarray:
@@ -72,9 +70,7 @@ def _read(file: BinaryIO, path: Path, shape: tuple[int | None, ...], max_size: i
         held = "the file is far too small for that" if packed else f"the file holds {max_size - header_size:,}"
         raise DataError(f"{path}: is truncated: its header promises {promised:,} values, {held}: {REMEDY}")
 
-    values = file.read(
-        promised + 1
-    )  # one more byte reveals trailing data, and makes gzip reach its end and check the CRC
+    values = file.read(promised + 1)  # one more byte reveals trailing data and makes gzip check its CRC at the end
     if len(values) < promised:
         raise DataError(
             f"{path}: is truncated: its header promises {promised:,} values, it holds {len(values):,}: {REMEDY}"

@@ -16,7 +16,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import numpy as np
 
@@ -36,9 +36,7 @@ def read_csv(path: Path, target: str | None, values: bool | None) -> Dataset:
     except csv.Error as error:
         raise DataError(f"{path}: is not a csv file ({error}): check its quotes, or save it again") from None
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror or error}): check the file and its permissions"
-        ) from None
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}): check its permissions") from None
 
 
 def _read(path: Path, file: TextIO, target: str | None, as_values: bool | None) -> Dataset:
@@ -141,10 +139,7 @@ def _targets(
         labels = [_without_point(label) for label in labels]  # class numbers that were stored in a table of floats
     whole = [WHOLE_NUMBER.fullmatch(label) is not None for label in labels]
     if all(whole) and not as_values:
-        numbers = [int(label) for label in labels]
-        ordered = sorted(set(numbers))
-        index_of_number = {number: index for index, number in enumerate(ordered)}
-        return np.array([index_of_number[number] for number in numbers], np.int64), tuple(map(str, ordered))
+        return _classes([int(label) for label in labels])
     words = [index for index, label in enumerate(labels) if not _is_number(label)]
     if not words:
         with np.errstate(over="ignore"):
@@ -159,9 +154,14 @@ def _targets(
             f"{path}: column {name!r} has the number {labels[with_point]!r} in line {lines[with_point]} and the word"
             f" {labels[words[0]]!r} in line {lines[words[0]]}: pass numbers alone (values) or names alone (classes)"
         )
-    names = sorted(set(labels))
-    index_of = {label: index for index, label in enumerate(names)}
-    return np.array([index_of[label] for label in labels], np.int64), tuple(names)
+    return _classes(labels)
+
+
+def _classes(labels: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The index of each label among the sorted classes, and the names of the classes."""
+    ordered = sorted(set(labels))
+    index_of = {label: index for index, label in enumerate(ordered)}
+    return np.array([index_of[label] for label in labels], np.int64), tuple(map(str, ordered))
 
 
 def _without_point(label: str) -> str:
