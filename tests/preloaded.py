@@ -7,9 +7,11 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Mapping
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.conftest import LONGEST_SECONDS
 
@@ -18,13 +20,20 @@ MODULES = ["torch", "torch._dynamo", "safetensors.torch", "onelaunch.train.fit",
 
 
 def start(
-    function: Callable[..., None], *arguments: Any, output: Path, environment: Mapping[str, str] | None = None
-) -> ForkServerProcess:
-    """Run `function(*arguments)` in a new process without GPUs; both must be picklable. It prints into the file `output`."""
-    context = multiprocessing.get_context("forkserver")
+    function: Callable[..., None], *arguments: Any, output: Path, environment: Mapping[str, str] | None = None,
+    gpu: bool = False,
+) -> BaseProcess:  # fmt: skip
+    """Run `function(*arguments)` in a new process, which prints into the file `output`. All must be picklable.
+
+    With `gpu` it sees the first GPU and is a fresh interpreter, since CUDA does not survive a fork; else it sees no GPU.
+    """
+    context: BaseContext = multiprocessing.get_context("spawn" if gpu else "forkserver")
     context.set_forkserver_preload(MODULES)
-    process = context.Process(target=_run, args=(function, arguments, output, dict(environment or {})), daemon=True)
-    process.start()
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=_run, args=(function, arguments, output, dict(environment or {})), daemon=True
+    )
+    with mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "0" if gpu else ""}):
+        process.start()
     return process
 
 
@@ -35,7 +44,7 @@ def onelaunch(*arguments: str) -> None:
 
 
 def _run(function: Callable[..., None], arguments: tuple[Any, ...], output: Path, environment: dict[str, str]) -> None:
-    os.environ.update({"CUDA_VISIBLE_DEVICES": "", **environment})
+    os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -45,7 +54,7 @@ def _run(function: Callable[..., None], arguments: tuple[Any, ...], output: Path
     function(*arguments)
 
 
-def exit_code_and_output(process: ForkServerProcess, output: Path) -> tuple[int | None, str]:
+def exit_code_and_output(process: BaseProcess, output: Path) -> tuple[int | None, str]:
     """Wait for the end of `process`, and kill it shortly before its test would time out."""
     process.join(LONGEST_SECONDS - 30)
     if process.exitcode is None:

@@ -31,13 +31,11 @@ def run_ranks(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    shared["CUDA_VISIBLE_DEVICES"] = "0" if gpu else ""
     outputs = [folder / f"output {port} {rank}" for rank in range(count)]
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     processes = [
-        preloaded.start(
-            function, *arguments, output=output, environment={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        )
-        for rank, output in enumerate(outputs)
+        preloaded.start(function, *arguments, output=output, environment=environment, gpu=gpu)
+        for environment, output in zip(ranks, outputs, strict=True)
     ]
     return [preloaded.exit_code_and_output(*started) for started in zip(processes, outputs, strict=True)]
 

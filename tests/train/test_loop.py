@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from onelaunch.train.fit import fit_with
 from onelaunch.train.loop import Listener
 from tests import preloaded
 from tests.reference import OPTIMIZERS, problem
-from tests.train.checkpointed import data, network, run, same
+from tests.train.checkpointed import data, network, run, same, train_for_long
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,14 +50,14 @@ def test_a_run_that_ended_within_an_epoch_can_be_extended(tmp_path):
 
 
 def press_ctrl_c(model: nn.Sequential, at_call: int) -> nn.Sequential:
-    """The model, which presses Ctrl-C in one of its forward passes. An epoch has five, and one for validation."""
+    """The model, which presses Ctrl-C in one of its forward passes: a trial, then five per epoch and one for validation."""
     calls = itertools.count(1)
     model[0].register_forward_hook(lambda *_: signal.raise_signal(signal.SIGINT) if next(calls) == at_call else None)
     return model
 
 
 def test_ctrl_c_saves_within_the_epoch_and_resumes_to_the_same_bits(tmp_path):
-    whole, stopped = network(), press_ctrl_c(network(), at_call=9)
+    whole, stopped = network(), press_ctrl_c(network(), at_call=10)
     expected = run(whole)
     path = tmp_path / "run.safetensors"
     with pytest.raises(KeyboardInterrupt):
@@ -72,10 +71,6 @@ def test_ctrl_c_saves_within_the_epoch_and_resumes_to_the_same_bits(tmp_path):
     assert history.losses == expected.losses
     assert same(resumed, whole)
     assert [epoch["accuracy"] for epoch in history.epochs] == [epoch["accuracy"] for epoch in expected.epochs]
-
-
-def train_for_long(checkpoint: Path) -> None:
-    run(network(), epochs=100_000, checkpoint=checkpoint)
 
 
 def test_kill_minus_9_leaves_a_complete_checkpoint(tmp_path):
@@ -153,7 +148,7 @@ def test_ctrl_c_in_the_last_steps_is_not_lost(tmp_path, engine):
 def test_an_ignored_ctrl_c_stays_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        assert len(run(press_ctrl_c(network(), at_call=9)).losses) == 30
+        assert len(run(press_ctrl_c(network(), at_call=10)).losses) == 30
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
