@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class VectorFunctions:
     def __init__(self, emitters: Mapping[str, Emit], target: Target) -> None:
         module = Module(target)
         for name, emit in emitters.items():
-            module.function(name, "ptr %x, ptr %y, i64 %n", lambda f, emit=emit: _over(f, emit), public=True)
+            module.function(name, "ptr %x, ptr %y, i64 %n", partial(_over, emit), public=True)
         self._loaded = Loaded(module)
 
     def __call__(self, name: str, x: Array) -> Array:
@@ -62,5 +63,5 @@ class VectorFunctions:
         return y[: len(x)]
 
 
-def _over(f: Function, emit: Emit) -> None:
+def _over(emit: Emit, f: Function) -> None:
     f.loop(f["n"], lambda i: f.store(emit(f, f.vload(f["x"], i)), f["y"], i), step=f.lanes)

@@ -1,8 +1,9 @@
-"""A plain PyTorch training loop over `onelaunch.rng`, sharing nothing with the engines, and short ways to run ours."""
+"""A plain PyTorch training loop over `onelaunch.rng` that shares no code with the engines, and short ways to run ours."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from torch.nn import functional as F
 
 from onelaunch.engines.contract import Metrics, Run, State
 from onelaunch.engines.cpu.session import CpuSession
+from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import dropout_keep, keep_scale, permutation
 from onelaunch.run.spec import Spec
 from onelaunch.train.inputs import make_run
+from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+from tests.reference import make_optimizer
 
 
 @dataclass
 class Course:
-    """What a run leaves behind."""
+    """The results of a run."""
 
     losses: torch.Tensor
     model: nn.Module
@@ -30,7 +34,7 @@ class Course:
 
 
 class Bystander:
-    """A Monitor that asks for nothing, or for a stop once `stop_at` steps are done."""
+    """A Monitor that records reports and requests a stop once `stop_at` steps are done (None: never)."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self.stop = stop_at == 0
@@ -56,13 +60,9 @@ def _correct(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> int:
     return int(((output > 0) == (target > 0.5)).sum()) if spec.loss == "bce_with_logits" else 0
 
 
-def _optimizer(spec: Spec, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    if spec.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
-        )
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[spec.optimizer]
-    return kind(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
+def _optimizer(spec: Spec, model: nn.Module) -> torch.optim.Optimizer:
+    names = ("optimizer", "lr", "weight_decay", *OPTIMIZERS[spec.optimizer].arguments)
+    return make_optimizer(model, {name: getattr(spec, name) for name in names})
 
 
 def train_plainly(run: Run, dtype: torch.dtype = torch.float64) -> Course:
@@ -70,7 +70,7 @@ def train_plainly(run: Run, dtype: torch.dtype = torch.float64) -> Course:
     spec = run.spec
     model = copy.deepcopy(run.model).to(dtype)
     assert isinstance(model, nn.Sequential)
-    optimizer = _optimizer(spec, list(model.parameters()))
+    optimizer = _optimizer(spec, model)
 
     def features(x: torch.Tensor) -> torch.Tensor:
         return (x.float() / 255 if x.dtype == torch.uint8 else x).to(dtype)
@@ -101,23 +101,29 @@ def train_plainly(run: Run, dtype: torch.dtype = torch.float64) -> Course:
     validation = accuracy = None
     if run.validation:
         model.eval()
-        total, right, rows_each = 0.0, 0, max(256, spec.batch_size)
+        total, correct_rows, rows_each = 0.0, 0, max(256, spec.batch_size)
         with torch.no_grad():
             for x, y in zip(*(part.split(rows_each) for part in run.validation), strict=True):
                 output = model(features(x))
                 total += _loss(spec, output, y).item() * len(x)
-                right += _correct(spec, output, y)
+                correct_rows += _correct(spec, output, y)
         validation = total / len(run.validation[0])
         per_row = run.outputs if spec.loss == "bce_with_logits" else 1
-        accuracy = right / len(run.validation[0]) / per_row
+        accuracy = correct_rows / len(run.validation[0]) / per_row
     return Course(torch.tensor(losses, dtype=torch.float64), model, correct, validation, accuracy)
 
 
-def train_natively(run: Run, place: Path, *, state: State | None = None, first_step: int = 0, **options: Any) -> Course:
-    """The run on the CPU engine, on a copy of the model; `place` is the folder of cached code."""
-    model = copy.deepcopy(run.model)
-    own = Run(run.spec, model, run.network, "", run.x, run.y, run.validation, run.outputs)
-    session = CpuSession(own, state or {}, place=place, **options)
+def copy_of(run: Run) -> Run:
+    """The run with its own copy of the model."""
+    return dataclasses.replace(run, model=copy.deepcopy(run.model))
+
+
+def train_natively(
+    run: Run, cache_folder: Path, *, state: State | None = None, first_step: int = 0, **options: Any
+) -> Course:
+    """The run on the CPU engine, on a copy of the model."""
+    own = copy_of(run)
+    session = CpuSession(own, state or {}, cache_folder=cache_folder, **options)
     try:
         segments = list(session.segments(first_step, Bystander()))
         session.snapshot()
@@ -125,14 +131,14 @@ def train_natively(run: Run, place: Path, *, state: State | None = None, first_s
         session.close()
     metrics: Metrics | None = segments[-1].validation
     return Course(
-        torch.cat([segment.losses for segment in segments]).double(), model,
+        torch.cat([segment.losses for segment in segments]).double(), own.model,
         sum(segment.correct or 0 for segment in segments), metrics.loss if metrics else None,
         metrics.accuracy if metrics else None,
     )  # fmt: skip
 
 
 def data(loss: str, rows: int, inputs: int, outputs: int, *, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows whose targets can be learned in part: a loss that falls towards zero has no relative accuracy in float32."""
+    """Rows whose targets can be learned only in part: a loss near zero has no relative accuracy in float32."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs, generator=generator)
     hidden = torch.tanh(x @ torch.randn(inputs, outputs, generator=generator))
@@ -146,15 +152,17 @@ def make(model: nn.Module, x: torch.Tensor, y: torch.Tensor, validation: Any = N
     return make_run(model, x, y, validation, {"lr": 0.05, "batch_size": 16, **options})
 
 
-def assert_close(got: Course, want: Course, *, losses: float, weights: float) -> None:
+def assert_close(
+    got: Course, expected: Course, *, losses: float = LOSS_TOLERANCE, weights: float = WEIGHT_TOLERANCE
+) -> None:
     """Losses relative (to at least 1e-3: a loss near zero has no relative accuracy in any arithmetic), weights absolute."""
-    gap = ((got.losses - want.losses).abs() / want.losses.abs().clamp_min(1e-3)).max().item()
+    gap = ((got.losses - expected.losses).abs() / expected.losses.abs().clamp_min(1e-3)).max().item()
     assert gap <= losses, f"losses differ by {gap:.2e}"
-    for (name, ours), theirs in zip(got.model.state_dict().items(), want.model.state_dict().values(), strict=True):
+    for (name, ours), theirs in zip(got.model.state_dict().items(), expected.model.state_dict().values(), strict=True):
         gap = (ours.double() - theirs.double()).abs().max().item()
         assert gap <= weights, f"{name} differs by {gap:.2e}"
-    if want.validation is not None and got.validation is not None:
-        assert abs(got.validation - want.validation) <= losses * max(1e-3, abs(want.validation))
+    if expected.validation is not None and got.validation is not None:
+        assert abs(got.validation - expected.validation) <= losses * max(1e-3, abs(expected.validation))
 
 
 def assert_same_bits(a: Course, b: Course) -> None:

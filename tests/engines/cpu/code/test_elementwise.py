@@ -28,22 +28,21 @@ def operation(name: str) -> Activation:
     return Activation(name, SLOPE) if name == "leaky_relu" else Activation(name)
 
 
-def emitters() -> dict[str, Emit]:
-    found: dict[str, Emit] = {}
-    for name, entry in ACTIVATIONS.items():
-        group = (operation(name),)
-        found[name] = lambda f, x, group=group: elementwise.forward(f, x, group)
-        found[f"{name}_derivative"] = lambda f, x, group=group: elementwise.forward_with_derivative(f, x, group, ())[1]
-        if not entry.saves_input:
-            found[f"{name}_from_output"] = lambda f, a, group=group: elementwise.backward_from_output(
-                f, f.constant(1.0), a, group
-            )
+def emitters(name: str) -> dict[str, Emit]:
+    group = (operation(name),)
+    found: dict[str, Emit] = {
+        name: lambda f, x: elementwise.forward(f, x, group),
+        f"{name}_derivative": lambda f, x: elementwise.forward_with_derivative(f, x, group, ())[1],
+    }
+    if not ACTIVATIONS[name].saves_input:
+        found[f"{name}_from_output"] = lambda f, a: elementwise.backward_from_output(f, f.constant(1.0), a, group)
     return found
 
 
 @functools.cache
 def compiled(target: Target) -> VectorFunctions:
-    return VectorFunctions(emitters(), target)
+    found = {key: emit for name in ACTIVATIONS for key, emit in emitters(name).items()}
+    return VectorFunctions(found, target)
 
 
 def assert_close(got: Array, expected: torch.Tensor, scale: float | Array = 1.0) -> None:

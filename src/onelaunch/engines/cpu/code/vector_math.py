@@ -1,7 +1,7 @@
-"""exp, log, tanh, erf and their kin on whole vectors, in plain arithmetic: no call of a C library, any target.
+"""exp, log, tanh, erf and others on whole vectors, in plain arithmetic: no C library call, any target.
 
-Each is within a few units in the last place of float32 (the tests hold them against float64 and state the bound). NaN in
-gives NaN out; infinities give what they should up to the smallest normal float.
+Each is within a few units in the last place of float32; the tests compare with float64 and state the bounds. NaN gives NaN.
+Infinities give the limit, up to the smallest normal float.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from onelaunch.engines.cpu.code.emit import Function
 from onelaunch.engines.cpu.code.instructions import Value
 
 LOG2_E = 1.44269504088896341
-# ln 2 in two parts: the first has so few bits that its product with an exponent is exact.
+# ln 2 as a sum: the first part has so few bits that its product with an exponent is exact.
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 # Polynomial of Cephes' expf: (exp(r) - 1 - r) / r**2 on [-ln2/2, ln2/2], highest power first.
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
-EXP_MIN, EXP_MAX = -87.33654, 88.72283  # exp of less is no normal float; of more, infinite
+EXP_MIN, EXP_MAX = -87.33654, 88.72283  # below, exp is no normal float; above, it is infinite
 # Polynomial of Cephes' logf: (log(1 + r) - r + r**2 / 2) / r**3 on [sqrt(1/2) - 1, sqrt(2) - 1].
 LOG = (
     7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
@@ -98,7 +98,7 @@ def _power_of_two(f: Function, exponent: Value) -> Value:
 def log(f: Function, x: Value) -> Value:
     """The natural logarithm of a positive, normal x (a sum of exponentials); NaN stays NaN."""
     bits = f.op(f.integers, f"bitcast {f.vector} {x.text} to {f.integers}", "bits")
-    # Take the mantissa in [sqrt(1/2), sqrt(2)): subtracting sqrt(1/2)'s bits moves the carry into the exponent.
+    # The mantissa is taken in [sqrt(1/2), sqrt(2)): subtracting the bits of sqrt(1/2) moves the carry into the exponent.
     shifted = f.op(f.integers, f"sub {f.integers} {bits.text}, {f.integer(0x3F3504F3).text}", "shifted")
     exponent = f.op(f.integers, f"ashr {f.integers} {shifted.text}, {f.integer(23).text}", "exponent")
     high = f.op(f.integers, f"shl {f.integers} {exponent.text}, {f.integer(23).text}", "high")
@@ -116,7 +116,7 @@ def log(f: Function, x: Value) -> Value:
 
 
 def log1p_unit(f: Function, x: Value) -> Value:
-    """log(1 + x) for x in [0, 1], with what the sum 1 + x rounds away added back."""
+    """log(1 + x) for x in [0, 1]; the rounding error of 1 + x is added back."""
     u = f.fadd(x, f.constant(1.0))
     lost = f.fsub(x, f.fsub(u, f.constant(1.0)), "lost")
     return f.fadd(log(f, u), f.fdiv(lost, u), "log1p")
@@ -156,10 +156,10 @@ def sigmoid_from_decay(f: Function, x: Value, decay: Value) -> Value:
 
 
 def root(f: Function, x: Value) -> Value:
-    """sqrt(x) for x >= 0: an estimate and one step of Newton's where the machine has one."""
+    """sqrt(x) for x >= 0: an estimate and one Newton step where the machine has estimates."""
     if not f.module.target.has_estimates:
         return f.intrinsic(f.vector, f"sqrt.v{f.lanes}f32", x, hint="root")
-    # Zero and infinity have no finite reciprocal root; between these bounds there is one.
+    # Zero and infinity have no finite reciprocal root; within these bounds there is one.
     inside = f.at_most(f.at_least(x, f.constant(1e-37)), f.constant(3e38))
     inverse = _estimate(f, "rsqrt14", inside)
     half = f.fmul(inside, f.constant(-0.5))
@@ -168,7 +168,7 @@ def root(f: Function, x: Value) -> Value:
 
 
 def divide(f: Function, a: Value, b: Value) -> Value:
-    """a / b for |b| between 1e-37 and 1e37, to two units in the last place."""
+    """a / b for |b| between 1e-37 and 1e37, within two units in the last place."""
     if not f.module.target.has_estimates:
         return f.fdiv(a, b)
     inverse = _estimate(f, "rcp14", b)
