@@ -1,4 +1,4 @@
-"""Floats that are whole 255ths are taken as bytes, and no others."""
+"""Floats that are whole multiples of 1/255 are converted to uint8, and no others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from onelaunch.train.inputs import make_run
 LEVELS = torch.arange(256, dtype=torch.uint8)
 
 
-def run_of(x: torch.Tensor, check: torch.Tensor | None = None) -> Run:
+def run_of(x: torch.Tensor, validation_x: torch.Tensor | None = None) -> Run:
     target = torch.zeros(len(x), dtype=torch.int64)
-    validation = None if check is None else (check, target[: len(check)])
+    validation = None if validation_x is None else (validation_x, target[: len(validation_x)])
     return make_run(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), x, target, validation, {"steps": 1})
 
 
-def test_every_byte_is_found_again_however_it_was_divided():
+def test_every_byte_is_recovered_however_it_was_divided():
     for made in (
         LEVELS / 255,
         LEVELS.float().div(255),
@@ -36,33 +36,33 @@ def test_every_byte_is_found_again_however_it_was_divided():
 
 @pytest.mark.parametrize("value", [1 / 254, -1 / 255, 256 / 255, 1e-9, float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("row", [0, 3 * FIRST_ROWS - 1])
-def test_one_other_number_is_enough_to_keep_floats(value, row):
+def test_one_other_number_keeps_the_floats(value, row):
     x = torch.randint(256, (3 * FIRST_ROWS, 4)) / 255
     assert as_uint8(x) is not None
     x[row, 2] = value
     assert as_uint8(x) is None
 
 
-def test_many_rows_are_looked_at_a_part_at_a_time(monkeypatch):
+def test_many_rows_are_converted_part_by_part(monkeypatch):
     monkeypatch.setattr("onelaunch.engines.resident.uint8_rows.NUMBERS_AT_ONCE", 40)
-    pixels = torch.randint(256, (101, 3, 5)).to(torch.uint8)
-    found = as_uint8(pixels / 255)
+    numbers = torch.randint(256, (101, 3, 5)).to(torch.uint8)
+    found = as_uint8(numbers / 255)
     assert found is not None
-    assert found.equal(pixels)
-    x = pixels / 255
+    assert found.equal(numbers)
+    x = numbers / 255
     x[-1, -1, -1] = 0.3
     assert as_uint8(x) is None
 
 
 @given(st.lists(st.floats(-2, 2, width=32), min_size=4, max_size=40))
-def test_what_is_found_is_exact(values):
+def test_a_conversion_is_exact(values):
     x = torch.tensor(values)
     found = as_uint8(x)
     if found is not None:
         assert as_features(found, torch.float32).equal(x)
 
 
-def test_a_run_changes_whole_or_not_at_all():
+def test_a_run_is_converted_as_a_whole_or_not_at_all():
     images, others = torch.randint(256, (6, 2, 2)) / 255, torch.rand(6, 2, 2)
     plain = run_of(images)
     assert with_uint8_rows(plain).x.dtype == torch.uint8
@@ -73,7 +73,6 @@ def test_a_run_changes_whole_or_not_at_all():
     assert both.x.dtype == both.validation[0].dtype == torch.uint8
     for run in (run_of(others), run_of(images, others[:3]), run_of(others, images[:3])):
         assert with_uint8_rows(run) is run
-    bytes_already = run_of((images * 255).round().to(torch.uint8))
-    assert with_uint8_rows(bytes_already) is bytes_already
-    halves = images.bfloat16()
-    assert as_uint8(halves) is None
+    already_uint8 = run_of((images * 255).round().to(torch.uint8))
+    assert with_uint8_rows(already_uint8) is already_uint8
+    assert as_uint8(images.bfloat16()) is None

@@ -140,7 +140,7 @@ class RowsPlan(Plan):
         shared.add("bias parts", 2 * self.blocks * self.all_units * 4)
         shared.add("scores", 2 * self.blocks * self.row_tiles * SCORE_BYTES)
         shared.add("states", self.own_slots * THREADS * 16 * self.states if self.states_shared else 16)
-        self._add_bookkeeping(shared, SCORE_BYTES * self.blocks * min(WARPS, ceil_div(self.rows, self.blocks)))
+        self._add_bookkeeping(shared)
         self.shared, self.exchange = shared, Memory()
 
     @property
