@@ -77,8 +77,7 @@ def test_kill_minus_9_leaves_a_complete_checkpoint(tmp_path):
     path, output = tmp_path / "run.safetensors", tmp_path / "output"
     for delay in (0.1, 0.23, 0.4):
         process = preloaded.start(train_for_long, path, output=output)
-        deadline = time.monotonic() + 60
-        while not path.exists() and time.monotonic() < deadline and process.exitcode is None:
+        while not path.exists() and process.exitcode is None:
             time.sleep(0.01)
         time.sleep(delay)
         assert process.exitcode is None, output.read_text()
