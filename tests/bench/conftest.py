@@ -67,7 +67,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile traces, guards and recompiles as ever, but generates code only with --all-cases: that takes 30 s."""
+    """torch.compile traces, guards and recompiles, but generates code, which takes 30 s, only with --all-cases."""
     compile, backend = torch.compile, "inductor" if pairwise.ALL_CASES else "aot_eager"
 
     def quick(function: Callable[..., Any], mode: str, dynamic: bool) -> Callable[..., Any]:

@@ -168,15 +168,15 @@ def test_the_line_of_a_seed_has_its_own_time(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("once", "steps", "said"), [(1e-3, 4, True), (1e-3, 2, True), (1e-3, 3000, False), (0.0, 4, False)]
+    ("once", "steps", "reported"), [(1e-3, 4, True), (1e-3, 2, True), (1e-3, 3000, False), (0.0, 4, False)]
 )
-def test_a_run_too_short_to_time_a_step_is_reported(monkeypatch, once, steps, said):
+def test_a_run_too_short_to_time_a_step_is_reported(monkeypatch, once, steps, reported):
     pretender = Pretender(once, 1e-5)
     monkeypatch.setattr("onelaunch.bench.compare.contenders_for", lambda run: ([pretender], {}))
     results: dict = {"sizes": {}}
     compare(lambda seed: make(epochs=None, steps=steps), [0], lambda line: None, results, lambda: None)
     found = [words for kind, words in remarks(results) if "too few steps" in words]
-    assert bool(found) == said
+    assert bool(found) == reported
     assert all("(of pretender); pass more --steps" in words for words in found)
 
 

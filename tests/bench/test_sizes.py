@@ -73,9 +73,9 @@ def test_a_size_that_does_not_fit_is_left_out(no_compiler, monkeypatch):
     assert results["hidden"] == [8]
     assert list(results["left_out"]) == [str(size) for size in sizes[1:]]
     assert all("do not fit into memory" in reason for reason in results["left_out"].values())
-    said = remarks({"contenders": {}, "sizes": results})
-    assert [kind for kind, _ in said] == ["bad", "bad"]
-    assert "Hidden size 1000000000000 was not timed: layers=[5, 1000000000000, 3] do not fit" in said[0][1]
+    reported = remarks({"contenders": {}, "sizes": results})
+    assert [kind for kind, _ in reported] == ["bad", "bad"]
+    assert "Hidden size 1000000000000 was not timed: layers=[5, 1000000000000, 3] do not fit" in reported[0][1]
 
 
 @pytest.mark.parametrize(("error", "red"), [(ValueError("no"), True), (MemoryError(), False)])

@@ -11,8 +11,8 @@ HEADER = '"ID","Process ID","Kernel Name","Metric Name","Metric Unit","Metric Va
 
 
 def output(*kernels: tuple[str, int]) -> str:
-    said = [{"case": "relu", "way": way, "bytes": 3e9, "launches": 2} for way in ("unfused", "fused")]
-    lines = ["==PROF== Connected to process 7", "==PROF== Profiling: 0%EXPECTED " + json.dumps(said), HEADER]
+    reported = [{"case": "relu", "way": way, "bytes": 3e9, "launches": 2} for way in ("unfused", "fused")]
+    lines = ["==PROF== Connected to process 7", "==PROF== Profiling: 0%EXPECTED " + json.dumps(reported), HEADER]
     for index, (name, size) in enumerate(kernels):
         for metric, value in (("dram__bytes_read.sum", size), ("dram__bytes_write.sum", 10**9)):
             lines.append(f'"{index}","7","{name}","{metric}","byte","{value:,}"')

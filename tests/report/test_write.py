@@ -40,20 +40,20 @@ def test_binary_metrics_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("status", "lines", "said"),
+    ("status", "lines", "reported"),
     [
         ("running", [WHOLE, TORN], False),
         ("finished", [WHOLE, TORN], True),
         ("running", [WHOLE, TORN, WHOLE], True),
     ],
 )
-def test_metrics_that_are_cut_off_are_reported(tmp_path, status, lines, said):
+def test_metrics_that_are_cut_off_are_reported(tmp_path, status, lines, reported):
     """Except for the last line of a run that was killed or still runs."""
     (tmp_path / METRICS).write_text("\n".join(lines))
     (tmp_path / "run.json").write_text(json.dumps({"status": status}))
     complaints: list[str] = []
     write_report([tmp_path], tmp_path / "page.html", complain=complaints.append)
-    assert any("is not JSON: nothing after it is shown" in line for line in complaints) == said
+    assert any("is not JSON: nothing after it is shown" in line for line in complaints) == reported
 
 
 def test_invalid_times_are_left_out(tmp_path):
@@ -122,11 +122,11 @@ def test_a_group_name_is_escaped_in_ids_too(tmp_path):
 @pytest.mark.parametrize("results", [bench_results(), compare_results()], ids=["bench", "compare"])
 def test_results_of_a_killed_process_are_unfinished(tmp_path, results):
     results = {**results, "interrupted": False}
-    for finished, said in ((None, False), (True, False), (False, True)):
+    for finished, reported in ((None, False), (True, False), (False, True)):
         content = results if finished is None else {**results, "finished": finished}
         html = drawn(tmp_path, content)
-        assert ("Unfinished: it is still running or was killed." in html) == said
-        assert ("unfinished)</h2>" in html) == said
+        assert ("Unfinished: it is still running or was killed." in html) == reported
+        assert ("unfinished)</h2>" in html) == reported
 
 
 def test_characters_that_utf8_cannot_encode_are_replaced(tmp_path):
@@ -173,10 +173,10 @@ def test_failures_and_divergence_are_marked_as_bad(tmp_path):
 def test_a_busy_machine_is_reported_for_a_benchmark(tmp_path):
     results = bench_results()
     results["machine"]["cpu"] = {"name": "a CPU", "cores": 2, "torch_threads": 2}
-    for taken, said in (([0.1, 0.2], False), ([0.0, 1.1], True), (None, False)):
+    for taken, reported in (([0.1, 0.2], False), ([0.0, 1.1], True), (None, False)):
         results["cores_taken"] = taken
         html = drawn(tmp_path, results)
-        assert ("The machine was busy: other processes used 1.1 of 2 cores" in html) == said
+        assert ("The machine was busy: other processes used 1.1 of 2 cores" in html) == reported
 
 
 def test_other_files_in_a_folder_are_mentioned(tmp_path):
@@ -184,9 +184,9 @@ def test_other_files_in_a_folder_are_mentioned(tmp_path):
     for name in ("dram", "phases"):
         (tmp_path / f"{name}.json").write_text('{"breakdown": {}}')
     (tmp_path / "notes.txt").write_text("mine")
-    said: list[str] = []
-    write_report([tmp_path], tmp_path / "page.html", said.append)
-    assert said == [
+    reported: list[str] = []
+    write_report([tmp_path], tmp_path / "page.html", reported.append)
+    assert reported == [
         f"not a result of `onelaunch bench` or `onelaunch compare` in '{tmp_path}': 'dram.json', 'phases.json'"
     ]
     assert "dram.json" not in (tmp_path / "page.html").read_text()  # the page has no fault

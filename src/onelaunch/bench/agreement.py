@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,6 @@ class Gap:
     first_step: int
     last_step: int
     agrees: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def widest_gap(reference: Sequence[float], other: Sequence[float]) -> Gap:

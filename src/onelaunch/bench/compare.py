@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -83,18 +83,18 @@ def compare(
 
 
 def _note_failure(contender: Contender, seed: int, error: BaseException, results: dict[str, Any]) -> None:
-    """A peer that raises is absent; an engine of ours has said that it supports the run, so that it has failed."""
+    """A peer that raises is absent; an engine of ours has accepted the run, so that it has failed."""
     name = contender.name
-    place = f", seed {seed}" if results["seeds"] else ""  # a later seed: the earlier ones went well
+    where = f", seed {seed}" if results["seeds"] else ""  # a later seed: the earlier ones went well
     results["memory"].pop(name, None)
     results["trained"] = [entry for entry in results["trained"] if entry[0] != name]
     if not isinstance(contender, OurEngine):
-        results["absent"][name] = f"{one_line_reason(error)}{place}"
+        results["absent"][name] = f"{one_line_reason(error)}{where}"
     elif isinstance(error, DivergedError):
         results["diverged"][name] = error.step + 1  # shown steps count from 1
-        results["failed"][name] = f"diverged at step {error.step + 1:,}{place}"
+        results["failed"][name] = f"diverged at step {error.step + 1:,}{where}"
     else:
-        results["failed"][name] = f"{one_line_reason(error)}{place}"
+        results["failed"][name] = f"{one_line_reason(error)}{where}"
 
 
 def _train(contender: Contender, run: Run, records: dict[str, Record]) -> Trained:
@@ -190,7 +190,7 @@ def _gap(reference: Record, other: Record) -> dict[str, Any] | None:
         return None
     count = min(len(reference.losses), len(other.losses))
     curves = (np.mean(record.losses[:count], axis=0) for record in (reference, other))
-    return widest_gap(*curves).to_dict()
+    return asdict(widest_gap(*curves))
 
 
 def _curve(losses: list[list[float]]) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Contenders that train a whole run: the loop that a PyTorch user writes, as it is and compiled, and our engines."""
+"""Contenders that train a whole run: the loop that a PyTorch user writes, uncompiled and compiled, and our engines."""
 
 from __future__ import annotations
 

@@ -7,13 +7,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from onelaunch.bench.case import Work
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, UnsupportedError
 
 # The device sleeps before the first event while the host queues the work, so that the device is timed, not Python's launches.
 # It sleeps twice as long as the host took to queue the work in the last warm-up, and at least 2 ms.
@@ -45,9 +44,6 @@ class Timing:
     quartiles: tuple[float, float]
     n: int
     spread: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def one_line_reason(error: BaseException) -> str:
@@ -177,6 +173,17 @@ def _host_sample(work: Work, calls: int) -> float:
     for _ in range(calls):
         work()
     return (time.perf_counter() - begin) / calls
+
+
+def cuda_device() -> torch.device:
+    """The current CUDA device, for the set-up of a case; raises UnsupportedError without one.
+
+    It also forgets what torch.compile knows: the networks of earlier cases would count towards its limit of recompilations.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError("this machine has no CUDA device")
+    torch.compiler.reset()
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def peak_bytes(work: Work) -> int:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onelaunch.engines.contract import Run
+from onelaunch.errors import UnsupportedError
 
 MATMUL = {"fp32": "highest", "auto": "tensorfloat32", "tf32": "tensorfloat32", "bf16": None}
 
@@ -32,8 +33,10 @@ def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any
     """A function that trains one step per line of `order`, from where its last call ended, and then validates if the run does.
 
     It returns the losses and the validation loss. Master weights are fp32; for bf16 the operands of each product are cast, as
-    autocast and our engines do.
+    autocast and our engines do. Raises UnsupportedError where JAX cannot run on the run's device.
     """
+    if reason := jax_unavailable_reason(run.device):
+        raise UnsupportedError(reason)
     import jax
     import jax.numpy as jnp
 

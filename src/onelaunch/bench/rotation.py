@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -58,17 +58,10 @@ def streamed(step: Step, sets: int) -> Work:
     return work
 
 
-class _Lazy:
+def _graphed_when_called(step: Step, sets: int) -> Work:
     """A graph that is captured at its first call, so that only a peer that cannot be captured fails."""
-
-    def __init__(self, step: Step, sets: int) -> None:
-        self.step, self.sets = step, sets
-        self.work: Work | None = None
-
-    def __call__(self) -> object:
-        if self.work is None:
-            self.work = graphed(self.step, self.sets)
-        return self.work()
+    graph = cache(lambda: graphed(step, sets))
+    return lambda: graph()()
 
 
 def trial(
@@ -84,7 +77,7 @@ def trial(
     """A trial of these steps, of which the first is ours. `moved` bytes and `flops` of `dtype` are the least that one call
     needs."""
     works: dict[str, Work] = {
-        name: _Lazy(step, sets) if in_graph else streamed(step, sets) for name, step in steps.items()
+        name: _graphed_when_called(step, sets) if in_graph else streamed(step, sets) for name, step in steps.items()
     }
     ours, *peers = works
     memory = {name: partial(step, 0) for name, step in steps.items()}

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from onelaunch.bench.busy import Watch
@@ -135,7 +136,7 @@ def run_case(
     ours = times[OURS].median
     return result | {
         "check": "passed",
-        "times": {name: timing.to_dict() for name, timing in times.items()},
+        "times": {name: asdict(timing) for name, timing in times.items()},
         "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
         "absent": {**trial.absent, **failed},
         "peak_bytes": _of_each(

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from onelaunch.bench.peers_jax import MATMUL, jax_scan, jax_unavailable_reason
 from onelaunch.bench.peers_torch import Captured, Steps, row_order, seconds_of
 from onelaunch.device import cuda_unavailable_reason
 from onelaunch.engines.contract import Run
+from onelaunch.integers import ceil_div
 
 GRAPH, COMPILED_GRAPH, SCAN, UNROLLED = "CUDA graph", "CUDA graph, compiled", "JAX scan", "JAX scan, unroll 10"
 SCANNED_STEPS = 1000  # per call of `compare --sizes`: enough to make the launch negligible
@@ -31,10 +31,15 @@ def scan(run: Run, steps: int, unroll: int = 10) -> Steps:
     return lambda count: work()
 
 
-def timed(make: Callable[[], Steps], steps: int, units: int) -> Work:
+def made_when_called(make: Callable[[], Steps]) -> Steps:
     """A peer that its first call, the warm-up, makes: compiling takes long, and one that cannot be made is only absent."""
-    made = functools.cache(lambda: seconds_of(make(), steps, units))
-    return lambda: made()()
+    made = functools.cache(make)
+    return lambda count: made()(count)
+
+
+def timed(make: Callable[[], Steps], steps: int, units: int) -> Work:
+    """A self-timed peer: each call takes `steps` steps, which are `units` units."""
+    return seconds_of(made_when_called(make), steps, units)
 
 
 @dataclass
@@ -49,7 +54,7 @@ class StepPeer:
         self._made = functools.cache(self.make)
 
     def train(self, run: Run) -> Trained:
-        steps, calls = self._made(), math.ceil(run.spec.total_steps / self.call)
+        steps, calls = self._made(), ceil_div(run.spec.total_steps, self.call)
         _wait(run.device)
         begin = time.perf_counter()
         for _ in range(calls):

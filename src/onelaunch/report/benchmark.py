@@ -15,7 +15,7 @@ from onelaunch.format import (
     format_ratio,
     format_seconds,
     format_si,
-)  # fmt: skip
+)
 from onelaunch.report.draw import Bar, Line, bar_chart, line_chart
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import busy, machine_facts
@@ -123,29 +123,29 @@ def _clock(gpu: dict[str, Any] | None) -> str:
 
 def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tuple[str, str]]:
     """What to say about cases besides their figures: (good, bad or note, words)."""
-    said = []
+    statements = []
     for case in cases:
         if case["check"].startswith("failed"):
-            said.append(("bad", f"{case['name']} failed its check and was not timed: {case['check'][8:]}"))
+            statements.append(("bad", f"{case['name']} failed its check and was not timed: {case['check'][8:]}"))
         elif case["times"] and not has_times(case):
-            said.append(("bad", f"{case['name']} is left out: some of its times are not valid"))
+            statements.append(("bad", f"{case['name']} is left out: some of its times are not valid"))
     skipped = [case for case in cases if case["check"].startswith("skipped")]
     if skipped:
         count = "1 case was" if len(skipped) == 1 else f"{len(skipped)} cases were"
-        said.append(("note", f"{count} skipped: {skipped[0]['check'][9:]}"))
+        statements.append(("note", f"{count} skipped: {skipped[0]['check'][9:]}"))
     doubtful = [case["name"] for case in cases if case.get("joules") and not energy_of(case)]
     if doubtful:
-        said.append(("note", f"Energy left out, because it includes the host's time: {', '.join(doubtful)}"))
+        statements.append(("note", f"Energy left out, because it includes the host's time: {', '.join(doubtful)}"))
     absent: dict[str, str] = {}
     for case in cases:
         absent |= case.get("absent") or {}
-    said += [("note", f"Absent: {name} ({reason})") for name, reason in absent.items()]
+    statements += [("note", f"Absent: {name} ({reason})") for name, reason in absent.items()]
     if content.get("quick"):
-        said.append(("note", "Taken with --quick: few repeats."))
+        statements.append(("note", "Taken with --quick: few repeats."))
     groups = {case["group"] for case in cases}
     if left_out := [name for name in content.get("left_out", ()) if not groups or name.split("/")[0] in groups]:
-        said.append(("note", f"Left out, because --limit was reached: {', '.join(left_out)}"))
-    return [*said, *busy(content), *unfinished(content)]
+        statements.append(("note", f"Left out, because --limit was reached: {', '.join(left_out)}"))
+    return [*statements, *busy(content), *unfinished(content)]
 
 
 def _kind(name: str) -> str:

@@ -13,7 +13,7 @@ from onelaunch.format import (
     format_percent,
     format_ratio,
     format_seconds,
-)  # fmt: skip
+)
 from onelaunch.integers import ceil_div
 from onelaunch.report.draw import Bar, Line, bar_chart, line_chart, nan_for_null
 from onelaunch.report.figure import Figure, Section, Table
@@ -46,15 +46,14 @@ def compare_section(source: Source, identity: str, palette: Palette) -> Section:
         figures.append(_memory(content["memory"], identity, command, palette))
     if (content.get("sizes") or {}).get("step_seconds"):
         figures += size_figures(content["sizes"], identity, command, palette)
-    said = sorted(
-        agreement(content["contenders"]), key=lambda entry: not is_ours(entry[1])
-    )  # words begin with the name
-    said += [*remarks(content), *noise(content)]
-    said += [] if found else [("note", "No contender is finished yet.")]
-    said += [*busy(content), *unfinished(content)]
-    said += [("note", f"Absent: {words}") for words in absences(content)]
+    statements = agreement(content["contenders"])
+    statements.sort(key=lambda entry: not is_ours(entry[1]))  # the words begin with the contender's name
+    statements += [*remarks(content), *noise(content)]
+    statements += [] if found else [("note", "No contender is finished yet.")]
+    statements += [*busy(content), *unfinished(content)]
+    statements += [("note", f"Absent: {words}") for words in absences(content)]
     title = f"Comparison {source.name}{' (unfinished)' if unfinished(content) else ''}"
-    return Section(identity, title, facts, tables, figures, said)
+    return Section(identity, title, facts, tables, figures, statements)
 
 
 def _run_words(content: dict[str, Any]) -> str:
@@ -89,7 +88,7 @@ def _mean(value: dict[str, float] | None, share: bool = False) -> str:
 
 def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
     """One sentence per contender: whether its loss curve agrees with the reference's."""
-    said = []
+    statements = []
     reference = next((name for name, one in found.items() if one["gap"] is None), "")
     for name, one in found.items():
         gap = one["gap"]
@@ -101,8 +100,8 @@ def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
         gap_words = f"{format_percent(gap['relative'], 2)} ({where}; bound {format_percent(gap['bound'], 2)}"
         words = f"{name} {verdict} {reference}: largest gap of smoothed losses {gap_words}"
         words += ", the losses vary too much)" if vague else ")"
-        said.append(("note" if vague else "good" if gap["agrees"] else "bad", words))
-    return said
+        statements.append(("note" if vague else "good" if gap["agrees"] else "bad", words))
+    return statements
 
 
 def noise(content: dict[str, Any]) -> list[tuple[str, str]]:

@@ -56,13 +56,13 @@ def _diverged(results: dict[str, Any]) -> list[Remark]:
     else:
         where = ", ".join(f"{name} at step {step:,}" for name, step in steps.items())
     both = {1: "", 2: "both "}.get(len(steps), "all ")
-    said = [
+    statements = [
         ("bad", f"{_joined(list(steps))} {both}diverged ({where}): the loss is no longer finite; pass a smaller lr")
     ]
     reference = next(iter(contenders), "")
     if reference in steps and (others := [name for name in contenders if name not in steps]):
-        said.append(("bad", f"{_joined(others)} did not diverge as {reference} did"))
-    return said
+        statements.append(("bad", f"{_joined(others)} did not diverge as {reference} did"))
+    return statements
 
 
 def _different_losses(results: dict[str, Any]) -> list[Remark]:
@@ -102,25 +102,25 @@ def _too_short(results: dict[str, Any]) -> list[Remark]:
 def _sizes(results: dict[str, Any]) -> list[Remark]:
     left_out = (results.get("sizes") or {}).get("left_out", {})
     failed = (results.get("sizes") or {}).get("failed", {})
-    said = [f"Hidden size {size} was not timed: {reason}" for size, reason in left_out.items()]
-    said += [
+    statements = [f"Hidden size {size} was not timed: {reason}" for size, reason in left_out.items()]
+    statements += [
         f"{name} failed at hidden size {size}: {reason}"
         for name, by_size in failed.items()
         for size, reason in by_size.items()
     ]
-    return [("bad", words) for words in said]
+    return [("bad", words) for words in statements]
 
 
 def absences(results: dict[str, Any]) -> list[str]:
     """Absent contenders with the reason; those of hidden sizes where they are absent only there, or for another reason."""
     everywhere = results.get("absent", {})
-    said = [f"{name} ({reason})" for name, reason in everywhere.items()]
+    statements = [f"{name} ({reason})" for name, reason in everywhere.items()]
     for name, by_size in (results.get("sizes") or {}).get("absent", {}).items():
         for reason in dict.fromkeys(by_size.values()):
             if everywhere.get(name) != reason:
                 where = [size for size, found in by_size.items() if found == reason]
-                said.append(f"{name} at hidden size {', '.join(where)} ({reason})")
-    return said
+                statements.append(f"{name} at hidden size {', '.join(where)} ({reason})")
+    return statements
 
 
 def _not_run(results: dict[str, Any]) -> list[Remark]:

@@ -38,12 +38,12 @@ def run_section(source: Source, identity: str, palette: Palette) -> Section:
         figures.append(_loss(epochs, identity, command, palette))
         if any(epoch.get("accuracy") is not None for epoch in epochs):
             figures.append(_accuracy(epochs, identity, command, palette))
-    said = [] if epochs else [("note", "No epoch is finished yet.")]
+    statements = [] if epochs else [("note", "No epoch is finished yet.")]
     running = about.get("status") == "running"
     if running:
-        said.append(("bad", "Unfinished: this run had not ended when the page was made. This is what was done."))
+        statements.append(("bad", "Unfinished: this run had not ended when the page was made. This is what was done."))
     title = f"Training run {source.name}{' (unfinished)' if running else ''}"
-    return Section(identity, title, facts, [], figures, said)
+    return Section(identity, title, facts, [], figures, statements)
 
 
 def _network(about: dict[str, Any], config: dict[str, Any]) -> str:

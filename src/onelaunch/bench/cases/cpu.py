@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from onelaunch.bench.case import Trial, Work, case
-from onelaunch.bench.peers_jax import jax_scan, jax_unavailable_reason
-from onelaunch.bench.peers_torch import loop, reference_losses, row_order, worst_relative
+from onelaunch.bench.peers_torch import loop, reference_losses, worst_relative
+from onelaunch.bench.step_peers import SCAN, made_when_called, scan
 from onelaunch.bench.workload import Workload
 from onelaunch.engines.contract import Run, Segment
 from onelaunch.engines.cpu.session import CpuSession
@@ -64,15 +64,9 @@ def _trial(workload: Workload) -> Trial:
         "torch eager": functools.partial(loop(run), steps),
         "torch.compile": functools.partial(loop(run, "default"), steps),
         "scikit-learn": _scikit_learn_epoch(run, workload),
+        SCAN: functools.partial(made_when_called(lambda: scan(run, steps, unroll=1)), steps),
     }
-    absent = {}
-    if reason := jax_unavailable_reason(CPU):
-        absent["JAX scan"] = reason
-    else:
-        peers["JAX scan"] = jax_scan(run, row_order(run, steps))
-    return Trial(
-        _ours(run), lambda: _check(workload), peers, absent, units=steps, floor_flops=ROWS * workload.flops_per_row
-    )
+    return Trial(_ours(run), lambda: _check(workload), peers, units=steps, floor_flops=ROWS * workload.flops_per_row)
 
 
 def _register(workload: Workload) -> None:

@@ -9,20 +9,14 @@ import torch
 from torch import nn
 
 from onelaunch.bench.case import Trial, Work, case
+from onelaunch.bench.measure import cuda_device
 from onelaunch.capture import capturing
-from onelaunch.errors import UnsupportedError
 from onelaunch.fuse import fuse
 
 WIDTH, LAYERS, TRAINING_ROWS, INFERENCE_ROWS = 4096, 6, 8192, 64
 BERT_ROWS, BERT_HIDDEN, BERT_INNER = 32 * 512, 768, 3072
 CALLS = 4  # inferences per sample: the host launches all of them within the lead that `measure` gives it
 DTYPE = torch.bfloat16
-
-
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UnsupportedError("the benchmark of fused models needs a CUDA device, and this machine has none")
-    torch._dynamo.reset()  # otherwise all cases count towards one limit of recompilations
 
 
 def mlp(dropout: float) -> nn.Sequential:
@@ -73,7 +67,7 @@ def _check(make: Callable[[float], nn.Sequential], rows: int, width: int) -> Non
 
 
 def _training(make: Callable[[float], nn.Sequential], rows: int, width: int) -> Trial:
-    _require_gpu()
+    cuda_device()
     model = make(0.1).train()
     x = torch.randn(rows, width, device="cuda", dtype=DTYPE)
     dy = torch.randn(rows, width, device="cuda", dtype=DTYPE) / rows
@@ -106,7 +100,7 @@ def _bert_training() -> Trial:
 
 @case("fuse/mlp-inference", "fuse", "the 6-layer MLP in evaluation mode, batch 64, bf16", unit="call")
 def _mlp_inference() -> Trial:
-    _require_gpu()
+    cuda_device()
     model = mlp(0.1).eval()
     x = torch.randn(INFERENCE_ROWS, WIDTH, device="cuda", dtype=DTYPE)
     fused = fuse(model, x, time="device").eval()

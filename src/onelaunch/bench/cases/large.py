@@ -10,16 +10,13 @@ import functools
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
 from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.cases.train import check_losses, train
-from onelaunch.bench.peers_jax import jax_unavailable_reason
+from onelaunch.bench.measure import cuda_device
 from onelaunch.bench.peers_torch import Captured
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, UNROLLED, scan, timed
 from onelaunch.bench.workload import Workload
 from onelaunch.engines.contract import Run
-from onelaunch.errors import UnsupportedError
 
 SAMPLES = 5
 BYTES_PER_WEIGHT = 10  # forward reads the high 16 bits (2); backward reads and writes the whole fp32 weight (8)
@@ -40,25 +37,18 @@ class Large:
 
 
 def _peers(run: Run, steps: int, *, thorough: bool) -> tuple[dict[str, Work], dict[str, str]]:
-    peers = {GRAPH: timed(lambda: Captured(run), steps, steps)}
+    peers = {GRAPH: timed(lambda: Captured(run), steps, steps), UNROLLED: timed(lambda: scan(run, steps), steps, steps)}
     absent = {}
     if thorough:
         peers[COMPILED_GRAPH] = timed(lambda: Captured(run, "default"), steps, steps)
     else:
         absent[COMPILED_GRAPH] = "left out: long to make; timed at 784-1024-1024-1024-10 of batch 4096"
-    if reason := jax_unavailable_reason(run.device):
-        absent[UNROLLED] = reason
-    else:
-        peers[UNROLLED] = timed(lambda: scan(run, steps), steps, steps)
     return peers, absent
 
 
 def _trial(large: Large) -> Trial:
-    if not torch.cuda.is_available():
-        raise UnsupportedError("this machine has no CUDA device")
-    torch.compiler.reset()  # otherwise the networks of earlier cases count towards the limit of recompilations
-    device, workload = torch.device("cuda", torch.cuda.current_device()), large.workload
-    fresh = functools.partial(workload.run, device, rows=large.rows, engine="graph", steps=large.steps)
+    workload = large.workload
+    fresh = functools.partial(workload.run, cuda_device(), rows=large.rows, engine="graph", steps=large.steps)
     run = fresh()
     peers, absent = _peers(run, large.peer_steps, thorough=large.thorough)
     if workload.loss == "mse":

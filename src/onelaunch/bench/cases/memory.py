@@ -13,21 +13,21 @@ import torch
 from torch import nn
 
 from onelaunch.bench.case import Trial, Work, case
+from onelaunch.bench.measure import cuda_device
 from onelaunch.engines.contract import Run
-from onelaunch.errors import UnsupportedError
 from onelaunch.train.inputs import make_run
 
 WIDTHS, BATCH, ROWS, STEPS = (784, 1024, 1024, 1024, 10), 256, 8192, 32
 ALLOCATORS = {"caching": "PyTorch's pool", "stream": "cudaMallocAsync", "malloc": "cudaMalloc each time"}
 
 
-def _run(precision: str = "bf16") -> Run:
+def _run() -> Run:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(WIDTHS):
         layers += [nn.Linear(inputs, outputs, device="cuda"), nn.GELU()]
     x, y = torch.rand(ROWS, WIDTHS[0], device="cuda"), torch.randint(WIDTHS[-1], (ROWS,), device="cuda")
-    options = {"epochs": 2**20, "batch_size": BATCH, "optimizer": "adam", "precision": precision, "engine": "graph"}
+    options = {"epochs": 2**20, "batch_size": BATCH, "optimizer": "adam", "precision": "bf16", "engine": "graph"}
     return make_run(nn.Sequential(*layers[:-1]), x, y, None, options)
 
 
@@ -68,8 +68,7 @@ def _check(capture: bool) -> None:
 
 
 def _trial(capture: bool) -> Trial:
-    if not torch.cuda.is_available():
-        raise UnsupportedError("this machine has no CUDA device")
+    cuda_device()
     notes: dict[str, str] = {}
     others = {memory: name for memory, name in ALLOCATORS.items() if memory != "malloc" or not capture}
     peers = {name: _steps(memory, capture, notes) for memory, name in others.items()}

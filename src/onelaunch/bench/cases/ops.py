@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from onelaunch.activations import activate
 from onelaunch.bench.case import Trial, Work, case
+from onelaunch.bench.measure import cuda_device
 from onelaunch.bench.rotation import Step, forward_step, input_sets, training_step, trial
-from onelaunch.errors import UnsupportedError
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -29,11 +29,6 @@ LOGITS = (
     (8192, 50257, "bf16"),
 )  # rows, classes, dtype
 BURSTS, CALLS = 5, 200  # calls per burst, for the Python time of an op at tiny size
-
-
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UnsupportedError("the benchmark of the ops needs a CUDA device, and this machine has none")
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -59,7 +54,7 @@ def _training_steps(
 
 
 def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
-    _require_gpu()
+    cuda_device()
     n = 50 * 2**20
     inputs = [[torch.randn(n, device="cuda", dtype=dtype, requires_grad=backward)] for _ in range(3)]
     dy, out = torch.randn(n, device="cuda", dtype=dtype), torch.empty(n, device="cuda", dtype=dtype)
@@ -93,7 +88,7 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
 
 
 def _batch_norm(dtype: torch.dtype) -> Trial:
-    _require_gpu()
+    cuda_device()
     m, c = 65536, 1024
     weight, bias = torch.rand(c, device="cuda", requires_grad=True), torch.randn(c, device="cuda", requires_grad=True)
     inputs = [[torch.randn(m, c, device="cuda", dtype=dtype, requires_grad=True), weight, bias] for _ in range(3)]
@@ -156,14 +151,13 @@ def _check_linear(m: int, k: int, n: int, activation: str, p: float) -> None:
 
 
 def _linear_forward(m: int, k: int, n: int, activation: str) -> Trial:
-    _require_gpu()
+    cuda_device()
     inputs = _linear_inputs(m, k, n, False)
     linear(*inputs[0], activation=activation)  # chooses the implementation, which cannot be done during a capture
 
     def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return activate(F.linear(x, w, b), activation)
 
-    torch._dynamo.reset()  # otherwise the shapes of all cases count towards one limit of recompilations
     compiled = torch.compile(plain)
     steps: dict[str, Step] = {
         "onelaunch": lambda index: linear(*inputs[index], activation=activation),
@@ -183,11 +177,10 @@ def _linear_forward(m: int, k: int, n: int, activation: str) -> Trial:
 
 
 def _linear_training(m: int, k: int, n: int) -> Trial:
-    _require_gpu()
+    cuda_device()
     inputs = _linear_inputs(m, k, n, True)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     linear(*inputs[0], activation="relu", dropout=0.1)
-    torch._dynamo.reset()
 
     def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.dropout(F.relu(F.linear(x, w, b)), 0.1)
@@ -205,7 +198,7 @@ def _linear_training(m: int, k: int, n: int) -> Trial:
 
 
 def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
-    _require_gpu()
+    cuda_device()
     sets = input_sets(2 * rows * classes * dtype.itemsize)
     inputs = [[torch.randn(rows, classes, device="cuda", dtype=dtype, requires_grad=True)] for _ in range(sets)]
     target = torch.randint(classes, (rows,), device="cuda")
@@ -281,7 +274,7 @@ def _register() -> None:
 
 def _tiny(what: str) -> Callable[[], Trial]:
     def setup() -> Trial:
-        _require_gpu()
+        cuda_device()
         x = torch.randn(32, 64, device="cuda", requires_grad=True)
         w, b = (
             torch.randn(64, 64, device="cuda", requires_grad=True),

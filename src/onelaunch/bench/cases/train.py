@@ -20,7 +20,7 @@ from torch import nn
 
 from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.compare import evaluate
-from onelaunch.bench.peers_jax import jax_unavailable_reason
+from onelaunch.bench.measure import cuda_device
 from onelaunch.bench.peers_torch import Captured, loop, reference_losses, worst_relative
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, SCAN, UNROLLED, scan, timed
 from onelaunch.bench.workload import Workload
@@ -71,13 +71,6 @@ def check_losses(run: Run) -> None:
     assert gap <= bound, f"losses differ from float64 by {gap:.2g} relative at a step, more than {bound:g}"
 
 
-def _gpu() -> torch.device:
-    if not torch.cuda.is_available():
-        raise UnsupportedError("this machine has no CUDA device")
-    torch.compiler.reset()  # otherwise the networks of earlier cases count towards the limit of recompilations
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def _peers(run: Run, *, thorough: bool) -> tuple[dict[str, Work], dict[str, str]]:
     """The peers, timed per step. `thorough`: also one that takes minutes to start and was never near the fastest."""
     peers = {
@@ -90,16 +83,13 @@ def _peers(run: Run, *, thorough: bool) -> tuple[dict[str, Work], dict[str, str]
         peers["torch.compile max-autotune"] = timed(lambda: loop(run, "max-autotune"), LOOP_STEPS, LOOP_STEPS)
     else:
         absent["torch.compile max-autotune"] = "left out here: minutes to start, slower than a CUDA graph"
-    if reason := jax_unavailable_reason(run.device):
-        absent[SCAN] = reason
-    else:
-        for name, unroll in {SCAN: 1, UNROLLED: 10}.items():
-            peers[name] = timed(functools.partial(scan, run, SCANNED_STEPS, unroll), SCANNED_STEPS, SCANNED_STEPS)
+    for name, unroll in {SCAN: 1, UNROLLED: 10}.items():
+        peers[name] = timed(functools.partial(scan, run, SCANNED_STEPS, unroll), SCANNED_STEPS, SCANNED_STEPS)
     return peers, absent
 
 
 def _step_trial(workload: Workload, thorough: bool) -> Trial:
-    fresh = functools.partial(workload.run, _gpu(), rows=ROWS, engine="resident", steps=STEPS)
+    fresh = functools.partial(workload.run, cuda_device(), rows=ROWS, engine="resident", steps=STEPS)
     run = fresh()
     peers, absent = _peers(run, thorough=thorough)
     if workload.loss == "mse":
@@ -139,15 +129,14 @@ _register(Workload(SMALL, 32, precision="auto"))
 )
 def whole_epoch() -> Trial:
     workload = Workload(CLASSIC, 64, precision="bf16", uint8_rows=True)
-    fresh = functools.partial(workload.run, _gpu(), rows=MNIST_ROWS, held_out=HELD_OUT, engine="resident")
+    fresh = functools.partial(workload.run, cuda_device(), rows=MNIST_ROWS, held_out=HELD_OUT, engine="resident")
     run = fresh(epochs=EPOCHS)
     steps = run.spec.steps_per_epoch  # the peers' last batch is a full one: a captured step has one shape
-    peers = {COMPILED_GRAPH: timed(lambda: Captured(run, "default"), steps, 1)}
+    peers = {
+        COMPILED_GRAPH: timed(lambda: Captured(run, "default"), steps, 1),
+        UNROLLED: timed(lambda: scan(run, steps), steps, 1),
+    }
     absent = {"CUDA/C++ original": "604 ms per epoch in fp32 on an H200, measured separately"}
-    if reason := jax_unavailable_reason(run.device):
-        absent[SCAN] = reason
-    else:
-        peers[UNROLLED] = timed(lambda: scan(run, steps), steps, 1)
 
     def check() -> None:
         one = fresh(epochs=1)
@@ -179,7 +168,7 @@ TO_98: dict[str, Any] = {
     "train/mnist-98", "train", f"full MNIST to 98 % test accuracy with each of {SEEDS} seeds: the whole run", unit="run"
 )
 def mnist_to_98() -> Trial:
-    device, data = _gpu(), load("mnist")
+    device, data = cuda_device(), load("mnist")
     if data.fallback:
         raise UnsupportedError(f"the full MNIST is not available: {data.source}")
     x, y, test_x, test_y = (torch.from_numpy(a).to(device) for a in (data.x, data.y, data.test_x, data.test_y))
