@@ -1,40 +1,56 @@
-# make train   set up .venv if needed, train on what this machine has, end with the run folder and its report
-# make test    the same set-up, then the linters and the whole test suite
-# make test-all  the same with the full products of test parameters
-# make readme  write the results into README.md and docs/ from benchmarks/results/
+# make train     install what training needs into .venv, train on what this machine has, write a run folder and its report
+# make test      install the test tools too, run the linters and the test suite
+# make test-all  the same, with full products of test parameters instead of pairs
+# make bench     run the benchmarks
+# make readme    write the results in benchmarks/results/ into README.md and docs/
 # Pass flags with ARGS, for example: make train ARGS="--data-dir ~/mnist --epochs 2"
 
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
-READY := $(VENV)/.ready
+TRAIN_READY := $(VENV)/.train-ready
+TEST_READY := $(VENV)/.test-ready
 
 .PHONY: train test test-all lint bench readme clean
 
-train: $(READY)
+train: $(TRAIN_READY)
 	$(VENV)/bin/onelaunch train $(ARGS)
 
-test: $(READY) lint
+test: lint
 	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 test-all: ARGS += --all-cases
 test-all: test
 
-lint: $(READY)
+lint: $(TEST_READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(READY)
+bench: $(TRAIN_READY)
 	$(VENV)/bin/onelaunch bench $(ARGS)
 
-readme: $(READY)
+readme: $(TRAIN_READY)
 	$(VENV)/bin/python -m onelaunch.report.readme
 
-# Rebuilt only when what is installed would change; the package itself is installed editable.
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	touch $(READY)
+# Of pip's output, the downloads of 10 MB and more and the number of packages; errors go to stderr and are always shown.
+INSTALL = $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
+BRIEFLY = | awk '/Downloading .*\(([0-9]+[0-9]\.[0-9]+ MB|.* GB)\)/ { print "download", $$2, $$3, $$4; fflush() } \
+	/^Installing collected packages/ { print "install ", split($$0, names, ","), "packages"; fflush() }'
+
+# Repeated only when what is installed would change; the package itself is installed editable.
+$(TRAIN_READY): pyproject.toml constraints.txt
+	@echo "set up   $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@echo "install  what training needs; this takes minutes the first time"
+	@gpu=$$(nvidia-smi -L > /dev/null 2>&1 && echo "[gpu]"); $(INSTALL) ".$$gpu" $(BRIEFLY)
+	@touch $@
+
+$(TEST_READY): $(TRAIN_READY)
+	@echo "install  what the tests need"
+	@$(INSTALL) ".[dev]" $(BRIEFLY)
+	@touch $@
 
 clean:
 	rm -rf $(VENV)

@@ -1,8 +1,8 @@
-"""How a fused kernel can seem 96 times faster, and what it is: `python benchmarks/cold_launch.py`, on a CUDA device.
+"""How a fused kernel can seem 96 times faster, and what it really gains: `python benchmarks/cold_launch.py`, on a CUDA device.
 
-Two kernels (ReLU, then the product with a dropout mask) against one that does both, 50 * 2**20 floats. First as a hurried
-benchmark does it: one launch of each, the unfused one first. The driver loads code when it is first used, and whoever comes
-first pays for it. Then as it should be: warmed up, many launches, medians. docs/measuring.md tells the story.
+Two kernels (ReLU, then the product with a dropout mask) against one that does both, on 50 * 2**20 floats. First as a hurried
+benchmark does it: one launch of each, the unfused kernels first. The driver loads code when it is first used, so that the first
+contender pays for it. Then as it should be done: warmed up, many launches, medians. See docs/measuring.md.
 
 `--out benchmarks/results/cold-launch-CHIP-DATE.json` records it; `make readme` puts the newest recording into that page.
 """
@@ -21,6 +21,7 @@ from cuda.core import Program, ProgramOptions
 
 from onelaunch.bench.measure import give_lead
 from onelaunch.bench.results import check_writable, provenance, save_results
+from onelaunch.integers import ceil_div
 from onelaunch.nvrtc.launch import LoadedKernel
 
 N, BLOCK, REPEATS = 50 * 2**20, 256, 50
@@ -41,7 +42,7 @@ extern "C" __global__ void relu_dropout(const float* x, const float* mask, float
 
 
 def seconds_of(work: Callable[[], None], *, hurried: bool) -> float:
-    """By events. Not hurried: the device waits first, so that the time the host takes to launch is not in it."""
+    """Seconds by CUDA events. Unless hurried, the device sleeps first, so that the host's launch time does not count."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     if not hurried:
         give_lead()
@@ -62,12 +63,12 @@ def measure() -> dict[str, dict[str, float]]:
     code = Program(SOURCE, "c++", ProgramOptions(arch=f"sm_{capability}")).compile("cubin")
 
     @functools.cache
-    def kernel(name: str) -> LoadedKernel:  # loaded when it is first launched, as a CUDA program's are
+    def kernel(name: str) -> LoadedKernel:  # loaded when it is first launched, like the kernels of a CUDA program
         return LoadedKernel(code, name, device)
 
     def run(name: str, *tensors: torch.Tensor) -> None:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        kernel(name).launch(torch.cuda.current_stream(), grid=-(-N // BLOCK), block=BLOCK, args=[*pointers, N])
+        kernel(name).launch(torch.cuda.current_stream(), grid=ceil_div(N, BLOCK), block=BLOCK, args=[*pointers, N])
 
     def two() -> None:
         run("relu", x, between)
@@ -77,7 +78,7 @@ def measure() -> dict[str, dict[str, float]]:
         run("relu_dropout", x, mask, fused)
 
     cold = seconds_of(two, hurried=True), seconds_of(one, hurried=True)
-    assert torch.equal(unfused, fused), "the fused kernel computes something else"
+    assert torch.equal(unfused, fused), "the fused kernel has different results"
     warm = [(seconds_of(two, hurried=False), seconds_of(one, hurried=False)) for _ in range(REPEATS)]
     medians = [statistics.median(times) for times in zip(*warm, strict=True)]
     return {

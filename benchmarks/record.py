@@ -1,9 +1,9 @@
 """Records every benchmark of this machine's GPU: `python benchmarks/record.py [--folder benchmarks/results] [--only ops]`.
 
-What is slow about recording is not the timing but what peers compile first (torch.compile, JAX). So all groups first run once
-side by side, with every cache on disk and their figures thrown away, and then one after another with the machine to themselves.
-Each writes `GROUP-CHIP-DATE.json`; `make readme` puts the newest of each case into the README. A group that fails does not stop
-the others.
+Peers that compile first (torch.compile, JAX) take most of the time. So all groups first run once side by side, with every cache
+on disk and their figures thrown away, and then one after another with the machine to themselves. Each writes
+`GROUP-CHIP-DATE.json`; `make readme` puts the newest recording of each case into the README and docs. A group that fails does
+not stop the others.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from onelaunch.bench.case import GROUPS as BENCH_GROUPS
 from onelaunch.files import cache_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,23 +31,22 @@ SIZES = ("128", "256", "512", "1024", "2048", "4096", "8192")
 
 
 def environment() -> dict[str, str]:
-    """This process's, with JAX's compiled programs on disk too, and no process taking all the memory."""
-    wanted = {
+    """This process's environment, with JAX's compiled programs on disk too, and no process that takes all of the memory."""
+    settings = {
         "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "onelaunch-jax"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    return {**wanted, **os.environ}
+    return {**settings, **os.environ}
 
 
 @dataclass(frozen=True)
-class Group:
-    """A command, which gets the file to write (or, where its results lie in a folder of its own, that folder) appended, and
-    what cuts its warm-up into processes side by side: words, or nothing for a command that compiles little."""
+class Recording:
+    """A command that records results. The path to write to is appended to it."""
 
     command: tuple[str, ...]
-    parts: tuple[tuple[str, ...], ...] = ()
-    inside: str = ""  # the results' name in that folder
+    parts: tuple[tuple[str, ...], ...] = ()  # further arguments of each process of the warm-up; none for no warm-up
+    inside: str = ""  # for a command that writes a folder: the name of the results file in it
 
     def record(self, out: Path) -> bool:
         with tempfile.TemporaryDirectory() as folder:
@@ -57,39 +57,43 @@ class Group:
         return done.returncode == 0
 
 
-def bench(*words: str, parts: tuple[str, ...] = ("",)) -> Group:
-    return Group((*ONELAUNCH, "bench", *words, "--quick", "--out"), tuple(("--filter", part) for part in parts))
+def bench(*words: str, parts: tuple[str, ...] = ("",)) -> Recording:
+    return Recording((*ONELAUNCH, "bench", *words, "--quick", "--out"), tuple(("--filter", part) for part in parts))
 
 
-def script(name: str) -> Group:
-    return Group((sys.executable, str(ROOT / "benchmarks" / name), "--out"))
+def script(name: str) -> Recording:
+    return Recording((sys.executable, str(ROOT / "benchmarks" / name), "--out"))
 
 
-GROUPS = {
-    "train": bench("train", parts=("sgd/bf16", "adam", "sgd/auto", "sgd/fp32", "train/epoch", "mnist-98")),
+WARM_UP_FILTERS = {
+    "train": ("sgd/bf16", "adam", "sgd/auto", "sgd/fp32", "train/epoch", "mnist-98"),
+    "ops": ("relu_dropout", "batch_norm", "cross_entropy", "linear"),
+}
+RECORDINGS = {
+    **{
+        name: bench(name, parts=WARM_UP_FILTERS.get(name, ("",)))
+        for name, group in BENCH_GROUPS.items() if group.on_gpu is not False
+    },
     "large": bench("train", "--large", parts=("2048", "8192", "4096", "262144")),
-    "sizes": Group(
+    "sizes": Recording(
         (*ONELAUNCH, "compare", "configs/classic-hidden.toml", "--precision", "bf16", "--epochs", "1",
          "--sizes", ",".join(SIZES), "--out"),
         tuple(("--sizes", size) for size in SIZES), "compare.json",
     ),
-    "fuse": bench("fuse"),
-    "fuse-dram": Group((sys.executable, "-m", "tests.fuse.dram_bytes")),
-    "memory": bench("memory"),
-    "ops": bench("ops", parts=("relu_dropout", "batch_norm", "cross_entropy", "linear")),
+    "fuse-dram": Recording((sys.executable, str(ROOT / "benchmarks" / "dram_bytes.py"))),
     "cold-launch": script("cold_launch.py"),
     "resident-phases": script("resident_phases.py"),
 }  # fmt: skip
 
 
-def warm_up(groups: list[Group], seconds: float) -> None:
-    """Every part of every group once, side by side: what is compiled is on disk then. What it timed is thrown away."""
-    commands = [(group.command, part) for group in groups for part in group.parts]
+def warm_up(recordings: list[Recording], seconds: float) -> None:
+    """Run every part once, side by side, so that compiled code is on disk. The times are thrown away."""
+    commands = [(recording.command, part) for recording in recordings for part in recording.parts]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
 
         def run(number: int) -> None:
             command, part = commands[number]
-            out = str(Path(folder) / f"{number}.json")  # a file's name or a folder's
+            out = str(Path(folder) / f"{number}.json")  # the name of a file or of a folder
             try:
                 subprocess.run(
                     (*command, out, *part), env=environment(), cwd=ROOT, capture_output=True, timeout=seconds
@@ -98,32 +102,34 @@ def warm_up(groups: list[Group], seconds: float) -> None:
                 print(f"not warm after {seconds:.0f} s: {' '.join((*command[3:-1], *part))}", flush=True)
 
         list(pool.map(run, range(len(commands))))
-    for choices in ("linear", "fuse"):  # made by measurement, on a GPU that others were using
+    for choices in ("linear", "fuse"):  # they were measured on a GPU that other processes used
         shutil.rmtree(cache_folder(choices), ignore_errors=True)
 
 
 def chosen(parser: argparse.ArgumentParser, only: str, skip: str) -> list[str]:
-    wanted, left_out = (list(filter(None, names.split(","))) for names in (only, skip))
-    if unknown := {*wanted, *left_out} - GROUPS.keys():
-        parser.error(f"no group {', '.join(sorted(unknown))}: pass some of {', '.join(GROUPS)}")
-    return [name for name in GROUPS if name in (wanted or GROUPS) and name not in left_out]
+    included, excluded = (list(filter(None, names.split(","))) for names in (only, skip))
+    if unknown := {*included, *excluded} - RECORDINGS.keys():
+        parser.error(f"no group {', '.join(sorted(unknown))}: pass some of {', '.join(RECORDINGS)}")
+    return [name for name in RECORDINGS if name in (included or RECORDINGS) and name not in excluded]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Records every benchmark of this machine's GPU.")
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--only", default="", help=f"groups to record, of {', '.join(GROUPS)}")
+    parser.add_argument("--only", default="", help=f"groups to record, of {', '.join(RECORDINGS)}")
     parser.add_argument("--skip", default="", help="groups to leave out")
     parser.add_argument("--data-dir", help="folder of the four MNIST files; else the cache, or a download")
-    parser.add_argument("--warm-up-seconds", type=float, default=240, help="of each process of the warm-up; 0 for none")
+    parser.add_argument(
+        "--warm-up-seconds", type=float, default=240, help="time limit of each warm-up process; 0 for no warm-up"
+    )
     options = parser.parse_args()
     names = chosen(parser, options.only, options.skip)
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device: `onelaunch bench cpu` times its CPU")
-    groups = dict(GROUPS)
+    recordings = dict(RECORDINGS)
     if options.data_dir:
-        sizes = groups["sizes"]
-        groups["sizes"] = replace(
+        sizes = recordings["sizes"]
+        recordings["sizes"] = replace(
             sizes, command=(*sizes.command[:-1], "--data-dir", options.data_dir, sizes.command[-1])
         )
     chip = torch.cuda.get_device_name().split()[-1].lower()
@@ -131,11 +137,11 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
     if options.warm_up_seconds:
-        warm_up([groups[name] for name in names], options.warm_up_seconds)
+        warm_up([recordings[name] for name in names], options.warm_up_seconds)
         print(f"warm after {time.perf_counter() - begin:.0f} s", flush=True)
     failed = []
     for name in names:
-        if not groups[name].record(folder / f"{name}-{chip}-{datetime.date.today():%Y-%m-%d}.json"):
+        if not recordings[name].record(folder / f"{name}-{chip}-{datetime.date.today():%Y-%m-%d}.json"):
             failed.append(name)
         print(f"{name}: {time.perf_counter() - begin:.0f} s", flush=True)
     print(f"failed: {', '.join(failed)}" if failed else "all recorded: now `make readme`")

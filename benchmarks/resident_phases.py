@@ -1,8 +1,8 @@
-"""Where a step of the resident engine goes, phase by phase: `python benchmarks/resident_phases.py`, on a CUDA device.
+"""The time of each phase of a resident step: `python benchmarks/resident_phases.py`, on a CUDA device.
 
-Each network trains twice: as it is, timed by events around its one launch; and with a stamp of the clock after every phase, by
-thread 0 of block 0, which adds some 70 clocks a phase. `--out benchmarks/results/resident-phases-CHIP-DATE.json` records
-clocks, registers, shared memory and spills; docs/resident.md tells what they mean.
+Each network trains twice: unchanged, timed by events around its one launch; and with a clock stamp after every phase, taken by
+thread 0 of block 0, which adds about 70 clocks per phase. `--out benchmarks/results/resident-phases-CHIP-DATE.json` records
+clocks, registers, shared memory and spills; docs/resident.md explains them.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ import torch
 from onelaunch.bench.results import check_writable, provenance, save_results
 from onelaunch.bench.workload import Workload
 from onelaunch.engines.resident.session import ResidentSession
-from onelaunch.engines.resident.source.source import phase_names
 from onelaunch.train.loop import StopSwitch
 from onelaunch.train.progress import Progress
 
 STEPS, STAMPED_STEPS, REPEATS, ROWS = 20_000, 2_000, 3, 61_440
 SMALL = (784, 128, 128, 128, 10)
 WORKLOADS = {
-    "small": Workload(SMALL, 32, precision="bf16", pixels=True),
+    "small": Workload(SMALL, 32, precision="bf16", uint8_rows=True),
     "small-floats": Workload(SMALL, 32, precision="bf16"),
-    "small-adam": Workload(SMALL, 32, "adam", precision="bf16", pixels=True),
+    "small-adam": Workload(SMALL, 32, "adam", precision="bf16", uint8_rows=True),
     "small-auto-floats": Workload(SMALL, 32, precision="auto"),
-    "small-auto": Workload(SMALL, 32, precision="auto", pixels=True),
-    "small-fp32": Workload(SMALL, 32, precision="fp32", pixels=True),
-    "medium": Workload((784, 512, 512, 512, 10), 32, precision="bf16", pixels=True),
-    "classic": Workload((784, 784, 784, 784, 10), 64, precision="bf16", pixels=True),
+    "small-auto": Workload(SMALL, 32, precision="auto", uint8_rows=True),
+    "small-fp32": Workload(SMALL, 32, precision="fp32", uint8_rows=True),
+    "medium": Workload((784, 512, 512, 512, 10), 32, precision="bf16", uint8_rows=True),
+    "classic": Workload((784, 784, 784, 784, 10), 64, precision="bf16", uint8_rows=True),
     "classic-floats": Workload((784, 784, 784, 784, 10), 64, precision="bf16"),
     "narrow": Workload((64, 64, 64, 16), 256, precision="bf16", loss="mse", bias=False),
 }
 
 
 def train(workload: Workload, steps: int, *, stamps: bool) -> tuple[ResidentSession, float]:
-    """A run of so many steps, and the seconds its launch took."""
+    """Train `steps` steps. Returns the session, and the seconds that its launch took."""
     device = torch.device("cuda", torch.cuda.current_device())
     run = workload.run(device, rows=ROWS, engine="resident", steps=steps)
     session = ResidentSession(run, {}, stamps=stamps)
@@ -59,12 +58,12 @@ def phases_of(workload: Workload) -> dict[str, Any]:
     seconds = [train(workload, STEPS, stamps=False) for _ in range(REPEATS)]
     session, _ = train(workload, STAMPED_STEPS, stamps=True)
     clocks: dict[str, float] = {}
-    for name, spent in zip(["between", *phase_names(session.layout)], session.stamps.tolist(), strict=False):
+    for name, spent in zip(["between", *session.layout.phase_names()], session.stamps.tolist(), strict=False):
         clocks[name] = round(clocks.get(name, 0) + spent / STAMPED_STEPS, 1)
     plain = seconds[0][0]
     return {
         "network": workload.network, "batch": workload.batch, "optimizer": workload.optimizer,
-        "precision": workload.precision, "loss": workload.loss, "rows": "uint8" if workload.pixels else "float32",
+        "precision": workload.precision, "loss": workload.loss, "rows": "uint8" if workload.uint8_rows else "float32",
         "placement": next(line for line in plain.plan.splitlines() if line.startswith("placement")),
         "registers": plain.kernel.registers, "spilled_bytes": plain.kernel.local_bytes,
         "shared_bytes": plain.layout.shared.size,
@@ -74,8 +73,8 @@ def phases_of(workload: Workload) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Where a step of the resident engine goes, phase by phase.")
-    parser.add_argument("--out", type=Path, help="where to save the figures as JSON")
+    parser = argparse.ArgumentParser(description="The time of each phase of a resident step.")
+    parser.add_argument("--out", type=Path, help="the JSON file to save the figures in")
     parser.add_argument("--only", help=f"one of {', '.join(WORKLOADS)}", choices=WORKLOADS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -84,7 +83,7 @@ def main() -> int:
         check_writable(options.out)
     results = provenance("python benchmarks/resident_phases.py")
     results["what"] = (
-        "clocks a step that thread 0 of block 0 spends in each phase, a stamp adding some 70; the time without"
+        "clocks per step that thread 0 of block 0 spends in each phase (a stamp adds about 70); the time without stamps"
     )
     results["networks"] = []
     for name, workload in WORKLOADS.items():
@@ -92,7 +91,7 @@ def main() -> int:
             found = phases_of(workload)
             results["networks"].append(found)
             sizes = f"{found['registers']} registers, {found['spilled_bytes']} spilled, {found['shared_bytes']} bytes shared"
-            print(f"{name}: {found['microseconds']} µs a step, {sizes}, {found['clocks']} clocks")
+            print(f"{name}: {found['microseconds']} µs per step, {sizes}, {found['clocks']} clocks")
             print("  " + " | ".join(f"{phase} {clocks:.0f}" for phase, clocks in found["phases"].items()), flush=True)
             if options.out:
                 save_results(results, options.out)

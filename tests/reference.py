@@ -1,4 +1,4 @@
-"""The oracle's oracle: training loops in plain PyTorch, written by hand over `ol.permutation`, sharing no code with `fit`."""
+"""Training loops in plain PyTorch over `ol.permutation` that share no code with `fit`: the reference for the eager engine."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ ACTIVATIONS: dict[str, Any] = {
     "gelu": nn.GELU,
     "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
     "silu": nn.SiLU,
+    "elu": nn.ELU,
+    "selu": nn.SELU,
+    "mish": nn.Mish,
+    "softplus": nn.Softplus,
+    "hardswish": nn.Hardswish,
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd", "lr": 0.1},
@@ -25,14 +30,40 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd-momentum": {"optimizer": "sgd", "lr": 0.05, "momentum": 0.8},
     "adam": {"optimizer": "adam", "lr": 3e-3, "weight_decay": 1e-3, "betas": (0.8, 0.99)},
     "adamw": {"optimizer": "adamw", "lr": 3e-3, "weight_decay": 0.1, "eps": 1e-6},
+    "rmsprop": {"optimizer": "rmsprop", "lr": 3e-3, "weight_decay": 1e-3, "eps": 1e-6},
+    "rmsprop-momentum": {"optimizer": "rmsprop", "lr": 1e-3, "momentum": 0.8, "betas": (0.9, 0.95), "eps": 1e-6},
+    "lion": {"optimizer": "lion", "lr": 1e-3, "weight_decay": 0.1, "betas": (0.8, 0.95)},
 }
 LOSSES = {"cross_entropy": F.cross_entropy, "mse": F.mse_loss, "bce_with_logits": F.binary_cross_entropy_with_logits}
 
 
+class PlainLion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al. (2023), line by line."""
+
+    def __init__(self, parameters: Any, lr: float, weight_decay: float = 0.0, betas: Any = (0.9, 0.99)) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.weight_decay, self.betas = weight_decay, betas
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        lr, (beta1, beta2) = self.param_groups[0]["lr"], self.betas
+        for parameter in self.param_groups[0]["params"]:
+            gradient, mean = parameter.grad, self.state[parameter].get("m", torch.zeros_like(parameter))
+            update = torch.sign(beta1 * mean + (1 - beta1) * gradient)
+            parameter.copy_(parameter - lr * (update + self.weight_decay * parameter))
+            self.state[parameter]["m"] = beta2 * mean + (1 - beta2) * gradient
+
+
 def make_optimizer(model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer of the arguments of `fit` in `options`."""
     arguments = {name: value for name, value in options.items() if name != "optimizer"}
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[options["optimizer"]]
-    return kind(model.parameters(), **arguments)
+    if options["optimizer"] == "rmsprop":
+        arguments["alpha"] = arguments.pop("betas", (0.9, 0.99))[1]
+    kinds: dict[str, Any] = {
+        "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "rmsprop": torch.optim.RMSprop,
+        "lion": PlainLion,
+    }  # fmt: skip
+    return kinds[options["optimizer"]](model.parameters(), **arguments)
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, schedule: str, lr: float, total: int) -> Any:
@@ -62,7 +93,7 @@ def plain_loop(
     label_smoothing: float = 0.0,
     seed: int = 0,
 ) -> list[float]:
-    """Train in the model's own dtype and return the loss of every step."""
+    """Train `model` in place and in its own dtype, and return the loss of every step."""
     optimizer = make_optimizer(model, options)
     scheduler = make_scheduler(optimizer, schedule, options["lr"], steps)
     extra = {"label_smoothing": label_smoothing} if label_smoothing else {}
@@ -84,7 +115,7 @@ def plain_loop(
 
 
 def problem(loss: str, rows: int = 150, inputs: int = 7, outputs: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fresh random rows with a target that can be learned."""
+    """Random rows x `[rows, inputs]` with targets for `loss` that a network can learn."""
     x = torch.randn(rows, inputs)
     hidden = torch.tanh(x @ torch.randn(inputs, outputs))
     match loss:
@@ -96,12 +127,12 @@ def problem(loss: str, rows: int = 150, inputs: int = 7, outputs: int = 4) -> tu
 
 
 def assert_same_course(losses: list[float], expected: list[float], tolerance: float) -> None:
-    got, want = torch.tensor(losses, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
-    gap = ((got - want).abs() / want.abs().clamp_min(1e-8)).max().item()
+    got, reference = torch.tensor(losses, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+    gap = ((got - reference).abs() / reference.abs().clamp_min(1e-8)).max().item()
     assert gap <= tolerance, f"losses differ by {gap:.2e}, relative"
 
 
 def assert_same_weights(model: nn.Module, expected: nn.Module, tolerance: float) -> None:
-    for (name, got), want in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
-        gap = (got.double() - want.double()).abs().max().item()
+    for (name, got), reference in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        gap = (got.double() - reference.double()).abs().max().item()
         assert gap <= tolerance, f"{name} differs by {gap:.2e}"

@@ -1,4 +1,4 @@
-"""Entries of a cache of machine code, spoiled in every way that a header with a checksum must notice."""
+"""Damage to the entries of a code cache that its header with a checksum must detect."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ DAMAGES = ("truncated", "flipped", "emptied", "foreign key")
 
 
 def spoil(entry: Path, damage: str) -> None:
+    """Overwrite the file `entry` with a damaged copy; `damage` is one of DAMAGES."""
     content = entry.read_bytes()
     spoiled = {
         "truncated": content[: len(content) // 2],

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from onelaunch import files
 from onelaunch.files import cache_folder, exclusive_lock, read_text, remove_leftovers, write_atomic
 
 
-def test_without_a_home_what_can_be_made_again_goes_with_the_process(monkeypatch, tmp_path):
-    def nobody() -> Path:
+def test_without_a_home_the_cache_is_deleted_with_the_process(monkeypatch, tmp_path):
+    def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(Path, "home", nobody)
+    monkeypatch.setattr(Path, "home", no_home)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder("cpu") == tmp_path / "onelaunch" / "cpu"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -38,21 +39,21 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
 
-def test_leftovers_of_one_file_are_removed_alone(tmp_path):
+def test_only_the_leftovers_of_the_named_file_are_removed(tmp_path):
     for name in (".a[1].5-6.tmp", ".a1.5-6.tmp", ".b.5-6.tmp", "a[1]"):
         (tmp_path / name).write_text("half")
     remove_leftovers(tmp_path, "a[1]")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".a1.5-6.tmp", ".b.5-6.tmp", "a[1]"]
 
 
-def test_leftovers_of_the_killed_are_removed(tmp_path):
+def test_leftovers_of_killed_writers_are_removed(tmp_path):
     (tmp_path / ".file.123.tmp").write_text("half")
     (tmp_path / "file.tmp").write_text("the user's own")
     remove_leftovers(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.tmp"]
 
 
-def test_a_file_is_held_by_one_at_a_time(tmp_path):
+def test_one_holder_at_a_time(tmp_path):
     path = tmp_path / "run"
     with exclusive_lock(path), pytest.raises(BlockingIOError), exclusive_lock(path):
         pass
@@ -63,16 +64,16 @@ def test_a_file_is_held_by_one_at_a_time(tmp_path):
 
 def test_a_killed_holder_holds_nothing(tmp_path):
     path = tmp_path / "run"
+    # The file alone: importing the package would import torch.
     program = f"""
-import pathlib, time
-from onelaunch.files import cache_folder, held
-with held(pathlib.Path({str(path)!r})):
-    print("held", flush=True)
+import pathlib, runpy, time
+with runpy.run_path({files.__file__!r})["exclusive_lock"](pathlib.Path({str(path)!r})):
+    print("locked", flush=True)
     time.sleep(100)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == "held\n"
+        assert holder.stdout.readline() == "locked\n"
         with pytest.raises(BlockingIOError), exclusive_lock(path):
             pass
         holder.kill()
@@ -82,8 +83,8 @@ with held(pathlib.Path({str(path)!r})):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes that have a name")
-def test_a_pipe_is_read_and_one_without_a_writer_not_waited_for(tmp_path):
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no FIFOs")
+def test_a_fifo_is_read_and_one_without_a_writer_is_empty(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert read_text(pipe) == ""
@@ -91,12 +92,11 @@ def test_a_pipe_is_read_and_one_without_a_writer_not_waited_for(tmp_path):
     with open(pipe, "w") as writer:
         writer.write("words")
         writer.flush()
-        said = threading.Timer(0.2, writer.close)
-        said.start()
+        threading.Timer(0.2, writer.close).start()
         assert read_text(pipe) == "words"
     os.close(reading)
 
 
-def test_a_device_has_no_end(tmp_path):
+def test_a_device_is_refused():
     with pytest.raises(OSError, match="it is a device"):
         read_text(Path("/dev/zero"))

@@ -44,7 +44,7 @@ def test_each_candidate_gets_the_least_of_its_times_and_what_cannot_run_none() -
     gone = weakref.ref(x)
     call = linear_choice.Call(x, weight, None, x.new_empty(6, 5), None, None, None, 0.0, NO_KEY)
     runs = linear_choice.Implementation("runs", lambda call: ran.append(call.x.data_ptr()))
-    times = linear_choice.measure([runs, linear_choice.Implementation("cannot", too_large)], call)
+    times = linear_choice.time_implementations([runs, linear_choice.Implementation("cannot", too_large)], call)
     assert times["cannot"] == float("inf")
     assert times["runs"] == 10 / 2  # the first told how often to repeat it: the fewest times
     assert len(set(ran)) == 2

@@ -1,4 +1,4 @@
-"""`import onelaunch` is light: it adds little to `import torch` and leaves heavy packages alone."""
+"""`import onelaunch` leaves heavy packages alone, and `fit` imports no compiler before the first step."""
 
 from __future__ import annotations
 
@@ -6,39 +6,34 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
-import json, sys, time
+import json, sys
 import torch
-begin = time.perf_counter()
+modules = [sorted(sys.modules)]
 import onelaunch
-print(json.dumps({"seconds": time.perf_counter() - begin, "modules": sorted(sys.modules)}))
+modules.append(sorted(sys.modules))
+import onelaunch.train.fit, onelaunch.engines.eager.session
+modules.append(sorted(sys.modules))
+print(json.dumps(modules))
 """
-HEAVY = (
-    "triton",
-    "matplotlib",
-    "pydantic",
-    "typer",
-    "pooch",
-    "sklearn",
-    "pandas",
-    "mlxtend",
-    "llvmlite",
-    "cuda",
-    "jax",
-)
+HEAVY = {
+    "triton", "matplotlib", "pydantic", "typer", "pooch", "sklearn", "pandas", "mlxtend", "llvmlite", "cuda", "jax",
+}  # fmt: skip
 
 
-def test_import_is_light():
-    runs = [json.loads(subprocess.check_output([sys.executable, "-c", SCRIPT])) for _ in range(2)]
-    assert min(run["seconds"] for run in runs) < 1
-    loaded = {name.split(".")[0] for name in runs[0]["modules"]}
-    torch_alone = subprocess.check_output([sys.executable, "-c", "import torch, sys; print(*sys.modules)"], text=True)
-    loaded -= {name.split(".")[0] for name in torch_alone.split()}
-    assert not loaded & set(HEAVY)
+@pytest.fixture(scope="module")
+def loaded() -> list[set[str]]:
+    """The modules that are loaded after importing torch, then onelaunch, then `fit` with the eager engine."""
+    return [set(names) for names in json.loads(subprocess.check_output([sys.executable, "-c", SCRIPT]))]
 
 
-def test_fit_and_its_engines_import_no_compiler():
-    """PyTorch does at its first optimizer step; but Triton must not be there before its tests say how it shall run."""
-    script = "import sys, torch, onelaunch.train.fit, onelaunch.engines.eager.session; print(*sys.modules)"
-    loaded = subprocess.check_output([sys.executable, "-c", script], text=True).split()
-    assert not {"triton", "torch._dynamo"} & set(loaded)
+def test_import_is_light(loaded):
+    after_torch, after_onelaunch, _ = loaded
+    assert not {name.split(".")[0] for name in after_onelaunch - after_torch} & HEAVY
+
+
+def test_fit_and_its_engines_import_no_compiler(loaded):
+    """PyTorch does at its first optimizer step. But Triton's tests must set its interpreter mode before its import."""
+    assert not {"triton", "torch._dynamo"} & loaded[2]

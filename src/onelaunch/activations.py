@@ -1,4 +1,4 @@
-"""The activations: one entry per function. Argument checks, network parsing, the reference path and the tests derive from it.
+"""The activations: one entry per function. Argument checks, network parsing, the reference path and the tests derive from them.
 
 The device math of an activation is written once per code generator: Triton (`kernels/tiles.py`), CUDA C++
 (`nvrtc/activations.cuh`) and LLVM (`engines/cpu/code/elementwise.py`). CONTRIBUTING.md lists the steps to add one.
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from onelaunch.activation_names import ACTIVATION_NAMES
 
 LEAKY_RELU_SLOPE = 0.01  # PyTorch's default for values below zero
 SELU_SCALE = 1.0507009873554805
@@ -49,9 +51,7 @@ class Activation:
 
     def matches(self, module: nn.Module) -> bool:
         """Whether `module` is of exactly this entry's type and has its settings."""
-        return type(module) is self.module and all(
-            getattr(module, key) == value for key, value in self.settings.items()
-        )
+        return type(module) is self.module and all(getattr(module, key) == v for key, v in self.settings.items())
 
 
 def _relu_from_output(a: Tensor) -> Tensor:
@@ -63,14 +63,6 @@ def _leaky_relu_from_output(a: Tensor) -> Tensor:
     return torch.full_like(a, LEAKY_RELU_SLOPE).masked_fill_(a > 0, 1.0)
 
 
-def _sigmoid_from_output(a: Tensor) -> Tensor:
-    return a * (1 - a)
-
-
-def _tanh_from_output(a: Tensor) -> Tensor:
-    return 1 - a * a
-
-
 def _gelu_derivative(z: Tensor) -> Tensor:
     density = torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
     return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * density
@@ -80,14 +72,6 @@ def _gelu_tanh_derivative(z: Tensor) -> Tensor:
     u = math.sqrt(8 / math.pi) * z * (1 + GELU_CUBIC * z * z)
     s, rest = torch.sigmoid(u), torch.sigmoid(-u)  # 1 - s loses digits, most of all in second derivatives
     return s + z * s * rest * math.sqrt(8 / math.pi) * (1 + 3 * GELU_CUBIC * z * z)
-
-
-def _silu_derivative(z: Tensor) -> Tensor:
-    return torch.sigmoid(z) * (1 + z * torch.sigmoid(-z))
-
-
-def _elu_from_output(a: Tensor) -> Tensor:
-    return torch.where(a > 0, torch.ones_like(a), a + 1)
 
 
 def _selu_from_output(a: Tensor) -> Tensor:
@@ -131,25 +115,24 @@ ACTIVATIONS: Mapping[str, Activation] = {
     for entry in (
         _activation("relu", nn.ReLU, (torch.relu, F.relu), from_output=_relu_from_output),
         _activation("leaky_relu", nn.LeakyReLU, (F.leaky_relu,), from_output=_leaky_relu_from_output),
-        _activation("sigmoid", nn.Sigmoid, (torch.sigmoid, F.sigmoid), from_output=_sigmoid_from_output),
-        _activation("tanh", nn.Tanh, (torch.tanh, F.tanh), from_output=_tanh_from_output),
+        _activation("sigmoid", nn.Sigmoid, (torch.sigmoid, F.sigmoid), from_output=lambda a: a * (1 - a)),
+        _activation("tanh", nn.Tanh, (torch.tanh, F.tanh), from_output=lambda a: 1 - a * a),
         _activation("gelu", nn.GELU, (F.gelu,), derivative=_gelu_derivative, approximate="none"),
         _activation("gelu_tanh", nn.GELU, (F.gelu,), derivative=_gelu_tanh_derivative, approximate="tanh"),
-        _activation("silu", nn.SiLU, (F.silu,), derivative=_silu_derivative),
-        _activation("elu", nn.ELU, (F.elu,), from_output=_elu_from_output, alpha=1.0),
+        _activation("silu", nn.SiLU, (F.silu,), derivative=lambda z: torch.sigmoid(z) * (1 + z * torch.sigmoid(-z))),
+        _activation(
+            "elu", nn.ELU, (F.elu,), from_output=lambda a: torch.where(a > 0, torch.ones_like(a), a + 1), alpha=1.0
+        ),
         _activation("selu", nn.SELU, (F.selu, torch.selu), from_output=_selu_from_output),
         _activation("mish", nn.Mish, (F.mish,), derivative=_mish_derivative),
         _activation(
-            "softplus",
-            nn.Softplus,
-            (F.softplus,),
-            derivative=_softplus_derivative,
-            beta=1.0,
-            threshold=SOFTPLUS_THRESHOLD,
+            "softplus", nn.Softplus, (F.softplus,), derivative=_softplus_derivative,
+            beta=1.0, threshold=SOFTPLUS_THRESHOLD,
         ),
         _activation("hardswish", nn.Hardswish, (F.hardswish,), derivative=_hardswish_derivative),
     )
-}
+}  # fmt: skip
+assert tuple(ACTIVATIONS) == ACTIVATION_NAMES
 
 
 def find_activation(module: nn.Module) -> Activation | None:
@@ -163,11 +146,12 @@ def saves_input(name: str | None) -> bool:
 
 
 def activate(z: Tensor, name: str | None) -> Tensor:
+    """act(z); z itself for None."""
     return z if name is None else ACTIVATIONS[name].value(z)
 
 
 def activation_gradient(z: Tensor, name: str | None) -> Tensor:
-    """act'(z)"""
+    """act'(z); ones for None."""
     return torch.ones_like(z) if name is None else ACTIVATIONS[name].derivative(z)
 
 

@@ -1,4 +1,4 @@
-"""Recording CUDA graphs beside whatever else a program does."""
+"""Capture of CUDA graphs that other threads and the garbage collector cannot break."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import torch
 
 @contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
-    """`torch.cuda.graph(graph)` that nobody else can spoil.
+    """`torch.cuda.graph(graph)`, safe from other threads and from the garbage collector.
 
-    While a stream is captured, a call that frees or waits ends the capture with an error. Another thread may make one at any
-    time (JAX's, a data loader's): with "thread_local" that is its own affair. And so may the garbage collector, in this very
-    thread, when it finds another library's dead arrays: it rests until the capture is over.
+    While a stream is captured, a CUDA call that frees memory or synchronises ends the capture with an error. Another thread
+    (JAX's, a data loader's) may make such a call at any time; with "thread_local" it does not affect this capture. The garbage
+    collector may make one in this very thread, when it frees another library's arrays; it is disabled during the capture.
     """
-    if torch.cuda.device_count() > 1:  # PyTorch's own stream for captures lies on the device of the first one
+    if torch.cuda.device_count() > 1:  # PyTorch's own capture stream belongs to the device of the first capture
         options.setdefault("stream", _stream_on(torch.cuda.current_device()))
     try:
-        with _resting_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+        with _disabled_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
             yield
     except BaseException:
-        # PyTorch leaves the generator as if it were still captured: every draw on the device would fail from now on.
+        # PyTorch leaves the generator in capture mode: from now on every random draw on the device would fail.
         if torch.cuda.is_initialized():
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
@@ -38,8 +38,8 @@ def _stream_on(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class _RestingCollector:
-    """The garbage collector is off inside, in all threads; the last to leave puts it as the first found it."""
+class _DisabledCollector:
+    """A context without garbage collection, in all threads. Contexts may nest; the last exit restores the first state."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._collecting = threading.Lock(), 0, False
@@ -58,4 +58,4 @@ class _RestingCollector:
                 gc.enable()
 
 
-_resting_collector = _RestingCollector()
+_disabled_collector = _DisabledCollector()

@@ -1,4 +1,4 @@
-"""What this machine is and can do: its processors and the versions of what onelaunch stands on."""
+"""This machine: its processors, what they can do, and the versions of the packages that onelaunch uses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import torch
 from onelaunch.version import VERSION
 
 PACKAGES = ("torch", "triton", "llvmlite", "cuda-core", "numpy", "safetensors")
-BUSY_SHARE = 0.25  # of the cores: taken by others, they make times that mean little
+BUSY_SHARE = 0.25  # of the cores: when other programs use more, measured times mean little
 
 
 @dataclass(frozen=True)
 class Chip:
-    """What the plans of an engine depend on."""
+    """The properties of a GPU on which the engines' plans depend."""
 
     multiprocessors: int
-    shared_bytes: int  # the most shared memory a thread block may have
-    clusters: bool = False  # thread block clusters with distributed shared memory
-    tma: bool = False  # a tensor memory accelerator
+    shared_bytes: int  # maximum shared memory per thread block
+    clusters: bool = False  # has thread block clusters with distributed shared memory
+    tma: bool = False  # has a tensor memory accelerator
     largest_cluster: int = 16
 
 
@@ -34,22 +34,18 @@ TMA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 def chip_of(device: torch.device) -> Chip:
-    """The chip of a CUDA device; an H200, on which the tiles were measured, for a device without one (interpreted kernels)."""
+    """The chip of a CUDA device; H200, on which the tiles were measured, for another device (interpreted kernels)."""
     if device.type != "cuda":
         return H200
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     shared_bytes = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    return Chip(
-        properties.multi_processor_count,
-        shared_bytes,
-        clusters=capability >= (9, 0),
-        tma=capability in TMA_CAPABILITIES,
-    )
+    clusters, tma = capability >= (9, 0), capability in TMA_CAPABILITIES
+    return Chip(properties.multi_processor_count, shared_bytes, clusters, tma)
 
 
 def default_device() -> torch.device:
-    """Where a new model should live: the first CUDA device, or the CPU."""
+    """The device for a new model: the first CUDA device, or the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -68,7 +64,7 @@ def cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on, which in a container are often fewer than the machine's."""
+    """The number of cores this process may run on: in a container often fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -79,7 +75,7 @@ def device_name(device: torch.device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of onelaunch, Python and the packages it uses; "absent" for what is not installed."""
+    """Versions of onelaunch, Python and PACKAGES; "absent" for a package that is not installed."""
     found = {"onelaunch": VERSION, "python": platform.python_version()}
     return found | {package: _version(package) for package in PACKAGES}
 
@@ -92,18 +88,16 @@ def _version(package: str) -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Versions and processors, as the run folder and every benchmark record them."""
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-                "multiprocessors": properties.multi_processor_count,
-            }
-        )
+    """Versions and processors, as run folders and benchmarks record them."""
+    gpus = [
+        {
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gib": round(gpu.total_memory / 2**30, 1),
+            "multiprocessors": gpu.multi_processor_count,
+        }
+        for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    ]
     return {
         "system": platform.platform(),
         "cpu": {"name": cpu_name(), "cores": usable_cores(), "torch_threads": torch.get_num_threads()},
@@ -114,9 +108,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cuda_unavailable_reason(device: torch.device) -> str:
-    """Why an engine for CUDA does not take a model on `device`, with the remedy where there is one; empty where it may."""
+    """Why an engine for CUDA cannot take a model on `device`, with the remedy if there is one; empty if it can."""
     if device.type == "cuda":
         return ""
     if torch.cuda.is_available():
-        return f"the model lies on {device}: model.cuda() brings it to the GPU"
+        return f"the model is on {device}: model.cuda() moves it to the GPU"
     return "this machine has no CUDA device"

@@ -1,6 +1,6 @@
-"""The errors a user can mend. Each message is one line: the argument, the value it got, what to pass instead.
+"""The errors that a user can fix. Each message is one line: the argument, the value it got, what to pass instead.
 
-All are `ValueError`s, so that plain `except ValueError` works; the command line turns them into exit code 2 and never
+All are `ValueError`s, so that `except ValueError` catches them. The command line turns them into exit code 2 and never
 prints a traceback for them.
 """
 
@@ -11,11 +11,11 @@ import errno
 import numbers
 from collections.abc import Iterable, Sequence
 
-MAX_NAMED = 5  # of a long list
+MAX_NAMED = 5  # entries of a long list that a message names
 
 
 class OnelaunchError(ValueError):
-    """A mistake in what was passed in, with its remedy."""
+    """An invalid argument, with the remedy in the message."""
 
 
 class ArgumentTypeError(OnelaunchError, TypeError):
@@ -23,7 +23,7 @@ class ArgumentTypeError(OnelaunchError, TypeError):
 
 
 class DataError(OnelaunchError):
-    """A data file that is missing, damaged or not what it says it is."""
+    """A data file that is missing, damaged or not of the format it claims."""
 
 
 class CheckpointError(OnelaunchError):
@@ -43,15 +43,14 @@ class DivergedError(OnelaunchError):
 
 
 def reason_of(error: Exception) -> str:
-    """What the system says is wrong, without its number and path."""
+    """The operating system's message, without its number and path; for other errors, their text."""
     return str(getattr(error, "strerror", None) or error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """PyTorch, NumPy, CUDA and the system each say it in another way."""
-    said = str(error)
+    """Whether `error` means that memory ran out, which PyTorch, NumPy, CUDA and the system each report differently."""
     if isinstance(error, RuntimeError):
-        return "alloca" in said or "out of memory" in said
+        return "alloca" in str(error) or "out of memory" in str(error)
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
 
 
@@ -62,35 +61,33 @@ def suggest(value: object, options: Iterable[str]) -> str:
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
-suggest._dynamo_marked_constant = True  # type: ignore[attr-defined]  # difflib cannot be traced, and torch.compile would name it
+suggest._dynamo_marked_constant = True  # type: ignore[attr-defined]  # difflib cannot be traced: torch.compile would report it
 
 
 def abbreviate_list(names: Sequence[str]) -> str:
-    """`a, b, c and 63 more`"""
+    """The first names of a long list, as in `a, b, c, d, e and 63 more`."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
 
 
-def abbreviate(value: object, most: int = 60) -> str:
-    """A value in a message: on one line, and not a page of it."""
-    return " ".join(repr(value).split())[:most]
+def abbreviate(value: object, limit: int = 60) -> str:
+    """The repr of `value` for a message: on one line, cut after `limit` characters."""
+    return " ".join(repr(value).split())[:limit]
 
 
-def require_integer(argument: str, value: object, wanted: str) -> int:
-    """As Python's own, of NumPy's integers too."""
+def require_integer(argument: str, value: object, expected: str) -> int:
+    """`value` as an int; NumPy's integers are accepted. Raises ArgumentTypeError otherwise, with `expected` as the remedy."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not an integer: pass {wanted}")
+        raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not an integer: pass {expected}")
     return int(value)
 
 
 def require_option(argument: str, value: object, options: Iterable[str], *, or_else: str = "") -> None:
+    """Raise OnelaunchError unless `value` is one of `options`; `or_else` describes what else the caller accepts."""
     options = list(options)
     if not isinstance(value, str) or value not in options:
-        known = ", ".join(map(repr, options)) + (f", or {or_else}" if or_else else "")
+        known = "pass one of " + ", ".join(map(repr, options)) + (f", or {or_else}" if or_else else "")
         if isinstance(value, str):
-            raise OnelaunchError(
-                f"{argument}={abbreviate(value, 80)} is not known: pass one of {known}{suggest(value, options)}"
-            )
-        raise OnelaunchError(
-            f"{argument}={abbreviate(value)} is of type {type(value).__name__}, not a name: pass one of {known}"
-        )
+            raise OnelaunchError(f"{argument}={abbreviate(value, 80)} is not known: {known}{suggest(value, options)}")
+        kind = f"is of type {type(value).__name__}, not a name"
+        raise OnelaunchError(f"{argument}={abbreviate(value)} {kind}: {known}")

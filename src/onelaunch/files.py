@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: written under a temporary name, synced, then renamed into place."""
+"""Files that are either complete or absent: written under a temporary name, synced, then renamed into place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ except ImportError:  # Windows
 
 
 def cache_folder(name: str) -> Path:
-    """`name` inside the folder where this user's programs keep what they can make again."""
+    """The folder `name` of onelaunch in the user's cache folder."""
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -34,27 +34,29 @@ def cache_folder(name: str) -> Path:
 def _home() -> Path:
     try:
         return Path.home()
-    except RuntimeError:  # no HOME, and a user that the system does not know, as in some containers
-        return Path(_while_we_run().name)
+    except RuntimeError:  # no HOME and a user unknown to the system, as in some containers
+        return Path(_process_folder().name)
 
 
 @functools.cache
-def _while_we_run() -> tempfile.TemporaryDirectory[str]:
-    """A folder that nobody else can guess, gone when this process is."""
+def _process_folder() -> tempfile.TemporaryDirectory[str]:
+    """A private folder with an unguessable name, deleted when this process ends."""
     return tempfile.TemporaryDirectory(prefix="onelaunch-")
 
 
 def read_text(path: Path) -> str:
-    """A file's words. Of a pipe what its writer says; where it has none, nothing, and nobody is waited for. A device may have
-    no end: OSError."""
+    """The file's text. A FIFO yields what its writer sends, or "" if it has no writer (never blocks).
 
-    def at_once(name: str, flags: int) -> int:
+    Character devices raise OSError: they may be endless.
+    """
+
+    def open_without_waiting(name: str, flags: int) -> int:
         descriptor = os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
         if hasattr(os, "O_NONBLOCK"):
             os.set_blocking(descriptor, True)
         return descriptor
 
-    with open(path, encoding="utf-8-sig", opener=at_once) as file:
+    with open(path, encoding="utf-8-sig", opener=open_without_waiting) as file:
         if stat.S_ISCHR(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is a device")
         return file.read()
@@ -65,7 +67,7 @@ def temporary_name(path: Path) -> str:
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """A reader, or a kill -9 at any moment, sees the old file or the new one, never part of one."""
+    """Write `content` to `path`. A reader, or a kill -9 at any moment, leaves the old file or the new one, never a part."""
     temporary = path.with_name(temporary_name(path))
     try:
         with open(temporary, "wb") as file:
@@ -82,9 +84,10 @@ def write_atomic(path: Path, content: bytes | str) -> None:
 
 @contextlib.contextmanager
 def exclusive_lock(path: Path) -> Iterator[None]:
-    """`path` for one at a time: BlockingIOError while another holds it. The system lets go of it when a process dies.
+    """Lock `path` against other processes; BlockingIOError while another holds it. The system unlocks it when a process dies.
 
-    The lock is a file beside `path`. Whoever leaves removes it, so one that was opened before and locked after is no lock.
+    The lock is a file beside `path`, and its holder deletes it at the end. A process that opened it before and locked it after
+    the deletion holds a lock on a file that nobody else sees, and must try again.
     """
     if fcntl is None:
         yield
@@ -113,7 +116,7 @@ def exclusive_lock(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` durable, where the system can (Windows cannot open a folder)."""
+    """Make a rename inside `folder` durable, on systems that can (Windows cannot open a folder)."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -123,7 +126,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_leftovers(folder: Path, name: str = "") -> None:
-    """Delete the temporary files of writers (of the file `name`) that were killed. Call only while nobody else writes there."""
+    """Delete temporary files of killed writers of the file `name`, or of any file. Call only while nobody writes there."""
     for leftover in folder.glob(f".{glob.escape(name)}.*.tmp" if name else ".*.tmp"):
         with contextlib.suppress(OSError):
             leftover.unlink()

@@ -1,4 +1,4 @@
-"""How long the device takes for calls that are worth choosing between: as CUDA graphs, so that launch cost does not mislead."""
+"""GPU times of alternative calls, measured as CUDA graphs so that launch cost does not mislead."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from collections.abc import Callable, Mapping
 import torch
 
 from onelaunch.capture import capturing
+from onelaunch.integers import clamp
 
-TIMED_SECONDS = 2e-3  # of GPU time for each sample
+TIMED_SECONDS = 2e-3  # GPU time per sample
 SAMPLES = 11
 
 
 def graph_times(runs: Mapping[str, Callable[[int], object]]) -> dict[str, float]:
-    """Least GPU seconds of one call of each, infinite for one that finds no room. A run gets the number of the call.
+    """The smallest measured GPU time of one call of each run, in seconds; infinite if it does not fit into memory.
 
-    They are taken in turns: a chip that warms up slows all of them alike, and one at the limit of its power now this one, now
-    that.
+    A run is called with the number of the call. Samples are taken in turns, so that a chip that warms up or reaches its power
+    limit slows all runs alike.
     """
     from triton.runtime.errors import OutOfResources, PTXASError
 
-    no_room = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # of shared memory for its tile, say
-    graphs, cannot = {}, {}
+    does_not_fit = (OutOfResources, PTXASError, torch.OutOfMemoryError)  # a tile in shared memory, for example
+    graphs, infinite = {}, {}
     for name, run in runs.items():
         try:
             graphs[name] = _captured(run)
-        except no_room as error:
-            error.__traceback__ = None  # Triton keeps the error, and this would keep the call's tensors
-            cannot[name] = float("inf")
+        except does_not_fit as error:
+            error.__traceback__ = None  # Triton keeps the error, and its traceback would keep the tensors
+            infinite[name] = float("inf")
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(SAMPLES):
         for name, (graph, repeats) in graphs.items():
             samples[name].append(_replay_seconds(graph) / repeats)
-    return cannot | {name: min(taken) for name, taken in samples.items()}
+    return infinite | {name: min(taken) for name, taken in samples.items()}
 
 
 def _captured(run: Callable[[int], object]) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of some calls, long enough to be timed, and their number."""
+    """(a graph of several calls, long enough to be timed; the number of calls)."""
     run(0)  # compiles, loads, creates handles
     repeats = 1
     while True:
@@ -47,7 +48,7 @@ def _captured(run: Callable[[int], object]) -> tuple[torch.cuda.CUDAGraph, int]:
         graph.replay()
         if repeats > 1:
             return graph, repeats
-        repeats = max(2, min(200, int(TIMED_SECONDS / max(1e-6, _replay_seconds(graph)))))
+        repeats = clamp(2, int(TIMED_SECONDS / max(1e-6, _replay_seconds(graph))), 200)
 
 
 def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:

@@ -1,4 +1,4 @@
-"""The fused ops as modules; each loads and saves the `state_dict` of the `torch.nn` module it replaces."""
+"""The fused ops as modules. Each has the `state_dict` of the `torch.nn` module that it replaces."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ReLUDropout(nn.Module):
         return f"p={self.p}{', inplace=True' if self.inplace else ''}, fused: relu + dropout in one kernel"
 
 
-def _followed(operation: str, activation: str | None, dropout: float) -> str:
-    """What follows the operation in its module, and what is therefore fused: the end of the module's `extra_repr`."""
+def _fused_repr(operation: str, activation: str | None, dropout: float) -> str:
+    """The end of a module's `extra_repr`: activation, dropout and the list of what is fused."""
     fused = " + ".join([operation, *([activation] if activation else []), *(["dropout"] if dropout else [])])
     return f"activation={activation!r}, dropout={dropout}, fused: {fused}"
 
@@ -62,7 +62,7 @@ class Linear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {_followed('linear', self.activation, self.dropout)}"
+        return f"{super().extra_repr()}, {_fused_repr('linear', self.activation, self.dropout)}"
 
 
 class _BatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -91,7 +91,7 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
         return batch_norm_of(self, input, self.activation, self.dropout if self.training else 0.0)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, {_followed('batch_norm', self.activation, self.dropout)}"
+        return f"{super().extra_repr()}, {_fused_repr('batch_norm', self.activation, self.dropout)}"
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):

@@ -1,20 +1,20 @@
 """The random numbers of a run: counter-based, so that every engine and device draws the same ones.
 
-Nothing here has state. A number is a function of the seed and of *what it is for*: the row order of an epoch, or the
-dropout bit of one unit of one row at one step. An engine may compute any of them at any time, in any order, in any tile.
+Nothing here has state. A number is a function of the seed and of *its purpose*: the row order of an epoch, or the dropout
+bits of one unit of one row at one step. An engine may compute any of them at any time, in any order, in any tile.
 
 Row order. `permutation(n, seed, epoch)[i] = walk(i)`, a bijection on `[0, n)` that needs no sort and no memory:
-  * an eight-round Feistel network over `k = max(8, bits(n - 1))` bits, left half `k // 2` bits wide, right half the rest;
-    a round maps (L, R) to (R, L ^ F(R, key)), F truncated to L's width, so the widths trade places every round;
+  * an eight-round Feistel network over `k = max(8, bits(n - 1))` bits: a left word of `k // 2` bits, a right word of the rest;
+    a round maps (L, R) to (R, L ^ F(R, key)), F truncated to L's width, so the widths are exchanged every round;
   * `F(r, key)`: h = r ^ key;  h *= 0x85EBCA6B;  h ^= h >> 13;  h *= 0xC2B2AE35;  h ^= h >> 16   (all modulo 2**32);
   * the eight keys are the words of Philox(counter = (0 and 1, epoch, epoch >> 32, 0xFFFFFFFF), key = seed);
-  * a result of n or more is sent through the network again until it falls below n (fewer than two rounds on average
-    once n > 128).
+  * a result of n or more passes through the network again until it is below n (fewer than two passes on average for
+    n > 128).
 
-Dropout. Unit u of row r (its place in the batch) at step s in dropout layer l is kept when
+Dropout. Unit u of row r (its index in the batch) at step s in dropout layer l is kept when
 `bits16(seed, l, s, r, u) < round((1 - p) * 65536)`, and is then scaled by 1 / (1 - p). The bits are those of
-Philox(counter = (u // 8, r, s, l), key = seed), whose four words serve eight units: unit 2i of a group takes the low half
-of word i, unit 2i + 1 its high half (the order of eight uint16 in memory on a little-endian machine).
+Philox(counter = (u // 8, r, s, l), key = seed), whose four words serve eight units: unit 2i of a group takes the low 16 bits
+of word i, unit 2i + 1 its high 16 bits (the order of eight uint16 in memory on a little-endian machine).
 
 Philox is Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); the key is the seed's low
 and high word.
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 
 from onelaunch.errors import OnelaunchError, require_integer
+from onelaunch.integers import ceil_div
 
 MASK32 = 0xFFFFFFFF
 PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -36,7 +37,7 @@ FEISTEL_ROUNDS = 8
 FEISTEL_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 PERMUTATION_STREAM = MASK32  # the last counter word of the row order; dropout layers count up from 0
 UNITS_PER_CALL = 8
-TABLE_BITS = 12
+MAX_TABLE_BITS = 12
 
 Word = torch.Tensor | int
 
@@ -54,7 +55,7 @@ def _whole_number(argument: str, value: object, bound: int) -> int:
 
 
 def _multiply(word: Word, factor: int) -> tuple[Word, Word]:
-    """High and low 32 bits of a 32 x 32 product, both held in int64 (whose product wraps, leaving the bits right)."""
+    """High and low 32 bits of a 32 x 32 bit product, both in int64 (whose product wraps, but keeps the correct bits)."""
     product = word * factor
     return (product >> 32) & MASK32, product & MASK32
 
@@ -72,7 +73,7 @@ def philox(counter: tuple[Word, Word, Word, Word], seed: int) -> tuple[Word, Wor
 
 
 def permutation_bits(n: int) -> int:
-    """Width of the Feistel network for n rows; eight at least, since narrower halves mix badly."""
+    """Width in bits of the Feistel network for n rows; at least eight, since narrower words mix badly."""
     return max(8, (n - 1).bit_length())
 
 
@@ -100,30 +101,31 @@ def _feistel(index: torch.Tensor, keys: list[int], bits: int) -> torch.Tensor:
 
 
 def permutation(n: int, seed: int, epoch: int, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """The order in which epoch `epoch` (counted from 0) of a run with this seed visits its n rows.
+    """The order in which epoch `epoch` (counted from 0) of a run with this seed visits its n rows, as int64 `[n]`.
 
-    The same numbers on every device and in every engine: batch b of an epoch is
+    The numbers are the same on every device and in every engine. Batch b of an epoch is
     `x[permutation(n, seed, epoch)[b * batch_size : (b + 1) * batch_size]]`.
     """
     n, epoch = _whole_number("n", n, 2**62), _whole_number("epoch", epoch, 2**62)
     keys, bits = permutation_keys(check_seed(seed), epoch), permutation_bits(n)
-    few = bits <= TABLE_BITS  # then the whole network as a table: a walk of many rounds costs a look-up each
-    table = _feistel(torch.arange(1 << bits if few else n, dtype=torch.int64, device=device), keys, bits)
-    order = table[:n].clone() if few else table
+    small = bits <= MAX_TABLE_BITS  # then the whole network is a table, and each further pass is one look-up
+    table = _feistel(torch.arange(1 << bits if small else n, dtype=torch.int64, device=device), keys, bits)
+    order = table[:n].clone() if small else table
     outside = torch.nonzero(order >= n).flatten()
     while outside.numel():
-        walked = table[order[outside]] if few else _feistel(order[outside], keys, bits)
+        walked = table[order[outside]] if small else _feistel(order[outside], keys, bits)
         order[outside] = walked
         outside = outside[walked >= n]
     return order
 
 
 def keep_threshold(p: float) -> int:
-    """A unit is kept when its 16 bits are below this: p is honoured to 1/65536."""
+    """A unit is kept when its 16 bits are below this number, so that p is exact to 1/65536."""
     return round((1 - p) * 65536)
 
 
 def keep_scale(p: float) -> float:
+    """The factor of a kept unit."""
     return 0.0 if p == 1 else 1 / (1 - p)
 
 
@@ -132,18 +134,18 @@ def dropout_bits(
     device: torch.device | str | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """The 16 random bits of every unit, as int32 `[len(steps), rows, units]`; `steps` may be an int64 vector on the device."""
-    groups = -(-units // UNITS_PER_CALL)
+    groups = ceil_div(units, UNITS_PER_CALL)
     group = torch.arange(groups, dtype=torch.int64, device=device)
     row = torch.arange(rows, dtype=torch.int64, device=device)[:, None]
     if isinstance(steps, range):
         steps = torch.arange(steps.start, steps.stop, dtype=torch.int64, device=device)
     step = steps[:, None, None]
     words = philox((group, row, step, layer), seed)
-    halves = []
+    bits_16: list[torch.Tensor] = []
     for word in words:
         assert isinstance(word, torch.Tensor)
-        halves += [(word & 0xFFFF).to(torch.int32), (word >> 16).to(torch.int32)]
-    bits = torch.stack(halves, dim=-1).expand(len(steps), rows, groups, UNITS_PER_CALL)
+        bits_16 += [(word & 0xFFFF).to(torch.int32), (word >> 16).to(torch.int32)]
+    bits = torch.stack(bits_16, dim=-1).expand(len(steps), rows, groups, UNITS_PER_CALL)
     return bits.reshape(len(steps), rows, groups * UNITS_PER_CALL)[..., :units]
 
 
@@ -155,6 +157,6 @@ def dropout_keep(
 
 
 def numpy_random_state() -> bytes:
-    """The state of NumPy's global generator, none of ours: to see whether a user's module has drawn from it."""
+    """The state of NumPy's global generator, which we never use: it shows whether a user's module has drawn from it."""
     state: Any = np.random.get_state()  # noqa: NPY002
     return state[1].tobytes() + str(state[2:]).encode()

@@ -1,3 +1,3 @@
-"""The version, written down once: pyproject.toml reads it from here."""
+"""The version of the package; pyproject.toml reads it from here."""
 
 VERSION = "0.1.0"

@@ -7,7 +7,7 @@ from onelaunch.bench.agreement import widest_gap
 
 
 def curve(seed: int, steps: int = 2000, noise: float = 0.3) -> np.ndarray:
-    """A falling loss with the noise of batches, part of it shared by all runs over the same rows."""
+    """A falling loss with the noise of batches, of which all runs over the same rows share a part."""
     level = 2.3 / (1 + np.arange(steps) / 100)
     shared = np.random.default_rng(99).normal(size=steps)
     own = np.random.default_rng(seed).normal(size=steps)
@@ -22,7 +22,7 @@ def test_runs_that_differ_by_noise_agree(seed):
 
 
 @pytest.mark.parametrize("wrong", ["higher", "from the middle on", "nan"])
-def test_runs_that_differ_do_not(wrong):
+def test_runs_that_differ_by_more_disagree(wrong):
     other = curve(1)
     if wrong == "higher":
         other = other * 1.1

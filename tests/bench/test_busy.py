@@ -1,32 +1,53 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-import time
+import itertools
+from types import SimpleNamespace
 
 import pytest
 
 from onelaunch.bench import busy
 from onelaunch.device import usable_cores
 
-# Not for ever: nobody ends it where the tests themselves are killed.
-BUSY = "import time\nend = time.monotonic() + 60\nwhile time.monotonic() < end: pass"
+
+@pytest.fixture
+def clock(monkeypatch) -> None:
+    """Every reading is 10 ms after the last one, and our threads get 1.5 of the 4 cores that they ask for."""
+    now = itertools.count()
+    fake = SimpleNamespace(perf_counter=lambda: 0.01 * next(now), process_time=lambda: 0.015 * next(now))
+    monkeypatch.setattr(busy, "time", fake)
+    monkeypatch.setattr(busy, "_thread_count", lambda: 4)
 
 
-@pytest.mark.skipif(usable_cores() > 4, reason="keeps every core busy")
-def test_others_who_use_the_machine_are_noticed():
-    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(2 * usable_cores())]
-    try:
-        watch = busy.Watch()
-        assert busy.cores_taken() > usable_cores() * 0.3
-        time.sleep(0.3)
-        assert watch.cores_taken() > usable_cores() * 0.5
-    finally:
-        for process in others:
-            process.kill()
-            process.wait()
+@pytest.mark.usefixtures("clock")
+def test_cores_that_we_ask_for_and_do_not_get_are_taken():
+    assert busy.cores_taken() == pytest.approx(2.5, abs=0.3)
 
 
-def test_people_are_warned_where_others_take_much():
+@pytest.mark.usefixtures("clock")
+def test_a_watch_subtracts_our_own_time(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", usable_cores)
+    busy_seconds, own_seconds = iter([100.0, 103.0]), iter([5.0, 6.0])
+    monkeypatch.setattr(busy, "_busy_seconds", lambda: next(busy_seconds))
+    monkeypatch.setattr(busy, "_own_seconds", lambda: next(own_seconds))
+    watch = busy.Watch()
+    for _ in range(99):
+        busy.time.perf_counter()
+    assert watch.cores_taken() == pytest.approx((3.0 - 1.0) / 1.0)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_watch_asks_for_cores_where_the_system_counts_nothing(monkeypatch):
+    monkeypatch.setattr(busy, "_busy_seconds", lambda: None)
+    assert busy.Watch().cores_taken() == pytest.approx(2.5, abs=0.3)
+
+
+def test_the_system_counts_busy_time():
+    before = busy._busy_seconds()
+    if before is None:
+        pytest.skip("this system has no /proc/stat")
+    assert 0 < before <= (busy._busy_seconds() or 0)
+
+
+def test_a_warning_where_others_use_much():
     assert busy.warning(0.0) == ""
     assert busy.warning(30.0).startswith("others use this machine (30.0 of ")

@@ -23,20 +23,20 @@ def results(
         (results(5.0), results(5.5), "slower"),
         (results(5.0), results(4.0), "faster"),
         (results(5.0, spread=0.2), results(6.0, spread=0.2), NOISY),
-        (results(5.0, spread=0.2), results(5.0, spread=0.2), NOISY),  # equal by chance
+        (results(5.0, spread=0.2), results(5.0, spread=0.2), NOISY),  # equal medians, by chance
         (results(5.0), results(5.05), "same"),
-        (results(5.0, spread=0.0), results(5.05, spread=0.0), "same"),  # 1 %: nobody acts on it
-        (results(5.0, peer=10.0), results(6.0, peer=12.0), "machine"),  # everybody became slower alike
-        (results(5.0, peer=10.0), results(6.0, peer=20.0), "machine"),  # we less than the others
+        (results(5.0, spread=0.0), results(5.05, spread=0.0), "same"),  # 1 % is too little to act on
+        (results(5.0, peer=10.0), results(6.0, peer=12.0), "machine"),  # all became slower by the same factor
+        (results(5.0, peer=10.0), results(6.0, peer=20.0), "machine"),  # we became slower by less than the peers
         (results(5.0, peer=10.0), results(6.0, peer=10.1), "slower"),
         (results(5.0, peer=10.0), results(6.0, peer=8.0), "slower"),
-        (results(5.0, peer=10.0), results(9.0, peer=11.0), "slower"),  # far more than the others
+        (results(5.0, peer=10.0), results(9.0, peer=11.0), "slower"),  # by far more than the peers
         (results(5.0), results(None, check="failed: AssertionError"), "failed"),
         (results(None, check="failed: AssertionError"), results(5.0), "mended"),
         (results(None, check="skipped: no GPU"), results(None, check="skipped: no GPU"), "skipped"),
     ],
 )
-def test_a_change_is_told_from_noise(before, after, verdict):
+def test_verdict(before, after, verdict):
     (change,) = compare_results(before, after)
     assert change.verdict == verdict
 
@@ -57,17 +57,17 @@ def test_damaged_results_are_refused(damaged):
             compare_results(*pair)
 
 
-def test_results_without_a_machine_are_said():
+def test_results_without_a_machine_are_reported():
     assert "machine" in differences({**results(5.0), "machine": None}, results(5.0))[0]
 
 
 @pytest.mark.parametrize(
     "machine", [None, 3, {"gpus": None}, {"gpus": [{}]}, {"gpus": [{"name": 3}]}, {"cpu": 3}, {"versions": 3}]
 )
-def test_machines_of_another_make_are_no_traceback(machine):
-    said = ["a file does not say on what machine it was taken"]
-    assert differences({"machine": machine}, {}) == said
-    assert differences({}, {"machine": machine}) == said
+def test_malformed_machines_are_reported(machine):
+    expected = ["a file does not say on what machine it was taken"]
+    assert differences({"machine": machine}, {}) == expected
+    assert differences({}, {"machine": machine}) == expected
 
 
 def test_json_nested_too_deep_is_refused(tmp_path):
@@ -78,7 +78,7 @@ def test_json_nested_too_deep_is_refused(tmp_path):
             read(path)
 
 
-def test_cases_of_one_file_only_are_named():
+def test_cases_of_one_file_only_are_listed():
     both = {"cases": results(5.0)["cases"] + results(5.0, name="ops/y")["cases"]}
     assert [(c.name, c.verdict) for c in compare_results(results(5.0), both)] == [
         ("ops/x", "same"),
@@ -89,13 +89,13 @@ def test_cases_of_one_file_only_are_named():
         compare_results(results(5.0), results(5.0, name="ops/y"))
 
 
-def test_unfinished_results_are_said():
+def test_unfinished_results_are_reported():
     old, new = {**results(5.0), "finished": False}, {**results(5.0), "finished": True}
     assert differences(old, new) == ["the old one is unfinished: interrupted, killed or still running"]
-    assert differences(results(5.0), new) == []  # older files do not tell
+    assert differences(results(5.0), new) == []  # older files do not say
 
 
-def test_other_chips_and_versions_are_said():
+def test_other_chips_and_versions_are_reported():
     def on(gpu: str, torch: str) -> dict:
         return {
             "machine": {"cpu": {"name": "A"}, "gpus": [{"name": gpu}], "versions": {"torch": torch}},
@@ -106,7 +106,7 @@ def test_other_chips_and_versions_are_said():
     assert differences(on("H100", "2.9"), on("H200", "2.11")) == ["gpu: H100, then H200", "torch: 2.9, then 2.11"]
 
 
-def test_what_a_limit_left_out_is_not_gone():
+def test_cases_beyond_a_limit_are_left_out_not_gone():
     old = {
         "cases": [*results(5.0)["cases"], *results(5.0, name="ops/y")["cases"], *results(5.0, name="ops/z")["cases"]]
     }
@@ -114,6 +114,6 @@ def test_what_a_limit_left_out_is_not_gone():
     assert [change.verdict for change in compare_results(old, new)] == ["same", "left out", "gone"]
 
 
-def test_files_without_a_common_case_are_not_called_damaged():
+def test_files_without_a_common_case_are_not_damaged():
     with pytest.raises(OnelaunchError, match=r"^the two files have no case in common"):
         compare_results(results(5.0), results(5.0, name="ops/y"))

@@ -11,8 +11,7 @@ from tests.bench.conftest import Clock
 
 
 class Card:
-    """A device that works through a queue, 500 W when busy and 100 W when not, with a counter that moves every 40 ms and takes
-    a while to read."""
+    """A device with a queue: 500 W when busy, 100 W when idle. Its counter moves every 40 ms and is slow to read."""
 
     def __init__(self, clock: Clock, call: float = 0.002, reading: float = 0.003) -> None:
         self.clock, self.call, self.reading = clock, call, reading
@@ -36,14 +35,14 @@ class Card:
         return int(1e3 * (100 * (tick - self.begin) + 400 * working))
 
 
-def test_a_unit_costs_what_the_card_draws_while_it_is_busy(clock):
-    """2 ms at 500 W, though each reading takes longer than a call."""
+def test_energy_per_unit_is_that_of_a_busy_card(clock):
+    """2 ms at 500 W for 10 units, although each reading takes longer than a call."""
     card = Card(clock)
     found = joules(card.work, units=10, call_seconds=0.002, seconds=0.4, counter=card.read, mark=card.mark)
     assert found == pytest.approx(0.1, rel=0.2)
 
 
-def test_power_of_work_that_waits_for_itself(clock):
+def test_power_of_work_that_synchronises_itself(clock):
     card = Card(clock, call=0.03)
 
     def waits() -> None:
@@ -53,7 +52,7 @@ def test_power_of_work_that_waits_for_itself(clock):
     assert watts(waits, seconds=0.4, counter=card.read, mark=card.mark) == pytest.approx(480, rel=0.2)
 
 
-def test_a_counter_that_stands_still_or_is_missing_gives_none(monkeypatch, clock):
+def test_no_energy_without_a_moving_counter(monkeypatch, clock):
     monkeypatch.setattr("onelaunch.bench.energy.GIVE_UP_SECONDS", 0.05)
     for reading in (7, None):
         card = Card(clock, call=0.001)
@@ -61,14 +60,14 @@ def test_a_counter_that_stands_still_or_is_missing_gives_none(monkeypatch, clock
         assert found is None
 
 
-def test_without_a_gpu_there_is_no_state():
+def test_no_gpu_state_without_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     assert current_gpu() is None
 
 
 @pytest.mark.gpu
-def test_the_card_tells_its_clocks_and_energy():
+def test_the_card_reports_clocks_and_energy():
     gpu = current_gpu()
     assert gpu is not None
     state = gpu.state()
@@ -78,4 +77,4 @@ def test_the_card_tells_its_clocks_and_energy():
     x = torch.randn(4096, 4096, device="cuda")
     (timing,) = measure({"product": lambda: x @ x}, units=1, cuda=True, seconds=0.1, repeats=5)[0].values()
     used = joules(lambda: x @ x, units=1, call_seconds=timing.median, seconds=0.3, counter=gpu.millijoules)
-    assert used is None or 50 < used / timing.median < 1500  # watts; a card without the counter says so
+    assert used is None or 50 < used / timing.median < 1500  # watts; None for a card without the counter

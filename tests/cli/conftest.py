@@ -1,16 +1,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from onelaunch.cli import _app
+from onelaunch.cli.app import make_app
+from tests.cli.quick_run import QUICK
 
 
 @dataclass
@@ -20,18 +23,19 @@ class Outcome:
     err: str
 
 
+def invoke(*arguments: object) -> Outcome:
+    """Run a command in this process, in its working directory."""
+    result = CliRunner().invoke(make_app(), [str(argument) for argument in arguments], prog_name="onelaunch")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Callable[..., Outcome]:
     """Run a command in this process, inside an empty folder."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments: object) -> Outcome:
-        result = CliRunner().invoke(_app(), [str(argument) for argument in arguments], prog_name="onelaunch")
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Outcome(result.exit_code, result.stdout, result.stderr)
-
-    return run
+    return invoke
 
 
 @pytest.fixture
@@ -53,12 +57,31 @@ def start(tmp_path) -> Iterator[Callable[..., subprocess.Popen]]:
             process.kill()
 
 
-@pytest.fixture
-def blobs(tmp_path) -> str:
-    """A small classification file that is quick to learn."""
+def write_blobs(folder: Path) -> str:
+    """Write a small classification file that is quick to learn; returns its path."""
     random = np.random.default_rng(0)
     y = np.arange(400) % 3
     x = random.normal(size=(400, 5)).astype(np.float32) + 2 * np.eye(5, dtype=np.float32)[y]
-    path = tmp_path / "blobs.npz"
+    path = folder / "blobs.npz"
     np.savez(path, x=x, y=y)
     return str(path)
+
+
+@pytest.fixture
+def blobs(tmp_path) -> str:
+    """The path of a small classification file that is quick to learn."""
+    return write_blobs(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    outcome = invoke("train", "--data", write_blobs(folder), *QUICK, "--out", folder / "run")
+    assert outcome.code == 0, outcome.err
+    return folder / "run"
+
+
+@pytest.fixture
+def finished_run(trained_once, tmp_path) -> Path:
+    """The folder `run` of a finished `onelaunch train --data blobs.npz`, with the options QUICK; the test may change it."""
+    return shutil.copytree(trained_once, tmp_path / "run")

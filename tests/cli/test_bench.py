@@ -1,4 +1,4 @@
-"""`onelaunch bench` as a process, and `bench diff`."""
+"""`onelaunch bench` and `bench diff`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ import itertools
 import json
 import os
 import signal
-import time
+from functools import partial
 from pathlib import Path
 
+import pytest
+
+import onelaunch
 from onelaunch.bench.case import REGISTRY, Trial, case
 from onelaunch.bench.results import new_path, only_writer
 from onelaunch.bench.run import select
+
+
+@pytest.fixture
+def temporary_cases():
+    """Cases registered in the test are removed after it."""
+    select("all")  # loads the real cases, once
+    before = dict(REGISTRY)
+    yield
+    REGISTRY.clear()
+    REGISTRY.update(before)
 
 
 def results(ours: float, peer: float = 10e-6) -> dict:
@@ -60,13 +73,9 @@ def test_diff_refuses_what_is_no_result(cli, tmp_path):
     assert (outcome.code, "is not JSON" in outcome.err) == (2, True)
 
 
-def test_results_are_saved_under_runs_with_the_command_and_the_machine(cli, tmp_path):
-    select("all")
+def test_results_are_saved_under_runs_with_the_command_and_the_machine(cli, tmp_path, temporary_cases):
     case("train/tiny", "train", "nothing")(lambda: Trial(ours=lambda: 1, check=lambda: None))
-    try:
-        outcome = cli("bench", "train", "--filter", "train/tiny", "--quick")
-    finally:
-        del REGISTRY["train/tiny"]
+    outcome = cli("bench", "train", "--filter", "train/tiny", "--quick")
     assert outcome.code == 0
     assert outcome.err == "case     train/tiny\n"
     (path,) = (tmp_path / "runs").glob("*-bench.json")
@@ -78,47 +87,35 @@ def test_results_are_saved_under_runs_with_the_command_and_the_machine(cli, tmp_
     assert saved["cases"][0]["times"]["onelaunch"]["n"] >= 4
 
 
-def test_a_difference_below_the_spreads_is_called_too_noisy_to_tell(cli):
-    select("all")
+def test_a_difference_below_the_spreads_is_called_too_noisy_to_tell(cli, temporary_cases):
     times = itertools.cycle([1.0e-3, 1.3e-3])
     trial = Trial(ours=lambda: next(times), check=lambda: None, peers={"alike": lambda: 1.1e-3, "slow": lambda: 9e-3},
                   self_timed=True)  # fmt: skip
     case("train/noisy", "train", "nothing")(lambda: trial)
-    try:
-        outcome = cli("bench", "train", "--filter", "train/noisy", "--quick")
-    finally:
-        del REGISTRY["train/noisy"]
+    outcome = cli("bench", "train", "--filter", "train/noisy", "--quick")
     assert "too noisy to tell from alike: 1.0" in outcome.out
     assert "too noisy to tell from slow" not in outcome.out
 
 
-def test_times_have_the_unit_that_fits_on_any_terminal(cli, monkeypatch):
-    select("all")
+def test_times_have_the_unit_that_fits_on_any_terminal(cli, monkeypatch, temporary_cases):
     trial = Trial(ours=lambda: 0.8509, check=lambda: None, peers={"torch": lambda: 1.7018}, self_timed=True)
     case("train/slow", "train", "nothing", unit="start")(lambda: trial)
-    try:
-        for columns in (40, 80):
-            monkeypatch.setenv("COLUMNS", str(columns))
-            out = cli("bench", "train", "--filter", "train/slow", "--quick").out
-            assert "851 ms" in out
-            assert "2.00× faster" in out
-            assert "e+0" not in out
-            assert "…" not in out
-            assert all(len(line) <= columns for line in out.splitlines() if not line.startswith("saved"))
-    finally:
-        del REGISTRY["train/slow"]
+    for columns in (40, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        out = cli("bench", "train", "--filter", "train/slow", "--quick").out
+        assert "851 ms" in out
+        assert "2.00× faster" in out
+        assert "e+0" not in out
+        assert "…" not in out
+        assert all(len(line) <= columns for line in out.splitlines() if not line.startswith("saved"))
 
 
-def test_a_busy_machine_is_said(cli, monkeypatch):
+def test_a_busy_machine_is_noted(cli, monkeypatch, temporary_cases):
     for place in ("cli.bench", "bench.results"):
         monkeypatch.setattr(f"onelaunch.{place}.cores_taken_before", lambda: 30.0)
     monkeypatch.setattr("onelaunch.bench.busy.Watch.cores_taken", lambda self: 31.0)
-    select("all")
     case("train/tiny", "train", "nothing")(lambda: Trial(ours=lambda: 1, check=lambda: None))
-    try:
-        outcome = cli("bench", "train", "--filter", "train/tiny", "--quick", "--out", "saved.json")
-    finally:
-        del REGISTRY["train/tiny"]
+    outcome = cli("bench", "train", "--filter", "train/tiny", "--quick", "--out", "saved.json")
     assert outcome.out.startswith("others use this machine (30.0 of ")
     assert json.loads(Path("saved.json").read_text())["cores_taken"] == [30.0, 31.0]
     assert "others used this machine (31.0 of " in outcome.out
@@ -129,7 +126,7 @@ def test_out_is_a_file_of_its_own(cli, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     outcome = cli("bench", "cpu", "--limit", "0", "--out", pipe)
-    assert (outcome.code, "cannot be written: it is no file" in outcome.err) == (2, True)
+    assert (outcome.code, "cannot be written: it is not a file" in outcome.err) == (2, True)
     assert pipe.is_fifo()
     (tmp_path / "far").mkdir()
     link, target = tmp_path / "link.json", tmp_path / "far" / "target.json"
@@ -150,32 +147,31 @@ def test_two_at_once_do_not_save_into_one_file(cli, tmp_path):
     assert cli("bench", "cpu", "--limit", "0", "--out", out).code == 0
 
 
-def test_two_started_in_one_second_save_apart(tmp_path, monkeypatch):
+def test_runs_started_in_one_second_save_to_different_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert len({new_path() for _ in range(20)}) == 20
 
 
-def test_ctrl_c_keeps_what_is_done_and_ends_with_130(start, tmp_path):
-    """A real process, interrupted in its second case."""
-    process = start("bench", "cpu", "--filter", "cpu/start", "--out", "results.json")
-    path = tmp_path / "results.json"
-    deadline = time.monotonic() + 120
-    while not path.exists() and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert path.exists(), err
-    assert process.returncode == 130, err
-    saved = json.loads(path.read_text())
+def test_ctrl_c_keeps_what_is_done_and_ends_with_130(cli, tmp_path, temporary_cases):
+    """Ctrl-C strikes in the second of three cases."""
+
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    for name, ours in (("1", lambda: 1), ("2", interrupted), ("3", lambda: 1)):
+        case(f"train/cut/{name}", "train", "nothing")(partial(Trial, ours=ours, check=lambda: None))
+    outcome = cli("bench", "train", "--filter", "train/cut", "--quick", "--out", "results.json")
+    assert outcome.code == 130, outcome.err
+    saved = json.loads((tmp_path / "results.json").read_text())
     assert saved["interrupted"]
     assert not saved["finished"]
-    assert "stopped  interrupted; not run: cpu/start/" in err
-    assert [one["name"] for one in saved["cases"]] == ["cpu/start/new"]
+    assert outcome.err.splitlines()[-1] == "stopped  interrupted; not run: train/cut/2, train/cut/3"
+    assert [one["name"] for one in saved["cases"]] == ["train/cut/1"]
     assert saved["cases"][0]["times"]["onelaunch"]["median"] > 0
-    assert out.splitlines()[-1] == "saved    results.json"
+    assert outcome.out.splitlines()[-1] == "saved    results.json"
 
 
-def test_names_out_of_a_file_do_not_steer_the_terminal(cli, tmp_path):
+def test_control_characters_in_a_file_do_not_reach_the_terminal(cli, tmp_path):
     content = results(5e-6)
     content["cases"][0]["name"] = "ops/\x1b[2Jx"
     file = write(tmp_path / "evil.json", content)
@@ -184,3 +180,73 @@ def test_names_out_of_a_file_do_not_steer_the_terminal(cli, tmp_path):
     assert "\x1b" not in outcome.out
     outcome = cli("bench", "diff", file, file, "--quick")
     assert (outcome.code, "leave out --quick" in outcome.err) == (2, True)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_bench_times_ours_and_its_peers(cli, tmp_path):
+    result = cli("bench", "train", "--filter", "64-32-10", "--quick", "--out", "results.json")
+    assert result.code == 0, result.err
+    saved = json.loads((tmp_path / "results.json").read_text())
+    one = saved["cases"][0]
+    assert one["check"] == "passed"
+    assert set(one["times"]) == {"onelaunch", "eager engine", "PyTorch loop"}
+    assert all(timing["n"] >= 4 and timing["median"] > 0 for timing in one["times"].values())
+    assert saved["machine"]["versions"]["torch"]
+
+
+def test_bench_prints_no_time_for_a_case_that_is_wrong(cli, tmp_path, temporary_cases):
+    def wrong() -> None:
+        raise AssertionError("losses differ by 3.0")
+
+    case("train/broken", "train", "a broken fast path")(lambda: Trial(ours=lambda: 1, check=wrong))
+    result = cli("bench", "train", "--filter", "broken", "--out", "results.json")
+    assert result.code == 1
+    assert "losses differ by 3.0" in result.out
+    assert "µs" not in result.out
+    assert json.loads((tmp_path / "results.json").read_text())["cases"][0]["times"] == {}
+
+
+def test_bench_goes_on_without_a_peer_that_raises(cli, temporary_cases):
+    def raises() -> None:
+        raise RuntimeError("no such instruction")
+
+    trial = Trial(ours=lambda: 1, check=lambda: None, peers={"bad": raises}, absent={"JAX": "not installed"})
+    case("train/peer", "train", "a peer that raises")(lambda: trial)
+    result = cli("bench", "train", "--filter", "train/peer", "--quick")
+    assert result.code == 0
+    assert "no such instruction" in result.out
+    assert "not installed" in result.out
+
+
+def test_bench_skips_what_this_machine_cannot_run(cli, temporary_cases):
+    def needs_gpu() -> Trial:
+        raise onelaunch.UnsupportedError("needs a CUDA device")
+
+    case("train/gpu-only", "train", "a case for GPUs")(needs_gpu)
+    result = cli("bench", "train", "--filter", "gpu-only")
+    assert result.code == 0
+    assert "skipped: needs a CUDA device" in result.out
+
+
+def test_bench_says_which_cases_there_are(cli):
+    result = cli("bench", "train", "--filter", "nothing like it")
+    assert result.code == 2
+    assert "train/64-32-10" in result.err
+    assert cli("bench", "trian").code == 2
+
+
+def test_bench_refuses_options_that_say_nothing(cli, tmp_path):
+    for arguments, message in (
+        (("cpu", "--large"), "large=True leaves no case: leave out --large"),
+        (("cpu", "--limit", "-1"), "limit=-1 must be 0 or more"),
+    ):
+        result = cli("bench", *arguments)
+        assert result.code == 2
+        assert message in result.err
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_bench_looks_where_to_save_before_it_measures(cli, tmp_path):
+    result = cli("bench", "train", "--out", tmp_path)
+    assert result.code == 2
+    assert "cannot be written: it is a folder" in result.err

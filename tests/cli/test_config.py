@@ -53,7 +53,7 @@ def test_steps_set_aside_epochs_and_layers_set_aside_hidden():
         ({"batchsize": 3}, r"config key 'batchsize' is not known; did you mean 'batch_size'\?"),
         ({"LR": 3}, r"config key 'LR' is not known; did you mean 'lr'"),
         ({"activation": "rely"}, r"did you mean 'relu'"),
-        ({"dropout": 2.0}, r"dropout=2.0 must lie between"),
+        ({"dropout": 2.0}, r"dropout=2.0 must be between"),
         ({"zzz": 3}, r"config key 'zzz' is not known: see onelaunch train --help"),
         ({"epochs": "ten"}, r"epochs='ten' has the wrong type: .*integer"),
         ({"hidden": "128"}, r"hidden='128' has the wrong type: .*list"),
@@ -64,7 +64,7 @@ def test_steps_set_aside_epochs_and_layers_set_aside_hidden():
         ({"layers": [1, 2], "hidden": [3]}, r"layers and hidden are both given"),
         ({"batch_size": -4}, r"batch_size=-4 must be 1 or more"),
         ({"optimizer": "sdg"}, r"did you mean 'sgd'"),
-        ({"validation": 1.5}, r"validation=1.5 must be a share"),
+        ({"validation": 1.5}, r"validation=1.5 must be a fraction"),
     ],
 )
 def test_mistakes_are_named(given, message):

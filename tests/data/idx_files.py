@@ -1,4 +1,4 @@
-"""Writes small sets in the form in which MNIST is published."""
+"""Writes small data sets in the format in which MNIST is published."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def write_set(folder: Path, *, packed: bool = True, files: dict[str, np.ndarray]
 
 
 def published(folder: Path, mirrors: tuple[str, ...], like: mnist.ImageSet = mnist.MNIST) -> mnist.ImageSet:
-    """The set whose checksums are those of the files in this folder, to be had from these mirrors."""
+    """An image set with the checksums of the files in this folder, published on these mirrors."""
     sums = (hashlib.md5((folder / f"{file}.gz").read_bytes()).hexdigest() for file in mnist.FILES)
     return replace(like, mirrors=mirrors, md5=tuple(sums))

@@ -1,3 +1,5 @@
+"""IDX files: round trips, and one line for every deviation from the format."""
+
 from __future__ import annotations
 
 import gzip
@@ -17,7 +19,7 @@ from tests.data.idx_files import idx_bytes
 IMAGES = np.random.default_rng(0).integers(0, 256, (5, 4, 3), np.uint8)
 LABELS = np.arange(7, dtype=np.uint8)
 ANY = (None, None, None)
-property_test = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+property_test = settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write(tmp_path: Path, content: bytes, name: str = "file") -> Path:
@@ -32,7 +34,7 @@ def refused(path: Path, match: str, shape: tuple[int | None, ...] = ANY) -> None
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(str(path)), "the file is named"
-    assert "fresh copy" in message or "check the file" in message, "the remedy is named"
+    assert "fresh copy" in message or "check its permissions" in message, "the remedy is named"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -46,7 +48,7 @@ def test_round_trip(tmp_path: Path, values: np.ndarray, shape: tuple[int | None,
     assert got.flags.c_contiguous
 
 
-def test_gzip_is_known_by_its_content(tmp_path: Path) -> None:
+def test_gzip_is_recognised_by_its_content(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_idx(write(tmp_path, idx_bytes(IMAGES), "images.gz"), ANY), IMAGES)
     np.testing.assert_array_equal(read_idx(write(tmp_path, gzip.compress(idx_bytes(IMAGES)), "images"), ANY), IMAGES)
 
@@ -73,7 +75,9 @@ def test_gzip_is_known_by_its_content(tmp_path: Path) -> None:
         (b"\x1f\x8b", "gzip stream ends too early"),
         (b"\x1f\x8b" + b"\xff" * 30, "gzip stream is damaged"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "file",  # a gzip holds its time, so it is no name for a test
+    ids=lambda value: (
+        value if isinstance(value, str) else "file"
+    ),  # a gzip stream holds a time stamp, so it cannot name a test
 )
 def test_refused(tmp_path: Path, content: bytes, match: str) -> None:
     refused(write(tmp_path, content), match)
@@ -85,10 +89,10 @@ def test_wrong_shape_missing_file_and_folder(tmp_path: Path) -> None:
     refused(tmp_path, "cannot be read")
 
 
-def test_no_header_and_no_gzip_bomb_takes_memory(tmp_path: Path) -> None:
+def test_neither_a_header_nor_a_gzip_bomb_takes_memory(tmp_path: Path) -> None:
     promise = write(tmp_path, struct.pack(">4I", 2051, 60_000, 28, 28) + bytes(100), "promise")
     packed_promise = write(tmp_path, gzip.compress(promise.read_bytes()), "promise.gz")
-    bomb = write(tmp_path, gzip.compress(idx_bytes(IMAGES) + bytes(50_000_000)), "bomb.gz")
+    bomb = write(tmp_path, gzip.compress(idx_bytes(IMAGES) + bytes(20_000_000)), "bomb.gz")
     tracemalloc.start()
     try:
         refused(promise, "truncated")
@@ -127,10 +131,10 @@ def test_every_extension_is_refused(tmp_path: Path, extra: bytes) -> None:
 
 
 @property_test
-@given(place=st.integers(0, 15), flip=st.integers(1, 255))
-def test_every_change_of_the_header_is_refused(tmp_path: Path, place: int, flip: int) -> None:
+@given(position=st.integers(0, 15), flip=st.integers(1, 255))
+def test_every_change_of_the_header_is_refused(tmp_path: Path, position: int, flip: int) -> None:
     content = bytearray(idx_bytes(IMAGES))
-    content[place] ^= flip
+    content[position] ^= flip
     refused(write(tmp_path, bytes(content)), "magic number|promises|holds no values")
 
 
@@ -138,8 +142,7 @@ def test_every_change_of_the_header_is_refused(tmp_path: Path, place: int, flip:
 @given(data=st.data())
 def test_damaged_gzip_is_refused_or_parsed_the_same(tmp_path: Path, data: st.DataObject) -> None:
     content = bytearray(gzip.compress(idx_bytes(IMAGES), mtime=0))
-    place = data.draw(st.integers(0, len(content) - 1))
-    content[place] ^= data.draw(st.integers(1, 255))
+    content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
     parsed_the_same_or_refused(write(tmp_path, bytes(content)), IMAGES)
     del content[data.draw(st.integers(0, len(content) - 1)) :]
     parsed_the_same_or_refused(write(tmp_path, bytes(content)), IMAGES)

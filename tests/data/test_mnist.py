@@ -1,3 +1,5 @@
+"""MNIST and Fashion-MNIST from a given folder."""
+
 from __future__ import annotations
 
 import gzip
@@ -21,7 +23,7 @@ def full_sets() -> Path:
 
 @pytest.fixture(autouse=True)
 def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a folder given, nothing else may be looked at."""
+    """If a folder is given, nothing else may be read."""
 
     def forbidden(*_: object) -> None:
         raise AssertionError("looked beyond the given folder")
@@ -36,8 +38,8 @@ def check(name: str, folder: Path) -> None:
     data = load(name, data_dir=folder)
     assert data.test_x is not None
     assert data.test_y is not None
-    for got, wanted in zip((data.x, data.y, data.test_x, data.test_y), files.values(), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    for got, expected in zip((data.x, data.y, data.test_x, data.test_y), files.values(), strict=True):
+        np.testing.assert_array_equal(got, expected)
         assert got.flags.writeable
     assert data.x.dtype == np.uint8
     assert data.y.dtype == np.int64
@@ -111,22 +113,21 @@ def test_bad_files_are_errors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "mean"), [("mnist", 33.318), ("fashion-mnist", 72.940)])
 def test_full_sets(full_sets: Path, name: str, mean: float) -> None:
-    for folder in (full_sets, full_sets / name):
-        data = load(name, data_dir=folder)
-        assert data.test_x is not None
-        assert data.test_y is not None
-        assert data.x.shape == (60_000, 28, 28)
-        assert data.test_x.shape == (10_000, 28, 28)
-        assert data.x.mean() == pytest.approx(mean, abs=1e-3)
-        assert np.bincount(data.test_y).sum() == 10_000
-        assert "60,000 + 10,000" in data.source
+    data = load(name, data_dir=full_sets)
+    assert data.test_x is not None
+    assert data.test_y is not None
+    assert data.x.shape == (60_000, 28, 28)
+    assert data.test_x.shape == (10_000, 28, 28)
+    assert data.x.mean() == pytest.approx(mean, abs=1e-3)
+    assert np.bincount(data.test_y).sum() == 10_000
+    assert "60,000 + 10,000" in data.source
     assert data.y[:5].tolist() == ([5, 0, 4, 1, 9] if name == "mnist" else [9, 0, 0, 3, 0])
     paths = [full_sets / name / f"{file}.gz" for file in mnist.FILES]
     image_set = mnist.MNIST if name == "mnist" else mnist.FASHION_MNIST
     assert all(map(mnist.has_checksum, paths, image_set.md5))
 
 
-def test_one_set_is_not_taken_for_the_other(full_sets: Path) -> None:
+def test_one_set_is_not_mistaken_for_the_other(full_sets: Path) -> None:
     with pytest.raises(DataError, match="is MNIST, not Fashion-MNIST: pass data='mnist'"):
         load("fashion-mnist", data_dir=full_sets / "mnist")
     with pytest.raises(DataError, match="is Fashion-MNIST, not MNIST"):

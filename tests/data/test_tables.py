@@ -1,7 +1,8 @@
+"""`.csv` files: delimiters, headers, classes and values, and one line for every refusal."""
+
 from __future__ import annotations
 
 import csv
-import time
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,9 @@ def test_target_by_name_or_index(tmp_path: Path, target: str | int, column: int)
         ("2019,2020,kind\n9,9,a\n", "kind", 1),
     ],
 )
-def test_a_header_line_is_told_from_numbers(tmp_path: Path, content: str, target: str | int | None, rows: int) -> None:
+def test_a_header_line_is_distinguished_from_numbers(
+    tmp_path: Path, content: str, target: str | int | None, rows: int
+) -> None:
     data = read(tmp_path, content, target)
     assert len(data.x) == rows
     assert ("no header line" in data.source) == (rows == 2)
@@ -130,7 +133,7 @@ def test_refused(tmp_path: Path, content: str | bytes, target: str | int | None,
     refused(tmp_path, content, match, target)
 
 
-def test_many_columns_are_listed_in_short(tmp_path: Path) -> None:
+def test_a_list_of_many_columns_is_abbreviated(tmp_path: Path) -> None:
     names = ",".join(f"p{index}" for index in range(785))
     refused(tmp_path, f"{names}\n", r"one of 'p0', .*'p7' … \(785 in all\)$")
 
@@ -140,12 +143,12 @@ def test_a_number_of_any_length_is_read_or_refused(tmp_path: Path) -> None:
     assert read(tmp_path, f"a,y\n1,{'9' * 18}\n").classes == ("9" * 18,)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(
-        st.tuples(st.floats(width=32, allow_nan=False, allow_infinity=False), st.text(min_size=1)),
+        st.tuples(st.floats(width=32, allow_nan=False, allow_infinity=False), st.text(min_size=1, max_size=8)),
         min_size=1,
-        max_size=8,
+        max_size=4,
     ),
     delimiter=st.sampled_from(",;\t"),
 )
@@ -162,7 +165,7 @@ def test_what_the_csv_module_writes_is_read_back(tmp_path: Path, rows: list[tupl
     assert named == [f"<{name}>".encode(errors="replace").decode() for _, name in rows]
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(content=st.one_of(st.binary(max_size=60), st.text('0123456789.,;"\n\ray ', max_size=60).map(str.encode)))
 def test_any_bytes_are_read_or_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
     message = ""
@@ -173,19 +176,16 @@ def test_any_bytes_are_read_or_refused_in_one_line(tmp_path: Path, content: byte
     assert "\n" not in message
 
 
-def test_a_wide_file_takes_seconds(tmp_path: Path) -> None:
-    """A tenth of the full MNIST as a csv file, 0.7 s on one core; the limit is loose, for a busy machine."""
+def test_a_wide_file(tmp_path: Path) -> None:
     row = ",".join(["17"] * 784)
     path = tmp_path / "wide.csv"
-    path.write_text("label," + ",".join(f"p{i}" for i in range(784)) + "\n" + f"3,{row}\n" * 6000)
-    begun = time.perf_counter()
+    path.write_text("label," + ",".join(f"p{i}" for i in range(784)) + "\n" + f"3,{row}\n" * 300)
     data = load(path)
-    assert time.perf_counter() - begun < 15
-    assert data.x.shape == (6000, 784)
+    assert data.x.shape == (300, 784)
     assert (data.x == 17).all()
 
 
-def test_the_caller_may_know_what_whole_numbers_are(tmp_path: Path) -> None:
+def test_values_overrides_the_form_of_the_numbers(tmp_path: Path) -> None:
     path = tmp_path / "prices.csv"
     path.write_text("rooms,price\n1,208500\n2,181500\n3,208500\n")
     assert load(path, target="price", values=True).y.tolist() == [208500.0, 181500.0, 208500.0]
@@ -199,7 +199,7 @@ def test_the_caller_may_know_what_whole_numbers_are(tmp_path: Path) -> None:
 
 
 def test_an_underscore_makes_a_word(tmp_path):
-    """Python's float takes 1_1 for 11."""
+    """Python's `float` reads 1_1 as 11."""
     path = tmp_path / "levels.csv"
     path.write_text("a,b,y\n1,2,1_1\n3,4,1_2\n5,6,2_1\n")
     for values in (None, False):

@@ -13,7 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import onelaunch as ol
-from onelaunch.cli import _app
+from onelaunch.cli.app import make_app
 from onelaunch.fuse.decide import _ByPosition
 from tests.fuse.compare import assert_same, fused_names
 from tests.fuse.small_models import Layer, rows
@@ -90,8 +90,8 @@ class Noisy(torch.nn.Module):
 
 def test_the_command_line_takes_names_and_keeps_what_the_model_prints_apart(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(NOISY)
-    ran = CliRunner().invoke(_app(), ["explain", f"{tmp_path}/model.py:Noisy", "--input", "x=5x6", "--json"])
+    ran = CliRunner().invoke(make_app(), ["explain", f"{tmp_path}/model.py:Noisy", "--input", "x=5x6", "--json"])
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["operations"]
     assert ran.stderr.startswith("made\nrun\n")
-    assert CliRunner().invoke(_app(), ["explain", f"{tmp_path}/model.py:Noisy", "--input", "time=5x6"]).exit_code == 2
+    assert CliRunner().invoke(make_app(), ["explain", f"{tmp_path}/model.py:Noisy", "--input", "time=5x6"]).exit_code == 2

@@ -15,7 +15,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import onelaunch as ol
-from onelaunch.cli import _app
+from onelaunch.cli.app import make_app
 from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.placing import place_regions, regions
 from onelaunch.fuse.record import record
@@ -277,7 +277,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(_app(), ["explain", *arguments])
+    result = CliRunner().invoke(make_app(), ["explain", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.stdout, result.stderr

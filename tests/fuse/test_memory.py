@@ -23,6 +23,7 @@ from onelaunch.fuse.placing import place_regions
 from onelaunch.fuse.record import record
 from onelaunch.fuse.region import Options
 from onelaunch.fuse.roofline import DEVICES
+from onelaunch.measured_times import MeasuredTimes
 from onelaunch.ops import linear_choice
 from onelaunch.ops.linear import _EagerLinear
 
@@ -64,7 +65,7 @@ def test_kept_bytes_are_those_counted(
     layers: tuple[nn.Module, ...], every_chain: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The op itself, as on a GPU.
-    monkeypatch.setattr(sys.modules["onelaunch.ops.linear"], "plain_cpu", lambda *_: False)
+    monkeypatch.setattr(sys.modules["onelaunch.ops.linear"], "is_eager_cpu", lambda *_: False)
     model = nn.Sequential(nn.Linear(WIDTH, INNER), *layers).to(torch.bfloat16)
     x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)
     steps = steps_of(model, x)
@@ -144,10 +145,10 @@ def test_gelu_of_the_pass_is_right_and_may_write_over_z() -> None:
     ("seconds", "lying", "fuses", "says"),
     [
         ((100e-6, 80e-6), (0, 0), True, "saves 20% of its time (measured)"),
-        ((100e-6, 80e-6), (9e6, 1e6), True, "saves 20% of its time and 8 MB of memory (measured)"),
+        ((100e-6, 80e-6), (9e6, 1e6), True, "saves 20% of its time and 7.63 MiB of memory (measured)"),
         ((100e-6, 99.5e-6), (0, 0), True, "saves 0.5% of its time (measured)"),
-        ((100e-6, 99.5e-6), (9e6, 1e6), True, "as fast within 2%, and saves 8 MB of memory (measured)"),
-        ((100e-6, 101.9e-6), (9e6, 1e6), True, "as fast within 2%, and saves 8 MB of memory (measured)"),
+        ((100e-6, 99.5e-6), (9e6, 1e6), True, "as fast within 2%, and saves 7.63 MiB of memory (measured)"),
+        ((100e-6, 101.9e-6), (9e6, 1e6), True, "as fast within 2%, and saves 7.63 MiB of memory (measured)"),
         ((100e-6, 102.1e-6), (9e6, 1e6), False, "does not pay: 102 µs fused, 100 µs apart (measured)"),
         ((100e-6, 101e-6), (1e6, 1e6), False, "and no memory saved"),
         ((100e-6, 100e-6), (1e6, 2e6), False, "and no memory saved"),
@@ -194,8 +195,8 @@ def test_bytes_said_know_the_implementation_from_the_disk() -> None:
     library, tile = linear_choice.LIBRARY.name, "128 x 128 x 64"
 
     def takes(choices: dict[str, Any], some: list[Step] = steps) -> bool:
-        table = linear_choice.Table(Path("nowhere"))
-        table.choices = choices
+        table = MeasuredTimes(Path("nowhere"))
+        table.entries = choices
         return takes_extra_pass(some, table)
 
     assert takes({key: {library: 1.0, tile: 2.0}})

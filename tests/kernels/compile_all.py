@@ -112,7 +112,7 @@ def run_launchers(dtype: torch.dtype) -> None:
         many, many, None, many, dbias, activation="silu", from_output=False, p=0.0
     )
     w = torch.empty(256, 256, dtype=dtype)
-    tile = linear.TileShape(64, 128, 32, 4, 3)
+    tile = linear.GemmTile(64, 128, 32, 4, 3)
     for p, bits in ((0.0, None), (0.5, keep)):
         linear.linear_forward(x, w, bias, y, None, bits, activation="silu", p=p, key=key, tile=tile, tf32=True)
 
@@ -147,7 +147,7 @@ def run_launchers(dtype: torch.dtype) -> None:
 def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
     """The one kernel whose launcher asks a device (for its multiprocessors): compiled for the arguments it would get."""
     x = torch.empty(256, 256, dtype=dtype)
-    tile = linear.TileShape(128, 128, 64, 8, 3)
+    tile = linear.GemmTile(128, 128, 64, 8, 3)
     tiles = [TensorDescriptor.from_tensor(x, [tile.m, side]) for side in (tile.k, tile.k, tile.n)]
     keep = torch.empty(256, 32, dtype=torch.uint8)
     for activation, z, bits in ((None, None, None), ("gelu", x, keep)):

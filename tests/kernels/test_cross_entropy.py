@@ -191,7 +191,7 @@ def test_rows_that_share_pieces_of_memory(
     from onelaunch.kernels import cross_entropy as kernels
     from onelaunch.kernels import cross_entropy_backward as backward
     from onelaunch.kernels import cross_entropy_long
-    from onelaunch.kernels.row_tiles import shifted_pieces
+    from onelaunch.kernels.cross_entropy_row_tiles import shifted_pieces
 
     assert shifted_pieces(classes, classes, dtype.itemsize) == (
         16 // dtype.itemsize,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onelaunch.ops import batch_norm
-from onelaunch.ops.linear_choice import LIBRARY, Implementation, force, fused
+from onelaunch.ops.linear_choice import LIBRARY, Implementation, force_implementation, triton_gemm
 from tests.conftest import TOLERANCE
 
 RTOL, ATOL = TOLERANCE[torch.float32]
@@ -75,11 +75,11 @@ def test_parameters_of_any_stride(kernel_device: torch.device, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", STRIPS)
-@pytest.mark.parametrize("implementation", [LIBRARY, fused(16, 16, 16, 4, 1)], ids=lambda one: one.name)
+@pytest.mark.parametrize("implementation", [LIBRARY, triton_gemm(16, 16, 16, 4, 1)], ids=lambda one: one.name)
 def test_a_bias_of_any_stride(kernel_device: torch.device, name: str, implementation: Implementation) -> None:
     x, weight = torch.randn(7, 32, device=kernel_device), torch.randn(16, 32, device=kernel_device)
     bias = STRIPS[name](16, kernel_device)
-    with force(implementation):
+    with force_implementation(implementation):
         y = multiplied._forward_cuda(x, weight, bias, "relu", 0.0, True)[0]
     expected = F.relu(F.linear(x.double(), weight.double(), bias.double()))
     rtol, atol = TOLERANCE[torch.bfloat16]  # a GPU's tf32 rounds the operands; a wrong bias is off by one and more

@@ -17,7 +17,7 @@ def test_both_implementations_and_the_backward_pass(
     kernel_device: torch.device, dtype: torch.dtype, activation: str | None, p: float
 ) -> None:
     from onelaunch.kernels.activation_dropout import activation_dropout_backward, activation_dropout_forward
-    from onelaunch.kernels.linear import TileShape, linear_forward
+    from onelaunch.kernels.linear import GemmTile, linear_forward
 
     if dtype == torch.float16 and activation not in ("relu", "tanh", "silu"):
         pytest.skip("three activations tell the dtype")
@@ -28,7 +28,7 @@ def test_both_implementations_and_the_backward_pass(
     y, z = poisoned(m, n, like=x), poisoned(m, n, like=x)
     bits = poisoned(m, -(-n // 8), like=x, dtype=torch.uint8) if p else None
     linear_forward(
-        x, w, bias, y, z, bits, activation=activation, p=p, key=KEY, tile=TileShape(16, 32, 16, 4, 2), tf32=False
+        x, w, bias, y, z, bits, activation=activation, p=p, key=KEY, tile=GemmTile(16, 32, 16, 4, 2), tf32=False
     )
     expected_z = F.linear(x.cpu().double(), w.cpu().double(), bias.cpu().double()).requires_grad_()
     keep = keep_mask(m, n, p) if p else torch.ones(m, n, dtype=torch.bool)
@@ -90,11 +90,11 @@ def test_backward_over_one_program_a_column_and_over_many(
 
 
 def test_no_bias_and_strided_rows(kernel_device: torch.device) -> None:
-    from onelaunch.kernels.linear import TileShape, linear_forward
+    from onelaunch.kernels.linear import GemmTile, linear_forward
 
     x = torch.randn(20, 64, device=kernel_device)[:, :40]
     w = torch.randn(24, 40, device=kernel_device)
     y = poisoned(20, 24, like=x)
-    tile = TileShape(16, 16, 32, 4, 2)
+    tile = GemmTile(16, 16, 32, 4, 2)
     linear_forward(x, w, None, y, None, None, activation="relu", p=0.0, key=KEY, tile=tile, tf32=False)
     torch.testing.assert_close(y, F.relu(F.linear(x, w)), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The CUDA C++ GEMM: compiled here on any machine; run on a Hopper, against float64."""
+"""The CUDA C++ GEMM is compiled on any machine, and compared with float64 on a Hopper."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from onelaunch.activations import activate
+from onelaunch.activations import ACTIVATIONS, activate, saves_input
 from onelaunch.kernels import linear_hopper
 from onelaunch.kernels.linear_hopper import (
     ARCH,
@@ -23,16 +23,17 @@ from onelaunch.kernels.linear_hopper import (
     linear_forward,
     source_of,
 )
+from onelaunch.nvrtc.activations import IMPLEMENTED
 from onelaunch.nvrtc.compile import CompileError, compile_cubin, unavailable_reason
-from onelaunch.ops.arguments import ACTIVATIONS
 from tests.conftest import TOLERANCE
 from tests.kernels.reference import poisoned
+from tests.pairwise import cases
 
 pytestmark = pytest.mark.skipif(bool(unavailable_reason()), reason=f"cannot compile CUDA here: {unavailable_reason()}")
-HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16, torch.float16]
 ALL = [None, *ACTIVATIONS]
 TILES = [LARGE, MEDIUM, SMALL]
-# Less than a tile and a cluster; parts of tiles at every edge; k shorter than a step; one tile a cluster and many.
+# Less than a tile and a cluster; partial tiles at every edge; k shorter than a stage; one tile per cluster, and many.
 SHAPES = [
     (1, 8, 8),
     (100, 72, 136),
@@ -51,21 +52,24 @@ def hopper() -> bool:
 needs_hopper = [pytest.mark.gpu, pytest.mark.skipif(not hopper(), reason="needs a Hopper")]
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
-@pytest.mark.parametrize("activation", ALL)
+@pytest.mark.parametrize(
+    ("activation", "tile", "dtype", "biased"), cases(ALL, TILES, DTYPES, (True, False)),
+    ids=lambda value: str(value).removeprefix("torch."),
+)  # fmt: skip
 def test_compiles_without_spills_and_with_products_in_flight(
-    activation: str | None, dtype: torch.dtype, tile: Tile
+    activation: str | None, tile: Tile, dtype: torch.dtype, biased: bool
 ) -> None:
-    keeps_z = activation in ("gelu", "gelu_tanh", "silu")
-    for biased, store_z in ((True, False), (False, False), *([(True, True)] if keeps_z else [])):
-        variant = Variant(tile, activation, dtype, biased, store_z)
-        made = compile_cubin(source_of(variant), ARCH, headers=HEADERS)
-        assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", made.log), made.log
-        assert "serialized" not in made.log  # what ptxas says when it makes each product wait for the one before it
+    variant = Variant(tile, activation, dtype, biased, store_z=biased and saves_input(activation))
+    made = compile_cubin(source_of(variant), ARCH, headers=HEADERS)
+    assert re.search(r"\b0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", made.log), made.log
+    assert "serialized" not in made.log  # the warning of ptxas when each product waits for the one before it
 
 
-def test_other_machines_are_told_apart() -> None:
+def test_every_activation_is_implemented() -> None:
+    assert set(ACTIVATIONS) == IMPLEMENTED
+
+
+def test_a_tensor_on_the_cpu_is_refused() -> None:
     x = torch.empty(256, 64, dtype=torch.bfloat16)
     assert not can_run(x, x, None, x, None, "relu", LARGE)
 
@@ -95,44 +99,42 @@ class TestOnAHopper:
     pytestmark = needs_hopper
 
     @pytest.mark.parametrize("tile", TILES, ids=str)
-    @pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_every_edge(self, shape: tuple[int, int, int], dtype: torch.dtype, tile: Tile) -> None:
         x, w, bias = operands(*shape, dtype)
         check(tile, x, w, bias, "silu", store_z=True)
         check(tile, x, w, None, "relu", store_z=False)
 
-    @pytest.mark.parametrize("tile", TILES, ids=str)
-    @pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
-    @pytest.mark.parametrize("activation", ALL)
-    def test_every_activation(self, activation: str | None, dtype: torch.dtype, tile: Tile) -> None:
+    @pytest.mark.parametrize(("activation", "tile", "dtype"), cases(ALL, TILES, DTYPES), ids=str)
+    def test_every_activation(self, activation: str | None, tile: Tile, dtype: torch.dtype) -> None:
         x, w, bias = operands(5000, 200, 2056, dtype)
         check(tile, x, w, bias, activation, store_z=False)
-        if activation in ("gelu", "gelu_tanh"):
+        if saves_input(activation):
             check(tile, x, w, bias, activation, store_z=True)
 
     @pytest.mark.parametrize("tile", TILES, ids=str)
-    def test_rows_that_lie_apart(self, tile: Tile) -> None:
+    def test_rows_with_gaps_between_them(self, tile: Tile) -> None:
         wide, tall = operands(600, 256, 512, torch.bfloat16)[:2]
         check(tile, wide[:, 64:192], tall[100:500, 128:], None, "tanh", store_z=False)
 
     @pytest.mark.parametrize("tile", TILES, ids=str)
     @pytest.mark.parametrize("activation", ALL)
-    def test_infinities_and_nan_come_through_as_in_torch(self, activation: str | None, tile: Tile) -> None:
-        x, w, bias = operands(40_000, 64, 256, torch.bfloat16)  # tiles finished by either kind of warps
+    def test_infinities_and_nan_are_as_in_torch(self, activation: str | None, tile: Tile) -> None:
+        x, w, bias = operands(40_000, 64, 256, torch.bfloat16)  # tiles finished by both kinds of warps
         for first in (0, 39_000):
             x[first], x[first + 1, 5], x[first + 2], x[first + 3] = float("inf"), float("nan"), 1e30, -1e30
         y = poisoned(40_000, 256, like=x)
         linear_forward(x, w, bias, y, activation=activation, tile=tile)
-        wanted = activate(F.linear(x, w, bias), activation)
-        assert y.isnan().equal(wanted.isnan())
-        assert torch.where(y.isinf(), y, 0).equal(torch.where(wanted.isinf(), wanted, 0))
+        expected = activate(F.linear(x, w, bias), activation)
+        assert y.isnan().equal(expected.isnan())
+        assert torch.where(y.isinf(), y, 0).equal(torch.where(expected.isinf(), expected, 0))
 
     @pytest.mark.parametrize("tile", TILES, ids=str)
-    @pytest.mark.parametrize("dtype", HALVES, ids=["bf16", "fp16"])
-    @pytest.mark.parametrize("activation", ["sigmoid", "silu", "gelu_tanh"])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+    @pytest.mark.parametrize("activation", ["sigmoid", "silu", "gelu_tanh", "elu", "selu", "mish", "softplus"])
     def test_small_results_keep_their_digits(self, activation: str, dtype: torch.dtype, tile: Tile) -> None:
-        """Of numbers below zero too, where these functions are next to nothing: no error but the last rounding's, and a bit."""
+        """Also where these functions are almost zero, the error is that of the last rounding and little more."""
         x = torch.linspace(-9, 9, 40_000 * 64, device="cuda").to(dtype).view(-1, 64)
         y = poisoned(40_000, 64, like=x)
         linear_forward(x, torch.eye(64, device="cuda", dtype=dtype), None, y, activation=activation, tile=tile)
@@ -141,15 +143,15 @@ class TestOnAHopper:
 
     @pytest.mark.parametrize("tile", TILES, ids=str)
     def test_calls_that_overlap_wait_for_each_other(self, tile: Tile) -> None:
-        """Each starts over the end of the one before it, whose output it reads, and whose input it writes over."""
+        """Each call overlaps with the end of the one before it, reads its output and overwrites its input."""
         x, w, _ = operands(4096, 512, 512, torch.bfloat16)
         ends = []
-        for apart in (True, False):
+        for serial in (True, False):
             a, b = x.clone(), torch.empty_like(x)
             for _ in range(40):
                 linear_forward(a, w, None, b, activation="tanh", tile=tile)
                 a, b = b, a
-                if apart:
+                if serial:
                     torch.cuda.synchronize()
             ends.append(a.clone())
         assert ends[0].equal(ends[1])
@@ -166,8 +168,8 @@ class TestOnAHopper:
             y.fill_(float("nan"))
             graph.replay()
             rtol, atol = TOLERANCE[x.dtype]
-            wanted = F.leaky_relu(F.linear(x.double(), w.double(), bias.double()))
-            torch.testing.assert_close(y.double(), wanted, rtol=rtol, atol=atol)
+            expected = F.leaky_relu(F.linear(x.double(), w.double(), bias.double()))
+            torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=atol)
 
     @pytest.mark.parametrize("tile", TILES, ids=str)
     def test_streams_side_by_side(self, tile: Tile) -> None:
@@ -206,7 +208,7 @@ class TestOnAHopper:
         assert y.equal(alone)
 
     @pytest.mark.parametrize("fault", ["absent", "compile", "launch"])
-    def test_what_is_missing_is_no_reason_to_stop(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_part_is_no_error(self, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
         from onelaunch.nvrtc.launch import CudaError
 
         def fails(*_: object) -> None:
@@ -214,7 +216,7 @@ class TestOnAHopper:
 
         linear_hopper._loads.cache_clear()
         if fault == "absent":
-            monkeypatch.setattr(linear_hopper, "why_not", lambda: "cuda-core cannot be imported")
+            monkeypatch.setattr(linear_hopper, "unavailable_reason", lambda: "cuda-core cannot be imported")
         else:
             monkeypatch.setattr(linear_hopper, "_launch_of", fails)
         x, w, bias = operands(256, 64, 512, torch.bfloat16)
@@ -226,7 +228,7 @@ class TestOnAHopper:
         from onelaunch.kernels.dropout_key import NO_KEY
         from onelaunch.ops.linear_choice import Call, candidates
 
-        for m, n, aligned, wanted in (
+        for m, n, aligned, expected in (
             (8192, 512, True, [LARGE, MEDIUM]),
             (1024, 1024, True, [MEDIUM, SMALL]),
             (512, 1024, True, [SMALL]),
@@ -237,4 +239,4 @@ class TestOnAHopper:
             x, w, bias = operands(m, 264 if aligned else 257, n, torch.bfloat16)
             call = Call(x, w, bias, torch.empty(m, n, device="cuda", dtype=x.dtype), None, None, "silu", 0.0, NO_KEY)
             names = [candidate.name for candidate in candidates(call)]
-            assert [tile for tile in TILES if str(tile) in names] == wanted
+            assert [tile for tile in TILES if str(tile) in names] == expected

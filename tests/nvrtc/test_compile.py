@@ -1,4 +1,4 @@
-"""CUDA C++ to cubins on a machine with no GPU; on one that has it, launches of small real kernels."""
+"""CUDA C++ is compiled without a GPU; on a GPU, small kernels are launched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ extern "C" __global__ void scale(float *values, float factor) {
     values[blockIdx.x * blockDim.x + threadIdx.x] *= factor;
 }
 """
-# Each block writes into its neighbour's shared memory; what it then finds in its own went through the cluster.
+# Each block writes into its neighbour's shared memory, so what it finds in its own came through the cluster.
 NEIGHBOURS = """
 typedef unsigned int u32;
 extern __shared__ u32 mailbox[];
@@ -38,7 +38,7 @@ extern "C" __global__ void neighbours(u32 *received) {
     received[blockIdx.x * blockDim.x + threadIdx.x] = mailbox[threadIdx.x];
 }
 """
-# Nobody leaves before all have come: deadlocks unless every block is resident. The spin is bounded all the same.
+# No block exits before all have arrived: it deadlocks unless every block is resident. The spin is bounded nevertheless.
 ALL_ARRIVE = """
 typedef unsigned int u32;
 extern "C" __global__ void all_arrive(u32 *counter, u32 *seen) {
@@ -50,7 +50,7 @@ extern "C" __global__ void all_arrive(u32 *counter, u32 *seen) {
     seen[blockIdx.x] = arrived;
 }
 """
-# Counts into host memory until the host says stop; bounded by a clock.
+# Counts in host memory until the host asks it to stop; bounded by a clock.
 COUNT_UNTIL_STOPPED = """
 typedef unsigned int u32;
 struct Control { u32 step, stop; };
@@ -81,20 +81,20 @@ def test_the_cluster_and_grid_kernels_of_these_tests_compile(tmp_path: Path) -> 
         assert compile_cubin(source, "sm_90a", place=tmp_path).code.startswith(ELF)
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, "not ours"])
-def test_a_bad_entry_is_compiled_anew(damage: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [*DAMAGES, "no header"])
+def test_a_damaged_entry_is_compiled_again(damage: str, tmp_path: Path) -> None:
     good = compile_cubin(SCALE, "sm_90a", place=tmp_path)
     (entry,) = tmp_path.iterdir()
-    if damage == "not ours":
+    if damage == "no header":
         entry.write_bytes(good.code)
     else:
         spoil(entry, damage)
-    anew = compile_cubin(SCALE, "sm_90a", place=tmp_path)
-    assert (anew.cached, anew.code) == (False, good.code)
+    again = compile_cubin(SCALE, "sm_90a", place=tmp_path)
+    assert (again.cached, again.code) == (False, good.code)
     assert compile_cubin(SCALE, "sm_90a", place=tmp_path).cached
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_only_disables_the_cache(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     assert not compile_cubin(SCALE, "sm_80", place=blocked).cached
@@ -121,7 +121,7 @@ def test_two_processes_at_once_leave_one_whole_entry(tmp_path: Path) -> None:
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-    for process in processes:  # both have imported all they need and wait for this line
+    for process in processes:  # both have imported everything and wait for this line
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
@@ -132,7 +132,7 @@ def test_two_processes_at_once_leave_one_whole_entry(tmp_path: Path) -> None:
     assert compile_cubin(SCALE, "sm_90a", place=tmp_path).cached
 
 
-def test_headers_are_found_and_in_the_key(tmp_path: Path) -> None:
+def test_headers_are_found_and_change_the_key(tmp_path: Path) -> None:
     source = '#include "factor.cuh"\nextern "C" __global__ void k(int *out) { *out = FACTOR; }'
     header = tmp_path / "factor.cuh"
     header.write_text("#define FACTOR 2\n")
@@ -146,7 +146,7 @@ def test_headers_are_found_and_in_the_key(tmp_path: Path) -> None:
     assert key_of(source, "sm_80") != key_of(source + " ", "sm_80")
 
 
-def test_a_header_in_the_working_folder_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_in_the_working_directory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stray.cuh").write_text("")
     (tmp_path / "ours").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -154,7 +154,7 @@ def test_a_header_in_the_working_folder_is_not_taken(tmp_path: Path, monkeypatch
         compile_cubin('#include "stray.cuh"', "sm_80", headers=tmp_path / "ours", place=tmp_path / "cache")
 
 
-def test_a_fault_in_our_source_says_where(tmp_path: Path) -> None:
+def test_an_error_in_a_source_names_the_line(tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r'sm_90a.*\n(.|\n)*onelaunch\.cu\(2\): error: identifier "weight" is undef'):
         compile_cubin("\n__global__ void k() { weight = 1; }", "sm_90a", place=tmp_path)
     with pytest.raises(CompileError, match=r"for sm_999.*\n*.*gpu-architecture"):
@@ -162,7 +162,7 @@ def test_a_fault_in_our_source_says_where(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_why_not_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unavailable_reason() == ""
 
     def absent() -> None:
@@ -195,7 +195,7 @@ def loaded(source: str, name: str, place: Path):
 
 
 @pytest.mark.gpu
-def test_a_kernel_is_launched_on_the_stream_given(tmp_path: Path) -> None:
+def test_a_kernel_is_launched_on_the_given_stream(tmp_path: Path) -> None:
     kernel = loaded(SCALE, "scale", tmp_path)
     assert 0 < kernel.registers < 64
     assert (kernel.local_bytes, kernel.shared_bytes, kernel.max_threads) == (0, 0, 1024)
@@ -230,20 +230,20 @@ def test_clusters_exchange_through_shared_memory(
 
 
 @pytest.mark.gpu
-def test_what_does_not_fit_is_said_before_the_launch(tmp_path: Path) -> None:
+def test_a_launch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     from onelaunch.nvrtc.launch import CudaError
 
     kernel = loaded(SCALE, "scale", tmp_path)
     assert kernel.max_active_clusters(block=1024, shared_bytes=2**30) == 0
     assert kernel.max_active_clusters(block=1024, cluster=64) == 0
-    most = kernel.max_active_clusters(block=1024)
-    assert most >= torch.cuda.get_device_properties(CUDA).multi_processor_count
+    limit = kernel.max_active_clusters(block=1024)
+    assert limit >= torch.cuda.get_device_properties(CUDA).multi_processor_count
     stream, values = torch.cuda.current_stream(), torch.zeros(1, device=CUDA)
     with pytest.raises(CudaError, match="CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"):
-        kernel.launch(stream, grid=most + 1, block=1024, cooperative=True, args=(values.data_ptr(), 1.0))
+        kernel.launch(stream, grid=limit + 1, block=1024, cooperative=True, args=(values.data_ptr(), 1.0))
     with pytest.raises(CudaError, match="1073741824 bytes of dynamic shared memory"):
         kernel.launch(stream, grid=1, block=32, shared_bytes=2**30, args=(values.data_ptr(), 1.0))
-    torch.cuda.synchronize()  # the refusals left the context usable
+    torch.cuda.synchronize()  # the refusals leave the context usable
 
 
 @pytest.mark.gpu
@@ -271,7 +271,7 @@ def test_the_host_watches_and_stops_a_running_kernel(tmp_path: Path) -> None:
     first = _wait_until_above(control.array, 0)
     second = _wait_until_above(control.array, first)
     assert second > first
-    assert not done.query()  # seen while it ran
+    assert not done.query()  # seen while the kernel ran
     control.array["stop"] = 1
     done.synchronize()
     assert control.array["step"][0] >= second

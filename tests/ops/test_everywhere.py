@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
 from onelaunch.ops import batch_norm, cross_entropy, relu_dropout
-from onelaunch.ops.linear_choice import LIBRARY, force
+from onelaunch.ops.linear_choice import LIBRARY, force_implementation
 
 # The autograd thread has no CUDA context yet when its first product is a library's.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
@@ -48,7 +48,7 @@ def test_compile_in_one_graph(device: torch.device, dropout: float) -> None:
     backend = "inductor" if device.type == "cuda" else "aot_eager"
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     x, target = batch(device)
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         for _ in range(2):
             torch.manual_seed(7)
             ours = compiled(x, target)
@@ -66,7 +66,7 @@ def test_compile_in_one_graph(device: torch.device, dropout: float) -> None:
 
 def test_export(device: torch.device) -> None:
     model = Network(0.3).to(device).eval()
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         exported = torch.export.export(model, batch(device))
         x, target = batch(device)
         torch.testing.assert_close(exported.module()(x, target), model(x, target))
@@ -77,7 +77,7 @@ def test_checkpoint_recomputes_the_same_mask(device: torch.device) -> None:
     model = nn.Sequential(Linear(12, 64, activation="gelu", dropout=0.5), ReLUDropout(0.5)).to(device)
     x = torch.randn(20, 12, device=device, requires_grad=True)
     gradients = []
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         for recompute in (False, True):
             torch.manual_seed(3)
             y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
@@ -103,7 +103,7 @@ def test_a_replayed_graph_draws_new_masks() -> None:
     w = torch.eye(256, device="cuda")
     relu_dropout(x)
     graph = torch.cuda.CUDAGraph()
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         Linear(256, 256, activation="relu", dropout=0.5).cuda()(x)
         with torch.cuda.graph(graph):
             y = relu_dropout(x, 0.5)

@@ -37,7 +37,7 @@ def test_what_has_no_key_is_never_known():
 
 
 def test_they_are_forgotten_before_they_are_too_many(monkeypatch):
-    monkeypatch.setattr(KnownCalls, "MOST", 3)
+    monkeypatch.setattr(KnownCalls, "MAX_CALLS", 3)
     known = KnownCalls()
     for number in range(10):
         known.add(known.ask((), number))

@@ -1,7 +1,6 @@
 # mypy: disable-error-code="call-arg, arg-type"
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import nn
 
 from onelaunch.kernels.dropout_key import NO_KEY
+from onelaunch.measured_times import MeasuredTimes
 from onelaunch.nn import Linear
 from onelaunch.ops import linear, linear_choice
 from onelaunch.ops.arguments import ACTIVATIONS
@@ -17,12 +17,11 @@ from onelaunch.ops.linear_choice import (
     EPILOGUE,
     LIBRARY,
     Call,
-    Table,
+    calls_over_copies,
     fastest,
-    force,
-    fused,
-    rotated,
+    force_implementation,
     shape_class,
+    triton_gemm,
 )
 from onelaunch.ops.linear_reference import linear_reference
 from tests.ops.compare import assert_same_with_gradients
@@ -51,7 +50,7 @@ def test_values_and_gradients(device: torch.device, dtype: torch.dtype, activati
             1
         )  # a sign that rounding turns would show as an error; with this seed there is none near zero
     tensors, seed = inputs(device, dtype), torch.seed()
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         torch.manual_seed(seed)
         y = linear(*tensors, activation=activation, dropout=p)
         keep = drawn(tensors, p, seed) if p else None
@@ -64,11 +63,11 @@ def test_values_and_gradients(device: torch.device, dtype: torch.dtype, activati
 def test_fused_tiles_draw_the_mask_of_the_library(tile: tuple[int, ...], activation: str) -> None:
     tensors = inputs(torch.device("cuda"), torch.bfloat16, 200, 264, 136)
     masks = []
-    for implementation in (LIBRARY, fused(*tile)):
+    for implementation in (LIBRARY, triton_gemm(*tile)):
         for tensor in tensors:
             tensor.grad = None
         torch.manual_seed(5)
-        with force(implementation):
+        with force_implementation(implementation):
             y = linear(*tensors, activation=activation, dropout=0.3)
             keep = drawn(tensors, 0.3, 5)
         masks.append(y.detach() != 0)
@@ -85,13 +84,13 @@ def test_a_choice_is_not_made_for_tensors_that_lie_otherwise(
 ) -> None:
     """The copy engine wants multiples of 16 bytes: what was chosen for tensors there cannot run on ones beside."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(linear_choice, "_tables", {})
+    monkeypatch.setattr(linear_choice, "_times_by_device", {})
     monkeypatch.setattr(linear_choice, "_chosen", {})
 
     def measured(options: list[linear_choice.Implementation], call: linear_choice.Call) -> dict[str, float]:
         return {option.name: float("tma" not in option.name and "cuda" not in option.name) for option in options}
 
-    monkeypatch.setattr(linear_choice, "measure", measured)
+    monkeypatch.setattr(linear_choice, "time_implementations", measured)
     tensors = dict(
         zip(("x", "weight", "bias"), inputs(torch.device("cuda"), torch.bfloat16, 8192, 512, 64), strict=True)
     )
@@ -116,16 +115,16 @@ def test_a_single_row_may_have_any_stride(n: int) -> None:
 @pytest.mark.gpu
 def test_measured_choice_is_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(linear_choice, "_tables", {})
+    monkeypatch.setattr(linear_choice, "_times_by_device", {})
     monkeypatch.setattr(linear_choice, "_chosen", {})
     tensors = [tensor.detach() for tensor in inputs(torch.device("cuda"), torch.bfloat16)]
     first = linear(*tensors, activation="relu")
     (file,) = (tmp_path / "onelaunch" / "linear").iterdir()
-    (times,) = Table(file).choices.values()
+    (times,) = MeasuredTimes(file).entries.values()
     assert len(times) > 2
-    monkeypatch.setattr(linear_choice, "_tables", {})
+    monkeypatch.setattr(linear_choice, "_times_by_device", {})
     monkeypatch.setattr(linear_choice, "_chosen", {})
-    monkeypatch.setattr(linear_choice, "measure", None)  # measuring again would fail
+    monkeypatch.setattr(linear_choice, "time_implementations", None)  # measuring again would fail
     torch.testing.assert_close(linear(*tensors, activation="relu"), first)
 
 
@@ -136,17 +135,17 @@ def a_call(x: torch.Tensor, weight: torch.Tensor) -> Call:
 def test_candidates_are_timed_on_operands_that_come_from_memory() -> None:
     """Copies enough to leave the cache, that lie as the operands do; one call where one is enough, or they lie oddly."""
     x, weight = torch.randn(6, 16)[:, :8], torch.randn(5, 8)
-    calls = rotated(a_call(x, weight), cache_bytes=4 * (6 * 8 + 5 * 8) * 4)
+    calls = calls_over_copies(a_call(x, weight), cache_bytes=4 * (6 * 8 + 5 * 8) * 4)
     assert len(calls) == 7
     assert len({call.x.data_ptr() for call in calls} | {call.weight.data_ptr() for call in calls}) == 14
     for call in calls:
         assert call.x.equal(x)
         assert call.weight.equal(weight)
         assert (call.x.stride(), call.weight.stride()) == (x.stride(), weight.stride())
-    assert len(rotated(a_call(x, weight), cache_bytes=100)) == 1
+    assert len(calls_over_copies(a_call(x, weight), cache_bytes=100)) == 1
     apart = torch.randn(6, 1000)[:, :8]  # whose copies lie as far apart
-    assert len(rotated(a_call(apart, weight), cache_bytes=4 * (6 * 8 + 5 * 8) * 4)) == 1
-    assert len(rotated(a_call(x, torch.randn(41)[1:].view(5, 8)), cache_bytes=10**6)) == 1
+    assert len(calls_over_copies(a_call(apart, weight), cache_bytes=4 * (6 * 8 + 5 * 8) * 4)) == 1
+    assert len(calls_over_copies(a_call(x, torch.randn(41)[1:].view(5, 8)), cache_bytes=10**6)) == 1
 
 
 def test_a_library_is_taken_where_it_is_clearly_faster() -> None:
@@ -154,20 +153,6 @@ def test_a_library_is_taken_where_it_is_clearly_faster() -> None:
     assert fastest(times) == "ours"
     assert fastest({**times, "ours": 1.05}) == EPILOGUE.name
     assert fastest({LIBRARY.name: 1.0, "does not fit": float("inf")}) == LIBRARY.name
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [None, 3, "ours", ["ours"], {}, *({"ours": time} for time in (None, "1", -1.0, float("nan"), float("inf")))],
-)
-def test_damaged_times_are_none(tmp_path: Path, damaged: object) -> None:
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps({"key": damaged, "other": {"ours": 1.0, "too large": float("inf")}}))
-    assert Table(path).times("key") == {}
-    assert Table(path).times("other") == {"ours": 1.0, "too large": float("inf")}
-    assert Table(path).times("unheard of") == {}
-    path.write_text("[" * 100_000)
-    assert Table(path).choices == {}
 
 
 def test_candidates_are_those_of_the_class() -> None:
@@ -179,13 +164,7 @@ def test_candidates_are_those_of_the_class() -> None:
         assert names[0] == names[1]
 
 
-def test_table_survives_damage_and_other_writers(tmp_path: Path) -> None:
-    path = tmp_path / "table.json"
-    path.write_text("{ not json")
-    one, other = Table(path), Table(path)
-    one.add("a", {"x": 1.0})
-    other.add("b", {"y": 2.0})
-    assert Table(path).choices == {"a": {"x": 1.0}, "b": {"y": 2.0}}
+def test_batch_sizes_share_a_choice_up_to_the_next_power_of_two() -> None:
     assert [shape_class(m) for m in (1, 16, 17, 100)] == [16, 16, 32, 128]
 
 
@@ -197,7 +176,7 @@ def test_any_rank_and_stride(device: torch.device) -> None:
         torch.randn(8, 4, device=device).t(),
         torch.randn(1, 8, device=device).expand(6, 8),
     ):
-        with force(LIBRARY):
+        with force_implementation(LIBRARY):
             torch.testing.assert_close(linear(x, w, activation="relu"), linear_reference(x, w, None, "relu", None, 0.0))
     assert linear(torch.empty(0, 8, device=device), w, activation="relu").shape == (0, 5)
     nothing = torch.empty(5, 0, device=device)
@@ -208,7 +187,7 @@ def test_any_rank_and_stride(device: torch.device) -> None:
 def test_autocast(device: torch.device) -> None:
     x, w, bias = inputs(device, torch.float32)
     for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast(device.type, dtype), force(LIBRARY):
+        with torch.autocast(device.type, dtype), force_implementation(LIBRARY):
             y = linear(x, w, bias, activation="gelu", dropout=0.1)
         assert y.dtype == dtype
         y.float().sum().backward()
@@ -217,7 +196,7 @@ def test_autocast(device: torch.device) -> None:
 
 
 def test_opcheck(device: torch.device) -> None:
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         for activation, p in (("relu", 0.3), ("gelu", 0.0)):
             torch.library.opcheck(linear_op, (*inputs(device, torch.float32, 6, 12, 10), activation, p, True))
         bits = torch.zeros(4, 2, dtype=torch.uint8, device=device)

@@ -16,7 +16,7 @@ from onelaunch.activations import activate
 from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
 from onelaunch.ops.arguments import ACTIVATIONS
-from onelaunch.ops.linear_choice import LIBRARY, force
+from onelaunch.ops.linear_choice import LIBRARY, force_implementation
 from tests.conftest import TOLERANCE
 
 Function = Callable[..., Tensor]
@@ -87,7 +87,7 @@ def test_second_derivatives_are_those_of_pytorch(device: torch.device, name: str
     ours, theirs, tensors = pairs(device)[name]
     if name == "cross_entropy" and device.type == "cuda":
         pytest.skip("writes its gradient in the forward pass there; see the next test")
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         upstream = torch.randn_like(ours(*tensors))
         found = second_derivatives(ours, tensors, upstream)
     exact = second_derivatives(theirs, [tensor.double() for tensor in tensors], upstream.double())
@@ -161,7 +161,7 @@ def test_transforms_of_functions(device: torch.device, name: str) -> None:
 def test_a_batched_upstream_gradient(device: torch.device, name: str) -> None:
     ours, theirs, tensors = pairs(device)[name]
     tensors = [tensor.requires_grad_() for tensor in tensors]
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         results = []
         for function in (ours, theirs):
             y = function(*tensors)
@@ -194,7 +194,7 @@ def test_forward_over_reverse(device: torch.device, name: str) -> None:
     ours, theirs, tensors = pairs(device)[name]
     tensors = [tensor.requires_grad_() for tensor in tensors]
     results = []
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         for function in (ours, theirs):
             y = function(*tensors)
             torch.manual_seed(1)
@@ -261,7 +261,7 @@ def test_two_equal_calls_of_a_compiled_function_draw_two_masks(device: torch.dev
     torch._dynamo.reset()
     x = torch.rand(64, 64, device=device, requires_grad=True)
     backend = "inductor" if device.type == "cuda" else "aot_eager_decomp_partition"
-    with force(LIBRARY):
+    with force_implementation(LIBRARY):
         first, second = torch.compile(lambda x: (call(x), call(x)), backend=backend, fullgraph=True)(x)
     assert not torch.equal(first != 0, second != 0)
 

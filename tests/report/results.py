@@ -1,4 +1,4 @@
-"""Results of every kind, with names that a careless page would take for markup."""
+"""Results of every kind, with names that must be escaped in HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser: it loads without an error, fits a phone, follows the system's colours, and prints."""
+"""The page in a real browser: it loads without errors, fits a phone, follows the system's colours, and prints."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def browse(tmp_path):
 
 
 def brightness(png: Path, x: int, y: int) -> int:
-    """Of a pixel, from 0 to 255."""
+    """The brightness of a pixel, from 0 to 255."""
     from PIL import Image
 
     with Image.open(png) as image:
         return image.convert("L").tobytes()[y * image.width + x]
 
 
-def test_it_loads_without_a_complaint_and_draws_every_figure(page, browse):
+def test_it_loads_without_errors_and_draws_every_figure(page, browse):
     dom = browse(page, "--dump-dom")
     assert dom.count("<svg") == page.read_text().count("<svg") > 8
     assert "parsererror" not in dom
 
 
 def measured(page: Path, browse, width: int, tmp_path: Path) -> dict[str, int]:
-    """How a browser of `width` lays the page out, told by a script that only this copy has."""
+    """How a browser of `width` pixels lays the page out, reported by a script that is added to a copy of the page."""
     script = (
         "<script>addEventListener('load',()=>{const all=s=>[...document.querySelectorAll(s)],box=e=>e.getBoundingClientRect();"
         "all('details').forEach(d=>d.open=true);"
@@ -64,7 +64,7 @@ def measured(page: Path, browse, width: int, tmp_path: Path) -> dict[str, int]:
     copy = tmp_path / "copy.html"
     html = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
     copy.write_text(html.replace("</body>", f"{script}</body>"))
-    # Headless windows have a least width; a frame has none.
+    # Headless windows have a minimum width; a frame has none.
     frame.write_text(
         f'<iframe id=f src="copy.html" style="width:{width}px;height:800px;border:0"></iframe>'
         "<script>f.onload=()=>setTimeout(()=>document.body.append('RESULT '+f.contentDocument.title+' END'),50)</script>"
@@ -72,15 +72,7 @@ def measured(page: Path, browse, width: int, tmp_path: Path) -> dict[str, int]:
     dom = browse(frame, "--allow-file-access-from-files", "--virtual-time-budget=2000", "--dump-dom")
     found = re.search(r"RESULT ([\d ]+) END", dom)
     assert found, dom[-500:]
-    names = (
-        "page",
-        "narrowest figure",
-        "reachable",
-        "least type",
-        "largest type",
-        "wide tables",
-        "row heads that moved",
-    )
+    names = ("page", "narrowest figure", "reachable", "smallest type", "largest type", "wide tables", "moved row heads")
     return dict(zip(names, map(int, found[1].split()), strict=True))
 
 
@@ -90,10 +82,10 @@ def test_it_fits_its_screen(page, browse, width, tmp_path):
     assert found["page"] <= width, "the page scrolls sideways"
     assert found["narrowest figure"] >= 300, "too small to read"
     assert found["reachable"] > 15
-    assert found["least type"] >= 110, "tenths of a pixel: too small to read"
-    assert found["largest type"] <= 160, "larger than the words around it"
+    assert found["smallest type"] >= 110, "tenths of a pixel: too small to read"
+    assert found["largest type"] <= 160, "larger than the text around it"
     assert found["wide tables"] > 0 or width > 400
-    assert found["row heads that moved"] == 0, "a row is scrolled away from its name"
+    assert found["moved row heads"] == 0, "a row is scrolled away from its name"
 
 
 @pytest.mark.parametrize(("scheme", "bright"), [(1, True), (0, False)], ids=["light", "dark"])

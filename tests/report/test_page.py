@@ -1,11 +1,10 @@
-"""The page: complete, self-contained, well-formed, and readable without eyes or mouse."""
+"""The page is complete, self-contained and well-formed, and can be read by a screen reader and without a mouse."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -14,40 +13,8 @@ from onelaunch.report.comparison import agreement, noise
 from onelaunch.report.theme import DARK, LIGHT, SERIES
 from onelaunch.report.write import write_report
 from onelaunch.train.run_folder import METRICS
+from tests.report.outline import Outline
 from tests.report.results import bench_results, compare_results, many_contenders
-
-VOID = {"meta", "link", "br", "path", "rect"}
-
-
-class Outline(HTMLParser):
-    """Tags, identities, references and text; fails on a tag that is closed out of turn."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.text: list[str] = []
-        self.feed(html)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-
-    def handle_endtag(self, tag):
-        if tag in VOID:
-            return
-        assert self.open.pop() == tag, f"</{tag}> closes another tag"
-
-    def handle_data(self, data):
-        self.text.append(data)
-
-    def all(self, tag: str) -> list[dict[str, str | None]]:
-        return [attributes for name, attributes in self.tags if name == tag]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +27,7 @@ def outline(html: str) -> Outline:
     return Outline(html)
 
 
-def test_every_tag_is_closed_and_every_identity_is_used_once(outline):
+def test_tags_are_closed_and_ids_are_unique(outline):
     assert outline.open == []
     identities = [attributes["id"] for _, attributes in outline.tags if "id" in attributes]
     assert len(identities) == len(set(identities))
@@ -85,7 +52,7 @@ def test_names_are_text_not_markup(html, outline):
     assert "what <is> done" in "".join(outline.text)
 
 
-def test_every_figure_has_a_table_and_its_command(html, outline):
+def test_every_figure_has_a_table_and_a_command(html, outline):
     figures = html.split("<figure>")[1:]
     assert len(figures) >= 9
     for figure in figures:
@@ -103,28 +70,28 @@ def test_every_figure_has_a_table_and_its_command(html, outline):
         "Loss curves", "Time of a step", "Memory over a step", "Speed-up over hidden size", "Roofline", "Energy", "Accuracy",
         "580.1", "NVIDIA H200", "torch.compile does not agree with torch eager", "power cap", "placement: cluster of 8",
         "ops/broken failed its check and was not timed: AssertionError: output differs by 3.0", "Absent: peer (not installed)",
-        "1 case was skipped", "took 0.1 of 2 cores before it began, 0.5 meanwhile",
+        "1 case was skipped", "used 0.1 of 2 cores before the start, 0.5 during the run",
         "Interrupted", "cpu, the fastest", "97.00 % ± 1.00 %",
     ],
 )  # fmt: skip
-def test_what_ran_where_and_how_it_went_is_there(outline, words):
+def test_the_page_contains(outline, words):
     found = " ".join(outline.text)
     assert words in found
 
 
-def test_a_case_that_failed_has_no_bar(html):
+def test_a_failed_case_has_no_figure(html):
     assert "<h3>ops/broken</h3>" not in html
     assert "<h3>ops/relu</h3>" in html
 
 
-def test_times_of_a_busy_machine_are_called_so():
+def test_noisy_times_are_reported():
     results = compare_results()
     assert noise(results) == []
     results["contenders"]["torch.compile"]["step_seconds"]["maximum"] = 1e-3
     results["sizes"]["step_seconds"]["torch eager"]["128"]["maximum"] = 1e-3
     assert [words for _, words in noise(results)] == [
-        "The machine was busy: torch.compile took 180 µs to 1.00 ms a step",
-        "The machine was busy: torch eager at size 128 took 90.0 µs to 1.00 ms a step",
+        "The machine was busy: torch.compile took 180 µs to 1.00 ms per step",
+        "The machine was busy: torch eager at size 128 took 90.0 µs to 1.00 ms per step",
     ]
 
 
@@ -137,7 +104,7 @@ def test_a_ratio_within_the_spreads_is_marked(tmp_path):
     assert "≈: too noisy to tell" in html
 
 
-def test_losses_that_vary_too_much_agree_with_nothing():
+def test_losses_that_vary_too_much_are_inconclusive():
     found = compare_results()["contenders"]
     found["onelaunch resident"]["gap"].update(relative=1.0, bound=4.0)
     kinds = dict(agreement(found)[::-1])
@@ -165,7 +132,7 @@ def test_a_name_looks_the_same_in_every_figure(tmp_path, inputs):
     assert {name for name, found in colours.items() if found <= {"0", "1"}} >= {"onelaunch", "onelaunch resident"}
 
 
-def test_a_run_says_what_was_trained(tmp_path):
+def test_the_section_of_a_run(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / METRICS).write_text('{"epoch": 0, "step": 12, "loss": 1.0, "losses": [1.0]}\n')
@@ -192,9 +159,9 @@ def test_a_run_says_what_was_trained(tmp_path):
     assert "Training run run (unfinished)" in html
 
 
-def test_factors_are_over_ours(tmp_path, html):
+def test_factors_are_relative_to_ours(tmp_path, html):
     assert "100 µs, 10.0×" in html  # torch eager against 10 µs
-    assert "is its time over onelaunch's" in html
+    assert "is its time divided by onelaunch's" in html
     assert "over the fastest" not in html
     results = compare_results()
     results["contenders"]["torch.compile"]["step_seconds"]["median"] = 5e-6
@@ -202,13 +169,13 @@ def test_factors_are_over_ours(tmp_path, html):
     assert "5.00 µs, 0.500×" in write_report([tmp_path / "compare.json"], tmp_path / "page.html").read_text()
 
 
-def test_the_dots_of_a_roofline_are_named_without_a_mouse(html):
+def test_the_dots_of_a_roofline_have_a_legend(html):
     roofline = html.split("<h3>Roofline</h3>")[1]
     assert '<ol class="keys"><li>ops/relu</li></ol>' in roofline
     assert 'class="dot">1</text>' in roofline
 
 
-def test_headings_go_down_one_step_at_a_time(outline):
+def test_heading_levels_are_not_skipped(outline):
     levels = [int(tag[1]) for tag, _ in outline.tags if re.fullmatch(r"h\d", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
@@ -231,7 +198,7 @@ def contrast(one: str, other: str) -> float:
 
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
-def test_colours_can_be_told_from_their_ground(colours):
+def test_colours_have_enough_contrast(colours):
     for ground in ("ground", "panel"):
         for words in ("text", "soft", "link", "good", "bad"):
             assert contrast(colours[words], colours[ground]) >= 4.5, (words, ground)

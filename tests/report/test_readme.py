@@ -1,43 +1,59 @@
-"""The README's results come from the recordings and from nothing else."""
+"""The generated parts of README and docs come from the recordings only, and are up to date."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from onelaunch.bench import case, results
 from onelaunch.errors import OnelaunchError
-from onelaunch.report import benchmark, remarks
-from onelaunch.report.readme import ALL, BEGIN, COLD_BEGIN, COLD_END, END, MEASURING, RESULTS, generate, main, stale
-from onelaunch.report.recorded import GROUPS
+from onelaunch.report.machine import busy
+from onelaunch.report.read import unfinished
+from onelaunch.report.readme import (
+    ALL,
+    BEGIN,
+    COLD_BEGIN,
+    COLD_END,
+    END,
+    HEADLINES,
+    MEASURING,
+    RESULTS,
+    command,
+    generate,
+    main,
+    stale,
+)
+from onelaunch.report.recorded import read_recorded
 from tests.conftest import ROOT
 from tests.report.results import MACHINE, bench_results, compare_results, timing
 
 
-def test_the_committed_results_are_what_the_recordings_say():
+def test_committed_files_match_the_recordings():
     assert stale(ROOT) == [], "run `make readme` and commit what it changes"
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("onelaunch.report.readme.HEADLINES", {"ops/relu": "ReLU & more", "memory/step": "a step"})
     (tmp_path / RESULTS).mkdir(parents=True)
     (tmp_path / RESULTS / "bench.json").write_text(json.dumps(bench_results()))
     (tmp_path / RESULTS / "compare.json").write_text(json.dumps(compare_results()))
-    (tmp_path / RESULTS / "notes.json").write_text('{"breakdown": {}}')  # of another shape: left alone
+    (tmp_path / RESULTS / "notes.json").write_text('{"breakdown": {}}')  # of another kind: ignored
     (tmp_path / "README.md").write_text(f"# before\n{BEGIN}\nold\n{END}\nafter\n")
     (tmp_path / "docs").mkdir()
     (tmp_path / MEASURING).write_text(f"story\n{COLD_BEGIN}\n{COLD_END}\nend\n")
     return tmp_path
 
 
+def readme(project: Path) -> str:
+    return generate(project)[project / "README.md"]
+
+
 def generated(project: Path, noisy: str) -> dict[Path, str]:
-    """What is written when this peer's times of the first case spread so far that they say nothing."""
+    """The generated files when the spread of this peer's times in the first case is too large to tell anything."""
     results = bench_results()
     results["cases"][0]["times"][noisy]["spread"] = 3.0
     (project / RESULTS / "bench.json").write_text(json.dumps(results))
@@ -52,32 +68,34 @@ def test_results_go_between_the_markers(project, capsys):
     assert text.startswith("# before\n")
     assert text.endswith("\nafter\n")
     assert "old" not in text
-    assert "| relu | 100 µs a call | 2.50× | 0.900× |" in text
-    assert "onelaunch bench ops memory" in text
-    assert "broken failed its check and has no time." in text
-    everywhere = text + (project / ALL).read_text()
-    for figure in (project / "docs" / "figures").glob("*.svg"):
-        assert f"figures/{figure.name}" in everywhere
+    assert "| ReLU &amp; more, H200 | 100 µs per call | 90.0 µs (JAX &amp; scan) | 0.900× |" in text
+    everything = (project / ALL).read_text()
+    assert "| relu | 100 µs per call | 20 | 2.0 % | 2.50× | 0.900× |" in everything
+    assert "\n`onelaunch bench ops memory`\n" in everything
+    figures = [figure.name for figure in (project / "docs" / "figures").glob("*.svg")]
+    assert len(figures) == 4  # two groups, two of the sizes
+    assert all(f"figures/{name}" in everything for name in figures)
     capsys.readouterr()
     main(project)
     assert capsys.readouterr().out == "nothing changed\n"
 
 
-def test_where_a_peer_is_faster_is_said_first(project):
+def test_the_page_begins_with_the_cases_in_which_a_peer_is_faster(project):
     text = generate(project)[project / ALL]
     assert "| ops/relu | NVIDIA H200 | JAX &amp; scan | 1.11× its time |" in text
     assert "floor" not in text.split("## Fused ops")[0].split("## Where")[1]
-    assert "In 2 of 2 recorded cases that have a peer, the peer is faster" in generate(project)[project / "README.md"]
+    assert f"In 2 of 2 recorded cases [a peer is faster]({ALL}#where-a-peer-is-faster).\n" in readme(project)
 
 
-def test_a_peer_that_is_faster_within_the_spread_is_named_too(project):
+def test_a_peer_that_is_faster_within_the_spread_is_named(project):
     files = generated(project, noisy="JAX & scan")
     assert "| ops/relu | NVIDIA H200 | JAX &amp; scan | ≈ 1.11× its time |" in files[project / ALL]
-    said = "In 1 of 2 recorded cases that have a peer, the peer is faster, in 1 more perhaps (by less than the spread)"
-    assert said in files[project / "README.md"]
+    text = files[project / "README.md"]
+    assert "In 1 of 2 recorded cases [a peer is faster]" in text
+    assert "\nIn 1 more its median is lower by less than the spread.\n" in text
 
 
-def test_where_a_peer_takes_less_energy_is_said(project):
+def test_peers_that_take_less_energy_are_listed(project):
     results = bench_results()
     results["cases"][0]["joules"] = {"onelaunch": 0.02, "torch eager": 0.05, "JAX & scan": 0.01}
     (project / RESULTS / "bench.json").write_text(json.dumps(results))
@@ -92,22 +110,23 @@ def test_the_newest_recording_of_a_case_counts(project):
     newer["cases"] = newer["cases"][:1]
     newer["cases"][0]["times"]["onelaunch"]["median"] = 2e-4
     (project / RESULTS / "a-newer.json").write_text(json.dumps(newer))
-    text = generate(project)[project / "README.md"]
-    assert "| relu | 200 µs a call |" in text
-    assert "| step | 300 µs a call |" in text  # which the newer file does not hold
+    assert "| ReLU &amp; more, H200 | 200 µs per call |" in readme(project)
+    assert "| a step, H200 | 300 µs per call |" in readme(project)  # only the older file holds it
 
 
-def test_a_selection_says_that_it_is_one(project, monkeypatch):
-    more = bench_results()
-    more["cases"] = [{**more["cases"][0], "name": "ops/another"}]
-    (project / RESULTS / "more.json").write_text(json.dumps(more))
-    said = re.compile(r"over ours[^|\n]*\. 1 of 2 cases\.")
-    assert not said.search(generate(project)[project / "README.md"])
-    monkeypatch.setattr("onelaunch.report.readme.FEW", 1)
-    assert said.search(generate(project)[project / "README.md"])
+def test_a_headline_without_a_peer_has_no_factor(project):
+    results = bench_results()
+    results["cases"][0] |= {"times": {"onelaunch": timing(1e-4)}, "joules": None}
+    (project / RESULTS / "bench.json").write_text(json.dumps(results))
+    assert "| ReLU &amp; more, H200 | 100 µs per call | – | – |" in readme(project)
 
 
-def test_a_newer_failure_takes_an_older_figure_away_and_a_skipped_case_does_not(project):
+def test_every_headline_is_recorded():
+    recorded = {case.case["name"] for group in read_recorded(ROOT / RESULTS).groups for case in group.cases}
+    assert recorded >= set(HEADLINES)
+
+
+def test_a_newer_failure_replaces_an_older_figure_and_a_skipped_case_does_not(project):
     newer = bench_results()
     newer["date"] = "2026-12-01T00:00:00+00:00"
     newer["cases"] = [
@@ -117,36 +136,35 @@ def test_a_newer_failure_takes_an_older_figure_away_and_a_skipped_case_does_not(
     (project / RESULTS / "a-newer.json").write_text(json.dumps(newer))
     files = generate(project)
     text, everything = files[project / "README.md"], files[project / ALL]
-    assert "| relu |" not in text + everything
-    assert "relu failed its check and has no time." in text
+    assert "ReLU" not in text
+    assert "| relu |" not in everything
     assert "**relu failed its check** ([2026-12-01]" in everything
     assert "off by &lt;3&gt; \\| more" in everything
-    assert "| step | 300 µs a call |" in text
-    assert "Failed their check, and so have no time: 2." in text
+    assert "| a step, H200 | 300 µs per call |" in text
+    assert "\n2 failed their check and have no time.\n" in text
 
 
-def test_absent_peers_notes_and_doubtful_ratios_are_said(project):
+def test_absent_peers_notes_and_noisy_ratios_are_shown(project):
     files = generated(project, noisy="torch eager")
     assert "- Absent: peer (not installed)" in files[project / ALL]
     assert "- relu: placement: cluster of 8" in files[project / ALL]
-    assert "| relu | 100 µs a call | ≈ 2.50× | 0.900× |" in files[project / "README.md"]
-    assert "≈: too noisy to tell" in files[project / "README.md"]
+    assert "| relu | 100 µs per call | 20 | 2.0 % | ≈ 2.50× | 0.900× |" in files[project / ALL]
 
 
-def test_figures_say_what_is_too_noisy_to_tell(project):
+def test_figures_mark_what_is_too_noisy_to_tell(project):
     files = generated(project, noisy="JAX & scan")  # the fastest
     drawn = [content for path, content in files.items() if path.suffix == ".svg" and "relu" in content]
-    assert any("≈ 0.900×" in figure and "≈: too noisy to tell." in figure for figure in drawn)
+    assert any("≈ 0.900×" in figure and "≈: too" in figure for figure in drawn)
 
 
-def test_times_that_are_none_are_not_shown(project):
+def test_a_case_without_a_valid_time_is_not_shown(project):
     results = bench_results()
     results["cases"][0]["times"]["onelaunch"]["median"] = float("nan")
     (project / RESULTS / "bench.json").write_text(json.dumps(results))
-    assert "| relu |" not in generate(project)[project / "README.md"]
+    assert "ReLU" not in readme(project)
 
 
-def test_the_newest_sizes_of_a_chip_are_drawn_and_where_a_peer_wins_is_said(project):
+def test_the_newest_sizes_of_a_chip_are_drawn_and_losses_listed(project):
     newer = compare_results()
     newer["date"] = "2026-12-01T00:00:00+00:00"
     newer["sizes"]["step_seconds"]["torch eager"]["8192"] = timing(0.5e-3)
@@ -157,14 +175,14 @@ def test_the_newest_sizes_of_a_chip_are_drawn_and_where_a_peer_wins_is_said(proj
         "sizes-nvidia-h200-time-of-a-step-over-hidden-size.svg",
         "sizes-nvidia-h200-speed-up-over-hidden-size.svg",
     ]
-    assert f"({RESULTS}/a-sizes.json)" in files[project / "README.md"]
-    assert "compare.json" not in files[project / "README.md"]
     everything = files[project / ALL]
+    assert f"({'../' + RESULTS}/a-sizes.json)" in everything
+    assert "compare.json" not in everything
     assert "| 784-128-10, relu, hidden size 8,192 | NVIDIA H200 | torch eager | 2.00× its time |" in everything
     assert "| 8,192 | 1.00 ms | 500 µs | resident |" in everything
 
 
-def test_the_newest_cold_launch_is_told(project):
+def test_the_newest_cold_launch_is_shown(project):
     assert "not recorded yet" in generate(project)[project / MEASURING]
     for name, date, cold in (("b", "2026-11-20", 0.02), ("a", "2026-11-21", 0.0192)):
         measured = {
@@ -179,7 +197,7 @@ def test_the_newest_cold_launch_is_told(project):
     assert "| warm | 360 µs | 200 µs | 1.80× |" in text
 
 
-def test_a_recording_of_another_shape_is_named(project):
+def test_an_error_names_the_file_of_another_shape(project):
     (project / RESULTS / "odd.json").write_text(json.dumps({"machine": MACHINE, "date": "2026", "cases": [{"x": 1}]}))
     with pytest.raises(OnelaunchError, match=r"odd.json' is not as onelaunch writes it"):
         generate(project)
@@ -201,45 +219,37 @@ def test_a_readme_without_markers_is_refused(project):
         generate(project)
 
 
-def test_measuring_and_drawing_call_things_alike():
-    """`bench` and `report` do not know each other; what one writes the other reads."""
-    assert (remarks.OURS, benchmark.FLOOR) == (results.OURS, case.FLOOR)
-    assert set(benchmark.TITLES) == set(case.GROUPS) == set(GROUPS)
-
-
 def test_names_cannot_break_a_table(project):
     results = bench_results()
     results["cases"][0]["name"] = "ops/a|b <script>\nc"
     (project / RESULTS / "bench.json").write_text(json.dumps(results))
-    files = generate(project)
-    for text in (files[project / "README.md"], files[project / ALL]):
-        assert "| a\\|b &lt;script&gt; c |" in text
-        assert "<script>" not in text
+    text = generate(project)[project / ALL]
+    assert "| a\\|b &lt;script&gt; c |" in text
+    assert "<script>" not in text
 
 
 @pytest.mark.parametrize(
     "spoil", [{"times": 3}, {"times": {"onelaunch": {"median": 1}}}, {"unit": None}, {"group": ["ops"]}]
 )
-def test_a_recording_that_is_not_ours_is_told_in_a_line(project, spoil):
+def test_the_error_for_a_foreign_recording_is_one_line(project, spoil, monkeypatch):
     results = bench_results()
     results["cases"][0] |= spoil
     (project / RESULTS / "bench.json").write_text(json.dumps(results))
-    command = (sys.executable, "-m", "onelaunch.report.readme")
-    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert len(done.stderr.splitlines()) == 1
+    monkeypatch.chdir(project)
+    with pytest.raises(SystemExit, match=r"\Aerror: .*\Z"):  # a dot matches no line break
+        command()
 
 
-def test_a_doubtful_recording_is_said_to_be_one(project):
+def test_a_doubtful_recording_is_marked(project):
     results = bench_results() | {"cores_taken": [0.1, 1.9], "interrupted": True}
     (project / RESULTS / "bench.json").write_text(json.dumps(results))
     said = generate(project)[project / ALL]
-    assert "- **bench.json: The machine was busy: others took 1.9 of 2 cores." in said
-    assert "- **bench.json: Interrupted: what was done is here.**" in said
+    doubts = [words for _, words in (*busy(results), *unfinished(results))]
+    assert len(doubts) == 2
+    assert all(f"- **bench.json: {words}**" in " ".join(said.split()) for words in doubts)
 
 
-def test_machines_that_differ_in_threads_have_pictures_of_their_own(project):
+def test_machines_that_differ_in_threads_have_separate_figures(project):
     cpu = bench_results()
     cpu["cases"] = [{**cpu["cases"][0], "name": "cpu/x", "group": "cpu", "gpu": None}]
     for threads in (2, 8):
@@ -247,3 +257,37 @@ def test_machines_that_differ_in_threads_have_pictures_of_their_own(project):
         (project / RESULTS / f"cpu{threads}.json").write_text(json.dumps(cpu | {"machine": machine}))
     names = [path.name for path in generate(project) if path.name.startswith("cpu-")]
     assert sorted(names) == ["cpu-chip-2-threads.svg", "cpu-chip-8-threads.svg"]
+
+
+def test_the_readme_is_one_page_and_its_code_runs(tmp_path, monkeypatch, capsys):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 130
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    shown = re.search(r"^```\n(<History: .*>)\n```", text, re.MULTILINE)
+    printed = capsys.readouterr().out.splitlines()[0]
+    assert shown
+    assert [re.sub(r"[\d.e-]+", "0", line) for line in (shown[1], printed)] == [re.sub(r"[\d.e-]+", "0", shown[1])] * 2
+    assert {path.name for path in tmp_path.iterdir()} >= {"model.html", "run.safetensors", "curves.png"}
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_on_a_page_exist_and_its_lines_are_wrapped(page):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    missing = [link for link in links if not (page.parent / link).exists()]
+    for name in re.findall(r"`([\w.-]+/[\w./-]*)`", text):
+        root = next((root for root in (ROOT, ROOT / "src" / "onelaunch") if (root / name.split("/")[0]).is_dir()), None)
+        is_path = name.endswith("/") or re.search(r"\.(py|cuh|md|json|toml|svg)$", name)
+        if root and is_path and "DATE" not in name and not (root / name).exists():
+            missing.append(name)
+    assert missing == []
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert [line for line in prose.splitlines() if len(line) > 110 and not line.startswith(("|", "!["))] == []

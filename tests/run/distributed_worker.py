@@ -1,4 +1,4 @@
-"""One rank of a job of tests/train/test_distributed.py: `python distributed_worker.py FOLDER [die|share]`."""
+"""One rank of a job of test_distributed.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import onelaunch as ol
 from onelaunch.errors import OnelaunchError
 from onelaunch.run.distributed import process_group
 
-ROWS, BATCH = 53, 16  # the last batch has five rows, and two ranks share every batch unevenly
+ROWS, BATCH = 53, 16  # the last batch has five rows, which two ranks cannot share evenly
 OPTIONS = {"batch_size": BATCH, "optimizer": "adam", "lr": 1e-2, "weight_decay": 1e-3, "seed": 5, "progress": False}
 
 
@@ -25,7 +25,7 @@ def model_and_data(device: str = "cpu") -> tuple[nn.Sequential, torch.Tensor, to
 
 
 class Dies(nn.Module):
-    """Kills its process at the tenth forward pass, as a machine that loses power would."""
+    """Ends its process at the tenth forward pass, as abruptly as a machine that loses power."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,14 +38,13 @@ class Dies(nn.Module):
         return x
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    device = "cuda" if "share" in sys.argv else "cpu"
+def train(folder: Path, mode: str) -> None:
+    """Train two epochs, then resume to four, and save the result. `mode`: "die", "share" (a GPU), or ""."""
+    device = "cuda" if mode == "share" else "cpu"
     model, x, y = model_and_data(device)
-    if "die" in sys.argv:
+    if mode == "die":
         model.append(Dies())
-    if "share" in sys.argv:  # one GPU, which NCCL gives to one rank alone: gloo carries what lies there too
+    if mode == "share":  # NCCL gives a GPU to one rank only; gloo communicates tensors on a GPU too
         distributed.init_process_group("gloo")
     with process_group() as team:
         checkpoint = folder / "run.safetensors"
@@ -54,7 +53,7 @@ def main() -> None:
         except OnelaunchError as error:
             print(f"{type(error).__name__}: {error}")
             sys.exit(2)
-        again, _, _ = model_and_data(device)  # a rank that comes back knows nothing but the file
+        again, _, _ = model_and_data(device)  # a restarted rank has nothing but the file
         history = ol.fit(again, x, y, epochs=4, validation=(x, y), checkpoint=checkpoint, resume=True, **OPTIONS)
     assert len(first.losses) == 8
     if team.leads:
@@ -62,7 +61,3 @@ def main() -> None:
         accuracies = torch.tensor([[record["accuracy"], record["validation"]["accuracy"]] for record in history.epochs])
         state = {name: tensor.clone() for name, tensor in again.state_dict().items()}
         save_file({**state, "losses": losses, "accuracies": accuracies}, folder / "result.safetensors")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,11 @@
-"""Two gloo ranks train as one process does; a rank that dies ends the job."""
+"""Two gloo ranks compute what one process does, and a rank that dies ends the job."""
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,41 +15,35 @@ import onelaunch as ol
 from onelaunch.errors import UnsupportedError
 from onelaunch.run import distributed
 from onelaunch.run.distributed import World
-from tests.run.distributed_worker import OPTIONS, model_and_data
+from tests import preloaded
+from tests.run.distributed_worker import OPTIONS, model_and_data, train
 
-WORKER = Path(__file__).with_name("distributed_worker.py")
+FLAGS = (
+    "--data", "digits", "--hidden", "8", "--batch-size", "256", "--schedule", "constant", "--epochs", "1"
+)  # fmt: skip
 
 
-def start_ranks(count: int, *arguments: str | Path, gpu: bool = False) -> list[subprocess.Popen[str]]:
-    """So many times `python arguments…`, as torchrun would start them."""
+def run_ranks(
+    count: int, folder: Path, function: Callable[..., None], *arguments: Any, gpu: bool = False
+) -> list[tuple[int | None, str]]:
+    """Run `function` in `count` processes, as torchrun would start them; returns the exit code and output of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    paths = os.pathsep.join(path for path in sys.path if path)
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
-    shared |= {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "0" if gpu else ""}
-    return [
-        subprocess.Popen(
-            [sys.executable, *arguments], env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(count)
-    ]  # fmt: skip
-
-
-def outcome(rank: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
-    try:
-        said = rank.communicate(timeout=seconds)[0]
-    finally:
-        rank.kill()
-    return rank.returncode, said
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    outputs = [folder / f"output {port} {rank}" for rank in range(count)]
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    processes = [
+        preloaded.start(function, *arguments, output=output, environment=environment, gpu=gpu)
+        for environment, output in zip(ranks, outputs, strict=True)
+    ]
+    return [preloaded.exit_code_and_output(*started) for started in zip(processes, outputs, strict=True)]
 
 
 @pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "one GPU for both"])
-def test_two_ranks_are_one_process_also_after_a_resume(tmp_path, gpu):
-    for rank in start_ranks(2, WORKER, tmp_path, *(["share"] if gpu else []), gpu=gpu):
-        code, said = outcome(rank)
-        assert code == 0, said
+def test_two_ranks_equal_one_process_also_after_a_resume(tmp_path, gpu):
+    for code, output in run_ranks(2, tmp_path, train, tmp_path, "share" if gpu else "", gpu=gpu):
+        assert code == 0, output
     got = load_file(tmp_path / "result.safetensors")
     model, x, y = model_and_data("cuda" if gpu else "cpu")
     history = ol.fit(model, x, y, epochs=4, validation=(x, y), engine="eager", **OPTIONS)
@@ -62,39 +55,33 @@ def test_two_ranks_are_one_process_also_after_a_resume(tmp_path, gpu):
 
 
 def test_a_dead_rank_ends_the_job(tmp_path):
-    survivor, dead = start_ranks(2, WORKER, tmp_path, "die")
-    assert outcome(dead)[0] == 17
-    code, said = outcome(survivor, 60)
-    assert code == 2, said
-    (line,) = [line for line in said.splitlines() if "LostRankError: another process of this job died" in line]
-    assert ".cc:" not in line  # a line of gloo's source is of no help
+    (code, output), (dead_code, _) = run_ranks(2, tmp_path, train, tmp_path, "die")
+    assert dead_code == 17
+    assert code == 2, output
+    (line,) = [line for line in output.splitlines() if "LostRankError: another process of this job died" in line]
+    assert ".cc:" not in line  # a line of gloo's source does not help the user
 
 
-def test_the_command_line(tmp_path):
-    """One rank writes and speaks."""
+def assert_one_rank_prints(ranks: list[tuple[int | None, str]]) -> None:
+    (code, output), follower = ranks
+    assert code == 0, output
+    assert "several processes train together" in output
+    assert follower == (0, "")
+
+
+def test_with_the_command_line_one_rank_writes_and_prints(tmp_path):
     out = tmp_path / "run"
-    flags = ("--data", "digits", "--hidden", "8", "--epochs", "1", "--out", str(out))
-    leader, follower = start_ranks(2, "-m", "onelaunch", "train", *flags)
-    code, said = outcome(leader)
-    assert code == 0, said
-    assert "several processes train together" in said
+    assert_one_rank_prints(run_ranks(2, tmp_path, preloaded.onelaunch, "train", *FLAGS, "--out", str(out)))
     assert (out / "model.safetensors").exists()
-    code, said = outcome(follower)
-    assert (code, said) == (0, "")
 
 
-def test_a_run_that_one_process_began_goes_on_with_both(tmp_path):
+def test_two_ranks_resume_a_run_that_one_process_began(tmp_path):
     out = tmp_path / "run"
-    flags = ("--data", "digits", "--hidden", "8", "--schedule", "constant", "--epochs", "1", "--out", str(out))
-    (alone,) = start_ranks(1, "-m", "onelaunch", "train", *flags)
-    code, said = outcome(alone)
-    assert code == 0, said
-    assert "several" not in said
-    leader, follower = start_ranks(2, "-m", "onelaunch", "train", "--resume", str(out), "--epochs", "2")
-    code, said = outcome(leader)
-    assert code == 0, said
-    assert "several processes train together" in said
-    assert outcome(follower) == (0, "")
+    ((code, output),) = run_ranks(1, tmp_path, preloaded.onelaunch, "train", *FLAGS, "--out", str(out))
+    assert code == 0, output
+    assert "several" not in output
+    resume = ("train", "--resume", str(out), "--epochs", "2")
+    assert_one_rank_prints(run_ranks(2, tmp_path, preloaded.onelaunch, *resume))
 
 
 def test_parts_of_a_batch():
@@ -103,7 +90,7 @@ def test_parts_of_a_batch():
         assert [row for part in parts for row in range(rows)[part]] == list(range(rows))
 
 
-def test_other_engines_say_that_they_run_alone(monkeypatch):
+def test_other_engines_refuse_several_processes(monkeypatch):
     monkeypatch.setattr(distributed, "world", lambda: World(0, 2))
     monkeypatch.setattr("onelaunch.engines.world", lambda: World(0, 2))
     model, x, y = model_and_data()

@@ -1,4 +1,4 @@
-"""What counts as a plain MLP, and the reason where a model does not."""
+"""Which models count as an MLP, and the reason for those that do not."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.activations import ACTIVATIONS
 from onelaunch.run.network import Activation, BatchNorm, Dropout, Flatten, Linear, NotAnMlpError, parse_network
-from onelaunch.train.mlp import mlp
 
 
 def test_every_layer_is_named():
@@ -146,7 +146,7 @@ def test_a_dropout_used_twice_draws_what_it_draws_on_the_eager_engine():
         (lambda: nn.Sequential(nn.Conv2d(1, 1, 1)), "layer '0' is Conv2d"),
         (lambda: nn.Sequential(Custom(2, 2)), "layer '0' is Custom"),
         (lambda: nn.Sequential(nn.Flatten(0), nn.Linear(2, 2)), "layer '0' is Flatten"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Flatten()), "Flatten stands after"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Flatten()), "a Flatten follows another layer"),
         (lambda: nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 2)), "2 inputs follows one of 3 outputs"),
         (lambda: nn.Sequential(nn.ReLU()), "no Linear"),
         (lambda: nn.Sequential(nn.Linear(2, 2)).double(), "torch.float64, not torch.float32"),
@@ -163,6 +163,12 @@ def test_a_dropout_used_twice_draws_what_it_draws_on_the_eager_engine():
         (narrow_bias, r"bias of layer '0' has shape \(1,\), not \(2,\)"),
         (renamed, "has a hook"),
         (empty, "or is empty"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), nn.ELU(alpha=2.0)),
+            r"layer '1' is ELU\(alpha=2.0\), .* \(alpha=2.0; the native engines take 1.0\)$",
+        ),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.Softplus(beta=3.0)), r"\(beta=3.0; the native engines take 1.0\)$"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)])), r"^[^\n]*eager engine takes$"),
     ],
 )
 def test_the_reason_is_given(make, reason):
@@ -170,19 +176,15 @@ def test_the_reason_is_given(make, reason):
         parse_network(make())
 
 
-def test_mlp_builds_what_it_says():
-    model = mlp([4, 3, 2], activation="silu", dropout=0.5, batch_norm=True, seed=3)
-    kinds = [type(layer) for layer in model]
-    assert kinds == [nn.Flatten, nn.Linear, nn.BatchNorm1d, nn.SiLU, nn.Dropout, nn.Linear]
-    state = torch.get_rng_state()
-    again = mlp([4, 3, 2], activation="silu", dropout=0.5, batch_norm=True, seed=3)
-    assert torch.equal(again[1].weight, model[1].weight)
-    assert not torch.equal(mlp([4, 3, 2], seed=4)[1].weight, model[1].weight)
-    assert torch.equal(torch.get_rng_state(), state)
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_of_the_table_is_known(name):
+    network = parse_network(nn.Sequential(nn.Linear(2, 2), ACTIVATIONS[name].make_module()))
+    assert isinstance(network.layers[1], Activation)
+    assert network.layers[1].name == name
 
 
-def test_numbers_of_numpy_are_numbers():
-    """As a search over sizes, or arithmetic with `x.shape`, makes them."""
+def test_numbers_of_numpy_are_converted():
+    """A search over sizes, or arithmetic with `x.shape`, yields such numbers."""
     eight, p = np.int64(8), np.float64(0.25)
     model = nn.Sequential(nn.Linear(4, eight), nn.LeakyReLU(np.float32(0.2)), nn.Dropout(p), nn.Linear(eight, 3))
     network = parse_network(model)
@@ -191,7 +193,7 @@ def test_numbers_of_numpy_are_numbers():
         Activation("leaky_relu", float(np.float32(0.2))),
         Dropout(0.25, 0),
     )
-    assert "np." not in repr(network)  # which would go into sources
+    assert "np." not in repr(network)  # the native engines write these numbers into source code
     x, y = torch.randn(20, 4), torch.arange(20) % 3
     losses = [
         ol.fit(copy.deepcopy(model), x, y, epochs=2, engine=engine, progress=False).losses

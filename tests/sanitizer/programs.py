@@ -1,7 +1,7 @@
-"""Small GPU programs to run under compute-sanitizer, one a process: `python -m tests.sanitizer.programs ops`.
+"""Small GPU programs for compute-sanitizer, one per process: `python -m tests.sanitizer.programs ops`.
 
-A tool that watches every access makes a kernel a hundred times slower, so each program is a few steps of small networks or one
-call of each op; odd sizes, so that every edge mask is in it. Results are looked at, lest a program do nothing.
+A tool that checks every access makes a kernel a hundred times slower, so each program trains small networks for a few steps or
+calls each op once. Sizes are odd, so that every edge mask is used. Results are checked, so that no program does nothing.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ import torch
 import onelaunch as ol
 from onelaunch.train.inputs import make_run
 from tests.engines.graph.harness import network
-from tests.engines.resident.test_resident import PLACEMENTS, losses_of, placed, rows_of
+from tests.engines.resident.gpu_runs import PLACEMENTS, losses_of, placed, rows_of
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+PRECISIONS = {"fp32": "sgd", "tf32": "rmsprop", "bf16": "adam", "fp16": "lion"}  # and the optimizer to try it with
 WIDTHS = [20, 40, 24, 5]
 
 
 def resident(place: str) -> None:
-    """Three steps (the last of a part of a batch) and validation at each precision; Adam in one of them."""
+    """Three steps (the last with a part of a batch) and validation at each precision, with another optimizer each."""
     x, y = rows_of(WIDTHS, rows=70)
-    for precision in PRECISIONS:
-        optimizer = "adam" if precision == "bf16" else "sgd"
+    for precision, optimizer in PRECISIONS.items():
         options = {"precision": precision, "optimizer": optimizer, "batch_size": 24, "epochs": 1, "lr": 0.01}
         run = make_run(network(WIDTHS, "relu", 0.3), x, y, (x[:30], y[:30]), options)
         assert all(0 < loss < 10 for loss in losses_of(placed(run, place, patience=200.0)))
 
 
 def graph() -> None:
-    """The graph engine's ways through a step: few rows, many rows, narrow; each optimizer once."""
+    """The graph engine's kernels: for few rows, many rows and narrow networks; several optimizers."""
     for widths, batch, optimizer, precision in (
         (WIDTHS, 24, "sgd", "fp32"),
         ([70, 300, 300, 10], 24, "adam", "bf16"),
@@ -66,7 +65,7 @@ def ops() -> None:
 
 
 def hopper() -> None:
-    """The CUDA C++ GEMM: more tiles than blocks, parts of tiles at every edge; nothing where there is no Hopper."""
+    """The CUDA C++ GEMM: more tiles than blocks, partial tiles at every edge; does nothing without a Hopper."""
     from onelaunch.kernels import linear_hopper
 
     if torch.cuda.get_device_capability() != (9, 0):

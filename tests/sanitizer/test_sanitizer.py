@@ -1,4 +1,4 @@
-"""compute-sanitizer finds nothing: no access out of bounds, no race in shared memory, no barrier misused."""
+"""compute-sanitizer reports no access out of bounds, no race in shared memory and no misused barrier."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOOLS = ("memcheck", "racecheck", "synccheck")
 @pytest.mark.parametrize("tool", TOOLS)
 def test_nothing_is_found(tool, program):
     watched = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--print-limit", "20"]
-    if tool == "memcheck":  # bindings ask the driver for functions it may not have: no error of ours
+    if tool == "memcheck":  # the bindings look up driver functions that may not exist, which is no error
         watched += ["--report-api-errors", "no"]
     command = [*watched, sys.executable, "-m", "tests.sanitizer.programs", program]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -1,6 +1,8 @@
-"""A small run that the tests of checkpoints stop, resume and compare."""
+"""A small run that tests stop, resume and compare: six epochs of five steps."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -26,6 +28,11 @@ def run(model, **options):
     optimizer = {} if "optimizer" in options else OPTIMIZERS["sgd-momentum"]
     defaults = {"epochs": 6, "engine": "eager", "progress": False, "validation": (x, y), **optimizer}
     return ol.fit(model, x, y, **{**defaults, **options})
+
+
+def train_for_long(checkpoint: Path) -> None:
+    """For a process that will be killed."""
+    run(network(), epochs=100_000, checkpoint=checkpoint)
 
 
 def same(left: nn.Module, right: nn.Module) -> bool:

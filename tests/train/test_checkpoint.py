@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a bad one, or one of something else, is refused; none is overwritten, and nothing is left behind."""
+"""Checkpoint files: a damaged or foreign one is refused, none is overwritten, and no temporary file stays."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
         )
     with pytest.raises(ol.CheckpointError, match="past the end of this run"):
         run(network(), epochs=None, steps=2, checkpoint=path, resume=True)
-    with pytest.raises(ol.CheckpointError, match="is not there"):
+    with pytest.raises(ol.CheckpointError, match="does not exist"):
         run(network(), checkpoint=tmp_path / "none.safetensors", resume=True)
     assert path.read_bytes() == before
 
@@ -102,16 +102,16 @@ def test_a_checkpoint_of_other_dtypes_or_frozen_layers_is_refused(tmp_path):
         '"epochs": [3], "partial": {"correct": 0, "epoch_seconds": 0}', '"epochs": [], "partial": {}',
     )),
 ])  # fmt: skip
-def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, about):
+def test_an_incomplete_checkpoint_is_refused(tmp_path, about):
     from safetensors.torch import save_file
 
     path, tensors = tmp_path / "run.safetensors", {"losses": torch.zeros(3)}
     save_file(tensors, path, {"onelaunch": about, "sha256": _digest(tensors, about)})
-    with pytest.raises(ol.CheckpointError, match="lacks what a run's has"):
+    with pytest.raises(ol.CheckpointError, match="is incomplete"):
         run(network(), checkpoint=path, resume=True)
 
 
-def test_a_link_is_written_where_it_points(tmp_path):
+def test_the_target_of_a_link_is_written(tmp_path):
     target, link = tmp_path / "there.safetensors", tmp_path / "link.safetensors"
     link.symlink_to(target)
     run(network(), epochs=1, checkpoint=link)
@@ -154,7 +154,7 @@ def test_two_runs_do_not_write_one_checkpoint(tmp_path):
     assert sorted(file.name for file in tmp_path.iterdir()) == ["run.safetensors", "run.safetensors.1"]
 
 
-def test_an_unwritable_place_is_named(tmp_path):
+def test_an_unwritable_path_is_named(tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
     with pytest.raises(ol.CheckpointError, match=r"checkpoint=.* cannot be written"):
@@ -179,7 +179,7 @@ def test_the_same_weights_with_another_activation_are_another_model(tmp_path):
         run(other, checkpoint=path, resume=True)
 
 
-def test_state_that_is_no_tensor_is_named_before_training(tmp_path):
+def test_state_that_is_not_a_tensor_is_named_before_training(tmp_path):
     class Extra(nn.Linear):
         def get_extra_state(self) -> dict[str, int]:
             return {"calls": 3}
@@ -190,13 +190,13 @@ def test_state_that_is_no_tensor_is_named_before_training(tmp_path):
     x, y = data()
     model = Extra(7, 4)
     before = model.weight.clone()
-    with pytest.raises(ol.CheckpointError, match="_extra_state, which is no tensor"):
+    with pytest.raises(ol.CheckpointError, match="_extra_state, which is not a tensor"):
         ol.fit(model, x, y, epochs=1, checkpoint=tmp_path / "run.safetensors", progress=False)
     assert torch.equal(model.weight, before)
     ol.fit(model, x, y, epochs=1, progress=False)
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
+def test_the_next_run_removes_what_a_killed_one_left(tmp_path):
     path = tmp_path / "run.safetensors"
     left, another = tmp_path / ".run.safetensors.1-2.tmp", tmp_path / ".other.safetensors.1-2.tmp"
     for file in (left, another):

@@ -1,27 +1,28 @@
-"""Whether two loss curves tell the same story: means over stretches of steps, their relative gap, and a bound for it.
+"""Whether two loss curves agree: means over stretches of steps, their relative gap, and a bound for it.
 
-Runs with the same weights and rows still part: dropout masks of different generators, rounding that grows. What such noise
-can do to the mean of a stretch is estimated from the step-by-step differences within it: the bound needs no tuning.
+Runs with the same weights and rows still drift apart: dropout masks come from different generators, and rounding errors grow.
+The effect of such noise on the mean of a stretch is estimated from the step-by-step differences within the stretch, so that
+the bound needs no tuning.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-STRETCHES, LEAST_STEPS = 20, 10
-SLACK = 0.02  # what rounding in bf16 does to a mean
+STRETCHES, MIN_STEPS = 20, 10
+SLACK = 0.02  # what rounding to bf16 does to a mean
 STANDARD_ERRORS = 4  # honest pairs (MNIST, 3 epochs, other dropout masks) came to 0.6 of the bound at most
 
 
 @dataclass(frozen=True)
 class Gap:
-    """The widest gap between two curves (or, where they part, the one furthest beyond its bound), relative to the first."""
+    """The widest gap between two curves, relative to the first; where they disagree, the gap furthest beyond its bound."""
 
     relative: float
     bound: float
@@ -29,22 +30,19 @@ class Gap:
     last_step: int
     agrees: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def widest_gap(reference: Sequence[float], other: Sequence[float]) -> Gap:
-    """Compare two curves of the same length, one loss a step."""
+    """Compare two curves of the same length, one loss per step."""
     a, b = np.asarray(reference, np.float64), np.asarray(other, np.float64)
     assert a.shape == b.shape, (a.shape, b.shape)
-    length = min(len(a), max(LEAST_STEPS, len(a) // STRETCHES))
+    length = min(len(a), max(MIN_STEPS, len(a) // STRETCHES))
     gaps = []
     for first in range(0, len(a) - length + 1, length):
         last = first + length if first + 2 * length <= len(a) else len(a)  # the last stretch takes the rest
         gaps.append(_gap(a[first:last], b[first:last], first))
-    apart = [gap for gap in gaps if not gap.agrees]
-    if apart:
-        return max(apart, key=lambda gap: gap.relative / gap.bound)
+    disagreeing = [gap for gap in gaps if not gap.agrees]
+    if disagreeing:
+        return max(disagreeing, key=lambda gap: gap.relative / gap.bound)
     return max(gaps, key=lambda gap: gap.relative)
 
 

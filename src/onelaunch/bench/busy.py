@@ -1,6 +1,6 @@
-"""Whether others use this machine: what they leave us of its cores when we ask for all of them.
+"""How many cores other processes use while we measure.
 
-The system's load average would be of no use: it remembers the last minute, in which we may have run a benchmark ourselves.
+The system's load average does not tell: it covers the last minute, in which we may have run a benchmark ourselves.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from pathlib import Path
 
 from onelaunch.device import BUSY_SHARE, usable_cores
 
-SECONDS, MOST_THREADS = 0.2, 32
-BLOCK = bytes(2**20)  # hashed without Python's lock
+SECONDS, MAX_THREADS = 0.2, 32
+BLOCK = bytes(2**20)  # hashing this releases Python's lock
 
 
 @functools.cache
 def cores_taken_before() -> float:
-    """By others, before this process measured anything."""
+    """The cores that others used before this process measured anything."""
     return cores_taken()
 
 
 def cores_taken() -> float:
-    """Cores that others use now, while we ask for all (or MOST_THREADS) of them."""
-    threads = [threading.Thread(target=_work, args=(time.perf_counter() + SECONDS,)) for _ in range(_asked())]
+    """The cores that others use now: those that we ask for (all, or MAX_THREADS) and do not get."""
+    threads = [threading.Thread(target=_work, args=(time.perf_counter() + SECONDS,)) for _ in range(_thread_count())]
     begin, used = time.perf_counter(), time.process_time()
     for thread in threads:
         thread.start()
@@ -37,13 +37,13 @@ def cores_taken() -> float:
 
 
 class Watch:
-    """What others take of the machine from here on: the system's busy time less ours, on as many cores as we may use."""
+    """The cores that others use from now on: the system's busy time minus ours, scaled to the cores that we may use."""
 
     def __init__(self) -> None:
         self._begin = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def cores_taken(self) -> float:
-        """On average since the start; what they take now, where the system keeps no such count."""
+        """The average since the start; the cores in use now, where the system keeps no count of busy time."""
         clock, busy, own = self._begin
         now, seconds = _busy_seconds(), time.perf_counter() - clock
         if now is None or busy is None or seconds < SECONDS:
@@ -53,7 +53,7 @@ class Watch:
 
 
 def _busy_seconds() -> float | None:
-    """Of all cores since the system started: all but idle and waiting for disks."""
+    """Seconds that all cores together were busy since the system started, neither idle nor waiting for disks."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
         ticks = [int(field) for field in fields]
@@ -63,11 +63,11 @@ def _busy_seconds() -> float | None:
 
 
 def _own_seconds() -> float:
-    return sum(os.times()[:4])  # with those of processes we started
+    return sum(os.times()[:4])  # with the processes that we started
 
 
-def _asked() -> int:
-    return min(usable_cores(), MOST_THREADS)
+def _thread_count() -> int:
+    return min(usable_cores(), MAX_THREADS)
 
 
 def _work(until: float) -> None:
@@ -76,7 +76,7 @@ def _work(until: float) -> None:
 
 
 def warning(taken: float) -> str:
-    """A line for people where times will be off; else empty."""
-    if taken <= BUSY_SHARE * _asked():
+    """One line for the user where others use so much that times will be off; else empty."""
+    if taken <= BUSY_SHARE * _thread_count():
         return ""
-    return f"others use this machine ({taken:.1f} of {_asked()} cores): times will be off"
+    return f"others use this machine ({taken:.1f} of {_thread_count()} cores): times will be off"

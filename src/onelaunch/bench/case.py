@@ -1,4 +1,4 @@
-"""A benchmark case: our way, the peers' ways, and the check that must pass before any of them is timed."""
+"""A benchmark case: our implementation, its peers, and the check that must pass before any of them is timed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,55 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 Work = Callable[[], object]
-GROUPS = ("ops", "train", "cpu", "memory", "fuse")
-FLOOR = "floor"  # a contender whose name starts so does the least that any way must do, and is no peer
+OURS = "onelaunch"  # our name among the contenders of a case
+FLOOR = "floor"  # a contender whose name starts with this does the least that any implementation must do; it is no peer
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are run, recorded and shown together: `onelaunch bench NAME`."""
+
+    name: str
+    title: str
+    on_gpu: bool | None  # None: some of its cases run on the GPU, others on the CPU
+
+
+# In the order in which they run and are shown.
+GROUPS: Mapping[str, Group] = {
+    group.name: group
+    for group in (
+        Group("train", "Training runs", None),
+        Group("cpu", "Training on a CPU", False),
+        Group("ops", "Fused ops", True),
+        Group("fuse", "Fused models", True),
+        Group("memory", "Memory", True),
+    )
+}
+
+
+def group_of(name: str) -> Group:
+    """The group of that name; one titled like its name where a results file holds a group that we do not know."""
+    return GROUPS.get(name) or Group(name, name, None)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A case made ready to run. Each Work does the same job once; what it returns is thrown away."""
+    """A case ready to run. Each Work does the same job once; its result is thrown away."""
 
     ours: Work
     check: Work  # compares ours with a reference on fresh inputs; raises AssertionError saying what differs
     peers: Mapping[str, Work] = field(default_factory=dict)
-    absent: Mapping[str, str] = field(default_factory=dict)  # peers that cannot run here, and why
-    units: int = 1  # steps (or whatever Case.unit says) that one call does: times are given per unit
-    floor_seconds: float | None = None  # the time a call's bytes or FLOPs must take on this device, when it is known
-    floor_bytes: float | None = None  # what one call must move through the device's memory,
-    floor_flops: float | None = None  # and the arithmetic it must do: set against this device's measured ceilings
+    absent: Mapping[str, str] = field(default_factory=dict)  # peers that cannot run on this machine, and why
+    units: int = 1  # steps (or whatever Case.unit says) per call: times are given per unit
+    floor_seconds: float | None = None  # the time that one call's bytes or FLOPs must take on this device, when known
+    floor_bytes: float | None = None  # the bytes that one call must move through the device's memory
+    floor_flops: float | None = None  # the arithmetic that one call must do
     floor_dtype: str = "fp32"  # whose matrix rate bounds the arithmetic: fp32, tf32, bf16 or fp16
     cuda: bool = False  # time with CUDA events
     memory: Mapping[str, Work] = field(default_factory=dict)  # one call of each contender, for its peak of CUDA memory
-    self_timed: bool = False  # each Work returns the seconds a unit took it, over as many units as it likes
-    repeats: int | None = None  # samples at most, where each is long
-    notes: Mapping[str, str] = field(default_factory=dict)  # what else the check found, by name
+    self_timed: bool = False  # each Work returns its own seconds per unit, over as many units as it likes
+    repeats: int | None = None  # maximum number of samples, where each takes long
+    notes: Mapping[str, str] = field(default_factory=dict)  # further findings of the check, by name
 
 
 @dataclass(frozen=True)

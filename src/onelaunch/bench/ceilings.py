@@ -1,6 +1,6 @@
-"""What this device can do at most, measured once a run: bytes a second of a large copy, FLOPs a second of a large product.
+"""The highest rates of this device, measured once per run: bytes per second of a large copy, FLOPs per second of a large GEMM.
 
-A floor counted in bytes or FLOPs becomes a time only against these; a datasheet's figures are never reached.
+They turn a floor counted in bytes or FLOPs into a time. The rates of a datasheet are never reached.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 
 
 class Ceilings:
-    """Measures when asked, and remembers."""
+    """Measures a rate when it is first needed, and remembers it."""
 
     def __init__(self) -> None:
         self.measured: dict[str, dict[str, float]] = {}
 
     def bandwidth(self, kind: str) -> float:
-        """Bytes read plus bytes written, a second."""
+        """Bytes read plus bytes written, per second."""
         return self._known(kind, "copy", lambda: _copy_rate(kind))
 
     def product(self, kind: str, dtype: str) -> float:
+        """FLOPs per second of a matrix product."""
         return self._known(kind, dtype, lambda: _product_rate(kind, dtype))
 
     def _known(self, kind: str, what: str, measure: Callable[[], float]) -> float:
@@ -40,7 +41,7 @@ class Ceilings:
         return found[what]
 
     def seconds(self, kind: str, moved: float | None, flops: float | None, dtype: str) -> float | None:
-        """The least time for so many bytes and so much arithmetic: the two overlap, so the longer counts."""
+        """The shortest time for this many bytes and FLOPs. The two overlap, so the longer one counts; None for neither."""
         times = []
         if moved is not None:
             times.append(moved / self.bandwidth(kind))
@@ -52,7 +53,7 @@ class Ceilings:
 def _copy_rate(kind: str) -> float:
     source = torch.randint(256, (COPIED_BYTES[kind],), dtype=torch.uint8, device=kind)
     target = torch.empty_like(source)
-    return 2 * source.numel() / _least_seconds(lambda: target.copy_(source), kind)
+    return 2 * source.numel() / _shortest_seconds(lambda: target.copy_(source), kind)
 
 
 def _product_rate(kind: str, dtype: str) -> float:
@@ -61,13 +62,13 @@ def _product_rate(kind: str, dtype: str) -> float:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
-        return 2 * n**3 / _least_seconds(functools.partial(torch.mm, a, b), kind)
+        return 2 * n**3 / _shortest_seconds(functools.partial(torch.mm, a, b), kind)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
-def _least_seconds(work: Callable[[], Any], kind: str) -> float:
-    """The least, not the median: a ceiling is what the device can do, whoever else used it meanwhile."""
+def _shortest_seconds(work: Callable[[], Any], kind: str) -> float:
+    """The minimum of the samples, not the median: a ceiling is what the device can do when nobody else uses it."""
     wait = torch.cuda.synchronize if kind == "cuda" else lambda: None
     time.sleep(SETTLE_SECONDS)
     samples = []

@@ -1,4 +1,4 @@
-"""The same run trained by everybody on this machine: times, memory, loss curves, and whether the curves agree."""
+"""One training run by every contender on this machine: times, memory, loss curves, and whether the curves agree."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,14 @@ from torch import nn
 
 from onelaunch.bench.agreement import widest_gap
 from onelaunch.bench.contenders import EAGER, Contender, OurEngine, Trained, contenders_for, peak_memory, shortened
-from onelaunch.bench.measure import reason_in_a_line
+from onelaunch.bench.measure import one_line_reason
 from onelaunch.bench.memory_timeline import engine_timeline, step_timeline
 from onelaunch.engines.contract import Run
 from onelaunch.engines.cpu import ENGINE as CPU
 from onelaunch.errors import DivergedError
-from onelaunch.format import format_seconds
-from onelaunch.run.objective import as_features, count_correct, loss_of, predictions_per_row
+from onelaunch.format import format_percent, format_seconds
+from onelaunch.integers import ceil_div
+from onelaunch.run.objective import as_features, count_correct, has_accuracy, loss_of, predictions_per_row
 
 OURS_EAGER = "onelaunch eager"
 CURVE_POINTS = 80
@@ -33,10 +34,10 @@ Show = Callable[[str], None]
 
 @dataclass
 class Record:
-    """What one contender did, seed by seed."""
+    """What one contender did, one entry per seed."""
 
     startup_seconds: float
-    short_seconds: float  # of a run of START_STEPS, warmed up: most of it is what any run costs once
+    short_seconds: float  # of a warmed-up run of START_STEPS: mostly the one-time cost of any run
     peak_bytes: int | None = None
     losses: list[list[float]] = field(default_factory=list)
     epochs: list[list[tuple[int, float]]] = field(default_factory=list)
@@ -46,7 +47,7 @@ class Record:
 def compare(
     run_of: Callable[[int], Run], seeds: Sequence[int], show: Show, results: dict[str, Any], save: Callable[[], None]
 ) -> None:
-    """Fill `results` contender by contender; an interruption keeps what is done. `run_of(seed)` makes the run of a seed."""
+    """Fill `results` contender by contender, so that an interruption keeps what is done. `run_of(seed)` makes the run."""
     first = run_of(seeds[0])
     contenders, absent = contenders_for(first)
     spec = first.spec
@@ -55,7 +56,7 @@ def compare(
     results.update(
         {"rows": spec.rows, "batch_size": spec.batch_size, "steps": spec.total_steps, "seeds": [], "trained": [],
          "steps_per_epoch": spec.steps_per_epoch, "parameters": sum(p.numel() for p in first.model.parameters()),
-         "contenders": {}, "absent": absent, "failed": {}, "diverged": {}, "memory": _memory_over_a_step(first, names)}
+         "contenders": {}, "absent": absent, "failed": {}, "diverged": {}, "memory": _step_memory(first, names)}
     )  # fmt: skip
     records: dict[str, Record] = {}
     for seed in seeds:
@@ -76,28 +77,28 @@ def compare(
                 line = _line(contender.name, seed, trained, records[contender.name])
             results["contenders"] = _summaries(records, spec.steps_per_epoch)
             save()
-            if line:  # last: what was done is kept if this is interrupted
+            if line:  # last: an interruption here loses no result
                 show(line)
         results["seeds"].append(seed)
 
 
 def _note_failure(contender: Contender, seed: int, error: BaseException, results: dict[str, Any]) -> None:
-    """A peer that cannot train here is absent; an engine of ours that took the run on has failed."""
+    """A peer that raises is absent; an engine of ours has accepted the run, so that it has failed."""
     name = contender.name
-    place = f", seed {seed}" if results["seeds"] else ""  # of a later seed: the earlier ones went well
+    where = f", seed {seed}" if results["seeds"] else ""  # a later seed: the earlier ones went well
     results["memory"].pop(name, None)
     results["trained"] = [entry for entry in results["trained"] if entry[0] != name]
     if not isinstance(contender, OurEngine):
-        results["absent"][name] = f"{reason_in_a_line(error)}{place}"
+        results["absent"][name] = f"{one_line_reason(error)}{where}"
     elif isinstance(error, DivergedError):
-        results["diverged"][name] = error.step + 1  # steps count from 1 in what is shown
-        results["failed"][name] = f"diverged at step {error.step + 1:,}{place}"
+        results["diverged"][name] = error.step + 1  # shown steps count from 1
+        results["failed"][name] = f"diverged at step {error.step + 1:,}{where}"
     else:
-        results["failed"][name] = f"{reason_in_a_line(error)}{place}"
+        results["failed"][name] = f"{one_line_reason(error)}{where}"
 
 
 def _train(contender: Contender, run: Run, records: dict[str, Record]) -> Trained:
-    """Add to the contender's record."""
+    """Train, and add the result to the contender's record."""
     name = contender.name
     with peak_memory(run.device) as peak:
         if name not in records:
@@ -116,19 +117,18 @@ def _train(contender: Contender, run: Run, records: dict[str, Record]) -> Traine
 
 
 def evaluate(model: nn.Module, run: Run) -> dict[str, float | None]:
-    """Loss and accuracy of trained weights on the validation rows (else the training rows), by the same code for everybody."""
+    """Loss and accuracy on the validation rows (else the training rows), by the same code for every contender."""
     x, y = run.validation if run.validation is not None else (run.x, run.y)
-    total, right = 0.0, 0
+    total, correct = 0.0, 0
     model.eval()
     with torch.no_grad():
         for first in range(0, len(x), EVALUATION_ROWS):
             part = slice(first, first + EVALUATION_ROWS)
             output = model(as_features(x[part], torch.float32)).float()
             total += loss_of(run.spec, output, y[part]).item() * len(output)
-            correct = count_correct(run.spec, output, y[part])
-            right += 0 if correct is None else int(correct)
+            correct += int(found) if (found := count_correct(run.spec, output, y[part])) is not None else 0
     predictions = len(x) * predictions_per_row(run.spec, run.outputs)
-    return {"loss": total / len(x), "accuracy": None if run.spec.loss == "mse" else right / predictions}
+    return {"loss": total / len(x), "accuracy": correct / predictions if has_accuracy(run.spec) else None}
 
 
 def _summaries(records: dict[str, Record], steps_per_epoch: int) -> dict[str, Any]:
@@ -154,9 +154,9 @@ def _summaries(records: dict[str, Record], steps_per_epoch: int) -> dict[str, An
 
 
 def _once_share(record: Record) -> float | None:
-    """How much of the median epoch's time is what a run costs once; None where the runs are too short to tell it from steps.
+    """The share of one-time cost in the median epoch's time; None where the runs are too short to tell it from steps.
 
-    It falls into a run's first epoch: from the third on it is in less than half of the epochs, and not in their median.
+    The one-time cost falls into a run's first epoch: with three epochs or more it is not in their median.
     """
     if len(record.epochs[0]) > 2:
         return 0.0
@@ -169,13 +169,13 @@ def _once_share(record: Record) -> float | None:
 
 
 def _diverged_step(record: Record) -> int | None:
-    """The first step, from 1, whose loss is not finite in some seed."""
+    """The first step, counted from 1, whose loss is not finite in some seed."""
     found = [step for losses in record.losses for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]
     return min(found, default=None)
 
 
 def spread(values: Sequence[Any]) -> dict[str, float] | None:
-    """Median, mean, deviation and range of some values; None for no values."""
+    """Median, mean, standard deviation and range; None for no values."""
     if not values:
         return None
     return {
@@ -185,18 +185,18 @@ def spread(values: Sequence[Any]) -> dict[str, float] | None:
 
 
 def _gap(reference: Record, other: Record) -> dict[str, Any] | None:
-    """Of the mean curves over the seeds both have finished; None where one of the two has no curve, having diverged."""
+    """The gap of the mean curves over the seeds that both have finished; None where one of the two has diverged."""
     if any(_diverged_step(record) is not None for record in (reference, other)):
         return None
     count = min(len(reference.losses), len(other.losses))
     curves = (np.mean(record.losses[:count], axis=0) for record in (reference, other))
-    return widest_gap(*curves).to_dict()
+    return asdict(widest_gap(*curves))
 
 
 def _curve(losses: list[list[float]]) -> dict[str, list[float]]:
-    """Means over stretches of steps: their last steps, the mean over the seeds, the least and the largest seed."""
+    """Means over stretches of steps: the last step of each, the mean over the seeds, the smallest and the largest seed."""
     array = np.asarray(losses)
-    length = -(-array.shape[1] // CURVE_POINTS)
+    length = ceil_div(array.shape[1], CURVE_POINTS)
     edges = list(range(0, array.shape[1], length))
     means = np.stack([array[:, edge : edge + length].mean(axis=1) for edge in edges], axis=1)
     return {
@@ -205,9 +205,11 @@ def _curve(losses: list[list[float]]) -> dict[str, list[float]]:
     }  # fmt: skip
 
 
-def _memory_over_a_step(run: Run, names: Sequence[str]) -> dict[str, Any]:
-    """PyTorch's live bytes after each operation; for the CPU engine its arena, which a step never leaves. Of those compared
-    only, and one that fails here will say so when it trains."""
+def _step_memory(run: Run, names: Sequence[str]) -> dict[str, Any]:
+    """Live bytes after each operation of the PyTorch step; for the CPU engine its arena, which holds the whole step.
+
+    Only contenders that are compared are listed. One that fails here will say so when it trains.
+    """
     found: dict[str, Any] = {}
     with contextlib.suppress(Exception):
         found[EAGER] = step_timeline(run)
@@ -224,5 +226,5 @@ def _memory_over_a_step(run: Run, names: Sequence[str]) -> dict[str, Any]:
 def _line(name: str, seed: int, trained: Trained, record: Record) -> str:
     step = statistics.median(taken / steps for steps, taken in trained.epochs)
     accuracy = record.final[-1]["accuracy"]
-    right = "" if accuracy is None else f", accuracy {accuracy:.2%}".replace("%", " %")
-    return f"{name}, seed {seed}: {format_seconds(step)} a step, loss {record.final[-1]['loss']:.4g}{right}"
+    end = "" if accuracy is None else f", accuracy {format_percent(accuracy, 2)}"
+    return f"{name}, seed {seed}: {format_seconds(step)} per step, loss {record.final[-1]['loss']:.4g}{end}"

@@ -1,4 +1,4 @@
-"""Those who train the same run: the loop a user writes in PyTorch, as it is and compiled, and our engines."""
+"""Contenders that train a whole run: the loop that a PyTorch user writes, uncompiled and compiled, and our engines."""
 
 from __future__ import annotations
 
@@ -15,96 +15,67 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from onelaunch.bench.torch_step import TorchStep, matmul_precision
 from onelaunch.engines import FASTEST_FIRST, engine_or_reason
 from onelaunch.engines.contract import Run
 from onelaunch.rng import permutation
-from onelaunch.run.objective import as_features, loss_of
-from onelaunch.run.spec import Spec
 from onelaunch.train.fit import fit_with
 
 EAGER, COMPILED = "torch eager", "torch.compile"
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
 class Trained:
-    """What a contender did with a run; `epochs` holds (steps, seconds) each, `planned_bytes` the arena of an engine that has
-    one and tells."""
+    """What a contender made of a run."""
 
     model: nn.Module
-    losses: list[float] = field(default_factory=list)
-    epochs: list[tuple[int, float]] = field(default_factory=list)
-    planned_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)  # one per step
+    epochs: list[tuple[int, float]] = field(default_factory=list)  # (steps, seconds) of each
+    planned_bytes: int | None = None  # the arena of an engine that plans one and says so
 
 
 class Contender(Protocol):
     name: str
 
     def train(self, run: Run) -> Trained:
-        """Train a copy of the run's model; what is done once (compiling, say) is done for the first run only."""
+        """Train a copy of the run's model. One-time work, such as compiling, is done for the first run only."""
 
 
 class TorchLoop:
-    """The training loop of a PyTorch user: data on the device, nothing read back but at the end of an epoch."""
+    """The training loop of a PyTorch user: data on the device, losses read back at the end of each epoch only."""
 
     def __init__(self, run: Run, *, compiled: bool) -> None:
         self.name = COMPILED if compiled else EAGER
-        self.model = copy.deepcopy(run.model)
-        self.precision = run.spec.precision
-        if self.precision == "auto" and run.device.type == "cuda":
-            self.precision = "tf32"  # our engines may take it too
-        self._loss = torch.compile(self._plain_loss, dynamic=False) if compiled else self._plain_loss
+        self._step = TorchStep(run, "default" if compiled else None)
         self._ready = not compiled
 
-    def _plain_loss(self, spec: Spec, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        dtype = AUTOCAST.get(self.precision)
-        with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-            output = self.model(as_features(x, torch.float32))
-        return loss_of(spec, output.float(), y)
-
     def _make_ready(self, run: Run) -> None:
-        """Compile for the smaller last batch too, which would else happen in the middle of the first epoch."""
+        """Compile for the smaller last batch too: otherwise that happens in the middle of the first epoch."""
         rest = run.spec.rows % run.spec.batch_size
         if not self._ready and rest and not run.spec.drop_last:
-            self._loss(run.spec, run.x[:rest], run.y[:rest]).backward()
+            self._step.loss(run.x[:rest], run.y[:rest]).backward()
         self._ready = True
 
     def train(self, run: Run) -> Trained:
-        spec, device = run.spec, run.device
+        spec, device, train_step = run.spec, run.device, self._step
         self._make_ready(run)
-        self.model.load_state_dict(run.model.state_dict())
-        self.model.train()
-        torch.manual_seed(spec.seed)  # of the dropout masks, which are PyTorch's own here
-        optimizer = make_optimizer(run, self.model)
-        scaler = torch.amp.GradScaler(device.type, enabled=self.precision == "fp16")
-        result, step = Trained(self.model), 0
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
-        try:
+        train_step.begin(run)
+        torch.manual_seed(spec.seed)  # for the dropout masks, which are PyTorch's own here
+        result, step = Trained(train_step.model), 0
+        with matmul_precision(run):
             while step < spec.total_steps:
                 first, last, begin = step, spec.epoch_end(step), time.perf_counter()
                 order = permutation(spec.rows, spec.seed, spec.epoch_of(step), device=device)
                 losses = torch.empty(last - first, device=device)
                 for step in range(first, last):
-                    for group in optimizer.param_groups:
+                    for group in train_step.optimizer.param_groups:
                         group["lr"] = spec.lr_at(step)
-                    losses[step - first] = self.step(run, order[spec.batch_slice(step)], optimizer, scaler)
+                    rows = order[spec.batch_slice(step)]
+                    losses[step - first] = train_step(run.x[rows], run.y[rows])
                 step = last
                 result.losses += losses.tolist()  # waits for the device
                 result.epochs.append((last - first, time.perf_counter() - begin))
-        finally:
-            torch.set_float32_matmul_precision(before)
         return result
-
-    def step(
-        self, run: Run, rows: torch.Tensor, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
-    ) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = self._loss(run.spec, run.x[rows], run.y[rows])
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
 
 
 class OurEngine:
@@ -124,18 +95,8 @@ class OurEngine:
         return Trained(model, history.losses, epochs, history.allocations.get("peak bytes"))
 
 
-def make_optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    spec, parameters = run.spec, [p for p in model.parameters() if p.requires_grad]
-    if spec.optimizer == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, weight_decay=spec.weight_decay
-        )
-    kind = torch.optim.Adam if spec.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, lr=spec.lr, betas=spec.betas, eps=spec.eps, weight_decay=spec.weight_decay)
-
-
 def contenders_for(run: Run) -> tuple[list[Contender], dict[str, str]]:
-    """All that can train `run` here, and why the others cannot."""
+    """The contenders that can train `run` on this machine, and the reason of each that cannot, by name."""
     found: list[Contender] = [TorchLoop(run, compiled=False), TorchLoop(run, compiled=True)]
     absent = {}
     ours = FASTEST_FIRST if run.spec.engine == "auto" else (run.spec.engine,)
@@ -154,12 +115,12 @@ def shortened(run: Run, steps: int) -> Run:
 
 
 class Peak:
-    bytes: int | None = None  # None where this system does not say
+    bytes: int | None = None  # None where the system does not say
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """The most memory held inside the block beyond what was held before: of PyTorch's CUDA pool, or of this process."""
+    """The peak of memory inside the block beyond what was held before it: of PyTorch's CUDA pool, or of this process."""
     peak = Peak()
     gc.collect()
     if device.type == "cuda":
@@ -169,20 +130,21 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         peak.bytes = torch.cuda.max_memory_allocated(device) - before
         return
     try:
-        with suppress(AttributeError):  # glibc's: what was freed leaves the process, and is seen when it is taken again
+        with suppress(AttributeError):  # glibc's: freed memory leaves the process, so that taking it again is seen
             ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # Linux: forget the peak so far
-        held = _resident("VmRSS")
+        held = _status_bytes("VmRSS")
     except OSError:
         yield peak
         return
     yield peak
-    # What the process gave back before is not seen: nothing more held is not 0 bytes.
-    peak.bytes = max(0, _resident("VmHWM") - held) or None
+    # Memory that the process gave back before the block hides as much inside it: a difference of 0 is unknown, not 0.
+    peak.bytes = max(0, _status_bytes("VmHWM") - held) or None
 
 
-def _resident(what: str) -> int:
+def _status_bytes(field_name: str) -> int:
+    """A field of this process's status file, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(what):
+        if line.startswith(field_name):
             return int(line.split()[1]) * 1024
-    raise OSError(f"no {what}")
+    raise OSError(f"no {field_name}")

@@ -1,4 +1,4 @@
-"""Two results files beside each other: what changed, what is noise, and what the machine did to everybody."""
+"""Compares two results files: what changed, what is noise, and what the machine did to all contenders."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onelaunch.bench.results import OURS
+from onelaunch.bench.case import OURS
 from onelaunch.errors import OnelaunchError
 
-LEAST_CHANGE = 0.02  # below this nobody acts, however quiet the machine
-QUIET = 0.1  # noise up to this: a change that does not show is none to speak of
+MIN_CHANGE = 0.02  # a smaller change is not acted on, however quiet the machine
+QUIET = 0.1  # up to this noise, a change within it counts as none
 NOISY = "too noisy to tell"
 
 
 @dataclass(frozen=True)
 class Change:
-    """`ratio` is new time over old, `noise` the factor that the two spreads together allow it to be off by."""
+    """`ratio` is the new time divided by the old one, `noise` the factor by which the two spreads allow it to be off."""
 
     name: str
     verdict: str  # faster, slower, same, NOISY, machine, failed, mended, added, gone, left out, skipped
@@ -26,11 +26,11 @@ class Change:
     after: float | None = None
     ratio: float | None = None
     noise: float | None = None
-    peers: float | None = None  # the median of what the peers' times did: code that did not change
+    peers: float | None = None  # the median ratio of the peers' times, whose code did not change
 
 
 def compare_results(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    """A change of every case that either file holds."""
+    """The change of every case in either file. Raises OnelaunchError for a damaged file."""
     try:
         before, after = ({case["name"]: case for case in results["cases"]} for results in (old, new))
         return _changes(before, after, new.get("left_out", ()))
@@ -70,17 +70,17 @@ def _change(name: str, old: dict[str, Any] | None, new: dict[str, Any]) -> Chang
 
 
 def _verdict(ratio: float, noise: float, peers: float | None) -> str:
-    allowed = max(math.log(noise), math.log1p(LEAST_CHANGE))
+    allowed = max(math.log(noise), math.log1p(MIN_CHANGE))
     change, moved = math.log(ratio), math.log(peers) if peers else 0.0
     if abs(change) <= allowed:
-        return "same" if abs(change) <= math.log1p(LEAST_CHANGE) and noise <= 1 + QUIET else NOISY
-    # The peers' code is the same: where they moved too, only what we moved beyond them can be ours.
+        return "same" if abs(change) <= math.log1p(MIN_CHANGE) and noise <= 1 + QUIET else NOISY
+    # The peers' code is the same: where their times moved too, only a further change of ours can be due to our code.
     if change * moved > 0 and abs(moved) > allowed / 2 and abs(change) <= abs(moved) + allowed:
         return "machine"
     return "faster" if ratio < 1 else "slower"
 
 
-def _of_machines(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def _machine_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     found = []
     for what, pick in (
         ("cpu", lambda machine: machine.get("cpu", {}).get("name")),
@@ -98,10 +98,10 @@ def _of_machines(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What besides our code differs between the two runs, a line each."""
+    """What differs between the two runs besides our code, one line each."""
     try:
-        found = _of_machines(old.get("machine", {}), new.get("machine", {}))
-    except (AttributeError, TypeError, KeyError):  # a file of another make
+        found = _machine_differences(old.get("machine", {}), new.get("machine", {}))
+    except (AttributeError, TypeError, KeyError):  # not written by onelaunch
         found = ["a file does not say on what machine it was taken"]
     if old.get("quick") != new.get("quick"):
         found.append("one of the two was taken with --quick")

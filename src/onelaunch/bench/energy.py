@@ -1,8 +1,8 @@
-"""Energy of a unit of work: the card's own counter over whole ticks, while the card is kept busy.
+"""Energy per unit of work: the GPU's own counter between two of its ticks, while the GPU is kept busy.
 
-Reading the counter takes milliseconds on some systems, and a card that waits meanwhile still draws its idle power: on an H200 a
-loop of call, synchronise, read made a product of 83 µs cost 0.2 J, 2.5 kW. So the next calls are queued before the counter
-is read.
+Reading the counter takes milliseconds on some systems, and a GPU that waits meanwhile still draws its idle power. On an H200 a
+loop of call, synchronise, read measured 0.2 J for a GEMM of 83 µs, which would be 2.5 kW. So the next calls are queued before
+the counter is read.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from onelaunch.bench.case import Work
 
 GIVE_UP_SECONDS = 1.0  # a counter that has not moved by then does not work here
-BATCH_SECONDS = 0.01  # of work between two readings: an error of one in a window of 0.3 s is 3 %
+BATCH_SECONDS = 0.01  # of work between two readings: one batch too many in a window of 0.3 s is an error of 3 %
 
 Counter = Callable[[], int | None]  # millijoules
-Mark = Callable[[], Work]  # notes what is queued by now; the Work it returns waits for that
+Mark = Callable[[], Work]  # marks the end of the queue; the Work it returns waits until the device gets there
 
 
 def cuda_mark() -> Work:
@@ -31,15 +31,17 @@ def cuda_mark() -> Work:
 def joules(
     work: Work, *, units: int, call_seconds: float, seconds: float, counter: Counter, mark: Mark = cuda_mark
 ) -> float | None:
-    """Joules a unit while `work`, which takes the device `call_seconds`, runs back to back for `seconds` or a little more; None
-    where `counter` stands still."""
+    """Joules per unit while `work` runs back to back for at least `seconds`; None where `counter` stands still.
+
+    One call of `work` is `units` units and takes the device `call_seconds`.
+    """
     calls = max(1, round(BATCH_SECONDS / call_seconds))
     window = _between_ticks(work, calls, seconds, counter, mark)
     return None if window is None else window.joules / (window.calls * units)
 
 
 def watts(work: Work, *, seconds: float, counter: Counter, mark: Mark = cuda_mark) -> float | None:
-    """The mean power meanwhile: for work that waits for itself, and does as many units a call as it likes."""
+    """The mean power while `work` runs: for work that waits for the device itself and does any number of units per call."""
     window = _between_ticks(work, 1, seconds, counter, mark)
     return None if window is None else window.joules / window.seconds
 
@@ -52,8 +54,8 @@ class Window:
 
 
 def _between_ticks(work: Work, calls: int, seconds: float, counter: Counter, mark: Mark) -> Window | None:
-    """From one tick of the counter to another. A reading comes when one batch is done and the next is queued, so the calls
-    between two readings are those of the batches between."""
+    """Joules, seconds and calls between two ticks of the counter. The counter is read when one batch is done and the next is
+    queued, so that each reading accounts for one batch."""
 
     def queue() -> Work:
         for _ in range(calls):

@@ -1,6 +1,6 @@
-"""What the driver says of a GPU while it is measured: clocks, what holds them back, temperature, power, energy.
+"""The state of a GPU as the driver reports it: clocks, what limits them, temperature, power, energy.
 
-NVML is read through ctypes: the library comes with every driver, and six calls need no package. Nothing here changes a setting.
+NVML is called through ctypes: the library comes with every driver, and six calls need no package. No setting is changed.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 
 LIBRARIES = ("libnvidia-ml.so.1", "nvml.dll")
 CLOCKS = {"sm_mhz": 1, "memory_mhz": 2}  # NVML_CLOCK_SM, NVML_CLOCK_MEM
-# nvmlClocksEventReasons: what keeps a clock below what was asked for. Idle and the user's own settings are no fault of the run.
-HOLDS = {
+# nvmlClocksEventReasons, without those that are no fault of the run: an idle GPU and the user's own settings.
+LIMITS = {
     0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost", 0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown", 0x80: "power brake",
 }  # fmt: skip
 
 
 class Gpu:
-    """NVML's handle of a CUDA device. A figure that this driver or card does not give is None."""
+    """A CUDA device as NVML knows it. A value that this driver or card does not report is None."""
 
     def __init__(self, library: Any, handle: ctypes.c_void_p) -> None:
         self._library, self._handle = library, handle
 
-    def _ask(self, function: str, kind: Any, *arguments: Any) -> Any:
+    def _query(self, function: str, kind: Any, *arguments: Any) -> Any:
         value = kind()
         try:
             status = getattr(self._library, function)(self._handle, *arguments, ctypes.byref(value))
@@ -35,18 +35,18 @@ class Gpu:
         return value.value if status == 0 else None
 
     def millijoules(self) -> int | None:
-        """Since the driver was loaded; the counter moves every 20 to 100 ms."""
-        return self._ask("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong)
+        """Energy used since the driver was loaded; the counter moves every 20 to 100 ms."""
+        return self._query("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong)
 
     def state(self) -> dict[str, Any]:
-        clocks = {name: self._ask("nvmlDeviceGetClockInfo", ctypes.c_uint, kind) for name, kind in CLOCKS.items()}
-        power = self._ask("nvmlDeviceGetPowerUsage", ctypes.c_uint)
-        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong) or 0
+        clocks = {name: self._query("nvmlDeviceGetClockInfo", ctypes.c_uint, kind) for name, kind in CLOCKS.items()}
+        power = self._query("nvmlDeviceGetPowerUsage", ctypes.c_uint)
+        reasons = self._query("nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong) or 0
         return {
             **clocks,
-            "celsius": self._ask("nvmlDeviceGetTemperature", ctypes.c_uint, 0),
+            "celsius": self._query("nvmlDeviceGetTemperature", ctypes.c_uint, 0),
             "watts": None if power is None else power / 1e3,
-            "held_back_by": [name for bit, name in HOLDS.items() if reasons & bit],
+            "held_back_by": [name for bit, name in LIMITS.items() if reasons & bit],
         }
 
     def driver(self) -> str:
@@ -56,7 +56,7 @@ class Gpu:
 
 @functools.cache
 def current_gpu() -> Gpu | None:
-    """The current CUDA device as NVML knows it; None where there is none, or no NVML."""
+    """The current CUDA device; None without a CUDA device or without NVML."""
     if not torch.cuda.is_available():
         return None
     for name in LIBRARIES:
@@ -71,6 +71,6 @@ def current_gpu() -> Gpu | None:
 
 
 def _find(library: Any, handle: ctypes.c_void_p) -> int:
-    """By UUID: NVML numbers the cards of the machine, CUDA those it was shown."""
+    """Look the device up by UUID: NVML numbers all cards of the machine, CUDA only the visible ones. Returns NVML's status."""
     identity = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     return int(library.nvmlDeviceGetHandleByUUID(identity.encode(), ctypes.byref(handle)))

@@ -1,4 +1,4 @@
-"""Timing that can be believed: warm-up, contenders interleaved so that a noisy moment hits all of them, quantiles."""
+"""Timing: warm-up, samples of all contenders in turn so that a noisy moment hits all of them, medians and quartiles."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from onelaunch.bench.case import Work
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, UnsupportedError
 
-# The device idles before the first event while the host queues the work: what is timed is the device, not how fast Python
-# launches. Twice as long as the host took to queue it in the last warm-up, 2 ms at least.
-LEAD_SECONDS, MOST_LEAD_SECONDS, CYCLES_A_SECOND = 2e-3, 0.5, 2_000_000_000
-# Thread pools (OpenMP's for 200 ms, XLA's) spin on after their work: without a pause a contender is timed against the threads
-# of the last one (784-128-128-128-10 on 2 cores: 175 µs a step instead of 102).
+# The device sleeps before the first event while the host queues the work, so that the device is timed, not Python's launches.
+# It sleeps twice as long as the host took to queue the work in the last warm-up, and at least 2 ms.
+LEAD_SECONDS, MAX_LEAD_SECONDS, CYCLES_PER_SECOND = 2e-3, 0.5, 2_000_000_000
+# Thread pools (OpenMP's for 200 ms, XLA's) spin on after their work. Without a pause a contender is timed while the threads of
+# the last one still run (784-128-128-128-10 on 2 cores: 175 µs per step instead of 102).
 SETTLE_SECONDS = 0.25
-WARM_UPS, LEAST_SAMPLES = 2, 6  # the first calls compile, and fill caches and allocators
-# Where even those take PATIENCE times longer than they should; or of whole training runs.
-FEWEST_SAMPLES, PATIENCE = 4, 4
-# A sample by the host's clock repeats short work until it fills this: waking up then weighs nothing, and a moment in which
-# another process ran is spread over all of it.
+WARM_UPS, MIN_SAMPLES = 2, 6  # the first calls compile, and fill caches and allocators
+# Fewer samples are enough for whole training runs, and where MIN_SAMPLES would take PATIENCE times the time given.
+MIN_LONG_SAMPLES, PATIENCE = 4, 4
+# A sample by the host's clock repeats short work until it fills this time: the cost of waking up is then negligible, and a
+# moment in which another process ran is spread over the whole sample.
 SAMPLE_SECONDS = 0.1
-VERY_FEW, FEW = 6, 8  # below: too few samples to leave one out, and for their quartiles to say much
+VERY_FEW, FEW = 6, 8  # fewer samples are too few to leave one out, and for their quartiles to say much
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds a unit. `spread` is what another run may differ by, relative to the median: the larger of the interquartile
-    range and the difference between the medians of the first and the second half; of fewer than FEW samples the range of all
-    but the farthest, of fewer than VERY_FEW the whole range. Two runs of independent samples then differ by more than their
-    spreads allow in 3 of 1000 pairs or fewer, whatever n is (with quartiles alone 30 of 1000 at n = 5).
+    """Seconds per unit. `spread` is the relative difference to expect in another run, as a fraction of the median.
+
+    It is the larger of the interquartile range and the difference between the medians of the first and the second half. Of
+    fewer than FEW samples it is the range of all but the farthest, of fewer than VERY_FEW the whole range. Two runs of
+    independent samples then differ by more than their spreads allow in at most 3 of 1000 pairs, whatever n is (with quartiles
+    alone in 30 of 1000 at n = 5).
     """
 
     median: float
@@ -44,19 +45,16 @@ class Timing:
     n: int
     spread: float
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def reason_in_a_line(error: BaseException) -> str:
-    """What was raised, and the first line of what it says; ours say all themselves."""
-    said = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
-    first = " ".join(said[:2]) if said[0].endswith(":") else said[0]  # which announces the reason
+def one_line_reason(error: BaseException) -> str:
+    """The type of an exception and the first line of its message; the message alone for our own errors."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    first = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # a colon announces the reason
     return first if isinstance(error, OnelaunchError) else f"{type(error).__name__}: {first}"
 
 
 def summarise(samples: list[float]) -> Timing:
-    """Statistics of samples in the order they were taken; at least two."""
+    """Statistics of at least two samples, in the order in which they were taken."""
     half = len(samples) // 2
     first, second = statistics.median(samples[:half]), statistics.median(samples[half:])
     median = statistics.median(samples)
@@ -78,25 +76,25 @@ def measure(
     self_timed: bool = False,
     check_interrupts: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Time all contenders in turn, `repeats` times or until `seconds` a contender are spent (LEAST_SAMPLES times at least,
-    or FEWEST_SAMPLES where that takes very long).
+    """Time all contenders in turn, `repeats` times or until `seconds` per contender are spent, but at least MIN_SAMPLES times
+    (MIN_LONG_SAMPLES where that takes very long).
 
-    `self_timed`: a contender's result is its time, in seconds a unit, instead of ours. `check_interrupts` is called after each
-    sample: a contender may have swallowed a Ctrl-C, as scikit-learn's does, and its time with it.
+    `self_timed`: a contender returns its own time in seconds per unit. `check_interrupts` is called after each sample: a
+    contender may have swallowed a Ctrl-C, as scikit-learn's does, and the sample is then worthless.
     Returns the timings and, for contenders that raised, the reason; one that fails does not stop the others.
     """
     failed: dict[str, str] = {}
-    calls = dict.fromkeys(contenders, 1)  # that make a sample
+    calls = dict.fromkeys(contenders, 1)  # per sample
     leads = dict.fromkeys(contenders, LEAD_SECONDS)
 
     def attempt(name: str, seconds: Callable[[], float]) -> float | None:
-        """What it says, unless this contender raises now or has raised before."""
+        """The result of `seconds`; None if this contender raises now or has raised before."""
         if name in failed:
             return None
         try:
             taken = seconds()
         except (Exception, SystemExit) as error:  # a peer may raise anything, at any call
-            failed[name] = reason_in_a_line(error)
+            failed[name] = one_line_reason(error)
             return None
         check_interrupts()
         return taken
@@ -108,7 +106,7 @@ def measure(
         else:
             taken = (_device_sample(work, leads[name]) if cuda else _host_sample(work, calls[name])) / units
         if not 0 < taken < math.inf:
-            raise OnelaunchError(f"a sample took {taken} s, which is no time")
+            raise OnelaunchError(f"a sample took {taken} s, which is not a time")
         return taken
 
     for name, work in contenders.items():
@@ -118,7 +116,7 @@ def measure(
             continue
         if cuda:
             queued = attempt(name, functools.partial(_queueing_seconds, work)) or 0.0
-            leads[name] = min(MOST_LEAD_SECONDS, max(LEAD_SECONDS, 2 * queued))
+            leads[name] = min(MAX_LEAD_SECONDS, max(LEAD_SECONDS, 2 * queued))
         else:
             calls[name] = max(1, math.ceil(SAMPLE_SECONDS / (taken * units)))
             attempt(name, functools.partial(sample, name))
@@ -127,7 +125,7 @@ def measure(
     for repeat in range(repeats):
         spent = (time.perf_counter() - begin) / max(1, len(contenders) - len(failed))
         if spent > seconds and repeat >= (
-            FEWEST_SAMPLES if self_timed or spent > PATIENCE * seconds else LEAST_SAMPLES
+            MIN_LONG_SAMPLES if self_timed or spent > PATIENCE * seconds else MIN_SAMPLES
         ):
             break
         for name in contenders:
@@ -138,7 +136,7 @@ def measure(
 
 
 def _queueing_seconds(work: Work) -> float:
-    """What the host takes to queue the work; of work that waits for the device, more than that."""
+    """The time the host takes to queue the work; an upper bound for work that waits for the device."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     work()
@@ -148,8 +146,8 @@ def _queueing_seconds(work: Work) -> float:
 
 
 def give_lead(seconds: float = LEAD_SECONDS) -> None:
-    """The device idles for about so long, while the host goes on."""
-    torch.cuda._sleep(int(seconds * CYCLES_A_SECOND))
+    """Let the device sleep for about this long while the host goes on."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
 
 
 def _device_sample(work: Work, lead: float) -> float:
@@ -169,7 +167,7 @@ def _self_timed(work: Work) -> float:
 
 
 def _host_sample(work: Work, calls: int) -> float:
-    """Seconds a call by the host's clock."""
+    """Seconds per call by the host's clock."""
     time.sleep(SETTLE_SECONDS)
     begin = time.perf_counter()
     for _ in range(calls):
@@ -177,9 +175,20 @@ def _host_sample(work: Work, calls: int) -> float:
     return (time.perf_counter() - begin) / calls
 
 
+def cuda_device() -> torch.device:
+    """The current CUDA device, for the set-up of a case; raises UnsupportedError without one.
+
+    It also forgets what torch.compile knows: the networks of earlier cases would count towards its limit of recompilations.
+    """
+    if not torch.cuda.is_available():
+        raise UnsupportedError("this machine has no CUDA device")
+    torch.compiler.reset()
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def peak_bytes(work: Work) -> int:
-    """CUDA memory that one call needs at its peak, beyond what was allocated before it."""
-    work()  # workspaces of libraries are made once
+    """The peak of CUDA memory during one call, beyond what was allocated before it."""
+    work()  # libraries allocate their workspaces once
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""Memory over one training step, operation by operation: what PyTorch allocates and frees on the way."""
+"""Memory over one training step, operation by operation: what PyTorch allocates and frees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from onelaunch.bench.contenders import TorchLoop, make_optimizer, shortened
+from onelaunch.bench.contenders import shortened
+from onelaunch.bench.torch_step import TorchStep
 from onelaunch.engines.contract import Run
 from onelaunch.engines.eager.session import EagerSession
 from onelaunch.rng import permutation
@@ -20,7 +21,7 @@ from onelaunch.train.progress import Progress
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive after each operation; the same on every device."""
+    """Counts the bytes of all storages that are alive after each operation, on any device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class LiveBytes(TorchDispatchMode):
         self._foreign: set[int] = set()
 
     def know(self, tensor: torch.Tensor, *, count: bool) -> None:
-        """A tensor from before the step: counted from the start, or never (the data set)."""
+        """A tensor that exists before the step: counted from the start, or never (the data set)."""
         storage = tensor.untyped_storage()
         if count:
             self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
@@ -52,33 +53,30 @@ class LiveBytes(TorchDispatchMode):
 
 
 def step_timeline(run: Run) -> dict[str, list[Any]]:
-    """The third step of the plain PyTorch loop (its optimizer's state exists by then): operations and live bytes, which hold
-    weights, gradients, optimizer state, the batch and activations, but not the data set."""
-    loop = TorchLoop(run, compiled=False)
-    loop.model.load_state_dict(run.model.state_dict())
-    loop.model.train()
-    optimizer = make_optimizer(run, loop.model)
-    scaler = torch.amp.GradScaler(run.device.type, enabled=loop.precision == "fp16")
+    """Operations and live bytes of the third step of the plain PyTorch loop, by which the optimizer has its state.
+
+    The bytes hold weights, gradients, optimizer state, the batch and activations, but not the data set.
+    """
+    step = TorchStep(run)
     rows = permutation(run.spec.rows, run.spec.seed, 0, device=run.device)[run.spec.batch_slice(0)]
     for _ in range(2):
-        loop.step(run, rows, optimizer, scaler)
+        step(run.x[rows], run.y[rows])
     live = LiveBytes(run.device)
     for data in (run.x, run.y, rows):
         live.know(data, count=False)
-    state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
-    for tensor in (*loop.model.parameters(), *loop.model.buffers(), *state):
-        live.know(tensor, count=True)
-    for parameter in loop.model.parameters():
-        if parameter.grad is not None:
-            live.know(parameter.grad, count=True)
+    states = [value for entry in step.optimizer.state.values() for value in entry.values()]
+    gradients = [parameter.grad for parameter in step.model.parameters()]
+    for tensor in (*step.model.parameters(), *step.model.buffers(), *states, *gradients):
+        if isinstance(tensor, torch.Tensor):
+            live.know(tensor, count=True)
     with live:
-        loop.step(run, rows, optimizer, scaler)
+        step(run.x[rows], run.y[rows])
     return {"operations": live.operations, "bytes": live.bytes}
 
 
 def engine_timeline(run: Run) -> dict[str, list[Any]]:
-    """The same of our eager engine, where it runs operations one by one: from the forward of its third step to that of the
-    fourth, which is a whole step."""
+    """The same for our eager engine where it runs operations one by one: from the third step's forward to the fourth's, which
+    is a whole step."""
     model = copy.deepcopy(run.model)
     session = EagerSession(replace(shortened(run, 4), model=model, validation=None), {})
     live = LiveBytes(run.device)
@@ -86,7 +84,7 @@ def engine_timeline(run: Run) -> dict[str, list[Any]]:
         live.know(data, count=False)
     for tensor in (*model.parameters(), *model.buffers()):
         live.know(tensor, count=True)
-    forwards: list[int] = []  # operations before each
+    forwards: list[int] = []  # how many operations ran before each
     hook = model.register_forward_pre_hook(lambda *_: forwards.append(len(live.operations)))
     try:
         with live:

@@ -1,4 +1,4 @@
-"""A training run as a JAX scan: all its steps in one call, no interpreter between them. The strongest peer on small nets."""
+"""A training run as a JAX scan: all steps in one call, without Python between them. The strongest peer on small networks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ import torch
 from torch import nn
 
 from onelaunch.engines.contract import Run
+from onelaunch.errors import UnsupportedError
 
 MATMUL = {"fp32": "highest", "auto": "tensorfloat32", "tf32": "tensorfloat32", "bf16": None}
 
 
-def why_no_jax(device: torch.device) -> str:
+def jax_unavailable_reason(device: torch.device) -> str:
+    """Why JAX cannot train on `device`; empty when it can."""
     if importlib.util.find_spec("jax") is None:
         return "jax is not installed"
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of the GPU's memory at once
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # otherwise JAX takes most of the GPU's memory at once
     import jax
 
     platform = jax.devices()[0].platform
@@ -26,11 +30,13 @@ def why_no_jax(device: torch.device) -> str:
 
 
 def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any]:
-    """A call trains on the rows of `order`, one step a line, from where the last call ended, and validates if the run does.
+    """A function that trains one step per line of `order`, from where its last call ended, and then validates if the run does.
 
-    It returns the losses and the validation loss. Masters are fp32; in bf16 the operands of a product are cast, as autocast
-    and our engines do.
+    It returns the losses and the validation loss. Master weights are fp32; for bf16 the operands of each product are cast, as
+    autocast and our engines do. Raises UnsupportedError where JAX cannot run on the run's device.
     """
+    if reason := jax_unavailable_reason(run.device):
+        raise UnsupportedError(reason)
     import jax
     import jax.numpy as jnp
 
@@ -92,7 +98,7 @@ def _arrays(jnp: Any, layer: nn.Linear) -> tuple[Any, ...]:
 
 
 def _optimizer(run: Run, layers: Any) -> tuple[Callable[[Any, Any, Any], Any], Any]:
-    """What makes (layers, state) of layers, gradients and state, and the first state."""
+    """The update, from (layers, gradients, state) to (layers, state), and the initial state."""
     import jax
     import jax.numpy as jnp
 

@@ -1,105 +1,61 @@
-"""A training run in plain PyTorch, as fast as PyTorch makes it: eager, compiled, and the whole step as a CUDA graph.
+"""Training steps in plain PyTorch, as fast as PyTorch makes them: eager, compiled, and the whole step as a CUDA graph.
 
-Data lie on the device and batches are gathered there. Products are in the run's precision (autocast for bf16), masters in fp32.
-`reference_losses` is the same run in float64, which checks compare with.
+The data stay on the device and batches are gathered there. Products are in the run's precision (autocast for bf16), master
+weights in fp32. `reference_losses` trains the same run in float64, for checks to compare with.
 """
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from onelaunch.bench.contenders import AUTOCAST, make_optimizer
+from onelaunch.bench.torch_step import TorchStep, matmul_precision
 from onelaunch.capture import capturing
 from onelaunch.engines.contract import Run
+from onelaunch.integers import ceil_div
 from onelaunch.rng import permutation
-from onelaunch.run.objective import as_features, loss_of
 
-Steps = Callable[[int], object]  # train so many steps further
+Steps = Callable[[int], object]  # train that many further steps
 WARM_UP = 3  # steps on a side stream before a capture, as PyTorch asks for
 
 
 def row_order(run: Run, steps: int) -> torch.Tensor:
-    """The rows of the first steps, one line each: those of `fit`, but for an epoch's incomplete last batch, left out here."""
+    """Row indices of the first steps, shape [steps, batch]: those of `fit`, without the incomplete last batch of an epoch."""
     spec = run.spec
+    assert spec.schedule == "constant", "the peers set no learning rate per step"
     whole = spec.rows // spec.batch_size
-    epochs = [permutation(spec.rows, spec.seed, epoch, device=run.device) for epoch in range(-(-steps // whole))]
+    epochs = [permutation(spec.rows, spec.seed, epoch, device=run.device) for epoch in range(ceil_div(steps, whole))]
     lines = [order[: whole * spec.batch_size].view(whole, spec.batch_size) for order in epochs]
     return torch.cat(lines)[:steps]
 
 
 def reference_losses(run: Run, steps: int) -> torch.Tensor:
-    """The loss of each step in float64, by the loop that `fit` replaces."""
-    model = copy.deepcopy(run.model).double()
-    optimizer = make_optimizer(run, model)
+    """The loss of each step in float64, on the CPU, by the loop that `fit` replaces."""
+    step = TorchStep(run, dtype=torch.float64)
     y = run.y.double() if run.y.is_floating_point() else run.y
-    losses = []
-    for rows in row_order(run, steps):
-        optimizer.zero_grad()
-        loss = loss_of(run.spec, model(as_features(run.x[rows], torch.float64)), y[rows])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses).cpu()
+    return torch.stack([step(run.x[rows], y[rows]) for rows in row_order(run, steps)]).cpu()
 
 
 def worst_relative(losses: list[float], reference: torch.Tensor) -> float:
-    """The largest relative difference of a step's loss; infinite where one is not a number, or missing."""
+    """The largest relative difference of a step's loss; infinite where a loss is NaN or missing."""
     if len(losses) != len(reference):
         return float("inf")
     gap = (torch.tensor(losses, dtype=torch.float64) - reference).abs() / reference.abs()
     return float(gap.nan_to_num(nan=float("inf")).max())
 
 
-class TorchStep:
-    """One step of the run on given rows. `mode`: of torch.compile; None for a model as it is."""
-
-    def __init__(self, run: Run, mode: str | None = None) -> None:
-        self.run, self.model = run, copy.deepcopy(run.model)
-        self.loss = self.plain_loss if mode is None else torch.compile(self.plain_loss, mode=mode, dynamic=False)
-        self.optimizer = _optimizer(run, self.model)
-
-    def plain_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        dtype = AUTOCAST.get(self.run.spec.precision)
-        with torch.autocast(x.device.type, dtype=dtype, enabled=dtype is not None):
-            output = self.model(as_features(x, torch.float32))
-        return loss_of(self.run.spec, output.float(), y)
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(self.run.x[rows], self.run.y[rows])
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-
-def _optimizer(run: Run, model: nn.Module) -> torch.optim.Optimizer:
-    spec, fused = run.spec, run.device.type == "cuda"
-    assert spec.schedule == "constant"
-    assert not spec.momentum
-    if spec.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=spec.lr, fused=fused)
-    assert spec.optimizer == "adam"
-    return torch.optim.Adam(
-        model.parameters(), lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=fused, capturable=fused
-    )
-
-
 def loop(run: Run, mode: str | None = None) -> Steps:
-    """A call from Python a step, compiled with `mode` or as it is."""
+    """One call from Python per step, compiled with `mode` or, for None, as written."""
     step = TorchStep(run, mode)
     order = row_order(run, run.spec.rows // run.spec.batch_size)
 
     def steps(count: int) -> None:
-        with _products_of(run):
+        with matmul_precision(run):
             for index in range(count):
-                step(order[index % len(order)])
+                rows = order[index % len(order)]
+                step(run.x[rows], run.y[rows])
 
     return steps
 
@@ -107,7 +63,7 @@ def loop(run: Run, mode: str | None = None) -> Steps:
 class Captured:
     """The whole step, gather and update included, as one CUDA graph; a counter on the device chooses the rows.
 
-    Called with a number of steps; then it validates, if the run does.
+    A call takes a number of steps, then validates if the run has validation data.
     """
 
     def __init__(self, run: Run, mode: str | None = None) -> None:
@@ -116,7 +72,7 @@ class Captured:
         self.position = torch.zeros(1, dtype=torch.int64, device=run.device)
         self.graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with _products_of(run):
+        with matmul_precision(run):
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP):
                     self._whole_step()
@@ -125,19 +81,20 @@ class Captured:
                 self._whole_step()
 
     def _whole_step(self) -> None:
-        self.step(self.order.index_select(0, self.position)[0])
+        rows = self.order.index_select(0, self.position)[0]
+        self.step(self.run.x[rows], self.run.y[rows])
         self.position.add_(1).remainder_(len(self.order))
 
     def __call__(self, count: int) -> None:
         for _ in range(count):
             self.graph.replay()
         if self.run.validation is not None:
-            with torch.no_grad():
-                self.step.plain_loss(*self.run.validation).item()
+            self.step.validation_loss(*self.run.validation)
 
 
 def seconds_of(steps: Steps, count: int, units: int) -> Callable[[], float]:
-    """A call takes `count` steps and tells the seconds of one of the `units` they make up, the device's work included."""
+    """A function that takes `count` steps and returns the seconds per unit, the device's work included; `units` units
+    are `count` steps."""
 
     def work() -> float:
         torch.cuda.synchronize()
@@ -147,14 +104,3 @@ def seconds_of(steps: Steps, count: int, units: int) -> Callable[[], float]:
         return (time.perf_counter() - begin) / units
 
     return work
-
-
-@contextmanager
-def _products_of(run: Run) -> Iterator[None]:
-    """fp32 products as the run asks for them: exact for "fp32", else tf32, which "auto" may take."""
-    before: Any = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest" if run.spec.precision == "fp32" else "high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

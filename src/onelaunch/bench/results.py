@@ -1,4 +1,4 @@
-"""A results file: where and when it was taken, and the figures. JSON, whole or not there."""
+"""Results files: the figures, and where and when they were taken. JSON, written atomically."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from onelaunch.files import exclusive_lock, read_text, temporary_name, write_ato
 from onelaunch.train.history import json_ready
 from onelaunch.version import VERSION
 
-OURS = "onelaunch"
 PEERS = ("jax", "jaxlib", "scikit-learn")
-ROOM = 2**16  # bytes that a place for results must have
+ROOM = 2**16  # free bytes that a place for results must have
 
 
 def provenance(command: str) -> dict[str, Any]:
-    """Chip, driver, versions, commit, date, and the command that takes these results again."""
+    """Chip, driver, versions, commit, date, and the command that takes these results again, as JSON values."""
     gpu, machine = current_gpu(), describe_machine()
     return {
         "command": command,
@@ -42,7 +41,7 @@ def provenance(command: str) -> dict[str, Any]:
 
 
 def peer_versions() -> dict[str, str]:
-    """Of the peers that are installed, besides PyTorch."""
+    """Versions of the installed peers, besides PyTorch."""
     found = {}
     for package in PEERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -51,13 +50,13 @@ def peer_versions() -> dict[str, str]:
 
 
 def note_cores_taken(results: dict[str, Any], watch: Watch) -> float:
-    """Add to the results what others took of the machine meanwhile."""
+    """Add to the results how many cores others used meanwhile, and return it."""
     results["cores_taken"].append(round(watch.cores_taken(), 2))
     return float(results["cores_taken"][-1])
 
 
 def commit() -> str:
-    """The commit of the checkout this package lies in, "+" added when files differ from it; empty when installed."""
+    """The commit of this package's checkout, with "+" when files differ from it; empty for an installed package."""
     folder = Path(__file__).resolve().parent
     try:
         name = subprocess.run(
@@ -70,8 +69,8 @@ def commit() -> str:
 
 
 def tree_of(folder: Path) -> str:
-    """The name git gives a folder of these files: `git rev-parse COMMIT:src/onelaunch` finds the commit, also of results taken
-    where git knows of none."""
+    """git's hash of a folder with these files. `git rev-parse COMMIT:src/onelaunch` finds the commit, also of results that were
+    taken without a git history."""
 
     def name(kind: str, content: bytes) -> bytes:
         return hashlib.sha1(f"{kind} {len(content)}\0".encode() + content, usedforsecurity=False).digest()
@@ -86,7 +85,7 @@ def tree_of(folder: Path) -> str:
 
 
 def new_path() -> Path:
-    """A dated file under runs/ that no other process takes: it holds results without a case already."""
+    """A new dated file under runs/, created with results without a case so that no other process takes the name."""
     stem = f"{datetime.now():%Y%m%d-%H%M%S}"
     for number in range(1, 1000):
         path = Path("runs") / (f"{stem}-bench.json" if number == 1 else f"{stem}-{number}-bench.json")
@@ -103,7 +102,7 @@ def new_path() -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a place where results could not be saved, without touching a file that is there."""
+    """Raise OnelaunchError where results could not be saved. An existing file is left as it is."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.is_file():
@@ -111,9 +110,9 @@ def check_writable(path: Path) -> None:
             trial = target.with_name(temporary_name(target))
             with open(trial, "xb", buffering=0) as file, contextlib.ExitStack() as stack:
                 stack.callback(trial.unlink)
-                file.write(bytes(ROOM))  # the one test that no file system answers wrongly
+                file.write(bytes(ROOM))  # no file system answers this test wrongly
             return
-        reason = "it is a folder" if path.is_dir() else "it is no file"
+        reason = "it is a folder" if path.is_dir() else "it is not a file"
     except (OSError, ValueError) as error:
         reason = reason_of(error)
     raise _unwritable(path, reason)
@@ -125,7 +124,7 @@ def _unwritable(path: Path, reason: str) -> OnelaunchError:
 
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Of a results file: another run into it would write over what this one saves."""
+    """Lock a results file, so that no other run overwrites what this one saves."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(exclusive_lock(Path(os.path.realpath(path))))
@@ -145,7 +144,7 @@ def save_results(results: dict[str, Any], path: Path) -> None:
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """The results of `onelaunch bench` in a file."""
+    """The results of `onelaunch bench` in a file. Raises OnelaunchError for any other content."""
     try:
         results = json.loads(read_text(path))
     except OSError as error:
@@ -166,7 +165,7 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def _is_case(case: Any) -> bool:
-    """Whether it has a name, a check, and times that can be compared."""
+    """Whether `case` has a name, a check, and finite times."""
     try:
         texts = (case["name"], case["check"])
         figures = [figure for timing in case["times"].values() for figure in (timing["median"], timing["spread"])]

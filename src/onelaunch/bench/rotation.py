@@ -1,38 +1,40 @@
-"""Calls of an op over rotating inputs, so that none is still in the L2 cache from its last use.
+"""Calls of an op over rotating inputs, so that no input is still in the L2 cache from its last use.
 
-Nearly everything is timed as a CUDA graph of several calls: launch cost misleads nobody. (A peer gains by that too: outside a
-graph it pays for each of its launches.) In a graph our dropout draws its key with a kernel of its own, 2 us on an H200, which
-an eager call does not need.
+Nearly everything is timed as a CUDA graph of several calls, so that times hold no launch cost. The peers gain by that too:
+outside a graph they pay for each of their launches. Inside a graph our dropout draws its key with a kernel of its own, 2 µs on
+an H200, which an eager call does not need.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 from onelaunch.bench.case import Trial, Work
 from onelaunch.capture import capturing
+from onelaunch.integers import clamp, round_up
 
-Step = Callable[[int], object]  # the work on input set i
-ROTATED_BYTES = 256 * 2**20  # inputs of one round: several times any L2
-LEAST_CALLS = 24  # in one sample
+Step = Callable[[int], object]  # does the work on input set i
+ROTATED_BYTES = 256 * 2**20  # of all input sets together: several times any L2
+MIN_CALLS = 24  # per sample
 
 
-def rounds(bytes_of_one_set: int) -> int:
-    return max(3, min(64, ROTATED_BYTES // max(1, bytes_of_one_set) + 1))
+def input_sets(bytes_per_set: int) -> int:
+    """How many input sets to rotate over."""
+    return clamp(3, ROTATED_BYTES // max(1, bytes_per_set) + 1, 64)
 
 
 def calls_for(sets: int) -> int:
-    """Calls a graph makes: whole rounds over the input sets, enough that what a replay costs by itself is spread thin."""
-    return sets * -(-LEAST_CALLS // sets)
+    """Calls per graph: whole rounds over the input sets, and enough of them to make the cost of a replay negligible."""
+    return round_up(MIN_CALLS, sets)
 
 
 def graphed(step: Step, sets: int) -> Work:
     """A CUDA graph of several calls over the input sets in turn."""
-    gc.collect()  # an autograd graph that still lives, on another stream, would end the capture
+    gc.collect()  # a live autograd graph on another stream would end the capture
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -47,7 +49,7 @@ def graphed(step: Step, sets: int) -> Work:
 
 
 def streamed(step: Step, sets: int) -> Work:
-    """The same calls launched one by one: for work that takes the device longer than the host."""
+    """The same calls launched one by one, for work that takes the device longer than the host."""
 
     def work() -> None:
         for call in range(calls_for(sets)):
@@ -56,17 +58,10 @@ def streamed(step: Step, sets: int) -> Work:
     return work
 
 
-class _Lazy:
-    """A graph captured at its first call, so that a peer that cannot be captured fails alone."""
-
-    def __init__(self, step: Step, sets: int) -> None:
-        self.step, self.sets = step, sets
-        self.work: Work | None = None
-
-    def __call__(self) -> object:
-        if self.work is None:
-            self.work = graphed(self.step, self.sets)
-        return self.work()
+def _graphed_when_called(step: Step, sets: int) -> Work:
+    """A graph that is captured at its first call, so that only a peer that cannot be captured fails."""
+    graph = cache(lambda: graphed(step, sets))
+    return lambda: graph()()
 
 
 def trial(
@@ -79,13 +74,13 @@ def trial(
     flops: float = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Trial:
-    """The first of `steps` is ours. `moved` and `flops`: the bytes and the arithmetic, of `dtype`, that one call cannot do
-    without."""
+    """A trial of these steps, of which the first is ours. `moved` bytes and `flops` of `dtype` are the least that one call
+    needs."""
     works: dict[str, Work] = {
-        who: _Lazy(step, sets) if in_graph else streamed(step, sets) for who, step in steps.items()
+        name: _graphed_when_called(step, sets) if in_graph else streamed(step, sets) for name, step in steps.items()
     }
     ours, *peers = works
-    memory = {who: partial(step, 0) for who, step in steps.items()}
+    memory = {name: partial(step, 0) for name, step in steps.items()}
     others = {peer: works[peer] for peer in peers}
     calls = calls_for(sets)
     return Trial(
@@ -95,7 +90,7 @@ def trial(
 
 
 def training_step(function: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]], dy: torch.Tensor) -> Step:
-    """Forward and backward to every input."""
+    """Forward, and backward to every input, with the upstream gradient `dy`."""
 
     def step(index: int) -> object:
         return torch.autograd.grad(function(*inputs[index]), inputs[index], dy)

@@ -6,15 +6,16 @@ import contextlib
 import difflib
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from onelaunch.bench.busy import Watch
-from onelaunch.bench.case import FLOOR, GROUPS, REGISTRY, Case, Trial, Work
+from onelaunch.bench.case import FLOOR, GROUPS, OURS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
-from onelaunch.bench.measure import Timing, measure, peak_bytes, reason_in_a_line
-from onelaunch.bench.results import OURS, note_cores_taken, provenance
+from onelaunch.bench.measure import Timing, measure, one_line_reason, peak_bytes
+from onelaunch.bench.results import note_cores_taken, provenance
 from onelaunch.errors import OnelaunchError, UnsupportedError, abbreviate_list, require_option
 from onelaunch.train.interrupts import reraise_interrupts
 
@@ -23,7 +24,7 @@ ENERGY_SECONDS = {True: 0.3, False: 1.0}  # of work back to back, for each conte
 
 def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
     """The cases of some groups (or of "all") whose name contains a string, in the order the groups are named."""
-    from onelaunch.bench import cases  # noqa: F401  the import fills the registry
+    from onelaunch.bench import cases  # noqa: F401  importing it fills the registry
 
     groups = [groups] if isinstance(groups, str) else list(groups)
     for group in groups:
@@ -34,20 +35,18 @@ def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
     ]
     if not chosen:
         names = [c.name for c in REGISTRY.values() if c.group in order]
-        wanted = " ".join(groups)
         raise OnelaunchError(
-            f"filter={name_contains!r} is in the name of no case of group {wanted!r}: pass part of one of "
+            f"filter={name_contains!r} is in the name of no case of group {' '.join(groups)!r}: pass part of one of "
             f"{abbreviate_list(_nearest(name_contains, names)) or 'none'}"
         )
     return chosen
 
 
-def _nearest(wanted: str, names: list[str]) -> list[str]:
-    """Those first that share the longest stretch with what was wanted, where it is long enough not to be chance; short
-    names before long ones."""
+def _nearest(part: str, names: list[str]) -> list[str]:
+    """The names sorted by the longest substring they share with `part`, of at least three letters; then by length."""
 
     def shared(name: str) -> int:
-        matcher = difflib.SequenceMatcher(None, wanted.lower(), name.lower(), autojunk=False)
+        matcher = difflib.SequenceMatcher(None, part.lower(), name.lower(), autojunk=False)
         size = matcher.find_longest_match().size
         return size if size > 2 else 0
 
@@ -55,7 +54,7 @@ def _nearest(wanted: str, names: list[str]) -> list[str]:
 
 
 def check_limit(limit: float | None) -> None:
-    if limit is not None and not limit >= 0:  # which NaN is not either
+    if limit is not None and not limit >= 0:  # also true of NaN
         raise OnelaunchError(f"limit={limit:g} must be 0 or more: pass seconds, or leave it out")
 
 
@@ -69,9 +68,9 @@ def run_cases(
     command: str = "",
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """Run each case, show and save it at once: Ctrl-C, or a kill, keeps what is done, with "finished" False.
+    """Run each case, and show and save it at once: after Ctrl-C or a kill the file holds what is done, with "finished" False.
 
-    `limit`: seconds after which no further case is started; the results name those left out.
+    `limit`: seconds after which no further case is started; the results name the cases left out.
     """
     check_limit(limit)
     cases = list(cases)
@@ -93,14 +92,14 @@ def run_cases(
                 )
                 try:
                     save(results)
-                finally:  # on a full disk it is at least to be seen
+                finally:  # on a full disk the case is at least shown
                     show(results["cases"][-1])
                 check_interrupts()
     except KeyboardInterrupt:
         results["interrupted"] = True
-        if not results["cases"]:  # nothing that would be worth an older file in its place
+        if not results["cases"]:  # do not replace an older file with nothing
             return results
-    except SystemExit:  # of showing it: nobody reads on
+    except SystemExit:  # raised while showing: the reader closed the pipe
         results["interrupted"] = True
         save(results)
         raise
@@ -114,14 +113,15 @@ def run_cases(
 def run_case(
     one: Case, *, quick: bool, ceilings: Ceilings, check_interrupts: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
+    """The check, times, energy and peak memory of a case, as JSON values. A case that fails its check has no times."""
     result: dict[str, Any] = {"name": one.name, "group": one.group, "about": one.about, "unit": one.unit}
     try:
         trial = one.setup()
         trial.check()
     except UnsupportedError as error:
         return result | {"check": f"skipped: {error}", "times": {}}
-    except (Exception, SystemExit) as error:  # whatever went wrong, the case is red and has no time
-        return result | {"check": f"failed: {reason_in_a_line(error)}", "times": {}}
+    except (Exception, SystemExit) as error:  # whatever went wrong, the case has failed and has no times
+        return result | {"check": f"failed: {one_line_reason(error)}", "times": {}}
     gpu = current_gpu() if trial.cuda else None
     contenders = {OURS: trial.ours, **trial.peers}
     before = gpu.state() if gpu else None
@@ -136,7 +136,7 @@ def run_case(
     ours = times[OURS].median
     return result | {
         "check": "passed",
-        "times": {name: timing.to_dict() for name, timing in times.items()},
+        "times": {name: asdict(timing) for name, timing in times.items()},
         "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
         "absent": {**trial.absent, **failed},
         "peak_bytes": _of_each(
@@ -151,12 +151,12 @@ def run_case(
 
 
 def _floor(trial: Trial, times: Mapping[str, Timing], ceilings: Ceilings) -> dict[str, Any]:
-    """Seconds a unit that nothing can beat, and how near we come: 1 is as fast as the device allows.
+    """The shortest possible seconds per unit, and its share of our time: 1 is as fast as the device allows.
 
-    A contender called "floor: …" was timed doing the least; else what must be moved and computed is set against ceilings.
+    The floor is the time of a contender called "floor: …"; without one, the work that must be done at the measured ceilings.
     """
     kind = "cuda" if trial.cuda else "cpu"
-    # Asked for in any case: the report draws the roofline from them.
+    # Measured even if not used here: the report draws the roofline from the ceilings.
     counted = ceilings.seconds(kind, trial.floor_bytes, trial.floor_flops, trial.floor_dtype)
     floor = next((timing.median for name, timing in times.items() if name.startswith(FLOOR)), None)
     if floor is None:
@@ -172,7 +172,7 @@ def _floor(trial: Trial, times: Mapping[str, Timing], ceilings: Ceilings) -> dic
 
 
 def _energy(contenders: Mapping[str, Work], times: Mapping[str, Timing], trial: Trial, quick: bool) -> dict[str, float]:
-    """Joules a unit of each contender; of those that time themselves, the mean power by the time of a unit."""
+    """Joules per unit of each contender; for those that time themselves, mean power times seconds per unit."""
     gpu = current_gpu() if trial.cuda else None
     if gpu is None:
         return {}
@@ -190,7 +190,7 @@ def _energy(contenders: Mapping[str, Work], times: Mapping[str, Timing], trial: 
 
 
 def _of_each(contenders: Mapping[str, Work], figure: Callable[[str, Work], Any]) -> dict[str, Any]:
-    """A further figure of each contender; one that cannot be had is left out, and stops nobody."""
+    """A further figure of each contender, without those whose figure is None or whose function raises."""
     found = {}
     for name, work in contenders.items():
         with contextlib.suppress(Exception, SystemExit):

@@ -1,4 +1,4 @@
-"""Time of a step over the hidden size: every contender, at every size."""
+"""Time per step over the hidden size: every contender at every size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from onelaunch.bench.contenders import Contender, OurEngine, contenders_for, shortened
-from onelaunch.bench.measure import SETTLE_SECONDS, reason_in_a_line
+from onelaunch.bench.measure import SETTLE_SECONDS, one_line_reason
 from onelaunch.bench.step_peers import step_peers
 from onelaunch.engines import choose
 from onelaunch.engines.contract import Run
@@ -17,9 +17,9 @@ from onelaunch.errors import is_out_of_memory
 from onelaunch.format import format_seconds
 
 SHORT_STEPS, REPEATS, SAMPLE_SECONDS = 2, 3, 0.3
-NOISY, MORE_REPEATS = 1.3, 4  # samples further apart than this factor are followed by more
-LEAST_MORE_STEPS, MOST_STEPS = 4, 100_000  # a long run has so many more than a short one, and so many in all
-MOST_GROWTH = 16  # of the long run from one try to the next: a first try of few steps tells little
+NOISY, MORE_REPEATS = 1.3, 4  # where samples differ by more than this factor, more are taken
+MIN_MORE_STEPS, MAX_STEPS = 4, 100_000  # steps that a long run has beyond a short one, and in all
+MAX_GROWTH = 16  # of the long run from one try to the next: a first try of few steps tells little
 
 T = TypeVar("T")
 
@@ -27,8 +27,10 @@ T = TypeVar("T")
 def time_sizes(
     sizes: Sequence[int], run_of: Callable[[int], Run], show: Callable[[str], None], results: dict[str, Any]
 ) -> None:
-    """Fill `results` size by size, so that an interruption keeps what is done. `run_of(hidden)` makes the run of a size; one
-    that cannot be made is named under "left_out", an engine of ours that raises under "failed", and the others go on."""
+    """Fill `results` size by size, so that an interruption keeps what is done. `run_of(hidden)` makes the run of a size.
+
+    A size whose run cannot be made is listed under "left_out", an engine of ours that raises under "failed".
+    """
     results.update({"hidden": [], "step_seconds": {}, "absent": {}, "auto": {}, "left_out": {}, "failed": {}})
     for size in sizes:
         try:
@@ -36,8 +38,8 @@ def time_sizes(
             contenders, absent = contenders_for(run)
             faster, missing = step_peers(run)
             auto = f"onelaunch {choose(run)[0].name}"
-        except Exception as error:  # more than memory holds, say
-            results["left_out"][str(size)] = reason_in_a_line(error)
+        except Exception as error:  # for example because it does not fit into memory
+            results["left_out"][str(size)] = one_line_reason(error)
             continue
         contenders, absent = [*faster, *contenders], {**absent, **missing}
         results["hidden"].append(size)
@@ -46,7 +48,7 @@ def time_sizes(
         timings, errors = time_steps(contenders, run)
         for name, timing in timings.items():
             results["step_seconds"].setdefault(name, {})[str(size)] = timing
-            show(f"{size:>6}  {name:<20} {format_seconds(timing['median']):>10} a step")
+            show(f"{size:>6}  {name:<20} {format_seconds(timing['median']):>10} per step")
         for contender in contenders:
             if contender.name not in errors:
                 continue
@@ -63,10 +65,10 @@ def time_sizes(
 def time_steps(
     contenders: Sequence[Contender], run: Run
 ) -> tuple[dict[str, dict[str, Any]], dict[str, tuple[str, bool]]]:
-    """Seconds a step of each, warmed up: median, least and most of a few samples; and of those that raised the reason, and
-    whether it was memory. (Not the error: it would hold on to theirs.)
+    """Seconds per step of each contender, warmed up: median, minimum and maximum of a few samples.
 
-    Samples are taken in turns: a slow moment of the machine hits all alike. Who is noisy gets more of them.
+    For contenders that raised: the reason, and whether it was a lack of memory (not the error, which would keep their memory
+    alive). Samples are taken in turns, so that a slow moment of the machine hits all contenders; noisy ones get more samples.
     """
     paced: dict[str, _Paced] = {}
     errors: dict[str, tuple[str, bool]] = {}
@@ -75,7 +77,7 @@ def time_steps(
         try:
             return act()
         except (Exception, SystemExit) as error:
-            errors[name] = (reason_in_a_line(error), is_out_of_memory(error))
+            errors[name] = (one_line_reason(error), is_out_of_memory(error))
             del paced[name]
             return None
 
@@ -95,31 +97,30 @@ def time_steps(
 
 
 class _Paced:
-    """A contender, how long its runs must be to be timed, and its samples.
+    """A contender, the number of steps its runs need to be timed, and its samples.
 
-    What a run costs once (allocating, starting threads, the first copy) is in every run: a sample is what a long run takes
-    beyond a short one, over the steps it has more. The long run has as many as fill SAMPLE_SECONDS beyond the short one.
+    The one-time cost of a run (allocating, starting threads, the first copy) is in every run. So a sample is the difference
+    between a long and a short run in time and in steps. The long run takes SAMPLE_SECONDS longer than the short one.
     """
 
     def __init__(self, contender: Contender, run: Run) -> None:
         self.contender, self.run = contender, run
-        self.steps = SHORT_STEPS + LEAST_MORE_STEPS
+        self.steps = SHORT_STEPS + MIN_MORE_STEPS
         self.samples: list[tuple[int, float]] = []
 
     def find_pace(self) -> None:
-        """Warms up, finds how long a run must be, and takes the first sample."""
+        """Warm up, find how long a run must be, and take the first sample."""
         _steps_and_seconds(self.contender, self.run, SHORT_STEPS)
         self.base = _short_run(self.contender, self.run)
-        while (first := self._beyond())[1] < SAMPLE_SECONDS and self.steps < MOST_STEPS:
-            growth = SAMPLE_SECONDS / max(first[1], SAMPLE_SECONDS / MOST_GROWTH)
-            self.steps = min(
-                MOST_STEPS, self.base[0] + math.ceil(1.1 * growth * first[0])
-            )  # a tenth more: it may be the last
+        while (first := self._beyond())[1] < SAMPLE_SECONDS and self.steps < MAX_STEPS:
+            growth = SAMPLE_SECONDS / max(first[1], SAMPLE_SECONDS / MAX_GROWTH)
+            more = math.ceil(1.1 * growth * first[0])  # a tenth more than needed, so that the next try is enough
+            self.steps = min(MAX_STEPS, self.base[0] + more)
         self.samples.append(first)
 
     def sample(self) -> None:
         if self.run.device.type == "cpu":
-            time.sleep(SETTLE_SECONDS)  # the last contender's threads spin on for a while
+            time.sleep(SETTLE_SECONDS)  # the threads of the last contender spin on for a while
         self.samples.append(self._beyond())
 
     def is_noisy(self) -> bool:
@@ -138,14 +139,14 @@ class _Paced:
         return [taken / more for more, taken in self.samples if taken > 0]
 
     def _beyond(self) -> tuple[int, float]:
-        """How many more steps than the short run, and seconds, a long one took. Some take whole calls of many steps only: no
-        more steps than the short run's are no time at all."""
+        """Steps and seconds of a long run beyond the short one. Some contenders take whole calls of many steps only: where
+        both runs are one call, the time is 0."""
         done, taken = _steps_and_seconds(self.contender, self.run, self.steps)
         return (done - self.base[0], taken - self.base[1]) if done > self.base[0] else (1, 0.0)
 
 
 def _short_run(contender: Contender, run: Run) -> tuple[int, float]:
-    """Steps and seconds of a short run; where it is quick, the median of a few."""
+    """Steps and seconds of a short run; the median of a few where it is quick."""
     runs = [_steps_and_seconds(contender, run, SHORT_STEPS)]
     if runs[0][1] < SAMPLE_SECONDS:
         runs += [_steps_and_seconds(contender, run, SHORT_STEPS) for _ in range(REPEATS - 1)]

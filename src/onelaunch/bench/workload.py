@@ -1,4 +1,4 @@
-"""A network and how it is trained, without the data: what a training case is about, whoever does it."""
+"""A network and how it is trained, without the data: what the contenders of a training case have in common."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class Workload:
     precision: str = "fp32"
     loss: str = "cross_entropy"
     bias: bool = True
-    pixels: bool = False  # rows of bytes, as images come, in place of floats
+    uint8_rows: bool = False  # rows of bytes, like images, instead of floats
 
     @property
     def network(self) -> str:
         return "-".join(map(str, self.widths))
 
     def run(self, device: torch.device, *, rows: int, held_out: int = 0, engine: str = "auto", **length: int) -> Run:
-        """Fresh weights and fresh rows; a linear map makes the targets, so that there is something to learn.
+        """A run with fresh weights and rows. The targets are a linear map of the rows, so that there is something to learn.
 
-        held_out: rows for validation; length: `epochs` or `steps`.
+        held_out: number of rows for validation; length: `epochs` or `steps`.
         """
         model = mlp(self.widths, seed=int(torch.randint(2**31, ()))).to(device)
         for layer in model.modules():
             if isinstance(layer, nn.Linear) and not self.bias:
                 layer.register_parameter("bias", None)
         x = torch.rand(rows + held_out, self.widths[0], device=device)
-        x = (x * 255).round().to(torch.uint8) if self.pixels else x
+        x = (x * 255).round().to(torch.uint8) if self.uint8_rows else x
         y = (as_features(x, torch.float32) - 0.5) @ torch.randn(self.widths[0], self.widths[-1], device=device)
         y = y.argmax(dim=1) if self.loss == "cross_entropy" else y / self.widths[0] ** 0.5
         options: dict[str, Any] = {
@@ -52,7 +52,7 @@ class Workload:
         return make_run(model, x[:rows], y[:rows], validation, options)
 
     @property
-    def flops_a_row(self) -> int:
-        """Products of forward, dW and dX; the input needs no dX."""
+    def flops_per_row(self) -> int:
+        """Of the products for forward, dW and dX; the input needs no dX."""
         products = [inputs * outputs for inputs, outputs in pairwise(self.widths)]
         return 6 * sum(products) - 2 * products[0]

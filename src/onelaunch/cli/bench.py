@@ -1,23 +1,23 @@
-"""`onelaunch bench`: run benchmark cases and show them beside their peers; `bench diff`: two runs beside each other."""
+"""`onelaunch bench`: run benchmark cases and show them beside their peers; `bench diff`: compare two results files."""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from onelaunch.bench.busy import cores_taken_before, warning
-from onelaunch.bench.case import FLOOR, GROUPS
+from onelaunch.bench.case import FLOOR, OURS
 from onelaunch.bench.diff import NOISY, compare_results, differences
-from onelaunch.bench.results import OURS, check_writable, load_results, new_path, only_writer, save_results
+from onelaunch.bench.results import check_writable, load_results, new_path, only_writer, save_results
 from onelaunch.bench.run import check_limit, failures, run_cases, select
-from onelaunch.cli.table import print_table
+from onelaunch.cli.table import print_line, print_table
 from onelaunch.errors import OnelaunchError, abbreviate_list
-from onelaunch.format import format_bytes, format_joules, format_seconds, with_article
+from onelaunch.format import format_bytes, format_joules, format_seconds
 from onelaunch.report.benchmark import undecided
 from onelaunch.report.remarks import not_run
 
@@ -25,25 +25,7 @@ DIFF, LARGE = "diff", "train/large/"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")
 
 
-def bench(
-    what: Annotated[
-        list[str] | None, typer.Argument(help=f"Groups ({', '.join(GROUPS)}; all if none), or: diff OLD.json NEW.json")
-    ] = None,
-    filter: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    quick: Annotated[bool, typer.Option(help="Fewer repeats: a second a contender.")] = False,
-    limit: Annotated[
-        float | None, typer.Option(help="Start no case after so many seconds; name those left out.")
-    ] = None,
-    large: Annotated[
-        bool, typer.Option(help="Of train: networks and batches too large to be resident, in place of the others.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option(help="Where to save the results as JSON; else under runs/.")] = None,
-) -> None:
-    """Time onelaunch and its peers on the same work; what fails its check is not timed.
-
-    `bench diff OLD.json NEW.json` tells a change from noise, and ends with 1 when something became slower or fails.
-    """
-    what = what or ["all"]
+def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, large: bool, out: Path | None) -> None:
     if what[0] == DIFF:
         given = {"out": out, "filter": filter, "quick": quick, "limit": limit, "large": large}
         for name, value in given.items():
@@ -57,7 +39,7 @@ def bench(
         raise OnelaunchError(f"large={large} leaves no case: {'leave out' if large else 'pass'} --large")
     check_limit(limit)
     if out is not None:
-        check_writable(out)  # before minutes of timing, not after
+        check_writable(out)  # before minutes of measurements, not after
     path = out or new_path()
     _warn(console, warning(cores_taken_before()))
     with only_writer(path):
@@ -71,13 +53,12 @@ def bench(
         if out is None:
             path.unlink(missing_ok=True)
         typer.echo("stopped  interrupted before the first case was done: nothing is saved", err=True)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("announced")
     skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
     for reason, count in skipped.items():
-        console.print(f"{count} case{'s' * (count > 1)} {reason}", style="yellow", markup=False, soft_wrap=True)
+        print_line(console, f"{count} case{'s' * (count > 1)} {reason}", "yellow")
     if results["left_out"]:
-        names = ", ".join(results["left_out"])
-        console.print(f"left out after {limit:g} s: {names}", style="yellow", markup=False, soft_wrap=True)
+        print_line(console, f"left out after {limit:g} s: {', '.join(results['left_out'])}", "yellow")
     _warn(console, warning(results["cores_taken"][-1]).replace("use", "used").replace("will be", "may be"))
     failed = failures(results)
     if failed:
@@ -85,18 +66,18 @@ def bench(
     typer.echo(f"saved    {path}")
     if results["interrupted"]:
         typer.echo(f"stopped  interrupted; not run: {abbreviate_list(not_run(results)) or 'none'}", err=True)
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("announced")
     if failed:
         raise typer.Exit(1)
 
 
 def _warn(console: Console, words: str) -> None:
     if words:
-        console.print(words, style="yellow", highlight=False)
+        print_line(console, words, "yellow")
 
 
 def _command(groups: list[str], filter: str, quick: bool, limit: float | None, large: bool) -> str:
-    """The command that takes these results again, wherever they are saved."""
+    """The command that repeats these measurements, without the file they are saved in."""
     flags = [*(["--filter", filter] if filter else []), *(["--quick"] if quick else [])]
     flags += ["--limit", f"{limit:g}"] if limit is not None else []
     flags += ["--large"] if large else []
@@ -105,36 +86,34 @@ def _command(groups: list[str], filter: str, quick: bool, limit: float | None, l
 
 def _show(console: Console, result: dict[str, Any]) -> None:
     if result["check"] != "passed":
-        if not result["check"].startswith("skipped"):  # those are counted at the end
-            line = f"{result['name']}: check {result['check']}; not timed"
-            console.print(line, style="red", markup=False, soft_wrap=True)
+        if not result["check"].startswith("skipped"):  # skipped cases are counted at the end
+            print_line(console, f"{result['name']}: check {result['check']}; not timed", "red")
         return
     extras = [name for name in ("peak_bytes", "joules") if result.get(name)]
-    head = ["", f"median\n{with_article(result['unit'])}", "minimum", "quartiles", "n", "spread", "onelaunch is"]
-    head += [
-        {"peak_bytes": "peak\nmemory", "joules": f"energy\n{with_article(result['unit'])}"}[name] for name in extras
-    ]
+    head = ["", f"median\nper {result['unit']}", "minimum", "quartiles", "n", "spread", "onelaunch is"]
+    heads = {"peak_bytes": "peak\nmemory", "joules": f"energy\nper {result['unit']}"}
+    head += [heads[name] for name in extras]
     rows = [
-        [name, format_seconds(timing["median"]), format_seconds(timing["minimum"]), " – ".join(map(format_seconds, timing["quartiles"])),
-         str(timing["n"]), f"{timing['spread']:.1%}", _standing(result, name),
-         *(_extra(result, extra, name) for extra in extras)]
+        [name, format_seconds(timing["median"]), format_seconds(timing["minimum"]),
+         " – ".join(map(format_seconds, timing["quartiles"])), str(timing["n"]), f"{timing['spread']:.1%}",
+         _our_speed(result, name), *(_extra(result, extra, name) for extra in extras)]
         for name, timing in result["times"].items()
     ]  # fmt: skip
     print_table(console, f"{result['name']}: {result['about']}", head, rows)
     for name, factor in undecided(result).items():
         line = f"too noisy to tell from {name}: {_ratio(result['ratio'][name])}, and the spreads allow {factor:.2f}×"
-        console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, line, "yellow")
     for name, text in result["notes"].items():
-        console.print(f"{name}: {text}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{name}: {text}")
     for name, reason in result["absent"].items():
-        console.print(f"absent: {name} ({reason})", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"absent: {name} ({reason})")
     if result["floor_share"] is not None:
-        console.print(f"{result['floor_share']:.0%} of the floor's speed", highlight=False)
+        print_line(console, f"{result['floor_share']:.0%} of the floor's speed")
     if result.get("gpu"):
-        console.print(_clocks(result["gpu"]), markup=False, highlight=False, soft_wrap=True)
+        print_line(console, _clocks(result["gpu"]))
 
 
-def _standing(result: dict[str, Any], name: str) -> str:
+def _our_speed(result: dict[str, Any], name: str) -> str:
     if name == OURS or name.startswith(FLOOR):
         return ""
     return ("≈ " if name in undecided(result) else "") + _ratio(result["ratio"][name])
@@ -178,8 +157,8 @@ def _diff(files: list[str]) -> None:
     if noisy:
         line = f"{NOISY}: the spreads exceed the difference in {len(noisy)} of {len(changes)} cases"
         remedy = "take both again without --quick, on a machine with nothing else to do"
-        console.print(f"{line}: {remedy}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"{line}: {remedy}", "yellow")
     for line in differences(old, new):
-        console.print(f"also different: {line}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"also different: {line}")
     if any(change.verdict in BAD for change in changes):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`onelaunch compare`: the same run by PyTorch, torch.compile and our engines, side by side."""
+"""`onelaunch compare`: the same run with PyTorch, torch.compile and our engines, side by side."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import contextlib
 import gc
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
 from rich.console import Console
 
 from onelaunch.bench.busy import Watch, cores_taken_before, warning
-from onelaunch.bench.compare import compare as compare_run
+from onelaunch.bench.compare import compare
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
 from onelaunch.cli.config import TrainConfig, make_config, read_config
-from onelaunch.cli.flags import numbers, with_flags
-from onelaunch.cli.table import print_table
-from onelaunch.cli.train import fits_into_memory, load_data, say, widths_of
+from onelaunch.cli.table import print_line, print_table
+from onelaunch.cli.train import build, fits_into_memory, load_data, say, widths_of
 from onelaunch.data import Dataset
 from onelaunch.device import default_device
 from onelaunch.engines import choose
@@ -34,56 +34,42 @@ from onelaunch.report.remarks import absences, is_red, remarks
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.train.inputs import make_run
 from onelaunch.train.interrupts import reraise_interrupts
-from onelaunch.train.mlp import mlp
 from onelaunch.train.run_folder import COMPARE_FILE, CONFIG, RunFolder
 
-MOST_SEEDS = 1000
+MAX_SEEDS = 1000
 
 
-@with_flags(TrainConfig)
-def compare(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file, as for `onelaunch train`.")] = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(parser=numbers(int), metavar="N,N,…", help="Also time a step at these hidden sizes: 128,256,512"),
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Train so many seeds, for means and bands.")] = 1,
-    flags: dict[str, Any] | None = None,
-) -> None:
-    """Train the same network from the same weights in the same row order with PyTorch, torch.compile and our engines.
-
-    Ends with 1 when one of our engines fails or its loss curve does not agree with PyTorch's, or a size cannot be timed.
-    """
-    settings = make_config(read_config(config) if config else {}, flags or {})
-    given: Sequence[int] | None = sizes  # type: ignore[assignment]  # the parser makes a list of it
-    hidden = sorted(set(given or []))
-    if given is not None and not hidden:
+def run_compare(config: Path | None, sizes: list[int] | None, seeds: int, flags: dict[str, Any]) -> None:
+    settings = make_config(read_config(config) if config else {}, flags)
+    hidden = sorted(set(sizes or []))
+    if sizes is not None and not hidden:
         raise OnelaunchError("sizes=[] is empty: pass hidden sizes such as 128,256,512, or leave it out")
-    if not 1 <= seeds <= MOST_SEEDS:
-        raise OnelaunchError(f"seeds={seeds} must be 1 to {MOST_SEEDS}: pass how many to train")
+    if not 1 <= seeds <= MAX_SEEDS:
+        raise OnelaunchError(f"seeds={seeds} must be 1 to {MAX_SEEDS}: pass how many to train")
     if settings.seed + seeds > 2**64:
         raise OnelaunchError(f"seed={settings.seed} and seeds={seeds} go beyond 64 bits: pass a smaller seed")
     if any(size < 1 for size in hidden):
-        raise OnelaunchError(f"sizes={given} must be widths of 1 or more, such as 128,256,512")
+        raise OnelaunchError(f"sizes={sizes} must be widths of 1 or more, such as 128,256,512")
     dataset = load_data(settings)
     widths = widths_of(settings, dataset)
     if hidden and len(widths) < 3:
         raise OnelaunchError(
             f"sizes={hidden}: {'-'.join(map(str, widths))} has no hidden layer; pass --hidden, or leave it out"
         )
-    if settings.engine != "auto":  # asked for by name: say at once that it cannot run, as `train` does
+    if settings.engine != "auto":  # chosen by name: refuse at once if it cannot run, as `train` does
         choose(_make_run(settings, dataset, widths))
     _require_empty(settings.out)
     if busy := warning(cores_taken_before()):
         say("note", busy)
     results: dict[str, Any] = {
-        **provenance(_command(config, flags or {}, hidden, seeds)), "finished": False, "interrupted": False,
+        **provenance(_command(config, flags, hidden, seeds)), "finished": False, "interrupted": False,
         "network": f"{'-'.join(map(str, widths))}, {settings.activation}, dropout {settings.dropout:g}",
         "data": dataset.source, "planned": {"sizes": hidden}, "contenders": {}, "absent": {}, "sizes": {},
     }  # fmt: skip
     folder = RunFolder.create(settings.out, f"compare-{Path(settings.data).stem}")
     try:
-        save_results(results, folder.path / COMPARE_FILE)  # first: a config alone makes a run, for `train --resume`
+        # Before the config: `train --resume` takes a folder with a config and no comparison for a run.
+        save_results(results, folder.path / COMPARE_FILE)
         write_atomic(folder.path / CONFIG, settings.to_toml())
         with fits_into_memory():
             _measure(folder.path, results, settings, dataset, widths, hidden, seeds)
@@ -91,6 +77,7 @@ def compare(
         if not results["contenders"]:
             if isinstance(error, KeyboardInterrupt):
                 say("stopped", "interrupted before the first contender had finished: nothing is kept")
+                error.args = ("announced",)
             (folder.path / COMPARE_FILE).unlink(missing_ok=True)
             folder.discard()
         raise
@@ -99,9 +86,9 @@ def compare(
 
 
 def _require_empty(out: str | None) -> None:
-    """A comparison starts anew; a run folder would be offered to be resumed."""
+    """Refuse a folder with files in it: a comparison cannot be resumed."""
     entries: list[Path] = []
-    with contextlib.suppress(OSError, ValueError):  # which creating it will tell
+    with contextlib.suppress(OSError, ValueError):  # creating the folder reports these
         entries = list(Path(out).expanduser().iterdir()) if out is not None else []
     if any(not entry.name.startswith(".") for entry in entries):
         raise OnelaunchError(f"out={out!r} is not empty: pass another folder")
@@ -116,7 +103,7 @@ def _measure(
 
     def run_of(seed: int, inner: list[int] | None = None) -> Run:
         chosen = widths if inner is None else [widths[0], *inner, widths[-1]]
-        return _make_run(settings.model_copy(update={"seed": seed}), dataset, chosen)
+        return _make_run(replace(settings, seed=seed), dataset, chosen)
 
     say("model", results["network"])
     watch = Watch()
@@ -126,11 +113,11 @@ def _measure(
             def show(kind: str, line: str) -> None:
                 say(kind, line)
                 save()
-                gc.collect()  # of the last contender: a Ctrl-C that strikes while it is dropped is seen here
+                gc.collect()  # frees the last contender here, so that a Ctrl-C during its destructors is noticed below
                 check_interrupts()
 
             every = range(settings.seed, settings.seed + seeds)
-            compare_run(run_of, every, partial(show, "trained"), results, save)
+            compare(run_of, every, partial(show, "trained"), results, save)
             if hidden:
                 depth = len(widths) - 2
                 time_sizes(
@@ -149,17 +136,14 @@ def _measure(
         say("note", busy.replace("use", "used").replace("will be", "may be"))
     say("report", str(write_report([folder], folder / REPORT)))
     if results["interrupted"]:
-        say("stopped", "interrupted: what was done is kept")
-        raise KeyboardInterrupt
+        say("stopped", "interrupted: finished contenders are kept")
+        raise KeyboardInterrupt("announced")
     if is_red(results):
         raise typer.Exit(1)
 
 
 def _make_run(settings: TrainConfig, dataset: Dataset, widths: list[int]) -> Run:
-    model = mlp(
-        widths, activation=settings.activation, dropout=settings.dropout, batch_norm=settings.batch_norm,
-        seed=settings.seed,
-    )  # fmt: skip
+    model = build(settings, widths)
     device = "cpu" if settings.engine == "cpu" else default_device()
     validation: tuple[np.ndarray[Any, Any] | None, ...] = (dataset.test_x, dataset.test_y)
     return make_run(model.to(device), dataset.x, dataset.y, validation, settings.fit_options())
@@ -172,22 +156,19 @@ def _show(results: dict[str, Any]) -> None:
         head = [column.replace(" ", "\n") for column in made.head]  # so that 80 columns are enough for whole words
         print_table(console, made.caption, head, [[cell.replace(" ± ", "\n± ") for cell in row] for row in made.rows])
     for kind, words in [*agreement(results["contenders"]), *remarks(results)]:
-        console.print(
-            words, style={"good": "", "note": "yellow"}.get(kind, "red"), markup=False, highlight=False, soft_wrap=True
-        )
+        print_line(console, words, {"good": "", "note": "yellow"}.get(kind, "red"))
     for _, words in noise(results):
-        console.print(words, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, words, "yellow")
     for words in absences(results):
-        console.print(f"absent: {words}", markup=False, highlight=False, soft_wrap=True)
+        print_line(console, f"absent: {words}")
     if results["sizes"]:
         for name, by_size in speed_up(results["sizes"]).items():
             line = ", ".join(f"{size}: {format_ratio(ratio)}" for size, ratio in by_size.items())
-            words = f"chosen engine against {name}, by hidden size: {line}"
-            console.print(words, markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"chosen engine against {name}, by hidden size: {line}")
 
 
 def _command(config: Path | None, flags: dict[str, Any], sizes: Sequence[int], seeds: int) -> str:
-    """The command that compares again, wherever it is saved."""
+    """The command that repeats this comparison, without the folder it is saved in."""
     words = ["onelaunch", "compare", *([str(config)] if config else [])]
     for name, value in flags.items():
         flag = name.replace("_", "-")

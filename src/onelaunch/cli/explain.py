@@ -1,4 +1,4 @@
-"""`onelaunch explain`: what fusing does to a model from a file, on this machine or on paper."""
+"""`onelaunch explain`: what fusing does to a model from a file, measured on this machine or predicted for a device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
@@ -17,49 +17,34 @@ from torch import nn
 
 from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError, require_option, suggest
-from onelaunch.fuse import explain as explain_model
+from onelaunch.fuse import explain
 from onelaunch.fuse.roofline import DEVICES
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
-
-def explain(
-    model: Annotated[str, typer.Argument(help="FILE.py:NAME, a function or class that gives the model, or the model.")],
-    input: Annotated[
-        list[str],
-        typer.Option(
-            help="Shape of an input, such as 64x784; 8x128:int64 for indices; NAME=64x784 to pass it by name. Repeat for more."
-        ),
-    ],
-    device: Annotated[
-        str | None,
-        typer.Option(help=f"Predict for this device: {', '.join(DEVICES)}. Default: what is here, else H200."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of the model and its inputs: {', '.join(DTYPES)}.")] = "float32",
-    eval: Annotated[bool, typer.Option("--eval", help="In evaluation mode; without it, in training mode.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write an interactive page.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+def run_explain(
+    model: str, input: list[str], device: str | None, dtype: str, eval: bool, html: Path | None, as_json: bool
 ) -> None:
-    """Show what fusing does to a model: each chain, the decision and its reason, bytes, launches and times."""
-    require_option("dtype", dtype, DTYPES)
     if device is not None:
         require_option("device", device, DEVICES)
     if html is not None and html.suffix.lower() not in (".html", ".htm"):
         raise OnelaunchError(f"html={str(html)!r} must end in .html")
+    element_type = getattr(torch, dtype)
     where = torch.device("cpu") if device is not None else default_device()
     named: dict[str, Any] = {
-        name: _input(text, DTYPES[dtype], where) for name, given, text in map(_parted, input) if given
+        name: _input(text, element_type, where) for name, given, text in map(_split_name, input) if given
     }
-    shapes = [_input(text, DTYPES[dtype], where) for _, given, text in map(_parted, input) if not given]
-    with contextlib.redirect_stdout(sys.stderr):  # what the model prints is not what was asked for
+    shapes = [_input(text, element_type, where) for _, given, text in map(_split_name, input) if not given]
+    with contextlib.redirect_stdout(
+        sys.stderr
+    ):  # standard output is for the explanation, not for what the model prints
         try:
-            network = _load(model).to(where, DTYPES[dtype]).train(not eval)
+            network = _load(model).to(where, element_type).train(not eval)
         except OnelaunchError:
             raise
-        except (Exception, SystemExit) as error:  # the user's code may raise anything, and end the program
+        except (Exception, SystemExit) as error:  # the user's code may raise anything, and may call exit()
             raise _refused(model, "made", error) from error
         try:
-            explanation = explain_model(network, *shapes, device=device, **named)
+            explanation = explain(network, *shapes, device=device, **named)
         except SystemExit as error:
             raise _refused(model, "run", error) from error
     if as_json:
@@ -70,8 +55,8 @@ def explain(
         typer.echo(f"page     {explanation.html(html)}", err=as_json)
 
 
-def _parted(text: str) -> tuple[str, str, str]:
-    """The name of an input, "=" if it has one, and its shape."""
+def _split_name(text: str) -> tuple[str, str, str]:
+    """The name of an input and "=" (both empty if it has no name), and its shape."""
     name, given, shape = text.partition("=")
     if given and name in ("device", "time"):
         raise OnelaunchError(f"input={text!r} has the name of an option: pass it by its position, as {shape}")
@@ -80,7 +65,9 @@ def _parted(text: str) -> tuple[str, str, str]:
 
 def _input(text: str, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
     shape, typed, kind = text.partition(":")
-    written = re.fullmatch(r"[0-9]{1,999}(x[0-9]{1,999})*", shape)  # int() takes more than we would
+    written = re.fullmatch(
+        r"[0-9]{1,999}(x[0-9]{1,999})*", shape
+    )  # int() also takes 1_000, +3 and other scripts' digits
     sizes = [int(part) for part in shape.split("x")] if written else [0]
     if min(sizes) < 1:
         raise OnelaunchError(f"input={text!r} is not a shape: pass sizes with x between, such as 64x784 or 8x128:int64")
@@ -90,7 +77,7 @@ def _input(text: str, dtype: torch.dtype, where: torch.device) -> torch.Tensor:
         if kind:
             return torch.zeros(sizes, dtype=torch.int64, device=where)
         return torch.randn(sizes, device=where).to(dtype)
-    except (RuntimeError, TypeError, OverflowError) as error:  # more than memory holds, or than a size may be
+    except (RuntimeError, TypeError, OverflowError) as error:  # more than memory holds, or more than a size may be
         raise OnelaunchError(f"input={text!r} does not fit into memory: pass smaller sizes") from error
 
 
@@ -114,7 +101,7 @@ def _load(target: str) -> nn.Module:
         raise OnelaunchError(f"model={target!r} is not a Python file: pass FILE.py:NAME")
     module = importlib.util.module_from_spec(spec)
     beside = str(path.resolve().parent)
-    sys.path.insert(0, beside)  # so that it can import what lies beside it
+    sys.path.insert(0, beside)  # so that it can import its neighbours
     try:
         spec.loader.exec_module(module)
         found: Any = getattr(module, name, None)

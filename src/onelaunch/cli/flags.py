@@ -1,17 +1,17 @@
-"""Turns the fields of a pydantic model into command line flags, so that each is written down once."""
+"""Turns the fields of a dataclass into command-line flags, so that each option is written down once."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any, get_args
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
-from pydantic import BaseModel
 
 
 def numbers(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
-    """A parser of `128,128`, or of `0.9,0.999`."""
+    """A parser for lists such as `128,128` (int) or `0.9,0.999` (float)."""
     example = "128,128" if kind is int else "0.9,0.999"
 
     def parse(text: str) -> list[Any]:
@@ -19,24 +19,27 @@ def numbers(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
             return [kind(part) for part in text.replace(" ", "").split(",")] if text.strip(" ,") else []
         except ValueError:
             raise typer.BadParameter(
-                f"{text!r} is not a list of numbers with commas between, such as {example}"
+                f"{text!r} is not a list of numbers separated by commas, such as {example}"
             ) from None
 
     return parse
 
 
-def with_flags(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command one optional flag a field of `model`; those that were passed arrive as the dict `flags`."""
+def with_flags(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one optional flag per field of the dataclass `options`, with the help text in its metadata.
+
+    The command receives the flags that were passed as the dict `flags`.
+    """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "flags"]
-        added = [_parameter(name, model) for name in model.model_fields]
+        own = [p for p in inspect.signature(command).parameters.values() if p.name != "flags"]
+        types = get_type_hints(options)
+        parameters = [*own, *(_parameter(field, types[field.name]) for field in fields(options))]
 
         def wrapper(**given: Any) -> None:
-            flags = {name: given.pop(name) for name in model.model_fields}
+            flags = {name: given.pop(name) for name in types}
             command(**given, flags={name: value for name, value in flags.items() if value is not None})
 
-        parameters = [*own, *added]
         wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
         wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -45,20 +48,17 @@ def with_flags(model: type[BaseModel]) -> Callable[[Callable[..., None]], Callab
     return decorate
 
 
-def _parameter(name: str, model: type[BaseModel]) -> inspect.Parameter:
-    field = model.model_fields[name]
-    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-    kind: Any = kinds[0] if kinds and type(None) in get_args(field.annotation) else field.annotation
-    default = field.default
-    shown: Any = ",".join(map(str, default)) if isinstance(default, list) else default
-    show_default: Any = str(shown) if default is not None and not isinstance(default, bool) else False
+def _parameter(field: Field[Any], annotation: Any) -> inspect.Parameter:
+    kinds = get_args(annotation)
+    kind: Any = kinds[0] if type(None) in kinds else annotation
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    shown = ",".join(map(str, default)) if isinstance(default, list) else str(default)
+    settings: dict[str, Any] = {
+        "help": field.metadata["help"],
+        "show_default": shown if default is not None and not isinstance(default, bool) else False,
+    }
     if kind in (list[int], list[float]):
-        element = get_args(kind)[0]
-        option = typer.Option(
-            parser=numbers(element), metavar="N,N,…", help=field.description, show_default=show_default
-        )
+        settings |= {"parser": numbers(get_args(kind)[0]), "metavar": "N,N,…"}
         kind = str
-    else:
-        option = typer.Option(help=field.description, show_default=show_default)
-    annotation = Annotated[kind | None, option]
-    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotation)
+    annotated = Annotated[kind | None, typer.Option(**settings)]
+    return inspect.Parameter(field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=annotated)

@@ -17,7 +17,7 @@ NEEDS = {
 }
 
 
-def _lacks(engine: str) -> str:
+def _unavailable_reason(engine: str) -> str:
     """Why an engine cannot run on this machine; empty when it can."""
     if engine in ("resident", "graph") and not torch.cuda.is_available():
         return (
@@ -27,8 +27,7 @@ def _lacks(engine: str) -> str:
     return found if isinstance(found, str) else ""
 
 
-def info() -> None:
-    """Show versions, devices, and which engines can run here and why the others cannot."""
+def run_info() -> None:
     machine = describe_machine()
     rows = [("system", machine["system"])]
     rows += list(machine["versions"].items())
@@ -39,8 +38,8 @@ def info() -> None:
     if not machine["gpus"]:
         rows.append(("gpu", "none that this PyTorch can use"))
     for name in FASTEST_FIRST:
-        lacks = _lacks(name)
-        rows.append((f"engine {name}", f"{f'no: {lacks}' if lacks else 'yes'}; needs {NEEDS[name]}"))
+        reason = _unavailable_reason(name)
+        rows.append((f"engine {name}", f"{f'no: {reason}' if reason else 'yes'}; needs {NEEDS[name]}"))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
         typer.echo(f"{name:<{width}}  {value}")

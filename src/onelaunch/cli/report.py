@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -11,14 +10,11 @@ from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.report.write import REPORT, write_report
 
 
-def report(
-    inputs: Annotated[list[Path], typer.Argument(help="Run folders, results files, or folders of either.")],
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path(REPORT),
-) -> None:
-    """Draw runs and results as one self-contained HTML page. What cannot be read is named and left out."""
+def run_report(inputs: list[Path], out: Path | None) -> None:
+    out = out or Path(REPORT)
     try:
         out = out / REPORT if out.is_dir() else out
-    except OSError as error:  # a folder that may not be looked into, a name that is too long
+    except OSError as error:  # a folder without read permission, or a name that is too long
         raise OnelaunchError(
             f"out={str(out)!r:.200} cannot be written: {reason_of(error)}; pass another path"
         ) from error

@@ -1,4 +1,4 @@
-"""`onelaunch train`: data, a model, a run folder."""
+"""`onelaunch train`: loads the data, trains a model, keeps the result in a run folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
@@ -18,7 +18,6 @@ from torch import nn
 
 from onelaunch.bench.results import commit
 from onelaunch.cli.config import TrainConfig, make_config, read_config
-from onelaunch.cli.flags import with_flags
 from onelaunch.data import Dataset, load, split
 from onelaunch.device import default_device, describe_machine, device_name
 from onelaunch.errors import DivergedError, OnelaunchError, is_out_of_memory
@@ -30,25 +29,17 @@ from onelaunch.train.loop import Listener
 from onelaunch.train.mlp import mlp
 from onelaunch.train.run_folder import CHECKPOINT, CURVES, RunFolder, config_of, is_finished
 
-WIDE = 30.0  # a standard deviation at which the usual learning rates no longer fit
+MAX_DEVIATION = 30.0  # standard deviation above which the usual learning rates no longer fit
 
 
-@with_flags(TrainConfig)
-def train(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file; its keys are the flags below.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder.")] = None,
-    progress: Annotated[bool, typer.Option(help="Show a bar on a terminal.")] = True,
-    flags: dict[str, Any] | None = None,
-) -> None:
-    """Train an MLP and keep the result in a run folder."""
-    flags = flags or {}
+def run_train(config: Path | None, resume: Path | None, progress: bool, flags: dict[str, Any]) -> None:
     if resume is None:
         settings = make_config(read_config(config) if config else {}, flags)
     else:
         if config is not None or "out" in flags:
             raise OnelaunchError("resume takes its config and folder from the run: leave out CONFIG and --out")
         settings = make_config(read_config(config_of(resume)), flags)
-    with process_group() as team:  # where torchrun has started several of us
+    with process_group() as team:  # several processes if torchrun started this one
         if resume is not None and not flags and is_finished(resume):
             say("finished", f"all {settings.epochs} epochs of {resume} are done: nothing is left to train")
         elif team.leads:
@@ -58,28 +49,28 @@ def train(
 
 
 def _follow(settings: TrainConfig, resume: Path | None) -> None:
-    """Train along with the process that leads, which writes and speaks."""
+    """Train along with rank 0, which alone writes and prints."""
     dataset = load_data(settings)
-    model = _build(settings, dataset).to(default_device())
+    model = _build_and_announce(settings, dataset).to(default_device())
     checkpoint = None if resume is None else resume / CHECKPOINT
-    known = checkpoint if checkpoint and checkpoint.exists() else None
+    existing = checkpoint if checkpoint and checkpoint.exists() else None
     fit_with(
         model, dataset.x, dataset.y, settings.fit_options(), validation=(dataset.test_x, dataset.test_y),
-        checkpoint=known, resume=known is not None, progress=False,
+        checkpoint=existing, resume=existing is not None, progress=False,
     )  # fmt: skip
 
 
 def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
     dataset = load_data(settings)
-    model = _build(settings, dataset)
-    folder = RunFolder.create(settings.out, _name(settings)) if resume is None else RunFolder.open(resume)
+    model = _build_and_announce(settings, dataset)
+    folder = RunFolder.create(settings.out, Path(settings.data).stem) if resume is None else RunFolder.open(resume)
     try:
         folder.refuse_lost_checkpoint()
         with fits_into_memory():
             _train(folder, settings, dataset, model, progress, resumes=resume is not None)
     except (OnelaunchError, KeyboardInterrupt):
         if resume is None:
-            folder.discard()  # which keeps a folder with a checkpoint
+            folder.discard()  # keeps a folder that has a checkpoint
         raise
     finally:
         folder.close()
@@ -87,20 +78,21 @@ def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
 
 @contextmanager
 def fits_into_memory() -> Iterator[None]:
-    """What memory does not hold, wherever that shows, is one line."""
+    """Turn every kind of out-of-memory error into an OnelaunchError with its remedy."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        said = str(error)
+        message = str(error)
         raise OnelaunchError(
-            f"this run does not fit into memory ({said.splitlines()[0] if said else 'MemoryError'}): pass smaller --hidden "
-            "or --layers, a smaller --batch-size or fewer rows of data"
+            f"this run does not fit into memory ({message.splitlines()[0] if message else 'MemoryError'}): pass smaller "
+            "--hidden or --layers, a smaller --batch-size or fewer rows of data"
         ) from error
 
 
 def load_data(settings: TrainConfig) -> Dataset:
+    """The data of the run with a test part, announced on the terminal, with notes on what may surprise."""
     values = settings.loss != "cross_entropy"
     dataset = load(settings.data, data_dir=settings.data_dir, target=settings.target, values=values)
     if dataset.test_x is None:
@@ -111,13 +103,13 @@ def load_data(settings: TrainConfig) -> Dataset:
     if dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
         say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
     for what, array in (("features", dataset.x), ("targets", dataset.y)):
-        if array.dtype == np.float32 and (spread := float(array.std())) > WIDE:
+        if array.dtype == np.float32 and (spread := float(array.std())) > MAX_DEVIATION:
             say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
     return dataset
 
 
 def widths_of(settings: TrainConfig, dataset: Dataset) -> list[int]:
-    """All widths of the network: as given, or the hidden ones between those of the data."""
+    """All widths of the network: as given, or the hidden widths between those that the data needs."""
     if settings.layers is not None:
         return settings.layers
     classes = dataset.classes is not None and settings.loss == "cross_entropy"
@@ -125,26 +117,25 @@ def widths_of(settings: TrainConfig, dataset: Dataset) -> list[int]:
     return [int(dataset.x[0].size), *settings.hidden, outputs]
 
 
-def _build(settings: TrainConfig, dataset: Dataset) -> nn.Module:
+def build(settings: TrainConfig, widths: list[int]) -> nn.Module:
+    names = ("activation", "dropout", "batch_norm", "seed")
+    return mlp(widths, **{name: getattr(settings, name) for name in names})
+
+
+def _build_and_announce(settings: TrainConfig, dataset: Dataset) -> nn.Module:
     widths = widths_of(settings, dataset)
-    model = mlp(
-        widths,
-        activation=settings.activation,
-        dropout=settings.dropout,
-        batch_norm=settings.batch_norm,
-        seed=settings.seed,
-    )
+    model = build(settings, widths)
     count = sum(parameter.numel() for parameter in model.parameters())
     say("model", f"{'-'.join(map(str, widths))}, {settings.activation}, {count:,} parameters")
     return model
 
 
 class _Narrator(Listener):
-    """Says what a run starts with, and keeps its folder."""
+    """Prints what a run starts with, and keeps its folder up to date."""
 
     def __init__(self, folder: RunFolder, resumes: bool) -> None:
         self.folder, self.resumes = folder, resumes
-        self.history: History | None = None  # kept, for a run that does not come to its end
+        self.history: History | None = None  # for a run that is interrupted or diverges
 
     def started(self, history: History) -> None:
         self.history = history
@@ -184,35 +175,36 @@ def _train(
     except KeyboardInterrupt:
         if folder.checkpoint.exists():
             folder.save_model(model)
-            folder.describe(status="interrupted", **_course(narrator.history))
+            folder.describe(status="interrupted", **_outcome(narrator.history))
             if world().size > 1:
                 program = f"torchrun --nproc-per-node {world().size} -m onelaunch"
             else:
                 program = "onelaunch" if shutil.which("onelaunch") else f"{sys.executable} -m onelaunch"
-            say("stopped", f"saved; go on with: {program} train --resume {shlex.quote(str(folder.path))}")
+            say("stopped", f"saved; continue with: {program} train --resume {shlex.quote(str(folder.path))}")
             _draw(folder, narrator.history)
+            raise KeyboardInterrupt("announced") from None
         raise
     except DivergedError as error:
-        folder.describe(status=str(error), **_course(narrator.history))
+        folder.describe(status=str(error), **_outcome(narrator.history))
         _draw(folder, narrator.history)
         raise
     folder.finish(model, history)
-    folder.describe(status="finished", **_course(history))
+    folder.describe(status="finished", **_outcome(history))
     say("result", f"{summary(history.epochs[-1])}, in {history.seconds:.3g} s")
     _write_page(folder)
 
 
-def _course(history: History | None) -> dict[str, Any]:
-    """What run.json tells of a run that has started."""
+def _outcome(history: History | None) -> dict[str, Any]:
+    """The entries of run.json about a run that has started."""
     names = ("engine", "reason", "precision", "plan", "allocations", "seconds", "startup_seconds")
     return {} if history is None else {name: getattr(history, name) for name in names}
 
 
 def _draw(folder: RunFolder, history: History | None) -> None:
-    """Curves and page of a run as far as it came; a folder without a checkpoint is about to be removed."""
+    """Curves and page of an unfinished run. A folder without a checkpoint is about to be removed, and gets none."""
     if not folder.checkpoint.exists():
         return
-    with suppress(OnelaunchError):  # why it ended says more than why it cannot be drawn
+    with suppress(OnelaunchError):  # the reason why the run ended matters more
         if history is not None and history.losses:
             history.plot(folder.path / CURVES)
         _write_page(folder)
@@ -225,14 +217,11 @@ def _write_page(folder: RunFolder) -> None:
     say("report", str(write_report([folder.path], folder.path / REPORT)))
 
 
-def _name(settings: TrainConfig) -> str:
-    return Path(settings.data).stem
-
-
 def say(what: str, text: str) -> None:
+    """Print one line, on rank 0 only."""
     if not world().leads:
         return
     try:
         typer.echo(f"{what:<8} {text}")
-    except OSError:  # whoever read this has left (`| head -1`); the run goes on
+    except OSError:  # the reader of a pipe is gone (`| head -1`); the run goes on
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""Datasets: `load` a known one or a file, `split` a test part off it."""
+"""Datasets: `load` returns a known set or the rows of a file, `split` holds a test part out of it."""
 
 from onelaunch.data.dataset import Dataset, split
 from onelaunch.data.sources import NAMES, load

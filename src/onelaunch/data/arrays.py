@@ -1,7 +1,7 @@
 """A user's `.npz` and `.npy` files. Pickled objects are never read: a file from a stranger must not run code.
 
-The type of y decides what it means: whole numbers and strings are classes, floating point numbers values to regress;
-unless the caller knows, by `values`, which of the two is wanted.
+The type of y decides what it means: whole numbers and strings are classes, floating-point numbers are values to regress.
+The argument `values` overrides this: True for values, False for classes, None to decide by the type.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from onelaunch.data.dataset import Dataset
 from onelaunch.errors import DataError, suggest
 
 KEYS = (("x", "y", "test_x", "test_y"), ("x_train", "y_train", "x_test", "y_test"))
-MOST_CLASSES = 1 << 16
+MAX_CLASSES = 1 << 16
 
 
 def read_npz(path: Path, target: str | None, values: bool | None) -> Dataset:
-    """Arrays x and y, and test_x and test_y where there are any; or x_train, y_train, x_test, y_test as in Keras."""
-    with _opened(path) as file:
+    """The arrays x and y, and test_x and test_y if the file has them; or x_train, y_train, x_test, y_test as in Keras."""
+    with _open(path) as file:
         if isinstance(file, np.ndarray):
             raise DataError(f"{path}: holds a single array, not named ones: rename it to .npy, or use numpy.savez")
-        found = _listed(file.files)
+        found = _list_names(file.files)
         names = next((names for names in KEYS if names[0] in file), None)
         if names is None:
             raise DataError(f"{path}: has no array x or x_train: save one; found: {found}")
@@ -49,19 +49,19 @@ def read_npz(path: Path, target: str | None, values: bool | None) -> Dataset:
     for number, (x, y) in enumerate(zip(features, targets, strict=True)):
         x_name, y_name = keys[2 * number : 2 * number + 2]
         if len(x) != len(y):
-            raise DataError(f"{path}: {x_name} has {len(x):,} rows and {y_name} {len(y):,}: save one target a row")
+            raise DataError(f"{path}: {x_name} has {len(x):,} rows and {y_name} {len(y):,}: save one target per row")
         if x.shape[1:] != features[0].shape[1:] or x.dtype != features[0].dtype:
-            raise DataError(f"{path}: {x_name} holds {_rows(x)}, {x_key} {_rows(features[0])}: save both alike")
+            raise DataError(f"{path}: {x_name} holds {_describe(x)}, {x_key} {_describe(features[0])}: save both alike")
         if y.shape[1:] != targets[0].shape[1:] or y.dtype.kind != targets[0].dtype.kind:
-            raise DataError(f"{path}: {y_name} holds {_rows(y)}, {y_key} {_rows(targets[0])}: save both alike")
+            raise DataError(f"{path}: {y_name} holds {_describe(y)}, {y_key} {_describe(targets[0])}: save both alike")
     classes, targets = _name_classes(targets)
     return _dataset(path, y_key, features, targets, classes)
 
 
 def read_npy(path: Path, target: str | None, values: bool | None) -> Dataset:
-    """A table: one column, the last unless `target` gives its index, is y, the others are x."""
-    with _opened(path) as table:
-        pass  # an array is read whole
+    """A 2-D array: the column with the index `target` (default: the last) is y, the other columns are x."""
+    with _open(path) as table:
+        pass  # np.load has read all of an array
     if not isinstance(table, np.ndarray):
         raise DataError(f"{path}: holds several named arrays, not one: rename it to .npz")
     if table.ndim != 2 or table.dtype.kind not in "fiub":
@@ -80,12 +80,14 @@ def read_npy(path: Path, target: str | None, values: bool | None) -> Dataset:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open(path: Path) -> Iterator[Any]:
     with ExitStack() as stack:
         try:
-            file = stack.enter_context(path.open("rb"))  # numpy would leave a damaged .npz open
+            file = stack.enter_context(
+                path.open("rb")
+            )  # np.load leaves a damaged .npz open if it opens the file itself
             loaded = np.load(file, allow_pickle=False)
-        except Exception as error:  # numpy on a damaged file: ValueError, zlib.error, TokenError, SyntaxError, …
+        except Exception as error:  # a damaged file may raise ValueError, zlib.error, TokenError, SyntaxError, …
             raise _unreadable(f"{path}", error) from None
         yield loaded if isinstance(loaded, np.ndarray) else stack.enter_context(loaded)
 
@@ -128,9 +130,9 @@ def _targets(where: str, array: np.ndarray, values: bool | None) -> np.ndarray:
         raise DataError(f"{where} is empty (shape {array.shape}): save one target at least")
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
-    whole = array.dtype.kind == "f" and array.ndim == 1 and bool((np.abs(array) < 2**53).all())  # not NaN, not Inf
+    whole = array.dtype.kind == "f" and array.ndim == 1 and bool((np.abs(array) < 2**53).all())  # False for NaN and Inf
     if values is False and whole and (array == np.rint(array)).all():
-        array = array.astype(np.int64)  # a table of floats whose last column holds class numbers
+        array = array.astype(np.int64)  # class numbers that were stored in a table of floats
     if array.dtype.kind in ("fiub" if values else "f") and array.ndim in (1, 2):
         return _finite(where, array)
     if array.ndim != 1:
@@ -139,8 +141,8 @@ def _targets(where: str, array: np.ndarray, values: bool | None) -> np.ndarray:
         return array
     if array.dtype.kind not in "iub":
         raise DataError(f"{where} is of type {array.dtype}: save whole numbers or strings (classes) or floats (values)")
-    remedy = f"number the classes from 0 to {MOST_CLASSES - 1:,} at most, or save floats if these are values"
-    for wrong in (array < 0, array >= MOST_CLASSES):
+    remedy = f"number the classes from 0 to {MAX_CLASSES - 1:,} at most, or save floats if these are values"
+    for wrong in (array < 0, array >= MAX_CLASSES):
         if wrong.any():
             row = int(np.argmax(wrong))
             raise DataError(f"{where}: row {row} has label {array[row]}: {remedy}")
@@ -152,14 +154,15 @@ def _finite(where: str, array: np.ndarray) -> np.ndarray:
         values = np.ascontiguousarray(array, np.float32)
     if not np.isfinite(values).all():
         row, *column = np.argwhere(~np.isfinite(values))[0].tolist()
-        place = f"row {row}" + (f", column {', '.join(map(str, column))}" if column else "")
+        position = f"row {row}" + (f", column {', '.join(map(str, column))}" if column else "")
         wrong = array[(row, *column)]
         what = "is too large for float32" if np.isfinite(wrong) else "is not a finite number"
-        raise DataError(f"{where}: {place} (counted from 0) holds {wrong}, which {what}: remove or replace it")
+        raise DataError(f"{where}: {position} (counted from 0) holds {wrong}, which {what}: remove or replace it")
     return values
 
 
 def _name_classes(targets: list[np.ndarray]) -> tuple[tuple[str, ...] | None, list[np.ndarray]]:
+    """The class names (None for values), and the targets with strings replaced by the index of their class."""
     kind = targets[0].dtype.kind
     if kind == "f":
         return None, targets
@@ -179,13 +182,10 @@ def _dataset(
     return Dataset(path.name, source, features[0], targets[0], test_x, test_y, classes)
 
 
-def _rows(array: np.ndarray) -> str:
+def _describe(array: np.ndarray) -> str:
     return f"rows of shape {array.shape[1:]} and type {array.dtype}"
 
 
-def _listed(keys: list[str]) -> str:
-    return (
-        ", ".join(map(repr, keys[:12])) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
-        if keys
-        else "nothing"
-    )
+def _list_names(keys: list[str]) -> str:
+    more = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
+    return ", ".join(map(repr, keys[:12])) + more if keys else "nothing"

@@ -1,4 +1,4 @@
-"""What every source of data hands over, and how a test part is held out of it."""
+"""The form in which every source returns its data, and how a test part is held out of it."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import numpy as np
 from onelaunch.errors import ArgumentTypeError, DataError
 from onelaunch.rng import permutation
 
-SPLIT_EPOCH = 2**61  # the split draws its order from an epoch that no run reaches
+SPLIT_EPOCH = 2**61  # `split` uses the permutation of an epoch that no run reaches
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows to learn from. Every array is contiguous, writable, of native byte order, finite and not empty."""
+    """Rows to learn from. Every array is contiguous, writable, in native byte order, finite and not empty."""
 
     name: str
-    """What was asked for: `mnist`, or the name of a file."""
+    """The name that was passed: `mnist`, or the name of a file."""
     source: str
-    """One line for people: which data this is and where it came from."""
+    """One line for the reader: which data this is and where it came from."""
     x: np.ndarray
-    """uint8 images, which mean value / 255, or float32 features; a row each."""
+    """One row per sample: uint8 images, which stand for value / 255, or float32 features."""
     y: np.ndarray
     """int64 classes `[n]`, or float32 targets `[n]` or `[n, k]`."""
     test_x: np.ndarray | None = None
     test_y: np.ndarray | None = None
-    """None where the data has no split of its own: see `split`."""
+    """None if the data has no test part of its own; see `split`."""
     classes: tuple[str, ...] | None = None
-    """The name of each class, in the order of the labels; None where y are values and not classes."""
+    """The name of each class, in the order of the labels; None if y holds values to regress."""
     fallback: bool = False
-    """True when this is not the full set that was asked for; `source` then says why."""
+    """True if this is a small substitute for the full set; `source` says why."""
 
 
 def split(dataset: Dataset, fraction: float, seed: int) -> Dataset:
-    """The same data with round(n * fraction) of its rows held out for testing, one at least on each side.
+    """The same data with round(n * fraction) of its n rows held out for testing; each part gets at least one row.
 
-    The test rows are the first of `permutation(n, seed, 2**61)`, the training rows the others, both in that order.
+    The test rows are the first of `permutation(n, seed, 2**61)`, the training rows are the rest, both in that order.
     """
     if isinstance(fraction, bool) or not isinstance(fraction, int | float):
         raise ArgumentTypeError(f"fraction={fraction!r} is not a number: pass one between 0 and 1")

@@ -1,8 +1,8 @@
-"""Fetches one published file into a cache folder: checked, atomic, and quick to give up on a machine that is offline.
+"""Downloads one published file into a cache folder: checked, atomic, and quick to give up on a machine that is offline.
 
-pooch downloads to a temporary name, compares the checksum and renames; so a file under its final name is whole, and two
-processes may fetch the same one at once. What no timeout of a socket catches is a name server that never answers, or a
-server that drips a byte a second: so the transfer runs in a thread, and a watch ends the wait when too little comes.
+pooch downloads to a temporary name, compares the checksum and renames. A file under its final name is therefore complete,
+and two processes may download the same file at once. No socket timeout catches a name server that never answers, or a server
+that sends one byte per second. So the transfer runs in a thread, and the caller stops waiting when too little arrives.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 
 from onelaunch.errors import DataError
 
-ANSWER_SECONDS = 4.0  # for the name, the connection and the first CHUNK
+ANSWER_SECONDS = 4.0  # to resolve the name, connect and receive the first CHUNK
 STALL_SECONDS = 15.0  # for each further CHUNK
 CHUNK = 8192
-LARGEST = 64 << 20  # the largest published file has 26 MB; a server that sends more than this is not the right one
+MAX_BYTES = 64 << 20  # the largest published file has 26 MB; a server that sends more than this is not the right one
 
 
 def has_checksum(path: Path, md5: str) -> bool:
@@ -35,7 +35,7 @@ def has_checksum(path: Path, md5: str) -> bool:
 
 
 def download(url: str, path: Path, md5: str) -> None:
-    """Fetches `url` to `path`, or raises a DataError that names the host and what went wrong; one try."""
+    """Download `url` to `path`, in one try. A DataError names the host and what went wrong."""
     import pooch
     import requests
     import urllib3
@@ -50,7 +50,7 @@ def download(url: str, path: Path, md5: str) -> None:
                 thread.join(0.05)
             overdue = thread.is_alive()
         finally:
-            transfer.given_up = True  # after Ctrl-C too: the thread then removes its temporary file
+            transfer.given_up = True  # also after Ctrl-C: the thread then removes its temporary file
             thread.join(0.2)
     try:
         if overdue:
@@ -69,17 +69,17 @@ def download(url: str, path: Path, md5: str) -> None:
         raise DataError(f"{host} {error} for {path.name}") from None
     except OSError as error:
         raise DataError(f"{path.parent} cannot be written ({error.strerror or type(error).__name__})") from None
-    except ValueError:  # pooch's word for a checksum that does not match
+    except ValueError:  # pooch: the checksum does not match
         raise DataError(f"{host} sent a {path.name} with a wrong checksum") from None
 
 
 class _Transfer:
-    """One download, run in a thread of its own; it notes its progress for the thread that waits."""
+    """One download in a thread of its own, which records its progress for the waiting thread."""
 
     def __init__(self, bar: Any, label: str) -> None:
         self.bar, self.task = bar, bar.add_task(label, total=None) if bar else None
         self.received = 0
-        self.noted = 0  # bytes received when the clock was last set back
+        self.noted = 0  # bytes received when `last_news` was set
         self.last_news = time.monotonic()
         self.given_up = False
         self.error: BaseException | None = None
@@ -93,20 +93,20 @@ class _Transfer:
 
         try:
             pooch.retrieve(url, f"md5:{md5}", fname=path.name, path=path.parent, downloader=self)
-        except BaseException as error:  # for the thread that waits
+        except BaseException as error:  # raised by the waiting thread
             self.error = error
 
     def __call__(self, url: str, output_file: str, _: object) -> None:
-        """What pooch calls to fill a temporary file."""
+        """Fill the temporary file `output_file`; called by pooch."""
         import requests
 
         options: dict[str, Any] = {"stream": True, "timeout": (ANSWER_SECONDS, STALL_SECONDS)}
-        headers = {"Accept-Encoding": "identity"}  # the files are gzipped and are to stay so
+        headers = {"Accept-Encoding": "identity"}  # the files are gzipped and must stay so
         with requests.Session() as session, session.get(url, headers=headers, **options) as response:
             response.raise_for_status()
             length = response.headers.get("Content-Length", "")
             total = int(length) if length.isdecimal() else None
-            read = getattr(response.raw, "read1", response.raw.read)  # read1, of urllib3 2, takes what is there
+            read = getattr(response.raw, "read1", response.raw.read)  # read1 (urllib3 2) returns what has arrived
             with open(output_file, "wb") as file:
                 while chunk := read(CHUNK):
                     file.write(chunk)
@@ -118,8 +118,8 @@ class _Transfer:
         self.received += size
         if self.given_up:
             raise TimeoutError
-        if self.received > LARGEST:
-            raise DataError(f"sent more than {LARGEST:,} bytes")
+        if self.received > MAX_BYTES:
+            raise DataError(f"sent more than {MAX_BYTES:,} bytes")
         if self.received >= self.noted + CHUNK:
             self.noted, self.last_news = self.received, time.monotonic()
         if self.bar:
@@ -141,7 +141,7 @@ def _progress() -> Iterator[Any]:
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """pooch reports each file on stderr; ours is the one line in `Dataset.source`."""
+    """Silence pooch, which reports each file on stderr; `Dataset.source` says the same in one line."""
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:

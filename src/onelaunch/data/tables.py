@@ -1,8 +1,8 @@
-"""A user's `.csv` file: a column to learn, the others numbers to learn it from.
+"""A user's `.csv` file: one column holds the targets, the others hold the features, which are numbers.
 
-Fields are parted by a comma, semicolon or tab, whichever the first line has most of. The target's column may hold whole
-numbers or words, which are classes, named in sorted order; or numbers with a point, which are values to regress; unless
-the caller knows, by `values`, which of the two is wanted.
+The separator is a comma, semicolon or tab, whichever the first line has most of. Whole numbers and words in the target column
+are classes, in sorted order. Numbers with a decimal point are values to regress. The argument `values` overrides this: True
+for values, False for classes, None to decide by the text.
 
 The rows stream through the standard library's reader into one float32 buffer: 60,000 × 785 take about 10 s, and little
 more memory than the result.
@@ -16,7 +16,7 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import numpy as np
 
@@ -36,10 +36,10 @@ def read_csv(path: Path, target: str | None, values: bool | None) -> Dataset:
     except csv.Error as error:
         raise DataError(f"{path}: is not a csv file ({error}): check its quotes, or save it again") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error}): check the file and its rights") from None
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}): check its permissions") from None
 
 
-def _read(path: Path, file: TextIO, target: str | None, want_values: bool | None) -> Dataset:
+def _read(path: Path, file: TextIO, target: str | None, as_values: bool | None) -> Dataset:
     records = _records(file)
     head = list(itertools.islice(records, 2))
     if not head:
@@ -77,7 +77,7 @@ def _read(path: Path, file: TextIO, target: str | None, want_values: bool | None
     if not np.isfinite(x).all():
         row, wrong = np.argwhere(~np.isfinite(x))[0].tolist()
         _refuse(path, lines[row], features[wrong], str(x[row, wrong]))
-    y, classes = _targets(path, names[column], labels, lines, want_values)
+    y, classes = _targets(path, names[column], labels, lines, as_values)
     what = f"{len(classes):,} classes" if classes else "values"
     heading = "" if header else ", no header line"
     source = f"{path}, {len(x):,} rows of {len(features):,}, {what} in column {names[column]!r}{heading}"
@@ -85,7 +85,7 @@ def _read(path: Path, file: TextIO, target: str | None, want_values: bool | None
 
 
 def _records(file: TextIO) -> Iterator[tuple[int, list[str]]]:
-    """The number and the fields of each line that is not blank."""
+    """The line number and the fields of each line that is not blank."""
     first = re.sub(r'"[^"]*"', "", next((line for line in file if line.strip()), ""))
     file.seek(0)
     reader = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
@@ -95,7 +95,7 @@ def _records(file: TextIO) -> Iterator[tuple[int, list[str]]]:
 
 
 def _is_header(first: list[str], second: list[str], target: str | None) -> bool:
-    """A line of names, where a name may be a number: pandas calls columns 0, 1, 2, … that have no name."""
+    """Whether the first line holds names. A name may be a number: pandas calls nameless columns 0, 1, 2, …"""
     numbers = [index for index, field in enumerate(first) if _is_number(field)]
     if not numbers or (len(numbers) > 2 and all(first[index] == str(index) for index in numbers)):
         return True
@@ -125,7 +125,7 @@ def _target_column(path: Path, names: list[str], target: str | None, header: boo
 
 def _check_names(path: Path, names: list[str]) -> None:
     if len(names) < 2:
-        raise DataError(f"{path}: has a single column: features and a target, parted by , ; or tab, are needed")
+        raise DataError(f"{path}: has a single column: features and a target, separated by , ; or tab, are needed")
     if "" in names:
         raise DataError(
             f"{path}: column {names.index('')} of the header has no name: name or remove it (pandas: index=False)"
@@ -133,16 +133,13 @@ def _check_names(path: Path, names: list[str]) -> None:
 
 
 def _targets(
-    path: Path, name: str, labels: list[str], lines: Sequence[int], want_values: bool | None
+    path: Path, name: str, labels: list[str], lines: Sequence[int], as_values: bool | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    if want_values is False:
-        labels = [_without_point(label) for label in labels]  # classes that went through a table of floats
+    if as_values is False:
+        labels = [_without_point(label) for label in labels]  # class numbers that were stored in a table of floats
     whole = [WHOLE_NUMBER.fullmatch(label) is not None for label in labels]
-    if all(whole) and not want_values:
-        numbers = [int(label) for label in labels]
-        ordered = sorted(set(numbers))
-        place = {number: index for index, number in enumerate(ordered)}
-        return np.array([place[number] for number in numbers], np.int64), tuple(map(str, ordered))
+    if all(whole) and not as_values:
+        return _classes([int(label) for label in labels])
     words = [index for index, label in enumerate(labels) if not _is_number(label)]
     if not words:
         with np.errstate(over="ignore"):
@@ -157,9 +154,14 @@ def _targets(
             f"{path}: column {name!r} has the number {labels[with_point]!r} in line {lines[with_point]} and the word"
             f" {labels[words[0]]!r} in line {lines[words[0]]}: pass numbers alone (values) or names alone (classes)"
         )
-    names = sorted(set(labels))
-    index_of = {label: index for index, label in enumerate(names)}
-    return np.array([index_of[label] for label in labels], np.int64), tuple(names)
+    return _classes(labels)
+
+
+def _classes(labels: list[Any]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """The index of each label among the sorted classes, and the names of the classes."""
+    ordered = sorted(set(labels))
+    index_of = {label: index for index, label in enumerate(ordered)}
+    return np.array([index_of[label] for label in labels], np.int64), tuple(map(str, ordered))
 
 
 def _without_point(label: str) -> str:
@@ -169,7 +171,7 @@ def _without_point(label: str) -> str:
 
 
 def _is_plain(text: str) -> bool:
-    """Python's `float` also takes 1_000 and the digits of other scripts: to people a word and a curiosity."""
+    """Whether `float` reads the text as people do: Python's also takes 1_000 and the digits of other scripts."""
     return "_" not in text and text.isascii()
 
 

@@ -1,4 +1,4 @@
-"""The engines and the choice among them: the fastest that can run this model here, and why."""
+"""The choice of an engine: the fastest that can run this model on this machine, and the reason."""
 
 from __future__ import annotations
 
@@ -27,34 +27,33 @@ def _load(name: str) -> Engine:
 
 
 def choose(run: Run, failed: Mapping[str, str] = MappingProxyType({})) -> tuple[Engine, str]:
-    """The engine for `run`, with the reason in one line; UnsupportedError where none can do what was asked.
+    """The engine for `run` and the reason for it in one line; UnsupportedError where no engine can run it.
 
-    `failed`: engines that found out only when they started why they cannot.
+    `failed` maps engines that refused the run only when they started to their reason.
     """
-    wanted = run.spec.engine
-    names = list(FASTEST_FIRST) if wanted == "auto" else [wanted]
+    requested = run.spec.engine
+    names = list(FASTEST_FIRST) if requested == "auto" else [requested]
     passed_over: list[str] = []
-    together = world().size > 1
-    if together and wanted == "auto":
+    reason = ""
+    several_processes = world().size > 1
+    if several_processes and requested == "auto":
         names, passed_over = ["eager"], ["several processes train together"]
     for name in names:
         found = engine_or_reason(name, run.device)
-        if together and name != "eager":
+        if several_processes and name != "eager":
             found = "several processes train together, which the eager engine does"
         reason = failed.get(name) or (found if isinstance(found, str) else found.unsupported_reason(run))
         if not reason and not isinstance(found, str):
-            return found, _reason(name, wanted, passed_over)
+            return found, _choice_reason(name, requested, passed_over)
         passed_over.append(f"{name}: {reason}")
-    if wanted != "auto":
-        raise UnsupportedError(
-            f"engine={wanted!r} cannot run this: {passed_over[0].split(': ', 1)[1]}; pass engine='auto'"
-        )
-    # The eager engine runs every model, so what it refuses is the precision or the memory asked for.
-    raise UnsupportedError(passed_over[-1].split(": ", 1)[1])
+    if requested != "auto":
+        raise UnsupportedError(f"engine={requested!r} cannot run this: {reason}; pass engine='auto'")
+    # The eager engine comes last and runs every model: it can only have refused the requested precision or memory.
+    raise UnsupportedError(reason)
 
 
-def _reason(name: str, wanted: str, passed_over: list[str]) -> str:
-    if wanted != "auto":
-        return f"{name}, as asked"
+def _choice_reason(name: str, requested: str, passed_over: list[str]) -> str:
+    if requested != "auto":
+        return f"{name}, as requested"
     others = f" ({'; '.join(passed_over)})" if passed_over else ""
     return f"{name}, the fastest that can run this here{others}"

@@ -1,4 +1,4 @@
-"""The cut of a network into stages, the same for all native engines: a Linear and the layers up to the next one."""
+"""The division of a network into stages, shared by all native engines: a Linear and the layers up to the next Linear."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class UnsupportedNetworkError(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """`linear` is None only for stage 0, which holds what stands before the first Linear (often nothing)."""
+    """`linear` is None only for stage 0, which has the layers before the first Linear (often none)."""
 
     linear: Linear | None
     layers: tuple[Activation | Dropout | BatchNorm, ...]
 
 
 def cut_into_stages(network: Network) -> tuple[Stage, ...]:
-    """Stage 0, then one stage per Linear. Flatten has no work to do here and is left out."""
+    """Stage 0, then one stage per Linear. Flatten computes nothing and is left out."""
     stages = [Stage(None, ())]
     for layer in network.layers:
         match layer:

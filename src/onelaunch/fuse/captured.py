@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -27,8 +29,16 @@ def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         found.append(Captured(gm.graph, _one_line(reason.reason) if reason is not None and reason.graph_break else ""))
         return gm.forward
 
-    torch.compile(function, backend=record, dynamic=False)(*args, **kwargs)
+    with without_log_breaks():
+        torch.compile(function, backend=record, dynamic=False)(*args, **kwargs)
     return found
+
+
+def without_log_breaks() -> contextlib.AbstractContextManager[None]:
+    """Inside, Dynamo leaves out log messages instead of ending a graph at each of them, as in the losses of `transformers`."""
+    messages = {getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error")}
+    context: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(ignore_logger_methods=messages)
+    return context
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:

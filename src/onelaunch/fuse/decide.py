@@ -41,14 +41,7 @@ def compiled(function: Function, patterns: Patterns | None) -> Function:
     """`function` compiled with these patterns; `function` itself for None."""
     if patterns is None:
         return function
-    inner = torch.compile(function, backend=functools.partial(onelaunch, patterns=patterns))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with ignored_logging():
-            return inner(*args, **kwargs)
-
-    return call
+    return torch.compile(function, backend=functools.partial(onelaunch, patterns=patterns))
 
 
 def decide(

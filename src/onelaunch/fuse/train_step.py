@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from onelaunch.capture import capturing
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer
 from onelaunch.fuse.capturable_optimizer import CapturableOptimizer
+from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import ALL, compiled, decide
 
 log = logging.getLogger("onelaunch")

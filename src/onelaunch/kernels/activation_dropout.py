@@ -1,10 +1,10 @@
 """`dropout(act(z + bias))` over a matrix in one pass, and its gradient with the bias gradient in one pass.
 
-This is what stands behind a library GEMM when that beats a fused one. Backward reads the gradient, the keep bits and, for
-activations whose slope the bits do not tell, one saved matrix; it writes dz and per-program column sums, which a
-second, tiny step adds up in a fixed order: the same bits every run.
+It follows a library GEMM where that beats a GEMM with a fused epilogue. Backward reads the gradient, the keep bits and, for
+activations whose derivative the bits do not determine, one saved matrix. It writes dz and per-program column sums. A second,
+tiny kernel adds these in a fixed order, so that every run gives the same bits.
 
-Bits are stored per row, `[m, ceil(n / 8)]`, and an element's number is `row * 8 * ceil(n / 8) + column`.
+Keep bits are stored per row, `[m, ceil(n / 8)]`. For dropout an element has the number `row * 8 * ceil(n / 8) + column`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,19 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.integers import ceil_div, next_power_of_2
 from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.launch import launch
 from onelaunch.kernels.tiles import (
-    INTERPRETED,
     INVERSE_SQRT_2PI,
-    LOG2_E,
-    SQRT_HALF,
     activate,
     activation_gradient,
     activation_gradient_from_output,
     kept,
     load_key,
+    normal_cdf,
     pack_bits,
     relu_and_drop,
     scattered,
@@ -35,30 +34,11 @@ from onelaunch.kernels.tiles import (
 )
 from onelaunch.rng import keep_scale, keep_threshold
 
-GROUPS_PER_TILE = 256  # of 8 elements: 2048 elements for 128 threads, two 16-byte loads each in bf16
+GROUPS_PER_TILE = 256  # groups of 8 elements: 2048 elements for 128 threads, two 16-byte loads each in bf16
 BACKWARD_PROGRAMS = 132 * 8  # enough to fill the largest chips; more only lengthen the sum over programs
-# A small batch. 128 x 784 on an H200: 1.7 us; in tiles along the rows, whose sums are added up, 3.4. 512 x 512: 4.6 and 4.3.
-TALL_ROWS, MOST_TALL_ROWS, MOST_TALL_ELEMENTS = 128, 256, 2**20
-ERF_P = tl.constexpr(0.3275911)  # Abramowitz and Stegun 7.1.26
-
-
-@triton.jit
-def normal_cdf(z):
-    """(Φ(z), exp(-z²/2)), the first to 1e-7 by Abramowitz and Stegun 7.1.26, whose tail does not cancel.
-
-    A pass over memory has time for about 30 instructions an element on an H200. With Triton's erf the gelu took 38 of them
-    forward and 58 backward, so that PyTorch's was faster; with this it takes 20 and 33.
-    """
-    magnitude = tl.abs(z) * (SQRT_HALF * ERF_P) + 1
-    power = z * z * (-0.5 * LOG2_E)
-    if INTERPRETED:
-        t, bell = 1 / magnitude, tl.exp2(power)
-    else:
-        t = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [magnitude], tl.float32, True, 1)
-        bell = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], tl.float32, True, 1)
-    series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
-    tail = t * series * bell
-    return tl.where(z < 0, tail, 1 - tail), bell
+# Tall tiles for small batches. On an H200, tall tiles and tiles along the rows (with a second kernel) take: 128 x 784: 1.7 and
+# 3.4 us; 512 x 512: 4.6 and 4.3 us.
+TALL_ROWS, MAX_TALL_ROWS, MAX_TALL_ELEMENTS = 128, 256, 2**20
 
 
 @triton.jit
@@ -99,9 +79,9 @@ def activation_dropout_forward_kernel(
     ACTIVATION: tl.constexpr,
     STORE_Z: tl.constexpr,
 ):
-    place = tl.arange(0, ROWS * GROUPS)  # one axis, as in batch_norm_tiles.py
-    row = tl.program_id(0).to(tl.int64) * ROWS + place // GROUPS
-    group = tl.program_id(1) * GROUPS + place % GROUPS
+    position = tl.arange(0, ROWS * GROUPS)  # one axis, for the reason given in batch_norm_tiles.py
+    row = tl.program_id(0).to(tl.int64) * ROWS + position // GROUPS
+    group = tl.program_id(1) * GROUPS + position % GROUPS
     column = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = (row < m)[:, None] & (column < n)
     element = row[:, None] * n + column
@@ -145,15 +125,15 @@ def activation_dropout_backward_kernel(
     FROM_OUTPUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A program walks `steps` tiles down its columns; its column sums go to row `program_id(0)` of `sums`."""
-    place = tl.arange(0, ROWS * GROUPS)
-    group = tl.program_id(1) * GROUPS + place % GROUPS
+    """A program processes `steps` tiles down its columns and writes its column sums to row `program_id(0)` of `sums`."""
+    position = tl.arange(0, ROWS * GROUPS)
+    group = tl.program_id(1) * GROUPS + position % GROUPS
     column = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     groups_per_row = tl.cdiv(n, 8)
     sums = tl.zeros((ROWS * GROUPS, 8), tl.float32)
     first = tl.program_id(0).to(tl.int64) * steps * ROWS
     for step in range(steps):
-        row = first + step * ROWS + place // GROUPS
+        row = first + step * ROWS + position // GROUPS
         inside = (row < m)[:, None] & (column < n)
         element = row[:, None] * n + column
         dz = tl.load(dy_ptr + element, mask=inside, other=0.0).to(tl.float32)
@@ -181,7 +161,7 @@ def activation_dropout_backward_kernel(
 @triton.jit
 def column_sum_kernel(sums_ptr, out_ptr, parts, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr):
     wait_for_previous_kernel(OVERLAP)
-    allow_next_kernel(OVERLAP)  # its programs are few and all here
+    allow_next_kernel(OVERLAP)  # its few programs are all resident
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, parts, ROWS):
@@ -193,22 +173,22 @@ def column_sum_kernel(sums_ptr, out_ptr, parts, n, ROWS: tl.constexpr, COLUMNS: 
 
 def tile_shape(n: int, groups_per_tile: int = GROUPS_PER_TILE) -> tuple[int, int]:
     """(rows, groups) of a tile over a matrix with n columns."""
-    groups = min(128, next_power_of_2(cdiv(n, 8)))
+    groups = min(128, next_power_of_2(ceil_div(n, 8)))
     return groups_per_tile // groups, groups
 
 
 def backward_tile(m: int, n: int) -> tuple[int, int, int]:
-    """(rows, groups, tiles that a program walks down) of the backward.
+    """(rows of a tile, groups of a tile, tiles per program) of the backward pass.
 
-    A small batch in tall tiles: a program has whole columns, and its sums are the bias gradient, with no second step.
+    A small batch takes tall tiles: a program has whole columns, so that its sums are the bias gradient without a second kernel.
     """
-    if m <= MOST_TALL_ROWS and m * n <= MOST_TALL_ELEMENTS:
+    if m <= MAX_TALL_ROWS and m * n <= MAX_TALL_ELEMENTS:
         rows = min(TALL_ROWS, next_power_of_2(m))
-        return rows, min(GROUPS_PER_TILE // rows, next_power_of_2(cdiv(n, 8))), cdiv(m, rows)
+        return rows, min(GROUPS_PER_TILE // rows, next_power_of_2(ceil_div(n, 8))), ceil_div(m, rows)
     rows, groups = tile_shape(n)
-    tiles = cdiv(m, rows)
-    # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
-    steps = next_power_of_2(cdiv(tiles * cdiv(n, groups * 8), BACKWARD_PROGRAMS))
+    tiles = ceil_div(m, rows)
+    # A power of two: Triton specialises on some values of the step count, and few values mean few compiled kernels.
+    steps = next_power_of_2(ceil_div(tiles * ceil_div(n, groups * 8), BACKWARD_PROGRAMS))
     return rows, groups, steps
 
 
@@ -223,14 +203,14 @@ def activation_dropout_forward(
     key: DropoutKey,
     store_z: bool = False,
 ) -> None:
-    """Fills y (may be z) and keep from contiguous matrices; with `store_z`, z becomes z + bias."""
+    """Fill y (may be z) and keep from contiguous matrices; with `store_z`, z becomes z + bias."""
     m, n = z.shape
     if not z.numel():
         return
     rows, groups = tile_shape(n)
     launch(
         activation_dropout_forward_kernel,
-        (cdiv(m, rows), cdiv(n, groups * 8)),
+        (ceil_div(m, rows), ceil_div(n, groups * 8)),
         (z, bias, y, keep, key.memory),
         (key.seed, key.offset, keep_threshold(p), keep_scale(p)),
         (m, n),
@@ -249,20 +229,20 @@ def activation_dropout_backward(
     from_output: bool,
     p: float,
 ) -> None:
-    """Fills dz (may be dy) and dbias. `saved` is the output (`from_output`) or z; relu with bits needs neither."""
+    """Fill dz (may be dy) and dbias. `saved` is the output (`from_output`) or z; relu with keep bits needs neither."""
     m, n = dy.shape
     if not dy.numel():
         if dbias is not None:
             dbias.zero_()
         return
     rows, groups, steps = backward_tile(m, n)
-    parts = cdiv(m, rows * steps)
+    parts = ceil_div(m, rows * steps)
     sums = dbias
     if dbias is not None and parts > 1:
         sums = torch.empty((parts, n), dtype=torch.float32, device=dy.device)
     launch(
         activation_dropout_backward_kernel,
-        (parts, cdiv(n, groups * 8)),
+        (parts, ceil_div(n, groups * 8)),
         (dy, saved, keep, dz, sums),
         (keep_scale(p), 1 - p),
         (m, n, steps),
@@ -273,11 +253,10 @@ def activation_dropout_backward(
 
 
 def column_sums(sums: torch.Tensor, out: torch.Tensor) -> None:
-    """Fills out with the sums of the columns of an fp32 matrix, added in a fixed order."""
+    """Fill `out` with the column sums of an fp32 matrix, added in a fixed order."""
     parts, n = sums.shape
-    rows, columns = (
-        (64, 32) if parts <= 64 else (min(512, next_power_of_2(parts)), 8)
-    )  # few trips to memory, whole sectors
+    # Few iterations, and whole 32-byte sectors.
+    rows, columns = (64, 32) if parts <= 64 else (min(512, next_power_of_2(parts)), 8)
     overlap = overlaps(sums)
     constants = (rows, columns, overlap)
-    launch(column_sum_kernel, (cdiv(n, columns),), (sums, out), (), (parts, n), constants, launch_pdl=overlap)
+    launch(column_sum_kernel, (ceil_div(n, columns),), (sums, out), (), (parts, n), constants, launch_pdl=overlap)

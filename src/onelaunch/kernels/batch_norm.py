@@ -1,9 +1,9 @@
-"""Batch norm, activation and dropout: 3 passes over memory forward, 5 backward, which is the least without the data on chip.
+"""Batch norm, activation and dropout: 3 passes over memory forward, 5 backward, the minimum where x does not fit on the chip.
 
-Forward: statistics of x (read), combined per channel in a tiny step; then normalise, activate, drop (read, write).
-Backward: the two sums per channel (read dy, x), combined; then dx (read dy, x, write). Dropout saves one bit an element, with
-the sign of relu in it; any other slope is computed again from x. The backward kernels are in batch_norm_backward.py, the
-tiles that all of them walk over in batch_norm_tiles.py.
+Forward: statistics of x (read), combined per channel by a tiny kernel; then normalise, activate and drop (read, write).
+Backward: two sums per channel (read dy, x), combined; then dx (read dy, x, write). Dropout saves one bit per element, which
+also holds the sign for relu; any other derivative is recomputed from x. The backward kernels are in batch_norm_backward.py,
+the addresses of the tiles in batch_norm_tiles.py.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,13 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.integers import ceil_div, next_power_of_2
 from onelaunch.kernels.batch_norm_tiles import (
     Layout,
     TileShape,
     channel_index,
     load_channel,
-    once,
-    over_depth,
+    mask_repeated_channels,
+    repeat_over_depth,
     sum_of_thread,
     sum_per_channel,
     tile_addresses,
@@ -28,21 +29,21 @@ from onelaunch.kernels.batch_norm_tiles import (
 )
 from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
+from onelaunch.kernels.launch import launch
 from onelaunch.kernels.tiles import activate, kept, load_key, pack_bits, relu_and_drop
 from onelaunch.rng import keep_scale, keep_threshold
 
-# By element size. Measured on an H200, 65536 x 1024, fp32 / bf16, in us: 72 / 41, 137 / 73 (copy: 128 / 66).
+# By element size. 65536 x 1024 on an H200, fp32 / bf16: statistics 72 / 41 us, normalise 137 / 73 us (a copy: 128 / 66 us).
 STATISTICS_TILE = {4: TileShape(4, 128, 132 * 4), 2: TileShape(8, 128, 132 * 4)}
 NORMALISE_TILE = {4: TileShape(1, 128, 132 * 256), 2: TileShape(1, 128, 132 * 32)}
-MERGE_PARTS, MERGE_CHANNELS, MERGE_WARPS = 512, 8, 8  # one trip to memory for the most parts there are
+MERGE_PARTS, MERGE_CHANNELS, MERGE_WARPS = 512, 8, 8  # one iteration for the largest number of parts
 
 
 @triton.jit
 def finish_statistics(
     total, mean, spread, channel, channels, statistics_ptr, running_mean_ptr, running_var_ptr, momentum, eps
 ):
-    """Mean, 1 / standard deviation, unbiased variance; and the running statistics as torch keeps them, moved towards them."""
+    """Store mean, 1 / standard deviation and unbiased variance, and update the running statistics as PyTorch does."""
     present = channel < channels
     variance = spread / tl.maximum(total - 1, 1.0)
     tl.store(statistics_ptr + channel, mean, mask=present)
@@ -79,11 +80,11 @@ def statistics_kernel(
     WHOLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Count, mean and sum of squared distances from the mean, per channel, of this program's rows.
+    """Per channel, the count, mean and sum of squared deviations of this program's rows.
 
-    Sums are taken around the mean of the program's first tile. Of n rows, r in the first tile, the squared distance of that
-    mean from the true one is at most n / r variances, so the cancellation costs n / r roundings: a hundred, not 1e7.
-    A program that is alone on its channels (no `parts`) finishes the statistics itself.
+    The sums are taken around the mean of the program's first tile. With n rows, r of them in the first tile, the squared
+    distance of that mean from the true one is at most n / r variances. The cancellation thus costs n / r roundings: a hundred,
+    not 1e7. A program that has its channels to itself (no `parts`) finishes the statistics.
     """
     first = tl.program_id(0).to(tl.int64) * steps
     base, element, inside, _, _ = tile_addresses(
@@ -97,14 +98,14 @@ def statistics_kernel(
     plain = tl.zeros((ROWS * GROUPS, 8), tl.float32)
     squared = tl.zeros((ROWS * GROUPS, 8), tl.float32)
     count = tl.zeros((ROWS * GROUPS, 8), tl.float32)
-    # A program's rows lie together. Programs side by side (65536 x 1024 bf16 on an H200) took 49 us against 38, and the next
-    # kernel found no more of x in L2.
+    # A program's rows are contiguous. Interleaved programs took 49 us instead of 38 (65536 x 1024 bf16 on an H200), and the
+    # next kernel found no more of x in L2.
     for step in range(steps):
         base, element, inside, _, _ = tile_addresses(
             first + step, rows, channels, length, segments, DEPTH, ROWS, GROUPS, CHANNELS_LAST, WHOLE
         )
         x = tl.load(x_ptr + base + element, mask=inside, other=0.0).to(tl.float32)
-        distance = tl.where(inside, x - over_depth(centre, DEPTH), 0.0)
+        distance = tl.where(inside, x - repeat_over_depth(centre, DEPTH), 0.0)
         plain += sum_of_thread(distance, DEPTH)
         squared += sum_of_thread(distance * distance, DEPTH)
         if not CHANNELS_LAST:
@@ -112,14 +113,16 @@ def statistics_kernel(
 
     allow_next_kernel(OVERLAP)
     if CHANNELS_LAST:
-        mine = steps * (DEPTH * ROWS)
-        total = tl.minimum(rows - tl.program_id(0).to(tl.int64) * mine, mine).to(tl.float32) + tl.zeros_like(centre)
+        own_rows = steps * (DEPTH * ROWS)
+        total = tl.minimum(rows - tl.program_id(0).to(tl.int64) * own_rows, own_rows).to(tl.float32) + tl.zeros_like(
+            centre
+        )
     else:
         total = sum_per_channel(count, GROUPS, CHANNELS_LAST)
     shift = sum_per_channel(plain, GROUPS, CHANNELS_LAST) / tl.maximum(total, 1.0)
     spread = tl.maximum(sum_per_channel(squared, GROUPS, CHANNELS_LAST) - total * shift * shift, 0.0)
 
-    channel = once(channel_index(ROWS, GROUPS, CHANNELS_LAST), channels, GROUPS)
+    channel = mask_repeated_channels(channel_index(ROWS, GROUPS, CHANNELS_LAST), channels, GROUPS)
     if parts_ptr is not None:
         target = parts_ptr + tl.program_id(0).to(tl.int64) * 3 * channels + channel
         tl.store(target, total, mask=channel < channels)
@@ -148,7 +151,7 @@ def merge_statistics_kernel(
 ):
     """Chan's merge of the programs' statistics, in a fixed order."""
     wait_for_previous_kernel(OVERLAP)
-    allow_next_kernel(OVERLAP)  # its programs are few and all here
+    allow_next_kernel(OVERLAP)  # its few programs are all resident
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     present = channel < channels
     count = tl.zeros((PARTS, CHANNELS), tl.float32)
@@ -166,8 +169,8 @@ def merge_statistics_kernel(
         count += new
     total = tl.maximum(tl.sum(count, axis=0), 1.0)
     merged = tl.sum(count * mean, axis=0) / total
-    apart = mean - merged[None, :]
-    variance_sum = tl.sum(spread + count * apart * apart, axis=0)
+    deviation = mean - merged[None, :]
+    variance_sum = tl.sum(spread + count * deviation * deviation, axis=0)
     finish_statistics(
         total, merged, variance_sum, channel, channels, statistics_ptr, running_mean_ptr, running_var_ptr, momentum, eps
     )
@@ -210,10 +213,10 @@ def normalise_kernel(
     if SCALED:  # relu commutes with the scale
         slope *= scale
         bias *= scale
-    if FOLD:  # one instruction an element; for fp32 input the mean must come off before it cancels
+    if FOLD:  # one instruction per element; for fp32 input the mean must be subtracted first, or digits cancel
         bias -= mean * slope
-    mean, slope, bias = over_depth(mean, DEPTH), over_depth(slope, DEPTH), over_depth(bias, DEPTH)
-    # From the last rows to the first: of what the pass before read last, something may still be in L2.
+    mean, slope, bias = repeat_over_depth(mean, DEPTH), repeat_over_depth(slope, DEPTH), repeat_over_depth(bias, DEPTH)
+    # From the last rows to the first: what the previous pass read last may still be in L2.
     program = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     for step in range(steps):
         tile = program * steps + steps - 1 - step
@@ -252,7 +255,7 @@ def batch_statistics(
     momentum: float,
     eps: float,
 ) -> None:
-    """Fills statistics (`[3, channels]` fp32: mean, 1 / standard deviation, unbiased variance), moves the running ones."""
+    """Fill statistics (`[3, channels]` fp32: mean, 1 / standard deviation, unbiased variance), update the running ones."""
     shape = STATISTICS_TILE[x.element_size()]
     tiles = tiling(layout, shape)
     overlap = overlaps(x)
@@ -271,7 +274,7 @@ def batch_statistics(
     if parts is not None:
         launch(
             merge_statistics_kernel,
-            (cdiv(layout.channels, MERGE_CHANNELS),),
+            (ceil_div(layout.channels, MERGE_CHANNELS),),
             (parts, statistics, running_mean, running_var),
             (momentum, eps),
             (tiles.parts, layout.channels),
@@ -294,7 +297,7 @@ def normalise(
     p: float,
     key: DropoutKey,
 ) -> None:
-    """Fills y, and keep (`[lines, ceil(inner / 8)]` bytes) where dropout is wanted."""
+    """Fill y and, for dropout, keep (`[lines, ceil(inner / 8)]` bytes)."""
     shape = NORMALISE_TILE[x.element_size()]
     tiles = tiling(layout, shape)
     overlap = overlaps(x)

@@ -1,7 +1,7 @@
-"""How batch norm's kernels walk over memory: tiles of groups of 8 elements, their addresses and the channels they belong to.
+"""How batch norm's kernels cover memory: tiles of groups of 8 elements, their addresses and their channels.
 
-Two layouts share the kernels. Channels last (`[m, c]`, also N(D)HWC memory): a tile row is a row, channels lie along it.
-Channels first (`[n, c, length]`): a tile row is a segment of one channel of one sample, `program_id(1)` is the channel.
+Two layouts share the kernels. Channels last (`[m, c]`, also N(D)HWC memory): a tile row is part of a row of m.
+Channels first (`[n, c, length]`): a tile row is a segment of one channel of one sample, and `program_id(1)` is the channel.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from onelaunch.kernels.launch import cdiv, next_power_of_2
+from onelaunch.integers import ceil_div, next_power_of_2
 from onelaunch.kernels.tiles import scattered
 
 
 class TileShape(NamedTuple):
-    depth: int  # groups of 8 elements a thread holds, one below the other, whose loads are in flight together
-    most_groups: int  # of a tile along memory; the rest of its threads go down the rows
-    programs: int  # about as many, at most
+    depth: int  # groups of 8 elements per thread, in different rows, whose loads are in flight together
+    max_groups: int  # along a row of a tile; the remaining threads take further rows
+    programs: int  # about the largest number of programs
     warps: int = 4
 
 
@@ -38,20 +38,22 @@ def tile_addresses(
     CHANNELS_LAST: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Of a tile, given its number (int64): where it begins, element offsets from there and mask `[places, 8]`; group numbers
-    and mask `[places]`. `WHOLE`: every tile is full, so nothing is masked.
+    """Addresses of a tile, given its number (int64). `WHOLE`: every tile is full, so that no mask is needed.
 
-    A place is a group of a row; those of a row follow each other, then comes the next row. One axis for all of them leaves
-    Triton no choice of the order in which threads lie along them (of several axes, 3.6 takes the first first and 3.7 the
-    last): neighbours read neighbours, and a thread's DEPTH groups, whose loads are in flight together, lie below each other.
+    Returns the tile's first element; element offsets from there and their mask, `[positions, 8]`; numbers of the groups (for
+    dropout) and their mask, `[positions]`.
+
+    A position is one group of one row, row by row. One axis for all positions leaves Triton no choice of the order of threads
+    along them (of several axes, 3.6 takes the first first and 3.7 the last): neighbouring threads read neighbouring groups, and
+    a thread's DEPTH groups, whose loads are in flight together, are in different rows.
     """
-    place = tl.arange(0, DEPTH * ROWS * GROUPS)
-    group = place % GROUPS
-    row = place // GROUPS
+    position = tl.arange(0, DEPTH * ROWS * GROUPS)
+    group = position % GROUPS
+    row = position // GROUPS
     lane = tl.arange(0, 8)[None, :]
     first = tile * (DEPTH * ROWS)
     present = (row < rows - first) | WHOLE
-    if CHANNELS_LAST:  # 32-bit offsets in the tile
+    if CHANNELS_LAST:  # offsets within the tile fit into 32 bits
         inner = channels
         base = first * channels
         group = tl.program_id(1) * GROUPS + group
@@ -74,7 +76,7 @@ def tile_addresses(
 
 @triton.jit
 def channel_index(ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """The channels of the first `ROWS * GROUPS` places, `[places, 8]`, or the one of all, `[1, 1]`."""
+    """Channels last: the channels of the first `ROWS * GROUPS` positions, `[positions, 8]`. Else the program's, `[1, 1]`."""
     if CHANNELS_LAST:
         group = tl.program_id(1) * GROUPS + tl.arange(0, ROWS * GROUPS) % GROUPS
         channel = group[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -84,16 +86,16 @@ def channel_index(ROWS: tl.constexpr, GROUPS: tl.constexpr, CHANNELS_LAST: tl.co
 
 
 @triton.jit
-def once(channel, channels, GROUPS: tl.constexpr):
-    """The same channels for who stores: the first row's, and of others one that does not exist."""
+def mask_repeated_channels(channel, channels, GROUPS: tl.constexpr):
+    """The channels for a store: those of the first row, and for repetitions in other rows an index that the mask excludes."""
     if channel.shape[0] > GROUPS:
         channel = tl.where(tl.arange(0, channel.shape[0])[:, None] < GROUPS, channel, channels)
     return channel
 
 
 @triton.jit
-def over_depth(values, DEPTH: tl.constexpr):
-    """What `channel_index` was asked for, `[places, 8]` or `[1, 1]`, for a whole tile."""
+def repeat_over_depth(values, DEPTH: tl.constexpr):
+    """Repeat per-channel values, in the shape of `channel_index`, for a tile with DEPTH times as many positions."""
     if DEPTH > 1 and values.shape[0] > 1:
         deep = tl.broadcast_to(values[None, :, :], (DEPTH, values.shape[0], 8))
         values = tl.reshape(deep, (DEPTH * values.shape[0], 8))
@@ -102,7 +104,7 @@ def over_depth(values, DEPTH: tl.constexpr):
 
 @triton.jit
 def sum_of_thread(tile, DEPTH: tl.constexpr):
-    """`[DEPTH * places, 8]` -> `[places, 8]`: what one thread holds is added up, and no other is asked."""
+    """`[DEPTH * positions, 8]` -> `[positions, 8]`: adds what one thread holds, without communication."""
     if DEPTH > 1:
         tile = tl.sum(tl.reshape(tile, (DEPTH, tile.shape[0] // DEPTH, 8)), axis=0)
     return tile
@@ -110,7 +112,7 @@ def sum_of_thread(tile, DEPTH: tl.constexpr):
 
 @triton.jit
 def sum_per_channel(tile, GROUPS: tl.constexpr, CHANNELS_LAST: tl.constexpr):
-    """`[places, 8]` -> the sums, in the shape of `channel_index`."""
+    """`[positions, 8]` -> the sums per channel, in the shape of `channel_index`."""
     if not CHANNELS_LAST:
         tile = tl.sum(tl.sum(tile, axis=1, keep_dims=True), axis=0, keep_dims=True)
     elif tile.shape[0] > GROUPS:
@@ -130,7 +132,7 @@ def load_channel(pointer, channel, channels, default):
 
 
 class Layout(NamedTuple):
-    """How the elements lie in memory: `[rows, channels]` when `length` is 0, else `[samples, channels, length]`."""
+    """The order of the elements in memory: `[rows, channels]` if `length` is 0, else `[samples, channels, length]`."""
 
     samples: int
     channels: int
@@ -146,31 +148,32 @@ class Layout(NamedTuple):
 
     @property
     def per_channel(self) -> int:
-        """Elements a channel's statistics are over."""
+        """Number of elements per channel."""
         return self.samples * max(1, self.length)
 
 
 class Tiling(NamedTuple):
-    """A grid of programs, each walking some tiles down memory."""
+    """A grid of programs, each of which processes several tiles."""
 
     parts: int
     columns: int
-    sizes: tuple[int, int, int, int, int]  # rows, channels, length, segments, steps, as the kernels take them
-    constants: tuple[int, int, int, bool, bool]  # depth, rows and groups of a tile, channels last, tiles all full
+    sizes: tuple[int, int, int, int, int]  # rows, channels, length, segments, steps: arguments of the kernels
+    constants: tuple[int, int, int, bool, bool]  # depth, rows and groups of a tile, channels last, all tiles full
 
 
 @functools.lru_cache(1024)
 def tiling(layout: Layout, shape: TileShape) -> Tiling:
-    groups = min(shape.most_groups, next_power_of_2(cdiv(layout.inner, 8)))
+    """The grid and the kernel arguments for a layout."""
+    groups = min(shape.max_groups, next_power_of_2(ceil_div(layout.inner, 8)))
     rows = 32 * shape.warps // groups
-    blocks = cdiv(layout.inner, groups * 8)
+    blocks = ceil_div(layout.inner, groups * 8)
     if layout.length == 0:
         tile_rows, columns, segments = layout.samples, blocks, 1
     else:
         tile_rows, columns, segments = layout.samples * blocks, layout.channels, blocks
-    tiles = cdiv(tile_rows, rows * shape.depth)
-    # A power of two: the step count is an argument, and few values of it mean few compiled kernels.
-    steps = next_power_of_2(cdiv(tiles * columns, shape.programs))
+    tiles = ceil_div(tile_rows, rows * shape.depth)
+    # A power of two: Triton specialises on some values of the step count, and few values mean few compiled kernels.
+    steps = next_power_of_2(ceil_div(tiles * columns, shape.programs))
     sizes = (tile_rows, layout.channels, layout.length, segments, steps)
     whole = tile_rows % (rows * shape.depth * steps) == 0 and layout.inner % (groups * 8) == 0
-    return Tiling(cdiv(tiles, steps), columns, sizes, (shape.depth, rows, groups, layout.length == 0, whole))
+    return Tiling(ceil_div(tiles, steps), columns, sizes, (shape.depth, rows, groups, layout.length == 0, whole))

@@ -1,9 +1,9 @@
-"""Cross-entropy of rows of logits: loss and gradient in one pass, read once and written once.
+"""Cross-entropy of rows of logits: loss and gradient in one pass that reads the logits once and writes the gradient once.
 
-A row stays in registers between its maximum, its sum and its gradient, so the logits are read from memory once. The
-gradient is written for an upstream gradient of one; cross_entropy_backward.py makes it that of the true one.
+A row stays in registers between its maximum, its sum and its gradient. The gradient is written for an upstream gradient of
+one; cross_entropy_backward.py rescales it to the actual one.
 
-A target outside `[0, classes)` that is not `ignore_index` makes the loss NaN rather than reading past the row.
+A target outside `[0, classes)` that is not `ignore_index` makes the loss NaN instead of reading past the row.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,17 +17,20 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.integers import ceil_div, next_power_of_2
 from onelaunch.kernels.cross_entropy_long import long_rows, scaled_distance
+from onelaunch.kernels.cross_entropy_row_tiles import as_line, as_rows, offsets, piece_width, positions_in_line
 from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
-from onelaunch.kernels.launch import cdiv, launch, launch_again, needs_triton, next_power_of_2
-from onelaunch.kernels.row_tiles import as_line, as_rows, offsets, piece_width, places_in_line
+from onelaunch.kernels.launch import launch, launch_again, needs_triton
 
-ALONE_ELEMENTS = 8192  # a batch this small is one program: one launch instead of two
-REGISTER_CLASSES = 8192  # the longest row a program holds in registers; of longer ones it reads the second time from L2
-FEW_CLASSES = 32  # up to so many, a thread takes a whole row
-WARP_CLASSES = 1024  # and up to so many a warp, of these tiles (32768 x 1000 bf16, us: 43; spread over four warps 65)
+ALONE_ELEMENTS = 8192  # a batch of at most this many elements takes one program: one launch instead of two
+REGISTER_CLASSES = 8192  # the longest row that a program holds in registers; longer rows are read a second time from L2
+FEW_CLASSES = 32  # with at most this many classes, a thread takes a whole row
+# With at most this many classes, a warp takes a row, in the tiles below. 32768 x 1000 bf16: 43 us, against 65 us with a row
+# spread over four warps.
+WARP_CLASSES = 1024
 TILE_ELEMENTS, TILE_WARPS = 1024, 4
-COUNT_ROWS, MOST_COUNTS = 1024, 64  # rows counted at a time, and by how many programs at most
+COUNT_ROWS, MAX_COUNTS = 1024, 64  # rows counted per iteration, and the largest number of counting programs
 
 
 @triton.jit
@@ -62,12 +65,13 @@ def cross_entropy_kernel(
     MEAN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile of whole rows a program.
+    """Each program takes one tile of whole rows.
 
-    `FEW` is the number of classes where a thread takes a row, else 0; `PIECE` and `WIDTH` are row_tiles.py's.
+    `FEW` is the number of classes where a thread takes a row, else 0. cross_entropy_row_tiles.py defines `PIECE` and `WIDTH`.
 
-    The gradient is scaled by `gradient_scale`, or by one over the sum of the COUNTS numbers in `count_ptr`. `partial` takes,
-    after a first place for the number of all rows that count, each program's sum of losses and its number of such rows.
+    A row counts unless its target is `ignore_index`. The gradient is scaled by `gradient_scale`, or by one over the sum of the
+    COUNTS numbers at `count_ptr`. `partial` has one element for the number of all rows that count, then per program the sum of
+    its losses and its number of rows that count.
     """
     allow_next_kernel(OVERLAP)
     first_row = tl.program_id(0).to(tl.int64) * ROWS
@@ -80,7 +84,7 @@ def cross_entropy_kernel(
     valid = (target >= 0) & (target < classes)
     column = tl.arange(0, BLOCK)
     hit = column[None, :] == target[:, None]
-    line_row, line_column, line_first = places_in_line(ROWS, BLOCK, PIECE, WIDTH)
+    line_row, line_column, line_first = positions_in_line(ROWS, BLOCK, PIECE, WIDTH)
     line_row = first_row + line_row
     line_inside = (line_row < rows) & (line_first < classes)
     line = tl.load(x_ptr + offsets(line_row, row_stride, line_column, WIDTH), mask=line_inside, other=float("-inf"))
@@ -93,7 +97,7 @@ def cross_entropy_kernel(
     largest = tl.where(row_inside, tl.max(x, axis=1), 0.0)
     exponential = tl.exp2(scaled_distance(x, largest[:, None], x_ptr.dtype.element_ty == tl.bfloat16))
     total = tl.where(row_inside, tl.sum(exponential, axis=1), 1.0)
-    loss = (1 - smoothing) * (largest - picked) + tl.log(total)  # in this order: logits may be far from 0
+    loss = (1 - smoothing) * (largest - picked) + tl.log(total)  # this order keeps digits of logits far from 0
     if SMOOTH:
         inside = row_inside[:, None] & (column < classes)[None, :]
         loss += smoothing * (tl.sum(tl.where(inside, largest[:, None] - x, 0.0), axis=1) / classes)
@@ -106,7 +110,7 @@ def cross_entropy_kernel(
         tl.store(lse_ptr + 2 * row + 1, tl.log(total), mask=row_inside)
     if scalar_loss_ptr is not None:
         program_loss, program_count = tl.reduce((loss, counts.to(tl.float32)), 0, _add_both)
-        # One program: its sums are the result, and it knows how many rows count before it scales the gradient.
+        # A single program's sums are the result, and it knows the number of rows that count before it scales the gradient.
         if ALONE:
             if MEAN:
                 program_loss = program_loss / program_count
@@ -125,7 +129,7 @@ def cross_entropy_kernel(
         if SMOOTH:
             dx -= smoothing * gradient_scale / classes
         dx = tl.where(counts[:, None], dx, 0.0).to(dx_ptr.dtype.element_ty)
-        if FEW:  # a warp's rows in one stretch of memory, not each thread its own
+        if FEW:  # a warp stores its rows as one contiguous range, not each thread its own row
             inside = row_inside[:, None] & (column < classes)[None, :]
             tl.store(dx_ptr + row[:, None] * classes + column[None, :], dx, mask=inside)
         else:
@@ -135,7 +139,7 @@ def cross_entropy_kernel(
 
 @triton.jit
 def count_rows_kernel(target_ptr, count_ptr, rows, ignore_index, steps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """How many of its rows count, of each program."""
+    """Per program, the number of its rows that count."""
     allow_next_kernel(OVERLAP)
     first = tl.program_id(0).to(tl.int64) * steps * BLOCK
     count = tl.zeros((BLOCK,), tl.int32)
@@ -147,7 +151,7 @@ def count_rows_kernel(target_ptr, count_ptr, rows, ignore_index, steps, BLOCK: t
 
 @triton.jit
 def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl.constexpr, OVERLAP: tl.constexpr):
-    """Adds the programs' sums in a fixed order; the number of rows that count goes to the first place of `partial`."""
+    """Add the programs' sums in a fixed order; the number of rows that count goes to the first element of `partial`."""
     wait_for_previous_kernel(OVERLAP)
     allow_next_kernel(OVERLAP)
     loss = tl.zeros((BLOCK,), tl.float32)
@@ -164,7 +168,7 @@ def mean_loss_kernel(partial_ptr, loss_ptr, parts, BLOCK: tl.constexpr, MEAN: tl
 
 
 class Tile(NamedTuple):
-    """Of whole rows: the first five of the kernel's constants, and its warps."""
+    """A tile of whole rows: the first five constants of the kernel, and its number of warps."""
 
     rows: int
     block: int
@@ -182,18 +186,18 @@ def _tile(rows: int, classes: int, row_stride: int, element_size: int) -> Tile:
         tile_rows = next_power_of_2(rows)
         warps = 4 if tile_rows * block <= 4096 else 8
     elif classes <= FEW_CLASSES:
-        # Warps of 65536 rows of 2, 8, 10, 16, 32 fp32 on an H200, us with mean and rescale: one 5.6, 5.8, 5.8, 6.2, 8.9; two
-        # 4.5, 5.5, 6.2, 6.6, 9.7; four 4.4, 5.4, 6.2, 6.6, 9.7. Of 2^20 rows of 10: 47, 31, 32.
+        # 65536 rows of 2, 8, 10, 16, 32 classes in fp32 on an H200, in us with mean and rescale: one warp 5.6, 5.8, 5.8, 6.2,
+        # 8.9; two 4.5, 5.5, 6.2, 6.6, 9.7; four 4.4, 5.4, 6.2, 6.6, 9.7. 2^20 rows of 10 classes: 47, 31, 32 us.
         warps = 4 if block <= 8 and rows > 32_768 else 2 if rows > 100_000 else 1
         tile_rows = 32 * warps
     elif block <= WARP_CLASSES:
         warps = TILE_WARPS
         tile_rows = max(warps, TILE_ELEMENTS // block)
-        lanes = 32 * warps * block // TILE_ELEMENTS  # a row's, so that all of a thread's elements are of one
+        lanes = 32 * warps * block // TILE_ELEMENTS  # threads per row: all elements of a thread are in one row
         piece = width * min(32, max(1, lanes))
     else:
         tile_rows, warps = 1, 4 if block <= 4096 else 8
-    # With fewer rows, one would lie in several threads, apart and in other warps: NaN with Triton 3.6.
+    # With fewer rows per tile, a row would be spread over threads of several warps: NaN with Triton 3.6.
     few = classes if classes <= FEW_CLASSES and tile_rows >= 32 * warps else 0
     return Tile(tile_rows, block, few, width if few else piece, width, warps)
 
@@ -210,13 +214,14 @@ def cross_entropy_forward(
     reduction: str,
     count_first: bool = False,
 ) -> torch.Tensor | None:
-    """Fills what is given, from `[rows, classes]` logits whose rows are contiguous.
+    """Fill the outputs that are given, from `[rows, classes]` logits with contiguous rows.
 
-    `loss` is a scalar, or one number a row when `reduction` is "none"; `lse` (`[rows, 2]` fp32) takes each row's
-    largest and the logarithm of its sum of exponentials relative to that (their sum would be rounded); `dx` the
-    gradient for an upstream gradient of one, divided for a mean by the number of rows that count where that is known in time
-    (`count_first`, or one program), else by the number of all rows. Unless one program wrote `dx`, or for "none", a buffer
-    comes back whose first number is how many rows count.
+    `loss` is a scalar, or one number per row when `reduction` is "none". `lse` (`[rows, 2]` fp32) receives each row's maximum
+    and the logarithm of its sum of exponentials relative to that maximum (their sum would be rounded). `dx` receives the
+    gradient for an upstream gradient of one. For a mean it is divided by the number of rows that count where that is known in
+    time (`count_first`, or a single program), else by the number of all rows.
+
+    Returns a buffer whose first element is the number of rows that count; None for "none", or if one program wrote `dx`.
     """
     rows, classes = x.shape
     single = reduction != "none"
@@ -224,13 +229,13 @@ def cross_entropy_forward(
     overlap = overlaps(x)
     per_row, scalar = (None, loss) if single else (loss, None)
     tile = _tile(rows, classes, x.stride(0), x.element_size()) if classes <= REGISTER_CLASSES else None
-    parts = cdiv(rows, tile.rows) if tile else rows
+    parts = ceil_div(rows, tile.rows) if tile else rows
     alone = parts == 1 and tile is not None
     partial, count, counts = None, None, 0
-    if single and not (alone and dx is not None):  # alone and with the gradient at hand, nobody will ask for the number
+    if single and not (alone and dx is not None):  # otherwise the number of rows is not needed
         if count_first and mean and dx is not None and not alone:
-            counts = min(MOST_COUNTS, next_power_of_2(cdiv(rows, COUNT_ROWS)))
-        after = cdiv(1 + 2 * parts, 4) * 4  # on 16 bytes, as memory of its own would lie
+            counts = min(MAX_COUNTS, next_power_of_2(ceil_div(rows, COUNT_ROWS)))
+        after = ceil_div(1 + 2 * parts, 4) * 4  # aligned to 16 bytes, like a separate allocation
         partial = torch.empty(after + counts if counts else 1 + 2 * parts, dtype=torch.float32, device=x.device)
         if counts:
             count = partial[after:]
@@ -257,8 +262,10 @@ def cross_entropy_forward(
 
 
 class SmallLoss:
-    """Loss and gradient of a batch that one program takes, with a launch that is prepared once: at this size the host's time
-    is all there is. Of contiguous logits, and of a mean or a sum."""
+    """Loss (mean or sum) and gradient of contiguous logits that one program takes, with a launch prepared once.
+
+    At this size the host's time is the whole time.
+    """
 
     def __init__(self, x: torch.Tensor, *, smoothing: float, ignore_index: int, reduction: str) -> None:
         rows, classes = x.shape
@@ -271,11 +278,12 @@ class SmallLoss:
 
     @staticmethod
     def takes(rows: int, classes: int) -> bool:
+        """Whether one program takes a batch of this size."""
         return rows * next_power_of_2(classes) <= ALONE_ELEMENTS
 
     def __call__(self, x: torch.Tensor, target: torch.Tensor, loss: torch.Tensor, dx: torch.Tensor) -> None:
         compiled, from_x, from_target = self.compiled, x.data_ptr(), target.data_ptr()
-        aligned = not (from_x | from_target) & 15  # which the compiled kernel counts on
+        aligned = not (from_x | from_target) & 15  # the compiled kernel assumes it
         if compiled and aligned and self.device == torch._C._cuda_getDevice() and not needs_triton():
             pointers = (from_x, from_target, None, None, loss.data_ptr(), None, dx.data_ptr(), None)
             stream = torch._C._cuda_getCurrentRawStream(self.device)
@@ -288,14 +296,14 @@ class SmallLoss:
 
 
 def _one_program(n: int) -> tuple[int, int]:
-    """(block, warps) of a program that adds up n numbers: in as few trips to memory as it may take."""
+    """(block, warps) of a single program that adds n numbers in as few iterations as possible."""
     block = min(8192, max(1024, next_power_of_2(n)))
     return block, block // 512 if block > 1024 else 4
 
 
 def count_rows(target: torch.Tensor, ignore_index: int, counts: torch.Tensor) -> None:
-    """How many rows count, in parts, as many as `counts` (fp32) has places: to be added up."""
+    """Fill `counts` (fp32) with partial counts of the rows that count; their sum is the number."""
     rows, overlap = target.numel(), overlaps(target)
-    steps = cdiv(rows, COUNT_ROWS * counts.numel())
+    steps = ceil_div(rows, COUNT_ROWS * counts.numel())
     sizes = (rows, ignore_index, steps)
     launch(count_rows_kernel, (counts.numel(),), (target, counts), (), sizes, (COUNT_ROWS, overlap))

@@ -1,7 +1,7 @@
-"""The backward of cross-entropy, two ways: the gradient that the forward pass wrote, rescaled; or made anew from the logits.
+"""The backward pass of cross-entropy: rescale the gradient that the forward pass wrote, or compute it from the logits.
 
-The forward pass writes the gradient for an upstream gradient of one. Rescaling multiplies it by the true one, and when that is
-exactly one, as in `loss.backward()`, its programs leave at once without touching memory.
+The forward pass writes the gradient for an upstream gradient of one. Rescaling multiplies it by the actual one. Where that is
+exactly one, as in `loss.backward()`, the programs exit without touching the gradient.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,16 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.integers import ceil_div, next_power_of_2
+from onelaunch.kernels.cross_entropy_row_tiles import boundary_elements, first_position, own_pieces, shifted_pieces
 from onelaunch.kernels.dependent_launch import overlaps, wait_for_previous_kernel
-from onelaunch.kernels.launch import cdiv, launch, next_power_of_2
-from onelaunch.kernels.row_tiles import first_place, own_pieces, rim, shifted_pieces
+from onelaunch.kernels.launch import launch
 
 
 @triton.jit
 def rescale_kernel(
     dx_ptr, upstream_ptr, count_ptr, out_ptr, rows, n, steps, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """out = dx * upstream (times rows / count where every row was taken to count); nothing at all where that is one."""
+    """out = dx * upstream, times rows / count if the forward pass divided by all rows. Writes nothing if the factor is one."""
     wait_for_previous_kernel(OVERLAP)
     factor = tl.load(upstream_ptr).to(tl.float32)
     if count_ptr is not None:
@@ -36,11 +37,13 @@ def rescale_kernel(
 
 
 @triton.jit
-def _gradient(x_pointers, dx_pointers, mask, place, target, counts, largest, log_total, upstream, smoothing, classes):
+def _gradient(
+    x_pointers, dx_pointers, mask, position, target, counts, largest, log_total, upstream, smoothing, classes
+):
     x = tl.load(x_pointers, mask=mask, other=float("-inf")).to(tl.float32)
     softmax = tl.exp(x - largest[:, None] - log_total[:, None])
-    wanted = tl.where(place == target[:, None], 1 - smoothing, 0.0) + smoothing / classes
-    dx = tl.where(counts[:, None], (softmax - wanted) * upstream[:, None], 0.0)
+    expected = tl.where(position == target[:, None], 1 - smoothing, 0.0) + smoothing / classes
+    dx = tl.where(counts[:, None], (softmax - expected) * upstream[:, None], 0.0)
     tl.store(dx_pointers, dx.to(dx_pointers.dtype.element_ty), mask=mask)
 
 
@@ -63,7 +66,7 @@ def gradient_kernel(
     SHIFTED: tl.constexpr,
     UPSTREAM_PER_ROW: tl.constexpr,
 ):
-    """The gradient from the logits and their log-sum-exp: for fp16, whose gradient must not be rounded before it is scaled."""
+    """The gradient from the logits and their log-sum-exp, for fp16: its gradient must not be rounded before it is scaled."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row_inside = row < rows
     target = tl.load(target_ptr + row, mask=row_inside, other=0)
@@ -75,19 +78,29 @@ def gradient_kernel(
         upstream = tl.load(upstream_ptr).to(tl.float32) + tl.zeros((ROWS,), tl.float32)
     if count_ptr is not None:
         upstream = upstream / tl.load(count_ptr)
-    base, shift = first_place(row, classes, row_stride, WIDTH, SHIFTED)
-    out_base, _ = first_place(row, classes, classes, WIDTH, SHIFTED)
-    place = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    own = own_pieces(place, shift[:, None], classes, WIDTH, SHIFTED) & row_inside[:, None]
+    base, shift = first_position(row, classes, row_stride, WIDTH, SHIFTED)
+    out_base, _ = first_position(row, classes, classes, WIDTH, SHIFTED)
+    position = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    own = own_pieces(position, shift[:, None], classes, WIDTH, SHIFTED) & row_inside[:, None]
     x_ptr += base[:, None]
     dx_ptr += out_base[:, None]
     counts = target != ignore_index
     target += shift
     _gradient(
-        x_ptr + place, dx_ptr + place, own, place, target, counts, largest, log_total, upstream, smoothing, classes
+        x_ptr + position,
+        dx_ptr + position,
+        own,
+        position,
+        target,
+        counts,
+        largest,
+        log_total,
+        upstream,
+        smoothing,
+        classes,
     )
     if SHIFTED and tl.program_id(1) == 0:
-        edge, on_edge = rim(shift[:, None], classes, WIDTH)
+        edge, on_edge = boundary_elements(shift[:, None], classes, WIDTH)
         on_edge &= row_inside[:, None]
         _gradient(
             x_ptr + edge, dx_ptr + edge, on_edge, edge, target, counts, largest, log_total, upstream, smoothing, classes
@@ -95,12 +108,12 @@ def gradient_kernel(
 
 
 def rescale(dx: torch.Tensor, upstream: torch.Tensor, count: torch.Tensor | None, out: torch.Tensor, rows: int) -> None:
-    """out = dx times the upstream gradient (and rows / count); where out is dx and the factor one, no memory is touched."""
+    """out = dx * upstream (and * rows / count); where out is dx and the factor is one, the gradient is not touched."""
     n = dx.numel()
     block = 2048
-    # Programs that find a factor of one leave at once; a grid much larger than the chip would still take microseconds.
-    steps = max(1, next_power_of_2(cdiv(n, block * 1024)))
-    grid = (cdiv(n, block * steps),)
+    # Programs that find a factor of one exit at once; a grid much larger than the chip would still take microseconds.
+    steps = max(1, next_power_of_2(ceil_div(n, block * 1024)))
+    grid = (ceil_div(n, block * steps),)
     overlap = overlaps(dx)
     tensors, constants = (dx, upstream, count, out), (block, overlap)
     launch(rescale_kernel, grid, tensors, (float(rows),), (n, steps), constants, num_warps=8, launch_pdl=overlap)
@@ -117,14 +130,14 @@ def cross_entropy_gradient(
     smoothing: float,
     ignore_index: int,
 ) -> None:
-    """Fills dx from the logits, given the two parts of each row's log-sum-exp; `upstream` is a scalar or one number a row."""
+    """Fill dx from the logits and the two parts of each row's log-sum-exp; `upstream` is a scalar or one number per row."""
     rows, classes = x.shape
     width, shifted = shifted_pieces(classes, x.stride(0), x.element_size())
     block = min(2048, next_power_of_2(classes))
     tile_rows = max(1, 1024 // block)
     launch(
         gradient_kernel,
-        (cdiv(rows, tile_rows), cdiv(classes + width - 1 if shifted else classes, block)),
+        (ceil_div(rows, tile_rows), ceil_div(classes + width - 1 if shifted else classes, block)),
         (x, target, lse, upstream, count, dx),
         (smoothing,),
         (rows, classes, x.stride(0), ignore_index),

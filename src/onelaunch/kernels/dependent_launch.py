@@ -1,7 +1,8 @@
-"""A kernel's start over the end of the kernel before it (programmatic dependent launch), on chips that can: sm_90 and later.
+"""Programmatic dependent launch: a kernel may start before the kernel before it has ended, on sm_90 and later.
 
-Launched with `launch_pdl`, a kernel is brought onto the chip while programs of the one before it still run. It must call
-`begin` before it touches memory, whatever that kernel was; that one may call `release` to let it come sooner than its end.
+A kernel launched with `launch_pdl` is loaded onto the chip while programs of the previous kernel still run. It must call
+`wait_for_previous_kernel` before it touches memory, whatever that kernel is. The previous kernel may call `allow_next_kernel`
+to let it start before its own end.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,10 +19,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def wait_for_previous_kernel(OVERLAP: tl.constexpr):
-    """Before a kernel reads what the kernel before it wrote: wait for that one's end.
+    """Wait until the previous kernel has ended; required before reading what it wrote.
 
-    Where all kernels of a chain wait, what still earlier ones wrote is there without waiting; it is then read past L1 (".cg"),
-    which may hold an older version.
+    Where all kernels of a chain wait, the results of still earlier kernels are complete without waiting. They must be read past
+    L1 (".cg"), which may hold an older version.
     """
     if OVERLAP:
         gdc_wait()
@@ -29,11 +30,12 @@ def wait_for_previous_kernel(OVERLAP: tl.constexpr):
 
 @triton.jit
 def allow_next_kernel(OVERLAP: tl.constexpr):
-    """The next kernel may be brought onto the chip, once all programs of this one have said so or ended.
+    """Let the next kernel be loaded onto the chip, once all programs of this one have called this or ended.
 
-    After a program's main loop where more than one lives on a multiprocessor: sooner, the next kernel's would take registers
-    and shared memory that they could use. First thing in a kernel whose programs are all there at once; one that reads before
-    it calls `begin` must not follow it directly, since what came before this kernel may not have ended.
+    Call it after the main loop where a multiprocessor runs more than one program in turn: earlier, the next kernel's programs
+    would take registers and shared memory from those still to come. Call it first in a kernel whose programs are all resident
+    at once. A kernel that reads before it waits must not follow such a kernel directly: the kernel before both may not have
+    ended.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -45,5 +47,5 @@ def overlaps_on(device: int) -> bool:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether kernels on this tensor's device may be launched so."""
+    """Whether kernels on this tensor's device may be launched with `launch_pdl`."""
     return overlaps_on(tensor.get_device())

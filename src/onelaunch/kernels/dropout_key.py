@@ -1,4 +1,4 @@
-"""The dropout key: what a mask is a function of, besides the element. No Triton here: the ops import this at once."""
+"""The dropout key: a mask is a function of it and of the element's number. The ops import this file without Triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class DropoutKey(NamedTuple):
-    """Seed and offset by value, or, while a CUDA graph is captured, two int64 in device memory that a replay draws anew."""
+    """Seed and offset by value or, while a CUDA graph is captured, two int64 in device memory that each replay draws anew."""
 
     memory: torch.Tensor | None
     seed: int

@@ -1,39 +1,25 @@
 """`dropout(act(x · Wᵀ + b))` in one GEMM: bias, activation and dropout act on the accumulators before they leave the chip.
 
-Two kernels with one epilogue. `linear_kernel` takes any shape. `linear_tma_kernel` is for Hopper and later: tiles come
-through the tensor memory accelerator, and one program a multiprocessor walks over many output tiles.
-Dropout numbers its elements as `activation_dropout` does: the mask does not know which implementation, or tile, drew it.
+Two kernels share one epilogue. `linear_kernel` takes any shape. `linear_tma_kernel` is for Hopper and later: operand tiles are
+loaded by the tensor memory accelerator, and a persistent program per multiprocessor processes many output tiles.
+Dropout numbers its elements as `activation_dropout` does, so that the mask does not depend on the implementation or the tile.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from onelaunch.integers import ceil_div
 from onelaunch.kernels.dependent_launch import allow_next_kernel, overlaps, wait_for_previous_kernel
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import call, cdiv, launch, launch_options
+from onelaunch.kernels.gemm_tile import GemmTile
+from onelaunch.kernels.launch import call, launch, launch_options
 from onelaunch.kernels.tiles import activate, kept, load_key, pack_bits
 from onelaunch.rng import keep_scale, keep_threshold
-
-
-class TileShape(NamedTuple):
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    tma: bool = False
-    per_multiprocessor: int = 1  # programs of a persistent grid: two hide one's epilogue behind the other's products
-
-    def __str__(self) -> str:
-        kind = f"-tma{self.per_multiprocessor}" if self.tma else ""
-        return f"triton-{self.m}x{self.n}x{self.k}-w{self.warps}-s{self.stages}{kind}"
 
 
 @triton.jit
@@ -56,7 +42,7 @@ def finish_tile(
     BLOCK_N: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):
-    """Activation and dropout of one tile of `x · Wᵀ + b` in fp32, and its stores; y through a descriptor where there is one."""
+    """Apply activation and dropout to one fp32 tile z of `x · Wᵀ + b` and store it; y through its descriptor if given."""
     inside = (row < m)[:, None] & (column < n)[None, :]
     element = row.to(tl.int64)[:, None] * n + column[None, :]
     if z_ptr is not None:
@@ -82,7 +68,7 @@ def finish_tile(
 
 @triton.jit
 def tile_of(tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BAND: tl.constexpr):
-    """Tile number -> (tile row, tile column), in bands of tile rows, so that programs side by side share operands in L2."""
+    """Tile number -> (tile row, tile column), in bands of tile rows, so that neighbouring programs share operands in L2."""
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n, BLOCK_N)
     band = tile // (BAND * tiles_n)
@@ -188,14 +174,14 @@ def linear_tma_kernel(
 
 
 def can_use_tma(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether the tensor memory accelerator can reach all three: Hopper or later, and rows as it wants them."""
+    """Whether the tensor memory accelerator can access all three: Hopper or later, and rows as it requires them."""
     if x.device.type != "cuda" or torch.cuda.get_device_capability(x.device)[0] < 9:
         return False
     return all(lies_in_rows(t) for t in (x, w, y))
 
 
 def lies_in_rows(t: torch.Tensor) -> bool:
-    """Rows that start on 16 bytes and do not overlap. (A single row may have any stride, and be contiguous.)"""
+    """Whether rows start at multiples of 16 bytes and do not overlap. (A contiguous single row may have any stride.)"""
     return t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0 and t.stride(0) >= t.shape[1]
 
 
@@ -210,20 +196,20 @@ def linear_forward(
     activation: str | None,
     p: float,
     key: DropoutKey,
-    tile: TileShape,
+    tile: GemmTile,
     tf32: bool,
     overlap: bool = True,
 ) -> None:
-    """Fills y, and z (before the activation) and keep where given; x is `[m, k]`, w `[n, k]`, with contiguous rows.
+    """Fill y, and z (before the activation) and keep where given; x is `[m, k]`, w is `[n, k]`, with contiguous rows.
 
-    `overlap`: it may start while the kernel before it ends, on chips that can.
+    With `overlap` the kernel may start before the previous one has ended, on chips that support it.
     """
     m, k = x.shape
     n = w.shape[0]
     values = (key.seed, key.offset, keep_threshold(p), keep_scale(p))
     overlap = overlap and overlaps(x)
     constants = (tile.m, tile.n, tile.k, 8, activation, "tf32" if tf32 else "ieee", overlap)
-    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
+    tiles = ceil_div(m, tile.m) * ceil_div(n, tile.n)
     if not tile.tma:
         launch(
             linear_kernel,

@@ -1,8 +1,10 @@
-"""`act(x · Wᵀ + b)` of halves in CUDA C++, for outputs that fill a Hopper: the activation of one tile hides behind the products
-of the next, which Triton does not do. What it is written in is in `cuda/`; here it is compiled (NVRTC) and launched.
+"""`act(x · Wᵀ + b)` of bf16 or fp16 tensors in CUDA C++, for outputs that fill a Hopper GPU.
 
-The activation gets `x · Wᵀ + b` rounded to a half, as in a model of halves; in the last tile of a block, and in all of
-linear.py's GEMMs, it gets fp32.
+The activation of one tile overlaps with the products of the next, which Triton does not do. The kernel is in `cuda/`; this file
+compiles it (NVRTC) and launches it.
+
+The activation gets `x · Wᵀ + b` rounded to 16 bits, as in a 16-bit model. In the last tile of a block, and in all GEMMs of
+linear.py, it gets fp32.
 """
 
 from __future__ import annotations
@@ -14,18 +16,20 @@ from typing import NamedTuple
 
 import torch
 
-from onelaunch.kernels.launch import cdiv
+from onelaunch.integers import ceil_div
 from onelaunch.kernels.linear import can_use_tma
+from onelaunch.nvrtc.activations import IMPLEMENTED
+from onelaunch.nvrtc.activations import constants as activation_constants
 from onelaunch.nvrtc.compile import CompileError, compile_cubin, unavailable_reason
 
 HEADERS = Path(__file__).parent / "cuda"
-ARCH = "sm_90a"  # of no other chip: later ones have other tensor cores
-TILE_M, TILE_K, BOX = 128, 64, 64  # rows of y; halves of k that a stage holds; y leaves in boxes of 64 x 64
+ARCH = "sm_90a"  # no other chip: later ones have other tensor cores
+TILE_M, TILE_K, BOX = 128, 64, 64  # rows of y; numbers of k per stage; y is stored in boxes of 64 x 64
 THREADS, BAND = 384, 4
 
 
 class Tile(NamedTuple):
-    """Columns of y that a block makes at a time, stages of operands on their way, blocks of a cluster."""
+    """Columns of y that a block computes at a time, stages of the operand pipeline, blocks per cluster."""
 
     n: int
     stages: int
@@ -38,14 +42,14 @@ class Tile(NamedTuple):
     def shared_bytes(self) -> int:
         operands, y, bias = (TILE_M + self.n) * TILE_K * 2, TILE_M * self.n * 2, self.n * 2
         barriers = (self.stages + 2) * 2 * 8
-        return self.stages * operands + y + (self.stages + 1) * bias + barriers + 1024  # to start on a multiple of that
+        return self.stages * operands + y + (self.stages + 1) * bias + barriers + 1024  # to align the start to 1024
 
 
 LARGE, MEDIUM, SMALL = Tile(256, 3, 2), Tile(128, 5, 2), Tile(64, 8, 1)
 
 
 class Variant(NamedTuple):
-    """What a kernel is compiled for."""
+    """The parameters that a kernel is compiled for."""
 
     tile: Tile
     activation: str | None
@@ -60,8 +64,8 @@ class Variant(NamedTuple):
         return cls(tile, activation, x.dtype, bias is not None, z is not None)
 
 
-MOST = 2**31 - 1024  # rows or columns: the copy engine counts in 32 bits
-HALVES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # as tensor maps call them
+MAX_SIDE = 2**31 - 1024  # rows or columns: the tensor memory accelerator counts in 32 bits
+DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}  # and their names in tensor maps
 
 
 def can_run(
@@ -73,17 +77,19 @@ def can_run(
     activation: str | None,
     tile: Tile,
 ) -> bool:
-    """Whether this chip, these tensors and what is installed allow it. It is compiled and loaded for the answer."""
-    if x.dtype not in HALVES or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
+    """Whether the chip, the tensors, the activation and the installation allow it. Compiles and loads the kernel."""
+    if activation not in (None, *IMPLEMENTED):
         return False
-    if not can_use_tma(x, w, y) or max(*x.shape, *y.shape) > MOST or y.shape[1] % 8:
+    if x.dtype not in DTYPES or not x.is_cuda or torch.cuda.get_device_capability(x.device) != (9, 0):
+        return False
+    if not can_use_tma(x, w, y) or max(*x.shape, *y.shape) > MAX_SIDE or y.shape[1] % 8:
         return False
     return (bias is None or bias.data_ptr() % 16 == 0) and _loads(Variant.of(x, bias, z, activation, tile), x.device)
 
 
 @functools.cache
 def _loads(variant: Variant, device: torch.device) -> bool:
-    """False for whatever is not as it should be: other implementations run everywhere, and tests compile this one."""
+    """Whether it compiles and loads. Failures are not raised: other implementations exist, and the tests compile this one."""
     if unavailable_reason():
         return False
     from onelaunch.nvrtc.launch import CudaError
@@ -97,19 +103,20 @@ def _loads(variant: Variant, device: torch.device) -> bool:
 
 def source_of(variant: Variant) -> str:
     tile, activation, dtype, biased, store_z = variant
+    assert activation is None or activation in IMPLEMENTED, activation
     constants = {
         "TILE_M": TILE_M, "TILE_N": tile.n, "TILE_K": TILE_K, "BOX": BOX, "THREADS": THREADS,
         "STAGES": tile.stages, "CLUSTER": tile.cluster, "BAND": BAND, "SHARED_BYTES": tile.shared_bytes,
-        "ACTIVATION": (activation or "none").upper(), "HALF_IS_BF16": int(dtype == torch.bfloat16),
+        "ACTIVATION": (activation or "none").upper(), "IS_BF16": int(dtype == torch.bfloat16),
         "BIASED": int(biased), "STORE_Z": int(store_z),
     }  # fmt: skip
     defined = "".join(f"#define {name} {value}\n" for name, value in constants.items())
-    return f'{defined}#include "tensor_cores.cuh"\n{_multiply(tile.n, dtype)}#include "linear.cuh"\n'
+    return f'{defined}{activation_constants()}\n#include "tensor_cores.cuh"\n{_multiply(tile.n, dtype)}#include "linear.cuh"\n'
 
 
 def _multiply(columns: int, dtype: torch.dtype) -> str:
-    """64 rows of x by so many rows of W, 16 of k, added to z (or, with nothing before them, put there)."""
-    count = columns // 2  # numbers of z that a thread holds
+    """The wgmma that multiplies 64 rows of x by `columns` rows of W over 16 of k, and adds to z unless `added` is false."""
+    count = columns // 2  # numbers of z per thread
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     names = ", ".join(f"%{i}" for i in range(count))
     operands = ", ".join(f'"+f"(z[{i}])' for i in range(count))
@@ -132,11 +139,11 @@ def _launch_of(variant: Variant, device: torch.device):  # type: ignore[no-untyp
 
 @functools.lru_cache(4096)
 def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: int, dtype: torch.dtype) -> bytes:
-    """A matrix as the copy engine knows it: boxes of `box_rows` x 64, swizzled; what lies outside is zero."""
+    """A matrix for the tensor memory accelerator: boxes of `box_rows` x 64, swizzled; zero outside the matrix."""
     from cuda.bindings import driver
 
     status, made = driver.cuTensorMapEncodeTiled(
-        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{HALVES[dtype]}"),
+        getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{DTYPES[dtype]}"),
         2,
         address,
         [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
@@ -150,7 +157,7 @@ def tensor_map(address: int, rows: int, columns: int, row_bytes: int, box_rows: 
     )
     if status != driver.CUresult.CUDA_SUCCESS:
         raise RuntimeError(
-            f"cuTensorMapEncodeTiled returns {status.name} for {rows} x {columns}, {row_bytes} bytes a row"
+            f"cuTensorMapEncodeTiled returns {status.name} for {rows} x {columns}, {row_bytes} bytes per row"
         )
     return ctypes.string_at(int(made.getPtr()), 128)
 
@@ -165,12 +172,12 @@ def linear_forward(
     activation: str | None,
     tile: Tile,
 ) -> None:
-    """Fills y, and z (before the activation) where given; x is `[m, k]`, w `[n, k]`, rows contiguous; `can_run` said yes."""
+    """Write y and, where given, z (before the activation). x is `[m, k]`, w `[n, k]`, rows contiguous; needs `can_run`."""
     (m, k), n = x.shape, w.shape[0]
     with torch.cuda.device(x.device):
         launch = _launch_of(Variant.of(x, bias, z, activation, tile), x.device)
-        launch.bind_thread()  # for the tensor maps too
-        clusters = min(cdiv(m, TILE_M * tile.cluster) * cdiv(n, tile.n), launch.clusters_at_once)
+        launch.bind_thread()  # the tensor maps need it too
+        clusters = min(ceil_div(m, TILE_M * tile.cluster) * ceil_div(n, tile.n), launch.clusters_at_once)
         maps = [
             tensor_map(matrix.data_ptr(), *matrix.shape, matrix.stride(0) * 2, box_rows, x.dtype)
             for matrix, box_rows in ((x, TILE_M), (w, tile.n // tile.cluster), (y, BOX), (y if z is None else z, BOX))

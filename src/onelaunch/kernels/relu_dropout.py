@@ -1,10 +1,10 @@
 """ReLU and dropout in one pass: 2 + 1/32 passes over memory forward, 2 + 1/32 backward (fp32).
 
-Forward saves one bit an element, `keep = kept and x > 0`; backward needs nothing else, so neither the input, nor the
-output, nor a float mask stays alive for it.
+Forward saves one bit per element, `keep = kept by dropout and x > 0`. Backward needs nothing else, so that neither the input,
+nor the output, nor a float mask stays alive for it.
 
-The mask is a function of (seed, offset, element) alone: it does not change with tile shape, autotuning or replay. One Philox
-call yields 4 x 32 bits and serves 8 elements with 16 bits each, so p is honoured to 1/65536.
+The mask is a function of (seed, offset, element) only: it does not change with the tile shape, autotuning or replay. One
+Philox call yields 4 x 32 bits for 8 elements with 16 bits each, so that p is exact to 1/65536.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,13 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
+from onelaunch.integers import ceil_div
 from onelaunch.kernels.dropout_key import DropoutKey
-from onelaunch.kernels.launch import cdiv, launch
+from onelaunch.kernels.launch import launch
 from onelaunch.kernels.tiles import load_key, relu_and_drop, unpack_bits
 from onelaunch.rng import keep_scale, keep_threshold
 
 GROUP = 8  # elements that share one Philox call and one byte of keep bits
-# (groups a program, warps), measured on an H200 over 50 * 2**20 elements; a warp that holds one or two 16-byte loads is best.
+# (groups per program, warps), measured on an H200 over 50 * 2**20 elements; one or two 16-byte loads per thread are best.
 FORWARD_TILE = {4: (128, 2), 2: (128, 2)}  # by element size
 BACKWARD_TILE = {4: (64, 1), 2: (128, 4)}
 
@@ -40,13 +41,13 @@ def relu_dropout_forward_kernel(
     GROUPS: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """`WHOLE`: every tile is full, so nothing is masked."""
+    """`WHOLE`: every tile is full, so that no mask is needed."""
     group = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     element = group[:, None] * 8 + tl.arange(0, 8)[None, :]
     inside = (element < n) | WHOLE
 
     x = tl.load(x_ptr + element, mask=inside, other=0.0).to(tl.float32)
-    seed, offset = load_key(key_ptr, seed, offset)  # after x is asked for
+    seed, offset = load_key(key_ptr, seed, offset)  # after the load of x is issued
     y, bits = relu_and_drop(x * scale, seed, offset, group, threshold, y_ptr.dtype.element_ty)
 
     tl.store(y_ptr + element, y, mask=inside)
@@ -73,13 +74,13 @@ def relu_dropout_forward(
     key: DropoutKey,
     tile: tuple[int, int] | None = None,
 ) -> None:
-    """Fills y (may be x) and, for a backward, keep, eight elements a byte. x and y have the same strides and no holes."""
+    """Fill y (may be x) and, for a backward pass, keep, one bit per element. x and y have the same strides and no gaps."""
     n = x.numel()
     if n:
         groups, warps = tile or FORWARD_TILE[x.element_size()]
         launch(
             relu_dropout_forward_kernel,
-            (cdiv(n, GROUP * groups),),
+            (ceil_div(n, GROUP * groups),),
             (x, y, keep, key.memory),
             (key.seed, key.offset, keep_threshold(p), keep_scale(p)),
             (n,),
@@ -91,13 +92,13 @@ def relu_dropout_forward(
 def relu_dropout_backward(
     dy: torch.Tensor, keep: torch.Tensor, dx: torch.Tensor, p: float, tile: tuple[int, int] | None = None
 ) -> None:
-    """Fills dx (may be dy), which has the strides of dy and no holes."""
+    """Fill dx (may be dy), which has the strides of dy and no gaps."""
     n = dy.numel()
     if n:
         groups, warps = tile or BACKWARD_TILE[dy.element_size()]
         launch(
             relu_dropout_backward_kernel,
-            (cdiv(n, GROUP * groups),),
+            (ceil_div(n, GROUP * groups),),
             (dy, keep, dx),
             (keep_scale(p),),
             (n,),

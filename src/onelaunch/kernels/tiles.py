@@ -1,7 +1,7 @@
 """Device math that fits into any kernel: pure functions of values, no pointers.
 
-Everything is computed in fp32. Tiles that meet dropout have a last axis of 8, the elements of one group: a group shares one
-Philox call and one byte of keep bits.
+Everything is computed in fp32. A tile that dropout acts on has a last axis of 8, the elements of one group. The elements of a
+group share one Philox call and one byte of keep bits.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -12,9 +12,9 @@ from triton import knobs
 
 from onelaunch import activations
 
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter knows no PTX
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # the interpreter cannot run inline PTX
 LANES = tl.constexpr(8)
-# The last word of our Philox counters. PyTorch's kernels leave small numbers there, so the streams never meet.
+# The last word of our Philox counters. PyTorch's kernels have small numbers there, so the two streams never coincide.
 STREAM_TAG = tl.constexpr(0x6F6C0001)
 LEAKY_SLOPE = tl.constexpr(activations.LEAKY_RELU_SLOPE)
 SELU_SCALE = tl.constexpr(activations.SELU_SCALE)
@@ -26,17 +26,20 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 GELU_CUBIC = tl.constexpr(activations.GELU_CUBIC)
 THREE_GELU_CUBIC = tl.constexpr(0.134145)
+ERF_P = tl.constexpr(0.3275911)  # Abramowitz and Stegun 7.1.26
 
 
-def _pair_asm(half: str) -> str:
-    """PTX of `relu_and_drop` for two elements: $0 takes both halves of y, $1 the keep bits, in the place of their signs.
-    $2 and $3 are z; $4 the random halves; $5 and $6 what to add to them, without its highest bits and those; $7 the signs.
+def _pair_asm(dtype: str) -> str:
+    """PTX of `relu_and_drop` for two 16-bit elements in one register.
 
-    After relu no half has its sign set, so adding 0x7FFF sets it in all but zeros. The carry out of 16 bits is the majority
-    of both highest bits and of the carry into them (lop3 0xE8). 0x20 is a & ~b & c; prmt makes a mask of each sign.
+    Outputs: $0 is the pair y, $1 has each element's keep bit at the position of its sign. Inputs: $2 and $3 are z, $4 is a pair
+    of 16-bit random numbers, $5 the addend without the two top bits, $6 those top bits, $7 the mask of both signs.
+
+    After relu no sign bit is set, so adding 0x7FFF sets it in every element that is not zero. The carry out of 16 bits is the
+    majority of both top bits and of the carry into them (lop3 0xE8). lop3 0x20 is a & ~b & c. prmt extends each sign to a mask.
     """
     return f"""{{ .reg .b32 s, d;
-    cvt.rn.relu.{half}x2.f32 $0, $3, $2;
+    cvt.rn.relu.{dtype}x2.f32 $0, $3, $2;
     add.u32 s, $0, 0x7FFF7FFF;
     and.b32 d, $4, 0x7FFF7FFF;
     add.u32 d, d, $5;
@@ -51,7 +54,7 @@ PAIR_BF16, PAIR_FP16 = tl.constexpr(_pair_asm("bf16")), tl.constexpr(_pair_asm("
 
 @triton.jit
 def load_key(key_ptr, seed, offset):
-    """The dropout key: two numbers given by value, or read from memory so that a replayed CUDA graph draws anew."""
+    """(seed, offset), given by value, or read from memory so that each replay of a CUDA graph draws a new mask."""
     if key_ptr is not None:
         seed = tl.load(key_ptr)
         offset = tl.load(key_ptr + 1)
@@ -60,8 +63,7 @@ def load_key(key_ptr, seed, offset):
 
 @triton.jit
 def random_words(seed, offset, group):
-    """Four independent uint32 for each group, `[...]` int64 -> `[..., 2, 2]`: Philox with key = seed and counter = (group,
-    offset)."""
+    """Four independent uint32 per group, `[...]` int64 -> `[..., 2, 2]`: Philox with key seed and counter (group, offset)."""
     low = (group & 0xFFFFFFFF).to(tl.uint32)
     high = (group >> 32).to(tl.uint32)
     offset_low = (offset & 0xFFFFFFFF).to(tl.uint32)
@@ -74,19 +76,21 @@ def random_words(seed, offset, group):
 
 @triton.jit
 def random_16_bits(seed, offset, group):
-    """Eight independent 16-bit integers for each group, `[...]` int64 -> `[..., 8]` uint32: lane 2i takes the low half of word
-    i, lane 2i + 1 the high half."""
+    """Eight independent 16-bit integers per group, `[...]` int64 -> `[..., 8]` uint32.
+
+    Lane 2i takes the low 16 bits of word i, lane 2i + 1 the high 16 bits.
+    """
     words = random_words(seed, offset, group)
     bits = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(bits, group.shape + (8,))  # noqa: RUF005 (Triton knows no star)
+    return tl.reshape(bits, group.shape + (8,))  # noqa: RUF005 (Triton has no starred expressions)
 
 
 @triton.jit
 def kept(z, seed, offset, group, threshold):
-    """Which elements of z, fp32 `[..., 8]`, dropout keeps.
+    """Which elements of z, fp32 `[..., 8]`, dropout keeps, as booleans.
 
-    z has no say in it. But tied to it, the numbers are drawn by the threads that hold its elements; left alone they are drawn
-    by these and again by those that pack the bits.
+    The values of z do not matter. The assembly ties the random numbers to z so that the threads that hold its elements draw
+    them. Without it, the threads that pack the bits would draw them a second time.
     """
     bits = random_16_bits(seed, offset, group).to(tl.int32)
     if not INTERPRETED:
@@ -96,23 +100,25 @@ def kept(z, seed, offset, group, threshold):
 
 @triton.jit
 def relu_and_drop(z, seed, offset, group, threshold, DTYPE: tl.constexpr):
-    """`[..., 8]` fp32, scaled already -> relu(z) where it is kept, in DTYPE, and a byte of keep bits for each group.
+    """z, `[..., 8]` fp32 and already scaled -> (relu(z) where it is kept, else 0, in DTYPE; one byte of keep bits per group).
 
-    Halves are worked on two at a time, which takes 5 integer instructions an element where one at a time takes 7: what bounds
-    a pass over bf16 is these, not memory.
+    16-bit types are processed two elements at a time: 5 integer instructions per element instead of 7. These instructions, not
+    memory, limit a pass over bf16.
     """
     if INTERPRETED or tl.float32 == DTYPE:
-        # Not `z > 0`: a NaN must come through, and its gradient too, as in torch.
+        # Not `z > 0`: a NaN must pass through, and so must its gradient, as in PyTorch.
         keep = kept(z, seed, offset, group, threshold) & ((z <= 0) == 0)
         y = tl.where(keep, z, 0.0).to(DTYPE)
         bits = pack_bits(keep)
     else:
         even, odd = tl.split(tl.reshape(z, group.shape + (4, 2)))  # noqa: RUF005
         words = tl.reshape(random_words(seed, offset, group), group.shape + (4,))  # noqa: RUF005
-        least = 65536 - threshold  # dropped is what carries when this is added to 16 random bits
-        low = (least & 0x7FFF) * 0x10001
-        top = (least & 0x8000) * 0x10001
-        signs = tl.where(threshold > 0, -0x7FFF8000, 0)  # 0x80008000; of 65536, which drops all, 16 bits say nothing
+        addend = 65536 - threshold  # an element is dropped if adding this to its 16 random bits carries
+        low = (addend & 0x7FFF) * 0x10001
+        top = (addend & 0x8000) * 0x10001
+        signs = tl.where(
+            threshold > 0, -0x7FFF8000, 0
+        )  # 0x80008000; an addend of 65536, which drops all, has no 16 bits
         pairs, keep = tl.inline_asm_elementwise(
             PAIR_BF16 if tl.bfloat16 == DTYPE else PAIR_FP16,
             "=&r,=&r,f,f,r,r,r,r",
@@ -133,10 +139,10 @@ def relu_and_drop(z, seed, offset, group, threshold, DTYPE: tl.constexpr):
 
 @triton.jit
 def scattered(number):
-    """The same int64 numbers, of which the compiler cannot see that they follow each other.
+    """The same int64 numbers, hidden from the compiler's analysis of contiguity.
 
-    Bytes at such addresses are loaded and stored by the threads that use them. Of neighbours it gives a thread several, and
-    then every byte goes through shared memory, behind two barriers.
+    Bytes at such addresses are loaded and stored by the threads that use them. For addresses known to be contiguous the
+    compiler gives several bytes to one thread, and then every byte goes through shared memory, behind two barriers.
     """
     if not INTERPRETED:
         number = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=True, pack=1)
@@ -145,7 +151,7 @@ def scattered(number):
 
 @triton.jit
 def pack_bits(keep):
-    """`[..., 8]` booleans -> one byte each, lane 0 in the lowest bit."""
+    """`[..., 8]` booleans -> `[...]` bytes, lane 0 in the lowest bit."""
     lane = tl.arange(0, 8)
     for _ in tl.static_range(len(keep.shape) - 1):
         lane = lane[None]
@@ -154,7 +160,7 @@ def pack_bits(keep):
 
 @triton.jit
 def unpack_bits(bits):
-    """One byte each -> `[..., 8]` booleans."""
+    """`[...]` bytes -> `[..., 8]` booleans, the inverse of `pack_bits`."""
     lane = tl.arange(0, 8)
     for _ in tl.static_range(len(bits.shape)):
         lane = lane[None]
@@ -163,8 +169,11 @@ def unpack_bits(bits):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)) in five instructions and to 1e-6; Triton's own spends a dozen on the exact quotient, which a GEMM
-    that ends in it feels (8192 x 4096 x 4096 bf16 on an H200: 366 us against 349 with relu)."""
+    """1 / (1 + exp(-x)) to 1e-6 in five instructions.
+
+    Triton's own spends a dozen instructions on the exact quotient, and a GEMM with it as epilogue gets slower: 8192 x 4096 x
+    4096 bf16 on an H200 takes 366 us, against 349 us with relu.
+    """
     if INTERPRETED:
         s = 1 / (1 + tl.exp(-x))
     else:
@@ -181,10 +190,30 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    # 2 * sigmoid(2x) - 1 cancels near zero; the series is exact to fp32 there.
+    """tanh(x) to 1e-6: 2 * sigmoid(2x) - 1 cancels near zero; the series is exact to fp32 there."""
     square = x * x
     series = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
     return tl.where(square < 0.01, series, 2 * sigmoid(2 * x) - 1)
+
+
+@triton.jit
+def normal_cdf(z):
+    """(Φ(z), exp(-z²/2)), the first to 1e-7 by Abramowitz and Stegun 7.1.26, whose tail does not cancel.
+
+    `activate` and `activation_gradient` use Triton's erf instead, which is more accurate and hides behind a GEMM's products.
+    A pass over memory has time for about 30 instructions per element on an H200: with erf, gelu took 38 of them forward and 58
+    backward, and PyTorch was faster; with this it takes 20 and 33.
+    """
+    magnitude = tl.abs(z) * (SQRT_HALF * ERF_P) + 1
+    power = z * z * (-0.5 * LOG2_E)
+    if INTERPRETED:
+        t, bell = 1 / magnitude, tl.exp2(power)
+    else:
+        t = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [magnitude], tl.float32, True, 1)
+        bell = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [power], tl.float32, True, 1)
+    series = 0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145)))
+    tail = t * series * bell
+    return tl.where(z < 0, tail, 1 - tail), bell
 
 
 @triton.jit
@@ -219,7 +248,7 @@ def mish_factors(z):
 def activate(z, ACTIVATION: tl.constexpr):
     """act(z); z itself where ACTIVATION is None."""
     if ACTIVATION == "relu":
-        z = tl.where(z <= 0, 0.0, z)  # NaN stays NaN, as in torch
+        z = tl.where(z <= 0, 0.0, z)  # NaN stays NaN, as in PyTorch
     elif ACTIVATION == "leaky_relu":
         z = tl.where(z > 0, z, z * LEAKY_SLOPE)
     elif ACTIVATION == "sigmoid":
@@ -229,7 +258,7 @@ def activate(z, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         z = 0.5 * z * (1 + tl.erf(z * SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
-        # 0.5 * (1 + tanh(u)) is sigmoid(2u): no cancellation, one exponential.
+        # 0.5 * (1 + tanh(u)) = sigmoid(2u): no cancellation, one exponential.
         z = z * sigmoid(z * TWO_SQRT_2_OVER_PI * (1 + z * z * GELU_CUBIC))
     elif ACTIVATION == "silu":
         z = z * sigmoid(z)

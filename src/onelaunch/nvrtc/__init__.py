@@ -1,1 +1,1 @@
-"""CUDA C++ compiled at run time, and its launches. Import nothing but `compile` where CUDA may be absent."""
+"""CUDA C++ compiled at run time, and its launches. Where CUDA may be absent, import only `compile` and `activations`."""

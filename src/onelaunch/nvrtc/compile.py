@@ -1,8 +1,7 @@
-"""CUDA C++ to a cubin: NVRTC through `cuda.core`, kept on disk. Needs no GPU, no CUDA toolkit and no header but ours.
+"""Compiles CUDA C++ to a cubin with NVRTC (through `cuda.core`) and caches it on disk. Needs neither a GPU nor a CUDA toolkit.
 
-A translation unit is a text that was written for a purpose (a plan, a tile); it includes the `.cuh` files of a folder of ours
-and `words.cuh` beside this file.
-ptxas reports registers and spills into the log, which is kept with the code: both are known on a machine without a GPU.
+A translation unit is generated text (for a plan or a tile) that includes `.cuh` files: those of a given folder and those beside
+this file. ptxas reports registers and spills in the log, which is cached with the code, so both are known without a GPU.
 """
 
 from __future__ import annotations
@@ -17,36 +16,36 @@ from typing import Any
 
 from onelaunch.code_cache import CodeCache
 
-WORDS = Path(__file__).parent  # of words.cuh, which all of it may include
+SHARED_HEADERS = Path(__file__).parent
 CUBINS = CodeCache("cubins", layout="onelaunch cubin 1", suffix=".cubin")
 END_OF_LOG = b"\0"
 INSTALL = "pip install 'onelaunch[gpu]'"
 
 
 class CompileError(RuntimeError):
-    """A fault of ours, not of the user: NVRTC refused a source that we generated. The message ends with NVRTC's log."""
+    """NVRTC refused a source that this package generated: a bug here, not of the user. The message ends with NVRTC's log."""
 
 
 @dataclass(frozen=True)
 class Cubin:
     code: bytes
-    seconds: float  # that NVRTC took; 0 when cached
+    seconds: float  # of NVRTC; 0 when cached
     cached: bool
-    log: str  # warnings, then what ptxas says of each kernel: registers, stack frame, spills, shared memory
+    log: str  # warnings, then the report of ptxas per kernel: registers, stack frame, spills, shared memory
 
 
 def unavailable_reason() -> str:
     """Why this machine cannot compile and launch CUDA C++, with the remedy; empty when it can (it may still lack a GPU)."""
     try:
         from cuda.core import ObjectCode, Program, ProgramOptions  # noqa: F401 (older versions have them elsewhere)
-    except Exception as error:  # also of packages that do not fit each other
+    except Exception as error:  # also when installed packages do not match
         return f"cuda-core cannot be imported ({_one_line(error)}): {INSTALL}"
     try:
         major, minor = _nvrtc_version()
-    except Exception as error:  # the loader beneath has an error class of its own for each thing that can be missing
+    except Exception as error:  # the loader has a different error class for each missing part
         return f"NVRTC cannot be loaded ({_one_line(error)}): {INSTALL}"
     known = _driver_version()
-    if known is not None and known // 1000 < major:  # code of a newer major version is refused when it is loaded
+    if known is not None and known // 1000 < major:  # the driver refuses to load code of a newer major version
         return (
             f"NVRTC is of CUDA {major}.{minor} and the driver knows CUDA {known // 1000}.{known % 1000 // 10}: update the "
             f"driver, or pip install 'cuda-bindings=={known // 1000}.*' and the NVRTC of that version"
@@ -55,8 +54,10 @@ def unavailable_reason() -> str:
 
 
 def compile_cubin(source: str, arch: str, *, headers: Path | None = None, place: Path | None = None) -> Cubin:
-    """The cubin of one translation unit for `arch`, such as "sm_90a". `headers`: the folder of the `.cuh` files it may include.
-    `place`: the cache's folder; None is the user's."""
+    """The cubin of one translation unit for `arch`, such as "sm_90a".
+
+    `headers`: a folder of `.cuh` files that it may include. `place`: the folder of the cache; None is the user's cache.
+    """
     place = place or CUBINS.folder()
     key = key_of(source, arch, headers)
     entry = CUBINS.load(place, key)
@@ -71,7 +72,7 @@ def compile_cubin(source: str, arch: str, *, headers: Path | None = None, place:
 
 
 def key_of(source: str, arch: str, headers: Path | None = None) -> str:
-    """Each part goes in by its own digest, so that no two lists of parts run together into one."""
+    """The cache key. Each part enters by its own digest, so that parts cannot run together."""
     parts = [source.encode(), repr(sorted(_options(arch).items())).encode(), repr(_nvrtc_version()).encode()]
     parts.append(repr(_driver_version()).encode())
     for folder in _folders(headers):
@@ -81,7 +82,7 @@ def key_of(source: str, arch: str, headers: Path | None = None) -> str:
 
 
 def _folders(headers: Path | None) -> list[Path]:
-    return [headers, WORDS] if headers else [WORDS]
+    return [headers, SHARED_HEADERS] if headers else [SHARED_HEADERS]
 
 
 def _options(arch: str) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def _options(arch: str) -> dict[str, Any]:
         "name": "onelaunch.cu",
         "arch": arch,
         "std": "c++17",
-        "no_source_include": True,  # else a file of the same name in the working folder would be included first
+        "no_source_include": True,  # otherwise a file of the same name in the working directory would come first
         "ptxas_options": ["-v"],
     }
 
@@ -101,7 +102,7 @@ def _compile(source: str, arch: str, headers: Path | None) -> tuple[bytes, str]:
     options = _options(arch) | {"include_path": [str(folder) for folder in _folders(headers)]}
     try:
         compiled = Program(source, "c++", ProgramOptions(**options)).compile("cubin", logs=log)
-    except Exception as error:  # NVRTCError is not public; whatever it was, our source did not compile
+    except Exception as error:  # NVRTCError is not public
         raise CompileError(f"a kernel does not compile for {arch}: {str(error).strip()}") from error
     return bytes(compiled.code), log.getvalue().replace("\0", "").strip()
 
@@ -118,12 +119,12 @@ def _nvrtc_version() -> tuple[int, int]:
 
 @functools.cache
 def _driver_version() -> int | None:
-    """The newest CUDA version that the driver knows, 13000 for 13.0; None on a machine without one."""
+    """The newest CUDA version that the driver supports, 13000 for 13.0; None without a driver."""
     from cuda.bindings import driver
 
     try:
         status, version = driver.cuDriverGetVersion()
-    except RuntimeError:  # there is no libcuda
+    except RuntimeError:  # no libcuda
         return None
     return version if status == driver.CUresult.CUDA_SUCCESS else None
 

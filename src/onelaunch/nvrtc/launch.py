@@ -1,8 +1,8 @@
-"""A cubin on a device: what its kernel needs, how much of it fits at once, and its launch on a stream of PyTorch.
+"""A cubin on a device: the resources of its kernel, how many blocks fit at once, and launches on a PyTorch stream.
 
-`cuda.core` loads the code and owns it; attributes and launches go to the driver beneath it, where one configuration serves both
-the question whether a launch fits and the launch itself. All of it happens in the device's primary context, PyTorch's own.
-Import this only after `compile.why_not()` was empty.
+`cuda.core` loads and owns the code. Attributes and launches use the driver API directly, where one configuration serves both
+the occupancy query and the launch. Everything happens in the device's primary context, which PyTorch uses too.
+Import this only if `compile.unavailable_reason()` is empty.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from cuda.core import ObjectCode
 
 from onelaunch.nvrtc.compile import Cubin
 
-PORTABLE_CLUSTER = 8  # blocks: what every chip with clusters takes unasked
+PORTABLE_CLUSTER = 8  # blocks: larger clusters need an attribute of the kernel
 DYNAMIC_SHARED = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 LARGE_CLUSTERS = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 
 
 class CudaError(RuntimeError):
-    """A call of the driver that failed: its name, and what the driver says."""
+    """A call of the driver failed. The message has its name and the driver's description."""
 
 
 class LoadedKernel:
-    """A kernel on one device. Its code stays there as long as this lives, so this must outlive what it launches."""
+    """A kernel on one device. Its code is unloaded with this object, so the object must outlive its launches."""
 
     def __init__(self, code: ObjectCode, name: str, device: torch.device) -> None:
         self.device = device
         self._code = code
         self._kernel = code.get_kernel(name)
         attributes = self._kernel.attributes
-        self.registers: int = attributes.num_regs  # a thread
-        self.local_bytes: int = attributes.local_size_bytes  # a thread: stack frame and spills
-        self.shared_bytes: int = attributes.shared_size_bytes  # a block: static, without what a launch adds
+        self.registers: int = attributes.num_regs  # per thread
+        self.local_bytes: int = attributes.local_size_bytes  # per thread: stack frame and spills
+        self.shared_bytes: int = attributes.shared_size_bytes  # per block: static, without the dynamic part of a launch
         self.max_threads: int = attributes.max_threads_per_block
 
     def max_active_clusters(self, *, block: int, cluster: int = 1, shared_bytes: int = 0) -> int:
-        """How many clusters of `cluster` blocks the device holds at once (blocks, for 1); 0 where it cannot hold one.
+        """How many clusters of `cluster` blocks (blocks, if 1) the device holds at once; 0 if not even one.
 
-        A MIG slice answers for itself. Other processes do not count: they take turns with this one.
+        The answer for a MIG slice is that of the slice. Other processes do not count: they share the device in time.
         """
         with context_of(self.device):
             if not self._allow(shared_bytes, cluster):
@@ -72,9 +72,9 @@ class LoadedKernel:
         cooperative: bool = False,
         args: Sequence[int | float | bytes],
     ) -> None:
-        """Queue `grid` blocks of `block` threads, in clusters of `cluster` blocks; cooperative: all at once or an error.
+        """Queue `grid` blocks of `block` threads, in clusters of `cluster` blocks. `cooperative`: all at once, or an error.
 
-        An int is passed as 64 bits, so that `Tensor.data_ptr()` is a pointer; a float as 32; bytes are a structure by value.
+        An int is passed as 64 bits, so that `Tensor.data_ptr()` is a pointer; a float as 32 bits; bytes as a structure.
         """
         assert grid % cluster == 0, (grid, cluster)
         with context_of(self.device):
@@ -90,19 +90,19 @@ class LoadedKernel:
 
     @property
     def _function(self) -> driver.CUfunction:
-        """The driver takes a library's CUkernel wherever it wants a CUfunction."""
+        """The driver accepts the CUkernel of a library wherever it expects a CUfunction."""
         return driver.CUfunction(int(self._kernel.handle))
 
     def _allow(self, shared_bytes: int, cluster: int) -> bool:
-        """Ask for what a kernel does not get unasked; False where this device has no clusters or less shared memory."""
+        """Set the attributes that such a launch needs; False if the device has no clusters or less shared memory."""
         if cluster > 1 and torch.cuda.get_device_capability(self.device) < (9, 0):
             return False
-        wanted = {DYNAMIC_SHARED: shared_bytes}
+        needed = {DYNAMIC_SHARED: shared_bytes}
         if cluster > PORTABLE_CLUSTER:
-            wanted[LARGE_CLUSTERS] = 1
+            needed[LARGE_CLUSTERS] = 1
         status, device = driver.cuCtxGetDevice()
         _check("cuCtxGetDevice", status)
-        for attribute, value in wanted.items():
+        for attribute, value in needed.items():
             kernel = driver.CUkernel(int(self._kernel.handle))
             (status,) = driver.cuKernelSetAttribute(attribute, value, kernel, device)
             if status == driver.CUresult.CUDA_ERROR_INVALID_VALUE:
@@ -115,23 +115,23 @@ _threads = threading.local()
 
 
 class FrequentLaunch:
-    """A launch that is made again and again, in the current context (`bind_thread`): what it needs was asked for once.
+    """A launch that is repeated in the current context (`bind_thread`); its attributes are set once.
 
-    It may start over the end of the kernel before it (programmatic dependent launch): the kernel itself must wait.
+    It may overlap with the end of the kernel before it (programmatic dependent launch): the kernel itself must wait.
     """
 
     def __init__(
         self, kernel: LoadedKernel, block: int, cluster: int, shared_bytes: int, clusters_at_once: int
     ) -> None:
         self.clusters_at_once = clusters_at_once
-        self._kernel = kernel  # its code must stay
+        self._kernel = kernel  # keeps its code loaded
         self._function = kernel._function
         self._config = functools.lru_cache(256)(
             lambda stream, grid: _config(stream, grid, block, cluster, shared_bytes, cooperative=False, overlap=True)
         )
 
     def bind_thread(self) -> None:
-        """PyTorch's context of the device, the current one, is this thread's from here on. Cheap after the first time."""
+        """Make PyTorch's context of the device current in this thread, for good. Cheap after the first time."""
         if getattr(_threads, "device", None) != self._kernel.device:
             with context_of(self._kernel.device):
                 _threads.device = self._kernel.device
@@ -152,10 +152,10 @@ def load(cubin: Cubin, name: str, device: torch.device) -> LoadedKernel:
 
 @contextmanager
 def context_of(device: torch.device) -> Iterator[None]:
-    """PyTorch's context of `device` as this thread's current one, for calls of the driver."""
+    """Make PyTorch's context of `device` current in this thread, for calls of the driver."""
     with torch.cuda.device(device):
         if not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream().query()  # in a thread new to CUDA this makes the primary context current
+            torch.cuda.current_stream().query()  # in a thread that is new to CUDA, this makes the primary context current
         yield
 
 

@@ -1,4 +1,4 @@
-"""Level 1: fused ops with autograd, each a `torch.library` custom op. Triton is imported by the first call on a GPU."""
+"""Level 1: fused ops with autograd, each a `torch.library` custom op. The first call on a GPU imports Triton."""
 
 from onelaunch.ops.batch_norm import batch_norm
 from onelaunch.ops.cross_entropy import cross_entropy

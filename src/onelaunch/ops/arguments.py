@@ -1,4 +1,4 @@
-"""What every op asks of its arguments, and the way to the kernels that take them."""
+"""Argument checks that the ops share, the calls that passed them, and the import of kernels on demand."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ import torch
 from onelaunch.activations import ACTIVATIONS
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_option
 
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 takes the reference, on any device
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # float64 takes the reference path, on any device
 
 
-def check_number(argument: str, value: object, wanted: str) -> float:
+def check_number(argument: str, value: object, expected: str) -> float:
+    """`value` as a float; raises an error that asks for `expected` if it is not a number."""
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-        raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not a number: pass {wanted}")
+        raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not a number: pass {expected}")
     try:
         return float(value)
     except OverflowError:
-        raise OnelaunchError(f"{argument}={abbreviate(value)} is out of range: pass {wanted}") from None
+        raise OnelaunchError(f"{argument}={abbreviate(value)} is out of range: pass {expected}") from None
 
 
 def check_probability(argument: str, p: object) -> float:
@@ -42,14 +43,14 @@ def check_float(argument: str, tensor: object) -> None:
     if not tensor.dtype.is_floating_point or tensor.element_size() < 2:
         raise ArgumentTypeError(f"{argument} has dtype {tensor.dtype}: pass float32, float16, bfloat16 or float64")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        kind, way = (
+        kind, remedy = (
             ("nested", "to_padded_tensor(0.0)") if tensor.is_nested else (f"of layout {tensor.layout}", "to_dense()")
         )
-        raise ArgumentTypeError(f"{argument} is {kind}: pass a dense tensor, as {argument}.{way} makes one")
+        raise ArgumentTypeError(f"{argument} is {kind}: pass a dense tensor, such as {argument}.{remedy}")
 
 
 def check_beside(argument: str, tensor: torch.Tensor | None, name: str, other: torch.Tensor) -> None:
-    """`tensor` must be a floating-point tensor on the device of `other`."""
+    """Check that `tensor`, unless it is None, is a floating-point tensor on the device of `other`."""
     if tensor is None:
         return
     check_float(argument, tensor)
@@ -60,32 +61,37 @@ def check_beside(argument: str, tensor: torch.Tensor | None, name: str, other: t
 
 
 class KnownCalls:
-    """Calls whose arguments were found right. One like them, in the types, shapes and devices of its tensors and in its
-    options, need not be looked at again: the questions take microseconds, as long as the launch."""
+    """Calls whose arguments passed the checks.
 
-    MOST = 4096
+    A call with the same options and the same dtypes, shapes and devices of its tensors need not be checked again. The checks
+    take microseconds, as long as the launch.
+    """
+
+    MAX_CALLS = 4096
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}
 
     def ask(self, tensors: tuple[Any, ...], *options: Any) -> Any:
-        """True, or what was found, for a call that is known. Else what to `add` once it is found right: None, which is not
-        added, where something is no tensor, or nothing that could be an option. (A compiled call must not even look: it would
-        be compiled again whenever an eager one is added.)"""
+        """For a known call, what was added with it (True by default). For a new call, the key to `add` once it is checked.
+
+        None, which must not be added, if a tensor is not a tensor or an option cannot be hashed. A compiled call must not ask:
+        it would be compiled again whenever an eager call is added.
+        """
         try:
-            told = [t if t is None else (t.dtype, t.shape, t.get_device()) for t in tensors]
-            key = (*told, options, *map(type, options))  # a bool is no number, though True == 1.0
+            described = [t if t is None else (t.dtype, t.shape, t.get_device()) for t in tensors]
+            key = (*described, options, *map(type, options))  # with types, because True == 1.0
             return self._found.get(key, key)
         except (AttributeError, TypeError):
             return None
 
     def add(self, key: Any, found: Any = True) -> None:
-        if len(self._found) >= self.MOST:
+        if len(self._found) >= self.MAX_CALLS:
             self._found.clear()
         self._found[key] = found
 
 
 @functools.cache
 def kernels(name: str) -> Any:
-    """The module `onelaunch.kernels.<name>`; the first call imports Triton. An import statement would cost each call."""
+    """The module `onelaunch.kernels.<name>`; the first call imports Triton. An import statement would cost time per call."""
     return importlib.import_module(f"onelaunch.kernels.{name}")

@@ -1,7 +1,7 @@
-"""Batch norm, activation and dropout: 3 passes over memory forward and 5 backward, with one bit an element saved for dropout.
+"""Batch norm, activation and dropout: 3 passes over memory forward and 5 backward; dropout saves one bit per element.
 
 `F.dropout(F.relu(F.batch_norm(x)))` takes 3 + 2 + 2 passes and a mask forward, 2 + 2 and 5 backward, and keeps x, the
-normalised tensor and the mask. Here x is the one tensor kept: the slope of the activation is computed again from it.
+normalised tensor and the mask. The fused op keeps x only: the activation's derivative is recomputed from it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from onelaunch.ops.arguments import (
 from onelaunch.ops.batch_norm_arguments import check_numbers, check_tensors
 from onelaunch.ops.batch_norm_reference import (
     Outputs,
-    backward_cpu,
-    backward_plain,
+    backward_reference,
     channels_last,
+    differentiable_backward_reference,
+    empty_like_output,
     empty_outputs,
-    forward_cpu,
-    lies,
+    forward_reference,
     lines_and_inner,
     move_running,
     statistics_of,
@@ -41,7 +41,7 @@ from onelaunch.ops.call_context import (
     inside_transform,
     is_eager_cpu,
     is_eager_cuda,
-    keep_random_calls_apart,
+    keep_random_calls_separate,
     saves_through_hooks,
     wants_gradient,
 )
@@ -59,16 +59,16 @@ def _layout(x: Tensor) -> Any:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Channels that lie apart are columns of the grid, of which CUDA has 65,535."""
+    """Whether the kernels take x. With channels first, channels are columns of the grid, and CUDA allows 65,535."""
     return x.dtype in KERNEL_DTYPES and x.numel() > 0 and (x.dim() == 2 or x.shape[1] <= 65_535)
 
 
-def _lies_in_one(statistic: Tensor | None) -> bool:
-    """So that a kernel can move it where it lies."""
+def _updates_in_place(statistic: Tensor | None) -> bool:
+    """Whether a kernel can update this running statistic in its own memory."""
     return statistic is None or statistic.is_contiguous()
 
 
-def _side_by_side(tensor: Tensor | None) -> Tensor | None:
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
     return tensor if tensor is None or tensor.is_contiguous() else tensor.contiguous()
 
 
@@ -76,15 +76,15 @@ def _forward_cuda(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float, momentum: float | None = None,
 ) -> Outputs:  # fmt: skip
-    """With a momentum the running statistics are moved by the kernel; without, they are only read."""
+    """With a momentum the kernel updates the running statistics; without one they are only read."""
     if not _has_kernels(x):
-        return forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+        return forward_reference(x, running_mean, running_var, weight, bias, training, eps, activation, p)
     y, statistics, bits = empty_outputs(x, training, p)
     if x.stride() != y.stride():
         x = torch.empty_like(y).copy_(x)
-    weight, bias = _side_by_side(weight), _side_by_side(bias)
+    weight, bias = _contiguous(weight), _contiguous(bias)
     layout = _layout(x)
-    key = draw_key(x.device) if p else NO_KEY  # before the kernels: nothing stands between them then
+    key = draw_key(x.device) if p else NO_KEY  # before both kernels, so that nothing runs between them
     if training:
         moved = (running_mean, running_var) if momentum is not None else (None, None)
         kernels("batch_norm").batch_statistics(
@@ -105,11 +105,11 @@ def _backward_cuda(
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if not _has_kernels(x):
-        return backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
-    dx = lies(x)
+        return backward_reference(dy, x, statistics, bits, weight, bias, training, activation, p)
+    dx = empty_like_output(x)
     if x.stride() != dx.stride():
         x = torch.empty_like(dx).copy_(x)
-    weight, bias = _side_by_side(weight), _side_by_side(bias)
+    weight, bias = _contiguous(weight), _contiguous(bias)
     if dy.stride() != dx.stride():
         dy = torch.empty_like(dx).copy_(dy)
     sums = torch.empty_like(statistics[:2])
@@ -127,7 +127,7 @@ def batch_norm_op(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return forward_cpu(x, running_mean, running_var, weight, bias, training, eps, activation, p)
+    return forward_reference(x, running_mean, running_var, weight, bias, training, eps, activation, p)
 
 
 @batch_norm_op.register_kernel("cuda")
@@ -143,7 +143,7 @@ def _(
     x: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None, bias: Tensor | None,
     training: bool, eps: float, activation: str | None, p: float,
 ) -> Outputs:  # fmt: skip
-    keep_random_calls_apart()
+    keep_random_calls_separate()
     return empty_outputs(x, training, p)
 
 
@@ -152,7 +152,7 @@ def batch_norm_backward_op(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return backward_cpu(dy, x, statistics, bits, weight, bias, training, activation, p)
+    return backward_reference(dy, x, statistics, bits, weight, bias, training, activation, p)
 
 
 batch_norm_backward_op.register_kernel("cuda")(_backward_cuda)
@@ -163,7 +163,7 @@ def _(
     dy: Tensor, x: Tensor, statistics: Tensor, bits: Tensor, weight: Tensor | None, bias: Tensor | None,
     training: bool, activation: str | None, p: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return lies(x), torch.empty_like(statistics[:2])
+    return empty_like_output(x), torch.empty_like(statistics[:2])
 
 
 def _save(
@@ -178,7 +178,7 @@ def _gradients(ctx: Any, dy: Tensor, backward: Any) -> tuple[Tensor, Tensor | No
     x, statistics, bits, weight, bias = ctx.saved_tensors
     if differentiable_backward(dy):
         mean, rstd, *_ = statistics_of(x, ctx.eps) if ctx.options[0] else statistics
-        dx, dbias, dweight = backward_plain(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
+        dx, dbias, dweight = differentiable_backward_reference(dy, x, mean, rstd, bits, weight, bias, *ctx.options)
         dx = dx.to(x.dtype)
     else:
         dx, (dbias, dweight) = backward(dy, x, statistics, bits, weight, bias, *ctx.options)
@@ -238,7 +238,7 @@ def batch_norm(
     activation: str | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are moved as torch moves them."""
+    """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are updated as PyTorch updates them."""
     if not isinstance(x, Tensor):
         named = {"momentum": momentum, "eps": eps, "activation": activation, "dropout": dropout}
         return dispatch_override(
@@ -261,7 +261,7 @@ def batch_norm(
     if transforming or (p == 0 and is_eager_cpu(x, weight, bias, *running)):
         z = F.batch_norm(x, *running, weight, bias, bool(training), momentum, eps)
         return F.dropout(activate(z, activation), p)
-    if eager and _lies_in_one(running_mean) and _lies_in_one(running_var) and _has_kernels(x):
+    if eager and _updates_in_place(running_mean) and _updates_in_place(running_var) and _has_kernels(x):
         if wants_gradient(x, weight, bias):
             y = _apply(x, weight, bias, running, (training, momentum, eps, activation, p))
         else:
@@ -270,7 +270,7 @@ def batch_norm(
             torch.autograd.graph.increment_version((running_mean, running_var))
         return y
     moved = training and running_mean is not None and x.numel() > 0
-    first = moved and saves_through_hooks()  # a checkpoint's second forward ends where the op has saved what it needs
+    first = moved and saves_through_hooks()  # a checkpoint's recomputation stops once the op has saved its tensors
     if first:
         move_running(running, statistics_of(x.detach(), eps), momentum)
     y, statistics, _ = batch_norm_op(x, *running, weight, bias, training, eps, activation, p)
@@ -280,7 +280,7 @@ def batch_norm(
 
 
 def batch_norm_of(norm: Any, x: Tensor, activation: str | None, dropout: float) -> Tensor:
-    """What PyTorch's module `norm` does in its mode, its count of batches moved, then activation and dropout."""
+    """The output of PyTorch's module `norm` in its mode, then activation and dropout; updates its number of batches."""
     norm._check_input_dim(x)
     momentum = 0.0 if norm.momentum is None else norm.momentum
     if norm.training and norm.track_running_stats and norm.num_batches_tracked is not None:

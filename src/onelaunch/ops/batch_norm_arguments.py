@@ -1,4 +1,4 @@
-"""What batch norm asks of its arguments."""
+"""Argument checks of batch norm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_numbers(eps: float, momentum: float, running_mean: Tensor | None, runn
     if not check_number("eps", eps, "a small number, such as 1e-5") > 0:
         raise OnelaunchError(f"eps={eps!r} must be above 0: pass a small number, such as 1e-5")
     if momentum is None:
-        raise OnelaunchError("momentum=None: pass a number; ol.nn.BatchNorm1d makes one of the batches it has seen")
+        raise OnelaunchError("momentum=None: pass a number; ol.nn.BatchNorm1d computes one from the number of batches")
     check_number("momentum", momentum, "a number, such as 0.1")
     if (running_mean is None) != (running_var is None):
         missing = "running_mean" if running_mean is None else "running_var"
@@ -32,14 +32,14 @@ def check_tensors(
         if tensor is not None:
             check_beside(name, tensor, "x", x)
             if tensor.shape != shape[1:2]:
-                wanted = f"{name} of shape {tuple(shape[1:2])}, one number a channel"
+                expected = f"{name} of shape {tuple(shape[1:2])}, one number per channel"
                 other = f", or x of {len(tensor)} channels" if tensor.dim() == 1 else ""
                 raise OnelaunchError(
-                    f"{name} has shape {tuple(tensor.shape)} and x {tuple(shape)}: pass {wanted}{other}"
+                    f"{name} has shape {tuple(tensor.shape)} and x {tuple(shape)}: pass {expected}{other}"
                 )
         elif not training and name.startswith("running"):
             raise OnelaunchError(f"{name}=None needs training=True: pass the running statistics to evaluate with")
     if training and x.numel() == shape[1] > 0:
         raise OnelaunchError(
-            f"x has shape {tuple(shape)}, one value a channel: pass more rows, or training=False, which is a module's eval()"
+            f"x has shape {tuple(shape)}, one value per channel: pass more rows, or training=False, which is a module's eval()"
         )

@@ -1,4 +1,4 @@
-"""In what surroundings an op is called: eager or traced, with gradients or without, under autocast, inside a transform."""
+"""The context of an op's call: eager or traced, with gradients or without, under autocast, inside a transform."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from onelaunch.ops.arguments import check_float
 
-_level_of_functorch, _is_tracing = torch._C._functorch.maybe_current_level, torch._C._is_tracing  # looked up once
+_level_of_functorch, _is_tracing = (
+    torch._C._functorch.maybe_current_level,
+    torch._C._is_tracing,
+)  # looked up once, for speed
 any_autocast = torch._C._is_any_autocast_enabled
 
 
 def _ordinary(x: torch.Tensor) -> bool:
-    """No compiler, no dispatch mode, no subclass (and not `transformed`, asked before)."""
+    """Whether no compiler, dispatch mode or subclass is involved. The caller has checked `inside_transform` before."""
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
@@ -26,19 +29,23 @@ def _ordinary(x: torch.Tensor) -> bool:
 
 
 def is_eager_cuda(x: torch.Tensor) -> bool:
-    """A CUDA tensor in ordinary eager mode: an op calls its autograd function at once; going through the dispatcher's Python
-    layers costs three times as much."""
+    """Whether x is a CUDA tensor in ordinary eager mode.
+
+    An op then calls its autograd function directly; going through the dispatcher's Python layers takes three times as long.
+    """
     return x.is_cuda and _ordinary(x)
 
 
 def is_eager_cpu(x: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """CPU tensors in ordinary eager mode, of one dtype or with fp32 beside a half: where nothing is dropped, PyTorch's own
-    functions do what an op does, and take a fraction of its time."""
+    """Whether these are CPU tensors in ordinary eager mode, of one dtype, or 16-bit x and otherwise float32.
+
+    Without dropout, PyTorch's own functions then compute the same as an op, in a fraction of its time.
+    """
     if not x.is_cpu or not all(one is None or _ordinary(one) for one in (x, *others)):
         return False
-    beside = {one.dtype for one in others if one is not None}
-    alike = beside <= {x.dtype} or (x.dtype.itemsize == 2 and beside == {torch.float32})
-    return alike and x.numel() > 0  # asked last: a compiler would take the answer for a condition
+    dtypes = {one.dtype for one in others if one is not None}
+    alike = dtypes <= {x.dtype} or (x.dtype.itemsize == 2 and dtypes == {torch.float32})
+    return alike and x.numel() > 0  # last, because a compiler would add a guard on the answer
 
 
 def wants_gradient(*tensors: torch.Tensor | None) -> bool:
@@ -50,27 +57,27 @@ def wants_gradient(*tensors: torch.Tensor | None) -> bool:
 
 
 def saves_through_hooks() -> bool:
-    """Whether someone else keeps what is saved for a backward, as activation checkpointing and `save_on_cpu` do."""
+    """Whether hooks keep the tensors saved for backward, as activation checkpointing and `save_on_cpu` do."""
     return not torch.compiler.is_compiling() and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply` without its unwrapping of dead `torch.func` tensors, of which `plain_eager` has seen there are none."""
+    """`function.apply` without unwrapping dead `torch.func` tensors: `is_eager_cuda` has excluded them."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype `torch.autocast` asks for on this device, or None outside it."""
+    """The dtype of `torch.autocast` on this device, or None outside it."""
     if any_autocast() and device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
     return None
 
 
 def inside_transform() -> bool:
-    """Inside a transform of `torch.func`, forward-mode differentiation, or `torch.jit.trace`.
+    """Whether the call is inside a transform of `torch.func`, forward-mode differentiation, or `torch.jit.trace`.
 
-    There the ops are compositions of PyTorch's own, which all of these know how to take; a custom op is opaque to them, and
-    forward mode would drop its tangent without a word.
+    The ops then run as compositions of PyTorch's own ops, which all of these support. A custom op is opaque to them, and
+    forward mode would silently drop its tangent.
     """
     return forward_ad._current_level >= 0 or _level_of_functorch() is not None or _is_tracing()
 
@@ -79,20 +86,20 @@ inside_transform._dynamo_marked_constant = True  # type: ignore[attr-defined]  #
 
 
 def batched(gradient: torch.Tensor) -> bool:
-    """Of several gradients at once (`is_grads_batched`), which only PyTorch's ops can take: it lies nowhere by itself."""
+    """Whether this stands for several gradients at once (`is_grads_batched`): it has no storage, only PyTorch's ops take it."""
     return inside_transform() or not torch._C._has_storage(gradient)
 
 
 def differentiable_backward(gradient: torch.Tensor) -> bool:
-    """Whether a backward must be made of ops that can themselves be differentiated or transformed."""
+    """Whether a backward pass must consist of ops that can themselves be differentiated or transformed."""
     return torch.is_grad_enabled() or batched(gradient)
 
 
 @functools.cache
-def keep_random_calls_apart() -> None:
-    """Two calls of an op that draws must draw twice; torch.compile merges equal ones, but for those in a list of its own.
+def keep_random_calls_separate() -> None:
+    """Keep torch.compile from merging two equal calls of an op with dropout, by adding the ops to its list of random ops.
 
-    Called by what is traced of each (its fake), that is before there is a graph to merge calls in.
+    The ops' fake implementations call this, that is, before there is a graph to merge calls in.
     """
     from torch._functorch import compile_utils
 
@@ -104,7 +111,7 @@ def keep_random_calls_apart() -> None:
 
 
 def dispatch_override(function: Any, argument: str, x: object, *others: Any, **options: Any) -> Any:
-    """A call whose x is no tensor: the node that `torch.fx` makes of it where x is one of its proxies, else an error."""
+    """The result for an x that is not a tensor: a `torch.fx` node if x is a proxy, else an error."""
     if not has_torch_function_unary(x):
         check_float(argument, x)
     return handle_torch_function(function, (x,), x, *others, **options)

@@ -1,12 +1,11 @@
 """Cross-entropy with its gradient in the same pass: the logits are read once and their gradient written once.
 
 `F.cross_entropy` writes the log-softmax (read + write), reads it for the loss, and reads it again to write the gradient: five
-passes over a logits-sized tensor, two such tensors alive. Here forward writes the gradient for an upstream gradient of one,
-and the backward of `loss.backward()` finds that factor on the device and touches nothing: two passes, one tensor.
+passes over a logits-sized tensor, two such tensors alive. The fused forward pass writes the gradient for an upstream gradient
+of one. The backward pass of `loss.backward()` reads that factor on the device and writes nothing: two passes, one tensor.
 
-fp16 logits and the compiled path save one number a row instead and read the logits again in the
-backward: three passes. (fp16 because a gradient that is divided by the batch and rounded before the loss scale multiplies it
-underflows.)
+fp16 logits and the compiled path save two numbers per row instead and read the logits again in the backward pass: three
+passes. An fp16 gradient would underflow if it were divided by the batch size and rounded before the loss scale multiplies it.
 """
 
 from __future__ import annotations
@@ -32,27 +31,27 @@ from onelaunch.ops.call_context import (
 )
 from onelaunch.ops.cross_entropy_arguments import check_loss_options, check_tensors
 from onelaunch.ops.cross_entropy_reference import (
+    backward_reference,
     checked_reference,
     cross_entropy_reference,
+    differentiable_backward_reference,
     empty_outputs,
-    forward_cpu,
-    gradient_cpu,
-    gradient_plain,
+    forward_reference,
 )
 from onelaunch.ops.widen import widen
 
-ONE_PASS_DTYPES = (torch.float32, torch.bfloat16)  # whose gradient may be rounded before the upstream one multiplies it
-# From this many classes on, rows are counted before the pass (microseconds), so that a batch with ignored rows needs no second
-# pass over its gradient; below it, that second pass costs less than the count.
+ONE_PASS_DTYPES = (torch.float32, torch.bfloat16)  # their gradient may be rounded before it is rescaled
+# From this many classes on, a kernel of some microseconds counts the rows first, so that a batch with ignored rows needs no
+# second pass over its gradient. With fewer classes that second pass costs less than the count.
 COUNT_FIRST_CLASSES = 512
-SMALL_ELEMENTS = 8192  # a gradient this small is scaled by PyTorch: that takes the host less than a launch of ours
+SMALL_ELEMENTS = 8192  # PyTorch scales a gradient this small: less host time than a launch of our kernel
 
 
 def _forward_cuda(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
-        return forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
+        return forward_reference(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
     loss, lse, count = empty_outputs(logits, reduction, fp32_loss)
     partial = kernels("cross_entropy").cross_entropy_forward(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, loss, lse=lse, dx=None,
@@ -68,7 +67,7 @@ def _gradient_cuda(
     reduction: str,
 ) -> Tensor:  # fmt: skip
     if logits.dtype not in KERNEL_DTYPES or not logits.numel():
-        return gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
+        return backward_reference(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
     dx = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     kernels("cross_entropy_backward").cross_entropy_gradient(
         logits if logits.stride(1) == 1 else logits.contiguous(), target, lse, dloss.contiguous(),
@@ -81,7 +80,7 @@ def _gradient_cuda(
 def cross_entropy_op(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return forward_cpu(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
+    return forward_reference(logits, target, label_smoothing, ignore_index, reduction, fp32_loss)
 
 
 cross_entropy_op.register_kernel("cuda")(_forward_cuda)
@@ -99,7 +98,7 @@ def cross_entropy_gradient_op(
     dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
-    return gradient_cpu(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
+    return backward_reference(dloss, logits, target, lse, count, label_smoothing, ignore_index, reduction)
 
 
 cross_entropy_gradient_op.register_kernel("cuda")(_gradient_cuda)
@@ -123,7 +122,14 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tens
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor, None, None, None, None, None]:
     if differentiable_backward(dloss):
         logits, target, lse, count = ctx.saved_tensors
-        return gradient_plain(dloss, logits, target, lse, count, *ctx.options), None, None, None, None, None
+        return (
+            differentiable_backward_reference(dloss, logits, target, lse, count, *ctx.options),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
     return cross_entropy_gradient_op(dloss, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
 
 
@@ -131,12 +137,12 @@ cross_entropy_op.register_autograd(_backward, setup_context=_setup)
 
 
 def _not_twice(gradient: Tensor) -> Tensor:
-    """The gradient, and an error for who differentiates it."""
-    said = (
+    """The gradient; differentiating it raises an error."""
+    message = (
         b"onelaunch.cross_entropy wrote its gradient in the forward pass, which cannot be differentiated:"
         b" use torch.nn.functional.cross_entropy for second derivatives"
     )
-    return torch._C._functions.DelayedError(said, 1)(gradient.detach().requires_grad_())
+    return torch._C._functions.DelayedError(message, 1)(gradient.detach().requires_grad_())
 
 
 @functools.cache
@@ -145,7 +151,7 @@ def _scalar(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 
 class _EagerCrossEntropy(torch.autograd.Function):
-    """Writes the gradient in the forward; backward rescales it in place, so it must not be kept for a second backward."""
+    """Writes the gradient in the forward pass. Backward rescales it in place, or a copy if the graph is kept."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, options: tuple[float, int, str, bool]) -> Tensor:
@@ -156,7 +162,7 @@ class _EagerCrossEntropy(torch.autograd.Function):
         if reduction == "none":
             loss = logits.new_empty(logits.shape[0], dtype=dtype)
         else:
-            loss = torch.empty_like(_scalar(logits.device, dtype))  # half the Python time of any other way
+            loss = torch.empty_like(_scalar(logits.device, dtype))  # half the Python time of any alternative
         count_first = reduction == "mean" and logits.shape[1] >= COUNT_FIRST_CLASSES
         dx = torch.empty_like(logits, memory_format=torch.contiguous_format)
         partial = kernels("cross_entropy").cross_entropy_forward(
@@ -171,11 +177,11 @@ class _EagerCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
         dx, count, target = ctx.saved_tensors
-        if target is not None:  # a loss a row; that of an ignored one is 0, where a root's slope is infinite
+        if target is not None:  # one loss per row; that of an ignored row is 0, where dloss may be infinite (a root's)
             dx = dx * dloss.masked_fill(target == ctx.ignore_index, 0)[:, None]
         elif batched(dloss):
-            share = 1.0 if count is None else torch.where(count[0] == 0, 1.0, dx.shape[0] / count[0])
-            dx = (dx * (dloss * share)).to(dx.dtype)
+            factor = 1.0 if count is None else torch.where(count[0] == 0, 1.0, dx.shape[0] / count[0])
+            dx = (dx * (dloss * factor)).to(dx.dtype)
         elif count is None and dx.numel() <= SMALL_ELEMENTS:
             dx = dx * dloss
         else:
@@ -199,11 +205,11 @@ class _SmallCrossEntropy(_EagerCrossEntropy):
 _apply, _apply_small = direct_apply(_EagerCrossEntropy), direct_apply(_SmallCrossEntropy)
 
 
-_known = KnownCalls()  # and of a small one its `SmallLoss`, else True
+_known = KnownCalls()  # with the `SmallLoss` of a small batch, else True
 
 
 def _prepared(logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, reduction: str) -> Any:
-    """A small batch of rows and a class for each, to one number: its loss with all but the tensors fixed. Else True."""
+    """The prepared launch for a small 2-D batch that is reduced to one number; True for any other call."""
     if logits.dim() != 2 or logits.dtype not in ONE_PASS_DTYPES or target.dtype != torch.int64 or reduction == "none":
         return True
     small = kernels("cross_entropy").SmallLoss
@@ -223,7 +229,7 @@ def cross_entropy(
     """`F.cross_entropy`, with the gradient written in the forward pass.
 
     `target` holds class indices; class probabilities (a float tensor) are passed on to `F.cross_entropy`. Under
-    `torch.autocast` the loss is float32, and the logits need no copy in it.
+    `torch.autocast` the loss is float32, without a float32 copy of the logits.
     """
     if not isinstance(logits, Tensor):
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
@@ -246,9 +252,9 @@ def cross_entropy(
         return cross_entropy_reference(
             widen(logits) if fp32_loss else logits, target, label_smoothing, ignore_index, reduction
         )
-    if target.dtype.is_floating_point:  # with an index to ignore too: PyTorch says that probabilities have none
+    if target.dtype.is_floating_point:  # PyTorch raises the error if ignore_index is set too
         return cross_entropy_reference(logits, target, label_smoothing, ignore_index, reduction)
-    if is_eager_cpu(logits):  # halves are widened, as in a kernel: PyTorch's own would round each log-softmax
+    if is_eager_cpu(logits):  # widened, as in the kernels: PyTorch would round each 16-bit log-softmax
         loss = checked_reference(widen(logits), target.long(), label_smoothing, ignore_index, reduction)
         return loss if fp32_loss else loss.to(logits.dtype)
     flat = logits

@@ -1,4 +1,4 @@
-"""What cross_entropy asks of its arguments."""
+"""Argument checks of cross_entropy."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def check_tensors(logits: Tensor, target: Tensor) -> None:
     indices = logits.shape[:1] + logits.shape[2:] if logits.dim() > 1 else logits.shape[:0]
     if target.dtype.is_floating_point:
         if target.shape != logits.shape:
-            wanted = "target.long(), if it holds classes" if target.shape == indices else "equal shapes"
+            remedy = "target.long(), if it holds classes" if target.shape == indices else "equal shapes"
             raise OnelaunchError(
                 f"target of {target.dtype} (probabilities) has shape {tuple(target.shape)} and logits {tuple(logits.shape)}: "
-                f"pass {wanted}"
+                f"pass {remedy}"
             )
         return
     if target.dtype not in (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8):
@@ -49,5 +49,5 @@ def check_tensors(logits: Tensor, target: Tensor) -> None:
         elif target.shape == logits.shape[:-1]:
             remedy += ", or classes in dimension 1 of logits, as logits.movedim(-1, 1)"
         raise OnelaunchError(
-            f"target has shape {tuple(target.shape)}, unfit for logits {tuple(logits.shape)}: {remedy}"
+            f"target has shape {tuple(target.shape)}, which does not fit logits {tuple(logits.shape)}: {remedy}"
         )

@@ -1,4 +1,4 @@
-"""Cross-entropy in plain PyTorch: what the op does on a CPU, and its gradient in ops that can be differentiated again."""
+"""Cross-entropy in PyTorch ops (the CPU path), and its gradient in ops that can be differentiated again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def cross_entropy_reference(
 
 
 def checked_reference(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
-    """The same, and an error of ours for a target out of range."""
+    """The same, with an `OnelaunchError` for a target that is out of range."""
     try:
         return cross_entropy_reference(logits, target, *options)
     except IndexError as error:
@@ -32,38 +32,38 @@ def checked_reference(logits: Tensor, target: Tensor, *options: Any) -> Tensor:
 
 
 def empty_outputs(logits: Tensor, reduction: str, fp32_loss: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty (loss, log-sum-exp of each row in two parts, the largest logit and the rest, number of rows that count)."""
+    """Empty (loss, log-sum-exp per row in two parts: the largest logit and the rest, number of rows that are not ignored)."""
     exact = torch.float64 if logits.dtype == torch.float64 else torch.float32
     shape = (logits.shape[0],) if reduction == "none" else ()
     loss = logits.new_empty(shape, dtype=exact if fp32_loss else logits.dtype)
     return loss, logits.new_empty((logits.shape[0], 2), dtype=exact), logits.new_empty((), dtype=exact)
 
 
-def forward_cpu(
+def forward_reference(
     logits: Tensor, target: Tensor, label_smoothing: float, ignore_index: int, reduction: str, fp32_loss: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     loss, lse, count = empty_outputs(logits, reduction, fp32_loss)
     exact = logits.to(lse.dtype)
     loss.copy_(checked_reference(exact, target, label_smoothing, ignore_index, reduction))
-    lse.zero_()  # the gradient of kernels reads it, the plain one does not
+    lse.zero_()  # the kernels' backward pass reads it, the reference does not
     count.copy_((target != ignore_index).sum())
     return loss, lse, count
 
 
-def gradient_plain(
+def differentiable_backward_reference(
     dloss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, count: Tensor, label_smoothing: float, ignore_index: int,
     reduction: str,
 ) -> Tensor:  # fmt: skip
-    """In ops that can be differentiated again, so not by way of `lse`."""
+    """The gradient in ops that can be differentiated again; it therefore does not use the values of `lse`."""
     counts = target != ignore_index
-    wanted = torch.full_like(logits, label_smoothing / logits.shape[1], dtype=lse.dtype)
-    wanted.scatter_add_(1, torch.where(counts, target, 0)[:, None], torch.full_like(lse[:, :1], 1 - label_smoothing))
+    expected = torch.full_like(logits, label_smoothing / logits.shape[1], dtype=lse.dtype)
+    expected.scatter_add_(1, torch.where(counts, target, 0)[:, None], torch.full_like(lse[:, :1], 1 - label_smoothing))
     upstream = dloss.to(lse.dtype)
     if reduction == "mean":
-        upstream = upstream / count.clamp_min(1)  # of none that counts, 0 and not 0 / 0: it is differentiated too
-    gradient = (torch.softmax(logits.to(lse.dtype), 1) - wanted) * upstream.reshape(-1, 1)
+        upstream = upstream / count.clamp_min(1)  # with all rows ignored: 0, not 0 / 0, which is differentiated too
+    gradient = (torch.softmax(logits.to(lse.dtype), 1) - expected) * upstream.reshape(-1, 1)
     return torch.where(counts[:, None], gradient, 0).to(logits.dtype)
 
 
-def gradient_cpu(dloss: Tensor, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
-    return gradient_plain(dloss, logits, target, *rest).contiguous()
+def backward_reference(dloss: Tensor, logits: Tensor, target: Tensor, *rest: Any) -> Tensor:
+    return differentiable_backward_reference(dloss, logits, target, *rest).contiguous()

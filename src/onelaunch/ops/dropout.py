@@ -1,4 +1,4 @@
-"""Where dropout keys come from, and dropout in plain PyTorch: the reference and the CPU path."""
+"""Dropout keys, and dropout masks in PyTorch ops for the CPU path."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from onelaunch.kernels.dropout_key import DropoutKey
 
-# PyTorch counts its Philox offset in units of four words a thread; a call of ours takes one unit.
+# PyTorch counts its Philox offset in units of four words per thread; one call of our kernels takes one unit.
 OFFSET_STEP = 4
 
 
 def draw_key(device: torch.device) -> DropoutKey:
-    """A new key from the device's default generator, so that `torch.manual_seed` and checkpointing govern it.
+    """A new key from the device's default generator, so that `torch.manual_seed` and checkpointing determine it.
 
-    While a CUDA graph is captured the key is drawn into memory on the device: each replay draws another.
+    While a CUDA graph is captured, the key is drawn into device memory: each replay draws a new one.
     """
     if torch.cuda.is_current_stream_capturing():
         return DropoutKey(torch.randint(-(2**63), 2**63 - 1, (2,), device=device), 0, 0)
@@ -31,19 +31,19 @@ def draw_keep(like: Tensor, p: float) -> Tensor:
 
 
 def bytes_for(lines: int, inner: int) -> tuple[int, int]:
-    """Shape of the keep bits of `lines` rows of `inner` elements."""
-    return lines, (inner + 7) // 8
+    """Shape of the keep bits for `lines` rows of `inner` elements."""
+    return lines, (inner + 7) // 8  # not ceil_div: torch.compile traces it with symbolic sizes
 
 
 def pack(keep: Tensor) -> Tensor:
     """Booleans `[..., n]` -> bytes `[..., ceil(n / 8)]`, the first element in the lowest bit."""
-    groups = (keep.shape[-1] + 7) // 8
+    _, groups = bytes_for(1, keep.shape[-1])
     padded = torch.nn.functional.pad(keep.to(torch.uint8), (0, groups * 8 - keep.shape[-1]))
     lane = torch.arange(8, dtype=torch.uint8, device=keep.device)
     return (padded.unflatten(-1, (groups, 8)) << lane).sum(-1, dtype=torch.uint8)
 
 
 def unpack(bits: Tensor, n: int) -> Tensor:
-    """The booleans `[..., n]` that `pack` took."""
+    """The booleans `[..., n]` that were packed into `bits`: the inverse of `pack`."""
     lane = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return ((bits.unsqueeze(-1) >> lane) & 1).bool().flatten(-2)[..., :n]

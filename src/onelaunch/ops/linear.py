@@ -1,11 +1,13 @@
 """Linear, activation and dropout in one op: `dropout(act(x · Wᵀ + b))`.
 
-Forward is one of four things, whichever a measurement on this chip found fastest for the shape (see `linear_choice`): a Triton
-GEMM that finishes its tiles on the accumulators; one in CUDA C++ that finishes a tile while it multiplies the next; cuBLASLt's
-own epilogue; or cuBLAS and one pass that does the rest. Backward
-is one pass for the slope, the mask and the bias gradient, and two library GEMMs. What is kept for it: 1/8 byte an element for
-relu with dropout; the output for relu, leaky_relu, sigmoid and tanh; the value before the activation for gelu and silu, whose
-memory then takes its gradient. The input is let go of as soon as the weight's gradient is there, before its own is made.
+Forward runs one of four implementations, whichever was measured fastest on this chip for the shape (see `linear_choice`): a
+Triton GEMM with a fused epilogue; a CUDA C++ GEMM that overlaps a tile's epilogue with the next tile's products; cuBLASLt with
+its own epilogue; or cuBLAS followed by one elementwise pass.
+
+Backward is one pass for the activation's derivative, the mask and the bias gradient, and two library GEMMs. It needs 1/8 byte
+per element for relu with dropout. Otherwise it needs the output if that determines the derivative, as for tanh, or else the
+value before the activation, z, as for gelu. The gradient of z is then written over z. The input is released as soon as the
+weight's gradient is computed, before its own gradient is allocated.
 """
 
 from __future__ import annotations
@@ -37,24 +39,24 @@ from onelaunch.ops.call_context import (
     inside_transform,
     is_eager_cpu,
     is_eager_cuda,
-    keep_random_calls_apart,
+    keep_random_calls_separate,
     saves_through_hooks,
     wants_gradient,
 )
 from onelaunch.ops.dropout import bytes_for, draw_key
 from onelaunch.ops.linear_reference import (
     Outputs,
-    backward_cpu,
     backward_needs,
+    backward_reference,
+    differentiable_backward_reference,
     empty_outputs,
-    forward_cpu,
-    gradients_plain,
+    forward_reference,
     linear_reference,
     saves_z,
 )
 
 
-def _with_whole_rows(matrix: Tensor) -> Tensor:
+def _with_contiguous_rows(matrix: Tensor) -> Tensor:
     if matrix.is_contiguous():
         return matrix
     down, along = matrix.stride()
@@ -65,8 +67,8 @@ def _forward_cuda(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if x.dtype not in KERNEL_DTYPES or not (x.numel() and weight.numel()):
-        return forward_cpu(x, weight, bias, activation, p, save)
-    x, weight = _with_whole_rows(x), _with_whole_rows(weight)
+        return forward_reference(x, weight, bias, activation, p, save)
+    x, weight = _with_contiguous_rows(x), _with_contiguous_rows(weight)
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
     shape = (x.shape[0], weight.shape[0])
@@ -75,16 +77,16 @@ def _forward_cuda(
     bits = y.new_empty(bytes_for(*shape), dtype=torch.uint8) if p else None
     key = draw_key(x.device) if p else NO_KEY
     call = linear_choice.Call(x, weight, bias, y, z, bits, activation, p, key)
-    linear_choice.choose(call).run(call)
+    linear_choice.choose_implementation(call).run(call)
     return y, z, bits
 
 
 def _backward_cuda(
     dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float, over_z: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`over_z`: z, where that is what was saved, is nobody else's and not needed again; dz takes its memory."""
+    """(dz, dbias). `over_z`: if z was saved, this is its last use and no one else holds it, so that dz may overwrite it."""
     if dy.dtype not in KERNEL_DTYPES or not dy.numel():
-        return backward_cpu(dy, saved, bits, activation, p)
+        return backward_reference(dy, saved, bits, activation, p)
     dy = dy.contiguous()
     needs = backward_needs(activation, p)
     dz = saved if over_z and needs == "z" else torch.empty_like(dy)
@@ -102,7 +104,7 @@ def _backward_cuda(
 def linear_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return forward_cpu(x, weight, bias, activation, p, save)
+    return forward_reference(x, weight, bias, activation, p, save)
 
 
 @linear_op.register_kernel("cuda")
@@ -113,14 +115,14 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p:
 
 @linear_op.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool) -> Outputs:
-    keep_random_calls_apart()
+    keep_random_calls_separate()
     return empty_outputs(x, weight, activation, p, save)
 
 
 @torch.library.custom_op("onelaunch::linear_slope", mutates_args=(), device_types="cpu")
 def linear_slope_op(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
-    """(dz, dbias): the gradient before activation and dropout, and its column sums."""
-    dz, dbias = backward_cpu(dy, saved, bits, activation, p)
+    """(dz, dbias): the gradient with respect to the activation's input, and its column sums."""
+    dz, dbias = backward_reference(dy, saved, bits, activation, p)
     return dz.contiguous(), dbias
 
 
@@ -137,31 +139,31 @@ def _save(
 ) -> None:  # fmt: skip
     y, z, bits = out
     ctx.activation, ctx.p = activation, p
-    # Not a saved tensor: only a differentiated backward reads it, and who changes it before any other may.
+    # Not a saved tensor: only a differentiable backward pass reads it, and any other allows changing it in place before.
     ctx.bias, ctx.bias_version = bias, None if bias is None or bias.is_inference() else bias._version
     saved = {"output": y, "z": z, "nothing": None}[backward_needs(activation, p)]
     ctx.save_for_backward(x, weight, saved, bits)
 
 
 def _differentiable_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same gradients in PyTorch's ops, of what was saved."""
+    """The same gradients in differentiable ops, from the saved tensors."""
     x, weight, _, bits = ctx.saved_tensors
     if ctx.bias_version is not None and ctx.bias._version != ctx.bias_version:
         raise RuntimeError(
             "bias was changed in place after onelaunch.linear used it: its gradient cannot be differentiated"
         )
-    return gradients_plain(dy, x, weight, ctx.bias, bits, ctx.activation, ctx.p)
+    return differentiable_backward_reference(dy, x, weight, ctx.bias, bits, ctx.activation, ctx.p)
 
 
 def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if differentiable_backward(dy):
         return _differentiable_gradients(ctx, dy)
     x, weight, saved, bits = ctx.saved_tensors
-    if slope is linear_slope_op:  # an op takes tensors, with no elements where there is nothing to say
+    if slope is linear_slope_op:  # a custom op takes empty tensors instead of None
         saved = dy.new_empty((0, 0)) if saved is None else saved
         bits = dy.new_empty((0, 0), dtype=torch.uint8) if bits is None else bits
     else:
-        ctx.maybe_clear_saved_tensors()  # unless the graph is kept: what follows holds the only references
+        ctx.maybe_clear_saved_tensors()  # no-op if the graph is kept; else these are the only references
     dz, dbias = slope(dy, saved, bits, ctx.activation, ctx.p)
     del saved, bits
     dweight = dz.t() @ x if ctx.needs_input_grad[1] else None
@@ -191,7 +193,7 @@ class _EagerLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float) -> Tensor:
         out = _forward_cuda(x, weight, bias, activation, p, True)
         _save(ctx, x, weight, bias, activation, p, out)
-        ctx.owns_z = not saves_through_hooks()  # else one may hold it
+        ctx.owns_z = not saves_through_hooks()  # else a hook may hold z
         return out[0]
 
     @staticmethod
@@ -222,7 +224,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype
             f"x has shape {tuple(x.shape)}, which does not fit weight {tuple(weight.shape)}: pass [..., {weight.shape[1]}]"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise OnelaunchError(f"bias has shape {tuple(bias.shape)}: pass {tuple(weight.shape[:1])}, one a row of weight")
+        raise OnelaunchError(
+            f"bias has shape {tuple(bias.shape)}: pass {tuple(weight.shape[:1])}, one number per row of weight"
+        )
     for argument, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype and not _is_cast(x, autocast):
             raise OnelaunchError(

@@ -1,36 +1,34 @@
 """Which implementation of linear + activation + dropout runs: the one that was fastest on this chip for this shape.
 
-The candidates of a shape class are timed once, as CUDA graphs (so that launch cost does not mislead), and the result is kept in
-a file under the user's cache directory, by chip and by the versions of torch and Triton. While a graph is being captured
-nothing can be measured: the library GEMM and one pass stand in.
+The candidates of a shape class are timed once, as CUDA graphs (so that launch cost does not mislead), and the times are kept
+on disk (see `measured_times`). While a CUDA graph is being captured nothing can be measured: an unknown shape then takes the
+library GEMM and one elementwise pass.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from onelaunch.files import cache_folder, write_atomic
 from onelaunch.graph_times import graph_times
+from onelaunch.integers import next_power_of_2
 from onelaunch.kernels.dropout_key import DropoutKey
+from onelaunch.measured_times import MeasuredTimes
 from onelaunch.ops.arguments import kernels
 
-CANDIDATES = 5  # the times on disk are those of these kernels and tiles; a change of either needs another number
-MOST_COPIES = 64  # of operands, that they come from memory
-# By which a library must be faster than a kernel of ours. 8192 x 4096 x 4096 with relu on an H200: 358 us cuBLASLt, 359 ours
-# when timed in turns; in long runs, at the chip's limit of power, 425 and 411.
+TIMED_SOURCES = ("kernels", "nvrtc", "ops/linear_choice.py")  # a change of these makes the times on disk invalid
+MAX_COPIES = 64  # of the operands of a timed call
+# A library is taken only if it is faster by this factor. 8192 x 4096 x 4096 with relu on an H200, timed in turns: cuBLASLt
+# 358 us, our kernel 359 us. In long runs, at the chip's power limit: 425 us and 411 us.
 LIBRARY_LEAD = 1.02
 
 
 class Call(NamedTuple):
-    """One call of the op: inputs, outputs to fill, and what to compute."""
+    """One call of the op: its inputs, the outputs to fill, and its options."""
 
     x: Tensor
     weight: Tensor
@@ -44,16 +42,20 @@ class Call(NamedTuple):
 
 
 class Implementation(NamedTuple):
+    """A way to compute the op. Its name is also its key in the file of measured times."""
+
     name: str
     run: Callable[[Call], None]
 
 
 def _allows_tf32(x: Tensor) -> bool:
-    return x.dtype == torch.float32 and torch._C._get_cublas_allow_tf32()  # what torch.backends asks, by a longer way
+    return (
+        x.dtype == torch.float32 and torch._C._get_cublas_allow_tf32()
+    )  # torch.backends reads the same flag, more slowly
 
 
 def run_library(call: Call) -> None:
-    """cuBLAS, then one pass over its result, which adds the bias too (a bare product is a little faster)."""
+    """cuBLAS, then one pass over its result. The pass adds the bias where it can: a product without bias is a bit faster."""
     z, bias = call.y if call.z is None else call.z, call.bias
     if call.z is None or bias is None:
         torch.mm(call.x, call.weight.t(), out=z)
@@ -66,7 +68,7 @@ def run_library(call: Call) -> None:
 
 
 def run_epilogue(call: Call) -> None:
-    """cuBLASLt with bias and activation in its epilogue; relu and tanh-gelu only."""
+    """cuBLASLt with bias and activation in its epilogue, for relu and gelu_tanh."""
     gelu = call.activation == "gelu_tanh"
     assert call.bias is not None
     torch._addmm_activation(call.bias, call.x, call.weight.t(), use_gelu=gelu, out=call.y)
@@ -76,23 +78,23 @@ LIBRARY = Implementation("library + pass", run_library)
 EPILOGUE = Implementation("cuBLASLt epilogue", run_epilogue)
 
 
-def fused(*tile: Any) -> Implementation:
-    """A Triton GEMM with this tile (m, n, k, warps, stages[, tma])."""
+def triton_gemm(*tile: Any) -> Implementation:
+    """A Triton GEMM with a fused epilogue; `tile` is (m, n, k, warps, stages[, tma[, programs per multiprocessor]])."""
     linear_kernels = kernels("linear")
-    shape = linear_kernels.TileShape(*tile)
+    shape = linear_kernels.GemmTile(*tile)
 
     def run(call: Call) -> None:
         linear_kernels.linear_forward(
             call.x, call.weight, call.bias, call.y, call.z, call.keep, activation=call.activation, p=call.p,
             key=call.key, tile=shape, tf32=_allows_tf32(call.x),
-            overlap=call.keep is None,  # else the kernel before it may be one that draws the key, which lets nobody come early
+            overlap=call.keep is None,  # else the previous kernel may draw the key, and it never allows an early start
         )  # fmt: skip
 
     return Implementation(str(shape), run)
 
 
-def hopper(tile: Any) -> Implementation:
-    """The CUDA C++ GEMM whose activation hides behind the next tile's products; no dropout."""
+def hopper_gemm(tile: Any) -> Implementation:
+    """The CUDA C++ GEMM that overlaps a tile's epilogue with the next tile's products; it has no dropout."""
     module = kernels("linear_hopper")
 
     def run(call: Call) -> None:
@@ -102,11 +104,11 @@ def hopper(tile: Any) -> Implementation:
 
 
 def hopper_tiles(call: Call) -> list[Any]:
-    """Those of its tiles that may win.
+    """The tiles of the CUDA C++ GEMM that may win for this call.
 
-    Of an H200's 132 multiprocessors, 2**18 outputs give 32 a small tile, 2**20 give 64 a medium one, 3 * 2**20 give 96 a large
-    one (1.19 of the bare GEMM's time at 2**22, where medium ones take 1.15; 0.97 and 0.99 at 2**24). Narrow outputs fill no
-    wide tile.
+    2**18 outputs keep 32 of an H200's 132 multiprocessors busy with small tiles, 2**20 keep 64 busy with medium tiles, and
+    3 * 2**20 keep 96 busy with large tiles. Relative to a GEMM without epilogue, large and medium tiles take 1.19 and 1.15 of
+    its time at 2**22 outputs, 0.97 and 0.99 at 2**24. Narrow outputs do not fill a wide tile.
     """
     module, n = kernels("linear_hopper"), call.y.shape[1]
     outputs = shape_class(call.y.shape[0]) * n
@@ -117,47 +119,50 @@ def hopper_tiles(call: Call) -> list[Any]:
 
 
 def candidates(call: Call) -> list[Implementation]:
-    """What is worth timing for a shape: small outputs want small tiles (to fill the chip), large ones large tiles."""
-    m, n = shape_class(call.y.shape[0]), call.y.shape[1]  # by class, as choices are kept
+    """The implementations worth timing for a shape: small outputs need small tiles to fill the chip, large ones large tiles.
+
+    They depend on the shape's class only, as the stored choice does.
+    """
+    m, n = shape_class(call.y.shape[0]), call.y.shape[1]
     found = [LIBRARY]
     plain = call.keep is None and call.z is None and call.bias is not None
     if plain and call.activation in ("relu", "gelu_tanh"):
         found.append(EPILOGUE)
     if call.x.dtype == torch.float32 and not _allows_tf32(call.x):
-        # Triton's exact fp32 product runs without tensor cores: it beats cuBLAS only where one launch beats two.
+        # Triton's fp32 product without TF32 uses no tensor cores: it beats cuBLAS only where one launch beats two.
         if m * n <= 32 * 1024 and call.x.shape[1] <= 512:
-            found += [fused(16, 16, 64, 2, 3), fused(32, 32, 64, 4, 2)]
+            found += [triton_gemm(16, 16, 64, 2, 3), triton_gemm(32, 32, 64, 4, 2)]
         return found
     tma = kernels("linear").can_use_tma(call.x, call.weight, call.y)
-    found += [hopper(tile) for tile in hopper_tiles(call)]
+    found += [hopper_gemm(tile) for tile in hopper_tiles(call)]
+    tiles: list[tuple[int, ...]]
+    tma_tiles: list[tuple[int, ...]]
     if m * n <= 256 * 1024:  # few tiles: latency decides, so all of a short k is in flight at once
-        found += [fused(16, 16, 256, 4, 4), fused(32, 32, 128, 4, 4), fused(32, 64, 64, 4, 4), fused(64, 64, 64, 4, 4)]
+        tiles = [(16, 16, 256, 4, 4), (32, 32, 128, 4, 4), (32, 64, 64, 4, 4), (64, 64, 64, 4, 4)]
         if call.x.shape[1] <= 1024 and call.x.element_size() == 2:
-            found += [fused(16, 8, 1024, 2, 1), fused(16, 16, 1024, 4, 1), fused(16, 32, 1024, 4, 1)]
-        if tma:
-            found += [fused(64, 16, 128, 4, 7, True), fused(64, 16, 256, 4, 4, True), fused(64, 32, 128, 4, 6, True)]
+            tiles += [(16, 8, 1024, 2, 1), (16, 16, 1024, 4, 1), (16, 32, 1024, 4, 1)]
+        tma_tiles = [(64, 16, 128, 4, 7, True), (64, 16, 256, 4, 4, True), (64, 32, 128, 4, 6, True)]
     elif m * n <= 4 * 2**20:
-        found += [fused(64, 128, 64, 4, 4), fused(128, 128, 64, 8, 3)]
-        if tma:
-            found += [fused(64, 128, 128, 4, 4, True), fused(128, 64, 128, 4, 4, True), fused(64, 128, 64, 4, 4, True)]
+        tiles = [(64, 128, 64, 4, 4), (128, 128, 64, 8, 3)]
+        tma_tiles = [(64, 128, 128, 4, 4, True), (128, 64, 128, 4, 4, True), (64, 128, 64, 4, 4, True)]
     else:
-        found += [fused(128, 128, 64, 8, 3)]
-        if tma:
-            found += [
-                fused(128, 256, 64, 8, 3, True),
-                fused(128, 128, 64, 8, 4, True),
-                fused(128, 128, 64, 4, 3, True, 2),
-            ]
-    return found
+        tiles = [(128, 128, 64, 8, 3)]
+        tma_tiles = [(128, 256, 64, 8, 3, True), (128, 128, 64, 8, 4, True), (128, 128, 64, 4, 3, True, 2)]
+    return found + [triton_gemm(*tile) for tile in (*tiles, *(tma_tiles if tma else ()))]
 
 
-def rotated(call: Call, cache_bytes: int) -> list[Call]:
-    """The call over copies of its operands, so many that none is still in a cache of that size when its turn comes again:
-    between two uses of a layer's weights a model uses all others. The call alone where there is no room for copies."""
+def calls_over_copies(call: Call, cache_bytes: int) -> list[Call]:
+    """The call on several copies of its operands; the call alone where there is no room for copies.
+
+    With enough copies, none is still in a cache of `cache_bytes` when its turn comes again. That is how a model runs: between
+    two uses of a layer's weights it uses the weights of all other layers.
+    """
     enough = cache_bytes * 3 // 2 // (call.x.nbytes + call.weight.nbytes) + 1
-    affordable = cache_bytes * 4 // (_span(call.x) + _span(call.weight)) + 1  # of narrow parts of wide matrices, say
-    copies = min(MOST_COPIES, enough, affordable)
-    if (call.x.data_ptr() | call.weight.data_ptr()) % 16:  # copies would lie better
+    affordable = (
+        cache_bytes * 4 // (_span(call.x) + _span(call.weight)) + 1
+    )  # copies of narrow views of wide matrices are wide
+    copies = min(MAX_COPIES, enough, affordable)
+    if (call.x.data_ptr() | call.weight.data_ptr()) % 16:  # copies would be better aligned than the operands
         copies = 1
     try:
         return [call, *(call._replace(x=_copy(call.x), weight=_copy(call.weight)) for _ in range(copies - 1))]
@@ -166,20 +171,20 @@ def rotated(call: Call, cache_bytes: int) -> list[Call]:
 
 
 def _span(tensor: Tensor) -> int:
-    """Bytes from its first element to its last: what a copy that lies as it does takes."""
+    """Bytes from its first element to its last: the memory of a copy with the same strides."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """With the same strides: not all implementations take all."""
+    """A copy with the same strides: not every implementation takes all strides."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return made.copy_(tensor.detach())
 
 
-def measure(implementations: list[Implementation], call: Call) -> dict[str, float]:
-    """Least GPU seconds of one call of each, over operands that come from memory."""
-    calls = rotated(call, torch.cuda.get_device_properties(call.x.device).L2_cache_size)
+def time_implementations(implementations: list[Implementation], call: Call) -> dict[str, float]:
+    """The smallest measured GPU time of one call of each implementation, in seconds, with operands that are not in L2."""
+    calls = calls_over_copies(call, torch.cuda.get_device_properties(call.x.device).L2_cache_size)
 
     def on_call(implementation: Implementation) -> Callable[[int], object]:
         return lambda number: implementation.run(calls[number % len(calls)])
@@ -187,63 +192,33 @@ def measure(implementations: list[Implementation], call: Call) -> dict[str, floa
     return graph_times({one.name: on_call(one) for one in implementations})
 
 
-class Table:
-    """The measured choices of one chip and one set of versions, in memory and in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.choices = self._read()
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            content = json.loads(self.path.read_text())
-            return content if isinstance(content, dict) else {}
-        except (OSError, ValueError, RecursionError):
-            return {}  # none yet, or damaged: measured again
-
-    def times(self, key: str) -> dict[str, float]:
-        """Of each implementation, infinite for one that cannot run; none where they are not known, or damaged."""
-        found = self.choices.get(key)
-        if not isinstance(found, dict) or not all(isinstance(time, float) and time > 0 for time in found.values()):
-            return {}
-        return found if any(time < math.inf for time in found.values()) else {}
-
-    def add(self, key: str, times: dict[str, float]) -> None:
-        self.choices = {**self._read(), **self.choices, key: times}
-        with contextlib.suppress(OSError):  # a read-only home costs a measurement a process, nothing else
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, json.dumps(self.choices, indent=1))
-
-
-_tables: dict[int, Table] = {}
+_times_by_device: dict[int, MeasuredTimes] = {}
 _chosen: dict[tuple[Any, ...], Implementation] = {}
 _forced: list[Implementation] = []
 
 
-def table(device: int) -> Table:
-    if device not in _tables:
-        import triton
-
-        chip = torch.cuda.get_device_name(device).replace(" ", "-").replace("/", "-")
-        name = f"linear-v{CANDIDATES}-{chip}-torch{torch.__version__}-triton{triton.__version__}.json"
-        _tables[device] = Table(cache_folder("linear") / name)
-    return _tables[device]
+def times_on_device(device: int) -> MeasuredTimes:
+    """The times measured on this CUDA device, by this process or an earlier one."""
+    if device not in _times_by_device:
+        _times_by_device[device] = MeasuredTimes.of_device(device, "linear", *TIMED_SOURCES)
+    return _times_by_device[device]
 
 
 def shape_class(m: int) -> int:
-    """Batches are classed by powers of two from 16."""
-    return max(16, 1 << (m - 1).bit_length())
+    """Batch sizes share a choice up to the next power of two, from 16 on."""
+    return max(16, next_power_of_2(m))
 
 
-def choose(call: Call) -> Implementation:
-    """The implementation for this call; measured if its class is new and the stream is not capturing."""
+def choose_implementation(call: Call) -> Implementation:
+    """The implementation for this call; measured if its shape class is new and the stream is not capturing."""
     if _forced:
         return _forced[-1]
     x, weight, bias = call.x, call.weight, call.bias
     m, k = x.shape
     device = x.device.index
     pointers = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
-    aligned = pointers % 16 == 0 and x.stride(0) >= k <= weight.stride(0)  # for the copy engine
+    aligned = pointers % 16 == 0 and x.stride(0) >= k <= weight.stride(0)  # as the copy engine requires
+    # `known_fastest` makes the same key, without the device, in the same order.
     key = (
         device, x.dtype, shape_class(m), weight.shape[0], k, call.activation, call.keep is not None,
         call.z is not None, bias is not None, _allows_tf32(x), x.stride(0) % 8, weight.stride(0) % 8, aligned,
@@ -251,21 +226,39 @@ def choose(call: Call) -> Implementation:
     known = _chosen.get(key)
     if known is not None:
         return known
-    name = " ".join(str(part) for part in key[1:])
-    times = table(device).times(name)
+    text = _key_text(key[1:])
+    times = times_on_device(device).times(text)
     capturing_now = torch.cuda.is_current_stream_capturing()
     if capturing_now and not times:
         return LIBRARY
     options = candidates(call)
-    if any(option.name not in times for option in options):  # none yet, or of a time when not all could run
+    if any(option.name not in times for option in options):  # nothing yet, or measured when not all of them could run
         if capturing_now:
             return LIBRARY
         with torch.cuda.device(device):
-            times = measure(options, call)
-        table(device).add(name, times)
+            times = time_implementations(options, call)
+        times_on_device(device).add(text, times)
     by_name = {option.name: option for option in options}
     _chosen[key] = by_name[fastest({name: times[name] for name in by_name})]
     return _chosen[key]
+
+
+def _key_text(key: tuple[Any, ...]) -> str:
+    return " ".join(map(str, key))
+
+
+def known_fastest(
+    times: MeasuredTimes, dtype: torch.dtype, rows: int, n: int, k: int, *, activation: str | None, dropout: bool,
+    saves_z: bool, bias: bool,
+) -> str | None:  # fmt: skip
+    """The name of the implementation that was measured fastest for contiguous, aligned x [rows, k] and weight [n, k].
+
+    None if that shape was not measured. `saves_z`: the backward pass needs the value before the activation.
+    """
+    tf32 = dtype == torch.float32 and torch._C._get_cublas_allow_tf32()
+    key = (dtype, shape_class(rows), n, k, activation, dropout, saves_z, bias, tf32, k % 8, k % 8, True)
+    measured = times.times(_key_text(key))
+    return fastest(measured) if measured else None
 
 
 def fastest(times: dict[str, float]) -> str:
@@ -275,8 +268,8 @@ def fastest(times: dict[str, float]) -> str:
 
 
 @contextlib.contextmanager
-def force(implementation: Implementation) -> Iterator[None]:
-    """Every call inside runs this implementation, whatever was measured."""
+def force_implementation(implementation: Implementation) -> Iterator[None]:
+    """Every call inside the context runs this implementation, whatever was measured."""
     _forced.append(implementation)
     try:
         yield

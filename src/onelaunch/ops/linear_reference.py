@@ -1,4 +1,4 @@
-"""Linear, activation and dropout in plain PyTorch: what the op does on a CPU, and what it saves for its backward."""
+"""Linear, activation and dropout in PyTorch ops (the CPU path), and what the op saves for its backward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, keep: Tensor | None, p: float
 ) -> Tensor:
-    """What the op computes, given the dropout mask; differentiable."""
+    """The op's result for a given dropout mask; differentiable."""
     y = activate(F.linear(x, weight, bias), activation)
     return y if keep is None else torch.where(keep, y * keep_scale(p), 0)
 
@@ -27,14 +27,14 @@ def saves_z(activation: str | None) -> bool:
 
 
 def empty_outputs(x: Tensor, weight: Tensor, activation: str | None, p: float, save: bool) -> Outputs:
-    """Empty (y, z, keep bits), without elements where the backward needs none."""
+    """Empty (y, z, keep bits); z and the bits have no elements if the backward pass does not need them."""
     m, n = x.shape[0], weight.shape[0]
     z = torch.empty((m, n) if save and saves_z(activation) else (0, 0), dtype=x.dtype, device=x.device)
     bits = torch.empty(bytes_for(m, n) if p else (0, 0), dtype=torch.uint8, device=x.device)
     return torch.empty((m, n), dtype=x.dtype, device=x.device), z, bits
 
 
-def forward_cpu(
+def forward_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, save: bool
 ) -> Outputs:
     y, z, bits = empty_outputs(x, weight, activation, p, save)
@@ -51,13 +51,15 @@ def forward_cpu(
 
 
 def backward_needs(activation: str | None, p: float) -> str:
-    """What the backward pass reads beside the gradient and the bits: "output", "z" or "nothing"."""
+    """What the backward pass reads besides the gradient and the keep bits: "output", "z" or "nothing"."""
     if activation is None or (activation == "relu" and p):
         return "nothing"
     return "z" if saves_input(activation) else "output"
 
 
-def backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float) -> tuple[Tensor, Tensor]:
+def backward_reference(
+    dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None, p: float
+) -> tuple[Tensor, Tensor]:
     dz = widen(dy) * keep_scale(p) if p else widen(dy)
     needs = backward_needs(activation, p)
     if activation is not None and needs == "output":
@@ -70,7 +72,7 @@ def backward_cpu(dy: Tensor, saved: Tensor, bits: Tensor, activation: str | None
     return rounded.clone() if rounded is dy else rounded, dz.sum(0).to(dy.dtype)
 
 
-def gradients_plain(
+def differentiable_backward_reference(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, bits: Tensor, activation: str | None, p: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(dx, dweight, dbias) as functions of dy, x, weight and bias, in ops that can be differentiated again."""

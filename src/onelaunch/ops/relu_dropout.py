@@ -1,10 +1,10 @@
-"""ReLU and dropout in one pass, saving one bit an element.
+"""ReLU and dropout in one pass that saves one bit per element.
 
-`F.dropout(F.relu(x))` reads and writes x twice, writes a mask, and keeps two tensors and the mask for its backward. Here x is
-read once and y written once, and the backward reads the gradient and 1/8 byte an element. For fp32 that is 8.1 bytes an
-element forward and 8.1 backward, against 17 and 17; what stays alive between the two is 1/8 byte instead of 5.
+`F.dropout(F.relu(x))` reads and writes x twice, writes a mask, and keeps two tensors and the mask for its backward pass. The
+fused op reads x once and writes y once, and its backward pass reads the gradient and 1/8 byte per element. For fp32 that is
+8.1 bytes per element forward and 8.1 backward, against 17 and 17. 1/8 byte per element stays alive between the two, not 5.
 
-Elements are numbered in the order of x's memory, so a channels-last tensor is as fast as a contiguous one.
+Elements are numbered in the order of x's memory, so that a channels-last tensor is as fast as a contiguous one.
 """
 
 from __future__ import annotations
@@ -24,60 +24,60 @@ from onelaunch.ops.call_context import (
     dispatch_override,
     inside_transform,
     is_eager_cuda,
-    keep_random_calls_apart,
+    keep_random_calls_separate,
     wants_gradient,
 )
-from onelaunch.ops.dropout import draw_keep, draw_key, pack, unpack
+from onelaunch.ops.dropout import bytes_for, draw_keep, draw_key, pack, unpack
 from onelaunch.rng import keep_scale
 
 
 def relu_dropout_reference(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """What the op computes, given the dropout mask; differentiable."""
+    """The op's result for a given dropout mask; differentiable."""
     return torch.where(keep, torch.relu(x) * keep_scale(p), 0)
 
 
 def _is_dense(x: Tensor) -> bool:
-    """Whether the elements fill a stretch of memory, each place once, in some order of the axes."""
+    """Whether the elements fill a contiguous range of memory without overlap, in some order of the axes."""
     return x.is_contiguous() or torch.empty_like(x, device="meta").stride() == x.stride()
 
 
 def _mask(bits: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """The booleans packed in `bits` in the order of memory, as a tensor that lies as the output does."""
+    """The keep mask with the shape and strides of the output; `bits` are in the order of memory."""
     return unpack(bits, math.prod(shape)).as_strided(shape, stride)
 
 
-def _forward_cpu(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+def _forward_reference(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     keep = draw_keep(x, p)
     y = torch.empty_like(x).copy_(relu_dropout_reference(x, keep, p))
     mask = torch.empty_like(y, dtype=torch.bool).copy_(keep & ~(x <= 0))
     return y, pack(mask.as_strided((mask.numel(),), (1,)))
 
 
-def _backward_plain(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+def _differentiable_backward_reference(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
     return torch.where(_mask(bits, dy.shape, stride), dy * keep_scale(p), 0)
 
 
-def _backward_cpu(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
+def _backward_reference(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
     dx = torch.empty_strided(dy.shape, stride, dtype=dy.dtype, device=dy.device)
-    return dx.copy_(_backward_plain(dy, bits, p, stride))
+    return dx.copy_(_differentiable_backward_reference(dy, bits, p, stride))
 
 
 def _forward_cuda(x: Tensor, p: float, y: Tensor | None = None, save: bool = True) -> tuple[Tensor, Any]:
-    """(y, bits); without `save`, no bits are made."""
+    """(y, bits); bits is None without `save`."""
     if x.dtype not in KERNEL_DTYPES:
-        return _forward_cpu(x, p)
+        return _forward_reference(x, p)
     if y is None:
         y = torch.empty_like(x)
         if x.stride() != y.stride():
             x = y.copy_(x)
-    bits = x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8) if save else None
+    bits = x.new_empty(bytes_for(1, x.numel())[1], dtype=torch.uint8) if save else None
     kernels("relu_dropout").relu_dropout_forward(x, y, bits, p, draw_key(x.device))
     return y, bits
 
 
 def _backward_cuda(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
     if dy.dtype not in KERNEL_DTYPES:
-        return _backward_cpu(dy, bits, p, stride)
+        return _backward_reference(dy, bits, p, stride)
     dx = torch.empty_strided(dy.shape, stride, dtype=dy.dtype, device=dy.device)
     if dy.stride() != dx.stride():
         dy = dx.copy_(dy)
@@ -89,7 +89,7 @@ def _backward_cuda(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) ->
     "onelaunch::relu_dropout", mutates_args=(), device_types="cpu", tags=(torch.Tag.nondeterministic_seeded,)
 )
 def relu_dropout_op(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    return _forward_cpu(x, p)
+    return _forward_reference(x, p)
 
 
 @relu_dropout_op.register_kernel("cuda")
@@ -99,13 +99,13 @@ def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 @relu_dropout_op.register_fake
 def _(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    keep_random_calls_apart()
-    return torch.empty_like(x), x.new_empty((x.numel() + 7) // 8, dtype=torch.uint8)
+    keep_random_calls_separate()
+    return torch.empty_like(x), x.new_empty(bytes_for(1, x.numel())[1], dtype=torch.uint8)
 
 
 @torch.library.custom_op("onelaunch::relu_dropout_backward", mutates_args=(), device_types="cpu")
 def relu_dropout_backward_op(dy: Tensor, bits: Tensor, p: float, stride: Sequence[int]) -> Tensor:
-    return _backward_cpu(dy, bits, p, stride)
+    return _backward_reference(dy, bits, p, stride)
 
 
 @relu_dropout_backward_op.register_kernel("cuda")
@@ -125,7 +125,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
-    backward = _backward_plain if differentiable_backward(dy) else relu_dropout_backward_op
+    backward = _differentiable_backward_reference if differentiable_backward(dy) else relu_dropout_backward_op
     return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None
 
 
@@ -144,7 +144,7 @@ class _EagerReluDropout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        backward = _backward_plain if differentiable_backward(dy) else _backward_cuda
+        backward = _differentiable_backward_reference if differentiable_backward(dy) else _backward_cuda
         return backward(dy, ctx.saved_tensors[0], ctx.p, ctx.stride), None, None
 
 
@@ -152,7 +152,7 @@ _apply = direct_apply(_EagerReluDropout)
 
 
 def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout(F.relu(x), p, training)` in one kernel that saves one bit an element for the backward.
+    """`F.dropout(F.relu(x), p, training)` in one kernel that saves one bit per element for the backward pass.
 
     `inplace` writes over x, under the rules of `F.relu(x, inplace=True)`.
     """

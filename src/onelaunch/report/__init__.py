@@ -1,4 +1,4 @@
-"""Draw: one self-contained page from run folders and results."""
+"""Draw: one self-contained HTML page from run folders and results."""
 
 from onelaunch.report.write import write_report
 

@@ -1,4 +1,4 @@
-"""The section of a comparison: the same run by everybody."""
+"""The section of a comparison: the same training run by every contender."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from onelaunch.format import (
     format_ratio,
     format_seconds,
 )
-from onelaunch.report.draw import Bar, Line, bar_chart, known, line_chart
+from onelaunch.integers import ceil_div
+from onelaunch.report.draw import Bar, Line, bar_chart, line_chart, nan_for_null
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import busy, machine_facts
 from onelaunch.report.palette import Palette
@@ -22,8 +23,8 @@ from onelaunch.report.read import Source, unfinished
 from onelaunch.report.remarks import absences, is_ours, remarks
 from onelaunch.report.scale import is_wide
 
-NOISY = 1.5  # slowest over fastest
-VAGUE = 0.5  # a bound so wide that to stay within it says nothing
+NOISY = 1.5  # slowest divided by fastest
+VAGUE = 0.5  # a gap within a bound this wide says nothing
 
 
 def compare_section(source: Source, identity: str, palette: Palette) -> Section:
@@ -45,15 +46,14 @@ def compare_section(source: Source, identity: str, palette: Palette) -> Section:
         figures.append(_memory(content["memory"], identity, command, palette))
     if (content.get("sizes") or {}).get("step_seconds"):
         figures += size_figures(content["sizes"], identity, command, palette)
-    said = sorted(
-        agreement(content["contenders"]), key=lambda entry: not is_ours(entry[1])
-    )  # which begin with the name
-    said += [*remarks(content), *noise(content)]
-    said += [] if found else [("note", "No contender is finished yet.")]
-    said += [*busy(content), *unfinished(content)]
-    said += [("note", f"Absent: {words}") for words in absences(content)]
+    statements = agreement(content["contenders"])
+    statements.sort(key=lambda entry: not is_ours(entry[1]))  # the words begin with the contender's name
+    statements += [*remarks(content), *noise(content)]
+    statements += [] if found else [("note", "No contender is finished yet.")]
+    statements += [*busy(content), *unfinished(content)]
+    statements += [("note", f"Absent: {words}") for words in absences(content)]
     title = f"Comparison {source.name}{' (unfinished)' if unfinished(content) else ''}"
-    return Section(identity, title, facts, tables, figures, said)
+    return Section(identity, title, facts, tables, figures, statements)
 
 
 def _run_words(content: dict[str, Any]) -> str:
@@ -73,11 +73,10 @@ def comparison_table(found: dict[str, Any]) -> Table:
              format_seconds(one["startup_seconds"]), format_bytes(one["peak_bytes"]), _mean(final["loss"]),
              _mean(final["accuracy"], share=True)]
         )  # fmt: skip
-    head = ["contender", "a step", "an epoch", "start-up", "peak memory", "final loss", "final accuracy"]
+    head = ["contender", "per step", "per epoch", "start-up", "peak memory", "final loss", "final accuracy"]
     ours = frozenset(number for number, name in enumerate(found) if is_ours(name))
-    return Table(
-        "Everybody, the same run: medians over the epochs; final figures on the validation rows", head, rows, ours
-    )
+    caption = "The same run by all contenders: medians over the epochs; final figures on the validation rows"
+    return Table(caption, head, rows, ours)
 
 
 def _mean(value: dict[str, float] | None, share: bool = False) -> str:
@@ -88,59 +87,55 @@ def _mean(value: dict[str, float] | None, share: bool = False) -> str:
 
 
 def agreement(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """A sentence for each contender: does its loss curve tell the same story as the reference's?"""
-    said = []
+    """One sentence per contender: whether its loss curve agrees with the reference's."""
+    statements = []
     reference = next((name for name, one in found.items() if one["gap"] is None), "")
     for name, one in found.items():
         gap = one["gap"]
         if gap is None:
             continue
         vague = gap["agrees"] and gap["bound"] > VAGUE
-        found_so = "cannot be told from" if vague else "agrees with" if gap["agrees"] else "does not agree with"
+        verdict = "cannot be told from" if vague else "agrees with" if gap["agrees"] else "does not agree with"
         where = f"steps {gap['first_step'] + 1:,} to {gap['last_step'] + 1:,}"
-        words = (
-            f"{name} {found_so} {reference}: largest gap of smoothed losses {format_percent(gap['relative'], 2)} ({where}; bound "
-            f"{format_percent(gap['bound'], 2)}{', the losses vary too much' if vague else ''})"
-        )
-        said.append(("note" if vague else "good" if gap["agrees"] else "bad", words))
-    return said
+        gap_words = f"{format_percent(gap['relative'], 2)} ({where}; bound {format_percent(gap['bound'], 2)}"
+        words = f"{name} {verdict} {reference}: largest gap of smoothed losses {gap_words}"
+        words += ", the losses vary too much)" if vague else ")"
+        statements.append(("note" if vague else "good" if gap["agrees"] else "bad", words))
+    return statements
 
 
 def noise(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """Whose times cannot be believed: the same work took half as long again in another epoch or sample."""
+    """Contenders whose times are unreliable: the slowest epoch or sample took NOISY times as long as the fastest, or longer."""
     by_size = (content.get("sizes") or {}).get("step_seconds", {})
     timed = [(name, "", one["step_seconds"]) for name, one in content["contenders"].items()]
     timed += [(name, f" at size {size}", t) for name, sizes in by_size.items() for size, t in sizes.items()]
-    return [
-        (
-            "bad",
-            f"The machine was busy: {name}{where} took {format_seconds(t['minimum'])} to {format_seconds(t['maximum'])} a step",
-        )
+    noisy = [
+        (f"{name}{where}", format_seconds(t["minimum"]), format_seconds(t["maximum"]))
         for name, where, t in timed
         if t["maximum"] > NOISY * t["minimum"]
     ]
+    return [("bad", f"The machine was busy: {who} took {low} to {high} per step") for who, low, high in noisy]
 
 
 def _curves(found: dict[str, Any], identity: str, command: str, content: dict[str, Any], palette: Palette) -> Figure:
     several = len(content.get("seeds", [])) > 1
-    lines = [
-        Line(
-            name, c["steps"], known(c["mean"]), known(c["low"] if several else ()), known(c["high"] if several else ())
-        )
-        for name, c in ((name, one["curve"]) for name, one in found.items())
-    ]
+    lines = []
+    for name, one in found.items():
+        mean, low, high = (nan_for_null(one["curve"][key]) for key in ("mean", "low", "high"))
+        lines.append(Line(name, one["curve"]["steps"], mean, low if several else (), high if several else ()))
     wide = is_wide(value for line in lines for value in line.y)
     svg = line_chart(
-        f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean of a stretch", log_y=wide,
+        f"{identity}-curves", "Loss curves", lines, x_label="step", y_label="loss, mean over some steps", log_y=wide,
         palette=palette,
     )  # fmt: skip
     rows = [[f"{step:,}", *(format_number(line.y[i]) for line in lines)] for i, step in _thinned(lines[0].x)]
-    note = "Bands run from the least to the largest seed." if several else ""
+    note = "Bands run from the smallest to the largest seed." if several else ""
     return Figure("Loss curves", svg, Table("Loss by step", ["step", *found], rows), command, note)
 
 
 def _thinned(values: Sequence[float], most: int = 20) -> list[tuple[int, float]]:
-    stride = max(1, -(-len(values) // most))
+    """At most `most` of the values, evenly spaced and with the last one, each with its index."""
+    stride = max(1, ceil_div(len(values), most))
     return [(i, values[i]) for i in range(stride - 1, len(values), stride)]
 
 
@@ -155,15 +150,12 @@ def _bars(found: dict[str, Any], identity: str, command: str, palette: Palette) 
         bars.append(Bar(name, t["median"], words, t["minimum"], t["maximum"], kind, colour))
     bars.sort(key=lambda bar: bar.value)
     svg = bar_chart(f"{identity}-bars", "Time of a step", bars, what="Time of a step")
+    keys = ("median", "minimum", "maximum")
     rows = [
-        [
-            name,
-            *(format_seconds(one["step_seconds"][key]) for key in ("median", "minimum", "maximum")),
-            str(one["step_seconds"]["n"]),
-        ]
+        [name, *(format_seconds(one["step_seconds"][key]) for key in keys), str(one["step_seconds"]["n"])]
         for name, one in found.items()
     ]
-    table = Table("Time of a step", ["contender", "median", "least", "most", "epochs"], rows)
+    table = Table("Time of a step", ["contender", *keys, "epochs"], rows)
     return Figure("Time of a step", svg, table, command, "Whiskers run from the fastest to the slowest epoch.")
 
 
@@ -172,8 +164,8 @@ def _memory(memory: dict[str, Any], identity: str, command: str, palette: Palett
     lines, rows = [], []
     for name, one in sorted(memory.items(), key=lambda entry: not is_ours(entry[0])):
         values = one["bytes"] if "bytes" in one else [one["flat"]] * 2
-        places = list(range(1, len(values) + 1)) if "bytes" in one else [1, longest]
-        lines.append(Line(name, places, [value / 2**20 for value in values], steps=True))
+        operations = list(range(1, len(values) + 1)) if "bytes" in one else [1, longest]
+        lines.append(Line(name, operations, [value / 2**20 for value in values], steps=True))
         rows.append(
             [name, format_bytes(min(values)), format_bytes(max(values)), str(len(values)) if "bytes" in one else "none"]
         )
@@ -183,33 +175,25 @@ def _memory(memory: dict[str, Any], identity: str, command: str, palette: Palett
     )  # fmt: skip
     note = (
         "Weights, gradients, optimizer state, batch and activations, without the data set. A flat line is an arena laid out "
-        "before the first step. Not of captured, compiled or resident steps, whose memory cannot be watched so."
+        "before the first step. Captured, compiled and resident steps are not shown: their memory cannot be watched this way."
     )
-    table = Table("Memory over a step", ["contender", "least", "most", "operations that allocate or free"], rows)
+    table = Table("Memory over a step", ["contender", "minimum", "maximum", "operations that allocate or free"], rows)
     return Figure("Memory over a step", svg, table, command, note)
 
 
 def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Palette | None = None) -> list[Figure]:
-    """Time of a step over the hidden size, and the speed-up of the chosen engine."""
+    """The time of a step over the hidden size, and the speed-up of the chosen engine over each peer."""
     palette = palette or Palette()
     hidden = sorted(set(sizes["hidden"]))
     measured = dict(sorted(sizes["step_seconds"].items(), key=lambda entry: not is_ours(entry[0])))
     lines = []
     for name, by_size in measured.items():
-        known = [size for size in hidden if str(size) in by_size]
-        values = [by_size[str(size)] for size in known]
-        lines.append(
-            Line(
-                name,
-                known,
-                [v["median"] for v in values],
-                [v["minimum"] for v in values],
-                [v["maximum"] for v in values],
-            )
-        )
+        timed = [size for size in hidden if str(size) in by_size]
+        median, low, high = ([by_size[str(size)][key] for size in timed] for key in ("median", "minimum", "maximum"))
+        lines.append(Line(name, timed, median, low, high))
     rows = [
         [f"{size:,}", *(format_seconds(measured[name].get(str(size), {}).get("median")) for name in measured),
-         sizes["auto"].get(str(size), "–").removeprefix("onelaunch ")]
+         sizes["auto"].get(str(size), NONE).removeprefix("onelaunch ")]
         for size in hidden
     ]  # fmt: skip
     table = Table("Time of a step by hidden size", ["hidden size", *measured, "chosen engine"], rows)
@@ -228,13 +212,13 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Pa
         )  # fmt: skip
         rows = [[f"{size:,}", *(format_ratio(by_size.get(size)) for by_size in ratios.values())] for size in hidden]
         table = Table("How many times faster the chosen engine is than each", ["hidden size", *ratios], rows)
-        note = "Of the engine that auto picks at each size, or that was asked for; below 1× the other is faster."
+        note = "Of the engine that auto chooses at each size, or that was requested; below 1× the other is faster."
         figures.append(Figure("Speed-up over hidden size", svg, table, command, note))
     return figures
 
 
 def speed_up(sizes: dict[str, Any]) -> dict[str, dict[int, float]]:
-    """Each peer's time over that of the chosen engine, by size."""
+    """Each peer's time divided by that of the chosen engine, by hidden size."""
     found: dict[str, dict[int, float]] = {}
     for size in sorted(set(sizes["hidden"])):
         auto = sizes["step_seconds"].get(sizes["auto"].get(str(size), ""), {}).get(str(size))

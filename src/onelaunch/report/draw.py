@@ -1,7 +1,7 @@
-"""Charts as SVG text: lines over steps or sizes, and bars against peers. Deterministic: the same values, the same bytes.
+"""Charts as SVG text: lines over steps or sizes, and bars against peers. The same values always make the same bytes.
 
-A chart is 330 units wide with 12.5-unit type, and the page shows it 320 to 384 pixels wide: its type is that of the page, on a
-phone too. Each has a title and a description for screen readers; the values themselves go into a table beside it
+A chart is 330 units wide with 12.5-unit type, and the page shows it 320 to 384 pixels wide, so that its type has the size of
+the page's, on a phone too. Each chart has a title and a description for screen readers; the values are in a table beside it
 (`figure.py`).
 """
 
@@ -22,24 +22,24 @@ from onelaunch.report.scale import Scale, fitted
 
 WIDTH, HEIGHT = 330, 250
 LEFT, RIGHT, BOTTOM = 62, 14, 44
-CHARACTER, BOLD_CHARACTER = 6.9, 7.8  # units a character of 12.5-unit type takes, generously
-LONGEST_WHISKER = 2.0  # times the bar
-HEAP = 7.0  # units between dots that share their numbers
-LEAST_BAR = 50  # units that words beside the longest bar leave for it
-MOST_MARKERS = 14  # a line with more points is drawn without
+CHARACTER, BOLD_CHARACTER = 6.9, 7.8  # width in units of a character of 12.5-unit type, an upper estimate
+MAX_WHISKER = 2.0  # times the bar's length
+CLUSTER = 7.0  # dots closer than this share a label
+MIN_BAR = 50  # units that the words beside the longest bar leave for it
+MAX_MARKERS = 14  # a line with more points has no markers
 MARKERS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-3.5-3.5h7v7h-7z", "M0-4.6L4.4 3.4H-4.4z", "M0-5L5 0L0 5L-5 0z",
            "M0 4.6L4.4-3.4H-4.4z", "M-1.5-4.5h3v9h-3z", "M-4.5-1.5h9v3h-9z")  # fmt: skip
 
 
 class Write(Protocol):
-    """How an axis words its values: with so many significant figures where three cannot tell two ticks apart."""
+    """How an axis writes its values, with more significant figures where three cannot tell two ticks apart."""
 
     def __call__(self, value: float, figures: int = 3, /) -> str: ...
 
 
 @dataclass(frozen=True)
 class Line:
-    """`low` and `high` make a band. `steps` draws a staircase: a value holds until the next."""
+    """`low` and `high` make a band. `steps` draws a staircase: each value holds until the next."""
 
     name: str
     x: Sequence[float]
@@ -47,32 +47,32 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     steps: bool = False
-    dots: Sequence[str] = ()  # points alone, each with the name of what it is; they are numbered from 1 in the picture
+    dots: Sequence[str] = ()  # names of the points, which are drawn without a line and numbered from 1
 
 
 @dataclass(frozen=True)
 class Bar:
     label: str
     value: float
-    shown: str  # the value as people read it, and what else belongs beside it
+    shown: str  # the text beside the bar: the formatted value, and more if needed
     low: float | None = None
     high: float | None = None
     kind: str = "bar"  # or "ours", or "floor"
-    colour: int | None = None  # of its name, where other figures draw it too
+    colour: int | None = None  # the palette's, where other figures draw this name too
 
 
-def known(values: Iterable[float | None]) -> list[float]:
-    """JSON has no word for a number that is not finite: null stands for it."""
+def nan_for_null(values: Iterable[float | None]) -> list[float]:
+    """The values with NaN for None: JSON writes a number that is not finite as null."""
     return [math.nan if value is None else value for value in values]
 
 
-def place(value: float) -> str:
+def coordinate(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
 def chart(identity: str, title: str, description: str, height: float, body: str) -> str:
     return (
-        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {place(height)}" role="img" '
+        f'<svg class="chart" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {coordinate(height)}" role="img" '
         f'aria-labelledby="{identity}-t {identity}-d"><title id="{identity}-t">{escape(title)}</title>'
         f'<desc id="{identity}-d">{escape(description)}</desc>{body}</svg>'
     )
@@ -80,7 +80,7 @@ def chart(identity: str, title: str, description: str, height: float, body: str)
 
 def text(x: float, y: float, words: str, classes: str = "") -> str:
     marked = f' class="{classes}"' if classes else ""
-    return f'<text x="{place(x)}" y="{place(y)}"{marked}>{escape(replace_control_characters(words))}</text>'
+    return f'<text x="{coordinate(x)}" y="{coordinate(y)}"{marked}>{escape(replace_control_characters(words))}</text>'
 
 
 def line_chart(
@@ -98,37 +98,37 @@ def line_chart(
     x_ticks: Sequence[float] = (),
     palette: Palette | None = None,
 ) -> str:
-    """`x_ticks`: where to mark the x axis, when the values themselves are better marks than round numbers. `palette`: of the
-    page, so that a name looks alike in all its figures."""
+    """Lines, with a legend. `x_ticks` marks the x axis at values that suit it better than round numbers. `palette` is the
+    page's, so that a name looks the same in all figures."""
     palette = palette or Palette()
     looks = [palette.look(line.name) for line in lines]
     legend, top = _legend(lines, looks)
-    top += 22  # the name of the y axis
+    top += 22  # for the name of the y axis
     x = fitted((v for line in lines for v in line.x), LEFT, WIDTH - RIGHT, log=log_x)
     everything = (v for line in lines for part in (line.y, line.low, line.high) for v in part)
     y = fitted(everything, HEIGHT + top - BOTTOM, top, log=log_y, from_zero=from_zero)
     parts = [legend, text(0, top - 10, y_label, "soft")]
     for tick, words in _labels(y.ticks(), write_y):
-        at = place(y(tick))
+        at = coordinate(y(tick))
         parts.append(f'<path class="grid" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
         parts.append(text(LEFT - 6, y(tick) + 4, words, "end soft"))
     ticks = sorted(set(x_ticks)) or x.ticks()
     if all(value == round(value) for line in lines for value in line.x if math.isfinite(value)):
-        ticks = [tick for tick in ticks if tick == round(tick)]  # between two steps there is none
+        ticks = [tick for tick in ticks if tick == round(tick)]  # there is nothing between two steps
     parts.append(_x_axis(x, y.start, x_label, _labels(ticks, write_x)))
-    for line, look in sorted(zip(lines, looks, strict=True), key=lambda entry: bool(entry[0].dots)):  # dots lie on top
+    for line, look in sorted(zip(lines, looks, strict=True), key=lambda entry: bool(entry[0].dots)):  # dots on top
         parts.append(_line(line, look, x, y, write_x, write_y))
-    highest = ", ".join(f"{line.name} ends at {write_y(line.y[-1])}" for line in lines if len(line.y) and not line.dots)
-    return chart(identity, title, f"{y_label} over {x_label}. {highest}", HEIGHT + top, "".join(parts))
+    ends = ", ".join(f"{line.name} ends at {write_y(line.y[-1])}" for line in lines if len(line.y) and not line.dots)
+    return chart(identity, title, f"{y_label} over {x_label}. {ends}", HEIGHT + top, "".join(parts))
 
 
 def _tick(words: str) -> str:
-    """`30.0 ms` as `30 ms`: on an axis the zeros say nothing."""
+    """`30 ms` for `30.0 ms`: trailing zeros mean nothing on an axis."""
     return re.sub(r"(\.\d*?)0+(?!\d)", lambda found: "" if found[1] == "." else found[1], words)
 
 
 def _labels(ticks: Sequence[float], write: Write) -> list[tuple[float, str]]:
-    """Each tick with its words, in as many figures as say where it lies."""
+    """Each tick with its text, in as many significant figures as its position needs."""
     nearest = min((after - before for before, after in pairwise(ticks)), default=math.inf)
     exact = (n for n in range(3, 12) if all(abs(float(f"{tick:.{n}g}") - tick) <= nearest / 100 for tick in ticks))
     figures = next(exact, 12)
@@ -136,13 +136,13 @@ def _labels(ticks: Sequence[float], write: Write) -> list[tuple[float, str]]:
 
 
 def _x_axis(x: Scale, bottom: float, label: str, labels: Sequence[tuple[float, str]]) -> str:
-    parts = [f'<path class="axis" d="M{LEFT} {place(bottom)}H{WIDTH - RIGHT}"/>']
+    parts = [f'<path class="axis" d="M{LEFT} {coordinate(bottom)}H{WIDTH - RIGHT}"/>']
     taken = -math.inf
     for tick, words in labels:
         half = len(words) * CHARACTER / 2
-        if x(tick) - half > taken + 4:  # else it would lie on its neighbour
+        if x(tick) - half > taken + 4:  # otherwise it would overlap its neighbour
             middle = min(x(tick), WIDTH - half)
-            parts.append(f'<path class="axis" d="M{place(x(tick))} {place(bottom)}v4"/>')
+            parts.append(f'<path class="axis" d="M{coordinate(x(tick))} {coordinate(bottom)}v4"/>')
             parts.append(text(middle, bottom + 18, words, "mid soft"))
             taken = middle + half
     parts.append(text((LEFT + WIDTH - RIGHT) / 2, bottom + 37, label, "mid soft"))
@@ -156,7 +156,7 @@ def _legend(lines: Sequence[Line], looks: Sequence[Look]) -> tuple[str, float]:
         if x and x + width > WIDTH:
             x, y = 0.0, y + 19
         if not line.dots:
-            parts.append(f'<path class="{_stroke(look)}" d="M{place(x)} {place(y - 4)}h24"/>')
+            parts.append(f'<path class="{_stroke(look)}" d="M{coordinate(x)} {coordinate(y - 4)}h24"/>')
         parts.append(_marker(look, x + 12, y - 4))
         parts.append(text(x + 30, y, line.name))
         x += width + 8
@@ -170,7 +170,7 @@ def _stroke(look: Look) -> str:
 def _marker(look: Look, x: float, y: float, words: str = "") -> str:
     title = f"<title>{escape(words)}</title>" if words else ""
     shape = MARKERS[look.form]
-    return f'<path class="m{look.colour}" transform="translate({place(x)} {place(y)})" d="{shape}">{title}</path>'
+    return f'<path class="m{look.colour}" transform="translate({coordinate(x)} {coordinate(y)})" d="{shape}">{title}</path>'
 
 
 def _line(line: Line, look: Look, x: Scale, y: Scale, write_x: Write, write_y: Write) -> str:
@@ -185,19 +185,21 @@ def _line(line: Line, look: Look, x: Scale, y: Scale, write_x: Write, write_y: W
     parts = []
     if len(line.low):
         over, under = (
-            [f"{place(x(a))} {place(y(b))}" for a, b in zip(line.x, edge, strict=True) if math.isfinite(b)]
+            [f"{coordinate(x(a))} {coordinate(y(b))}" for a, b in zip(line.x, edge, strict=True) if math.isfinite(b)]
             for edge in (line.high, line.low)
         )
         parts.append(f'<path class="b{look.colour}" d="M{"L".join(over + under[::-1])}z"/>')
     if not line.dots:
         first, *rest = points
         if line.steps:
-            course = "".join(f"H{place(px)}V{place(py)}" for px, py, *_ in rest)
+            course = "".join(f"H{coordinate(px)}V{coordinate(py)}" for px, py, *_ in rest)
         else:
-            course = "".join(f"L{place(px)} {place(py)}" for px, py, *_ in rest)
+            course = "".join(f"L{coordinate(px)} {coordinate(py)}" for px, py, *_ in rest)
         words = f"<title>{escape(line.name)}</title>"
-        parts.append(f'<path class="{_stroke(look)}" d="M{place(first[0])} {place(first[1])}{course}">{words}</path>')
-    if line.dots or len(points) <= MOST_MARKERS:
+        parts.append(
+            f'<path class="{_stroke(look)}" d="M{coordinate(first[0])} {coordinate(first[1])}{course}">{words}</path>'
+        )
+    if line.dots or len(points) <= MAX_MARKERS:
         parts += [_marker(look, px, py, words) for px, py, words, _ in points]
     if line.dots:
         parts.append(_numbers([(px, py, number) for px, py, _, number in points]))
@@ -205,16 +207,16 @@ def _line(line: Line, look: Look, x: Scale, y: Scale, write_x: Write, write_y: W
 
 
 def _numbers(dots: Sequence[tuple[float, float, int]]) -> str:
-    """The number of each dot beside it, of dots that lie on one another all of theirs: where nothing else lies, as far as
-    there is room."""
-    heaps: dict[tuple[float, float], list[int]] = {}
+    """Labels with the numbers of the dots. Dots on top of each other share a label; a label avoids dots and other labels as far
+    as there is room."""
+    clusters: dict[tuple[float, float], list[int]] = {}
     for px, py, number in dots:
-        near = (heap for heap in heaps if math.dist(heap, (px, py)) < HEAP)
-        heaps.setdefault(next(near, (px, py)), []).append(number)
+        near = (center for center in clusters if math.dist(center, (px, py)) < CLUSTER)
+        clusters.setdefault(next(near, (px, py)), []).append(number)
     taken = [(px - 5, py - 5, px + 5, py + 5) for px, py, _ in dots]
     parts = []
-    for (px, py), numbers in heaps.items():
-        words = _in_short(numbers)
+    for (px, py), numbers in clusters.items():
+        words = _ranges(numbers)
         wide = len(words) * CHARACTER
         corners = ((px + 6, py - 6), (px - 6 - wide, py - 6), (px - wide / 2, py - 18), (px - wide / 2, py + 6),
                    (px + 5, py - 16), (px + 5, py + 5), (px - 5 - wide, py - 16), (px - 5 - wide, py + 5))  # fmt: skip
@@ -226,8 +228,8 @@ def _numbers(dots: Sequence[tuple[float, float, int]]) -> str:
     return "".join(parts)
 
 
-def _in_short(numbers: Sequence[int]) -> str:
-    """`7–11, 16` for rising numbers of which some follow each other."""
+def _ranges(numbers: Sequence[int]) -> str:
+    """`7–11, 16` for 7, 8, 9, 10, 11, 16."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -246,33 +248,33 @@ def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, 
 def bar_chart(
     identity: str, title: str, bars: Sequence[Bar], *, what: str, heading: str = "", mark: float | None = None
 ) -> str:
-    """Horizontal bars from zero, each with its name above and its value beside it; whiskers from low to high, or to an open end
-    where they would leave no room for the bars.
+    """Horizontal bars from zero, each with its name above it and its value beside it. Whiskers run from low to high, or to an
+    open end where they would leave no room for the bars.
 
-    `heading` is for a picture that stands alone; `mark` draws a line across all bars.
+    `heading` is for a picture on its own; `mark` draws a line across all bars.
     """
-    widest = (
-        max((max(bar.value, min(bar.high or 0.0, LONGEST_WHISKER * bar.value)) for bar in bars), default=1.0) or 1.0
-    )
+    lengths = [max(bar.value, min(bar.high or 0.0, MAX_WHISKER * bar.value)) for bar in bars]
+    widest = max(lengths, default=1.0) or 1.0
     room = max((len(bar.shown) for bar in bars), default=0) * BOLD_CHARACTER + 12
-    scale = Scale(0, widest, 0, max(LEAST_BAR, WIDTH - room))
+    scale = Scale(0, widest, 0, max(MIN_BAR, WIDTH - room))
     head = textwrap.wrap(heading, int(WIDTH / CHARACTER))
     parts = [text(0, 14 + 16 * row, words, "soft") for row, words in enumerate(head)]
     y = 10.0 + 16 * len(head) if head else 0.0
     if mark is not None and mark <= widest:
-        parts.append(f'<path class="grid" d="M{place(scale(mark))} {place(y)}v{45 * len(bars)}"/>')
+        parts.append(f'<path class="grid" d="M{coordinate(scale(mark))} {coordinate(y)}v{45 * len(bars)}"/>')
     for bar in bars:
         parts.append(text(0, y + 13, bar.label, "strong" if bar.kind == "ours" else ""))
         length, middle = max(1.0, scale(bar.value)), y + 28
         words = f"<title>{escape(f'{bar.label}: {bar.shown}')}</title>"
         filled = bar.kind if bar.colour is None else f"m{bar.colour}"
-        parts.append(
-            f'<rect class="{filled}" x="0.5" y="{place(y + 20)}" width="{place(length)}" height="16" rx="2">{words}</rect>'
-        )
+        box = f'x="0.5" y="{coordinate(y + 20)}" width="{coordinate(length)}" height="16" rx="2"'
+        parts.append(f'<rect class="{filled}" {box}>{words}</rect>')
         if bar.low is not None and bar.high is not None and bar.high > bar.low:
-            low, high = place(scale(bar.low)), place(scale(min(bar.high, widest)))
-            ends = f"M{low} {place(middle - 4)}v8" + (f"M{high} {place(middle - 4)}v8" if bar.high <= widest else "")
-            parts.append(f'<path class="whisker" d="M{low} {place(middle)}H{high}{ends}"/>')
+            low, high = coordinate(scale(bar.low)), coordinate(scale(min(bar.high, widest)))
+            ends = f"M{low} {coordinate(middle - 4)}v8" + (
+                f"M{high} {coordinate(middle - 4)}v8" if bar.high <= widest else ""
+            )
+            parts.append(f'<path class="whisker" d="M{low} {coordinate(middle)}H{high}{ends}"/>')
         end = max(length, scale(min(bar.high, widest)) if bar.high is not None else 0)
         parts.append(text(end + 7, y + 32, bar.shown, "strong" if bar.kind == "ours" else ""))
         y += 45

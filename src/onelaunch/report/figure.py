@@ -1,4 +1,4 @@
-"""A figure of the page: the picture, the same as a table, and the command that makes it again."""
+"""The parts of the page: tables, sections, and figures with their values as a table and the command that makes them again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text. The first column heads its row; `ours` are the rows to set in bold."""
+    """Cells as text. The first cell of a row is its heading; `ours` are the rows to set in bold."""
 
     caption: str
     head: Sequence[str]
@@ -23,7 +23,7 @@ class Table:
             cells = [f'<th scope="row">{escape(row[0])}</th>', *(f"<td>{escape(cell)}</td>" for cell in row[1:])]
             mark = ' class="ours"' if number in self.ours else ""
             body.append(f"<tr{mark}>{''.join(cells)}</tr>")
-        # A wide table scrolls by itself, and the keyboard can reach it.
+        # A wide table scrolls on its own, and the keyboard can reach it.
         return (
             f'<div class="scroll" role="group" tabindex="0" aria-label="{escape(self.caption, quote=True)}"><table>'
             f"<caption>{escape(self.caption)}</caption><thead><tr>{head}</tr></thead>"
@@ -38,7 +38,7 @@ class Figure:
     table: Table
     command: str
     note: str = ""
-    keys: Sequence[str] = ()  # what the numbers in the picture stand for, from 1
+    keys: Sequence[str] = ()  # the meanings of the numbers 1, 2, … in the picture
 
     def html(self) -> str:
         note = f"<p>{escape(self.note)}</p>" if self.note else ""

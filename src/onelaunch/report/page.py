@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing else, neither network nor script."""
+"""The page: one HTML file that needs neither network nor scripts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from onelaunch.report.figure import Section
 from onelaunch.report.theme import page_style
 from onelaunch.version import VERSION
 
-# Whatever the page holds, a browser fetches and runs nothing for it.
+# Whatever names the page holds, a browser fetches and runs nothing.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 
 
 def page(drawn: Sequence[tuple[Section, str]], command: str, left_out: Sequence[str] = ()) -> str:
-    """`drawn`: each section and its HTML."""
+    """The whole page. `drawn` is each section and its HTML; `left_out` says which inputs could not be drawn."""
     sections = [section for section, _ in drawn]
     title = "onelaunch report" if len(sections) != 1 else f"{sections[0].title} – onelaunch report"
     links = "".join(f'<li><a href="#{s.identity}">{escape(s.title)}</a></li>' for s in sections)
@@ -29,7 +29,7 @@ def page(drawn: Sequence[tuple[Section, str]], command: str, left_out: Sequence[
         f"<header><h1>onelaunch report</h1>{navigation}{missing}</header>"
         f'<main id="content" tabindex="-1">{"".join(html for _, html in drawn)}</main>'
         f"<footer><p>onelaunch {escape(VERSION)}. This page is made by <code>{escape(command)}</code>. "
-        "Whiskers of a benchmark are its quartiles; others, and bands, run from the least to the largest. Unless a figure says "
-        "otherwise, shorter bars are better and a factor beside a bar is its time over onelaunch's, that of the fastest engine "
-        "where several ran.</p></footer></body></html>\n"
+        "Whiskers of a benchmark are its quartiles; others, and bands, run from the smallest to the largest value. Unless a "
+        "figure says otherwise, shorter bars are better, and a factor beside a bar is its time divided by onelaunch's (by that "
+        "of the fastest engine where several ran).</p></footer></body></html>\n"
     )

@@ -1,4 +1,4 @@
-"""Colour, dashes and marker of each name: the same in every figure of a page."""
+"""The colour, dashes and marker of each name, which are the same in every figure of a page."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from onelaunch.report.theme import SERIES
 
 class Look(NamedTuple):
     colour: int
-    form: int  # of its dashes and its marker
+    form: int  # index of the dashes and of the marker
 
 
 class Palette:
-    """Names get their looks in the order they are first drawn. When the colours are used up, the forms move on by one, so that
-    names of one colour differ in dashes and marker."""
+    """Names get their looks in the order in which they are first drawn. When the colours are used up, the forms are shifted by
+    one, so that names of the same colour differ in dashes and marker."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

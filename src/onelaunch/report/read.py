@@ -1,4 +1,4 @@
-"""What a report is made from: run folders, results of `bench` and of `compare`, told apart by what is in them."""
+"""The inputs of a report: run folders, results of `bench` and of `compare`, told apart by their content."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import read_text
 from onelaunch.train.run_folder import ABOUT, COMPARE_FILE, CONFIG, METRICS
 
-Complain = Callable[[str], None]  # told of each part that cannot be shown, in a line
+Complain = Callable[[str], None]  # called with one line for each part that cannot be shown
 
 
 @dataclass(frozen=True)
 class Source:
     kind: str  # "run", "bench" or "compare"
-    path: Path  # as it was given, so that a command with it works where the report was asked for
+    path: Path  # as the user gave it, so that shown commands work in the user's folder
     name: str
     content: dict[str, Any]
 
 
 def read_sources(path: Path, complain: Complain, mention: Complain) -> list[Source]:
-    """One run, comparison or results file; or, for any other folder, all that lie in it. `complain` is told what cannot be
-    shown, `mention` what lies there besides."""
+    """One run, comparison or results file; for any other folder, all those in it.
+
+    `complain` is called with what cannot be shown, `mention` with other JSON files in the folder. Raises OnelaunchError where
+    nothing can be read.
+    """
     if (found := _source(path, complain)) is not None:
         return [found]
     if not path.is_dir():
@@ -51,7 +54,7 @@ def read_sources(path: Path, complain: Complain, mention: Complain) -> list[Sour
         sources += [one] if one else []
     if others and sources:
         mention(
-            f"what is no result of `onelaunch bench` or `onelaunch compare` in {str(path)!r}: {', '.join(map(repr, others))}"
+            f"not a result of `onelaunch bench` or `onelaunch compare` in {str(path)!r}: {', '.join(map(repr, others))}"
         )
     if not sources and not broken:
         raise OnelaunchError(f"{str(path)!r} is neither a run folder nor a folder of results: it holds no results")
@@ -59,7 +62,7 @@ def read_sources(path: Path, complain: Complain, mention: Complain) -> list[Sour
 
 
 def _source(path: Path, complain: Complain, only: str = "") -> Source | None:
-    """What is at a path; None for another thing, and for a file that does not end in `only`."""
+    """The source at a path; None for anything else, and for a file whose name does not end in `only`."""
     try:
         if path.is_dir():
             return _folder(path, complain)
@@ -83,7 +86,7 @@ def _folder(path: Path, complain: Complain) -> Source | None:
 
 
 def _results(path: Path) -> Source | None:
-    """None for a file of another shape: a folder of results may hold logs and breakdowns too."""
+    """The results in a file; None for a file of another kind: a folder of results may hold logs and breakdowns too."""
     content = read_json(path)
     for kind, key, shape in (("bench", "cases", list), ("compare", "contenders", dict)):
         if isinstance(content, dict) and isinstance(content.get(key), shape):
@@ -92,11 +95,11 @@ def _results(path: Path) -> Source | None:
 
 
 def unfinished(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """What to say of results that are not all that was asked for; older files do not tell, and count as finished."""
+    """A statement about results that are not complete. Older files do not say, and count as complete."""
     if content.get("interrupted"):
-        return [("bad", "Interrupted: what was done is here.")]
+        return [("bad", "Interrupted: this is what was done.")]
     if content.get("finished", True) is False:
-        return [("bad", "Unfinished: it is still running or was killed. What was done is here.")]
+        return [("bad", "Unfinished: it is still running or was killed. This is what was done.")]
     return []
 
 
@@ -124,10 +127,10 @@ def _run(path: Path, complain: Complain) -> Source:
         try:
             epoch = json.loads(line)
         except (ValueError, RecursionError):
-            # The last line of a run that was killed may be torn. Of another it is not.
+            # The last line of a run that was killed may be cut off; that of a finished run is not.
             if number < len(lines) or (isinstance(about, dict) and about.get("status") == "finished"):
                 where = f"{str(path / METRICS)!r}: line {number} of {len(lines)} is not JSON"
-                complain(f"{where}: from there on nothing is shown; `onelaunch train --resume {path}` writes it anew")
+                complain(f"{where}: nothing after it is shown; `onelaunch train --resume {path}` writes it anew")
             break
         epochs.append(epoch)
     try:

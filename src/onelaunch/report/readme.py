@@ -1,7 +1,7 @@
-"""Writes the results into the README, `docs/results.md`, `docs/measuring.md` and `docs/figures/`: from `benchmarks/results/`
-and nothing else.
+"""Writes the recorded results into README.md, `docs/results.md`, `docs/measuring.md` and `docs/figures/`.
 
-`make readme` runs it; a test fails when what is committed differs from what it would write.
+`make readme` runs this file. Every figure comes from `benchmarks/results/`. A test fails when a committed file differs
+from what this file would write.
 """
 
 from __future__ import annotations
@@ -12,44 +12,49 @@ from typing import Any
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.files import write_atomic
-from onelaunch.format import format_ratio, format_seconds
-from onelaunch.report.benchmark import against, peers_of
+from onelaunch.format import NONE, format_ratio, format_seconds
+from onelaunch.report.benchmark import against
 from onelaunch.report.comparison import size_figures
-from onelaunch.report.draw import Bar, bar_chart
 from onelaunch.report.machine import chip
-from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes, read_recorded
-from onelaunch.report.results_page import FIGURES, RESULTS, figure_name, plain, results_page, table, time_of
+from onelaunch.report.recorded import Recorded, Recordings, read_recorded
+from onelaunch.report.results_page import FIGURES, RESULTS, figure_name, group_figure, results_page, table, time_of
 from onelaunch.report.standalone import standalone
 
 BEGIN, END = "<!-- results: made by `make readme` -->", "<!-- end of results -->"
 COLD_BEGIN, COLD_END = "<!-- cold launch: made by `make readme` -->", "<!-- end of cold launch -->"
 ALL, MEASURING = "docs/results.md", "docs/measuring.md"
-# Of the many cases of a group the README shows these; docs/results.md shows all.
+# The rows of the README's table: a recorded case, and its name in words. The chip is added from the recording.
 HEADLINES = {
-    "ops": ("relu_dropout-", "batch_norm-", "cross_entropy-", "linear-relu-8192", "linear-gelu_tanh-4096", "-training"),
+    "train/pixels/784-128-128-128-10/32/sgd/bf16": "train MLP 784-128-128-128-10, batch 32, bf16",
+    "train/mnist-98": "train on full MNIST to 98 % test accuracy, whole run",
+    "train/large/784-2048-2048-2048-10/32": "train MLP 784-2048-2048-2048-10, batch 32, bf16",
+    "cpu/784-128-128-128-10/32/sgd": "train MLP 784-128-128-128-10, batch 32, fp32",
+    "ops/relu_dropout-fp32-training": "ReLU + Dropout of 50·2²⁰ fp32 values, forward + backward",
+    "fuse/mlp-training": "`ol.fuse` of a 6-layer MLP, 4096 wide, batch 8192, bf16, training step",
 }
-FEW = 17
 
 
 def generate(root: Path) -> dict[Path, str]:
-    """Every generated file under `root` with its content."""
+    """The content of every generated file, by its path under `root`."""
     recordings = read_recorded(root / RESULTS)
     readme, measuring = root / "README.md", root / MEASURING
-    shown = [group for group in recordings.groups if not group.beside_the_gpu]
-    files = {root / FIGURES / f"{group.file_stem}.svg": _figure(group) for group in shown if group.cases}
+    files = {
+        root / FIGURES / f"{group.file_stem}.svg": group_figure(group) for group in recordings.groups if group.is_drawn
+    }
     for sizes in recordings.sizes:
         for figure in size_figures(sizes.content["sizes"], sizes.file_stem, sizes.content["command"]):
             files[root / FIGURES / figure_name(sizes, figure.title)] = standalone(figure.svg)
-    parts = [*map(_short, shown), *map(_over_size, recordings.sizes), _honesty(recordings), ""]
-    files[readme] = between(readme, BEGIN, END, "\n".join(parts))
+    files[readme] = replace_between(
+        readme, BEGIN, END, "\n".join([*_headline_table(recordings), _losses(recordings), ""])
+    )
     files[root / ALL] = results_page(recordings)
     if measuring.is_file():
-        files[measuring] = between(measuring, COLD_BEGIN, COLD_END, _cold(recordings.cold_launch))
+        files[measuring] = replace_between(measuring, COLD_BEGIN, COLD_END, _cold_launch(recordings.cold_launch))
     return files
 
 
-def between(path: Path, begin: str, end: str, words: str) -> str:
-    """The text of a file with `words` between two marks."""
+def replace_between(path: Path, begin: str, end: str, words: str) -> str:
+    """The text of a file with `words` between its two marker lines; raises OnelaunchError unless each is there once."""
     text = path.read_text(encoding="utf-8")
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise OnelaunchError(f"{str(path)!r} must hold the lines {begin!r} and {end!r} once each, around the results")
@@ -57,86 +62,47 @@ def between(path: Path, begin: str, end: str, words: str) -> str:
     return f"{before}{begin}\n{words}{end}{rest.split(end)[1]}"
 
 
-def _honesty(recordings: Recordings) -> str:
+def _headline_table(recordings: Recordings) -> list[str]:
+    records = [record for group in recordings.groups for record in group.cases]
+    rows = [_headline(words, r) for name, words in HEADLINES.items() for r in records if r.case["name"] == name]
+    return [*table(["", "onelaunch", "best alternative", "factor"], rows), ""] if rows else []
+
+
+def _headline(words: str, record: Recorded) -> list[str]:
+    where = record.chip.replace("(R)", "").replace(" Processor", "").removeprefix("NVIDIA ")
+    best = record.best_peer()
+    if best is None:
+        return [f"{words}, {where}", time_of(record), NONE, NONE]
+    peer = best[0]
+    its_time = f"{format_seconds(record.case['times'][peer]['median'])} ({peer})"
+    return [f"{words}, {where}", time_of(record), its_time, against(record.case, peer)]
+
+
+def _losses(recordings: Recordings) -> str:
+    """In how many recorded cases a peer is faster, surely or within the spread, and how many cases failed."""
     timed = [record for group in recordings.groups for record in group.cases if record.best_peer()]
     failed = sum(len(group.failed) for group in recordings.groups)
     behind = [[surely for _, _, surely in record.behind()] for record in timed]
     lost = sum(any(sure) for sure in behind)
-    perhaps = sum(bool(sure) and not any(sure) for sure in behind)
-    more = f", in {perhaps} more perhaps (by less than the spread)" if perhaps else ""
-    also = f" Failed their check, and so have no time: {failed}." if failed else ""
-    where = f"[{ALL}]({ALL}) has them all, these first, with who was absent and why."
-    return f"In {lost} of {len(timed)} recorded cases that have a peer, the peer is faster{more}: {where}{also}"
+    within = sum(bool(sure) and not any(sure) for sure in behind)
+    said = [f"In {lost} of {len(timed)} recorded cases [a peer is faster]({ALL}#where-a-peer-is-faster)."]
+    said += [f"In {within} more its median is lower by less than the spread."] if within else []
+    said += [f"{failed} failed their check and have no time."] if failed else []
+    return "\n".join(said)
 
 
-def _headlines(group: Group) -> list[Recorded]:
-    wanted = HEADLINES.get(group.name, ("",))
-    chosen = [record for record in group.cases if any(word in record.case["name"] for word in wanted)]
-    return (chosen or list(group.cases))[:FEW]
-
-
-def _short(group: Group) -> str:
-    chosen = _headlines(group)
-    peers = peers_of([record.case for record in chosen])
-    sources = [*chosen, *group.failed]
-    commands = " · ".join(f"`{plain(command)}`" for command in dict.fromkeys(record.command for record in sources))
-    names = ", ".join(f"[{f}]({RESULTS}/{f})" for f in dict.fromkeys(record.file for record in sources))
-    dates = ", ".join(dict.fromkeys(record.date[:10] for record in sources))
-    rows = [[record.title, time_of(record), *(against(record.case, peer) for peer in peers)] for record in chosen]
-    close = "; ≈: too noisy to tell" if any("≈" in cell for row in rows for cell in row) else ""
-    few = f" {len(chosen)} of {len(group.cases)} cases." if len(chosen) < len(group.cases) else ""
-    meaning = f"Medians; × is a peer's time over ours{close}.{few}"
-    lines = [f"**{plain(group.title)}** on {plain(group.chip)}: {commands}, {dates}, {names}. {meaning}", ""]
-    if chosen:
-        head = ["case", "onelaunch", *(f"against {peer}" for peer in peers)]
-        lines += table(head, rows)
-        lines += ["", f"![{group.title}: the fastest peer's time over ours]({FIGURES}/{group.file_stem}.svg)", ""]
-    for record in group.failed:
-        lines += [f"{plain(record.title)} failed its check and has no time.", ""]
-    return "\n".join(lines)
-
-
-def _over_size(sizes: Sizes) -> str:
-    content = sizes.content
-    figure = size_figures(content["sizes"], sizes.file_stem, content["command"])[0]
-    where = f"[{sizes.file}]({RESULTS}/{sizes.file})"
-    head = f"**{figure.title}** on {plain(sizes.chip)}: `{plain(content['command'])}`, {content['date'][:10]}, {where}."
-    return f"{head}\n\n![{figure.title}]({FIGURES}/{figure_name(sizes, figure.title)})\n"
-
-
-def _figure(group: Group) -> str:
-    bars = []
-    for record in _headlines(group):
-        best = record.best_peer()
-        if best:
-            name, ratio = best
-            shown = against(record.case, name)
-            wins = ratio >= 1 and "≈" not in shown
-            bars.append(Bar(record.title, ratio, f"{shown} {name}", kind="ours" if wins else "bar"))
-    title = f"{group.title} on {group.chip}: the fastest peer's time over ours"
-    heading = "The fastest peer's time over ours. The line is 1×: beyond it, ours wins."
-    if any("≈" in bar.shown for bar in bars):
-        heading += " ≈: too noisy to tell."
-    drawn = bar_chart(
-        group.file_stem, title, bars, what="Time of the fastest peer over ours", heading=heading, mark=1.0
-    )
-    return standalone(drawn)
-
-
-def _cold(recorded: dict[str, Any] | None) -> str:
+def _cold_launch(recorded: dict[str, Any] | None) -> str:
     if recorded is None:
-        return "Its output is not recorded yet: expect a large ratio first, and one near 1.7 second.\n"
+        return "Its output is not recorded yet: expect a large first ratio and a second one near 1.7.\n"
     where = f"[{recorded['file']}](../{RESULTS}/{recorded['file']})"
-    rows = []
-    for words, one in recorded["cold_launch"].items():
-        two, fused = one["two_kernels"], one["one_kernel"]
-        rows.append([words, format_seconds(two), format_seconds(fused), format_ratio(two / fused)])
+    times = [(words, one["two_kernels"], one["one_kernel"]) for words, one in recorded["cold_launch"].items()]
+    rows = [[words, format_seconds(two), format_seconds(one), format_ratio(two / one)] for words, two, one in times]
     first = f"{chip(recorded['machine'])}, {recorded['date'][:10]}, {where}"
     return "\n".join(table([first, "two kernels", "one kernel", "ratio"], rows)) + "\n"
 
 
 def stale(root: Path) -> list[str]:
-    """Generated files that differ from what is there, and figures nobody makes any more."""
+    """The generated files that differ from the committed ones, and figures that nothing generates any more."""
     files = generate(root)
     differ = [
         path for path, content in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != content
@@ -157,7 +123,8 @@ def main(root: Path = Path()) -> None:
     print("\n".join(changed) or "nothing changed")
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """`main`, which ends with one line where a recording is not as onelaunch writes it."""
     try:
         main()
     except OnelaunchError as error:
@@ -165,3 +132,7 @@ if __name__ == "__main__":
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         said = f"a file in {RESULTS} is not as onelaunch writes it ({type(error).__name__}: {error})"
         sys.exit(f"error: {said}; `onelaunch report {RESULTS}` names it")
+
+
+if __name__ == "__main__":
+    command()

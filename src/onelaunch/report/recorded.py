@@ -1,4 +1,4 @@
-"""The recorded results of a folder, as the README and `docs/results.md` show them: the newest figure of each case and chip."""
+"""Reads `benchmarks/results/`: the newest recording of each case on each chip, for the README and `docs/results.md`."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onelaunch.bench.case import GROUPS, group_of
 from onelaunch.errors import OnelaunchError
-from onelaunch.report.benchmark import TITLES, has_times, peers_of, ratio_of, undecided
+from onelaunch.report.benchmark import has_times, peers_of, ratio_of, undecided
 from onelaunch.report.comparison import speed_up
 from onelaunch.report.machine import busy, chip
 from onelaunch.report.read import read_json, unfinished
 
-ON_GPU = ("ops", "memory", "fuse")  # also what times the host: it launches work for the GPU
-LARGE = "large/"  # of `bench train --large`: after the others
-GROUPS = ("train", "cpu", "ops", "fuse", "memory")  # the order of the README
+LARGE = "large/"  # the cases of `bench train --large`, listed after the others
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A case that passed its check or failed it, with where it came from."""
+    """A case that passed or failed its check, and the file that it was recorded in."""
 
     case: dict[str, Any]
     chip: str
     file: str
     date: str
     command: str
-    doubts: Sequence[str] = ()  # about the whole recording
+    doubts: Sequence[str] = ()  # reasons to distrust the whole file
 
     @property
     def passed(self) -> bool:
@@ -38,12 +37,12 @@ class Recorded:
         return str(self.case["name"]).removeprefix(f"{self.case['group']}/")
 
     def best_peer(self) -> tuple[str, float] | None:
-        """The fastest peer and its time over ours."""
+        """The fastest peer and its time divided by ours; None without peers."""
         peers = {name: ratio_of(self.case, name) for name in peers_of([self.case])}
         return min(peers.items(), key=lambda entry: entry[1]) if peers else None
 
     def behind(self) -> list[tuple[str, float, bool]]:
-        """Peers whose median was lower, their time over ours, and whether by more than the spread of the two."""
+        """Peers with a lower median: name, time divided by ours, and whether they differ by more than the spread of the two."""
         close, ratios = undecided(self.case), {peer: ratio_of(self.case, peer) for peer in peers_of([self.case])}
         return [(peer, ratio, peer not in close) for peer, ratio in ratios.items() if ratio < 1]
 
@@ -59,21 +58,21 @@ class Group:
 
     @property
     def title(self) -> str:
-        return TITLES.get(self.name, self.name)
+        return group_of(self.name).title
 
     @property
     def file_stem(self) -> str:
         return stem_of(f"{self.name}-{self.chip}")
 
     @property
-    def beside_the_gpu(self) -> bool:
-        """What `bench train` also times on the processor of a GPU's machine."""
-        return self.name == "train" and bool(self.cases) and not any(record.case.get("gpu") for record in self.cases)
+    def is_drawn(self) -> bool:
+        """Whether it has a figure. The case that `bench train` times on the CPU of a GPU machine has none."""
+        return bool(self.cases) and (self.name != "train" or any(record.case.get("gpu") for record in self.cases))
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The time of a step over the hidden size, from `onelaunch compare --sizes`."""
+    """The time per step over the hidden size, from `onelaunch compare --sizes`."""
 
     content: dict[str, Any]
     chip: str
@@ -84,7 +83,7 @@ class Sizes:
         return stem_of(f"sizes-{self.chip}")
 
     def lost_to(self) -> list[tuple[str, int, float]]:
-        """Peer, hidden size and its time over ours, where its slowest sample was faster than our fastest."""
+        """Peer, hidden size and time divided by ours, where the peer's slowest sample is faster than our fastest."""
         sizes = self.content["sizes"]
         found = []
         for peer, ratios in speed_up(sizes).items():
@@ -98,8 +97,8 @@ class Sizes:
 @dataclass(frozen=True)
 class Recordings:
     groups: Sequence[Group]
-    sizes: Sequence[Sizes]  # one a chip
-    cold_launch: dict[str, Any] | None  # of `benchmarks/cold_launch.py`
+    sizes: Sequence[Sizes]  # one per chip
+    cold_launch: dict[str, Any] | None  # the output of `benchmarks/cold_launch.py`
 
 
 def stem_of(words: str) -> str:
@@ -108,8 +107,8 @@ def stem_of(words: str) -> str:
 
 
 def read_recorded(folder: Path) -> Recordings:
-    """A file of another shape (a breakdown, a log of trials) is left alone. A case that was skipped says nothing; one that
-    failed says that older figures of it hold no more."""
+    """The recordings in `folder`. Files of another kind (a breakdown, a log of trials) are ignored, and so are skipped
+    cases. A failed case replaces older recordings of it. Raises OnelaunchError for a file that is not as we write it."""
     newest: dict[tuple[str, str], Recorded] = {}
     sizes: dict[str, Sizes] = {}
     cold: dict[str, Any] | None = None
@@ -141,12 +140,9 @@ def _cases(content: dict[str, Any], file: str) -> list[Recorded]:
     doubts = [words for _, words in busy(content) + unfinished(content)]
     for case in content.get("cases", []):
         if case["check"].startswith("failed") or (case["check"] == "passed" and has_times(case)):
-            # A failed case has no clocks: it stands beside those of its name on the GPU, if it has ever run there.
-            gpu = (
-                bool(case.get("gpu"))
-                or case["group"] in ON_GPU
-                or (case["check"] != "passed" and case["group"] != "cpu")
-            )
+            # A failed case records no GPU clocks: only the group tells where it ran.
+            on_gpu = group_of(case["group"]).on_gpu
+            gpu = bool(case.get("gpu") or on_gpu or (on_gpu is None and case["check"] != "passed"))
             command = content.get("command") or f"onelaunch bench {case['group']}"
             found.append(Recorded(case, chip(content["machine"], gpu=gpu), file, content["date"], command, doubts))
     return found
@@ -156,7 +152,6 @@ def _grouped(records: Sequence[Recorded]) -> list[Group]:
     found: dict[tuple[str, str], list[Recorded]] = {}
     for record in sorted(records, key=lambda record: record.title.startswith(LARGE)):
         found.setdefault((record.case["group"], record.chip), []).append(record)
-    order = sorted(found, key=lambda key: (GROUPS.index(key[0]) if key[0] in GROUPS else len(GROUPS), key[1]))
-    return [
-        Group(*key, [r for r in found[key] if r.passed], [r for r in found[key] if not r.passed]) for key in order
-    ]  # fmt: skip
+    names = list(dict.fromkeys([*GROUPS, *(name for name, _ in found)]))
+    order = sorted(found, key=lambda key: (names.index(key[0]), key[1]))
+    return [Group(*k, [r for r in found[k] if r.passed], [r for r in found[k] if not r.passed]) for k in order]

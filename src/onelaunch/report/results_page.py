@@ -1,54 +1,90 @@
-"""`docs/results.md`: every recorded case, those in which a peer is faster first, and what failed or was absent."""
+"""`docs/results.md`: every recorded case, beginning with those in which a peer is faster; also failures and absences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
+from textwrap import wrap
 from typing import Any
 
-from onelaunch.format import format_bytes, format_joules, format_percent, format_ratio, format_seconds, with_article
+from onelaunch.format import format_bytes, format_joules, format_percent, format_ratio, format_seconds
 from onelaunch.report.benchmark import against, energy_of, peers_of, ratio_of
 from onelaunch.report.comparison import size_figures
+from onelaunch.report.draw import Bar, bar_chart
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes
 from onelaunch.report.remarks import OURS, absences
+from onelaunch.report.standalone import standalone
 
 RESULTS, FIGURES = "benchmarks/results", "docs/figures"
+INTRODUCTION = """\
+# Results
+
+`make readme` writes this page from `benchmarks/results/`: the newest recording of each case on each chip.
+[measuring.md](measuring.md) says how the figures are taken.
+
+- Times are medians. "against X" is X's time divided by ours: above 1× onelaunch is faster.
+- ≈ marks a difference within the spread of the two: too noisy to tell.
+- "% of the bound" compares our time with the shortest possible one: the bytes or the arithmetic of the case
+  at the highest speed measured on this chip. Steps of small networks are limited by latency: a percent or
+  less is normal for them.
+
+## Where a peer is faster
+"""
 
 
 def results_page(recordings: Recordings) -> str:
-    lines = [
-        "# Results",
-        "",
-        "Made by `make readme` from `benchmarks/results/`: the newest recording of each case on each chip.",
-        "How the figures are taken: [measuring.md](measuring.md). ≈: the difference is within the spread, too noisy to tell.",
-        "Share of the floor's speed: of what the bytes or the arithmetic alone would take at this chip's best. A step of a",
-        "small network is bound by neither, but by how long its parts wait for each other: a percent or less is normal there.",
-        "",
-        "## Where a peer is faster",
-        "",
-        *_lost(recordings),
-        *_thirstier(recordings),
-    ]
+    lines = [INTRODUCTION, *_lost(recordings), *_more_energy(recordings)]
     for group in recordings.groups:
-        lines += ["", f"## {plain(f'{group.title}: {group.chip}')}", ""]
+        commands = dict.fromkeys(f"`{plain(record.command)}`" for record in (*group.cases, *group.failed))
+        lines += ["", f"## {plain(f'{group.title}: {group.chip}')}", "", " · ".join(commands), ""]
         lines += _full_table(group) if group.cases else []
+        if group.is_drawn:
+            lines += ["", f"![{plain(_figure_title(group))}](figures/{group.file_stem}.svg)"]
         lines += _remarks(group)
     for sizes in recordings.sizes:
         lines += ["", f"## Over the hidden size: {plain(sizes.chip)}", "", *_over_size(sizes)]
-    return "\n".join(lines) + "\n"
+    return "\n".join(part for line in lines for part in _wrapped(line)) + "\n"
+
+
+def _wrapped(line: str) -> list[str]:
+    """A line of prose or of a list in lines of at most 110 characters; tables, headings and images as they are."""
+    if len(line) <= 110 or "\n" in line or line[0] in "|#!":
+        return [line]
+    return wrap(line, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def group_figure(group: Group) -> str:
+    """An SVG file: one bar per case, the fastest peer's time divided by ours."""
+    bars = []
+    for record in group.cases:
+        if best := record.best_peer():
+            name, ratio = best
+            shown = against(record.case, name)
+            wins = ratio >= 1 and "≈" not in shown
+            bars.append(Bar(record.title, ratio, f"{shown} {name}", kind="ours" if wins else "bar"))
+    heading = "The fastest peer's time divided by ours. Above 1× ours is faster."
+    if any("≈" in bar.shown for bar in bars):
+        heading += " ≈: too noisy to tell."
+    what = "Time of the fastest peer divided by ours"
+    return standalone(bar_chart(group.file_stem, _figure_title(group), bars, what=what, heading=heading, mark=1.0))
+
+
+def _figure_title(group: Group) -> str:
+    return f"{group.title} on {group.chip}: the fastest peer's time divided by ours"
 
 
 def time_of(record: Recorded) -> str:
-    return f"{format_seconds(record.case['times'][OURS]['median'])} {with_article(record.case['unit'])}"
+    """Our median time: `5.00 µs per step`."""
+    return f"{format_seconds(record.case['times'][OURS]['median'])} per " + record.case["unit"]
 
 
 def plain(words: str) -> str:
-    """As Markdown shows it, in a table too."""
+    """`words` escaped so that Markdown shows them as they are, also inside a table."""
     return escape(" ".join(words.split()), quote=False).replace("|", "\\|")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of Markdown, whatever is in the cells."""
+    """The lines of a Markdown table; the cells may hold any text."""
     first, *others = (f"| {' | '.join(map(plain, cells))} |" for cells in (head, *rows))
     return [first, f"|{'---|' * len(head)}", *others]
 
@@ -65,13 +101,11 @@ def _lost(recordings: Recordings) -> list[str]:
         for sizes in recordings.sizes
         for peer, hidden, ratio in sizes.lost_to()
     ]
-    if not rows:
-        return ["In no recorded case."]
-    return table(["case", "chip", "peer", "onelaunch takes"], rows)
+    return table(["case", "chip", "peer", "onelaunch takes"], rows) if rows else ["In no recorded case."]
 
 
-def _thirstier(recordings: Recordings) -> list[str]:
-    """Where a peer takes less energy, whoever is faster."""
+def _more_energy(recordings: Recordings) -> list[str]:
+    """The cases in which a peer takes less energy, whichever is faster."""
     rows = [
         [record.case["name"], peer, format_joules(used[peer]), format_joules(used[OURS])]
         for group in recordings.groups
@@ -80,13 +114,13 @@ def _thirstier(recordings: Recordings) -> list[str]:
         for peer in peers_of([record.case])
         if peer in used and used[peer] < used[OURS]
     ]
-    shown = table(["case", "peer", "its energy", "ours"], rows)
-    return ["", "## Where a peer takes less energy", "", *shown] if rows else []
+    heading = ["", "## Where a peer takes less energy", ""]
+    return [*heading, *table(["case", "peer", "its energy", "ours"], rows)] if rows else []
 
 
 def _full_table(group: Group) -> list[str]:
     peers = peers_of([record.case for record in group.cases])
-    head = ["case", "onelaunch", "n", "spread", *(f"against {peer}" for peer in peers), "share of the floor's speed"]
+    head = ["case", "onelaunch", "n", "spread", *(f"against {peer}" for peer in peers), "% of the bound"]
     head += ["peak memory", "energy", "recorded"]
     rows = []
     for record in group.cases:
@@ -100,15 +134,13 @@ def _full_table(group: Group) -> list[str]:
 
 
 def _floor_share(case: dict[str, Any]) -> float | None:
-    """Also of older files, which timed the floor but did not set us against it."""
-    share = case.get("floor_share")
-    if share is None:
-        return next((ratio_of(case, name) for name in case["times"] if name.startswith("floor")), None)
-    return float(share)
+    """The share of the lower bound's speed. Older files hold only the time of the bound."""
+    timed = (ratio_of(case, name) for name in case["times"] if name.startswith("floor"))
+    return case.get("floor_share") or next(timed, None)
 
 
 def _remarks(group: Group) -> list[str]:
-    """What failed, what a case says of itself, and who was not there."""
+    """One item per failed case, note, absent peer and doubt about a recording."""
     said = [
         f"- **{plain(record.title)} failed its check** ([{record.date[:10]}](../{RESULTS}/{record.file})), so it has no time: "
         f"{plain(record.case['check'].removeprefix('failed: '))}"

@@ -1,4 +1,4 @@
-"""From values to places on paper: linear and logarithmic axes with ticks at round numbers."""
+"""From values to coordinates: linear and logarithmic axes with ticks at round numbers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-WIDE = 4
-LEAST_SPAN = 1e-3  # of the values: a linear axis is no finer, so that five digits tell its ticks apart
+from onelaunch.integers import ceil_div
+
+WIDE = 4  # largest value divided by smallest: beyond it a logarithmic axis shows more
+MIN_SPAN = 1e-3  # of a linear axis, relative to its values, so that five digits tell its ticks apart
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Scale:
 
 
 def fitted(values: Iterable[float], start: float, end: float, *, log: bool = False, from_zero: bool = False) -> Scale:
-    """A scale that holds all `values`; a logarithmic one needs them positive."""
+    """A scale that holds all finite `values`; a logarithmic one leaves out those that are not positive."""
     known = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
     low, high = (min(known), max(known)) if known else (1.0, 10.0)
     if from_zero:
@@ -41,14 +43,14 @@ def fitted(values: Iterable[float], start: float, end: float, *, log: bool = Fal
         if high / low < 1.5:
             low, high = low / 1.5, high * 1.5
     else:
-        finest = LEAST_SPAN * max(abs(low), abs(high)) / 2
+        finest = MIN_SPAN * max(abs(low), abs(high)) / 2
         margin = max((high - low) * 0.04, finest) if high > low else abs(high) * 0.1 or 1.0
         low, high = low if from_zero and low == 0 else low - margin, high + margin
     return Scale(low, high, start, end, log)
 
 
 def is_wide(values: Iterable[float]) -> bool:
-    """Whether a logarithmic axis shows more than a linear one: all positive, and the largest several times the least."""
+    """Whether a logarithmic axis suits the values: all are positive, and the largest is over WIDE times the smallest."""
     known = [value for value in values if math.isfinite(value)]
     return bool(known) and min(known) > 0 and max(known) > WIDE * min(known)
 
@@ -64,12 +66,12 @@ def _linear_ticks(low: float, high: float, most: int) -> list[float]:
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    if high / low < 5:  # less than the steps between powers
+    if high / low < 5:  # too narrow for powers of ten and their steps
         return _linear_ticks(low, high, most)
     for factors in ((1, 2, 3, 5), (1, 2, 5), (1, 3), (1,)):
         found = [f * 10.0**p for p in powers for f in factors if low <= f * 10.0**p <= high]
         if len(found) <= most:
             break
     if len(found) > most:
-        found = found[:: -(-len(found) // most)]
+        found = found[:: ceil_div(len(found), most)]
     return found if len(found) > 1 else [low, high]

@@ -1,10 +1,10 @@
-"""A figure as a file of its own, for pages that show images: it carries its colours, light and dark."""
+"""A figure as a file of its own, for pages that show images. It carries its colours, light and dark."""
 
 from __future__ import annotations
 
 from onelaunch.report.theme import figure_style
 
-SHOWN_WIDTH = 460  # pixels; as wide as the page allows, a short chart would be a tall one
+SHOWN_WIDTH = 460  # pixels: without a width, pages would blow a chart up to their own width
 
 
 def standalone(svg: str) -> str:

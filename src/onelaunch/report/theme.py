@@ -1,7 +1,7 @@
-"""Colours and type, once: the page's and, inside each figure that stands alone, the figure's.
+"""Colours and type, for the page and for each figure in a file of its own.
 
-A series is told apart by colour, by its dashes and by its marker. Words have a contrast of 4.5 or more against their ground,
-shapes of 3.
+Series differ in colour, in dashes and in marker. Words have a contrast of at least 4.5 against their background, shapes of at
+least 3.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _variables(colours: dict[str, str]) -> str:
 
 
 def colour_rules(where: str) -> str:
-    """The colours as variables of `where`, light or dark as the reader's system is; paper is light."""
+    """CSS variables of the selector `where` for the colours: light or dark as the reader's system is, light in print."""
     return (
         f"{where}{{{_variables(LIGHT)}color-scheme:light dark}}"
         f"@media (prefers-color-scheme:dark){{{where}{{{_variables(DARK)}}}}}"
@@ -119,5 +119,5 @@ def page_style() -> str:
 
 
 def figure_style() -> str:
-    """For a figure in a file of its own; it paints no ground, so that it lies on whatever page shows it."""
+    """For a figure in a file of its own. It has no background, so that it suits the page that shows it."""
     return colour_rules("svg.chart") + FIGURE

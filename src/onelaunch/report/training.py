@@ -1,4 +1,4 @@
-"""The section of a training run: what was trained, where, its curves."""
+"""The section of a training run: what was trained, where, and its curves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import re
 import shlex
 from typing import Any
 
-from onelaunch.format import format_count, format_number, format_percent, format_seconds
-from onelaunch.report.draw import Line, known, line_chart
+from onelaunch.format import NONE, format_count, format_number, format_percent, format_seconds
+from onelaunch.integers import ceil_div
+from onelaunch.report.draw import Line, line_chart, nan_for_null
 from onelaunch.report.figure import Figure, Section, Table
 from onelaunch.report.machine import machine_facts
 from onelaunch.report.palette import Palette
@@ -37,19 +38,16 @@ def run_section(source: Source, identity: str, palette: Palette) -> Section:
         figures.append(_loss(epochs, identity, command, palette))
         if any(epoch.get("accuracy") is not None for epoch in epochs):
             figures.append(_accuracy(epochs, identity, command, palette))
-    said = [] if epochs else [("note", "No epoch is finished yet.")]
+    statements = [] if epochs else [("note", "No epoch is finished yet.")]
     running = about.get("status") == "running"
-    said += (
-        [("bad", "Unfinished: this run had not ended when the page was made. What was done is here.")]
-        if running
-        else []
-    )
+    if running:
+        statements.append(("bad", "Unfinished: this run had not ended when the page was made. This is what was done."))
     title = f"Training run {source.name}{' (unfinished)' if running else ''}"
-    return Section(identity, title, facts, [], figures, said)
+    return Section(identity, title, facts, [], figures, statements)
 
 
 def _network(about: dict[str, Any], config: dict[str, Any]) -> str:
-    """`784-512-10, relu, dropout 0.2`: widths as the model has them, else as far as the configuration knows them."""
+    """`784-512-10, relu, dropout 0.2`. The widths are the model's, or else those that the configuration names."""
     linears = re.findall(r"in_features=(\d+), out_features=(\d+)", about.get("model") or "")
     widths = [linears[0][0], *(out for _, out in linears)] if linears else config.get("layers") or config.get("hidden")
     parts = ["-".join(map(str, widths))] if widths else []
@@ -72,22 +70,23 @@ def _run_words(epochs: list[dict[str, Any]], config: dict[str, Any]) -> str:
 def _time(about: dict[str, Any]) -> str:
     if "seconds" not in about:
         return ""
-    return f"{format_seconds(about['seconds'])} of training and validation, {format_seconds(about.get('startup_seconds'))} to start"
+    startup = format_seconds(about.get("startup_seconds"))
+    return f"{format_seconds(about['seconds'])} of training and validation, {startup} to start"
 
 
 def _loss(epochs: list[dict[str, Any]], identity: str, command: str, palette: Palette) -> Figure:
-    losses = known(loss for epoch in epochs for loss in epoch.get("losses", []))
-    stretch = max(1, -(-len(losses) // POINTS))
+    losses = nan_for_null(loss for epoch in epochs for loss in epoch.get("losses", []))
+    stretch = max(1, ceil_div(len(losses), POINTS))
     means = [sum(losses[i : i + stretch]) / len(losses[i : i + stretch]) for i in range(0, len(losses), stretch)]
     ends = [min(i + stretch, len(losses)) for i in range(0, len(losses), stretch)]
     lines = [Line("training", ends, means)] if means else []
-    checked = [epoch for epoch in epochs if epoch.get("validation")]
-    if checked:
-        lines.append(Line("validation", [e["step"] for e in checked], known(e["validation"]["loss"] for e in checked)))
+    validated = [epoch for epoch in epochs if epoch.get("validation")]
+    if validated:
+        lines.append(
+            Line("validation", [e["step"] for e in validated], nan_for_null(e["validation"]["loss"] for e in validated))
+        )
     wide = is_wide(value for line in lines for value in line.y)
-    svg = line_chart(
-        f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=wide, palette=palette
-    )  # fmt: skip
+    svg = line_chart(f"{identity}-loss", "Loss", lines, x_label="step", y_label="loss", log_y=wide, palette=palette)
     rows = [
         [str(e["epoch"] + 1), format_number(e["loss"]), _validation(e, "loss"), format_percent(e.get("accuracy"), 2),
          _validation(e, "accuracy"), format_seconds(e.get("seconds"))]
@@ -101,22 +100,22 @@ def _loss(epochs: list[dict[str, Any]], identity: str, command: str, palette: Pa
 def _validation(epoch: dict[str, Any], key: str) -> str:
     value = (epoch.get("validation") or {}).get(key)
     if value is None:
-        return "–"
+        return NONE
     return format_percent(value, 2) if key == "accuracy" else format_number(value)
 
 
 def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str, palette: Palette) -> Figure:
     numbers = [epoch["epoch"] + 1 for epoch in epochs]
     lines = [Line("training", numbers, [100 * epoch["accuracy"] for epoch in epochs])]
-    checked = [e for e in epochs if (e.get("validation") or {}).get("accuracy") is not None]
-    if checked:
-        values = [100 * e["validation"]["accuracy"] for e in checked]
-        lines.append(Line("validation", [e["epoch"] + 1 for e in checked], values))
+    validated = [e for e in epochs if (e.get("validation") or {}).get("accuracy") is not None]
+    if validated:
+        values = [100 * e["validation"]["accuracy"] for e in validated]
+        lines.append(Line("validation", [e["epoch"] + 1 for e in validated], values))
     svg = line_chart(
         f"{identity}-accuracy", "Accuracy", lines, x_label="epoch", y_label="accuracy, %", write_x=format_count,
-        write_y=lambda value, figures=4: format_number(value, max(4, figures)), x_ticks=numbers if len(numbers) <= 12 else (),
-        palette=palette,
+        write_y=lambda value, figures=4: format_number(value, max(4, figures)),
+        x_ticks=numbers if len(numbers) <= 12 else (), palette=palette,
     )  # fmt: skip
     rows = [[str(e["epoch"] + 1), format_percent(e["accuracy"], 2), _validation(e, "accuracy")] for e in epochs]
-    note = f"At the end: {_validation(checked[-1], 'accuracy')} on the validation rows." if checked else ""
+    note = f"At the end: {_validation(validated[-1], 'accuracy')} on the validation rows." if validated else ""
     return Figure("Accuracy", svg, Table("Accuracy by epoch", ["epoch", "training", "validation"], rows), command, note)

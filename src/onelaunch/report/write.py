@@ -1,4 +1,4 @@
-"""Puts a report together and writes it."""
+"""Assembles a report and writes it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ REPORT = "report.html"
 
 
 def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda words: None) -> Path:
-    """A page about run folders, results files and folders of either.
+    """Write a page about run folders, results files and folders of either, and return its path.
 
-    What cannot be shown is named to `complain` and on the page, what lies in a folder besides to `complain` alone; an error
-    only where nothing is left.
+    What cannot be shown is named to `complain` and on the page, other files of a folder to `complain` alone. Raises
+    OnelaunchError where nothing can be shown or the page cannot be written.
     """
     drawn: list[tuple[Section, str]] = []
     left_out: list[str] = []
-    sources: dict[Path, Source] = {}  # by place: a folder may be named beside what lies in it
+    sources: dict[Path, Source] = {}  # by path: a folder may be given together with a file in it
     for path in inputs:
         try:
             for source in read_sources(path, left_out.append, complain):
@@ -44,8 +44,8 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
         try:
             sections = _sections(source, f"part{len(drawn) + 1}", palette)
             drawn += [(section, section.html()) for section in sections]
-        except Exception as error:  # a file may hold anything; the others go on
-            left_out.append(_odd(source, error))
+        except Exception as error:  # a file may hold anything; the other inputs are still drawn
+            left_out.append(_unreadable_reason(source, error))
     if not drawn:
         more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
         raise OnelaunchError((left_out[0] if left_out else "inputs=[] is empty: pass a run folder or results") + more)
@@ -54,10 +54,10 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
     command = shlex.join(["onelaunch", "report", *map(str, inputs)])
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        target = Path(os.path.realpath(out))  # a link leads to its file
+        target = Path(os.path.realpath(out))  # write through a link to its file
         if target.exists() and not target.is_file():
-            raise OSError(errno.EINVAL, "it is no file")
-        # A path or a name may hold what UTF-8 has no bytes for.
+            raise OSError(errno.EINVAL, "it is not a file")
+        # A path or a name may hold characters that UTF-8 cannot encode.
         write_atomic(target, replace_control_characters(page(drawn, command, left_out)).encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
         raise OnelaunchError(f"out={str(out)!r} cannot be written: {reason_of(error)}; pass another path") from error
@@ -65,7 +65,7 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
 
 
 def _palette(sources: Iterable[Source]) -> Palette:
-    """With the first colours for ours, whatever else is drawn before."""
+    """A palette whose first colours are for ours, whatever is drawn first."""
     palette = Palette()
     for source in sources:
         names = {"bench": [OURS], "compare": source.content.get("contenders", ())}.get(source.kind, ())
@@ -81,7 +81,7 @@ def _sections(source: Source, identity: str, palette: Palette) -> list[Section]:
     return [make(source, identity, palette)]
 
 
-def _odd(source: Source, error: Exception) -> str:
+def _unreadable_reason(source: Source, error: Exception) -> str:
     machine = source.content.get("machine")
     versions = machine.get("versions") if isinstance(machine, dict) else None
     written = versions.get("onelaunch") if isinstance(versions, dict) else None

@@ -1,9 +1,9 @@
-"""Several processes that train one model together: who is who, and the few things they must agree on.
+"""Several processes that train one model together: their ranks, and the few things they must agree on.
 
-`torchrun --nproc-per-node N -m onelaunch train …` starts N processes; `joined` makes them one group (NCCL on CUDA, gloo on a
+`torchrun --nproc-per-node N -m onelaunch train …` starts N processes, and `process_group` joins them (NCCL on CUDA, gloo on a
 CPU). A program that has called `torch.distributed.init_process_group` itself gets the same from `ol.fit`. Each batch is cut
-into consecutive parts, one a rank, so that dropout masks and row order are those of one process; gradients, losses and the
-wish to stop are shared. Rank 0 writes.
+into consecutive parts, one per rank, so that dropout masks and row order are those of a single process. The ranks sum
+gradients and losses and agree on a stop. Rank 0 writes all files.
 """
 
 from __future__ import annotations
@@ -21,39 +21,41 @@ from torch import distributed
 
 from onelaunch.errors import OnelaunchError
 
-TIMEOUT = timedelta(minutes=5)  # for a rank that neither answers nor dies
+TIMEOUT = timedelta(minutes=5)  # how long to wait for a rank that neither answers nor exits
 
 
 @dataclass(frozen=True)
 class World:
+    """The rank of this process and the number of processes that train together."""
+
     rank: int = 0
     size: int = 1
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the one that writes and speaks."""
+        """Whether this process is the one that writes files and prints."""
         return self.rank == 0
 
     def part(self, rows: int) -> slice:
-        """This rank's share of so many rows."""
+        """The rows of this rank, out of `rows` rows of a batch."""
         return slice(self.rank * rows // self.size, (self.rank + 1) * rows // self.size)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, in place."""
+        """Sum `tensor` over all ranks, in place, and return it."""
         if self.size > 1:
             with as_lost_rank():
                 distributed.all_reduce(tensor)
         return tensor
 
-    def any(self, wish: bool, device: torch.device) -> bool:
-        """Whether some rank wants it. All ranks must ask."""
+    def any(self, value: bool, device: torch.device) -> bool:
+        """Whether `value` is true on some rank. All ranks must call this at the same point."""
         if self.size == 1:
-            return wish
-        return bool(self.sum(torch.tensor(int(wish), device=device)))
+            return value
+        return bool(self.sum(torch.tensor(int(value), device=device)))
 
 
 def world() -> World:
-    """The processes that train together here; one, unless a group was joined."""
+    """The processes that train together: those of PyTorch's process group, or this one alone."""
     if distributed.is_available() and distributed.is_initialized():
         return World(distributed.get_rank(), distributed.get_world_size())
     return World()
@@ -61,7 +63,7 @@ def world() -> World:
 
 @contextmanager
 def process_group() -> Iterator[World]:
-    """The group that torchrun started this process in, left again at the end; alone where it was started otherwise."""
+    """Join the group that torchrun started this process in, and leave it at the end; without torchrun, a World of one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or world().size > 1:
         yield world()
         return
@@ -79,16 +81,18 @@ def process_group() -> Iterator[World]:
     try:
         yield world()
     finally:
-        gc.collect()  # DDP first: who lets go of the group last waits for its threads, and DDP would hold Python's lock then
+        # Delete DDP first: the last owner of the group waits for its threads, and DDP would hold Python's lock meanwhile.
+        gc.collect()
         distributed.destroy_process_group()
 
 
 class LostRankError(OnelaunchError):
-    """Another process of the job is gone or does not answer."""
+    """Another process of the job has died or does not answer."""
 
 
 @contextmanager
 def as_lost_rank() -> Iterator[None]:
+    """Turn an error of PyTorch's communication inside the block into a LostRankError."""
     try:
         yield
     except RuntimeError as error:
@@ -96,11 +100,12 @@ def as_lost_rank() -> Iterator[None]:
 
 
 def lost_rank_error(error: Exception) -> LostRankError:
-    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    reason = re.sub(r"^\[[^]]*\]\s*", "", said).split(". This is typically", 1)[0]  # without gloo's file and guesses
+    """The error for the user, with the first line of `error` but without gloo's source line and its guesses."""
+    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = re.sub(r"^\[[^]]*\]\s*", "", message).split(". This is typically", 1)[0]
     return LostRankError(f"another process of this job died or does not answer ({reason}): see its output, and resume")
 
 
 def is_lost_rank(error: Exception) -> bool:
-    """Whether an error inside DDP's own communication means that a rank is gone."""
+    """Whether `error` comes from DDP's own communication, which means that a rank is gone."""
     return world().size > 1 and any(word in str(error) for word in ("gloo", "NCCL", "Connection", "ProcessGroup"))

@@ -1,7 +1,7 @@
-"""What a model is made of, for the engines that compile it: an `nn.Sequential` as a tuple of plain layers.
+"""The layers of a model, for the engines that compile it: an `nn.Sequential` as a tuple of plain data.
 
-`parse_network(model)` either names every layer or says, in one line, what it cannot take. Only exact `torch.nn` types count: a
-subclass, a hook or a frozen weight may mean anything, and such a model trains on the eager engine instead.
+`parse_network(model)` either describes every layer or says in one line why it cannot. Only exact `torch.nn` types count: a
+subclass, a hook or a frozen weight may mean anything. A model that has one trains on the eager engine instead.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as every_module
 
-from onelaunch.activations import find_activation
+from onelaunch.activations import ACTIVATIONS, find_activation
+from onelaunch.errors import abbreviate
 
-# Of `register_module_forward_hook` and the like.
-GLOBAL_HOOKS = (
+GLOBAL_HOOKS = (  # of `register_module_forward_hook` and its siblings
     every_module._global_forward_hooks, every_module._global_forward_pre_hooks, every_module._global_backward_hooks,
     every_module._global_backward_pre_hooks,
 )  # fmt: skip
@@ -24,7 +24,7 @@ GLOBAL_HOOKS = (
 
 @dataclass(frozen=True)
 class Flatten:
-    """All of a row's values in one vector."""
+    """Joins all values of a row into one vector."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Activation:
 @dataclass(frozen=True)
 class Dropout:
     p: float
-    layer: int  # the `layer` of onelaunch.rng: its number among the model's dropout modules, or more for a second use
+    layer: int  # the `layer` of onelaunch.rng: the module's number among the dropout modules; higher for a second use
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ class BatchNorm:
     path: str
     features: int
     eps: float
-    momentum: float | None  # None: running statistics are plain averages over all steps
+    momentum: float | None  # None: running statistics are averages over all steps
     affine: bool
-    tracks: bool  # keeps running statistics; without them evaluation normalises by the batch
+    tracks: bool  # whether it keeps running statistics; without them, evaluation normalises by the batch
 
 
 Layer = Flatten | Linear | Activation | Dropout | BatchNorm
 
 
 class NotAnMlpError(Exception):
-    """The model is not a plain MLP; the message says why."""
+    """The native engines cannot take the model as an MLP, for the reason in the message."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Network:
 
 
 def parse_network(model: nn.Module) -> Network:
-    """The layers of `model`, or NotPlainError with the reason."""
+    """The layers of `model`, or NotAnMlpError with the reason."""
     if type(model) is not nn.Sequential:
         raise NotAnMlpError(f"the model is a {type(model).__name__}, not an nn.Sequential")
     layers: list[Layer] = []
@@ -98,12 +98,12 @@ def parse_network(model: nn.Module) -> Network:
     dropouts = {id(module): number for number, module in enumerate(m for m in model.modules() if type(m) is nn.Dropout)}
     for path, module in _leaves(model, ""):
         _refuse_extras(path, module)
-        before = uses.get(id(module), 0)
-        if before and module.state_dict():
+        earlier_uses = uses.get(id(module), 0)
+        if earlier_uses and module.state_dict():
             raise NotAnMlpError(f"layer {path!r} is used twice")
-        uses[id(module)] = before + 1
-        # Numbered as the eager engine counts them, a module's second use after all first ones.
-        layer = _layer(path, module, dropouts.get(id(module), 0) + before * len(dropouts))
+        uses[id(module)] = earlier_uses + 1
+        # Numbered as in the eager engine: a module's second use comes after the first uses of all.
+        layer = _layer(path, module, dropouts.get(id(module), 0) + earlier_uses * len(dropouts))
         if layer is not None:
             layers.append(layer)
     _refuse_misfits(layers)
@@ -120,7 +120,7 @@ def parse_network(model: nn.Module) -> Network:
 
 
 def _leaves(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """(path, module) of everything inside nested Sequentials, in order."""
+    """(path, module) of every module inside nested Sequentials, in order."""
     _refuse_extras(prefix, module)
     for name, child in module._modules.items():
         path = f"{prefix}.{name}" if prefix else name
@@ -131,11 +131,12 @@ def _leaves(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_extras(path: str, module: nn.Module) -> None:
+    """Refuse hooks and the like, which an engine that does not call the module would skip."""
     hooks = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        module._state_dict_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks,
     )  # fmt: skip
-    of_state = (module._state_dict_hooks, module._state_dict_pre_hooks, module._load_state_dict_pre_hooks)
-    if any(hooks) or any(of_state) or "forward" in vars(module) or hasattr(module, "parametrizations"):
+    if any(hooks) or "forward" in vars(module) or hasattr(module, "parametrizations"):
         raise NotAnMlpError(f"layer {path or 'the model itself'!r} has a hook, a parametrization or its own forward")
     for name, parameter in module._parameters.items():
         if parameter is not None and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
@@ -145,6 +146,7 @@ def _refuse_extras(path: str, module: nn.Module) -> None:
 
 
 def _layer(path: str, module: nn.Module, dropout: int) -> Layer | None:
+    """The description of one module; None for nn.Identity. `dropout` is the module's number if it is a dropout."""
     match module:
         case nn.Linear() if type(module) is nn.Linear:
             _require_shapes(path, module, (module.out_features, module.in_features), (module.out_features,))
@@ -167,27 +169,34 @@ def _layer(path: str, module: nn.Module, dropout: int) -> Layer | None:
             if not abs(slope) < torch.finfo(torch.float32).max:
                 raise NotAnMlpError(f"layer {path!r} has the slope {slope}, which float32 does not hold")
             return Activation(activation.name, slope)
-    raise NotAnMlpError(f"layer {path!r} is {module}, which only the eager engine takes")
+    raise NotAnMlpError(f"layer {path!r} is {abbreviate(module)}, which only the eager engine takes{_remedy(module)}")
+
+
+def _remedy(module: nn.Module) -> str:
+    """`" (alpha=2.0; the native engines take 1.0)"` for a known activation with other settings, else an empty string."""
+    entries = [entry for entry in ACTIVATIONS.values() if type(module) is entry.module]
+    for name, known in entries[0].settings.items() if entries else ():
+        if getattr(module, name) != known:
+            return f" ({name}={getattr(module, name)!r}; the native engines take {known!r})"
+    return ""
 
 
 def _require_shapes(path: str, module: nn.Module, weight: tuple[int, ...], bias: tuple[int, ...]) -> None:
-    """A tensor put in the place of a parameter may have another shape than the module says."""
+    """Refuse a parameter that the user has replaced by one of another shape than the module's attributes say."""
     for name, expected in (("weight", weight), ("bias", bias)):
         tensor = getattr(module, name)
         if tensor is not None and (tuple(tensor.shape) != expected or 0 in expected):
-            raise NotAnMlpError(
-                f"{name} of layer {path!r} has shape {tuple(tensor.shape)}, not {expected}, or is empty"
-            )
+            raise NotAnMlpError(f"{name} of layer {path!r} has shape {tuple(tensor.shape)}, not {expected} or is empty")
 
 
 def _refuse_misfits(layers: list[Layer]) -> None:
-    """Widths that do not chain, or a model with nothing to learn."""
+    """Refuse layers whose widths do not match their neighbours', and a model without a Linear."""
     if not any(isinstance(layer, Linear) for layer in layers):
         raise NotAnMlpError("the model has no Linear layer")
     width: int | None = None
     for position, layer in enumerate(layers):
-        if isinstance(layer, Flatten) and any(not isinstance(before, Flatten) for before in layers[:position]):
-            raise NotAnMlpError("a Flatten stands after another layer")
+        if isinstance(layer, Flatten) and any(not isinstance(earlier, Flatten) for earlier in layers[:position]):
+            raise NotAnMlpError("a Flatten follows another layer")
         takes = layer.inputs if isinstance(layer, Linear) else layer.features if isinstance(layer, BatchNorm) else width
         if width is not None and takes != width:
             raise NotAnMlpError(f"a layer of {takes} inputs follows one of {width} outputs")

@@ -1,4 +1,4 @@
-"""Losses and accuracy, as plain PyTorch: what every engine must reproduce."""
+"""Losses and accuracy in plain PyTorch, which every engine must reproduce."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def loss_of(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Ten
 
 
 def count_correct(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    """Right predictions in a batch: rows whose largest output is the class, or outputs on the right side of zero."""
+    """The number of correct predictions in a batch, or None for mse: rows whose largest output is the class, or, for
+    bce_with_logits, outputs that are above 0 exactly if the target is above 0.5."""
     match spec.loss:
         case "cross_entropy":
             return (output.argmax(dim=1) == target).sum()
@@ -31,22 +32,22 @@ def count_correct(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> tor
 
 
 def predictions_per_row(spec: Spec, outputs: int) -> int:
-    """What a row adds to the denominator of the accuracy."""
+    """Predictions per row: what a row adds to the denominator of the accuracy."""
     return outputs if spec.loss == "bce_with_logits" else 1
 
 
 def values_per_row(spec: Spec, outputs: int) -> int:
-    """What a row adds to the denominator of the mean loss."""
+    """Loss values per row: what a row adds to the denominator of the mean loss."""
     return 1 if spec.loss == "cross_entropy" else outputs
 
 
 def has_accuracy(spec: Spec) -> bool:
-    """Whether predictions can be correct: not for mse."""
+    """Whether a prediction can be correct or wrong, which has no meaning for mse."""
     return spec.loss != "mse"
 
 
 def as_features(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A gathered batch as the model takes it: uint8 means value / 255, other integers stay."""
+    """A batch as the model's input: uint8 becomes value / 255 in `dtype`, other integers stay as they are."""
     if x.dtype == torch.uint8:
         return x.to(dtype) / 255
     return x.to(dtype) if x.is_floating_point() else x

@@ -1,6 +1,6 @@
-"""The learning rate of every step, as plain arithmetic that each engine can do on its own device.
+"""The learning rate of every step, as plain arithmetic that each engine can compute on its own device.
 
-They are PyTorch's schedulers stepped once a batch over the whole run (`total` steps, counted from 0):
+The schedules are PyTorch's schedulers, stepped once per batch over the whole run (`total` steps, counted from 0):
   constant   lr
   linear     LinearLR(start_factor=1, end_factor=0, total_iters=total):  lr * (1 - step / total)
   cosine     CosineAnnealingLR(T_max=total):                             lr * (1 + cos(pi * step / total)) / 2
@@ -13,12 +13,13 @@ from __future__ import annotations
 import math
 
 SCHEDULES = ("constant", "linear", "cosine", "one_cycle")
-WARM_UP = 0.3
+WARM_UP = 0.3  # fraction of the steps
 START_DIVISOR = 25.0
-FINAL_DIVISOR = 1e4  # below the start
+FINAL_DIVISOR = 1e4  # the last rate is the first one divided by this
 
 
 def learning_rate(schedule: str, lr: float, step: int, total: int) -> float:
+    """The learning rate of step `step` of `total`, where `lr` is that of the constant schedule or the peak."""
     match schedule:
         case "constant":
             return lr

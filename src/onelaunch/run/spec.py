@@ -1,7 +1,7 @@
 """The description of a run: every argument of `fit` that shapes it, checked, and the arithmetic that follows from them.
 
-A Spec is pure data: all engines read the same one, a checkpoint stores it, and two runs with equal Specs, models and data
-are the same run.
+A Spec is pure data. All engines read the same one and a checkpoint stores it. Two runs with equal Specs, models and data are
+the same run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer, require_option
 from onelaunch.optimizers import OPTIMIZERS
-from onelaunch.rng import check_seed
 from onelaunch.run.schedule import SCHEDULES, learning_rate
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits")
@@ -23,6 +22,7 @@ ENGINES = ("auto", "resident", "graph", "cpu", "eager")
 MEMORY = ("plan", "caching", "stream")
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_STEPS = 2**32 - 1  # a step is one 32-bit word of the dropout counter
+OWN_BETAS: Any = None  # passed as `betas`: replaced by the default of the optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Spec:
     momentum: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
-    betas: tuple[float, float] = None  # type: ignore[assignment]  # None: the optimizer's own
+    betas: tuple[float, float] = OWN_BETAS
     eps: float = 1e-8
     schedule: str = "constant"
     loss: str = "cross_entropy"
@@ -53,8 +53,10 @@ class Spec:
             ("engine", ENGINES), ("memory", MEMORY),
         ):  # fmt: skip
             require_option(argument, getattr(self, argument), options)
-        if self.betas is None:
+        if self.betas is OWN_BETAS:
             object.__setattr__(self, "betas", OPTIMIZERS[self.optimizer].default_betas)
+        from onelaunch.rng import check_seed  # imports torch, which help texts must not wait for
+
         object.__setattr__(self, "seed", check_seed(self.seed))
         _check_counts(self)
         _check_floats(self)
@@ -69,7 +71,7 @@ class Spec:
                 )
         if self.label_smoothing and self.loss != "cross_entropy":
             raise OnelaunchError(
-                f"label_smoothing={self.label_smoothing} needs loss='cross_entropy', not {self.loss!r}"
+                f"label_smoothing={self.label_smoothing} needs loss='cross_entropy' (got {self.loss!r})"
             )
         if self.steps_per_epoch == 0:
             raise OnelaunchError(
@@ -81,7 +83,7 @@ class Spec:
 
     @property
     def compiled_precision(self) -> str:
-        """`precision` on the engines that make kernels of their own, where "auto" is tf32 or better."""
+        """`precision` on the engines with their own kernels, where "auto" means tf32 or better."""
         return "tf32" if self.precision == "auto" else self.precision
 
     @property
@@ -101,7 +103,7 @@ class Spec:
         return min((self.epoch_of(step) + 1) * self.steps_per_epoch, self.total_steps)
 
     def batch_slice(self, step: int) -> slice:
-        """Which entries of `permutation(rows, seed, epoch_of(step))` are the rows of this step."""
+        """The entries of `permutation(rows, seed, epoch_of(step))` that are the rows of this step."""
         first = step % self.steps_per_epoch * self.batch_size
         return slice(first, min(first + self.batch_size, self.rows))
 

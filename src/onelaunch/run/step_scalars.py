@@ -1,4 +1,4 @@
-"""The numbers of a step that engines compute on the host, in double precision as PyTorch does."""
+"""The per-step scalars that engines compute on the host, in double precision as PyTorch does."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from onelaunch.run.spec import Spec
 
 
 def batch_rows(spec: Spec, first: int, count: int) -> Array:
-    """Rows in the batches of `count` steps of one epoch, from step `first`."""
+    """Rows per batch of `count` steps of one epoch, from step `first`, as float64 `[count]`."""
     rows = np.full(count, min(spec.batch_size, spec.rows), np.float64)
     rows[-1] = spec.rows_of(first + count - 1)  # only the last batch of an epoch is smaller
     return rows
 
 
 def row_weights(spec: Spec, first: int, count: int, outputs: int) -> Array:
-    """What a summed loss is multiplied by to become the batch's mean, for `count` steps of one epoch."""
-    rows = batch_rows(spec, first, count)
-    return 1 / (rows * values_per_row(spec, outputs))
+    """The factor that turns a batch's summed loss into its mean, for `count` steps of one epoch, as float64 `[count]`."""
+    return 1 / (batch_rows(spec, first, count) * values_per_row(spec, outputs))
 
 
 def step_scalars(spec: Spec, first: int, count: int, outputs: int) -> dict[str, Array]:
-    """`rows`, `row_weight` and the optimizer's `rate`, `inverse_root` and `decay` for `count` steps of one epoch."""
+    """`rows`, `row_weight` and the optimizer's `rate`, `inverse_root` and `decay` of `count` steps, each float64 `[count]`.
+
+    The steps start at `first` and belong to one epoch.
+    """
     steps = np.arange(first, first + count, dtype=np.float64)
     if spec.schedule == "constant":
         rates = np.full(count, spec.lr)

@@ -1,8 +1,8 @@
-"""Checkpoints: one safetensors file with the weights, the optimizer's state, the history and the run's description.
+"""Checkpoints: one safetensors file with the weights, the optimizer's state, the history and the description of the run.
 
-No pickle: a checkpoint from a stranger cannot run code. Written atomically; a checksum over everything is verified on load,
-because safetensors itself does not notice a flipped bit. (It is imported only here and when used: training without a
-checkpoint needs PyTorch alone.)
+There is no pickle in it, so a checkpoint from a stranger cannot run code. Files are written atomically. A checksum over all
+content is verified on load, because safetensors itself does not notice a flipped bit. safetensors is imported only when it is
+used: training without a checkpoint needs PyTorch alone.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from onelaunch.errors import CheckpointError, reason_of
 from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
 
 FORMAT = 1
-FREE_TO_CHANGE = {"engine", "memory", "precision"}  # how a run is executed, not what it computes
+FREE_TO_CHANGE = {"engine", "memory", "precision"}  # they say how a run is executed, not what it computes
 SAMPLED_ROWS = 1024
 ABOUT = {
     "format": int, "spec": dict, "model": str, "data": str, "engine": str, "epochs": list, "partial": dict,
     "seconds": int | float,
 }  # fmt: skip
-WHOLE_BYTES = 2**28  # data up to this size is checked whole
+MAX_CHECKSUM_BYTES = 2**28  # of larger data, the fingerprint covers SAMPLED_ROWS rows only
 
 
 @dataclass
 class Checkpoint:
     model: State
-    state: State  # the optimizer's, in the engines' common form
+    state: State  # of the optimizer, in the form of engines/contract.py
     losses: torch.Tensor
     about: dict[str, Any]  # spec, data, engine, precision, epochs, partial, seconds
 
@@ -47,79 +47,77 @@ class Checkpoint:
 
 
 @contextlib.contextmanager
-def checkpoint_lock(path: Path | None, *, there: bool) -> Iterator[None]:
-    """No other run writes to `path` meanwhile. A place that cannot be written to is refused now, not after an epoch; one that
-    should be `there`, and is not, when it is read."""
+def checkpoint_lock(path: Path | None, *, must_exist: bool) -> Iterator[None]:
+    """Lock `path` against other runs. Raises CheckpointError at once if it cannot be written, not after an epoch.
+
+    With `must_exist`, a missing file is not locked: `load_checkpoint` will refuse it.
+    """
     with contextlib.ExitStack() as stack:
-        if path is not None and (path.is_file() or not there):
+        if path is not None and (path.is_file() or not must_exist):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(exclusive_lock(path))
                 remove_leftovers(path.parent, path.name)
             except BlockingIOError as error:
-                raise CheckpointError(
-                    f"checkpoint={str(path)!r} is being written by another run: wait for its end, or pass another path"
-                ) from error
-            except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-                raise not_writable_error(path, error) from error
+                raise _error(path, "is being written by another run: wait for its end, or pass another path") from error
+            except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+                raise _error(path, f"cannot be written: {reason_of(error)}; pass a writable path") from error
         yield
 
 
-def not_writable_error(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f"checkpoint={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path")
+def _error(path: Path, message: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint={str(path)!r} {message}")
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     from safetensors.torch import save
 
-    tensors = {
-        **{f"model.{name}": tensor for name, tensor in checkpoint.model.items()},
-        **{f"state.{name}": tensor for name, tensor in checkpoint.state.items()},
-        "losses": checkpoint.losses,
-    }
-    tensors = cpu_copies(tensors)
+    tensors = cpu_copies(
+        {f"model.{name}": tensor for name, tensor in checkpoint.model.items()}
+        | {f"state.{name}": tensor for name, tensor in checkpoint.state.items()}
+        | {"losses": checkpoint.losses}
+    )
     about = json.dumps({"format": FORMAT, **checkpoint.about})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
     except (OSError, ValueError) as error:
-        raise not_writable_error(path, error) from error
+        raise _error(path, f"cannot be written: {reason_of(error)}; pass a writable path") from error
 
 
 def cpu_copies(tensors: Mapping[str, torch.Tensor]) -> State:
-    """Clones on the CPU: safetensors refuses tensors that share memory, as tied weights do."""
+    """Clones on the CPU, because safetensors refuses tensors that share memory, such as tied weights."""
     return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
+    """Read and verify the checkpoint; raises CheckpointError if it is missing, damaged or not one of ours."""
     from safetensors import SafetensorError, safe_open
 
-    remedy = "pass the checkpoint of a run, or start anew without resume"
+    remedy = "pass the checkpoint of a run, or start a new run without resume"
     if not path.is_file():
-        raise CheckpointError(f"checkpoint={str(path)!r} is not there: {remedy}")
+        raise _error(path, f"does not exist: {remedy}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} is damaged or not a safetensors file ({error}): {remedy}"
-        ) from error
+        raise _error(path, f"is damaged or not a safetensors file ({error}): {remedy}") from error
     about_text = metadata.get("onelaunch")
     if about_text is None or "losses" not in tensors:
-        raise CheckpointError(f"checkpoint={str(path)!r} was not written by onelaunch: {remedy}")
+        raise _error(path, f"was not written by onelaunch: {remedy}")
     if metadata.get("sha256") != _digest(tensors, about_text):
-        raise CheckpointError(f"checkpoint={str(path)!r} is damaged (its checksum does not match): {remedy}")
+        raise _error(path, f"is damaged (its checksum does not match): {remedy}")
     about = _about(about_text)
     if about.get("format", FORMAT) != FORMAT:
-        raise CheckpointError(f"checkpoint={str(path)!r} has format {about.get('format')}, this version reads {FORMAT}")
-    if not _is_whole(about) or tensors["losses"].dim() != 1:
-        raise CheckpointError(f"checkpoint={str(path)!r} lacks what a run's has: {remedy}")
+        raise _error(path, f"has format {about.get('format')}, this version reads {FORMAT}")
+    if not _is_complete(about) or tensors["losses"].dim() != 1:
+        raise _error(path, f"is incomplete: {remedy}")
     return Checkpoint(_part(tensors, "model."), _part(tensors, "state."), tensors["losses"], about)
 
 
 def _about(text: str) -> dict[str, Any]:
-    """Empty where the text is not what was written."""
+    """The parsed description, or an empty dict if `text` is not a JSON object."""
     try:
         about = json.loads(text)
     except ValueError:
@@ -127,7 +125,7 @@ def _about(text: str) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _is_whole(about: dict[str, Any]) -> bool:
+def _is_complete(about: dict[str, Any]) -> bool:
     return (
         all(isinstance(about.get(key), kind) for key, kind in ABOUT.items())
         and {"correct", "epoch_seconds"} <= about["partial"].keys()
@@ -149,74 +147,63 @@ def _digest(tensors: State, about: str) -> str:
 
 
 def set_aside(path: Path) -> None:
-    """Move a file that a new run would overwrite to the first free `name.1`, `name.2`, …: nothing saved is lost."""
+    """Move a file that a new run would overwrite to the first free name of `name.1`, `name.2`, …, so that nothing is lost."""
     number = 1
-    while (kept := path.with_name(f"{path.name}.{number}")).exists():
+    while (free := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
     try:
-        path.rename(kept)
+        path.rename(free)
     except OSError as error:
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} is there and cannot be moved aside: {error.strerror}"
-        ) from error
+        raise _error(path, f"exists and cannot be moved aside: {error.strerror}") from error
 
 
 def fingerprint(run: Run) -> str:
-    """Tells one data set from another: a checksum of all rows, or of 1,024 evenly spaced ones where there are very many."""
+    """Shape and checksum of the run's data: of all rows, or of 1,024 evenly spaced ones if the data is very large."""
     rows = torch.linspace(0, run.spec.rows - 1, min(SAMPLED_ROWS, run.spec.rows), dtype=torch.float64).long()
     checksum = 0
     for tensor in (run.x, run.y):
-        sample = tensor if tensor.nbytes <= WHOLE_BYTES else tensor[rows.to(tensor.device)]
+        sample = tensor if tensor.nbytes <= MAX_CHECKSUM_BYTES else tensor[rows.to(tensor.device)]
         checksum = zlib.crc32(sample.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
     return f"{list(run.x.shape)} {checksum:08x}"
 
 
 def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
-    """Refuse the checkpoint of another model, other data or another run, naming what differs."""
+    """Raise CheckpointError if the checkpoint is of another model, other data or another run, and name the difference."""
     _check_model(path, checkpoint, run.model)
     if checkpoint.about["data"] != fingerprint(run):
-        raise CheckpointError(f"checkpoint={str(path)!r} was made with other data: pass the x and y of that run")
+        raise _error(path, "was made with other data: pass the x and y of that run")
     was, now = checkpoint.about["spec"], run.spec.to_dict()
-    length_may_change = run.spec.schedule == "constant"  # another schedule depends on the run's length at every step
+    length_may_change = run.spec.schedule == "constant"  # in the other schedules every step depends on the run's length
     for argument in sorted(now.keys() - FREE_TO_CHANGE):
         if was.get(argument) == now[argument] or (argument in ("epochs", "steps") and length_may_change):
             continue
         hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} was made with {argument}={was.get(argument)!r}, not {now[argument]!r}{hint}: "
-            f"pass {argument}={was.get(argument)!r} to resume, or start anew"
-        )
-    if checkpoint.step > run.spec.total_steps:
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} is at step {checkpoint.step}, past the end of this run ({run.spec.total_steps} steps): "
-            "pass more epochs or steps"
-        )
+        old = f"{argument}={was.get(argument)!r}"
+        raise _error(path, f"was made with {old}, not {now[argument]!r}{hint}: pass {old}, or start a new run")
+    steps = run.spec.total_steps
+    if checkpoint.step > steps:
+        end = f"is at step {checkpoint.step}, past the end of this run ({steps} steps)"
+        raise _error(path, f"{end}: pass more epochs or steps")
 
 
 def _check_model(path: Path, checkpoint: Checkpoint, model: nn.Module) -> None:
+    remedy = "build the model it was made with, or start a new run"
     saved, have = checkpoint.model, tensors_of(model)
     for name in sorted(saved.keys() | have.keys()):
-        there = _kind(saved[name]) if name in saved else "none"
-        here = _kind(have[name]) if name in have else "none"
-        if there != here:
-            raise CheckpointError(
-                f"checkpoint={str(path)!r} is of another model: its {name} is {there}, this model's is {here}; "
-                "build the model it was made with, or start anew"
-            )
-    for there, here in zip_longest(
-        checkpoint.about["model"].splitlines(), str(model).splitlines(), fillvalue="nothing"
-    ):
-        if there != here:  # same weights, but another activation or dropout
-            raise CheckpointError(
-                f"checkpoint={str(path)!r} is of another model: it has {there.strip()} where this one has {here.strip()}; "
-                "build the model it was made with, or start anew"
-            )
-    was, now = checkpoint.about.get("frozen", frozen_parameters(model)), frozen_parameters(model)
+        theirs = _kind(saved[name]) if name in saved else "none"
+        ours = _kind(have[name]) if name in have else "none"
+        if theirs != ours:
+            raise _error(path, f"is of another model: its {name} is {theirs}, this model's is {ours}; {remedy}")
+    lines = checkpoint.about["model"].splitlines(), str(model).splitlines()
+    for theirs, ours in zip_longest(*lines, fillvalue="nothing"):
+        if theirs != ours:  # the same weights, but another activation or dropout
+            difference = f"it has {theirs.strip()} where this one has {ours.strip()}"
+            raise _error(path, f"is of another model: {difference}; {remedy}")
+    now = frozen_parameters(model)
+    was = checkpoint.about.get("frozen", now)
     if was != now:
-        raise CheckpointError(
-            f"checkpoint={str(path)!r} was made with {', '.join(was) or 'no parameter'} frozen, not "
-            f"{', '.join(now) or 'none'}: set requires_grad as it was, or start anew"
-        )
+        frozen = f"was made with {', '.join(was) or 'no parameter'} frozen, not {', '.join(now) or 'none'}"
+        raise _error(path, f"{frozen}: set requires_grad as it was, or start a new run")
 
 
 def _kind(tensor: torch.Tensor) -> str:
@@ -228,9 +215,9 @@ def frozen_parameters(model: nn.Module) -> list[str]:
 
 
 def tensors_of(model: nn.Module) -> State:
-    """The state_dict, which must hold nothing but tensors: anything else would need pickle."""
+    """The model's state_dict; raises CheckpointError if it has anything but tensors, which would need pickle."""
     state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            raise CheckpointError(f"model keeps {name}, which is no tensor and cannot be saved: pass checkpoint=None")
+            raise CheckpointError(f"model has {name}, which is not a tensor and cannot be saved: pass checkpoint=None")
     return state

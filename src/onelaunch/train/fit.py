@@ -1,7 +1,8 @@
-"""`ol.fit`: train a model on arrays, on the fastest engine that can run it here."""
+"""`ol.fit`: train a model on arrays, with the fastest engine that can run it on this machine."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.run.spec import Spec
 from onelaunch.train.history import History
 from onelaunch.train.inputs import make_run
 from onelaunch.train.loop import Listener, drive
@@ -43,26 +45,26 @@ def fit(
     resume: bool = False,
     progress: bool = True,
 ) -> History:
-    """Train `model` in place and return what happened.
+    """Train `model` in place and return its history.
 
-    x: rows of float features, or of uint8 (which mean value / 255); arrays, tensors or lists.
-    y: class numbers for loss="cross_entropy", else float targets ("mse") or values in [0, 1] ("bce_with_logits").
-    epochs or steps: how long to train; one of the two.
-    schedule: "constant", "linear", "cosine" or "one_cycle", stepped once a batch over the whole run.
+    x: rows of float features or of uint8 (meaning value / 255), as an array, a tensor or nested lists.
+    y: class numbers for loss="cross_entropy", float targets for "mse", values in [0, 1] for "bce_with_logits".
+    epochs or steps: how long to train; pass one of the two.
+    optimizer: "sgd" (takes momentum, nesterov), "adam", "adamw" (betas, eps), "rmsprop" (betas, eps, momentum), "lion" (betas).
+    weight_decay: added to the gradient; decoupled for "adamw" and "lion".
+    betas: None means the optimizer's own: (0.9, 0.999) for "adam" and "adamw", (0.9, 0.99) for "lion" and "rmsprop", whose
+    alpha is betas[1].
+    schedule: "constant", "linear", "cosine" or "one_cycle", stepped once per batch over the whole run.
     validation: a pair (x, y), evaluated after each epoch.
-    precision: "auto" is fp32 on a CPU; "tf32", "bf16" and "fp16" where the device has them.
-    engine: "auto" picks the fastest that can run this model here; `History.reason` says which and why.
-    checkpoint: a file written after each epoch and on Ctrl-C; resume=True goes on from it, to the same bits as a run that
+    precision: "auto" is fp32 on a CPU; "tf32", "bf16" and "fp16" on devices that have them.
+    engine: "auto" selects the fastest that can run this model here; `History.reason` says which and why.
+    checkpoint: a file written after each epoch and on Ctrl-C. resume=True continues from it, to the same bits as a run that
     was never stopped. A new run (resume=False) moves an existing file aside to `name.1`, `name.2`, ….
 
     Rows are visited in the order `ol.permutation(len(x), seed, epoch)`. The same seed gives the same bits on one machine.
     """
-    options = {
-        "epochs": epochs, "steps": steps, "batch_size": batch_size, "optimizer": optimizer, "lr": lr,
-        "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay, "betas": betas, "eps": eps,
-        "schedule": schedule, "loss": loss, "label_smoothing": label_smoothing, "drop_last": drop_last,
-        "precision": precision, "engine": engine, "memory": memory, "seed": seed,
-    }  # fmt: skip
+    arguments = locals()
+    options = {field.name: arguments[field.name] for field in dataclasses.fields(Spec) if field.name != "rows"}
     return fit_with(
         model, x, y, options, validation=validation, checkpoint=checkpoint, resume=resume, progress=progress
     )
@@ -80,25 +82,25 @@ def fit_with(
     progress: bool = True,
     listener: Listener | None = None,
 ) -> History:
-    """`fit` with its options as a dict, and a listener to its course; what the command line calls."""
+    """`fit` with the fields of Spec as a dict and with a listener, for the command line."""
     started = time.perf_counter()
     if checkpoint is not None and not isinstance(checkpoint, str | Path):
         raise ArgumentTypeError(f"checkpoint={checkpoint!r} is not a path")
     if resume and checkpoint is None:
-        raise OnelaunchError("resume=True needs checkpoint=, the file to go on from")
-    path = None if checkpoint is None else Path(checkpoint)
-    try:
-        is_folder = path is not None and path.is_dir()
-        is_special = path is not None and path.exists() and not path.is_file()
-        path = path.resolve() if path is not None and path.is_symlink() else path  # written where the link points
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself, before Python 3.13
-        raise OnelaunchError(f"checkpoint={str(path)!r:.80} is not a path ({error!s:.80})") from error
-    if is_folder:
-        raise OnelaunchError(f"checkpoint={str(path)!r} is a folder: pass a file name, such as 'run.safetensors'")
-    if is_special:
-        raise OnelaunchError(
-            f"checkpoint={str(path)!r} is a device or a pipe: pass a file name, such as 'run.safetensors'"
-        )
+        raise OnelaunchError("resume=True needs checkpoint=, the file to resume from")
+    path = None if checkpoint is None else _checked_path(Path(checkpoint))
     run = make_run(model, x, y, validation, options)
     bar = make_progress(progress)
     return drive(run, checkpoint=path, resume=resume, progress=bar, listener=listener or Listener(), started=started)
+
+
+def _checked_path(path: Path) -> Path:
+    """The path of a regular or missing file; a link is resolved, so that its target is written and not the link replaced."""
+    try:
+        kind = "a folder" if path.is_dir() else "a device or a pipe" if path.exists() and not path.is_file() else ""
+        resolved = path.resolve() if path.is_symlink() else path
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: a link to itself, before Python 3.13
+        raise OnelaunchError(f"checkpoint={str(path)!r:.80} is not a path ({error!s:.80})") from error
+    if kind:
+        raise OnelaunchError(f"checkpoint={str(path)!r} is {kind}: pass a file name, such as 'run.safetensors'")
+    return resolved

@@ -1,4 +1,4 @@
-"""What a run did: the loss of every step, the metrics of every epoch, which engine and why."""
+"""The record of a run: the loss of every step, the metrics of every epoch, the engine and the reason for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.engines.contract import Metrics, Segment
-from onelaunch.run.objective import predictions_per_row
+from onelaunch.run.objective import has_accuracy, predictions_per_row
 from onelaunch.run.spec import Spec
 
 
 @dataclass
 class History:
-    """`epochs` holds a dict each: epoch (from 0, as `ol.permutation` counts), step (steps done at its end), loss (mean over
-    the epoch's rows), accuracy (of the training batches as they were seen; None for mse), validation (a dict with loss and
-    accuracy, or None), lr (of the last step), seconds.
+    """What `fit` returns. `epochs` has one dict per epoch, with the keys
+
+    epoch       its number, from 0 as in `ol.permutation`
+    step        number of steps done at its end
+    loss        mean over the epoch's rows
+    accuracy    of the training batches at the time they were trained on; None for mse
+    validation  a dict with loss and accuracy, or None
+    lr          learning rate of its last step
+    seconds     time it took
     """
 
     losses: list[float] = field(default_factory=list)
@@ -28,18 +34,19 @@ class History:
     device: str = ""
     plan: str = ""
     allocations: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0  # of training and validation, without start-up
+    seconds: float = 0.0  # training and validation, without start-up
     startup_seconds: float = 0.0  # from the call of fit to the first step
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as JSON knows it: a number that is not finite becomes None."""
+        """All fields, ready for JSON: a number that is not finite becomes None."""
         return json_ready(dataclasses.asdict(self))
 
     def plot(self, path: str | Path) -> Path:
-        """Draw loss and accuracy into an image file; its ending chooses the format."""
+        """Draw loss and accuracy into an image file and return its path; its suffix (.png, .svg, .pdf) selects the format."""
         from onelaunch.train.curves import draw
 
-        return draw(self, Path(path))
+        title = f"{len(self.losses):,} steps on {self.engine}, {self.seconds:.3g} s"
+        return draw(self.losses, self.epochs, title, Path(path))
 
     def __repr__(self) -> str:
         last = self.epochs[-1] if self.epochs else None
@@ -48,7 +55,7 @@ class History:
 
 
 def json_ready(value: Any) -> Any:
-    """`value` with None for every float that JSON has no word for."""
+    """`value` with None in place of every float that JSON cannot express: NaN and the infinities."""
     if isinstance(value, dict):
         return {key: json_ready(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -57,7 +64,7 @@ def json_ready(value: Any) -> Any:
 
 
 def summary(epoch: dict[str, Any]) -> str:
-    """`loss 0.0312, accuracy 99.12 %, validation loss 0.0627, accuracy 98.11 %`"""
+    """An epoch's record as text: `loss 0.0312, accuracy 99.12 %, validation loss 0.0627, accuracy 98.11 %`."""
     parts = [f"loss {epoch['loss']:.4g}"]
     if epoch["accuracy"] is not None:
         parts.append(f"accuracy {epoch['accuracy']:.2%}".replace("%", " %"))
@@ -67,7 +74,7 @@ def summary(epoch: dict[str, Any]) -> str:
 
 
 class Recorder:
-    """Adds segments to a History; an epoch cut by a stop is put together again when the run goes on."""
+    """Adds segments to a History. An epoch that a stop has cut is completed when the run resumes."""
 
     def __init__(self, spec: Spec, outputs: int, history: History) -> None:
         self.spec, self.outputs, self.history = spec, outputs, history
@@ -75,7 +82,7 @@ class Recorder:
         self.epoch_seconds = 0.0
 
     def add(self, segment: Segment, seconds: float) -> dict[str, Any] | None:
-        """Returns the epoch's record when this segment ends one."""
+        """Add a segment that took `seconds`; returns the epoch's record if the segment ends an epoch or the run."""
         self.history.losses += segment.losses.tolist()
         self.history.seconds += seconds
         self.correct += segment.correct or 0
@@ -83,13 +90,13 @@ class Recorder:
         done = len(self.history.losses)
         if done != self.spec.epoch_end(segment.first_step):
             return None
-        record = self._record(done, segment.correct is not None, segment.validation)
+        record = self._record(done, segment.validation)
         self.history.epochs.append(record)
-        if done % self.spec.steps_per_epoch == 0:  # else the run ends within an epoch, and may be extended
+        if done % self.spec.steps_per_epoch == 0:  # otherwise the run ends within an epoch and may be extended
             self.correct, self.epoch_seconds = 0, 0.0
         return record
 
-    def _record(self, done: int, counts: bool, validation: Metrics | None) -> dict[str, Any]:
+    def _record(self, done: int, validation: Metrics | None) -> dict[str, Any]:
         spec, epoch = self.spec, self.spec.epoch_of(done - 1)
         steps = range(epoch * spec.steps_per_epoch, done)
         rows = [spec.rows_of(step) for step in steps]
@@ -99,19 +106,20 @@ class Recorder:
             "epoch": epoch,
             "step": done,
             "loss": weighted / sum(rows),
-            "accuracy": self.correct / predictions if counts else None,
+            "accuracy": self.correct / predictions if has_accuracy(spec) else None,
             "validation": dataclasses.asdict(validation) if validation else None,
             "lr": spec.lr_at(done - 1),
             "seconds": self.epoch_seconds,
         }
 
     def partial(self) -> dict[str, Any]:
-        """What a checkpoint in the middle of an epoch must remember."""
+        """The counts of an unfinished epoch, which a checkpoint must keep."""
         return {"correct": self.correct, "epoch_seconds": self.epoch_seconds}
 
     def restore(self, partial: dict[str, Any]) -> None:
+        """Continue from the `partial()` of a checkpoint, whose losses and epochs are in the history already."""
         self.correct, self.epoch_seconds = int(partial["correct"]), float(partial["epoch_seconds"])
         done = len(self.history.losses)
         recorded = bool(self.history.epochs) and self.history.epochs[-1]["step"] == done
         if recorded and done % self.spec.steps_per_epoch and done < self.spec.total_steps:
-            self.history.epochs.pop()  # of a run that ended within this epoch, which now goes on
+            self.history.epochs.pop()  # the record of a run that ended within this epoch, which now continues

@@ -1,4 +1,4 @@
-"""From what the user passed to `fit` to a checked Run: tensors on the model's device, shapes and labels that fit."""
+"""Turns the arguments of `fit` into a checked Run: tensors on the model's device, with shapes and labels that match it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from onelaunch.run.spec import Spec
 
 
 def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[str, Any]) -> Run:
-    """Check everything that can be checked before the first step. `options` are the fields of Spec but `rows`."""
+    """The Run of these arguments, with everything checked that can be checked before the first step.
+
+    `options` are the fields of Spec except `rows`. Raises OnelaunchError for a mistake.
+    """
     if torch.is_inference_mode_enabled():
         raise OnelaunchError("fit cannot train under torch.inference_mode(): call it outside")
     parameters = _trainable(model)
@@ -50,7 +53,7 @@ def _network(model: nn.Module, x: torch.Tensor, spec: Spec) -> tuple[Network | N
 
 
 def to_tensor(argument: str, value: Any) -> torch.Tensor:
-    """A dense CPU or CUDA tensor of numbers from a tensor, an array or nested lists; no copy where none is needed."""
+    """A dense tensor of real numbers from a tensor, an array or nested lists, without a copy if none is needed."""
     if not isinstance(value, torch.Tensor):
         if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
             raise OnelaunchError(f"{argument} is a masked array with masked values: fill in or drop such rows")
@@ -59,16 +62,14 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
         except ValueError:
             raise ArgumentTypeError(f"{argument} has rows of different lengths: pass a rectangular array") from None
         except (RuntimeError, TypeError) as error:
-            raise ArgumentTypeError(
-                f"{argument} cannot be made an array ({error}): pass an array or a tensor"
-            ) from None
+            raise ArgumentTypeError(f"{argument} cannot become an array ({error}): pass an array or a tensor") from None
         if array.dtype.kind not in "buif":
             raise ArgumentTypeError(f"{argument} has dtype {array.dtype}: pass numbers (float, integer or uint8)")
         if array.dtype in (np.uint16, np.uint32, np.uint64):
             array = array.astype(np.int64)
         if array.dtype == np.longdouble:
             array = array.astype(np.float64)
-        # PyTorch warns about read-only memory and cannot take negative strides or foreign byte order.
+        # PyTorch warns about read-only memory, and cannot take negative strides or a foreign byte order.
         if not array.flags.writeable or any(s < 0 for s in array.strides) or not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="), copy=True)
         value = torch.from_numpy(array)
@@ -77,11 +78,12 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
         what = f"{kind} {value.dtype} on {value.device}"
         raise ArgumentTypeError(f"{argument} must be a dense tensor of real numbers, not {what}")
     if value.ndim == 0:
-        raise OnelaunchError(f"{argument} is a single number: pass one row a sample")
+        raise OnelaunchError(f"{argument} is a single number: pass one row per sample")
     return value.detach()
 
 
 def _trainable(model: Any) -> list[nn.Parameter]:
+    """The model's parameters that require a gradient; raises OnelaunchError if they cannot be trained."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model={model!r:.80} is not an nn.Module: pass for example nn.Sequential(...)")
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -91,20 +93,19 @@ def _trainable(model: Any) -> list[nn.Parameter]:
         raise OnelaunchError("model was made under torch.inference_mode() or on the meta device: make it outside")
     devices = {p.device for p in parameters}
     if len(devices) > 1:
-        raise OnelaunchError(f"model lies on several devices ({', '.join(map(str, devices))}): move it to one")
+        raise OnelaunchError(f"model is on several devices ({', '.join(map(str, devices))}): move it to one")
     return parameters
 
 
 def _check_lengths(x_name: str, x: torch.Tensor, y_name: str, y: torch.Tensor) -> None:
     if len(x) != len(y):
-        raise OnelaunchError(
-            f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass as many of one as of the other"
-        )
+        raise OnelaunchError(f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass the same number of rows")
     if len(x) == 0:
         raise OnelaunchError(f"{x_name} is empty: pass at least one row")
 
 
 def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: torch.dtype) -> torch.Tensor:
+    """x as the engines take it (see Run), checked for finite values and for the width of the first Linear."""
     if x.is_floating_point():
         x = x.to(dtype)
         finite = torch.isfinite(x)
@@ -119,30 +120,26 @@ def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: to
         x = x.to(dtype)
     shape = tuple(x.shape[1:])
     if not shape:
-        raise OnelaunchError(f"{argument} has one number a row: pass {argument}.reshape(-1, 1)")
+        raise OnelaunchError(f"{argument} has one number per row: pass {argument}.reshape(-1, 1)")
     if not network.flattens and len(shape) != 1:
-        raise OnelaunchError(
-            f"{argument} has rows of shape {shape}: put nn.Flatten() first in the model, or flatten them"
-        )
-    if int(np.prod(shape)) != network.inputs:
-        raise OnelaunchError(
-            f"{argument} has {int(np.prod(shape))} values a row, the model's first Linear takes {network.inputs}: "
-            "make the two equal"
-        )
+        raise OnelaunchError(f"{argument} has rows of shape {shape}: put nn.Flatten() first, or flatten the rows")
+    if (values := int(np.prod(shape))) != network.inputs:
+        difference = f"has {values} values per row, the model's first Linear takes {network.inputs}"
+        raise OnelaunchError(f"{argument} {difference}: make the two equal")
     return x.contiguous()
 
 
 def _output_shape(
     model: nn.Module, network: Network | None, x: torch.Tensor, spec: Spec, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Shape of one row of the model's output: from the layers, or by trying two rows in evaluation mode."""
+    """The shape of one row of the model's output, from its layers or from a trial of two rows in evaluation mode."""
     if network is not None:
         return (network.outputs,)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     devices = [x.device] if x.device.type == "cuda" else []
     try:
-        # The seed governs what lazy modules draw here, and the user's generator stays where it was.
+        # Lazy modules draw their weights here, from the run's seed; the state of the user's generator does not change.
         with torch.no_grad(), torch.random.fork_rng(devices), torch.autocast(x.device.type, enabled=False):
             torch.manual_seed(spec.seed)
             output = model(as_features(x[:2], dtype))
@@ -154,32 +151,29 @@ def _output_shape(
             module.training = mode
     if not isinstance(output, torch.Tensor) or output.shape[:1] != x[:2].shape[:1]:
         what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise OnelaunchError(f"model must return one tensor with a row a sample, not {what} for {len(x[:2])} rows")
+        raise OnelaunchError(f"model must return one tensor with one row per sample, not {what} for {len(x[:2])} rows")
     if spec.loss == "cross_entropy" and output.ndim != 2:
-        raise OnelaunchError(
-            f"loss='cross_entropy' needs outputs [rows, classes], the model's are {list(output.shape)}"
-        )
+        raise OnelaunchError(f"loss='cross_entropy' needs outputs [rows, classes], the model has {list(output.shape)}")
     return tuple(output.shape[1:])
 
 
 def _targets(argument: str, y: torch.Tensor, spec: Spec, output: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """y as the engines take it (see Run), checked against the loss and the shape of an output row."""
     if spec.loss == "cross_entropy":
         return _classes(argument, y, output[0])
     y = y.to(dtype)
     if not torch.isfinite(y).all():
         raise OnelaunchError(f"{argument} holds NaN or Inf: fill in or drop such rows")
     if tuple(y.shape[1:]) != output:
-        if y[0].numel() != int(np.prod(output)):
-            raise OnelaunchError(
-                f"{argument} has {y[0].numel()} values a row, the model puts out {int(np.prod(output))}: make the two equal"
-            )
+        if y[0].numel() != (values := int(np.prod(output))):
+            difference = f"has {y[0].numel()} values per row, the model's output has {values}"
+            raise OnelaunchError(f"{argument} {difference}: make the two equal")
         if y.ndim > 2 and [size for size in y.shape[1:] if size != 1] != [size for size in output if size != 1]:
-            raise OnelaunchError(
-                f"{argument} has rows of shape {tuple(y.shape[1:])}, the model puts out {output}: pass them alike, or flat"
-            )
+            difference = f"has rows of shape {tuple(y.shape[1:])}, the model's output has {output}"
+            raise OnelaunchError(f"{argument} {difference}: pass the same shape, or flat rows")
         y = y.reshape(len(y), *output)
     if spec.loss == "bce_with_logits" and not ((y >= 0) & (y <= 1)).all():
-        raise OnelaunchError(f"{argument} must lie in [0, 1] for loss='bce_with_logits' (got {y.min()} to {y.max()})")
+        raise OnelaunchError(f"{argument} must be in [0, 1] for loss='bce_with_logits' (got {y.min()} to {y.max()})")
     return y.contiguous()
 
 
@@ -192,14 +186,13 @@ def _classes(argument: str, y: torch.Tensor, classes: int) -> torch.Tensor:
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
     if y.ndim != 1:
-        raise OnelaunchError(f"{argument} has shape {list(y.shape)}, loss='cross_entropy' takes one class number a row")
+        raise OnelaunchError(f"{argument} has shape {list(y.shape)}: loss='cross_entropy' takes one class per row")
     y = y.to(torch.int64)
     wrong = (y < 0) | (y >= classes)
     if wrong.any():
         row = int(wrong.nonzero()[0, 0])
-        raise OnelaunchError(
-            f"{argument}[{row}]={int(y[row])} is not a class of this model: its {classes} outputs take 0 to {classes - 1}"
-        )
+        known = f"its {classes} outputs take 0 to {classes - 1}"
+        raise OnelaunchError(f"{argument}[{row}]={int(y[row])} is not a class of this model: {known}")
     return y.contiguous()
 
 
@@ -209,25 +202,25 @@ def _validation(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     if not isinstance(validation, tuple | list) or len(validation) != 2:
         raise ArgumentTypeError("validation must be a pair (x, y), such as validation=(test_x, test_y)")
-    if validation[0] is None or validation[1] is None:  # test_x and test_y of data that has no test part
+    if validation[0] is None or validation[1] is None:  # test_x and test_y of a data set without a test part
         raise ArgumentTypeError(
             "validation holds None: pass rows and their targets (onelaunch.data.split holds some out), or validation=None"
         )
     names = ("validation[0]", "validation[1]")
-    check_x, check_y = to_tensor(names[0], validation[0]), to_tensor(names[1], validation[1])
-    _check_lengths(names[0], check_x, names[1], check_y)
-    check_x = _features(names[0], check_x, network, dtype)
-    if network is None and check_x.shape[1:] != x.shape[1:]:
-        raise OnelaunchError(f"{names[0]} has rows of shape {tuple(check_x.shape[1:])}, x of {tuple(x.shape[1:])}")
-    if (check_x.dtype == torch.uint8) != (x.dtype == torch.uint8):
+    validation_x, validation_y = to_tensor(names[0], validation[0]), to_tensor(names[1], validation[1])
+    _check_lengths(names[0], validation_x, names[1], validation_y)
+    validation_x = _features(names[0], validation_x, network, dtype)
+    if network is None and validation_x.shape[1:] != x.shape[1:]:
+        raise OnelaunchError(f"{names[0]} has rows of shape {tuple(validation_x.shape[1:])}, x of {tuple(x.shape[1:])}")
+    if (validation_x.dtype == torch.uint8) != (x.dtype == torch.uint8):
         raise OnelaunchError(
-            f"{names[0]} is {check_x.dtype} and x is {x.dtype}: uint8 means value / 255, so pass both alike"
+            f"{names[0]} is {validation_x.dtype} and x is {x.dtype}: uint8 means value / 255, so pass the same type for both"
         )
-    return check_x.to(x.device), _targets(names[1], check_y, spec, output, dtype).to(x.device)
+    return validation_x.to(x.device), _targets(names[1], validation_y, spec, output, dtype).to(x.device)
 
 
 def _check_batch_norm(network: Network | None, spec: Spec) -> None:
-    """BatchNorm1d cannot normalise one row; PyTorch would say so in the middle of the run."""
+    """Raise if a batch has one row, which BatchNorm1d cannot normalise: PyTorch would fail in the middle of the run."""
     last = min(spec.steps_per_epoch, spec.total_steps) - 1
     normalises = network is not None and any(isinstance(layer, BatchNorm) for layer in network.layers)
     if normalises and spec.rows_of(last) == 1:

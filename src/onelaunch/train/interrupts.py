@@ -1,4 +1,4 @@
-"""Ctrl-C while a run or a benchmark goes on."""
+"""Handling of Ctrl-C during a run or a benchmark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def on_interrupt(act: Callable[[], None]) -> Iterator[None]:
-    """Inside, Ctrl-C calls `act`; not in other threads than the main one, nor where it is ignored, as under nohup."""
+    """Inside the block, Ctrl-C calls `act`. No effect in other threads than the main one, or if Ctrl-C is ignored (nohup)."""
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         yield
         return
@@ -23,18 +23,21 @@ def on_interrupt(act: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def reraise_interrupts() -> Iterator[Callable[[], None]]:
-    """Inside, Ctrl-C raises KeyboardInterrupt as ever; what is given raises it again where nobody got to see it: Python
-    drops an exception that strikes inside a destructor, and the work would go on."""
-    struck = False
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed inside the block.
+
+    Ctrl-C raises KeyboardInterrupt at once too, as usual. But Python drops an exception that is raised inside a destructor, and
+    without the second chance the work would continue.
+    """
+    interrupted = False
 
     def check() -> None:
-        if struck:
+        if interrupted:
             raise KeyboardInterrupt
 
-    def note() -> None:
-        nonlocal struck
-        struck = True
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
         check()
 
-    with on_interrupt(note):
+    with on_interrupt(interrupt):
         yield check

@@ -1,4 +1,4 @@
-"""The driver: what is the same whichever engine trains. History, checkpoints, progress, Ctrl-C, the stop on NaN."""
+"""The driver of a run, the same for every engine: history, checkpoints, progress, Ctrl-C, the stop on NaN."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onelaunch.device import device_name
 from onelaunch.engines import FASTEST_FIRST, choose, engine_or_reason
 from onelaunch.engines.contract import Engine, Run, State
 from onelaunch.errors import DivergedError, UnsupportedError
-from onelaunch.run.distributed import World, world
+from onelaunch.run.distributed import world
 from onelaunch.train.checkpoint import (
     Checkpoint,
     check_fits,
@@ -32,7 +32,7 @@ from onelaunch.train.progress import Progress
 
 
 class Listener:
-    """Told of a run's course: once when it is accepted and about to start, then after each epoch."""
+    """Called once when a run has been accepted and is about to start, then after each epoch."""
 
     def started(self, history: History) -> None: ...
 
@@ -40,7 +40,7 @@ class Listener:
 
 
 class StopSwitch:
-    """The engines' Monitor: carries progress out and the wish to stop in."""
+    """The Monitor of the engines: passes progress out and the request to stop in."""
 
     def __init__(self, progress: Progress) -> None:
         self.stop = False
@@ -50,7 +50,7 @@ class StopSwitch:
         self._progress.update(step, loss, correct)
 
     def interrupt(self) -> None:
-        """The first Ctrl-C asks for a stop at the next step, a second one does not wait for it."""
+        """The first Ctrl-C requests a stop at the next step; a second one does not wait for it."""
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
@@ -59,87 +59,78 @@ class StopSwitch:
 def drive(
     run: Run, *, checkpoint: Path | None, resume: bool, progress: Progress, listener: Listener, started: float
 ) -> History:
-    """Train `run` to its end. Ctrl-C ends it at a step boundary: saved, the model usable, KeyboardInterrupt raised.
+    """Train `run` to its end and return its history.
 
-    Where processes train together, all read the checkpoint and the one that leads writes, shows and tells.
+    Ctrl-C ends the run at a step boundary: the checkpoint is written, the model is usable, and KeyboardInterrupt is raised.
+    Where several processes train together, all read the checkpoint, and the leading one writes it and reports.
     """
     team = world()
     written = checkpoint if team.leads else None
     if not team.leads:
         progress, listener = Progress(), Listener()
-    with checkpoint_lock(written, there=resume):
-        return _drive(run, team, checkpoint, written, resume, progress, listener, started)
-
-
-def _drive(
-    run: Run, team: World, checkpoint: Path | None, written: Path | None, resume: bool, progress: Progress,
-    listener: Listener, started: float,
-) -> History:  # fmt: skip
     run = dataclasses.replace(run, checkpoints=checkpoint is not None)
-    resumed = _resume(run, checkpoint) if resume and checkpoint else None
-    engine, reason = _choose(run, resumed)
-    history = History(engine=engine.name, reason=reason, device=device_name(run.device))
-    recorder = Recorder(run.spec, run.outputs, history)
-    state: State = {}
-    if resumed:
-        run.model.load_state_dict(resumed.model)
-        state = resumed.state
-        history.losses, history.epochs = resumed.losses.tolist(), resumed.about["epochs"]
-        history.seconds = resumed.about["seconds"]
-        recorder.restore(resumed.about["partial"])
-    elif written and written.exists():
-        set_aside(written)
-    data = resumed.about["data"] if resumed else fingerprint(run) if written else ""
-    save = Saver(run, recorder, written, data)
-    try:
-        session = engine.start(run, state)
-    except UnsupportedError as refusal:
-        if run.spec.engine != "auto":
-            raise
-        engine, history.reason = choose(run, {engine.name: str(refusal)})
-        history.engine = engine.name
-        session = engine.start(run, state)
-    try:
-        history.plan, history.precision = session.plan, session.precision
-        listener.started(history)
-        if written and not resumed:  # a run killed in its first epoch can be resumed too
-            save(session.snapshot())
-        switch = StopSwitch(progress)
-        with on_interrupt(switch.interrupt), progress.running(run.spec, history, run.outputs):
-            history.startup_seconds = time.perf_counter() - started
-            clock = time.perf_counter()
-            for segment in session.segments(len(history.losses), switch):
-                seconds = time.perf_counter() - clock
-                clock += seconds  # a GPU trains on while this one is recorded: what that takes belongs to the next
-                _refuse_divergence(segment.first_step, segment.losses, checkpoint)
-                record = recorder.add(segment, seconds)
-                history.plan, history.allocations = session.plan, dict(session.allocations)
-                if written:
-                    saving = time.perf_counter()
-                    save(session.snapshot())
-                    clock += time.perf_counter() - saving
-                if record:
-                    progress.epoch(record)
-                    listener.epoch(history, record)
-                if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
-                    raise KeyboardInterrupt
-        session.snapshot()
-        save.refuse_bad_weights()
-        if team.any(switch.stop, run.device):  # in the last steps: they are trained and saved, and the wish still holds
-            raise KeyboardInterrupt
-    finally:
-        session.close()
-    return history
-
-
-def _resume(run: Run, path: Path) -> Checkpoint:
-    found = load_checkpoint(path)
-    check_fits(path, found, run)
-    return found
+    with checkpoint_lock(written, must_exist=resume):
+        resumed = None
+        if resume and checkpoint:
+            resumed = load_checkpoint(checkpoint)
+            check_fits(checkpoint, resumed, run)
+        engine, reason = _choose(run, resumed)
+        history = History(engine=engine.name, reason=reason, device=device_name(run.device))
+        recorder = Recorder(run.spec, run.outputs, history)
+        state: State = {}
+        if resumed:
+            run.model.load_state_dict(resumed.model)
+            state = resumed.state
+            history.losses, history.epochs = resumed.losses.tolist(), resumed.about["epochs"]
+            history.seconds = resumed.about["seconds"]
+            recorder.restore(resumed.about["partial"])
+        elif written and written.exists():
+            set_aside(written)
+        data = resumed.about["data"] if resumed else fingerprint(run) if written else ""
+        save = Saver(run, recorder, written, data)
+        try:
+            session = engine.start(run, state)
+        except UnsupportedError as refusal:
+            if run.spec.engine != "auto":
+                raise
+            engine, history.reason = choose(run, {engine.name: str(refusal)})
+            history.engine = engine.name
+            session = engine.start(run, state)
+        try:
+            history.plan, history.precision = session.plan, session.precision
+            listener.started(history)
+            if written and not resumed:  # so that a run that is killed in its first epoch can be resumed too
+                save(session.snapshot())
+            switch = StopSwitch(progress)
+            with on_interrupt(switch.interrupt), progress.running(run.spec, history, run.outputs):
+                history.startup_seconds = time.perf_counter() - started
+                clock = time.perf_counter()
+                for segment in session.segments(len(history.losses), switch):
+                    seconds = time.perf_counter() - clock
+                    clock += seconds  # a GPU trains on while a segment is recorded: that time counts for the next one
+                    _refuse_divergence(segment.first_step, segment.losses, checkpoint)
+                    record = recorder.add(segment, seconds)
+                    history.plan, history.allocations = session.plan, dict(session.allocations)
+                    if written:
+                        saving = time.perf_counter()
+                        save(session.snapshot())
+                        clock += time.perf_counter() - saving
+                    if record:
+                        progress.epoch(record)
+                        listener.epoch(history, record)
+                    if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
+                        raise KeyboardInterrupt
+            session.snapshot()
+            save.refuse_bad_weights()
+            if team.any(switch.stop, run.device):  # Ctrl-C in the last steps, which are trained and saved all the same
+                raise KeyboardInterrupt
+        finally:
+            session.close()
+        return history
 
 
 def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
-    """A resumed run stays on its engine, for the same bits, unless another was asked for or several processes train."""
+    """The engine and the reason for it. A resumed run keeps its engine, for the same bits, if it can and none is requested."""
     if resumed and run.spec.engine == "auto" and world().size == 1:
         name = resumed.about["engine"]
         found = engine_or_reason(name, run.device) if name in FASTEST_FIRST else "not an engine"
@@ -149,12 +140,12 @@ def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
 
 
 class Saver:
-    """Writes the checkpoint of a run, unless its weights have gone bad."""
+    """Writes the checkpoint of a run, unless its weights are no longer finite."""
 
     def __init__(self, run: Run, recorder: Recorder, path: Path | None, data: str) -> None:
         """`data` is the fingerprint of the run's rows."""
         self.run, self.recorder, self.path, self._data = run, recorder, path, data
-        self._finite_before = {name for name, tensor in self._floats() if _is_finite(tensor)}  # a mask may hold -inf
+        self._finite_before = {name for name, tensor in self._floats() if _is_finite(tensor)}  # a mask may contain -inf
 
     def _floats(self) -> list[tuple[str, torch.Tensor]]:
         state = self.run.model.state_dict()
@@ -165,21 +156,18 @@ class Saver:
         self.refuse_bad_weights()
         run, history = self.run, self.recorder.history
         about = {
-            "spec": run.spec.to_dict(),
-            "model": str(run.model),
-            "frozen": frozen_parameters(run.model),
-            "data": self._data,
-            "engine": history.engine,
-            "precision": history.precision,
-            "epochs": history.epochs,
-            "partial": self.recorder.partial(),
-            "seconds": history.seconds,
-        }
+            "spec": run.spec.to_dict(), "model": str(run.model), "frozen": frozen_parameters(run.model),
+            "data": self._data, "engine": history.engine, "precision": history.precision, "epochs": history.epochs,
+            "partial": self.recorder.partial(), "seconds": history.seconds,
+        }  # fmt: skip
         losses = torch.tensor(history.losses, dtype=torch.float32)
         save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about))
 
     def refuse_bad_weights(self) -> None:
-        """A last update can overflow while its loss was still finite: such weights must not replace a good checkpoint."""
+        """Raise DivergedError if the last update has overflowed, which a finite loss does not show.
+
+        Such weights must not replace a good checkpoint.
+        """
         step = len(self.recorder.history.losses) - 1
         for name, tensor in self._floats():
             if name in self._finite_before and not _is_finite(tensor):
@@ -194,9 +182,8 @@ def _refuse_divergence(first_step: int, losses: torch.Tensor, checkpoint: Path |
     finite = torch.isfinite(losses)
     if not finite.all():
         offset = int((~finite).nonzero()[0, 0])
-        raise _diverged(
-            f"the loss is {losses[offset].item()} at step {first_step + offset}", first_step + offset, checkpoint
-        )
+        step = first_step + offset
+        raise _diverged(f"the loss is {losses[offset].item()} at step {step}", step, checkpoint)
 
 
 def _diverged(what: str, step: int, checkpoint: Path | None) -> DivergedError:

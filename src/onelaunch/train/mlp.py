@@ -1,4 +1,4 @@
-"""The MLP that a config describes, as an ordinary nn.Sequential."""
+"""The MLP of a config, as an ordinary nn.Sequential."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from onelaunch.errors import OnelaunchError, require_option
 
 
 def check_architecture(widths: Sequence[int], activation: str, dropout: float) -> None:
+    """Raise OnelaunchError unless `mlp` can build a network of these widths."""
     require_option("activation", activation, ACTIVATIONS)
     if len(widths) < 2 or any(width < 1 for width in widths):
         raise OnelaunchError(f"layers={list(widths)} must be two or more widths, each 1 or more, such as 784,128,10")
     if not 0 <= dropout <= 1:
-        raise OnelaunchError(f"dropout={dropout} must lie between 0 and 1")
+        raise OnelaunchError(f"dropout={dropout} must be between 0 and 1")
 
 
 def mlp(
@@ -25,14 +26,14 @@ def mlp(
 ) -> nn.Sequential:
     """Flatten, then Linear [→ BatchNorm1d] → activation [→ Dropout] for each hidden width, then Linear.
 
-    Weights are PyTorch's defaults, drawn from a generator seeded with `seed`; the global one is left alone.
+    The weights are PyTorch's defaults, drawn with `seed`; the state of PyTorch's global generator does not change.
     """
     check_architecture(widths, activation, dropout)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             return nn.Sequential(nn.Flatten(), *_layers(widths, activation, dropout, batch_norm))
-        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # or more than a size may be
+        except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # the last two: beyond PyTorch's sizes
             raise OnelaunchError(
                 f"layers={list(widths)} do not fit into memory: pass smaller widths in hidden, or in layers"
             ) from error

@@ -1,4 +1,4 @@
-"""The progress bar of a run: loss, accuracy, samples a second, time left. Silent where there is no terminal."""
+"""The progress bar of a run: loss, accuracy, samples per second, time left. Without a terminal there is none."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Shows nothing; the base of the bar, and what `progress=False` uses."""
+    """Shows nothing: for `progress=False`, and the base class of the bar."""
 
     @contextmanager
     def running(self, spec: Spec, history: History, outputs: int) -> Iterator[None]:
         yield
 
     def update(self, step: int, loss: float, correct: int | None) -> None:
-        """`correct` counts right predictions since the epoch began, or since the run went on within it."""
+        """`correct` counts the correct predictions since the epoch began, or since the run resumed within it."""
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """An epoch is over."""
+        """Show the record of an epoch that has ended."""
 
 
 class TerminalProgress(Progress):
+    """A bar in the terminal, and one line per epoch above it."""
+
     def __init__(self, bar: RichProgress) -> None:
         self._bar = bar
 
@@ -38,7 +40,7 @@ class TerminalProgress(Progress):
         self._spec = spec
         self._epochs = spec.epoch_of(spec.total_steps - 1) + 1
         self._per_row = predictions_per_row(spec, outputs)
-        self._first = len(history.losses)  # where this epoch's counts begin
+        self._first = len(history.losses)  # the step at which the counts of this epoch begin
         self._begin_step, self._begin = self._first, time.perf_counter()
         with self._bar:
             self._task = self._bar.add_task(
@@ -51,7 +53,7 @@ class TerminalProgress(Progress):
         return f"epoch {epoch + 1}/{self._epochs}"
 
     def _rows(self, first: int, step: int) -> int:
-        """Rows of the steps [first, step), counting a partial last batch as a whole one: good enough for a bar."""
+        """Rows of the steps [first, step). A partial last batch counts as a full one, which is accurate enough for a bar."""
         return (step - first) * min(self._spec.batch_size, self._spec.rows)
 
     def update(self, step: int, loss: float, correct: int | None) -> None:
@@ -66,14 +68,13 @@ class TerminalProgress(Progress):
     def epoch(self, record: dict[str, Any]) -> None:
         self._first = record["step"]
         self.update(record["step"], record["loss"], None)
-        number = record["epoch"] + 1
-        self._bar.console.print(
-            f"epoch {number}/{self._epochs}  {summary(record)}  [dim]{record['seconds']:.2f} s[/dim]", highlight=False
-        )
+        text = f"epoch {record['epoch'] + 1}/{self._epochs}  {summary(record)}  [dim]{record['seconds']:.2f} s[/dim]"
+        self._bar.console.print(text, highlight=False)
 
 
-def make_progress(wanted: bool) -> Progress:
-    if not wanted:
+def make_progress(enabled: bool) -> Progress:
+    """The bar if `enabled` and if there is a terminal or a notebook, else one that shows nothing."""
+    if not enabled:
         return Progress()
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
@@ -82,10 +83,6 @@ def make_progress(wanted: bool) -> Progress:
     console = Console(stderr=True)
     if not console.is_terminal and not console.is_jupyter:
         return Progress()
-    text = "{task.fields[%s]}"
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        *(TextColumn(text % f) for f in ("loss", "accuracy", "rate")),
-    )
-    return TerminalProgress(RichProgress(*columns, TimeRemainingColumn(), console=console, transient=True))
+    fields = [TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "accuracy", "rate")]
+    columns = (TextColumn("{task.description}"), BarColumn(), *fields, TimeRemainingColumn())
+    return TerminalProgress(RichProgress(*columns, console=console, transient=True))

@@ -1,13 +1,14 @@
-"""The folder of a run: what was asked, on what, what happened, and all that is needed to go on.
+"""The folder of a run: its configuration, its results, and everything that is needed to resume it.
 
 config.toml              the resolved configuration
 run.json                 versions, device, data, engine, status
-metrics.jsonl            a line an epoch: metrics, and under "losses" the loss of each of its steps
-curves.png               the same, drawn
+metrics.jsonl            one line per epoch: metrics, and under "losses" the loss of each of its steps
+curves.png               a figure of the metrics
 checkpoint.safetensors   to resume from
 model.safetensors        the trained weights, by the names of the model's state_dict
 
-Every file is replaced atomically, but metrics.jsonl, which grows; a torn or surplus line after a kill is dropped on resume.
+Every file is replaced atomically, except metrics.jsonl, which grows. After a kill, a resume drops its incomplete or surplus
+lines.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from onelaunch.train.loop import Listener
 
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
 CHECKPOINT, MODEL, LOCK = "checkpoint.safetensors", "model.safetensors", ".lock"
-COMPARE_FILE = "compare.json"  # of `onelaunch compare`, whose folder is not a run's
+COMPARE_FILE = "compare.json"  # written by `onelaunch compare`, whose folder is not that of a run
 
 
 class RunFolder(Listener):
-    """Holds a lock until it is closed, so that two processes cannot train into one folder."""
+    """Writes the files of a run, and locks the folder until `close`, so that two processes cannot train into it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -45,28 +46,27 @@ class RunFolder(Listener):
 
     @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
-        """A new folder: `out`, which must be empty or not there, or a dated one under runs/."""
+        """A new folder: `out`, which must be empty or absent, or a dated folder in runs/."""
         try:
             if out is not None:
                 path = Path(out).expanduser()
                 path.mkdir(parents=True, exist_ok=True)
-                # Hidden files alone are what a process leaves that was killed before it had written anything.
+                # A process that was killed before it wrote anything leaves hidden files only.
                 if any(not entry.name.startswith(".") for entry in path.iterdir()):
-                    goes_on = f", or go on with: onelaunch train --resume {shlex.quote(out)}" if is_run(path) else ""
-                    raise OnelaunchError(f"out={out!r} is not empty: pass another folder{goes_on}")
+                    resume = f", or go on with: onelaunch train --resume {shlex.quote(out)}" if is_run(path) else ""
+                    raise OnelaunchError(f"out={out!r} is not empty: pass another folder{resume}")
             else:
                 path = _dated_folder(Path("runs"), name)
             return cls(path)
         except (OSError, ValueError) as error:
             if isinstance(error, OnelaunchError):
                 raise
-            raise OnelaunchError(
-                f"out={out or 'runs'!r} cannot be written: {reason_of(error)}; pass another --out"
-            ) from error
+            reason = f"out={out or 'runs'!r} cannot be written: {reason_of(error)}"
+            raise OnelaunchError(f"{reason}; pass another --out") from error
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The folder of an earlier run, to go on in."""
+        """The folder of an earlier run, to resume in."""
         config_of(path)
         try:
             folder = cls(path)
@@ -80,19 +80,21 @@ class RunFolder(Listener):
         return self.path / CHECKPOINT
 
     def refuse_lost_checkpoint(self) -> None:
-        """A run that has results but no checkpoint cannot go on, and must not be overwritten by a new one."""
+        """Raise if the run has results but no checkpoint: it cannot resume, and a new run must not overwrite it."""
         metrics = self.path / METRICS
-        if not self.checkpoint.exists() and (
-            (self.path / MODEL).exists() or (metrics.is_file() and metrics.stat().st_size)
-        ):
+        results = (self.path / MODEL).exists() or (metrics.is_file() and metrics.stat().st_size)
+        if results and not self.checkpoint.exists():
             raise OnelaunchError(
                 f"resume={str(self.path)!r} has results but no {CHECKPOINT}: put it back, or repeat the run with "
                 f"onelaunch train {self.path / CONFIG}"
             )
 
     def begin(self, config: str, about: dict[str, Any]) -> None:
-        """What the run is. A new folder gets its config at once, so that it can be resumed whatever happens; an earlier
-        run's files stay as they are until `started`."""
+        """Set the configuration and the content of run.json.
+
+        A new folder gets its config.toml at once, so that the run can be resumed whatever happens. The files of an earlier run
+        do not change before `started`.
+        """
         self._config, self._about = config, about
         if not (self.path / CONFIG).exists():
             self._write(CONFIG, config)
@@ -100,7 +102,7 @@ class RunFolder(Listener):
     def started(self, history: History) -> None:
         self._write(CONFIG, self._config)
         self.describe(status="running")
-        # The checkpoint knows which epochs are done: a torn or surplus line after a kill goes.
+        # The checkpoint knows which epochs are done: this drops the incomplete or surplus lines of a killed run.
         self._write(METRICS, "".join(_line(history, record) for record in history.epochs))
 
     def epoch(self, history: History, record: dict[str, Any]) -> None:
@@ -110,11 +112,12 @@ class RunFolder(Listener):
             os.fsync(file.fileno())
 
     def describe(self, **about: Any) -> None:
-        """Add to run.json."""
+        """Add entries to run.json."""
         self._about.update(about)
         self._write(ABOUT, json.dumps(json_ready(self._about), indent=1) + "\n")
 
     def finish(self, model: nn.Module, history: History) -> None:
+        """Write the weights and the figure."""
         self.save_model(model)
         history.plot(self.path / CURVES)
 
@@ -142,7 +145,7 @@ class RunFolder(Listener):
             self._lock = None
 
     def discard(self) -> None:
-        """Remove a folder in which nothing was trained."""
+        """Delete the folder unless it has a checkpoint, which means that something was trained."""
         if self.checkpoint.exists():
             return
         with suppress(OSError):
@@ -156,18 +159,18 @@ def is_run(path: Path) -> bool:
 
 
 def is_finished(path: Path) -> bool:
-    """Whether the run in this folder came to its end and has all it left."""
+    """Whether the run in this folder has finished and its files are all there."""
     try:
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    left = all((path / name).exists() for name in (CHECKPOINT, MODEL, METRICS))
-    return left and isinstance(about, dict) and about.get("status") == "finished"
+    complete = all((path / name).exists() for name in (CHECKPOINT, MODEL, METRICS))
+    return complete and isinstance(about, dict) and about.get("status") == "finished"
 
 
 def config_of(path: Path) -> Path:
-    """The configuration of the run in a folder; refuses a folder without one."""
-    if (path / COMPARE_FILE).exists():  # whose report would be overwritten
+    """The path of the run's config.toml in folder `path`; raises OnelaunchError if it is not the folder of a run."""
+    if (path / COMPARE_FILE).exists():  # a run would overwrite the report of the comparison
         raise OnelaunchError(f"resume={str(path)!r} is the folder of a comparison: pass the folder of a run")
     config = path / CONFIG
     if not config.is_file():
@@ -202,7 +205,5 @@ def _lock(path: Path) -> int | None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(handle)
-        raise OnelaunchError(
-            f"{str(path)!r} is in use by another training process: wait for it, or pass another folder"
-        ) from None
+        raise OnelaunchError(f"{str(path)!r} is in use by another run: wait for it, or pass another folder") from None
     return handle

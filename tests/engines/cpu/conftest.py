@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,13 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def one_torch_thread(one_thread: None) -> None:
-    """PyTorch's own threads only slow the reference down at these sizes; the engine's shares are chosen by the tests."""
+    """At these sizes PyTorch's own threads only slow the reference down; the tests choose the engine's partitions."""
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder of cached code for the whole session: tests of the same network compile it once."""
-    return tmp_path_factory.mktemp("cpu_code")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of compiled code for the whole test run, all workers included: a network is compiled once."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cpu_code"
+    folder.mkdir(exist_ok=True)
+    return folder

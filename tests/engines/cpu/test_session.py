@@ -1,10 +1,7 @@
-"""The engine's side of the contract: segments, stops, snapshots, resuming, refusals."""
+"""The engine's side of the contract: segments, stops, snapshots, resuming."""
 
 from __future__ import annotations
 
-import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +10,15 @@ import torch
 from torch import nn
 
 from onelaunch.engines.contract import Run
-from onelaunch.engines.cpu import ENGINE
 from onelaunch.engines.cpu.session import CpuSession
-from onelaunch.train.inputs import make_run
-from tests.engines.cpu.plain import Bystander, data, make
+from tests.engines.cpu.runs import Bystander, copy_of, data, make
+from tests.pairwise import cases
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {},
     "momentum": {"momentum": 0.9, "weight_decay": 0.01},
     "adam": {"optimizer": "adam", "lr": 3e-3, "schedule": "cosine"},
+    "rmsprop": {"optimizer": "rmsprop", "lr": 1e-3, "momentum": 0.9},
 }
 
 
@@ -34,13 +31,9 @@ def run_with(**options: Any) -> Run:
     return make(model, x, y, (x[:40], y[:40]), **{"epochs": 3, "batch_size": 16, **options})
 
 
-def copy_of(run: Run) -> Run:
-    return Run(run.spec, copy.deepcopy(run.model), run.network, "", run.x, run.y, run.validation, run.outputs)
-
-
-def test_segments_are_epochs(place: Path) -> None:
+def test_segments_are_epochs(cache_folder: Path) -> None:
     run = run_with()
-    session = CpuSession(run, {}, place=place)
+    session = CpuSession(run, {}, cache_folder=cache_folder)
     segments = list(session.segments(0, Bystander()))
     session.close()
     assert [(segment.first_step, len(segment.losses)) for segment in segments] == [(0, 7), (7, 7), (14, 7)]
@@ -50,17 +43,19 @@ def test_segments_are_epochs(place: Path) -> None:
     assert session.allocations == {"arena": 1}
 
 
-def test_a_run_in_steps_ends_in_the_middle_of_an_epoch(place: Path) -> None:
-    session = CpuSession(run_with(epochs=None, steps=10), {}, place=place)
+def test_a_run_in_steps_ends_in_the_middle_of_an_epoch(cache_folder: Path) -> None:
+    session = CpuSession(run_with(epochs=None, steps=10), {}, cache_folder=cache_folder)
     segments = list(session.segments(0, Bystander()))
     session.close()
     assert [len(segment.losses) for segment in segments] == [7, 3]
     assert segments[-1].validation is not None
 
 
-def test_mse_has_no_accuracy(place: Path) -> None:
+def test_mse_has_no_accuracy(cache_folder: Path) -> None:
     x, y = data("mse", 30, 4, 2)
-    session = CpuSession(make(nn.Sequential(nn.Linear(4, 2)), x, y, (x, y), loss="mse", epochs=1), {}, place=place)
+    session = CpuSession(
+        make(nn.Sequential(nn.Linear(4, 2)), x, y, (x, y), loss="mse", epochs=1), {}, cache_folder=cache_folder
+    )
     segment = next(iter(session.segments(0, Bystander())))
     session.close()
     assert segment.correct is None
@@ -68,28 +63,24 @@ def test_mse_has_no_accuracy(place: Path) -> None:
     assert segment.validation.accuracy is None
 
 
-@pytest.mark.parametrize("shares", [1, 2])
-@pytest.mark.parametrize("stop_at", [3, 7, 9, 16])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "stop_at", "partitions"), cases(tuple(OPTIMIZERS), (3, 7, 9, 16), (1, 2)))
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
-    optimizer: str, stop_at: int, shares: int, place: Path
+    optimizer: str, stop_at: int, partitions: int, cache_folder: Path
 ) -> None:
     run = run_with(**OPTIMIZERS[optimizer])
     whole = copy_of(run)
-    session = CpuSession(whole, {}, place=place, shares=shares)
+    session = CpuSession(whole, {}, cache_folder=cache_folder, partitions=partitions)
     losses = torch.cat([segment.losses for segment in session.segments(0, Bystander())])
     state = session.snapshot()
     session.close()
 
     first = copy_of(run)
-    session = CpuSession(first, {}, place=place, shares=shares)
+    session = CpuSession(first, {}, cache_folder=cache_folder, partitions=partitions)
     session._call_steps = lambda: 1  # type: ignore[method-assign]
     done, taken = 0, []
-    monitor = Bystander(stop_at=stop_at)
-    monitor.report(0, 0.0, None)
 
     class Watch:
-        """Asks for the stop from the inside, step by step."""
+        """A Monitor that requests the stop after exactly `stop_at` steps."""
 
         @property
         def stop(self) -> bool:
@@ -108,7 +99,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     session.close()
 
     second = copy_of(first)
-    session = CpuSession(second, saved, place=place, shares=shares)
+    session = CpuSession(second, saved, cache_folder=cache_folder, partitions=partitions)
     taken += [segment.losses for segment in session.segments(done, Bystander())]
     resumed_state = session.snapshot()
     session.close()
@@ -119,8 +110,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     assert all(torch.equal(state[name], resumed_state[name]) for name in state)
 
 
-def test_a_stop_ends_the_segment_at_a_step_and_without_validation(place: Path) -> None:
-    session = CpuSession(run_with(), {}, place=place)
+def test_a_stop_ends_the_segment_at_a_step_and_without_validation(cache_folder: Path) -> None:
+    session = CpuSession(run_with(), {}, cache_folder=cache_folder)
     session._call_steps = lambda: 2  # type: ignore[method-assign]
     monitor = Bystander()
     monitor.stop = True
@@ -131,8 +122,8 @@ def test_a_stop_ends_the_segment_at_a_step_and_without_validation(place: Path) -
     assert monitor.reports[-1][0] == 2
 
 
-def test_a_loss_that_is_not_finite_ends_the_segment(place: Path) -> None:
-    session = CpuSession(run_with(lr=1e30), {}, place=place)
+def test_a_loss_that_is_not_finite_ends_the_segment(cache_folder: Path) -> None:
+    session = CpuSession(run_with(lr=1e30), {}, cache_folder=cache_folder)
     session._call_steps = lambda: 1  # type: ignore[method-assign]
     segment = next(iter(session.segments(0, Bystander())))
     session.close()
@@ -140,11 +131,11 @@ def test_a_loss_that_is_not_finite_ends_the_segment(place: Path) -> None:
     assert len(segment.losses) < 7
 
 
-def test_snapshots_have_the_names_of_the_contract_and_write_into_the_model(place: Path) -> None:
+def test_snapshots_have_the_names_of_the_contract_and_write_into_the_model(cache_folder: Path) -> None:
     run = run_with(optimizer="adam")
     weight = run.model[0].weight  # type: ignore[index]
     before = weight.detach().clone()
-    session = CpuSession(run, {}, place=place)
+    session = CpuSession(run, {}, cache_folder=cache_folder)
     assert all((tensor == 0).all() for tensor in session.snapshot().values())
     assert torch.equal(before, weight)
     next(iter(session.segments(0, Bystander())))
@@ -156,23 +147,3 @@ def test_snapshots_have_the_names_of_the_contract_and_write_into_the_model(place
     assert run.model[0].weight is weight  # type: ignore[index]
     assert not torch.equal(before, weight)
     assert int(run.model[1].num_batches_tracked) == 7  # type: ignore[index]
-
-
-def test_refusals_say_why() -> None:
-    x, y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
-    plain = nn.Sequential(nn.Linear(4, 2))
-    options = {"epochs": 1, "batch_size": 4}
-    assert ENGINE.unsupported_reason(make_run(plain, x, y, None, options)) == ""
-    assert "bf16" in ENGINE.unsupported_reason(make_run(plain, x, y, None, {**options, "precision": "bf16"}))
-    other = nn.Sequential(nn.Linear(4, 2), nn.Softplus())
-    assert "Softplus" in ENGINE.unsupported_reason(make_run(other, x, y, None, options))
-    assert ENGINE.unavailable_reason(torch.device("cpu")) == ""
-    assert "cuda" in ENGINE.unavailable_reason(torch.device("cuda"))
-
-
-def test_importing_the_engine_leaves_llvm_alone() -> None:
-    code = (
-        "import sys, onelaunch.engines.cpu; "
-        "assert not [name for name in sys.modules if name.startswith(('llvmlite', 'onelaunch.engines.cpu.'))]"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

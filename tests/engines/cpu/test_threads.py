@@ -1,4 +1,4 @@
-"""One thread or many: the same bits, and the choice between them; signals get through."""
+"""One thread or many: the same bits, and the choice between them; signals are served."""
 
 from __future__ import annotations
 
@@ -14,41 +14,33 @@ from torch import nn
 
 from onelaunch.engines.contract import Run
 from onelaunch.engines.cpu.session import CpuSession
-from onelaunch.engines.cpu.threads import FIRST_LOOK, SAMPLES, Team
-from tests.engines.cpu.plain import Bystander, Course, data, make
+from onelaunch.engines.cpu.threads import MIN_PROBE_INTERVAL, PROBE_CALLS, Team
+from tests.engines.cpu.runs import Bystander, Course, assert_same_bits, copy_of, data, make
 
 
 @pytest.fixture
 def run() -> Run:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(50, 70),
-        nn.BatchNorm1d(70),
-        nn.ReLU(),
-        nn.Dropout(0.2),
-        nn.Linear(70, 64),
-        nn.Tanh(),
-        nn.Linear(64, 10),
-    )
+        nn.Linear(50, 70), nn.BatchNorm1d(70), nn.ReLU(), nn.Dropout(0.2), nn.Linear(70, 64), nn.Tanh(), nn.Linear(64, 10)
+    )  # fmt: skip
     x, y = data("cross_entropy", 200, 50, 10)
     return make(model, x, y, (x, y), epochs=4, batch_size=32, momentum=0.9)
 
 
-def course(run: Run, place: Path, shares: int, helps: bool | None) -> Course:
-    """The run with the other threads always (True), never (False) or in turns (None)."""
-    import copy
-
-    own = Run(run.spec, copy.deepcopy(run.model), run.network, "", run.x, run.y, run.validation, run.outputs)
-    session = CpuSession(own, {}, place=place, shares=shares)
+def course(run: Run, cache_folder: Path, partitions: int, helps: bool | None) -> Course:
+    """The run with the other threads always (True), never (False) or in every other call (None)."""
+    own = copy_of(run)
+    session = CpuSession(own, {}, cache_folder=cache_folder, partitions=partitions)
     calls = 0
 
     def note(seconds: float) -> None:
         nonlocal calls
         calls += 1
-        session.team.helps = calls % 2 == 0 if helps is None else helps
+        session.team.uses_threads = calls % 2 == 0 if helps is None else helps
 
     session.team.note = note  # type: ignore[method-assign, assignment]
-    session.team.helps = bool(helps)
+    session.team.uses_threads = bool(helps)
     segments = list(session.segments(0, Bystander()))
     session.snapshot()
     session.close()
@@ -59,51 +51,47 @@ def course(run: Run, place: Path, shares: int, helps: bool | None) -> Course:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("shares", [2, 3])
-def test_the_bits_do_not_depend_on_who_computes_a_share(run: Run, shares: int, place: Path) -> None:
-    first = course(run, place, shares, helps=True)
+@pytest.mark.parametrize("partitions", [2, 3])
+def test_the_bits_do_not_depend_on_the_threads(run: Run, partitions: int, cache_folder: Path) -> None:
+    first = course(run, cache_folder, partitions, helps=True)
     for helps in (True, False, None):
-        other = course(run, place, shares, helps=helps)
-        assert torch.equal(first.losses, other.losses)
-        assert (first.correct, first.validation) == (other.correct, other.validation)
-        for name, tensor in first.model.state_dict().items():
-            assert torch.equal(tensor, other.model.state_dict()[name]), name
+        assert_same_bits(first, course(run, cache_folder, partitions, helps=helps))
 
 
 def pace(team: Team, with_threads: float, alone: float, calls: int) -> list[bool]:
     taken = []
     for _ in range(calls):
-        taken.append(team.helps)
-        team.note(with_threads if team.helps else alone)
+        taken.append(team.uses_threads)
+        team.note(with_threads if team.uses_threads else alone)
     return taken
 
 
 def test_the_team_takes_the_faster_way_and_notices_a_change() -> None:
-    """A look itself takes a few calls the slower way, so most calls are what counts."""
+    """A probe itself makes a few calls the slower way, so the test counts most calls, not all."""
     team = Team(2, lambda: None)
-    taken = pace(team, with_threads=1.0, alone=1.5, calls=2 * FIRST_LOOK)
-    assert sum(taken) >= len(taken) - SAMPLES
-    # Somebody else takes a core: waiting at barriers makes two threads slower than one.
+    taken = pace(team, with_threads=1.0, alone=1.5, calls=2 * MIN_PROBE_INTERVAL)
+    assert sum(taken) >= len(taken) - PROBE_CALLS
+    # Another process takes a core: waiting at barriers makes two threads slower than one.
     taken = pace(team, with_threads=4.0, alone=1.6, calls=100)
-    assert sum(taken) <= 3 * FIRST_LOOK
-    # The machine is free again: found out at the next look.
+    assert sum(taken) <= 3 * MIN_PROBE_INTERVAL
+    # The machine is free again: the next probe finds out.
     pace(team, with_threads=1.0, alone=1.5, calls=200)
     taken = pace(team, with_threads=1.0, alone=1.5, calls=100)
     assert sum(taken) >= 90
 
 
-def test_a_single_share_starts_no_thread() -> None:
+def test_a_single_partition_starts_no_thread() -> None:
     team = Team(1, lambda: None)
     before = threading.active_count()
     team.call(lambda: None, [])
     team.note(1.0)
     assert threading.active_count() == before
-    assert not team.helps
+    assert not team.uses_threads
 
 
-def test_close_ends_the_threads(run: Run, place: Path) -> None:
+def test_close_ends_the_threads(run: Run, cache_folder: Path) -> None:
     before = threading.active_count()
-    session = CpuSession(run, {}, place=place, shares=2)
+    session = CpuSession(run, {}, cache_folder=cache_folder, partitions=2)
     next(iter(session.segments(0, Bystander())))
     session.close()
     session.close()
@@ -111,12 +99,12 @@ def test_close_ends_the_threads(run: Run, place: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs interval timers")
-def test_signals_are_served_while_it_runs(place: Path) -> None:
+def test_signals_are_served_while_it_runs(cache_folder: Path) -> None:
     """A long segment; a timer's handler must run in the middle of it, not at its end."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(200, 600), nn.ReLU(), nn.Linear(600, 10))
     x, y = data("cross_entropy", 64_000, 200, 10)
-    session = CpuSession(make(model, x, y, epochs=1, batch_size=16), {}, place=place)
+    session = CpuSession(make(model, x, y, epochs=1, batch_size=16), {}, cache_folder=cache_folder)
     monitor = Bystander()
     served: list[int] = []
 
@@ -135,9 +123,9 @@ def test_signals_are_served_while_it_runs(place: Path) -> None:
     assert 0 < len(segment.losses) < 4000
 
 
-def test_a_call_whose_first_share_never_comes_ends(run: Run, place: Path) -> None:
-    """A second Ctrl-C can strike after the other threads got their work and before this one began its own."""
-    session = CpuSession(run, {}, place=place, shares=2)
+def test_a_call_whose_first_partition_never_starts_ends(run: Run, cache_folder: Path) -> None:
+    """A second Ctrl-C can arrive after the other threads got their work and before this one began its own."""
+    session = CpuSession(run, {}, cache_folder=cache_folder, partitions=2)
 
     def interrupted(address: int) -> None:
         raise KeyboardInterrupt
@@ -146,8 +134,8 @@ def test_a_call_whose_first_share_never_comes_ends(run: Run, place: Path) -> Non
     assert_ends(session)
 
 
-class Struck(queue.SimpleQueue):
-    """Ctrl-C strikes as soon as work is handed out."""
+class InterruptedQueue(queue.SimpleQueue):
+    """Ctrl-C arrives as soon as work is handed out."""
 
     def put(self, item: object, *_: object) -> None:
         super().put(item)
@@ -156,15 +144,15 @@ class Struck(queue.SimpleQueue):
 
 
 def test_a_call_interrupted_while_work_is_handed_out_ends(
-    run: Run, place: Path, monkeypatch: pytest.MonkeyPatch
+    run: Run, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = CpuSession(run, {}, place=place, shares=3)
-    monkeypatch.setattr(queue, "SimpleQueue", Struck)
+    session = CpuSession(run, {}, cache_folder=cache_folder, partitions=3)
+    monkeypatch.setattr(queue, "SimpleQueue", InterruptedQueue)
     assert_ends(session)
 
 
 def assert_ends(session: CpuSession) -> None:
-    session.team.helps = True
+    session.team.uses_threads = True
 
     def work() -> None:
         with pytest.raises(KeyboardInterrupt):

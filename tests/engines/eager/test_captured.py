@@ -1,4 +1,4 @@
-"""Which steps of the eager engine may be captured as a graph, and what happens where they may not."""
+"""Which steps of the eager engine may be captured as a graph, and what happens to the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import onelaunch as ol
-from onelaunch.engines.eager.captured import Witness
+from onelaunch.engines.eager.captured import HostState
 from tests.reference import problem
 
 
@@ -25,18 +25,18 @@ class Counts(nn.Linear):
 
 
 class ReadsBack(nn.Linear):
-    """A layer that asks the device for a value."""
+    """A layer that reads a value back from the device."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * (2.0 if float(x.detach().abs().sum()) < 0 else 1.0)
 
 
-def test_plain_modules_leave_no_trace():
+def test_ordinary_modules_can_be_captured():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).train()
     x = torch.randn(8, 4)
-    witness = Witness(model)
+    state = HostState(model)
     model(x).sum().backward()
-    assert witness.complaint() == ""
+    assert state.uncapturable_reason() == ""
 
 
 @pytest.mark.parametrize(
@@ -48,20 +48,20 @@ def test_plain_modules_leave_no_trace():
     ],
 )
 def test_draws_on_the_host_are_noticed(draw, what):
-    witness = Witness(nn.Linear(2, 2))
+    state = HostState(nn.Linear(2, 2))
     draw()
-    assert witness.complaint() == f"{what} changes from step to step"
+    assert state.uncapturable_reason() == f"{what} changes from step to step"
 
 
 def test_attributes_that_change_are_noticed():
     model = nn.Sequential(nn.Linear(4, 4), Counts(4, 2))
     x = torch.randn(3, 4)
-    witness = Witness(model)
+    state = HostState(model)
     model(x)
-    assert witness.complaint() == "1.calls changes from step to step"
+    assert state.uncapturable_reason() == "1.calls changes from step to step"
 
 
-def test_the_plan_says_how_a_step_runs_here():
+def test_the_plan_says_how_a_step_runs():
     x, y = problem("cross_entropy")
     history = ol.fit(nn.Linear(7, 4), x, y, steps=2, engine="eager", progress=False)
     assert history.plan.endswith("runs the model's operations one by one")
@@ -76,7 +76,7 @@ def test_the_plan_says_how_a_step_runs_here():
         (ReadsBack, "not captured: "),
     ],
 )
-def test_captured_or_not_the_course_is_the_same(layer, plan):
+def test_captured_and_uncaptured_runs_have_the_same_losses(layer, plan):
     x, y = (tensor.cuda() for tensor in problem("cross_entropy"))
     runs = []
     for memory in ("plan", "caching"):
@@ -90,4 +90,4 @@ def test_captured_or_not_the_course_is_the_same(layer, plan):
     assert plan in runs[0].plan
     assert "one by one (memory='caching')" in runs[1].plan
     assert runs[0].losses == runs[1].losses
-    assert torch.rand(3, device="cuda").isfinite().all()  # a capture given up leaves the generator usable
+    assert torch.rand(3, device="cuda").isfinite().all()  # an abandoned capture leaves the generator usable

@@ -1,4 +1,4 @@
-"""How simulated blocks hand values to each other and wait: slots, addresses and bytes as in `cuda/exchange.cuh`."""
+"""How simulated blocks send values to each other and wait: slots, addresses and bytes as in `cuda/exchange.cuh`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onelaunch.engines.resident.plan.layers import Layer
-from onelaunch.engines.resident.plan.settings import ROW_TILE, STEP, TILE, WARPS
-from onelaunch.engines.resident.plan.units_plan import Plan
-from onelaunch.engines.resident.source.source import source_of
+from onelaunch.engines.resident.plan.plan import Plan
+from onelaunch.engines.resident.plan.settings import K_TILE, N_TILE, ROW_TILE, WARPS
 from tests.engines.resident.fragments import BYTES, Array, Clock, RaceError, Slots
 
 Ready = Callable[[], bool]
@@ -21,7 +20,7 @@ Piece = tuple[int, Array]  # offset in its slot, 8 x 8 numbers
 
 
 class Wires:
-    """What lies between the blocks: memories, bytes that arrived, flags."""
+    """The state between the blocks: memories, bytes that have arrived, flags."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -32,10 +31,8 @@ class Wires:
         self.received: defaultdict[tuple[int, int, int], int] = defaultdict(int)  # by block, exchange and use
         self.stamps: dict[tuple[int, int, int], Stamp] = {}
         self.flags: dict[tuple[int, int, int], Stamp] = {}  # by exchange, writer and use
-        self.left: dict[tuple[int, int], int] = {}  # when a block had left a pass, by its clock
-        self.fetched: defaultdict[int, set[int]] = defaultdict(
-            set
-        )  # by pass: whose share of the rows is on its way to all
+        self.left: dict[tuple[int, int], int] = {}  # when a block left a pass, in its time
+        self.fetched: defaultdict[int, set[int]] = defaultdict(set)  # by pass: blocks that have sent their rows to all
 
     def slots_of(self, rank: int) -> Slots:
         return self.shared[rank] if self.near else self.far
@@ -47,15 +44,15 @@ class Wires:
 
 
 def expected_bytes(plan: Plan, rank: int) -> dict[int, int]:
-    """What block `rank` waits for in each exchange, as the source says it."""
-    found = re.search(r"exchange_bytes\(unsigned i, unsigned rank\) { return (.*) : 0; }", source_of(plan))
+    """Bytes that block `rank` waits for in each exchange, as in the generated source."""
+    found = re.search(r"exchange_bytes\(unsigned i, unsigned rank\) { return (.*) : 0; }", plan.source())
     assert found is not None
     cases = (case.removeprefix("i == ").split(" ? ") for case in found[1].split(" : "))
     return {int(number): eval(size.replace("/", "//"), {"rank": rank}) for number, size in cases}
 
 
 class Port:
-    """A block's side of the exchanges. A number split into planes is spread evenly over them."""
+    """A block's side of the exchanges. A number is divided evenly among its planes."""
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self.wires, self.plan, self.rank = wires, wires.plan, rank
@@ -65,7 +62,7 @@ class Port:
     def write(
         self, receivers: Iterable[int], name: str, exchange: int, use: int, pieces: Iterable[Piece], size: int = BYTES
     ) -> None:
-        """Into the slots of these blocks, `size` bytes a piece; in a grid everyone reads the one copy."""
+        """Write into the slots of the receivers, `size` bytes per piece. In a grid all blocks read the same copy."""
         stamp = self.clock.tick()
         to = list(receivers) if self.wires.near else [self.rank]
         for offset, values in pieces:
@@ -77,37 +74,37 @@ class Port:
         awaited = not self.plan.cluster or (exchange, use) in self.awaited
         return self.wires.slots_of(self.rank).read(name, offset, use, self.clock, warp, awaited=awaited)
 
-    # Left operands: rows by units, in steps of sixteen units.
+    # Left operands: rows by units, in k tiles of sixteen units.
 
-    def left_offset(self, layer: Layer, plane: int, row_tile: int, place: int, half: int) -> int:
-        """`place`: of a tile of units among all; `half`: of the row tile."""
-        index = (plane * self.plan.row_tiles + row_tile) * layer.output_steps + place // 2
-        return (index * 4 + place % 2 * 2 + half) * BYTES
+    def left_offset(self, layer: Layer, plane: int, row_tile: int, tile: int, half: int) -> int:
+        """`tile`: of eight units, among those of all blocks; `half`: of the row tile."""
+        index = (plane * self.plan.row_tiles + row_tile) * layer.next_k_tiles + tile // 2
+        return (index * 4 + tile % 2 * 2 + half) * BYTES
 
     def publish(
         self, layer: Layer, what: str, exchange: int, use: int, stride: int, rows: range, values: Array
     ) -> None:
-        """This block's units, of these row tiles, for everyone."""
+        """Send this block's units of these row tiles to all blocks."""
         spread = values / self.plan.planes
 
         def pieces() -> Iterator[Piece]:
             for plane, (i, row_tile), n, half in _all(
-                range(self.plan.planes), enumerate(rows), range(layer.tiles), (0, 1)
+                range(self.plan.planes), enumerate(rows), range(layer.n_tiles), (0, 1)
             ):
-                place = self.rank * layer.tiles + n
-                offset = (use & 1) * stride + self.left_offset(layer, plane, row_tile, place, half)
-                yield offset, spread[i * ROW_TILE + half * TILE :][:TILE, n * TILE :][:, :TILE]
+                tile = self.rank * layer.n_tiles + n
+                offset = (use & 1) * stride + self.left_offset(layer, plane, row_tile, tile, half)
+                yield offset, spread[i * ROW_TILE + half * N_TILE :][:N_TILE, n * N_TILE :][:, :N_TILE]
 
         self.write(range(self.plan.blocks), f"layer {layer.index}: {what}", exchange, use, pieces())
 
     def read_left(self, layer: Layer, what: str, exchange: int, use: int, stride: int, rows: range) -> Array:
-        """Everyone's units, of these row tiles; the step of a unit decides which warp reads it."""
-        found = np.zeros((len(rows) * ROW_TILE, layer.output_steps * STEP))
-        places, name = range(layer.tiles * self.plan.blocks), f"layer {layer.index}: {what}"
-        for plane, (i, row_tile), place, half in _all(range(self.plan.planes), enumerate(rows), places, (0, 1)):
-            offset = (use & 1) * stride + self.left_offset(layer, plane, row_tile, place, half)
-            values = self.read(name, exchange, use, offset, place // 2 % WARPS)
-            found[i * ROW_TILE + half * TILE :][:TILE, place * TILE :][:, :TILE] += values
+        """The units of all blocks, of these row tiles. The k tile of a unit determines which warp reads it."""
+        found = np.zeros((len(rows) * ROW_TILE, layer.next_k_tiles * K_TILE))
+        tiles, name = range(layer.n_tiles * self.plan.blocks), f"layer {layer.index}: {what}"
+        for plane, (i, row_tile), tile, half in _all(range(self.plan.planes), enumerate(rows), tiles, (0, 1)):
+            offset = (use & 1) * stride + self.left_offset(layer, plane, row_tile, tile, half)
+            values = self.read(name, exchange, use, offset, tile // 2 % WARPS)
+            found[i * ROW_TILE + half * N_TILE :][:N_TILE, tile * N_TILE :][:, :N_TILE] += values
         return found
 
     # Waiting.
@@ -117,7 +114,7 @@ class Port:
         self.wires.flags[exchange, self.rank, use] = self.clock.tick()
 
     def wait(self, exchange: int, use: int, layer: Layer) -> Iterator[Ready]:
-        """Until every byte of a use of an exchange is here; in a grid a warp waits for the writers of what it reads."""
+        """Wait for all bytes of a use of an exchange; in a grid, a warp waits for the writers of what it reads."""
         if self.plan.cluster:
             yield from self._wait_for_bytes(exchange, use)
         elif self.plan.blocks > 1:
@@ -128,16 +125,16 @@ class Port:
         expected = wires.expected[self.rank][exchange]
         yield lambda: wires.received[key] >= expected
         if wires.received[key] > expected:
-            raise RaceError(f"exchange {exchange}, use {use}: more bytes came than are waited for")
-        if key in wires.stamps:  # nothing is sent to who expects nothing
+            raise RaceError(f"exchange {exchange}, use {use}: more bytes arrived than are expected")
+        if key in wires.stamps:  # a block that expects nothing receives nothing
             self.clock.learn(wires.stamps[key])
         self.awaited.add((exchange, use))
 
     def _wait_for_flags(self, exchange: int, use: int, layer: Layer) -> Iterator[Ready]:
         flags = self.wires.flags
         for warp in range(WARPS):
-            steps = range(warp, layer.output_steps, WARPS)
-            for writer in sorted({(step * 2 + odd) // layer.tiles for step in steps for odd in (0, 1)}):
+            k_tiles = range(warp, layer.next_k_tiles, WARPS)
+            for writer in sorted({(k_tile * 2 + odd) // layer.n_tiles for k_tile in k_tiles for odd in (0, 1)}):
                 if writer < self.plan.blocks:
                     key = exchange, writer, use
                     yield lambda key=key: key in flags  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""Memory that notices races: what blocks exchange, in pieces of 8 x 8 numbers at the addresses of the plan.
+"""Memory that detects races: exchanged values in fragments of 8 x 8 numbers, at the addresses of the plan.
 
-A fragment remembers who wrote it, for which use of its exchange, and who has read it since. "Before" and "after" are those of
-vector clocks: block a is after an event of block b only if a chain of writes and waits leads from there to a. So one run finds
-every race there is, whichever order the blocks happened to run in.
+A fragment records its writer, the use of its exchange, and its readers since then. Events are ordered by vector clocks: block a
+is after an event of block b only if a chain of writes and waits leads from that event to a. So one run finds every race,
+whatever the order in which the blocks happened to run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from onelaunch.engines.resident.plan.settings import WARPS
 
 Array = npt.NDArray[np.float64]
 SIDE = 8  # numbers along a fragment
-BYTES = 128  # of a fragment in half precision
+BYTES = 128  # of a fragment of 16-bit numbers
 
 
 class RaceError(AssertionError):
-    """The plan lets a block read or write what it must not, or wait for what never comes."""
+    """The plan lets a block read or write what it must not, or wait for something that never comes."""
 
 
 class Clock:
-    """What a block knows of the others' time. Its warps wait apart in a grid; `meet` is the block's own barrier."""
+    """What a block knows of the other blocks' time. In a grid each warp waits alone; `meet` is the barrier of the block."""
 
     def __init__(self, blocks: int, rank: int) -> None:
         self.rank = rank
@@ -36,7 +36,7 @@ class Clock:
         return int(self.warps[0, self.rank])
 
     def tick(self) -> npt.NDArray[np.int64]:
-        """Time goes on; what another block learns from a write made now."""
+        """Advance the time. Returns what another block learns from a write made now."""
         self.warps[:, self.rank] += 1
         return self.warps.max(axis=0)
 
@@ -53,12 +53,12 @@ class Fragment:
     values: Array
     use: int
     writer: int
-    written: int  # at the writer's time
-    reads: dict[int, int] = field(default_factory=dict)  # by block, at its time
+    written: int  # in the writer's time
+    reads: dict[int, int] = field(default_factory=dict)  # by block, in its time
 
 
 class Slots:
-    """One address space: a block's shared memory, or the global memory all share."""
+    """One address space: the shared memory of a block, or global memory."""
 
     def __init__(self, regions: Memory) -> None:
         self.regions = regions
@@ -67,7 +67,7 @@ class Slots:
     def address(self, name: str, offset: int, size: int) -> int:
         region = self.regions.regions[name]
         if not 0 <= offset <= region.bytes - size:
-            raise RaceError(f"{name}: {offset} lies outside its {region.bytes} bytes")
+            raise RaceError(f"{name}: {offset} is outside its {region.bytes} bytes")
         return region.offset + offset
 
     def write(self, name: str, offset: int, values: Array, use: int, clock: Clock, size: int = BYTES) -> None:
@@ -83,8 +83,8 @@ class Slots:
         self.fragments[address] = Fragment(values.copy(), use, clock.rank, clock.now)
 
     def read(self, name: str, offset: int, use: int, clock: Clock, warp: int, *, awaited: bool = True) -> Array:
-        """`awaited`: whether the block waited for this very exchange; stores into another block's memory need that, they
-        keep no order among themselves."""
+        """`awaited`: whether the block has waited for this exchange. Stores into another block's memory need it: they are
+        not ordered among themselves."""
         address = self.address(name, offset, 0)
         found = self.fragments.get(address)
         if found is None or found.use != use:

@@ -1,4 +1,4 @@
-"""A block of a plan by rows: it has the whole network and a share of the rows; gradients meet at the tiles' owners."""
+"""A block of a plan by rows: it has the whole network and a part of the rows; the owners of the tiles sum the gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from itertools import product
 import numpy as np
 
 from onelaunch.engines.resident.plan.layers import Layer
-from onelaunch.engines.resident.plan.rows_plan import COPIES, PARTS, SCORE_BYTES, RowsPlan
-from onelaunch.engines.resident.plan.settings import STEP, TILE, TILE_BYTES, WARPS
+from onelaunch.engines.resident.plan.rows_plan import RowsPlan
+from onelaunch.engines.resident.plan.settings import K_TILE, N_TILE, SCORE_BYTES, TILE_BYTES, WARPS
+from onelaunch.engines.resident.source.rows_source import COPIES, PARTS
 from tests.engines.resident.exchanges import Piece, Ready, Wires
 from tests.engines.resident.fragments import BYTES, Array
 from tests.engines.resident.running import Runner, Task, chain, loss_of
@@ -22,9 +23,11 @@ class RowsBlock(Runner):
         self, wires: Wires, task: Task, phases: Sequence[str], forward_phases: Sequence[str], rank: int
     ) -> None:
         super().__init__(wires, task, phases, forward_phases, rank)
-        self.shares, self.share = self.plan.blocks, rank
-        shapes = [(layer.units, layer.steps * STEP) for layer in self.plan.layers]
-        self.masters = [np.zeros(shape) for shape in shapes]  # all of it, of which only the own tiles count
+        self.partitions, self.partition = self.plan.blocks, rank
+        shapes = [(layer.units, layer.k_tiles * K_TILE) for layer in self.plan.layers]
+        self.masters = [
+            np.zeros(shape) for shape in shapes
+        ]  # the whole layer, of which only the block's own tiles are used
         self.states = [np.zeros(shape) for shape in shapes]
         self.biases = np.zeros(self.plan.all_units)
         self.bias_states = np.zeros(self.plan.all_units)
@@ -48,7 +51,7 @@ class RowsBlock(Runner):
         at = self.plan.unit_at(layer)
         bias[: layer.units] = self.biases[at : at + layer.units]
 
-    # Tiles of sixteen inputs by eight units, dealt to warps and, by slot, to blocks.
+    # Tiles of sixteen inputs by eight units, divided among warps and, by slot, among blocks.
 
     def tiles(self, layer: Layer) -> Iterator[tuple[int, int, int]]:
         """(slot, warp, tile) of a layer, padding included."""
@@ -57,15 +60,15 @@ class RowsBlock(Runner):
             yield self.plan.first_slot(layer) + slot, warp, warp * slots + slot
 
     def own_tiles(self, layer: Layer) -> Iterator[tuple[int, int]]:
-        """(warp's slot number, tile) of the real tiles this block owns."""
+        """(slot, tile) of the tiles that this block owns, without padding."""
         for slot, _, tile in self.tiles(layer):
-            if slot % self.plan.blocks == self.rank and tile < layer.steps * layer.tiles:
+            if slot % self.plan.blocks == self.rank and tile < layer.k_tiles * layer.n_tiles:
                 yield slot, tile
 
     @staticmethod
     def tile_at(layer: Layer, tile: int) -> tuple[slice, slice]:
-        step, n = divmod(tile, layer.tiles)
-        return slice(n * TILE, (n + 1) * TILE), slice(step * STEP, (step + 1) * STEP)
+        k_tile, n = divmod(tile, layer.n_tiles)
+        return slice(n * N_TILE, (n + 1) * N_TILE), slice(k_tile * K_TILE, (k_tile + 1) * K_TILE)
 
     def copy_own(self, use: int) -> None:
         for layer in self.plan.layers:
@@ -73,25 +76,25 @@ class RowsBlock(Runner):
                 self.copy_tile(layer, tile, use)
 
     def copy_tile(self, layer: Layer, tile: int, use: int) -> None:
-        (step, n), values = divmod(tile, layer.tiles), self.masters[layer.index][self.tile_at(layer, tile)]
+        (k_tile, n), values = divmod(tile, layer.n_tiles), self.masters[layer.index][self.tile_at(layer, tile)]
         pieces: list[Piece] = []
         for plane, half in product(range(self.plan.planes), (0, 1)):
-            offset = ((plane * layer.tiles + n) * layer.steps * 2 + step * 2 + half) * BYTES
-            pieces.append((offset, values[:, half * TILE :][:, :TILE] / self.plan.planes))
+            offset = ((plane * layer.n_tiles + n) * layer.k_tiles * 2 + k_tile * 2 + half) * BYTES
+            pieces.append((offset, values[:, half * N_TILE :][:, :N_TILE] / self.plan.planes))
         self.write(range(self.plan.blocks), f"layer {layer.index}: weights", COPIES, use, pieces)
 
     def read_copies(self, layer: Layer) -> Array:
-        found = np.zeros((layer.units, layer.steps * STEP))
-        for plane, n, tile in product(range(self.plan.planes), range(layer.tiles), range(layer.steps * 2)):
-            offset = ((plane * layer.tiles + n) * layer.steps * 2 + tile) * BYTES
+        found = np.zeros((layer.units, layer.k_tiles * K_TILE))
+        for plane, n, tile in product(range(self.plan.planes), range(layer.n_tiles), range(layer.k_tiles * 2)):
+            offset = ((plane * layer.n_tiles + n) * layer.k_tiles * 2 + tile) * BYTES
             values = self.read(f"layer {layer.index}: weights", COPIES, self.step + self.trained, offset, 0)
-            found[n * TILE :][:TILE, tile * TILE :][:, :TILE] += values
+            found[n * N_TILE :][:N_TILE, tile * N_TILE :][:, :N_TILE] += values
         return found
 
     # Phases.
 
     def row_tiles(self, layer: Layer) -> Iterator[None]:
-        """This block's rows through the network and back."""
+        """Take this block's rows through the network and back."""
         layers = self.plan.layers
         x, target = self.fetched()
         weights = [self.read_copies(layer) for layer in layers]
@@ -100,7 +103,7 @@ class RowsBlock(Runner):
             at = self.plan.unit_at(layer)
             z, slope = chain(layer, values[-1] @ weight.T + self.biases[at : at + layer.units])
             real = np.arange(layer.units) < layer.stage.linear.outputs
-            values.append((z * real)[:, : layers[layer.index + 1].steps * STEP if not layer.last else None])
+            values.append((z * real)[:, : layers[layer.index + 1].k_tiles * K_TILE if not layer.last else None])
             slopes.append(slope * real)
         loss, delta = loss_of(self.plan, values[-1], target, self.count)
         self.total += loss
@@ -111,8 +114,8 @@ class RowsBlock(Runner):
         self.values = values
         yield None
 
-    def fetch_rows_to_check(self, layer: Layer) -> Iterator[None]:
-        """Nothing where a pass trains: that fetches later."""
+    def fetch_validation_rows(self, layer: Layer) -> Iterator[None]:
+        """Fetch the next rows, unless the pass trains: it fetches later."""
         return self.fetch_the_next_rows(layer) if self.trained else iter(())
 
     def meet(self, layer: Layer) -> Iterator[None]:
@@ -147,13 +150,13 @@ class RowsBlock(Runner):
         self.add_scores()
         yield from self.wait(COPIES, self.step + 1, layer)
 
-    # Partial gradients to the owners, sums of biases and the loss to all.
+    # Partial gradients go to their owners, sums of biases to all blocks, losses to block 0.
 
     def part_offset(self, slot: int, warp: int, sender: int) -> int:
         return ((slot // self.plan.blocks * WARPS + warp) * self.plan.blocks + sender) * TILE_BYTES
 
     def bias_offset(self, sender: int, use: int) -> int:
-        """As many buffers as the plan has room for, used in turn."""
+        """There are as many buffers as fit into the region; they are used in turn."""
         each = self.plan.all_units * 4
         buffers = self.plan.shared.regions["bias parts"].bytes // (self.plan.blocks * each)
         return (use % buffers * self.plan.blocks + sender) * each
@@ -162,17 +165,17 @@ class RowsBlock(Runner):
         return ((use % 2 * self.plan.blocks + sender) * self.plan.row_tiles + m) * SCORE_BYTES
 
     def add_scores(self) -> None:
-        """Block 0 has the losses of all."""
+        """Block 0 adds up the losses of all blocks."""
         if self.rank == 0 and self.plan.blocks > 1:
-            places = product(range(self.plan.blocks), range(self.plan.row_tiles))
-            offsets = [self.score_offset(sender, m, self.step) for sender, m in places]
+            entries = product(range(self.plan.blocks), range(self.plan.row_tiles))
+            offsets = [self.score_offset(sender, m, self.step) for sender, m in entries]
             self.total = sum(float(self.read("scores", PARTS, self.step, offset, 0)[0]) for offset in offsets)
 
     def send_parts(self) -> None:
         if self.plan.blocks == 1:
             return
         for layer in self.plan.layers:
-            padded = np.pad(self.gradients[layer.index], ((0, 0), (0, STEP * WARPS * layer.tiles)))
+            padded = np.pad(self.gradients[layer.index], ((0, 0), (0, K_TILE * WARPS * layer.n_tiles)))
             for slot, warp, tile in self.tiles(layer):
                 piece = (self.part_offset(slot, warp, self.rank), padded[self.tile_at(layer, tile)])
                 self.write([slot % self.plan.blocks], "parts", PARTS, self.step, [piece], TILE_BYTES)
@@ -185,12 +188,14 @@ class RowsBlock(Runner):
             self.write([0], "scores", PARTS, self.step, [piece], SCORE_BYTES)
 
     def read_parts(self, layer: Layer, slot: int, tile: int) -> Array:
-        """The sum over the blocks, in their order."""
+        """The sum over the blocks, in the order of their ranks."""
         if self.plan.blocks == 1:
             return self.gradients[layer.index][self.tile_at(layer, tile)]
         warp = tile // self.plan.layer_slots(layer)
         offsets = [self.part_offset(slot, warp, sender) for sender in range(self.plan.blocks)]
-        return sum((self.read("parts", PARTS, self.step, offset, warp) for offset in offsets), np.zeros((TILE, STEP)))
+        return sum(
+            (self.read("parts", PARTS, self.step, offset, warp) for offset in offsets), np.zeros((N_TILE, K_TILE))
+        )
 
     def step_biases(self) -> None:
         sums = self.bias_sums

@@ -1,4 +1,4 @@
-"""What simulated blocks have in common, whichever way the work is cut: the run, its rows, the loss."""
+"""What simulated blocks of both kinds of plans share: the run, its rows, the loss."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 import onelaunch as ol
 from onelaunch.engines.resident.plan.layers import Layer
-from onelaunch.engines.resident.plan.settings import STEP
-from onelaunch.engines.resident.plan.units_plan import Plan
+from onelaunch.engines.resident.plan.plan import Plan
+from onelaunch.engines.resident.plan.settings import K_TILE
+from onelaunch.integers import ceil_div
 from tests.engines.resident.exchanges import Port, Ready, Wires
 from tests.engines.resident.fragments import Array, RaceError
 
@@ -26,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Array], tuple[Array, Array]]] = {
 
 @dataclass
 class Task:
-    """What is trained on what; weights and biases by layer, as PyTorch shapes them."""
+    """A training task; weights and biases by layer, in PyTorch's shapes."""
 
     weights: list[Array]
     biases: list[Array]
@@ -36,19 +37,18 @@ class Task:
     momentum: float = 0.0
     seed: int = 0
     steps: int = 5
-    checks: int = 0  # forward passes without a backward one after every second step: validation
+    validation_passes: int = 0  # after every second step
 
     def rows(self, step: int, batch: int) -> npt.NDArray[np.int64]:
-        each = -(-len(self.x) // batch)
+        each = ceil_div(len(self.x), batch)
         order = ol.permutation(len(self.x), self.seed, step // each).numpy()
         return order[step % each * batch :][:batch]
 
 
 class Runner(Port, ABC):
-    """One thread block: its place in the run and its rows. A subclass has a method for each kind of phase."""
+    """One thread block: its position in the run and its rows. A subclass has a method for each kind of phase."""
 
-    shares = 1  # into which the rows of a batch are cut, and which one is this block's
-    share = 0
+    partitions, partition = 1, 0  # of the rows of a batch, and which one belongs to this block
 
     def __init__(
         self, wires: Wires, task: Task, phases: Sequence[str], forward_phases: Sequence[str], rank: int
@@ -56,32 +56,32 @@ class Runner(Port, ABC):
         super().__init__(wires, rank)
         self.task, self.phases, self.forward_phases = task, phases, forward_phases
         self.passes = self.backs = self.step = 0
-        self.trained = 0  # 1 in passes that check, after the update of the step
+        self.trained = 0  # 1 in validation passes, after the update of the step
         self.inputs = [(-1, np.empty(0), task.y)] * self.plan.input_buffers
         self.losses: list[float] = []
 
     @abstractmethod
     def begin(self) -> Iterator[Ready | None]:
-        """Hand out what others need of the first weights."""
+        """Send other blocks the initial weights that they need."""
 
     @abstractmethod
     def collect(self, layer: Layer, weight: Array, bias: Array) -> None:
-        """Put this block's own part into a layer's weights and biases."""
+        """Write this block's own part into a layer's weights and biases."""
 
     def run(self) -> Iterator[Ready | None]:
         plan, task = self.plan, self.task
         yield from self.begin()
         for step in range(task.steps):
-            rows, at_once = task.rows(step, plan.settings.batch), plan.rows * self.shares
+            rows, at_once = task.rows(step, plan.settings.batch), plan.rows * self.partitions
             self.count, self.total = len(rows), 0.0
             for first in range(0, len(rows), at_once):
-                self.part = rows[first + self.share * plan.rows :][: plan.rows]
+                self.part = rows[first + self.partition * plan.rows :][: plan.rows]
                 self.first, self.last = first == 0, first + at_once >= len(rows)
                 yield from self.run_phases(self.phases)
                 self.backs += 1
             self.losses.append(self.total)
             self.trained = 1
-            for _ in range(task.checks if step % 2 else 0):
+            for _ in range(task.validation_passes if step % 2 else 0):
                 self.part = np.arange(min(plan.rows, len(task.x)))
                 self.count = len(self.part)
                 yield from self.run_phases(self.forward_phases)
@@ -90,7 +90,7 @@ class Runner(Port, ABC):
         yield from self.end()
 
     def end(self) -> Iterator[None]:
-        """What is left to do after the last step."""
+        """Finish what is left after the last step."""
         yield None
 
     def run_phases(self, phases: Sequence[str]) -> Iterator[Ready | None]:
@@ -105,17 +105,17 @@ class Runner(Port, ABC):
         self.passes += 1
 
     def rows_arrive(self, layer: Layer) -> Iterator[Ready | None]:
-        if self.plan.shares_fetch and self.passes:
+        if self.plan.multicasts_rows and self.passes:
             yield lambda: len(self.wires.fetched[self.passes]) == self.plan.blocks
         x = self.task.x[self.part]
-        padded = np.pad(x, ((0, self.plan.rows - len(x)), (0, layer.steps * STEP - x.shape[1])))
+        padded = np.pad(x, ((0, self.plan.rows - len(x)), (0, layer.k_tiles * K_TILE - x.shape[1])))
         self.inputs[self.passes % self.plan.input_buffers] = (self.passes, padded, self.task.y[self.part])
         yield None
 
     def fetch_the_next_rows(self, layer: Layer) -> Iterator[None]:
-        """Into the other buffer; where there is one, over the rows of this pass. (A pass that does not train fetches after its
-        last phase then.) Rows brought to all overwrite what others must be known to have read."""
-        if self.plan.shares_fetch:
+        """Fetch into the other buffer, or over the rows of this pass if there is one only. (A pass that does not train then
+        fetches after its last phase.) Multicast rows overwrite rows that all other blocks must be known to have read."""
+        if self.plan.multicasts_rows:
             self.wires.fetched[self.passes + 1].add(self.rank)
             for rank in range(self.plan.blocks if self.passes else 0):
                 left = self.wires.left.get((rank, self.passes - 1))
@@ -130,12 +130,12 @@ class Runner(Port, ABC):
         """Rows and targets of this pass."""
         number, x, y = self.inputs[self.passes % self.plan.input_buffers]
         if number != self.passes:
-            raise RaceError(f"block {self.rank} needs the rows of pass {self.passes}, others are on their way there")
+            raise RaceError(f"block {self.rank} needs the rows of pass {self.passes}, which are being overwritten")
         return x, y
 
 
 def chain(layer: Layer, z: Array) -> tuple[Array, Array]:
-    """Values and slopes of a layer from its sums."""
+    """Values and slopes of a layer, from its sums."""
     slope = np.ones_like(z)
     for operation in layer.stage.chain:
         z, factor = ACTIVATIONS[operation.name](z)  # type: ignore[union-attr]
@@ -144,15 +144,15 @@ def chain(layer: Layer, z: Array) -> tuple[Array, Array]:
 
 
 def loss_of(plan: Plan, z: Array, target: Numbers, count: int) -> tuple[float, Array]:
-    """The rows' part of the mean over `count` rows, and its gradient by the outputs; 0 beyond rows and outputs."""
+    """The rows' part of the mean over `count` rows, and its gradient with respect to the outputs; 0 for padding."""
     width, rows = plan.layers[-1].stage.linear.outputs, len(target)
     real, delta = z[:rows, :width], np.zeros_like(z)
     if plan.settings.loss == "cross_entropy":
         exponents = np.exp(real - real.max(axis=1, keepdims=True)) if rows else real
-        shares = exponents / exponents.sum(axis=1, keepdims=True)
+        probabilities = exponents / exponents.sum(axis=1, keepdims=True)
         chosen = np.eye(width)[target.astype(np.int64)]
-        delta[:rows, :width] = (shares - chosen) / count
-        return float(-np.log((shares * chosen).sum(axis=1)).sum() / count), delta
+        delta[:rows, :width] = (probabilities - chosen) / count
+        return float(-np.log((probabilities * chosen).sum(axis=1)).sum() / count), delta
     assert plan.settings.loss == "mse", plan.settings.loss
     off = real - target
     delta[:rows, :width] = 2 * off / (count * width)

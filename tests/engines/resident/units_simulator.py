@@ -8,13 +8,16 @@ from itertools import product
 import numpy as np
 
 from onelaunch.engines.resident.plan.layers import Layer
-from onelaunch.engines.resident.plan.settings import ROW_TILE, SCORE_BYTES, STEP, TILE, WARPS
+from onelaunch.engines.resident.plan.settings import K_TILE, N_TILE, ROW_TILE, SCORE_BYTES, WARPS
+from onelaunch.engines.resident.plan.units_plan import UnitsPlan
 from tests.engines.resident.exchanges import Piece, Ready, Wires
 from tests.engines.resident.fragments import BYTES, Array
 from tests.engines.resident.running import Runner, Task, chain, loss_of
 
 
 class UnitsBlock(Runner):
+    plan: UnitsPlan
+
     def __init__(
         self, wires: Wires, task: Task, phases: Sequence[str], forward_phases: Sequence[str], rank: int
     ) -> None:
@@ -30,7 +33,7 @@ class UnitsBlock(Runner):
             self.biases.append(np.pad(bias, (0, units.stop))[units].copy())
         self.states = [(np.zeros_like(w), np.zeros_like(b)) for w, b in zip(self.masters, self.biases, strict=True)]
         self.sums = list(self.states)
-        self.late = False  # whether the second layer's update is still to be made
+        self.late = False  # whether the update of the second layer is still to be made
         self.slopes: dict[int, Array] = {}
         self.deltas: dict[int, Array] = {}
 
@@ -45,13 +48,16 @@ class UnitsBlock(Runner):
         weight[units, inputs], bias[units] = self.masters[layer.index], self.biases[layer.index]
 
     def groups(self) -> Iterator[range]:
-        """Row tiles multiplied at once."""
-        return (range(first, first + self.plan.group) for first in range(0, self.plan.row_tiles, self.plan.group))
+        """Groups of row tiles that are multiplied at once."""
+        return (
+            range(first, first + self.plan.row_tiles_at_once)
+            for first in range(0, self.plan.row_tiles, self.plan.row_tiles_at_once)
+        )
 
     # Forward.
 
     def read_inputs(self, layer: Layer, rows: range, passes: int) -> Array:
-        """What the layer multiplies in a pass, of these row tiles."""
+        """The inputs of a layer in a pass, of these row tiles."""
         if not layer.first:
             before = self.plan.layers[layer.index - 1]
             exchange, stride = self.plan.values_exchange(before), self.out_stride(before)
@@ -62,7 +68,7 @@ class UnitsBlock(Runner):
         return (self.plan.out_buffers(layer) - 1) * self.plan.out_bytes(layer)
 
     def sum_up(self, layer: Layer, rows: range) -> tuple[Array, Array]:
-        """Values and slopes of the units this block computes of a layer."""
+        """Values and slopes of the units that this block computes of a layer."""
         weights = self.read_copies(layer) if layer.owned_by_input else self.masters[layer.index]
         z = self.read_inputs(layer, rows, self.passes) @ weights.T + self.biases[layer.index]
         self.clock.meet()
@@ -93,10 +99,10 @@ class UnitsBlock(Runner):
         self.deltas[layer.index] = delta * slope
         yield None
 
-    # The last layer in a cluster: partial outputs to the rows' owners, the gradient from them to all.
+    # The last layer in a cluster: partial outputs go to the rows' owners, which send the gradient to all.
 
     def rows_of(self, rank: int) -> range:
-        each = self.plan.rows_each
+        each = self.plan.rows_per_block
         return range(min(rank * each, self.plan.rows), min((rank + 1) * each, self.plan.rows))
 
     def partial_outputs(self, layer: Layer) -> Iterator[None]:
@@ -104,7 +110,7 @@ class UnitsBlock(Runner):
         for owner in range(self.plan.blocks):
             rows, line = self.rows_of(owner), layer.units * 4
             if rows:
-                piece = (self.rank * self.plan.rows_each * line, sums[rows.start : rows.stop])
+                piece = (self.rank * self.plan.rows_per_block * line, sums[rows.start : rows.stop])
                 name = f"layer {layer.index}: partial outputs"
                 self.write([owner], name, exchange, self.passes, [piece], len(rows) * line)
             yield None
@@ -114,7 +120,7 @@ class UnitsBlock(Runner):
 
     def loss(self, layer: Layer) -> Iterator[None]:
         rows, name, use = self.rows_of(self.rank), f"layer {layer.index}: ", self.passes
-        exchange, line = self.plan.values_exchange(self.plan.layers[-2]), self.plan.rows_each * layer.units * 4
+        exchange, line = self.plan.values_exchange(self.plan.layers[-2]), self.plan.rows_per_block * layer.units * 4
         loss = 0.0
         if rows:
             parts = range(self.plan.blocks)
@@ -122,8 +128,8 @@ class UnitsBlock(Runner):
             value, slope = chain(layer, z + self.biases[layer.index])
             loss, delta = loss_of(self.plan, value, self.fetched()[1][rows.start : rows.stop], self.count)
             pieces = [
-                (self.delta_offset(layer, plane, row, n), (delta * slope)[i, n * TILE :][:TILE] / self.plan.planes)
-                for plane, (i, row), n in product(range(self.plan.planes), enumerate(rows), range(layer.tiles))
+                (self.delta_offset(layer, plane, row, n), (delta * slope)[i, n * N_TILE :][:N_TILE] / self.plan.planes)
+                for plane, (i, row), n in product(range(self.plan.planes), enumerate(rows), range(layer.n_tiles))
             ]
             self.write(parts, name + "deltas", self.plan.last_exchange, use, pieces, 16)
         yield None
@@ -132,7 +138,7 @@ class UnitsBlock(Runner):
             self.write([0], "losses", self.plan.last_exchange, use, [piece], SCORE_BYTES)
 
     def delta_offset(self, layer: Layer, plane: int, row: int, n: int) -> int:
-        tile = (plane * self.plan.row_tiles + row // ROW_TILE) * layer.tiles + n
+        tile = (plane * self.plan.row_tiles + row // ROW_TILE) * layer.n_tiles + n
         return tile * 2 * BYTES + row % ROW_TILE * 16
 
     def wait_for_outputs(self, layer: Layer) -> Iterator[Ready]:
@@ -140,13 +146,13 @@ class UnitsBlock(Runner):
 
     def output_deltas(self, layer: Layer) -> Array:
         found, name = np.zeros((self.plan.rows, layer.units)), f"layer {layer.index}: deltas"
-        for plane, row, n in product(range(self.plan.planes), range(self.plan.rows), range(layer.tiles)):
+        for plane, row, n in product(range(self.plan.planes), range(self.plan.rows), range(layer.n_tiles)):
             offset = self.delta_offset(layer, plane, row, n)
-            found[row, n * TILE :][:TILE] += self.read(name, self.plan.last_exchange, self.passes, offset, 0)
+            found[row, n * N_TILE :][:N_TILE] += self.read(name, self.plan.last_exchange, self.passes, offset, 0)
         return found
 
     def sum_the_loss(self, layer: Layer) -> Iterator[None]:
-        """Every block has the whole of it; or block 0 adds it up."""
+        """Every block has the whole loss, or block 0 adds it up."""
         for score in range(self.plan.blocks * self.plan.score_warps if self.plan.sums_outputs and not self.rank else 0):
             self.total += float(self.read("losses", self.plan.last_exchange, self.passes, score * SCORE_BYTES, 0)[0])
         self.late = self.plan.late_update
@@ -155,20 +161,20 @@ class UnitsBlock(Runner):
     # Backward.
 
     def back(self, layer: Layer) -> Iterator[None]:
-        """From the deltas of a layer to those of the one before it."""
+        """From the deltas of a layer to those of the layer before."""
         before = self.plan.layers[layer.index - 1]
         parts = []
         if layer.last and self.plan.sums_outputs:
             self.deltas[layer.index] = self.output_deltas(layer)
         for rows in self.groups():
-            here = slice(rows.start * ROW_TILE, rows.stop * ROW_TILE)
+            span = slice(rows.start * ROW_TILE, rows.stop * ROW_TILE)
             if layer.last:
-                d = self.deltas[layer.index][here] @ self.masters[layer.index]
+                d = self.deltas[layer.index][span] @ self.masters[layer.index]
             else:
                 exchange = self.plan.deltas_exchange(layer)
                 d = self.read_left(layer, "deltas of all", exchange, self.backs, 0, rows) @ self.read_back(layer)
             self.clock.meet()
-            parts.append(d * self.slopes[before.index][here])
+            parts.append(d * self.slopes[before.index][span])
             if not before.first:
                 exchange = self.plan.deltas_exchange(before)
                 self.publish(before, "deltas of all", exchange, self.backs, 0, rows, parts[-1])
@@ -190,7 +196,7 @@ class UnitsBlock(Runner):
             yield from self.late_update(self.plan.layers[1])
 
     def step_layer(self, layer: Layer, passes: int, use: int) -> Iterator[None]:
-        """The update by the gradient of a pass; `use`: its number, which the copies of the new weights have."""
+        """The update by the gradient of a pass. `use`: the number of the update, and of the copies of the new weights."""
         delta = self.deltas[layer.index]
         if layer.last and self.plan.sums_outputs:
             inputs = self.own_values
@@ -210,64 +216,66 @@ class UnitsBlock(Runner):
                 self.send_weights(layer, use)
         yield None
 
-    # Weights that others multiply by: of a hidden layer those of a block's inputs, on the way back; of the last layer all.
+    # Weights that other blocks need: of a hidden layer those of their own units, for the backward pass; of the last layer all.
 
     def send_weights(self, layer: Layer, use: int) -> None:
         if not layer.owned_by_input:
             self.send_back(layer, use)
         elif not self.plan.sums_outputs:
-            self.hand_out(layer, use)
+            self.send_copies(layer, use)
 
-    def back_offset(self, layer: Layer, to: int, use: int, plane: int, tile: int, place: int) -> int:
-        """`tile`: of eight inputs, among the receiver's; `place`: of a tile of units among all."""
+    def back_offset(self, layer: Layer, to: int, use: int, plane: int, tile: int, unit_tile: int) -> int:
+        """`tile`: of eight inputs, among the receiver's; `unit_tile`: of eight units, among those of all blocks."""
         slot = (use & 1) + (0 if self.wires.near else to * 2)
-        index = (plane * layer.input_tiles + tile) * layer.output_steps * 2 + place
+        index = (plane * layer.input_tiles + tile) * layer.next_k_tiles * 2 + unit_tile
         return slot * self.plan.back_bytes(layer) + index * BYTES
 
     def send_back(self, layer: Layer, use: int) -> None:
         masters, name = self.masters[layer.index], f"layer {layer.index}: weights back"
         for to in range(self.plan.blocks):
             pieces: list[Piece] = []
-            for plane, tile, n in product(range(self.plan.planes), range(layer.input_tiles), range(layer.tiles)):
-                column = (to * layer.input_tiles + tile) * TILE
-                offset = self.back_offset(layer, to, use, plane, tile, self.rank * layer.tiles + n)
-                pieces.append((offset, masters[n * TILE :][:TILE, column:][:, :TILE].T / self.plan.planes))
+            for plane, tile, n in product(range(self.plan.planes), range(layer.input_tiles), range(layer.n_tiles)):
+                column = (to * layer.input_tiles + tile) * N_TILE
+                offset = self.back_offset(layer, to, use, plane, tile, self.rank * layer.n_tiles + n)
+                pieces.append((offset, masters[n * N_TILE :][:N_TILE, column:][:, :N_TILE].T / self.plan.planes))
             self.write([to], name, self.plan.back_exchange(layer), use, pieces)
 
     def read_back(self, layer: Layer) -> Array:
-        """[units of the layer, this block's inputs of it]."""
-        found = np.zeros((layer.output_steps * STEP, layer.input_tiles * TILE))
+        """The weights [units of the layer, inputs that this block owns]."""
+        found = np.zeros((layer.next_k_tiles * K_TILE, layer.input_tiles * N_TILE))
         exchange, name = self.plan.back_exchange(layer), f"layer {layer.index}: weights back"
-        places = range(layer.tiles * self.plan.blocks)
-        for plane, tile, place in product(range(self.plan.planes), range(layer.input_tiles), places):
-            offset = self.back_offset(layer, self.rank, self.step, plane, tile, place)
-            values = self.read(name, exchange, self.step, offset, place // 2 % WARPS)
-            found[place * TILE :][:TILE, tile * TILE :][:, :TILE] += values.T
+        unit_tiles = range(layer.n_tiles * self.plan.blocks)
+        for plane, tile, unit_tile in product(range(self.plan.planes), range(layer.input_tiles), unit_tiles):
+            offset = self.back_offset(layer, self.rank, self.step, plane, tile, unit_tile)
+            values = self.read(name, exchange, self.step, offset, unit_tile // 2 % WARPS)
+            found[unit_tile * N_TILE :][:N_TILE, tile * N_TILE :][:, :N_TILE] += values.T
         return found
 
-    def copy_offset(self, layer: Layer, use: int, plane: int, n: int, place: int) -> int:
-        """`n`: tile of outputs; `place`: of a tile of eight inputs among all."""
-        return (use & 1) * self.plan.copies_bytes() + ((plane * layer.tiles + n) * layer.steps * 2 + place) * BYTES
+    def copy_offset(self, layer: Layer, use: int, plane: int, n: int, input_tile: int) -> int:
+        """`n`: tile of outputs; `input_tile`: of eight inputs, among those of all blocks."""
+        return (use & 1) * self.plan.copies_bytes() + (
+            (plane * layer.n_tiles + n) * layer.k_tiles * 2 + input_tile
+        ) * BYTES
 
-    def hand_out(self, layer: Layer, use: int) -> None:
+    def send_copies(self, layer: Layer, use: int) -> None:
         masters, pieces = self.masters[layer.index], list[Piece]()
-        for plane, n, tile in product(range(self.plan.planes), range(layer.tiles), range(layer.input_tiles)):
+        for plane, n, tile in product(range(self.plan.planes), range(layer.n_tiles), range(layer.input_tiles)):
             offset = self.copy_offset(layer, use, plane, n, self.rank * layer.input_tiles + tile)
-            pieces.append((offset, masters[n * TILE :][:TILE, tile * TILE :][:, :TILE] / self.plan.planes))
+            pieces.append((offset, masters[n * N_TILE :][:N_TILE, tile * N_TILE :][:, :N_TILE] / self.plan.planes))
         everyone = range(self.plan.blocks)
         self.write(everyone, f"layer {layer.index}: weights of all", self.plan.last_exchange, use, pieces)
 
     def read_copies(self, layer: Layer) -> Array:
-        found = np.zeros((layer.units, layer.steps * STEP))
-        name, places = f"layer {layer.index}: weights of all", range(layer.input_tiles * self.plan.blocks)
+        found = np.zeros((layer.units, layer.k_tiles * K_TILE))
+        name, input_tiles = f"layer {layer.index}: weights of all", range(layer.input_tiles * self.plan.blocks)
         use = self.step + self.trained
-        for plane, n, place in product(range(self.plan.planes), range(layer.tiles), places):
-            offset = self.copy_offset(layer, use, plane, n, place)
-            values = self.read(name, self.plan.last_exchange, use, offset, place // 2 % WARPS)
-            found[n * TILE :][:TILE, place * TILE :][:, :TILE] += values
+        for plane, n, input_tile in product(range(self.plan.planes), range(layer.n_tiles), input_tiles):
+            offset = self.copy_offset(layer, use, plane, n, input_tile)
+            values = self.read(name, self.plan.last_exchange, use, offset, input_tile // 2 % WARPS)
+            found[n * N_TILE :][:N_TILE, input_tile * N_TILE :][:, :N_TILE] += values
         return found
 
-    # Waits. In a grid, flags of values and deltas are raised after weights were sent, and cover them.
+    # Waits. In a grid, the flags of values and deltas are raised after the weights are sent, and cover them.
 
     def wait_for_values(self, layer: Layer) -> Iterator[Ready]:
         return self.wait(self.plan.values_exchange(layer), self.passes, layer)
@@ -279,9 +287,9 @@ class UnitsBlock(Runner):
 
 
 def owned(layer: Layer, rank: int) -> tuple[slice, slice]:
-    """The weights that are a block's: [units, inputs]. Of the last of several layers it owns those of its own inputs."""
-    units, inputs = slice(rank * layer.units, (rank + 1) * layer.units), slice(0, layer.steps * STEP)
+    """The weights that a block owns, as [units, inputs]. Of the last of several layers it owns those of its own inputs."""
+    units, inputs = slice(rank * layer.units, (rank + 1) * layer.units), slice(0, layer.k_tiles * K_TILE)
     if not layer.last:
         return units, inputs
-    width = layer.input_tiles * TILE
+    width = layer.input_tiles * N_TILE
     return slice(0, layer.units), slice(rank * width, (rank + 1) * width) if layer.owned_by_input else inputs

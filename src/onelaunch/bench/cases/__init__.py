@@ -1,4 +1,4 @@
-"""The cases, one file a group. Importing this package registers them all."""
+"""The cases, one file per group (`large` belongs to `train`). Importing this package registers all of them."""
 
 from onelaunch.bench.cases import cpu, fuse, large, memory, ops, train
 

@@ -1,7 +1,7 @@
-"""The CPU engine against what else trains a small network on a CPU: a step of each, data in memory, the same batches.
+"""The CPU engine against other ways to train a small network on a CPU: time per step, data in memory, the same batches.
 
-Peers: PyTorch as written, PyTorch compiled, a JAX scan over a whole epoch (one call, no interpreter between steps, the
-strongest of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch over ROWS rows.
+The peers are eager PyTorch, compiled PyTorch, a JAX scan over a whole epoch (one call, no Python between steps; the strongest
+of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch over ROWS rows.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from onelaunch.bench.case import Trial, Work, case
-from onelaunch.bench.peers_jax import jax_scan, why_no_jax
-from onelaunch.bench.peers_torch import loop, reference_losses, row_order, worst_relative
+from onelaunch.bench.peers_torch import loop, reference_losses, worst_relative
+from onelaunch.bench.step_peers import SCAN, made_when_called, scan
 from onelaunch.bench.workload import Workload
 from onelaunch.engines.contract import Run, Segment
 from onelaunch.engines.cpu.session import CpuSession
@@ -28,7 +28,7 @@ ENDLESS = 2**20  # epochs: more than any benchmark runs
 
 
 def _ours(run: Run) -> Work:
-    """An endless run, an epoch a call."""
+    """An endless run, one epoch per call."""
     segments: Iterator[Segment] = CpuSession(run, {}).segments(0, StopSwitch(Progress()))
     return functools.partial(next, segments)
 
@@ -38,13 +38,9 @@ def _scikit_learn_epoch(run: Run, workload: Workload) -> Work:
 
     x, y = run.x.numpy(), run.y.numpy()
     model = MLPClassifier(
-        workload.widths[1:-1],
-        solver=run.spec.optimizer,
-        alpha=0.0,
-        batch_size=run.spec.batch_size,
-        learning_rate_init=run.spec.lr,
-        momentum=0.0,
-    )
+        workload.widths[1:-1], solver=run.spec.optimizer, alpha=0.0, batch_size=run.spec.batch_size,
+        learning_rate_init=run.spec.lr, momentum=0.0,
+    )  # fmt: skip
     return lambda: model.partial_fit(x, y, classes=range(workload.widths[-1]))
 
 
@@ -61,27 +57,16 @@ def _check(workload: Workload) -> None:
 
 def _trial(workload: Workload) -> Trial:
     torch.manual_seed(0)
-    torch.compiler.reset()  # else the networks of earlier cases count towards the limit of recompilations
+    torch.compiler.reset()  # otherwise the networks of earlier cases count towards the limit of recompilations
     run = workload.run(CPU, rows=ROWS, epochs=ENDLESS)
     steps = run.spec.steps_per_epoch
     peers: dict[str, Work] = {
         "torch eager": functools.partial(loop(run), steps),
         "torch.compile": functools.partial(loop(run, "default"), steps),
         "scikit-learn": _scikit_learn_epoch(run, workload),
+        SCAN: functools.partial(made_when_called(lambda: scan(run, steps, unroll=1)), steps),
     }
-    absent = {}
-    if reason := why_no_jax(CPU):
-        absent["JAX scan"] = reason
-    else:
-        peers["JAX scan"] = jax_scan(run, row_order(run, steps))
-    return Trial(
-        ours=_ours(run),
-        check=lambda: _check(workload),
-        peers=peers,
-        absent=absent,
-        units=steps,
-        floor_flops=ROWS * workload.flops_a_row,
-    )
+    return Trial(_ours(run), lambda: _check(workload), peers, units=steps, floor_flops=ROWS * workload.flops_per_row)
 
 
 def _register(workload: Workload) -> None:
@@ -107,10 +92,10 @@ def _start_trial(warm: bool) -> Trial:
 
     def start() -> None:
         if warm:
-            CpuSession(run, {}, place=Path(keep.name)).close()
+            CpuSession(run, {}, cache_folder=Path(keep.name)).close()
             return
         with tempfile.TemporaryDirectory(prefix="onelaunch-bench-") as fresh:
-            CpuSession(run, {}, place=Path(fresh)).close()
+            CpuSession(run, {}, cache_folder=Path(fresh)).close()
 
     def check() -> None:
         start()
@@ -119,7 +104,7 @@ def _start_trial(warm: bool) -> Trial:
     return Trial(ours=start, check=check)
 
 
-@case("cpu/start/new", "cpu", "784-128-128-128-10: code made for a network not seen before", unit="start")
+@case("cpu/start/new", "cpu", "784-128-128-128-10: code generated for a network not seen before", unit="start")
 def start_new() -> Trial:
     return _start_trial(warm=False)
 

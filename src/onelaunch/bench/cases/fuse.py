@@ -1,4 +1,4 @@
-"""Fused models against PyTorch eager, torch.compile and a CUDA graph of eager: whole steps, device time and peak memory."""
+"""Fused models against PyTorch eager, torch.compile and a CUDA graph of eager: device time and peak memory of whole steps."""
 
 from __future__ import annotations
 
@@ -9,20 +9,14 @@ import torch
 from torch import nn
 
 from onelaunch.bench.case import Trial, Work, case
+from onelaunch.bench.measure import cuda_device
 from onelaunch.capture import capturing
-from onelaunch.errors import UnsupportedError
 from onelaunch.fuse import fuse
 
 WIDTH, LAYERS, TRAINING_ROWS, INFERENCE_ROWS = 4096, 6, 8192, 64
 BERT_ROWS, BERT_HIDDEN, BERT_INNER = 32 * 512, 768, 3072
-CALLS = 4  # of an inference in one sample: the host launches them all within the head start that `measure` gives it
+CALLS = 4  # inferences per sample: the host launches all of them within the lead that `measure` gives it
 DTYPE = torch.bfloat16
-
-
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UnsupportedError("the benchmark of fused models needs a CUDA device, and this machine has none")
-    torch._dynamo.reset()  # else all cases count against one limit of recompilations
 
 
 def mlp(dropout: float) -> nn.Sequential:
@@ -47,7 +41,7 @@ def _in_bf16(model: nn.Sequential) -> nn.Sequential:
 
 
 def _check(make: Callable[[float], nn.Sequential], rows: int, width: int) -> None:
-    """Without dropout, output and gradients of the fused model are as near to float64 as eager's, in both modes."""
+    """Without dropout, the fused model's output and gradients are as close to float64 as eager's, in both modes."""
     model = make(0.0)
     x = torch.randn(rows, width, device="cuda", dtype=DTYPE)
     fused = fuse(model, x, time="device")
@@ -61,19 +55,19 @@ def _check(make: Callable[[float], nn.Sequential], rows: int, width: int) -> Non
             parameters = [p for p in one.parameters() if p.requires_grad]
             gradients = torch.autograd.grad(y, parameters, torch.ones_like(y) / rows) if training else ()
             results[name] = [y.detach(), *gradients]
-        for index, wanted in enumerate(results["exact"]):
-            scale = wanted.norm().clamp_min(1e-30)
+        for index, expected in enumerate(results["exact"]):
+            scale = expected.norm().clamp_min(1e-30)
             ours, eager = (
-                ((results[name][index].double() - wanted).norm() / scale).item() for name in ("fused", "eager")
+                ((results[name][index].double() - expected).norm() / scale).item() for name in ("fused", "eager")
             )
-            # A bias before a batch norm has no gradient but rounding.
+            # The gradient of a bias before a batch norm is rounding error only.
             assert ours < 2 * eager + 1e-3 or scale < 1e-6, (
                 f"result {index} differs by {ours:.1e}, eager's by {eager:.1e}"
             )
 
 
 def _training(make: Callable[[float], nn.Sequential], rows: int, width: int) -> Trial:
-    _require_gpu()
+    cuda_device()
     model = make(0.1).train()
     x = torch.randn(rows, width, device="cuda", dtype=DTYPE)
     dy = torch.randn(rows, width, device="cuda", dtype=DTYPE) / rows
@@ -87,7 +81,7 @@ def _training(make: Callable[[float], nn.Sequential], rows: int, width: int) -> 
 
         return work
 
-    ours = step(fuse(model, x, time="device").train())  # which is what is measured here
+    ours = step(fuse(model, x, time="device").train())  # this case measures device time
     peers = {"torch eager": step(model), "torch.compile": step(torch.compile(model))}
     return Trial(ours, lambda: _check(make, rows, width), peers, cuda=True, memory={"onelaunch": ours, **peers})
 
@@ -106,7 +100,7 @@ def _bert_training() -> Trial:
 
 @case("fuse/mlp-inference", "fuse", "the 6-layer MLP in evaluation mode, batch 64, bf16", unit="call")
 def _mlp_inference() -> Trial:
-    _require_gpu()
+    cuda_device()
     model = mlp(0.1).eval()
     x = torch.randn(INFERENCE_ROWS, WIDTH, device="cuda", dtype=DTYPE)
     fused = fuse(model, x, time="device").eval()
@@ -127,10 +121,6 @@ def _mlp_inference() -> Trial:
         return graph.replay
 
     compiled = torch.compile(model)
-    peers = {
-        "torch eager": calls(model),
-        "torch.compile": calls(compiled),
-        "CUDA graph of eager": graphed(model),
-    }
+    peers = {"torch eager": calls(model), "torch.compile": calls(compiled), "CUDA graph of eager": graphed(model)}
     memory = {"onelaunch": calls(fused, 1), "torch eager": calls(model, 1), "torch.compile": calls(compiled, 1)}
     return Trial(calls(fused), lambda: _check(mlp, INFERENCE_ROWS, WIDTH), peers, units=CALLS, cuda=True, memory=memory)

@@ -1,6 +1,6 @@
-"""The fused ops against PyTorch eager, torch.compile, cuBLASLt's epilogue, and the copy of the bytes that must move.
+"""The fused ops against PyTorch eager, torch.compile, cuBLASLt's epilogue, and a copy of the bytes that must move.
 
-They are called over rotating inputs (rotation.py); only the Python time of a call is taken at one tiny input.
+They are called over rotating inputs (rotation.py), except for the Python time of a call, which is taken at one tiny input.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch.nn.functional as F
 
 from onelaunch.activations import activate
 from onelaunch.bench.case import Trial, Work, case
-from onelaunch.bench.rotation import Step, forward_step, rounds, training_step, trial
-from onelaunch.errors import UnsupportedError
+from onelaunch.bench.measure import cuda_device
+from onelaunch.bench.rotation import Step, forward_step, input_sets, training_step, trial
 from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINEAR_SHAPES = ((8192, 4096, 4096), (4096, 1024, 4096), (1024, 1024, 1024), (128, 784, 784), (32, 784, 128))  # m, k, n
-LOGITS = ((8192, 32768, "bf16"), (65536, 10, "fp32"), (32768, 1000, "bf16"), (8192, 50257, "bf16"))  # rows, classes
-BURSTS, CALLS = 5, 200  # of an op at tiny size, for its Python time
-
-
-def _require_gpu() -> None:
-    if not torch.cuda.is_available():
-        raise UnsupportedError("the benchmark of the ops needs a CUDA device, and this machine has none")
+LOGITS = (
+    (8192, 32768, "bf16"),
+    (65536, 10, "fp32"),
+    (32768, 1000, "bf16"),
+    (8192, 50257, "bf16"),
+)  # rows, classes, dtype
+BURSTS, CALLS = 5, 200  # calls per burst, for the Python time of an op at tiny size
 
 
 def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
@@ -40,7 +40,7 @@ def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 def _close_gradients(
     ours: tuple[torch.Tensor, list[torch.Tensor]], exact: tuple[torch.Tensor, list[torch.Tensor]], dy: torch.Tensor
 ) -> None:
-    """Of an output to its x, weight and bias."""
+    """Check the gradients of an output with respect to x, weight and bias."""
     pairs = zip(torch.autograd.grad(*ours, dy), torch.autograd.grad(*exact, dy.double()), strict=True)
     for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
         _close(mine, other, f"gradient of {what}")
@@ -49,12 +49,12 @@ def _close_gradients(
 def _training_steps(
     ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]], dy: torch.Tensor
 ) -> dict[str, Step]:  # fmt: skip
-    ways = {"onelaunch": ours, "torch eager": plain, "torch.compile": torch.compile(plain)}
-    return {who: training_step(way, inputs, dy) for who, way in ways.items()}
+    functions = {"onelaunch": ours, "torch eager": plain, "torch.compile": torch.compile(plain)}
+    return {name: training_step(function, inputs, dy) for name, function in functions.items()}
 
 
 def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
-    _require_gpu()
+    cuda_device()
     n = 50 * 2**20
     inputs = [[torch.randn(n, device="cuda", dtype=dtype, requires_grad=backward)] for _ in range(3)]
     dy, out = torch.randn(n, device="cuda", dtype=dtype), torch.empty(n, device="cuda", dtype=dtype)
@@ -75,11 +75,12 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
         for _ in range(2 if backward else 1):
             out.copy_(inputs[index][0].detach())
 
-    ways: dict[str, Callable[..., torch.Tensor]] = {
+    functions: dict[str, Callable[..., torch.Tensor]] = {
         "onelaunch": lambda x: relu_dropout(x, 0.5), "torch eager": plain, "torch.compile": torch.compile(plain)
     }  # fmt: skip
     steps: dict[str, Step] = {
-        who: training_step(way, inputs, dy) if backward else forward_step(way, inputs) for who, way in ways.items()
+        name: training_step(function, inputs, dy) if backward else forward_step(function, inputs)
+        for name, function in functions.items()
     }
     steps["floor: two copies" if backward else "floor: copy"] = copy
     passes = 4 if backward else 2
@@ -87,7 +88,7 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
 
 
 def _batch_norm(dtype: torch.dtype) -> Trial:
-    _require_gpu()
+    cuda_device()
     m, c = 65536, 1024
     weight, bias = torch.rand(c, device="cuda", requires_grad=True), torch.randn(c, device="cuda", requires_grad=True)
     inputs = [[torch.randn(m, c, device="cuda", dtype=dtype, requires_grad=True), weight, bias] for _ in range(3)]
@@ -106,7 +107,7 @@ def _batch_norm(dtype: torch.dtype) -> Trial:
         z = F.batch_norm(exact[0], None, None, exact[1], exact[2], training=True)
         expected = torch.where((y.detach() != 0) | (z <= 0), F.relu(z) / 0.9, 0)
         _close(y.detach(), expected.detach(), "output")
-        upstream = torch.where(z.detach().abs() > 1e-4, dy, 0)  # nearer to zero, rounding may turn relu's slope
+        upstream = torch.where(z.detach().abs() > 1e-4, dy, 0)  # nearer to zero, rounding may flip relu's derivative
         _close_gradients((y, got), (expected, exact), upstream)
 
     def copy(index: int) -> None:
@@ -118,7 +119,7 @@ def _batch_norm(dtype: torch.dtype) -> Trial:
 
 
 def _linear_bytes(m: int, k: int, n: int) -> int:
-    """x, w and y once each, bf16."""
+    """Bytes of x, w and y in bf16."""
     return 2 * (m * k + k * n + m * n)
 
 
@@ -131,7 +132,7 @@ def _linear_inputs(m: int, k: int, n: int, gradients: bool) -> list[list[torch.T
         ]
         return [tensor.requires_grad_(gradients) for tensor in made]
 
-    return [one() for _ in range(rounds(_linear_bytes(m, k, n)))]
+    return [one() for _ in range(input_sets(_linear_bytes(m, k, n)))]
 
 
 def _check_linear(m: int, k: int, n: int, activation: str, p: float) -> None:
@@ -143,19 +144,20 @@ def _check_linear(m: int, k: int, n: int, activation: str, p: float) -> None:
     if p:
         expected = torch.where((y.detach() != 0) | (z <= 0), expected / (1 - p), 0)
     _close(y.detach(), expected.detach(), "output")
-    dy = torch.where(z.detach().abs() > 2e-2, torch.randn_like(y), 0)  # nearer to zero, rounding may turn relu's slope
+    dy = torch.where(
+        z.detach().abs() > 2e-2, torch.randn_like(y), 0
+    )  # nearer to zero, rounding may flip relu's derivative
     _close_gradients((y, got), (expected, exact), dy)
 
 
 def _linear_forward(m: int, k: int, n: int, activation: str) -> Trial:
-    _require_gpu()
+    cuda_device()
     inputs = _linear_inputs(m, k, n, False)
-    linear(*inputs[0], activation=activation)  # chooses the implementation; nothing can be measured during a capture
+    linear(*inputs[0], activation=activation)  # chooses the implementation, which cannot be done during a capture
 
     def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return activate(F.linear(x, w, b), activation)
 
-    torch._dynamo.reset()  # else the shapes of all cases count against one limit of recompilations
     compiled = torch.compile(plain)
     steps: dict[str, Step] = {
         "onelaunch": lambda index: linear(*inputs[index], activation=activation),
@@ -175,11 +177,10 @@ def _linear_forward(m: int, k: int, n: int, activation: str) -> Trial:
 
 
 def _linear_training(m: int, k: int, n: int) -> Trial:
-    _require_gpu()
+    cuda_device()
     inputs = _linear_inputs(m, k, n, True)
     dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
     linear(*inputs[0], activation="relu", dropout=0.1)
-    torch._dynamo.reset()
 
     def plain(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return F.dropout(F.relu(F.linear(x, w, b)), 0.1)
@@ -188,17 +189,17 @@ def _linear_training(m: int, k: int, n: int) -> Trial:
         return linear(x, w, b, activation="relu", dropout=0.1)
 
     steps = _training_steps(ours, plain, inputs, dy)
-    # Backward: x, w, dy read, dx and dw written.
+    # Backward reads x, w and dy, and writes dx and dw.
     moved = 2 * _linear_bytes(m, k, n) + 2 * (m * k + k * n)
     made = trial(
         steps, len(inputs), lambda: _check_linear(m, k, n, "relu", 0.1), moved=moved, flops=6 * m * k * n
     )  # fmt: skip
-    return replace(made, absent={"cuBLASLt epilogue": "PyTorch gives torch._addmm_activation no derivative"})
+    return replace(made, absent={"cuBLASLt epilogue": "torch._addmm_activation has no derivative in PyTorch"})
 
 
 def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
-    _require_gpu()
-    sets = rounds(2 * rows * classes * dtype.itemsize)
+    cuda_device()
+    sets = input_sets(2 * rows * classes * dtype.itemsize)
     inputs = [[torch.randn(rows, classes, device="cuda", dtype=dtype, requires_grad=True)] for _ in range(sets)]
     target = torch.randint(classes, (rows,), device="cuda")
     out, one = torch.empty(rows, classes, device="cuda", dtype=dtype), torch.ones((), device="cuda", dtype=dtype)
@@ -217,7 +218,7 @@ def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
 
     steps = {
         **_training_steps(lambda logits: cross_entropy(logits, target), plain, inputs, one),
-        # Not copy_: at this size PyTorch's copy engine path takes 1.6 times as long as a pass that reads and writes.
+        # Not copy_: at this size it uses the copy engine, which takes 1.6 times as long as a kernel that reads and writes.
         "floor: one pass": lambda index: torch.mul(inputs[index][0].detach(), 1.0, out=out),
     }
     moved = 2 * rows * classes * dtype.itemsize
@@ -225,8 +226,8 @@ def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
 
 
 def _python_time(function: Callable[[], object]) -> Work:
-    """Seconds a call takes the host; the device, with next to nothing to do, keeps up. The middle one of some bursts: a moment
-    in which the host did something else is left out."""
+    """Seconds per call on the host; the device, with next to nothing to do, keeps up. It is the median of several bursts, so
+    that a moment in which the host did something else does not count."""
 
     def work() -> float:
         bursts = []
@@ -273,7 +274,7 @@ def _register() -> None:
 
 def _tiny(what: str) -> Callable[[], Trial]:
     def setup() -> Trial:
-        _require_gpu()
+        cuda_device()
         x = torch.randn(32, 64, device="cuda", requires_grad=True)
         w, b = (
             torch.randn(64, 64, device="cuda", requires_grad=True),
@@ -283,7 +284,7 @@ def _tiny(what: str) -> Callable[[], Trial]:
         mean, var = torch.zeros(64, device="cuda"), torch.ones(64, device="cuda")
         z = F.linear(x, w, b)
         normal = F.batch_norm(x, None, None, b, b, training=True)
-        ways: dict[str, tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], torch.Tensor]] = {
+        functions: dict[str, tuple[Callable[[], torch.Tensor], Callable[[], torch.Tensor], torch.Tensor]] = {
             "relu_dropout": (lambda: relu_dropout(x, 0.5), lambda: F.dropout(F.relu(x), 0.5), 2 * F.relu(x)),
             "linear": (
                 lambda: linear(x, w, b, activation="relu", dropout=0.1),
@@ -299,7 +300,7 @@ def _tiny(what: str) -> Callable[[], Trial]:
                 lambda: cross_entropy(x, target), lambda: F.cross_entropy(x, target), F.cross_entropy(x, target)
             ),
         }  # fmt: skip
-        ours, plain, undropped = ways[what]
+        ours, plain, undropped = functions[what]
         return _call(ours, plain, undropped.detach())
 
     return setup

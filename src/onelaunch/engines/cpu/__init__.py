@@ -1,4 +1,4 @@
-"""The CPU engine: native code made for the network by LLVM, the whole run without an interpreter between steps.
+"""The CPU engine: LLVM compiles native code for the network, and steps run without the Python interpreter between them.
 
 Importing this package imports neither llvmlite nor the emitters; the first run does.
 """
@@ -18,8 +18,11 @@ from onelaunch.engines.stages import unsupported_names
 if TYPE_CHECKING:
     from onelaunch.engines.cpu.session import CpuSession
 
-ACTIVATIONS = frozenset({"relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu"})
-OPTIMIZERS = frozenset({"sgd", "adam", "adamw"})
+# What code/elementwise.py and code/optimizer.py have; a test compares.
+ACTIVATIONS = frozenset({
+    "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu", "elu", "selu", "mish", "softplus", "hardswish",
+})  # fmt: skip
+OPTIMIZERS = frozenset({"sgd", "adam", "adamw", "rmsprop", "lion"})
 
 
 class CpuEngine:
@@ -27,7 +30,7 @@ class CpuEngine:
 
     def unavailable_reason(self, device: torch.device) -> str:
         if device.type != "cpu":
-            return f"the model lies on {device}, not on the CPU"
+            return f"the model is on {device}, not on the CPU"
         if importlib.util.find_spec("llvmlite") is None:
             return "llvmlite is not installed: pip install llvmlite"
         if sys.byteorder != "little":

@@ -1,4 +1,4 @@
-"""The arena: one piece of memory for everything a run needs, made before the first step."""
+"""The arena: one block of memory for everything a run needs, allocated before the first step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from onelaunch.engines.cpu.plan.plan import CACHE_LINE, CONTROL, HYPERPARAMETERS, Plan, round_up
+from onelaunch.engines.cpu.plan.plan import CACHE_LINE, CONTROL, HYPERPARAMETERS, Plan
+from onelaunch.integers import round_up
 
 HUGE_PAGE = 2**21
 
 
 def _memory(size: int) -> np.ndarray[Any, Any]:
-    """Zeroed bytes; on large pages where the system gives them (fewer TLB misses in the wide products)."""
+    """Zeroed bytes, on huge pages where the system provides them: wide products then have fewer TLB misses."""
     if size < HUGE_PAGE:
         raw = np.zeros(size + 4096, np.uint8)
         start = -raw.ctypes.data % 4096
@@ -28,10 +29,10 @@ def _memory(size: int) -> np.ndarray[Any, Any]:
 
 
 class Arena:
-    """The memory of a plan and `rows` entries for the row order behind it, with views of its buffers by name."""
+    """The memory of a plan, followed by `rows` entries for the row order; its buffers are found by name."""
 
     def __init__(self, plan: Plan, rows: int, memory: np.ndarray[Any, Any] | None = None) -> None:
-        """`memory`: where to lie instead of in fresh memory (tests put guard pages around it)."""
+        """`memory`: used instead of fresh memory (tests put guard pages around it)."""
         self.plan = plan
         size = self.size_for(plan, rows)
         self.memory = _memory(size) if memory is None else memory
@@ -43,11 +44,11 @@ class Arena:
 
     @staticmethod
     def size_for(plan: Plan, rows: int) -> int:
-        # One vector more than the rows: a batch's sample numbers are read a vector at a time.
+        # One vector more than the rows: the row indices of a batch are read one vector at a time.
         return plan.size + round_up(4 * (round_up(rows, plan.lanes) + plan.lanes), CACHE_LINE)
 
     def view(self, name: str, dtype: Any = np.float32, shift: int = 0) -> np.ndarray[Any, Any]:
-        """A buffer by name; `shift` bytes further on for the optimizer's states."""
+        """A buffer by name. `shift` is added to its offset in bytes: an optimizer state is stored that far behind."""
         buffer = self.plan.buffers[name]
         return self.memory[buffer.offset + shift : buffer.offset + shift + buffer.size].view(dtype)
 
@@ -60,9 +61,8 @@ class Arena:
         for name, value in values.items():
             view[HYPERPARAMETERS.index(name)] = value
 
-    # Parameters: PyTorch's [outputs, inputs] from and to panels.
-
     def write(self, buffer: str, tensor: np.ndarray[Any, Any], shift: int = 0) -> None:
+        """Store a vector, or a matrix `[outputs, inputs]` of PyTorch in panels."""
         view = self.view(buffer, shift=shift)
         view[:] = 0
         if tensor.ndim == 1:
@@ -75,6 +75,7 @@ class Arena:
             panel[:, : len(part)] = part.T
 
     def read(self, buffer: str, inputs: int, outputs: int, shift: int = 0) -> np.ndarray[Any, Any]:
+        """A copy of a vector (inputs = 0), or of a matrix as PyTorch's `[outputs, inputs]`."""
         view = self.view(buffer, shift=shift)
         if not inputs:
             return view[:outputs].copy()
@@ -86,5 +87,5 @@ class Arena:
 
     def _panels(self, outputs: int) -> list[tuple[int, int]]:
         plan = self.plan
-        padded = -(-outputs // plan.lanes) * plan.lanes
+        padded = round_up(outputs, plan.lanes)
         return [(first, min(plan.panel_width, padded - first)) for first in range(0, padded, plan.panel_width)]

@@ -1,7 +1,5 @@
-"""The object code of a plan, kept on disk under a key.
-
-The key covers the plan's settings, the target, LLVM's version and the sources of this engine.
-"""
+"""The object code of a plan, cached on disk. Its key covers the settings, the target, LLVM's version and this engine's
+sources."""
 
 from __future__ import annotations
 
@@ -26,6 +24,6 @@ def _sources_digest() -> str:
 
 
 def key_of(settings: Settings, target: Target) -> str:
-    """Names of layers do not change the code, so the network goes in without them."""
+    """The key of a plan's object code. Layer names do not change the code and are left out."""
     description = re.sub(r"path='[^']*'", "", repr(settings))
     return hashlib.sha256("\n".join((description, repr(target), _sources_digest())).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """From IR to functions in memory: LLVM's passes, its code generator, and the loader.
 
-The passes are few: the emitters write what they mean, so that vectorisers and unrollers only cost time. llvmlite is imported
-here, when the first run starts.
+Only a few passes run. The emitters write vectorised and unrolled code, so LLVM's vectorisers and unrollers would only cost
+time. llvmlite is imported inside the functions, when the first run starts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _initialize(what: str) -> None:
 
 
 def machine_for(target: Target, *, foreign: bool = False) -> Any:
-    """LLVM's description of a target; `foreign` for one that this machine cannot run."""
+    """LLVM's target machine; `foreign` for a target whose code this machine cannot run."""
     import llvmlite.binding as llvm
 
     _initialize("all" if foreign else "native")
@@ -57,27 +57,27 @@ def object_code(text: str, machine: Any) -> bytes:
 
 
 class Native:
-    """The functions of a plan, from the cache or made now. Keeps the code in memory as long as it lives."""
+    """The functions of a plan, loaded from the cache or compiled. The code stays in memory as long as this object lives."""
 
-    def __init__(self, plan: Plan, place: Path | None) -> None:
-        """`place`: the cache's folder; None to leave the disk alone."""
+    def __init__(self, plan: Plan, cache_folder: Path | None) -> None:
+        """`cache_folder`: None neither reads nor writes a cache."""
         import llvmlite.binding as llvm
 
         machine = machine_for(plan.target)
         key = key_of(plan.settings, plan.target)
-        code = OBJECTS.load(place, key) if place else None
+        code = OBJECTS.load(cache_folder, key) if cache_folder else None
         self.cached = code is not None
         if code is None:
             code = object_code(Program(plan).text, machine)
-            if place:
-                OBJECTS.store(place, key, code)
-        # A target machine belongs to one engine (LLVM frees it with it), so every Native has its own.
+            if cache_folder:
+                OBJECTS.store(cache_folder, key, code)
+        # LLVM frees the target machine together with the engine, so every Native has its own.
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
 
     def function(self, name: str, *argument_types: type) -> Any:
-        """A public function of the program; calling it releases Python's lock."""
+        """A public function of the program. Calling it releases the GIL."""
         address = self._engine.get_function_address(name)
         assert address, name
         return ctypes.CFUNCTYPE(None, *argument_types)(address)

@@ -1,12 +1,12 @@
-"""Threads that hold the shares of a run, and the barrier between its phases.
+"""Threads that execute the partitions of a run, and the barrier between its phases.
 
-The calling thread takes share 0; the others wait in Python between native calls and cost nothing there. Inside a call they
-meet at barriers made of one counter a share: a share raises its own and waits for the others'. Counters only grow, so a
-barrier needs no reset. Waiting spins a bounded number of times, then gives the processor away with each further look; it
-ends when the share waited for comes, or when the call is abandoned because its thread never will.
+The calling thread executes partition 0. The others block in Python between native calls and cost nothing there. Inside a
+call the threads meet at barriers made of one counter per partition: a thread increments its own and waits for the others'.
+Counters only grow, so a barrier needs no reset. A waiting thread spins a bounded number of times, then yields the processor
+after every poll. The wait ends when the other partition arrives, or when the call is abandoned because it never will.
 
-`Team` also decides, call by call, whether the other threads help: the bits are the same either way, so it compares the time
-a step takes with and without them, and looks again when the machine seems to have changed.
+`Team` also decides, call by call, whether the other threads take part. The bits are the same either way, so it compares the
+time per step with and without them, and probes again when the machine seems to have changed.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Value
 from onelaunch.engines.cpu.plan.plan import CONTROL, Plan
 
-PATIENCE = 1000  # looks (tens of nanoseconds each) before a waiting thread yields
-SLOWER = 1.3  # times the best step since the last look, at which the team looks again whether threads help
-FIRST_LOOK = 8  # calls between two looks; doubled each time nothing has changed
-LAST_LOOK = {True: 512, False: 16}  # but not beyond this: alone is for a busy machine, which will be free again
-SAMPLES = 2  # calls in each way that a look takes
+SPINS_BEFORE_YIELD = 1000  # polls (tens of nanoseconds each) of a waiting thread
+SLOWDOWN = 1.3  # a step slower than this times the best since the last probe starts another probe
+MIN_PROBE_INTERVAL = 8  # calls between two probes; doubled each time the result is the same
+# One thread is faster on a busy machine, which may soon be free again: probe more often then.
+MAX_PROBE_INTERVAL = {True: 512, False: 16}  # by whether threads are in use
+PROBE_CALLS = 2  # with threads, and as many without
 
 
-def barrier(module: Module, plan: Plan, share: int) -> str:
-    """`barrier_<t>(arena)`: returns when every share has called its own as often. Release and acquire: what was written
-    before one share's barrier is seen by all after theirs."""
+def barrier(module: Module, plan: Plan, partition: int) -> str:
+    """`barrier_<t>(arena)`: returns when every partition has called its own as often. Release and acquire: what one
+    partition writes before its barrier is visible to all after theirs."""
 
     def make(f: Function) -> None:
         def flag(number: int) -> Value:
             return f.at(f["arena"], plan.offset(f"flag.{number}"), "i8", f"flag_{number}")
 
         control = f.at(f["arena"], plan.offset("control"), "i8", "control")
-        mine = f.i64(f.add(f.load("i64", flag(share)), 1, "mine"))
-        f.emit(f"store atomic i64 {mine.text}, ptr {flag(share).text} release, align 8")
-        patience = f.load("i64", control, CONTROL.index("patience"), element="i64", hint="patience")
-        give_way = f.load("ptr", control, CONTROL.index("yield_thread"), element="i64", hint="give_way")
+        mine = f.i64(f.add(f.load("i64", flag(partition)), 1, "mine"))
+        f.emit(f"store atomic i64 {mine.text}, ptr {flag(partition).text} release, align 8")
+        max_spins = f.load("i64", control, CONTROL.index("spins_before_yield"), element="i64", hint="max_spins")
+        yield_thread = f.load("ptr", control, CONTROL.index("yield_thread"), element="i64", hint="yield_thread")
         abandoned = f.at(control, 8 * CONTROL.index("abandoned"), "i8", "abandoned")
-        for other in range(plan.shares):
-            if other == share:
+        for other in range(plan.partitions):
+            if other == partition:
                 continue
             theirs = flag(other)
 
@@ -54,13 +55,13 @@ def barrier(module: Module, plan: Plan, share: int) -> str:
                 left = f.op("i64", f"load atomic i64, ptr {abandoned.text} monotonic, align 8", "left")
                 return f.op("i1", f"and i1 {late.text}, {f.compare('eq', left, f.i64(0)).text}", "wait")
 
-            def wait(times: Value) -> None:
+            def wait(spins: Value) -> None:
                 _pause(f)
-                f.when(f.compare("sgt", times, patience), lambda: f.emit(f"call void {give_way.text}()"))
+                f.when(f.compare("sgt", spins, max_spins), lambda: f.emit(f"call void {yield_thread.text}()"))
 
             f.wait_while(behind, wait)
 
-    return module.function(f"barrier_{share}", "ptr %arena", make)
+    return module.function(f"barrier_{partition}", "ptr %arena", make)
 
 
 def _pause(f: Function) -> None:
@@ -73,7 +74,7 @@ def _pause(f: Function) -> None:
 
 
 def yield_address() -> int:
-    """The address of the operating system's "let others run"."""
+    """The address of the operating system's function that yields the processor."""
     if sys.platform == "win32":
         function = ctypes.WinDLL("kernel32").SwitchToThread
     else:
@@ -84,23 +85,23 @@ def yield_address() -> int:
 class Team:
     """The threads of one session. Not shared between sessions; `close` ends them."""
 
-    def __init__(self, shares: int, abandon: Callable[[], None]) -> None:
-        """`abandon` lets the native code of the other shares run to its end without the calling thread's."""
-        self.shares = shares
+    def __init__(self, partitions: int, abandon: Callable[[], None]) -> None:
+        """`abandon` lets the native code of the other partitions return without waiting for the calling thread's."""
+        self.partitions = partitions
         self._abandon = abandon
-        self.helps = shares > 1  # whether the other threads take part in the next call
-        self._choice = self.helps
-        self._interval, self._calls = FIRST_LOOK, 0
-        self._times: dict[bool, list[float]] = {True: [], False: []}  # of the look under way
-        self.looking = shares > 1  # trying both ways
+        self.uses_threads = partitions > 1  # in the next call
+        self._choice = self.uses_threads
+        self._interval, self._calls = MIN_PROBE_INTERVAL, 0
+        self._times: dict[bool, list[float]] = {True: [], False: []}  # seconds per step in the current probe
+        self.probing = partitions > 1
         self._best = math.inf
         self._tasks: list[queue.SimpleQueue[Callable[[], None] | None]] = []
         self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def call(self, alone: Callable[[], None], together: Sequence[Callable[[], None]]) -> None:
-        """Run one native call the way that is faster now. Returns when every share is done."""
-        if not self.helps:
+        """Run one native call, with or without the other threads. Returns when every partition is done."""
+        if not self.uses_threads:
             alone()
             return
         self._start()
@@ -110,47 +111,48 @@ class Team:
             together[0]()
             for _ in self._tasks:
                 self._done.get()
-        except BaseException:  # a signal between handing out the work and the end of it: nobody else does this share's
+        except BaseException:  # a signal arrived: no other thread executes this partition, the others must not wait
             self._abandon()
             self.close()
             raise
 
     def note(self, seconds_per_step: float) -> None:
-        """What a step of the last call took; decides how the next call runs."""
-        if self.shares == 1:
+        """Record the time per step of the last call; decides whether the next call uses the threads."""
+        if self.partitions == 1:
             return
-        if self.looking:
-            self._look(seconds_per_step)
+        if self.probing:
+            self._probe(seconds_per_step)
             return
         self._calls += 1
         self._best = min(self._best, seconds_per_step)
-        slow = seconds_per_step > SLOWER * self._best
-        if self._calls >= self._interval or (slow and self._calls >= FIRST_LOOK):
-            self.looking = True
+        slow = seconds_per_step > SLOWDOWN * self._best
+        if self._calls >= self._interval or (slow and self._calls >= MIN_PROBE_INTERVAL):
+            self.probing = True
             self._times = {True: [], False: []}
 
-    def _look(self, seconds_per_step: float) -> None:
-        """Try both ways for a few calls each, then take the faster."""
-        times = self._times[self.helps]
+    def _probe(self, seconds_per_step: float) -> None:
+        """Measure a few calls with and without threads, then take the faster."""
+        times = self._times[self.uses_threads]
         times.append(seconds_per_step)
-        if len(times) < SAMPLES:
+        if len(times) < PROBE_CALLS:
             return
-        if not self._times[not self.helps]:
-            self.helps = not self.helps
+        if not self._times[not self.uses_threads]:
+            self.uses_threads = not self.uses_threads
             return
         faster = min(self._times[True]) <= min(self._times[False])
-        self._interval = min(2 * self._interval, LAST_LOOK[faster]) if faster == self._choice else FIRST_LOOK
-        self.helps = self._choice = faster
+        longer = min(2 * self._interval, MAX_PROBE_INTERVAL[faster])
+        self._interval = longer if faster == self._choice else MIN_PROBE_INTERVAL
+        self.uses_threads = self._choice = faster
         self._best = min(self._times[faster])
-        self.looking, self._calls = False, 0
+        self.probing, self._calls = False, 0
 
     def _start(self) -> None:
         if self._threads:
             return
-        for number in range(1, self.shares):
+        for number in range(1, self.partitions):
             tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(tasks,), name=f"onelaunch-{number}", daemon=True)
-            thread.start()  # first: a signal may strike anywhere, and only what has started can be joined
+            thread.start()  # before it is listed: a signal may arrive here, and only a started thread can be joined
             self._tasks.append(tasks)
             self._threads.append(thread)
 

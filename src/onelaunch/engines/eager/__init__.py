@@ -33,7 +33,9 @@ class EagerEngine:
                 "PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync before Python starts, or pass 'plan' or 'caching'"
             )
         if min(spec.batch_size, spec.rows) < world().size:
-            return f"batch_size={spec.batch_size} has no row for some of {world().size} processes: pass a larger one"
+            return (
+                f"batch_size={spec.batch_size} leaves some of {world().size} processes without rows: pass a larger one"
+            )
         return ""
 
     def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> EagerSession:

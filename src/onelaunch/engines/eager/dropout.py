@@ -1,10 +1,10 @@
-"""Dropout by the run's own masks inside any nn.Module, while an eager run lasts.
+"""Dropout with the masks of `onelaunch.rng` inside any nn.Module, for the duration of an eager run.
 
-Every `nn.Dropout` draws the mask of `onelaunch.rng`: a function of (seed, layer, step, row, unit). `layer` is the module's
-number among the model's dropout modules in `model.modules()` order; the k-th further call of one module within a step
-counts as layer `number + k * (how many there are)`, so that a shared module does not repeat its mask. `row` is the index
-along the first dimension, `unit` the place in the rest of the row. `F.dropout` and other kinds of dropout draw from
-PyTorch's generator, which the run seeds.
+The mask of an `nn.Dropout` is a function of (seed, layer, step, row, unit). `layer` is the module's number among the model's
+dropout modules in `model.modules()` order; the k-th further call of one module within a step counts as layer
+`number + k * (number of dropout modules)`, so that a shared module does not repeat its mask. `row` is the index along the
+first dimension, `unit` the index within the rest of the row. `F.dropout` and other kinds of dropout draw from PyTorch's
+generator, which the run seeds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 
 from onelaunch.rng import dropout_bits, keep_scale, keep_threshold
 
-CHUNK_ELEMENTS = 2**20  # masks are drawn for many steps at once: about 150 small tensor operations a draw
+CHUNK_ELEMENTS = 2**20  # masks are drawn for many steps at once, since a draw takes about 150 small tensor operations
 
 
 class RunDropout:
-    """Takes over the model's nn.Dropout modules until `release`. Call `begin_step` before each forward.
+    """Replaces the forward of the model's nn.Dropout modules until `release`. Call `begin_step` before each forward.
 
-    `first_row` is the place in the whole batch of the rows that are passed in: not zero where processes share a batch.
+    `first_row` is the index in the whole batch of the first row passed in: not zero where processes share a batch.
     """
 
     def __init__(self, model: nn.Module, seed: int, batch_size: int, device: torch.device) -> None:
@@ -33,14 +33,14 @@ class RunDropout:
         self._calls: dict[int, int] = {}
         self._step: int | torch.Tensor = 0
         self.first_row = 0
-        if "torch._dynamo" in sys.modules:  # as where a model is compiled; importing it takes seconds
-            # It counts steps and calls; and inductor (2.13, CPU) does the integer arithmetic wrong.
+        if "torch._dynamo" in sys.modules:  # true where a model is compiled; importing it takes seconds
+            # `apply` has state that a trace would freeze, and inductor (2.13, CPU) computes its integers wrongly.
             self.apply = torch.compiler.disable(self.apply)  # type: ignore[method-assign]
         for number, module in enumerate(self.modules):
             module.forward = _Masked(self, module, number)  # type: ignore[method-assign, assignment]
 
     def begin_step(self, step: int | torch.Tensor) -> None:
-        """`step` may be an int64 scalar on the device, which a captured graph reads anew at each replay."""
+        """Set the step of the masks. It may be an int64 scalar on the device, which a captured graph reads at each replay."""
         self._step = step
         self._calls.clear()
 
@@ -49,6 +49,7 @@ class RunDropout:
             vars(module).pop("forward", None)
 
     def apply(self, x: torch.Tensor, p: float, number: int) -> torch.Tensor:
+        """Dropout of x by the next mask of dropout module `number` in this step."""
         call = self._calls.get(number, 0)
         self._calls[number] = call + 1
         units = x[0].numel() if len(x) else 0
@@ -57,6 +58,7 @@ class RunDropout:
         return x * (keep.to(x.dtype) * keep_scale(p))
 
     def _bits(self, layer: int, rows: int, units: int) -> torch.Tensor:
+        """The random bits `[rows, units]` of this step, from `first_row` on."""
         if isinstance(self._step, torch.Tensor):
             return dropout_bits(self.seed, layer, self._step.view(1), rows, units, device=self.device)[0]
         end = self.first_row + rows

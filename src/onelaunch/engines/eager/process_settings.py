@@ -1,6 +1,6 @@
-"""What PyTorch keeps once for a whole process and a run has for itself: random generators, matmul precision, modes.
+"""Settings that PyTorch has once per process and a run needs for itself: random generators, matmul precision, modes.
 
-Inside `own()` they are the run's, outside the user's again. The calls of CUDA's allocators in between are counted.
+Inside `run_settings()` the run's values apply, outside the user's. The calls of CUDA's allocators inside are counted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from onelaunch.engines.contract import State
 
 
 class ProcessSettings:
-    """`state`: a snapshot to go on from; without one the generators follow the run's seed alone."""
+    """The settings of one run. `state` is a snapshot to resume from; without one, the generators start from the seed."""
 
     def __init__(self, device: torch.device, precision: str, seed: int, state: Mapping[str, torch.Tensor]) -> None:
         self.device, self.precision = device, precision
@@ -35,12 +35,13 @@ class ProcessSettings:
         return {f"engine.{name}": tensor for name, tensor in zip(("rng_cpu", "rng_cuda"), self._rng, strict=False)}
 
     @contextlib.contextmanager
-    def own(self) -> Iterator[None]:
-        before = torch.get_float32_matmul_precision()
+    def run_settings(self) -> Iterator[None]:
+        """Apply the run's settings inside the block and restore the user's after it."""
+        users_precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         calls = self._allocator_calls()
         try:
-            autocast = torch.autocast(self.device.type, enabled=False)  # whatever surrounds the call of fit
+            autocast = torch.autocast(self.device.type, enabled=False)  # even if fit was called inside an autocast
             with torch.random.fork_rng(self._cuda_devices), torch.enable_grad(), autocast:
                 torch.set_rng_state(self._rng[0])
                 for device in self._cuda_devices:
@@ -48,7 +49,7 @@ class ProcessSettings:
                 yield
                 self._rng = self._generators()
         finally:
-            torch.set_float32_matmul_precision(before)
+            torch.set_float32_matmul_precision(users_precision)
             for name, count in self._allocator_calls().items():
                 self.allocations[name] = self.allocations.get(name, 0) + count - calls[name]
 

@@ -1,8 +1,8 @@
 """The eager engine: PyTorch autograd, one operation after another, for any nn.Module on any device.
 
-It is the oracle the other engines are held against, so it is written to be read: gather, forward, loss, backward,
-`torch.optim` step. On CUDA, with memory="plan", the same step is captured once and replayed where the model allows it. Several
-processes share a batch through DDP: each takes a part of its rows.
+It is the reference for the other engines, so it is written to be read: gather, forward, loss, backward, `torch.optim` step.
+On CUDA with memory="plan", the same step is captured once and replayed where the model allows it. Several processes split
+every batch between them through DDP.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
-from onelaunch.engines.eager.captured import Clock, Witness, capture
+from onelaunch.engines.eager.captured import HostState, capture
 from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.engines.eager.process_settings import ProcessSettings
-from onelaunch.engines.eager.torch_optimizer import count_steps_from, make_optimizer, optimizer_state, restore_optimizer
+from onelaunch.engines.eager.torch_optimizer import make_optimizer, optimizer_state, restore_optimizer, set_step_counts
 from onelaunch.errors import OnelaunchError
+from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import permutation
 from onelaunch.run.distributed import LostRankError, is_lost_rank, lost_rank_error, world
 from onelaunch.run.objective import as_features, count_correct, has_accuracy, loss_of, values_per_row
 
 EVALUATION_ROWS = 256
 REPORT_SECONDS = 0.05
-AGREE_STEPS = 8  # between two looks at whether a rank wants to stop
-WARM_UP_STEPS = 3  # before a capture: libraries make their workspaces, optimizers their state
+AGREE_STEPS = 8  # steps between two checks whether some rank wants to stop
+WARM_UP_STEPS = 3  # before a capture: libraries allocate their workspaces, optimizers their state
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,7 +37,7 @@ class EagerSession:
         self.run, self.spec, self.model = run, run.spec, run.model
         self.precision = "fp32" if run.spec.precision == "auto" else run.spec.precision
         self.world = world()
-        self._one_by_one = self._why_not_captured()
+        self._uncaptured_reason = self._initial_uncaptured_reason()
         self.plan = self._describe()
         self.parameters = {name: p for name, p in run.model.named_parameters() if p.requires_grad}
         self.dtype = next(iter(self.parameters.values())).dtype
@@ -55,12 +56,12 @@ class EagerSession:
         self.losses, self.rates = torch.empty(2, run.spec.steps_per_epoch, device=run.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=run.device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._witness: Witness | None = None
-        self._clock = Clock(run.device)
-        self._places = torch.arange(min(run.spec.batch_size, run.spec.rows), device=run.device)
+        self._host_state: HostState | None = None
+        self._clock = torch.zeros(2, dtype=torch.int64, device=run.device)
+        self._batch_index = torch.arange(min(run.spec.batch_size, run.spec.rows), device=run.device)
         self._warm_steps = 0
 
-    def _why_not_captured(self) -> str:
+    def _initial_uncaptured_reason(self) -> str:
         if self.run.device.type != "cuda":
             return "this is not a CUDA device"
         if self.world.size > 1:
@@ -68,19 +69,19 @@ class EagerSession:
         return "" if self.spec.memory == "plan" else f"memory={self.spec.memory!r}"
 
     def _describe(self) -> str:
-        if not self._one_by_one:
+        if not self._uncaptured_reason:
             return "PyTorch autograd: the step is captured as a CUDA graph and replayed"
         parts = f", a part of the rows on each of {self.world.size} ranks" if self.world.size > 1 else ""
-        reason = f" ({self._one_by_one})" if self.run.device.type == "cuda" else ""
-        return (
-            f"PyTorch autograd: each step gathers its rows{parts}, then runs the model's operations one by one{reason}"
-        )
+        reason = f" ({self._uncaptured_reason})" if self.run.device.type == "cuda" else ""
+        gathers = f"PyTorch autograd: each step gathers its rows{parts}"
+        return f"{gathers}, then runs the model's operations one by one{reason}"
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
         step = first_step
-        count_steps_from(self.optimizer, first_step, self.run.device)
+        if OPTIMIZERS[self.spec.optimizer].counts_steps:
+            set_step_counts(self.optimizer, first_step, self.run.device)
         while step < self.spec.total_steps:
-            with self.settings.own():
+            with self.settings.run_settings():
                 segment = self._segment(step, monitor)
             yield segment
             step += len(segment.losses)
@@ -88,11 +89,11 @@ class EagerSession:
     def _segment(self, first_step: int, monitor: Monitor) -> Segment:
         spec, run = self.spec, self.run
         end, epoch = spec.epoch_end(first_step), spec.epoch_of(first_step)
-        first_place = first_step - epoch * spec.steps_per_epoch
+        epoch_start = epoch * spec.steps_per_epoch
         self._begin_epoch(epoch)
         counts = has_accuracy(spec)
         self.model.train()
-        self._clock.set(first_place, first_step)
+        self._clock.copy_(torch.tensor([first_step - epoch_start, first_step]))
         reported, step = time.perf_counter(), first_step
         for step in range(first_step, end):
             self._any_step(step)
@@ -100,49 +101,48 @@ class EagerSession:
             if self.world.size > 1:
                 if (step + 1 - first_step) % AGREE_STEPS and step + 1 < end:
                     continue
-                value = self.losses[step - first_step + first_place].item()
+                value = self.losses[step - epoch_start].item()
                 monitor.report(step + 1, value * self.world.size, None)
                 if self.world.any(monitor.stop or not math.isfinite(value), run.device):
                     break
             elif now - reported > REPORT_SECONDS or monitor.stop:
-                # The one synchronisation with a GPU.
-                reported, value = now, self.losses[step - first_step + first_place].item()
+                # The only synchronisation with a GPU.
+                reported, value = now, self.losses[step - epoch_start].item()
                 monitor.report(step + 1, value, int(self.correct) if counts else None)
                 if monitor.stop or not math.isfinite(value):
                     break
         done = step + 1
-        losses = self.world.sum(self.losses[first_place : first_place + done - first_step]).to("cpu", copy=True)
-        right = int(self.world.sum(self.correct)) if counts else None
+        losses = self.world.sum(self.losses[first_step - epoch_start : done - epoch_start]).to("cpu", copy=True)
+        correct = int(self.world.sum(self.correct)) if counts else None
         validation = self._evaluate() if done == end else None
-        return Segment(first_step, losses, right, validation)
+        return Segment(first_step, losses, correct, validation)
 
     def _begin_epoch(self, epoch: int) -> None:
-        """The epoch's rows and learning rates, in the same memory every time: a captured step reads them there."""
+        """Write the epoch's row order and learning rates, always to the same memory, from which a captured step reads."""
         spec = self.spec
         self.order.copy_(permutation(spec.rows, spec.seed, epoch, device=self.run.device))
         self.losses.fill_(math.nan)
         self.correct.zero_()
-        if not self._one_by_one:
+        if not self._uncaptured_reason:
             first = epoch * spec.steps_per_epoch
             last = min(first + spec.steps_per_epoch, spec.total_steps)
             self.rates[: last - first].copy_(torch.tensor([spec.lr_at(step) for step in range(first, last)]))
 
     def _any_step(self, step: int) -> None:
-        """One step, replayed from a graph where that is possible by now."""
-        full = self.spec.rows_of(step) == len(self._places)
-        if self._graph is not None and full:
+        """One step: a replay of the graph if there is one and the batch is full, else operation by operation."""
+        if self._graph is not None and self.spec.rows_of(step) == len(self._batch_index):
             self._graph.replay()
             return
-        if not self._one_by_one and self._witness is None:
-            self._witness = Witness(self.model)
-        place = step % self.spec.steps_per_epoch
+        if not self._uncaptured_reason and self._host_state is None:
+            self._host_state = HostState(self.model)
+        index = step % self.spec.steps_per_epoch
         self.dropout.begin_step(step)
         self._set_rate(self.spec.lr_at(step))
         rows = self.order[self.spec.batch_slice(step)]
         part = self.world.part(len(rows))
         self.dropout.first_row = part.start
         try:
-            self._step(rows[part], len(rows), self.losses[place])
+            self._step(rows[part], len(rows), self.losses[index])
         except LostRankError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -150,9 +150,9 @@ class EagerSession:
                 raise lost_rank_error(error) from error
             reason = str(error).strip().split("\n")[0]
             raise OnelaunchError(f"model failed at step {step}, on a batch of {len(rows)} rows: {reason}") from error
-        self._clock.set(place + 1, step + 1)
+        self._clock.copy_(torch.tensor([index + 1, step + 1]))
         self._warm_steps += 1
-        if self._warm_steps == WARM_UP_STEPS and not self._one_by_one:
+        if self._warm_steps == WARM_UP_STEPS and not self._uncaptured_reason:
             self._try_capture()
 
     def _set_rate(self, rate: float) -> None:
@@ -161,39 +161,39 @@ class EagerSession:
             group["lr"] = self.lr if self.run.device.type == "cuda" else rate
 
     def _try_capture(self) -> None:
-        """From here on steps are replayed, unless the model does not allow it."""
-        assert self._witness is not None
-        self._one_by_one = self._witness.complaint()
-        if not self._one_by_one:
+        """Capture the step, so that the next ones are replayed, unless the model does not allow it."""
+        assert self._host_state is not None
+        self._uncaptured_reason = self._host_state.uncapturable_reason()
+        if not self._uncaptured_reason:
             self.optimizer.zero_grad(set_to_none=True)
             try:
                 self._graph = capture(self._captured_step, self._clock)
-            except Exception as error:  # whatever a user's module does that a capture forbids
+            except Exception as error:  # a user's module may do anything that a capture forbids
                 torch.cuda.synchronize(self.run.device)
-                self._one_by_one = f"not captured: {str(error).strip().splitlines()[0]}"
+                self._uncaptured_reason = f"not captured: {str(error).strip().splitlines()[0]}"
         self.plan = self._describe()
 
     def _captured_step(self, clock: torch.Tensor) -> None:
-        place = clock[:1]
+        index = clock[:1]
         self.dropout.begin_step(clock[1])
         self.dropout.first_row = 0
-        self.lr.copy_(self.rates.index_select(0, place)[0])
-        rows = self.order.index_select(0, place * len(self._places) + self._places)
+        self.lr.copy_(self.rates.index_select(0, index)[0])
+        rows = self.order.index_select(0, index * len(self._batch_index) + self._batch_index)
         loss = torch.empty((), device=self.run.device)
         self._step(rows, len(rows), loss)
-        self.losses.index_copy_(0, place, loss.view(1))
+        self.losses.index_copy_(0, index, loss.view(1))
 
-    def _step(self, rows: torch.Tensor, in_all: int, into: torch.Tensor) -> None:
-        """Train on `rows`, this process's part of a batch of `in_all`; its share of the mean loss goes to `into`."""
+    def _step(self, rows: torch.Tensor, batch_rows: int, loss_out: torch.Tensor) -> None:
+        """Train on `rows`, this process's part of a batch of `batch_rows`, and write its part of the mean loss."""
         x, y = as_features(self.run.x[rows], self.dtype), self.run.y[rows]
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast():
             output = self.forward(x)
         output = output.to(self.dtype)
-        # DDP takes the mean over ranks, of parts that may differ in size; a part may even be empty.
+        # DDP averages over ranks, whose parts may differ in size; a part may even be empty.
         loss = loss_of(self.spec, output, y) if len(rows) else output.sum() * 0
-        share = len(rows) / in_all
-        scaled = loss if self.world.size == 1 else loss * (share * self.world.size)
+        fraction = len(rows) / batch_rows
+        scaled = loss if self.world.size == 1 else loss * (fraction * self.world.size)
         if self.scaler is None:
             scaled.backward()
             self.optimizer.step()
@@ -201,16 +201,16 @@ class EagerSession:
             self.scaler.scale(scaled).backward()
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        into.copy_(loss.detach() * share)
-        right = count_correct(self.spec, output.detach(), y)
-        if right is not None:
-            self.correct += right
+        loss_out.copy_(loss.detach() * fraction)
+        correct = count_correct(self.spec, output.detach(), y)
+        if correct is not None:
+            self.correct += correct
 
     def _evaluate(self) -> Metrics | None:
         if self.run.validation is None:
             return None
-        part = self.world.part(len(self.run.validation[0]))
-        in_all = len(self.run.validation[0])
+        all_rows = len(self.run.validation[0])
+        part = self.world.part(all_rows)
         x, y = (tensor[part] for tensor in self.run.validation)
         rows = max(EVALUATION_ROWS, self.spec.batch_size)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
@@ -223,11 +223,11 @@ class EagerSession:
                     output = self.model(as_features(x[part], self.dtype))
                 output = output.to(self.dtype)
                 total += loss_of(self.spec, output, y[part]) * len(output)
-                right = count_correct(self.spec, output, y[part])
-                if right is not None:
-                    correct += right
+                batch_correct = count_correct(self.spec, output, y[part])
+                if batch_correct is not None:
+                    correct += batch_correct
         loss_sum = self.world.sum(total).item() * values_per_row(self.spec, self.run.outputs)
-        return Metrics.of(self.spec, loss_sum, int(self.world.sum(correct)), in_all, self.run.outputs)
+        return Metrics.of(self.spec, loss_sum, int(self.world.sum(correct)), all_rows, self.run.outputs)
 
     def snapshot(self) -> State:
         state = optimizer_state(self.optimizer, self.parameters)
@@ -245,7 +245,7 @@ class EagerSession:
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
         dtype = AUTOCAST.get(self.precision)
-        # No cache of cast weights: it is cleared only when the outermost autocast ends, and a step changes the weights.
+        # No cache of cast weights: it lives as long as the outermost autocast, that of a segment; a step changes the weights.
         return torch.autocast(self.run.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's optimizers for the eager engine, and their state in the form all engines share."""
+"""PyTorch's optimizers for the eager engine, and the conversion of their state to the form that all engines share."""
 
 from __future__ import annotations
 
@@ -10,24 +10,22 @@ from torch import nn
 from onelaunch.engines.contract import Run, State
 from onelaunch.optimizers import OPTIMIZERS, TORCH_STATE_NAMES
 
+OUR_NAMES = sorted({name for entry in OPTIMIZERS.values() for name in entry.state_names(momentum=1.0)})
+STATE_NAMES = {name: TORCH_STATE_NAMES.get(name, name) for name in OUR_NAMES}  # our name: that of torch.optim
+
 
 def make_optimizer(run: Run, parameters: list[torch.nn.Parameter], lr: torch.Tensor) -> torch.optim.Optimizer:
-    """PyTorch's own. On CUDA it reads the learning rate from the device, so that a step can be captured."""
+    """The PyTorch optimizer of the run. On CUDA it reads the learning rate from the device, so that a step can be captured."""
     cuda = run.device.type == "cuda"
     return OPTIMIZERS[run.spec.optimizer].make(parameters, run.spec, lr if cuda else run.spec.lr, cuda)
 
 
-def _state_names() -> dict[str, str]:
-    """Our name of each optimizer state: torch.optim's."""
-    ours = {name for entry in OPTIMIZERS.values() for name in entry.state_names(momentum=1.0)}
-    return {name: TORCH_STATE_NAMES.get(name, name) for name in sorted(ours)}
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> State:
+    """The optimizer's state by the names of `engines/contract.py`."""
     state: State = {}
     for name, parameter in parameters.items():
         kept = optimizer.state.get(parameter, {})
-        for ours, theirs in _state_names().items():
+        for ours, theirs in STATE_NAMES.items():
             if kept.get(theirs) is not None:
                 state[f"{ours}.{name}"] = kept[theirs]
         if "step" in kept:
@@ -39,10 +37,11 @@ def restore_optimizer(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], state: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> None:  # fmt: skip
+    """Put `state` (of `optimizer_state`, or of another engine) into the optimizer."""
     for name, parameter in parameters.items():
         found = {
             theirs: state[f"{ours}.{name}"].to(parameter).clone()
-            for ours, theirs in _state_names().items()
+            for ours, theirs in STATE_NAMES.items()
             if f"{ours}.{name}" in state
         }
         if found:
@@ -51,13 +50,11 @@ def restore_optimizer(
             optimizer.state[parameter].update(found)
 
 
-def count_steps_from(optimizer: torch.optim.Optimizer, first_step: int, device: torch.device) -> None:
-    """Adam's own count of steps, which a checkpoint of another engine has not: on a GPU too, since a captured step counts
-    there."""
+def set_step_counts(optimizer: torch.optim.Optimizer, step: int, device: torch.device) -> None:
+    """Give restored states the optimizer's own step count, which a checkpoint of another engine lacks.
+
+    The count is on the device, where a captured step increments it.
+    """
     for kept in optimizer.state.values():
-        if kept and _counts_steps(optimizer):
-            kept.setdefault("step", torch.tensor(float(first_step), device=device))
-
-
-def _counts_steps(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW | torch.optim.RMSprop)
+        if kept:
+            kept.setdefault("step", torch.tensor(float(step), device=device))

@@ -13,15 +13,16 @@ import torch
 from onelaunch.device import chip_of, cuda_unavailable_reason
 from onelaunch.engines.contract import Run
 from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
+from onelaunch.nvrtc import activations
 
 if TYPE_CHECKING:
     from onelaunch.engines.resident.session import ResidentSession
 
 
-MOST_PASSES = 2  # a step, for "auto": beyond, an engine that goes through memory once is faster
+MAX_PASSES = 2  # per step, for engine="auto": with more, an engine that goes through memory once is faster
 
-ACTIVATIONS = frozenset({"relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu"})
-OPTIMIZERS = frozenset({"sgd", "adam", "adamw"})
+ACTIVATIONS = activations.IMPLEMENTED
+OPTIMIZERS = frozenset({"sgd", "adam", "adamw", "rmsprop", "lion"})  # the rules of cuda/weights.cuh
 
 
 class ResidentEngine:
@@ -45,15 +46,15 @@ class ResidentEngine:
             return f"x has {run.spec.rows} rows, this engine counts to 2**31 - 1"
         if run.spec.total_steps >= 2**32:
             return f"the run has {run.spec.total_steps} steps, this engine counts to 2**32 - 1"
-        from onelaunch.engines.resident.pixels import in_bytes
-        from onelaunch.engines.resident.session import WORKING, plan_for, settings_for
+        from onelaunch.engines.resident.session import REGISTER_RESERVES, plan_for, settings_for
+        from onelaunch.engines.resident.uint8_rows import with_uint8_rows
 
         try:
-            settings = settings_for(in_bytes(run), run.spec.compiled_precision)
-            plan = plan_for(settings, chip_of(run.device), WORKING[0])
+            settings = settings_for(with_uint8_rows(run), run.spec.compiled_precision)
+            plan = plan_for(settings, chip_of(run.device), REGISTER_RESERVES[0])
         except UnsupportedNetworkError as reason:
             return str(reason)
-        if run.spec.engine == "auto" and plan.micro_batches > MOST_PASSES:
+        if run.spec.engine == "auto" and plan.micro_batches > MAX_PASSES:
             return f"a batch of {run.spec.batch_size} rows would take {plan.micro_batches} passes on the chip"
         return ""
 

@@ -1,4 +1,4 @@
-"""What a resident run has on the device: rows and targets as the kernel fetches them, weights and state in flat arrays."""
+"""The device memory of a resident run: rows and targets as the kernel fetches them, weights and state in flat arrays."""
 
 from __future__ import annotations
 
@@ -8,53 +8,54 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from onelaunch.engines.contract import Run, State
-from onelaunch.engines.resident.plan.units_plan import Plan
+from onelaunch.engines.resident.plan.plan import Plan
+from onelaunch.engines.resident.plan.settings import K_TILE
 from onelaunch.errors import OnelaunchError
 from onelaunch.optimizers import OPTIMIZERS
 
 
 class Buffers:
-    def __init__(self, run: Run, layout: Plan, precision: str, state: Mapping[str, torch.Tensor]) -> None:
-        self.run, self.layout, self.precision = run, layout, precision
+    def __init__(self, run: Run, plan: Plan, precision: str, state: Mapping[str, torch.Tensor]) -> None:
+        self.run, self.plan, self.precision = run, plan, precision
         self.tensors = dict(run.model.state_dict(keep_vars=True))
         self.state_kinds = OPTIMIZERS[run.spec.optimizer].state_names(run.spec.momentum)
         try:
             with torch.no_grad():
                 self._fill(state)
         except torch.cuda.OutOfMemoryError as error:
-            needed = run.x.numel() * layout.input_planes * layout.input_bytes / 2**20
+            needed = run.x.numel() * plan.input_planes * plan.input_bytes / 2**20
             raise OnelaunchError(
                 f"engine='resident' finds too little memory on {run.device} for x as it reads it ({needed:.0f} MiB): "
                 "free some, or pass engine='eager'"
             ) from error
 
     def _fill(self, state: Mapping[str, torch.Tensor]) -> None:
-        run, layout = self.run, self.layout
-        check = run.validation
+        run, plan = self.run, self.plan
         self.by_name: dict[str, torch.Tensor] = {
             "x": self._rows(run.x),
             "y": self._targets(run.y),
             "weights": self._flat(self.tensors),
-            "exchange": torch.zeros(max(layout.exchange.size // 4, 1), dtype=torch.int32, device=run.device),
-            "flags": torch.zeros(layout.flag_words, dtype=torch.int32, device=run.device),
+            "exchange": torch.zeros(max(plan.exchange.size // 4, 1), dtype=torch.int32, device=run.device),
+            "flags": torch.zeros(plan.flag_words, dtype=torch.int32, device=run.device),
             "stamps": torch.zeros(256, dtype=torch.int32, device=run.device),
         }
-        if check:
-            self.by_name |= {"check_x": self._rows(check[0]), "check_y": self._targets(check[1])}
+        if run.validation:
+            x, y = run.validation
+            self.by_name |= {"validation_x": self._rows(x), "validation_y": self._targets(y)}
         for number, kind in enumerate(self.state_kinds):
             self.by_name[f"state{number}"] = self._flat({name: state.get(f"{kind}.{name}") for name in self.tensors})
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows as the kernel fetches them: bytes, or planes of half precision whose sum the value is; whole steps of 16."""
+        """Rows as the kernel fetches them: uint8, or planes of 16-bit numbers that add up to the value; whole k tiles."""
         x = x.reshape(len(x), -1)
-        width = self.layout.layers[0].steps * 16
+        width = self.plan.layers[0].k_tiles * K_TILE
         if x.dtype == torch.uint8:
             x = torch.nn.functional.pad(x, (0, width - x.shape[1])).contiguous()
-            return x if x.data_ptr() % 16 == 0 else x.clone()  # rows are fetched in pieces of 16 bytes
-        half = torch.float16 if self.precision == "fp16" else torch.bfloat16
+            return x if x.data_ptr() % 16 == 0 else x.clone()  # rows are fetched 16 bytes at a time
+        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
         rest, planes = torch.nn.functional.pad(x.float(), (0, width - x.shape[1])), []
-        for _ in range(self.layout.input_planes):
-            planes.append(rest.to(half))
+        for _ in range(self.plan.input_planes):
+            planes.append(rest.to(dtype))
             rest = rest - planes[-1].float()
         return torch.stack(planes).contiguous()
 
@@ -64,7 +65,8 @@ class Buffers:
         return y.reshape(len(y), -1).float().contiguous()
 
     def _names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for layer in self.layout.layers:
+        """Names and shapes of the parameters, in the order of the flat arrays."""
+        for layer in self.plan.layers:
             linear = layer.stage.linear
             yield f"{linear.path}.weight", (linear.outputs, linear.inputs)
             if linear.bias:
@@ -79,21 +81,18 @@ class Buffers:
         return torch.cat(parts)
 
     def _unflat(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        found, at = {}, 0
-        for name, shape in self._names():
-            size = math.prod(shape)
-            found[name] = flat[at : at + size].reshape(shape)
-            at += size
-        return found
+        names = list(self._names())
+        parts = flat.split([math.prod(shape) for _, shape in names])
+        return {name: part.reshape(shape) for (name, shape), part in zip(names, parts, strict=True)}
 
     def write_back(self) -> None:
-        """The weights into the model."""
+        """Copy the weights into the model."""
         with torch.no_grad():
             for name, values in self._unflat(self.by_name["weights"]).items():
                 self.tensors[name].copy_(values)
 
     def state(self) -> State:
-        """The optimizer's state, under the names of all engines."""
+        """The optimizer's state, under the names that all engines use."""
         found: State = {}
         for number, kind in enumerate(self.state_kinds):
             flat = self.by_name[f"state{number}"]

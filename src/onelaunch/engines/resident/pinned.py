@@ -1,8 +1,8 @@
-"""Host memory that a running kernel and the host both see: progress comes out through it, the wish to stop goes in.
+"""Host memory that a running kernel and the host share: the kernel reports progress in it, the host asks it to stop.
 
-It is PyTorch's pinned memory: page-locked, mapped into the device under unified addressing. The kernel writes a word with
-`st.release.sys` and the host finds it in `array` while the kernel still runs; the other way, the kernel reads with
-`ld.acquire.sys`. A word (4 or 8 bytes, aligned) is read and written whole.
+It is PyTorch's pinned memory: page-locked, and mapped into the device under unified addressing. The kernel writes a word with
+`st.release.sys`, and the host reads it in `array` while the kernel still runs. In the other direction, the kernel reads with
+`ld.acquire.sys`. A word (4 or 8 bytes, aligned) is read and written as a whole.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from onelaunch.nvrtc.launch import context_of
 
 
 class MappedArray:
-    """Zeros at first. The host frees it with this object, whatever a kernel still does: wait for the kernel before."""
+    """Zero at first. The memory is freed with this object, even while a kernel uses it: wait for the kernel first."""
 
     def __init__(self, count: int, dtype: npt.DTypeLike, device: torch.device) -> None:
-        """`dtype` may be a structure, such as [("step", "<u4"), ("stop", "<u4")], for a block of named words."""
+        """`dtype` may be a structure, such as [("step", "<u4"), ("stop", "<u4")], for named words."""
         with context_of(device):
             self._memory = torch.zeros(count * np.dtype(dtype).itemsize, dtype=torch.uint8, pin_memory=True)
             status, address = driver.cuMemHostGetDevicePointer(self._memory.data_ptr(), 0)

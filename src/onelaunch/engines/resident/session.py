@@ -1,8 +1,8 @@
-"""A run on the resident engine: weights and data to the device, one launch, and the host as an onlooker.
+"""A run on the resident engine: weights and data move to the device, one kernel trains, and the host watches.
 
-Without a checkpoint the whole run is one launch; with one it is one launch an epoch, between which the weights can be read.
-The kernel writes losses, progress and the epochs' metrics into memory of the host, which this side looks at a few hundred
-times a second.
+Without a checkpoint the whole run is one launch. With checkpoints it is one launch per epoch, so that the weights can be read
+in between. The kernel writes losses, progress and the metrics of each epoch into host memory, which the host polls a few
+hundred times per second.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ import torch
 from onelaunch.device import Chip, chip_of
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.engines.resident.buffers import Buffers
-from onelaunch.engines.resident.pixels import in_bytes
-from onelaunch.engines.resident.plan.describe import describe
 from onelaunch.engines.resident.plan.placement import choose_plan
+from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.settings import THREADS, Settings
 from onelaunch.engines.resident.plan.stages import stages_of
-from onelaunch.engines.resident.plan.units_plan import Plan
-from onelaunch.engines.resident.source.source import HEADERS, source_of
+from onelaunch.engines.resident.source.source_common import HEADERS
+from onelaunch.engines.resident.uint8_rows import with_uint8_rows
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.errors import OnelaunchError, UnsupportedError
 from onelaunch.nvrtc.compile import Cubin, compile_cubin
@@ -37,27 +36,27 @@ from onelaunch.run.objective import has_accuracy
 if TYPE_CHECKING:
     from onelaunch.nvrtc.launch import LoadedKernel
 
-FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.00005, 0.002
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.00005, 0.002
 LARGEST_CLUSTERS = (16, 8, 1)
-WORKING = (112, 136, 160, 184)  # registers left free of weights, tried until nothing spills
+REGISTER_RESERVES = (112, 136, 160, 184)  # registers that weights leave free, tried in turn until nothing spills
 PATIENCE_SECONDS = 10.0
-CLOCK_HZ = 2e9  # about what a multiprocessor counts in a second
-MOST_LOSSES = 2**22  # of one launch: 16 MB of the host's memory
+CLOCK_HZ = 2e9  # roughly, of a multiprocessor
+MAX_LOSSES = 2**22  # per launch: 16 MB of host memory
 CONTROL = np.dtype(
     [("stop", "<u4"), ("done", "<u4"), ("epochs", "<u4"), ("fault", "<u4"), ("fault_block", "<u4"), ("fault_step", "<u4"),
      ("loss", "<f4"), ("correct", "<u4")]
 )  # fmt: skip
-RECORD = np.dtype([("check_loss", "<f8"), ("check_correct", "<u8"), ("correct", "<u8")])
+RECORD = np.dtype([("validation_loss", "<f8"), ("validation_correct", "<u8"), ("correct", "<u8")])
 POINTERS = (
-    "x", "check_x", "y", "check_y", "weights", "state0", "state1", "exchange", "flags", "control", "losses", "records",
-    "stamps",
+    "x", "validation_x", "y", "validation_y", "weights", "state0", "state1", "exchange", "flags", "control", "losses",
+    "records", "stamps",
 )  # fmt: skip
 COUNTS = (
-    "rows", "check_rows", "seed", "first_step", "last_step", "steps_per_epoch", "total_steps", "patience", "fault_step",
+    "rows", "validation_rows", "seed", "first_step", "last_step", "steps_per_epoch", "total_steps", "patience", "fault_step",
     "fault_block",
 )  # fmt: skip
 NUMBERS = (
-    "lr", "momentum", "weight_decay", "log_beta1", "log_beta2", "new_mean", "new_square", "beta2", "eps", "smoothing"
+    "lr", "momentum", "weight_decay", "log_beta1", "log_beta2", "new_mean", "new_square", "beta2", "eps", "label_smoothing"
 )  # fmt: skip
 PARAMS = np.dtype([(name, "<u8") for name in POINTERS + COUNTS] + [(name, "<f8") for name in NUMBERS])
 
@@ -68,8 +67,8 @@ def settings_for(run: Run, precision: str) -> Settings:
     return Settings(
         stages=stages_of(run.network), batch=min(spec.batch_size, spec.rows), rows=spec.rows, precision=precision,
         optimizer=spec.optimizer, momentum=spec.momentum > 0, nesterov=spec.nesterov, weight_decay=spec.weight_decay > 0,
-        schedule=spec.schedule, loss=spec.loss, smooths=spec.label_smoothing > 0, bytes_input=run.x.dtype == torch.uint8,
-        validates=run.validation is not None,
+        schedule=spec.schedule, loss=spec.loss, label_smoothing=spec.label_smoothing > 0,
+        uint8_rows=run.x.dtype == torch.uint8, validates=run.validation is not None,
     )  # fmt: skip
 
 
@@ -79,9 +78,9 @@ def architecture(device: torch.device) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def plan_for(settings: Settings, chip: Chip, working: int) -> Plan:
-    """The plan of a run: asked for when the engine is chosen, and again when the run starts."""
-    return choose_plan(settings, chip, working=working)
+def plan_for(settings: Settings, chip: Chip, reserved_registers: int) -> Plan:
+    """The plan of a run. It is needed when the engine is chosen, and again when the run starts."""
+    return choose_plan(settings, chip, reserved_registers=reserved_registers)
 
 
 def spilled_bytes(cubin: Cubin) -> int:
@@ -94,27 +93,27 @@ class ResidentSession:
         self, run: Run, state: Mapping[str, torch.Tensor], *, plan: Plan | None = None, fault: tuple[int, int] | None = None,
         patience: float = PATIENCE_SECONDS, stamps: bool = False,
     ) -> None:  # fmt: skip
-        """The keyword arguments are for tests and measurements: another plan, a block that falls silent at a step."""
+        """The keyword arguments are for tests and measurements: another plan; the (step, block) of an injected fault."""
         from onelaunch.engines.resident.pinned import MappedArray
 
-        run = in_bytes(run)
+        run = with_uint8_rows(run)
         self.run, self.spec, self.device = run, run.spec, run.device
         self.precision = run.spec.compiled_precision
         self.layout, self.cubin, self.kernel = self._prepare(plan, fault is not None, stamps)
-        registers = f"{self.kernel.registers} registers a thread, {self.kernel.local_bytes} bytes of stack"
-        self.plan = f"{describe(self.layout)}\n{registers}"
+        registers = f"{self.kernel.registers} registers per thread, {self.kernel.local_bytes} bytes of stack"
+        self.plan = f"{self.layout.describe()}\n{registers}"
         self.allocations = {"launches": 0}
         self.stream = torch.cuda.Stream(run.device)
         self._control = MappedArray(1, CONTROL, run.device)
-        self._most_steps = min(max(MOST_LOSSES, run.spec.steps_per_epoch), run.spec.total_steps)
-        self._losses = MappedArray(self._most_steps, np.float32, run.device)
-        self._records = MappedArray(self._most_steps // run.spec.steps_per_epoch + 2, RECORD, run.device)
+        self._max_steps = min(max(MAX_LOSSES, run.spec.steps_per_epoch), run.spec.total_steps)
+        self._losses = MappedArray(self._max_steps, np.float32, run.device)
+        self._records = MappedArray(self._max_steps // run.spec.steps_per_epoch + 2, RECORD, run.device)
         self._buffers = Buffers(run, self.layout, self.precision, state)
         self._params = self._parameters(fault, patience)
         self._running = False
 
     def _prepare(self, plan: Plan | None, faults: bool, stamps: bool) -> tuple[Plan, Cubin, LoadedKernel]:
-        """A plan whose blocks the device holds at once: a chip's largest cluster may not fit into every one of its parts."""
+        """A plan whose blocks the device holds at once. The largest cluster may not fit, for example into a MIG slice."""
         from onelaunch.nvrtc.launch import load
 
         chip = chip_of(self.device)
@@ -122,7 +121,7 @@ class ResidentSession:
             possible = dataclasses.replace(chip, clusters=chip.clusters and largest > 1, largest_cluster=largest)
             try:
                 layout, cubin = self._compile(plan, possible, faults, stamps)
-            except UnsupportedNetworkError as reason:  # `refuses` knew the largest clusters only
+            except UnsupportedNetworkError as reason:  # `unsupported_reason` assumed the largest cluster
                 raise UnsupportedError(
                     f"with clusters of {largest} blocks, which fit into {self.device}, {reason}"
                 ) from None
@@ -137,26 +136,26 @@ class ResidentSession:
         )
 
     def _compile(self, plan: Plan | None, chip: Chip, faults: bool, stamps: bool) -> tuple[Plan, Cubin]:
-        """The chosen plan, compiled; with more weights in shared memory where the compiler ran out of registers."""
+        """The chosen plan, compiled. Where the compiler spills registers, more weights move to shared memory."""
         settings = settings_for(self.run, self.precision)
         tried: list[tuple[int, Plan, Cubin]] = []
-        for working in WORKING:
+        for reserved in REGISTER_RESERVES:
             try:
-                layout = plan or plan_for(settings, chip, working)
+                layout = plan or plan_for(settings, chip, reserved)
             except UnsupportedNetworkError:
                 if not tried:
                     raise
                 break
             if tried and layout.rows < tried[0][1].rows:  # a few spilled bytes cost less than another pass
                 break
-            source = source_of(layout, faults=faults, stamps=stamps)
+            source = layout.source(faults=faults, stamps=stamps)
             cubin = compile_cubin(source, architecture(self.device), headers=HEADERS)
             tried.append((spilled_bytes(cubin), layout, cubin))
             if plan or not tried[-1][0]:
                 break
         return min(tried, key=lambda entry: entry[0])[1:]
 
-    # What the kernel is told.
+    # Parameters of the kernel.
 
     def _parameters(self, fault: tuple[int, int] | None, patience: float) -> np.ndarray:
         spec, run = self.spec, self.run
@@ -165,11 +164,11 @@ class ResidentSession:
             params[name] = tensor.data_ptr()
         params["control"], params["records"] = self._control.address, self._records.address
         params["rows"], params["seed"] = spec.rows, spec.seed
-        params["check_rows"] = len(run.validation[0]) if run.validation else 0
+        params["validation_rows"] = len(run.validation[0]) if run.validation else 0
         params["steps_per_epoch"], params["total_steps"] = spec.steps_per_epoch, spec.total_steps
         params["patience"] = int(patience * CLOCK_HZ)
         params["fault_step"], params["fault_block"] = fault if fault else (2**63, 0)
-        for name, value in {"lr": spec.lr, "smoothing": spec.label_smoothing, **constants(spec)}.items():
+        for name, value in {"lr": spec.lr, "label_smoothing": spec.label_smoothing, **constants(spec)}.items():
             params[name] = value
         betas = spec.betas
         params["log_beta1"] = math.log(betas[0]) if betas[0] else -1e300
@@ -188,10 +187,10 @@ class ResidentSession:
                 yield segment
 
     def _launch_end(self, step: int) -> int:
-        """The run's end; or an epoch's, when its weights are wanted or the losses would fill the host's memory."""
+        """The end of the run; or of an epoch, where its weights are needed or the losses would exceed MAX_LOSSES."""
         spec = self.spec
         end = spec.epoch_end(step)
-        while not self.run.checkpoints and end < spec.total_steps and spec.epoch_end(end) - step <= self._most_steps:
+        while not self.run.checkpoints and end < spec.total_steps and spec.epoch_end(end) - step <= self._max_steps:
             end = spec.epoch_end(end)
         return end
 
@@ -215,7 +214,7 @@ class ResidentSession:
         self._running = True
 
     def _watch(self, first: int, end: int, monitor: Monitor) -> Iterator[Segment]:
-        """Segments as the kernel finishes epochs, until the launch has ended."""
+        """Yield a segment per epoch that the kernel finishes, until the launch has ended."""
         spec, control = self.spec, self._control.array[0]
         step, epochs, reported = first, 0, 0.0
         begin = time.perf_counter()
@@ -238,7 +237,8 @@ class ResidentSession:
                 )
             if monitor.stop:
                 control["stop"] = 1
-            time.sleep(min(LOOK_SECONDS, FIRST_LOOK_SECONDS + (now - begin) / 500))  # no run is rounded up by much
+            # Short waits first: they add little to a short run.
+            time.sleep(min(POLL_SECONDS, FIRST_POLL_SECONDS + (now - begin) / 500))
         finished.synchronize()
         self._running = False
         self._refuse_fault()
@@ -253,7 +253,7 @@ class ResidentSession:
         validation = None
         if record is not None and self.run.validation is not None:
             rows = len(self.run.validation[0])
-            loss_sum, hits = float(record["check_loss"]), int(record["check_correct"])
+            loss_sum, hits = float(record["validation_loss"]), int(record["validation_correct"])
             validation = Metrics.of(spec, loss_sum, hits, rows, self.run.outputs)
         return Segment(first, losses, correct if has_accuracy(spec) else None, validation)
 
@@ -266,7 +266,7 @@ class ResidentSession:
                 f"{control['fault_step']}; another program may hold the GPU: try again, or pass engine='eager'"
             )
 
-    # Out again.
+    # Results.
 
     def snapshot(self) -> State:
         torch.cuda.current_stream(self.device).wait_stream(self.stream)
@@ -275,7 +275,7 @@ class ResidentSession:
 
     @property
     def stamps(self) -> torch.Tensor:
-        """Clocks spent in each phase, where the source was made to take them."""
+        """Clocks spent in each phase, of a session with `stamps=True`."""
         return self._buffers.by_name["stamps"]
 
     def close(self) -> None:

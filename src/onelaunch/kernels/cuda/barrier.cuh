@@ -10,7 +10,7 @@ INLINE void barrier_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// One arrival, and bytes that the copy engine has still to bring before the phase is over.
+// One arrival, and bytes that the copies must still deliver before the phase is over.
 INLINE void barrier_expect(u64* barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                  : "memory");
@@ -24,7 +24,7 @@ INLINE void barrier_arrive_at(u64* barrier, u32 rank) {
                  : "memory");
 }
 
-// Waits for the end of the phase of this parity. What is waited for is on its way on this chip: microseconds. A fault of ours
+// Waits for the end of the phase of this parity, which takes microseconds: the data comes from this chip. A fault in this code
 // ends in a trap, not in a hang.
 INLINE void barrier_wait(u64* barrier, u32 parity) {
     u32 done = 0;
@@ -38,7 +38,7 @@ INLINE void barrier_wait(u64* barrier, u32 parity) {
     }
 }
 
-// All threads of the cluster, or of the block that is alone. Barriers that were made before it (with their fence) are there.
+// Barrier of all threads of the cluster, or of a single block. Afterwards all see the barriers initialised (and fenced) before.
 template <int BLOCKS>
 INLINE void everyone_waits() {
     if constexpr (BLOCKS > 1) {
@@ -48,21 +48,21 @@ INLINE void everyone_waits() {
     }
 }
 
-// Some warps of a block wait for each other; barrier 0 is the block's own.
+// Barrier of some warps of a block; number 0 is that of the whole block.
 template <int COUNT>
 INLINE void threads_wait(int number) { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory"); }
 
-// What threads wrote to shared memory is seen by the copy engine after this, and a barrier.
+// After this and a barrier, the tensor memory accelerator sees what threads have written to shared memory.
 INLINE void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// One thread of a warp, always the same; ptxas knows that it is one, and takes addresses for copies without asking all.
+// True in one thread of a warp, always the same. ptxas knows that it is one thread, and needs no loop over the warp for copies.
 INLINE bool elected() {
     u32 one;
     asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p; }" : "=r"(one));
     return one;
 }
 
-// Programmatic dependent launch: the next kernel may come onto the chip; this one waits for the end of the one before it.
+// Programmatic dependent launch: the next kernel may start; this one waits for the end of the kernel before it.
 INLINE void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 INLINE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 

@@ -1,4 +1,4 @@
-// Tiles of matrices through the tensor memory accelerator. A tile's row has 64 halves: 128 bytes, swizzled.
+// Copies of matrix tiles by the tensor memory accelerator (TMA). A row of a tile has 64 16-bit numbers: 128 bytes, swizzled.
 #pragma once
 #include "barrier.cuh"
 
@@ -17,7 +17,7 @@ INLINE void load_tile(void* to, const TensorMap& map, u64* barrier, int column, 
                  : "memory");
 }
 
-// To the same place in all BLOCKS of the cluster; each block's own barrier counts the bytes.
+// To the same address in all BLOCKS of the cluster; the barrier of each block counts the bytes.
 template <int BLOCKS>
 INLINE void load_tile_to(void* to, const TensorMap& map, u64* barrier, int column, int row) {
     if constexpr (BLOCKS == 1) {
@@ -31,7 +31,7 @@ INLINE void load_tile_to(void* to, const TensorMap& map, u64* barrier, int colum
     }
 }
 
-// Bytes that follow each other, from and to multiples of 16.
+// Contiguous bytes, between addresses that are multiples of 16.
 INLINE void load_bytes(void* to, const void* from, int bytes, u64* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      shared_address(to)),
@@ -46,6 +46,6 @@ INLINE void store_tile(const TensorMap& map, const void* from, int column, int r
 }
 
 INLINE void end_of_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// All but the last LATER groups of stores have read what they store: its memory may be written again.
+// Waits until all but the last LATER groups of stores have read their source, which may then be overwritten.
 template <int LATER>
 INLINE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory"); }

@@ -1,46 +1,45 @@
-// y = act(z), z = x · Wᵀ + b, halves in and out, on Hopper; z too where STORE_Z.
+// y = act(z), z = x · Wᵀ + b, in bf16 or fp16, on Hopper; also stores z where STORE_Z.
 //
-// A block walks over tiles of y. One warp brings tiles of x and W through the copy engine; each of two warp groups multiplies
-// half of the rows; three more warps apply the activation to a finished tile while the next one is multiplied: the tensor
-// cores wait for no exponential. What these work on is z rounded to a half, which is what the activation of a model in
-// halves gets. Behind the last tile there is nothing to hide: who multiplied it finishes it, from fp32, and lets go of it box
-// by box.
-// Blocks of a cluster lie below each other and share the tile of W: each brings its part of it to all of them.
+// A persistent block walks over tiles of y. One warp loads tiles of x and W by TMA. Each of two warp groups multiplies half of the
+// rows. Three more warps apply the activation to a finished tile while the next one is multiplied, so that the tensor cores wait
+// for no exponential. They read z rounded to 16 bits, as the activation of a 16-bit model does. After the last tile there is
+// nothing to overlap with: the warp groups that multiplied it also finish it, from fp32, and store it box by box.
+// The blocks of a cluster have tiles below each other and use the same tile of W: each block loads a part of it for all.
 #pragma once
 #include "copy_engine.cuh"
 #include "epilogue.cuh"
 #include "tensor_cores.cuh"
 
-constexpr int GROUPS = TILE_M / 64;  // of warps, that multiply
+constexpr int GROUPS = TILE_M / 64;  // warp groups that multiply
 constexpr int ROW_BYTES = TILE_K * 2;
 constexpr int X_BYTES = TILE_M * ROW_BYTES, W_BYTES = TILE_N * ROW_BYTES;
-constexpr int SHARE = TILE_N / CLUSTER;                   // rows of W that a block brings to all of its cluster
-constexpr int BOX_BYTES = BOX * BOX * 2, BOXES = TILE_N / BOX;  // y leaves in boxes of 64 x 64
-constexpr int FINISHERS = 96;  // of the first 128 threads, 32 bring tiles and these finish them
-constexpr bool AT_ONCE = ACTIVATION == NONE || ACTIVATION == RELU;  // costs nothing on the way out
-constexpr bool BIAS_AHEAD = !STORE_Z || TILE_N < 256;  // it comes into registers while products are made; else there are too few
-static_assert(!STORE_Z || !AT_ONCE, "whose slope follows from y");
-static_assert(GROUPS == 2 && TILE_K == 64 && BOX == 64 && THREADS == 128 * (1 + GROUPS), "what is written out below");
-static_assert(TILE_N % BOX == 0 && SHARE % 8 == 0, "boxes and swizzled rows");
+constexpr int W_ROWS = TILE_N / CLUSTER;  // rows of W that a block loads for its cluster
+constexpr int BOX_BYTES = BOX * BOX * 2, BOXES = TILE_N / BOX;  // y is stored in boxes of 64 x 64
+constexpr int FINISHERS = 96;  // threads that finish tiles; the other 32 of the first 128 load tiles
+constexpr bool AT_ONCE = ACTIVATION == NONE || ACTIVATION == RELU;  // costs nothing in the epilogue
+constexpr bool BIAS_AHEAD = !STORE_Z || TILE_N < 256;  // load the bias into registers during the products, if there are enough
+static_assert(!STORE_Z || !AT_ONCE, "z is stored for activations whose derivative needs it");
+static_assert(GROUPS == 2 && TILE_K == 64 && BOX == 64 && THREADS == 128 * (1 + GROUPS), "sizes that the code below assumes");
+static_assert(TILE_N % BOX == 0 && W_ROWS % 8 == 0, "boxes and swizzled rows");
 
 struct Shared {
     u8 x[STAGES][X_BYTES];
     u8 w[STAGES][W_BYTES];
     u8 y[GROUPS][BOXES][BOX_BYTES];
-    u16 bias[STAGES + 1][TILE_N];  // the copy engine is at most STAGES tiles ahead
+    u16 bias[STAGES + 1][TILE_N];  // the loads are at most STAGES tiles ahead
     u64 full[STAGES], empty[STAGES];
     u64 ready[GROUPS], taken[GROUPS];  // of y
 };
 
-static_assert(sizeof(Shared) + 1024 == SHARED_BYTES, "linear_hopper.py counts as this does");
+static_assert(sizeof(Shared) + 1024 == SHARED_BYTES, "Tile.shared_bytes in linear_hopper.py must be the same");
 
-// A place in a ring of N, and the parity of its turn.
+// A position in a ring of N, and the parity of its barrier.
 template <int N>
 struct Turn {
-    int place = 0;
+    int position = 0;
     u32 parity = 0;
     INLINE void next() {
-        if (++place == N) place = 0, parity ^= 1;
+        if (++position == N) position = 0, parity ^= 1;
     }
 };
 
@@ -48,10 +47,10 @@ struct Corner {
     int row, column;  // of y
 };
 
-// The tiles of this cluster, in bands of BAND tiles of rows, so that clusters at work share operands in L2.
+// The tiles of this cluster, in bands of BAND row tiles, so that concurrent clusters share operands in L2.
 struct Tiles {
     int down, across, index;  // `down` counts tiles of clusters
-    Corner first;  // found, with divisions, before there is anything to wait for: the compiler must not move it to its use
+    Corner first;  // computed, with divisions, before the first wait: the compiler must not move it to its use
     INLINE Tiles(int m, int n) {
         down = (m + TILE_M * CLUSTER - 1) / (TILE_M * CLUSTER);
         across = (n + TILE_N - 1) / TILE_N;
@@ -72,34 +71,34 @@ struct Tiles {
     }
 };
 
-INLINE void bring_tiles(
+INLINE void load_tiles(
     Shared& shared, Tiles tiles, const TensorMap& x_map, const TensorMap& w_map, const u16* bias, int n, int k
 ) {
-    const int row = blockIdx.x % CLUSTER * SHARE;
+    const int row = blockIdx.x % CLUSTER * W_ROWS;
     Turn<STAGES> turn;
     Turn<STAGES + 1> slot;
     for (; tiles.left(); tiles.next(), slot.next()) {
         const Corner corner = tiles.corner();
         for (int start = 0; start < k; start += TILE_K, turn.next()) {
-            u64* full = &shared.full[turn.place];
-            barrier_wait(&shared.empty[turn.place], turn.parity ^ 1);
+            u64* full = &shared.full[turn.position];
+            barrier_wait(&shared.empty[turn.position], turn.parity ^ 1);
             const int bias_bytes = BIASED && start == 0 ? min(TILE_N, n - corner.column) * 2 : 0;
             if (elected()) {
                 barrier_expect(full, X_BYTES + W_BYTES + bias_bytes);
-                load_tile(shared.x[turn.place], x_map, full, start, corner.row);
-                load_tile_to<CLUSTER>(shared.w[turn.place] + row * ROW_BYTES, w_map, full, start, corner.column + row);
-                if (bias_bytes) load_bytes(shared.bias[slot.place], bias + corner.column, bias_bytes, full);
+                load_tile(shared.x[turn.position], x_map, full, start, corner.row);
+                load_tile_to<CLUSTER>(shared.w[turn.position] + row * ROW_BYTES, w_map, full, start, corner.column + row);
+                if (bias_bytes) load_bytes(shared.bias[slot.position], bias + corner.column, bias_bytes, full);
             }
             __syncwarp();
         }
     }
-    // Until all have let go of all stages: a block that left could not be arrived at.
+    // Wait until all blocks have released all stages: a block that has exited cannot be arrived at.
     for (int stage = 0; CLUSTER > 1 && stage < STAGES; ++stage, turn.next()) {
-        barrier_wait(&shared.empty[turn.place], turn.parity ^ 1);
+        barrier_wait(&shared.empty[turn.position], turn.parity ^ 1);
     }
 }
 
-// The products of one tile by one warp group, over all of k. While the last of them are made, `meanwhile`.
+// The products of one tile by one warp group, over all of k. `meanwhile` runs during the last of them.
 template <class Meanwhile>
 INLINE void multiply_tile(
     Shared& shared, float (&z)[TILE_N / 2], Turn<STAGES>& turn, int k, int group, Meanwhile meanwhile
@@ -108,15 +107,15 @@ INLINE void multiply_tile(
     int before = 0;
 #pragma unroll 1
     for (int start = 0; start < k; start += TILE_K) {
-        barrier_wait(&shared.full[turn.place], turn.parity);
-        const u64 x = matrix(shared.x[turn.place] + group * 64 * ROW_BYTES), w = matrix(shared.w[turn.place]);
+        barrier_wait(&shared.full[turn.position], turn.parity);
+        const u64 x = matrix(shared.x[turn.position] + group * 64 * ROW_BYTES), w = matrix(shared.w[turn.position]);
         products_begin();
 #pragma unroll
-        for (int step = 0; step < TILE_K / 16; ++step) multiply(z, x + step * 2, w + step * 2, start > 0 || step > 0);
+        for (int k16 = 0; k16 < TILE_K / 16; ++k16) multiply(z, x + k16 * 2, w + k16 * 2, start > 0 || k16 > 0);
         products_commit();
-        products_wait<1>();  // those of the step before, of all four warps (wgmma binds them): its stage is free
+        products_wait<1>();  // the stage before has been read by all four warps, which wgmma synchronises: it is free
         if (start > 0 && thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
-        before = turn.place;
+        before = turn.position;
         turn.next();
     }
     meanwhile();
@@ -125,14 +124,14 @@ INLINE void multiply_tile(
     if (thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
 }
 
-// The bias of what this thread holds of so many columns.
+// The bias of this thread's part of COLUMNS columns.
 template <int COLUMNS>
 INLINE void take_bias(u32* bias, const u16* from) {
 #pragma unroll
     for (int i = 0; BIASED && i < COLUMNS / 8; ++i) bias[i] = *reinterpret_cast<const u32*>(from + i * 8 + threadIdx.x % 4 * 2);
 }
 
-// Bias and activation of what this thread holds of 64 columns of a tile, and its way to a box.
+// Bias and activation of this thread's part of 64 columns of a tile, stored into a box of shared memory.
 template <int KIND>
 INLINE void put_box(const float* z, const u32* bias, u8* box) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
@@ -150,7 +149,7 @@ INLINE void put_box(const float* z, const u32* bias, u8* box) {
     }
 }
 
-// All boxes of a warp group's part of a tile, by one thread.
+// Stores all boxes of a warp group's part of a tile; called by one thread.
 INLINE void store_boxes(Shared& shared, const TensorMap& map, Corner corner, int n, int group) {
     for (int box = 0; box < BOXES && corner.column + box * BOX < n; ++box) {
         store_tile(map, shared.y[group][box], corner.column + box * BOX, corner.row + group * 64);
@@ -158,15 +157,15 @@ INLINE void store_boxes(Shared& shared, const TensorMap& map, Corner corner, int
     end_of_stores();
 }
 
-INLINE void make_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, const TensorMap& z_map, int n, int k, int warp) {
+INLINE void multiply_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, const TensorMap& z_map, int n, int k, int warp) {
     const int group = warp / 4;
-    const bool leads = warp % 4 == 0;  // and of it the elected thread: the one that stores
+    const bool leads = warp % 4 == 0;  // its elected thread stores
     Turn<STAGES> turn;
     Turn<STAGES + 1> slot;
     u32 parity = 0;
     float z[TILE_N / 2];
     for (; tiles.left(); tiles.next(), slot.next(), parity ^= 1) {
-        const u16* all_bias = shared.bias[slot.place];
+        const u16* all_bias = shared.bias[slot.position];
         u32 bias[(BIAS_AHEAD ? TILE_N : BOX) / 8];
         u8(*boxes)[BOX_BYTES] = shared.y[group];
         multiply_tile(shared, z, turn, k, group, [&] {
@@ -182,7 +181,7 @@ INLINE void make_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, cons
             constexpr int FIRST = AT_ONCE ? ACTIVATION : NONE;
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) put_box<FIRST>(z + box * BOX / 2, bias_of(box), boxes[box]);
-            if constexpr (STORE_Z || AT_ONCE) show_to_copies();  // else who finishes it writes every byte of it anew
+            if constexpr (STORE_Z || AT_ONCE) show_to_copies();  // otherwise the finishing warps rewrite every byte
         }
         if (!tiles.last()) {
             barrier_arrive(&shared.ready[group]);
@@ -230,7 +229,7 @@ INLINE void finish_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, co
                 }
                 show_to_copies();
             }
-            threads_wait<FINISHERS>(1);  // with nothing to do, too: one that lags by two tiles takes the one for the other
+            threads_wait<FINISHERS>(1);  // even without work: a thread two tiles behind would mistake the parity
             if (leads && elected()) store_boxes(shared, y_map, corner, n, group);
         }
         if (leads && elected()) {
@@ -265,14 +264,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
     const Tiles tiles(m, n);
     everyone_waits<CLUSTER>();
     wait_for_previous();
-    // From one lane, so that ptxas sees one number for all of a warp: addresses of products and copies then cost nothing.
+    // Broadcast from one lane, so that ptxas knows it is uniform in a warp: descriptors and copy addresses are then free.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < 4) {
         give_registers<88>();
-        if (warp == 0) bring_tiles(shared, tiles, x_map, w_map, bias, n, k);
+        if (warp == 0) load_tiles(shared, tiles, x_map, w_map, bias, n, k);
         else finish_tiles(shared, tiles, y_map, z_map, n, warp);
     } else {
         take_registers<208>();
-        make_tiles(shared, tiles, y_map, z_map, n, k, warp - 4);
+        multiply_tiles(shared, tiles, y_map, z_map, n, k, warp - 4);
     }
 }

@@ -1,13 +1,13 @@
-"""BatchNorm1d over one panel: a share owns whole columns, so statistics need no exchange.
+"""BatchNorm1d over one panel. A partition owns whole columns, so statistics need no exchange.
 
-Forward: mean, then variance from the centred values (two passes over a panel that lies in the nearest cache); the values are
-overwritten by their normalised form, which is all the backward needs beside the deviation. Formulas are PyTorch's: biased
-variance to normalise, unbiased for the running one.
+The forward computes the mean, then the variance of the centred values, in two passes over a panel that is in L1. It
+overwrites the values with their normalised form; the backward needs only these and `deviation`, which is
+1 / sqrt(variance + eps). The formulas are PyTorch's: biased variance to normalise, unbiased for the running statistics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from onelaunch.engines.cpu.code import elementwise
 from onelaunch.engines.cpu.code.emit import Function, Module
@@ -19,64 +19,68 @@ from onelaunch.run.network import BatchNorm
 
 
 def row_vectors(f: Function, width: int) -> range:
+    """The first column of every vector of a row."""
     return range(0, width, f.lanes)
 
 
-def column_sums(f: Function, rows: Int, width: int, term: object) -> list[Value]:
-    """Sum over rows of `term(row, column)`, one vector a column group."""
+def column_sums(f: Function, rows: Int, width: int, term: Callable[[Int, int], Value]) -> list[Value]:
+    """Sum over rows of `term(row, column)`, one vector per `lanes` columns."""
 
     def body(row: Int, *sums: Value) -> list[Value]:
-        return [f.fadd(so_far, term(row, c)) for so_far, c in zip(sums, row_vectors(f, width), strict=True)]  # type: ignore[operator]
+        return [f.fadd(so_far, term(row, c)) for so_far, c in zip(sums, row_vectors(f, width), strict=True)]
 
     return f.loop(rows, body, carry=[f.zero] * len(row_vectors(f, width)), index="row")
 
 
 def load_bits(f: Function, pointers: Sequence[Value], row: Int, column: int) -> list[Value]:
-    """The dropout bits of one vector, for each Dropout of a group."""
-    place = f.add(f.mul(row, f["bits_pitch"]), column)
-    return [f.load(f"<{f.lanes} x i16>", pointer, place, element="i16", hint="bits") for pointer in pointers]
+    """The dropout bits of one vector, for each Dropout of a group, from bits `[row][bits_pitch]`."""
+    index = f.add(f.mul(row, f["bits_pitch"]), column)
+    return [f.load(f"<{f.lanes} x i16>", pointer, index, element="i16", hint="bits") for pointer in pointers]
 
 
-NORM_PARAMETERS = (
+FORWARD_PARAMETERS = (
     "ptr %values, ptr %output, ptr %derivative, i64 %bits_pitch, ptr %scale, ptr %shift, ptr %mean, ptr %variance, "
     "ptr %deviation, i64 %rows, float %factor"
 )
 
 
 def forward(module: Module, plan: Plan, stage: Stage, group: int, width: int, *, training: bool, all_rows: int) -> str:
-    """`normalise(...)` of a panel: statistics over `rows`, results for all rows; the group's operations follow."""
-    norm = stage.groups[group].norm
-    assert norm is not None
+    """A function that normalises a panel by statistics over its first `rows` rows and applies the group's operations.
+
+    It writes `all_rows` rows.
+    """
+    layer = stage.groups[group].batch_norm
+    assert layer is not None
     operations = stage.groups[group].operations
     dropouts = stage.groups[group].dropouts if training else ()
-    parameters = NORM_PARAMETERS + "".join(f", ptr %bits{number}" for number in range(len(dropouts)))
-    name = f"normalise_{'train' if training else 'check'}_{stage.index}_{group}_w{width}_r{all_rows}"
+    parameters = FORWARD_PARAMETERS + "".join(f", ptr %bits{number}" for number in range(len(dropouts)))
+    name = f"normalise_{'train' if training else 'validate'}_{stage.index}_{group}_w{width}_r{all_rows}"
 
     def make(f: Function) -> None:
         pitch = plan.pitch(stage)
-        if training or not norm.tracks:
-            means, deviations = _batch_statistics(f, norm, pitch, width, update=training)
+        if training or not layer.tracks:
+            means, deviations = _batch_statistics(f, layer, pitch, width, update=training)
         else:
             means = [f.vload(f["mean"], c, "mean") for c in row_vectors(f, width)]
-            deviations = [_deviation(f, f.vload(f["variance"], c), norm.eps) for c in row_vectors(f, width)]
+            deviations = [_deviation(f, f.vload(f["variance"], c), layer.eps) for c in row_vectors(f, width)]
         scales = [f.vload(f["scale"], c, "scale") for c in row_vectors(f, width)]
         shifts = [f.vload(f["shift"], c, "shift") for c in row_vectors(f, width)]
         stores = training and stage.stores_derivative(group)
 
         def row(number: Int) -> None:
             for v, c in enumerate(row_vectors(f, width)):
-                place = f.add(f.mul(number, pitch), c)
-                normal = f.fmul(f.fsub(f.vload(f["values"], place), means[v]), deviations[v], "normal")
+                index = f.add(f.mul(number, pitch), c)
+                normal = f.fmul(f.fsub(f.vload(f["values"], index), means[v]), deviations[v], "normal")
                 if training:
-                    f.store(normal, f["values"], place)
+                    f.store(normal, f["values"], index)
                 value = f.fma(normal, scales[v], shifts[v], "value")
                 bits = load_bits(f, [f[f"bits{n}"] for n in range(len(dropouts))], number, c)
                 if stores:
                     value, derivative = elementwise.forward_with_derivative(f, value, operations, bits)
-                    f.store(derivative, f["derivative"], place)
+                    f.store(derivative, f["derivative"], index)
                 else:
                     value = elementwise.forward(f, value, operations, bits)
-                f.store(value, f["output"], place)
+                f.store(value, f["output"], index)
 
         f.loop(all_rows, row, index="row")
 
@@ -90,10 +94,10 @@ def _deviation(f: Function, variance: Value, eps: float) -> Value:
 
 
 def _batch_statistics(
-    f: Function, norm: BatchNorm, pitch: int, width: int, *, update: bool
+    f: Function, layer: BatchNorm, pitch: int, width: int, *, update: bool
 ) -> tuple[list[Value], list[Value]]:
     rows = f.op("float", f"sitofp i64 {f['rows'].text} to float", "rows")
-    # Divide: a product with the rounded 1 / rows would move every mean the same way, and the running mean with it.
+    # Divide: multiplying by the rounded 1 / rows would shift every mean, and so the running mean, in one direction.
     count = f.splat(rows, "count")
 
     def value(row: Int, c: int) -> Value:
@@ -108,11 +112,11 @@ def _batch_statistics(
 
     squares = column_sums(f, f["rows"], width, squared)
     variances = [f.fdiv(total, count, "variance") for total in squares]
-    deviations = [_deviation(f, variance, norm.eps) for variance in variances]
+    deviations = [_deviation(f, variance, layer.eps) for variance in variances]
     if update:
         for v, c in enumerate(row_vectors(f, width)):
             f.store(deviations[v], f["deviation"], c)
-        if norm.tracks:
+        if layer.tracks:
             fewer = f.fsub(rows, f.scalar(1.0))
             unbiased = f.splat(f.fdiv(rows, fewer), "unbiased")
             new = f.splat(f["factor"], "factor")
@@ -131,13 +135,13 @@ BACKWARD_PARAMETERS = (
 
 
 def backward(module: Module, plan: Plan, stage: Stage, group: int, width: int) -> str:
-    """The gradient of a panel through BatchNorm1d, in place, times the derivative of the group before it.
+    """A function that takes a panel's gradient through BatchNorm1d, in place, and through the group before it.
 
-    `gradient` is a panel `[batch][width]`, `normal` the normalised values, `before` the stored derivative (if any). Scale
-    and shift are updated on the way, the gradient made with their old values.
+    `gradient` is a panel `[batch][width]`, `normal` has the normalised values, `before` the stored derivative of the group
+    before, if any. Scale and shift are updated here too; the gradient uses their old values.
     """
-    norm = stage.groups[group].norm
-    assert norm is not None
+    layer = stage.groups[group].batch_norm
+    assert layer is not None
     has_before = stage.stores_derivative(group - 1)
     name = f"normalise_backward_{stage.index}_{group}_w{width}"
 
@@ -157,7 +161,7 @@ def backward(module: Module, plan: Plan, stage: Stage, group: int, width: int) -
         factors = []
         for c in row_vectors(f, width):
             factors.append(f.fmul(f.vload(f["scale"], c), f.vload(f["deviation"], c), "factor"))
-        if norm.affine:
+        if layer.affine:
             update = Update(f, plan, f["scalars"], f["hyper"])
             for v, c in enumerate(row_vectors(f, width)):
                 update.apply(scale_gradients[v], f["scale"], c)

@@ -1,14 +1,15 @@
 """Activations and dropout as pure vector functions: value in, value and derivative out. No addresses here.
 
-A *group* is a run of such operations with nothing between them. Its derivative is either read off the group's output
-(relu, leaky_relu, sigmoid, tanh: free) or computed on the way forward and stored (everything else).
+A *group* is a sequence of such operations with nothing between them. Its derivative either follows from the group's output
+(free), or is computed in the forward pass and stored.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from onelaunch.activations import ACTIVATIONS, GELU_CUBIC, SELU_ALPHA, SELU_SCALE, SOFTPLUS_THRESHOLD
 from onelaunch.engines.cpu.code import vector_math
 from onelaunch.engines.cpu.code.emit import Function
 from onelaunch.engines.cpu.code.instructions import Value
@@ -16,33 +17,35 @@ from onelaunch.rng import keep_scale, keep_threshold
 from onelaunch.run.network import Activation, Dropout
 
 Operation = Activation | Dropout
-GELU_CUBE = 0.044715
 
 
 def derivative_from_output(operations: Sequence[Operation]) -> bool:
     """Whether the derivative of the whole group follows from its output alone."""
-    names = [operation.name if isinstance(operation, Activation) else "dropout" for operation in operations]
-    if names in ([], ["relu"], ["relu", "dropout"], ["sigmoid"], ["tanh"]):
-        return True
-    # A negative or zero slope would hide the sign of the input.
-    return names == ["leaky_relu"] and isinstance(operations[0], Activation) and operations[0].slope > 0
+    match tuple(operations):
+        case () | (Activation("relu"), Dropout()):
+            return True
+        case (Activation("leaky_relu", slope),):
+            return slope > 0  # otherwise the output's sign is not the input's
+        case (Activation(name),):
+            return not ACTIVATIONS[name].saves_input
+    return False
 
 
 def is_cheap(operations: Sequence[Operation]) -> bool:
-    """Worth doing on the accumulators of a tile; the rest runs over the panel just written, from the nearest cache."""
+    """Whether to apply the group to a tile's accumulators. Other groups run over the panel just written, in L1."""
     return all(
         isinstance(operation, Activation) and operation.name in ("relu", "leaky_relu") for operation in operations
     )
 
 
 def forward(f: Function, x: Value, operations: Sequence[Operation], bits: Sequence[Value] = ()) -> Value:
-    """The group's output. `bits` are the 16 random bits of each lane, one vector a Dropout; none: evaluation."""
+    """The group's output. `bits` has 16 random bits per lane, one vector per Dropout; empty in evaluation."""
     draws = iter(bits)
     for operation in operations:
         if isinstance(operation, Activation):
-            x = _activate(f, x, operation)
+            x, _ = _activate(f, x, operation)
         elif bits:
-            x = f.fmul(x, _kept(f, operation, next(draws)), "kept")
+            x = f.fmul(x, _dropout_factor(f, operation, next(draws)), "kept")
     return x
 
 
@@ -54,9 +57,10 @@ def forward_with_derivative(
     derivative: Value | None = None
     for operation in operations:
         if isinstance(operation, Activation):
-            x, factor = _activate_with_derivative(f, x, operation)
+            x, factor_of = _activate(f, x, operation)
+            factor = factor_of()
         else:
-            factor = _kept(f, operation, next(draws))
+            factor = _dropout_factor(f, operation, next(draws))
             x = f.fmul(x, factor, "kept")
         derivative = factor if derivative is None else f.fmul(derivative, factor, "derivative")
     return x, derivative if derivative is not None else f.constant(1.0)
@@ -64,30 +68,31 @@ def forward_with_derivative(
 
 def backward_from_output(f: Function, gradient: Value, output: Value, operations: Sequence[Operation]) -> Value:
     """gradient * derivative, for groups with `derivative_from_output`."""
-    if not operations:
-        return gradient
-    first = operations[0]
-    assert isinstance(first, Activation)
-    match first.name:
-        case "relu":
-            if len(operations) == 2:
-                dropout = operations[1]
+    match tuple(operations):
+        case ():
+            return gradient
+        case (Activation("relu"), *dropouts):
+            for dropout in dropouts:
                 assert isinstance(dropout, Dropout)
                 gradient = f.fmul(gradient, f.constant(keep_scale(dropout.p)))
             # "ugt": PyTorch lets the gradient of a NaN through.
             return f.select(f.compare("ugt", output, f.zero, "passes"), gradient, f.zero)
-        case "leaky_relu":
-            weaker = f.fmul(gradient, f.constant(first.slope))
+        case (Activation("leaky_relu", slope),):
+            weaker = f.fmul(gradient, f.constant(slope))
             return f.select(f.compare("ogt", output, f.zero, "passes"), gradient, weaker)
-        case "sigmoid":
+        case (Activation("sigmoid"),):
             return f.fmul(gradient, f.fmul(output, f.fsub(f.constant(1.0), output)))
-        case "tanh":
+        case (Activation("tanh"),):
             negated = f.op(f.vector, f"fneg {f.vector} {output.text}", "negated")
             return f.fmul(gradient, f.fma(negated, output, f.constant(1.0)))
-    raise AssertionError(first.name)
+        case (Activation("elu"),):
+            return f.fmul(gradient, _elu_derivative(f, output, 1.0, 1.0))
+        case (Activation("selu"),):
+            return f.fmul(gradient, _elu_derivative(f, output, SELU_ALPHA, SELU_SCALE))
+    raise AssertionError(operations)
 
 
-def _kept(f: Function, dropout: Dropout, bits: Value) -> Value:
+def _dropout_factor(f: Function, dropout: Dropout, bits: Value) -> Value:
     """1 / (1 - p) where the unit is kept, else 0."""
     threshold = keep_threshold(dropout.p)
     if threshold == 65536:
@@ -98,65 +103,106 @@ def _kept(f: Function, dropout: Dropout, bits: Value) -> Value:
     return f.select(keep, f.constant(keep_scale(dropout.p)), f.zero, "scale")
 
 
-def _activate(f: Function, x: Value, activation: Activation) -> Value:
-    match activation.name:
-        case "relu":
-            return f.at_least(x, f.zero, "relu")
-        case "leaky_relu":
-            return f.select(f.compare("ogt", x, f.zero), x, f.fmul(x, f.constant(activation.slope)), "leaky")
-        case "sigmoid":
-            return vector_math.sigmoid(f, x)
-        case "tanh":
-            return vector_math.tanh(f, x)
-        case "silu":
-            return f.fmul(x, vector_math.sigmoid(f, x), "silu")
-        case "gelu":
-            return f.fmul(x, _normal_cdf(f, x), "gelu")
-        case "gelu_tanh":
-            return f.fmul(x, _gelu_gate(f, x), "gelu")
-    raise AssertionError(activation.name)
-
-
-def _activate_with_derivative(f: Function, x: Value, activation: Activation) -> tuple[Value, Value]:
+def _activate(f: Function, x: Value, activation: Activation) -> tuple[Value, Callable[[], Value]]:
+    """The value, and a function that emits the derivative with respect to `x`."""
     one = f.constant(1.0)
     match activation.name:
         case "relu":
-            return _activate(f, x, activation), f.select(f.compare("ugt", x, f.zero), one, f.zero)
+            return f.at_least(x, f.zero, "relu"), lambda: f.select(f.compare("ugt", x, f.zero), one, f.zero)
         case "leaky_relu":
             slope = f.constant(activation.slope)
-            return _activate(f, x, activation), f.select(f.compare("ogt", x, f.zero), one, slope)
+            y = f.select(f.compare("ogt", x, f.zero), x, f.fmul(x, slope), "leaky")
+            return y, lambda: f.select(f.compare("ogt", x, f.zero), one, slope)
         case "sigmoid":
             y = vector_math.sigmoid(f, x)
-            return y, f.fmul(y, f.fsub(one, y))
+            return y, lambda: f.fmul(y, f.fsub(one, y))
         case "tanh":
             y = vector_math.tanh(f, x)
-            return y, f.fsub(one, f.fmul(y, y))
+            return y, lambda: f.fsub(one, f.fmul(y, y))
         case "silu":
             gate = vector_math.sigmoid(f, x)
             y = f.fmul(x, gate, "silu")
-            return y, f.fma(y, f.fsub(one, gate), gate, "derivative")
+            return y, lambda: f.fma(y, f.fsub(one, gate), gate, "derivative")
         case "gelu":
-            cdf = _normal_cdf(f, x)
-            # exp of a large negative number, so that an infinite x gives 0 and not NaN.
-            exponent = f.at_least(f.fmul(f.fmul(x, x), f.constant(-0.5)), f.constant(-80.0))
-            density = f.fmul(vector_math.exp_nonpositive(f, exponent), f.constant(1 / math.sqrt(2 * math.pi)))
-            return f.fmul(x, cdf, "gelu"), f.fma(x, density, cdf, "derivative")
+            erf = vector_math.erf(f, f.fmul(x, f.constant(1 / math.sqrt(2))))
+            cdf = f.fma(erf, f.constant(0.5), f.constant(0.5), "cdf")
+            return f.fmul(x, cdf, "gelu"), lambda: _gelu_derivative(f, x, cdf)
         case "gelu_tanh":
-            gate = _gelu_gate(f, x)
-            # gate = (1 + tanh u) / 2, so its slope is 2 gate (1 - gate) u'.
-            slope = f.fma(f.fmul(x, x), f.constant(3 * GELU_CUBE), one)
-            slope = f.fmul(slope, f.constant(2 * math.sqrt(2 / math.pi)))
-            bend = f.fmul(f.fmul(gate, f.fsub(one, gate)), slope)
-            return f.fmul(x, gate, "gelu"), f.fma(x, bend, gate, "derivative")
+            cubic = f.fma(f.fmul(x, x), f.constant(GELU_CUBIC), one)
+            inner = f.fmul(f.fmul(x, cubic), f.constant(math.sqrt(2 / math.pi)))
+            gate = f.fma(vector_math.tanh(f, inner), f.constant(0.5), f.constant(0.5), "gate")
+            return f.fmul(x, gate, "gelu"), lambda: _gelu_tanh_derivative(f, x, gate)
+        case "elu":
+            y = _elu(f, x, 1.0, 1.0)
+            return y, lambda: _elu_derivative(f, y, 1.0, 1.0)
+        case "selu":
+            y = _elu(f, x, SELU_ALPHA, SELU_SCALE)
+            return y, lambda: _elu_derivative(f, y, SELU_ALPHA, SELU_SCALE)
+        case "mish":
+            return _mish(f, x)
+        case "softplus":
+            decay = vector_math.exp_minus_magnitude(f, x)
+            y = f.fadd(f.at_least(x, f.zero), vector_math.log1p_unit(f, decay))
+            linear = f.compare("ogt", x, f.constant(SOFTPLUS_THRESHOLD), "linear")
+            y = f.select(linear, x, y, "softplus")
+            return y, lambda: f.select(linear, one, vector_math.sigmoid_from_decay(f, x, decay))
+        case "hardswish":
+            gate = f.at_most(f.at_least(f.fadd(x, f.constant(3.0)), f.zero), f.constant(6.0))
+            return f.fmul(x, f.fmul(gate, f.constant(1 / 6)), "hardswish"), lambda: _hardswish_derivative(f, x)
     raise AssertionError(activation.name)
 
 
-def _normal_cdf(f: Function, x: Value) -> Value:
-    erf = vector_math.erf(f, f.fmul(x, f.constant(1 / math.sqrt(2))))
-    return f.fma(erf, f.constant(0.5), f.constant(0.5), "cdf")
+def _gelu_derivative(f: Function, x: Value, cdf: Value) -> Value:
+    # The exponent is clamped, so that an infinite x gives a density of 0 and not NaN.
+    exponent = f.at_least(f.fmul(f.fmul(x, x), f.constant(-0.5)), f.constant(-80.0))
+    density = f.fmul(vector_math.exp_nonpositive(f, exponent), f.constant(1 / math.sqrt(2 * math.pi)))
+    return f.fma(x, density, cdf, "derivative")
 
 
-def _gelu_gate(f: Function, x: Value) -> Value:
-    cubic = f.fma(f.fmul(x, x), f.constant(GELU_CUBE), f.constant(1.0))
-    inner = f.fmul(f.fmul(x, cubic), f.constant(math.sqrt(2 / math.pi)))
-    return f.fma(vector_math.tanh(f, inner), f.constant(0.5), f.constant(0.5), "gate")
+def _gelu_tanh_derivative(f: Function, x: Value, gate: Value) -> Value:
+    """gate = (1 + tanh u) / 2, so its derivative is 2 gate (1 - gate) u'."""
+    one = f.constant(1.0)
+    inner = f.fma(f.fmul(x, x), f.constant(3 * GELU_CUBIC), one)
+    inner = f.fmul(inner, f.constant(2 * math.sqrt(2 / math.pi)))
+    return f.fma(x, f.fmul(f.fmul(gate, f.fsub(one, gate)), inner), gate, "derivative")
+
+
+def _elu(f: Function, x: Value, alpha: float, scale: float) -> Value:
+    above, below = x, vector_math.expm1_nonpositive(f, x)
+    if scale != 1 or alpha != 1:
+        above, below = f.fmul(x, f.constant(scale)), f.fmul(below, f.constant(alpha * scale))
+    return f.select(f.compare("ogt", x, f.zero), above, below, "elu")
+
+
+def _elu_derivative(f: Function, output: Value, alpha: float, scale: float) -> Value:
+    below = f.fadd(output, f.constant(alpha * scale))
+    return f.select(f.compare("ogt", output, f.zero), f.constant(scale), below, "derivative")
+
+
+def _mish(f: Function, x: Value) -> tuple[Value, Callable[[], Value]]:
+    """x * t with t = tanh(softplus(x)) = ((1 + exp(x))**2 - 1) / ((1 + exp(x))**2 + 1).
+
+    Above zero both are divided by exp(2x), so that only decay = exp(-|x|) occurs. 1 - t comes from the same denominator:
+    subtracting t from 1 would lose its digits.
+    """
+    one, two = f.constant(1.0), f.constant(2.0)
+    decay = vector_math.exp_minus_magnitude(f, x)
+    above = f.compare("oge", x, f.zero)
+    numerator = f.select(above, f.fma(two, decay, one), f.fmul(decay, f.fadd(decay, two)))  # of t
+    rest = f.select(above, f.fmul(two, f.fmul(decay, decay)), two)  # the numerator of 1 - t
+    inverse = f.fdiv(one, f.fadd(numerator, rest), "inverse")
+    t = f.fmul(numerator, inverse, "gate")
+
+    def derivative() -> Value:
+        bend = f.fmul(f.fmul(rest, inverse), f.fadd(t, one))  # 1 - t**2
+        slope = f.fmul(f.fmul(x, vector_math.sigmoid_from_decay(f, x, decay)), bend)
+        return f.fadd(t, slope, "derivative")
+
+    return f.fmul(x, t, "mish"), derivative
+
+
+def _hardswish_derivative(f: Function, x: Value) -> Value:
+    inside = f.fma(x, f.constant(1 / 3), f.constant(0.5))
+    # At -3 and 3 as PyTorch: 0 and 1. A NaN stays NaN.
+    inside = f.select(f.compare("oge", x, f.constant(3.0)), f.constant(1.0), inside)
+    return f.select(f.compare("ole", x, f.constant(-3.0)), f.zero, inside, "derivative")

@@ -1,7 +1,6 @@
-"""A small builder of LLVM IR, as text: functions of a module, made once each, with counted loops in SSA form.
+"""A small builder of LLVM IR, as text: the functions of a module, each built once, with counted loops in SSA form.
 
-`Function` holds one function under construction: instructions.py writes its straight lines, this file its loops and branches.
-The text is what a reader of `Program.text` sees.
+`Function` is one function under construction: instructions.py emits its straight-line code, this file loops and branches.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from onelaunch.engines.cpu.plan.target import Target
 
 
 class Module:
-    """Functions by name, each made once: kernels are shared by all who ask for the same key."""
+    """Functions by name, each built once: all callers that need the same kernel call the same function."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -21,7 +20,7 @@ class Module:
         self.functions: dict[str, Function] = {}
 
     def function(self, name: str, parameters: str, make: Callable[[Function], None], *, public: bool = False) -> str:
-        """The function of this name; `make` fills it if it is new. The name must say all that its body depends on."""
+        """The name of a function whose body `make` emits if it is new. The name must cover all that the body depends on."""
         if name not in self.functions:
             function = self.functions[name] = Function(self, name, parameters, public=public)
             make(function)
@@ -54,16 +53,13 @@ class Function(Instructions):
         return f"define {kind}void @{self.name}({self.parameters}) #0 {{\nentry:\n{body}\n  ret void\n}}\n"
 
     def loop(
-        self,
-        stop: Int,
-        body: Callable[..., Sequence[Value] | None],
-        *,
-        start: Int = 0,
-        step: int = 1,
-        carry: Sequence[Value] = (),
-        index: str = "i",
-    ) -> list[Value]:
-        """`for i in range(start, stop, step)`; `body(i, *carry)` returns the carried values' successors, if any."""
+        self, stop: Int, body: Callable[..., Sequence[Value] | None], *, start: Int = 0, step: int = 1,
+        carry: Sequence[Value] = (), index: str = "i",
+    ) -> list[Value]:  # fmt: skip
+        """`for i in range(start, stop, step)`; `body(i, *carry)` returns the next carried values, if there are any.
+
+        Returns the carried values after the loop. A loop of constant length 0 or 1 becomes straight-line code.
+        """
         carry = list(carry)
         constant = isinstance(start, int) and isinstance(stop, int)
         if constant and stop <= start:  # type: ignore[operator]
@@ -79,18 +75,18 @@ class Function(Instructions):
         else:
             self.emit(f"br label %{label}.body")
         self._open(f"{label}.body")
-        place = len(self.lines)
+        header = len(self.lines)
         counter = Value("i64", f"%{label}")
         phis = [Value(value.type, "%" + self._fresh(f"{index}.carry")) for value in carry]
         self.lines += [""] * (1 + len(carry))
         results = list(body(counter, *phis) or ())
         assert len(results) == len(carry), f"the body of loop {label} in {self.name} must return its carried values"
         following = self.op("i64", f"add nuw nsw i64 {counter.text}, {step}", "next")
-        self.lines[place] = (
+        self.lines[header] = (
             f"  {counter.text} = phi i64 [ {int_text(start)}, %{before} ], [ {following.text}, %{self.block} ]"
         )
         for position, (phi, first, last) in enumerate(zip(phis, carry, results, strict=True)):
-            self.lines[place + 1 + position] = (
+            self.lines[header + 1 + position] = (
                 f"  {phi.text} = phi {phi.type} [ {first.text}, %{before} ], [ {last.text}, %{self.block} ]"
             )
         again = self.op("i1", f"icmp slt i64 {following.text}, {int_text(stop)}", "again")
@@ -114,20 +110,20 @@ class Function(Instructions):
         self._open(f"{label}.end")
 
     def wait_while(self, condition: Callable[[], Value], body: Callable[[Value], None]) -> None:
-        """`while condition(): body(times)`, `times` counting up from 0."""
+        """`while condition(): body(count)`, where `count` starts at 0."""
         label = self._fresh("wait")
         before = self.block
         self.emit(f"br label %{label}")
         self._open(label)
-        times = Value("i64", f"%{label}.times")
-        place = len(self.lines)
+        count = Value("i64", f"%{label}.count")
+        header = len(self.lines)
         self.lines.append("")
         holds = condition()
         self.emit(f"br i1 {holds.text}, label %{label}.body, label %{label}.end")
         self._open(f"{label}.body")
-        body(times)
-        following = self.op("i64", f"add i64 {times.text}, 1", "next")
-        self.lines[place] = f"  {times.text} = phi i64 [ 0, %{before} ], [ {following.text}, %{self.block} ]"
+        body(count)
+        following = self.op("i64", f"add i64 {count.text}, 1", "next")
+        self.lines[header] = f"  {count.text} = phi i64 [ 0, %{before} ], [ {following.text}, %{self.block} ]"
         self.emit(f"br label %{label}")
         self._open(f"{label}.end")
 

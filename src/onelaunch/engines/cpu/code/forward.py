@@ -1,45 +1,44 @@
-"""The forward half of a step, after gather.py has brought the rows: multiply, and apply what follows each Linear."""
+"""The forward pass, after gather.py has copied the rows: the product of each Linear and the operations that follow it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from onelaunch.engines.cpu.code import batch_norm as norm
-from onelaunch.engines.cpu.code import elementwise
-from onelaunch.engines.cpu.code import philox as random_bits
+from onelaunch.engines.cpu.code import batch_norm, elementwise, philox
 from onelaunch.engines.cpu.code.elementwise import Operation
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.phase import Phase
 from onelaunch.engines.cpu.code.tile import Accumulators, Run, balanced, over_panels, over_tiles, product_tile
-from onelaunch.engines.cpu.plan.plan import Plan, round_up
+from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.stages import Stage
+from onelaunch.integers import ceil_div, round_up
 from onelaunch.run.network import Activation
 
 
 def draw_dropout(phase: Phase, stage: Stage) -> None:
-    """The random bits of this share's part of a stage, for every Dropout in it."""
+    """Draw the random bits of this partition's part of a stage, for every Dropout in it."""
     if not phase.training:
         return
-    first_row, rows, first_column, columns = phase.plan.bits_region(stage, phase.share)
+    first_row, rows, first_column, columns = phase.plan.bits_region(stage, phase.partition)
     for group in stage.groups:
         for dropout in group.dropouts:
             if rows and columns:
-                draw = random_bits.draw_bits(
+                draw = philox.draw_bits(
                     phase.module, layer=dropout.layer, first_row=first_row, rows=rows, first_column=first_column,
                     columns=columns,
                 )  # fmt: skip
-                bits = phase.buffer(f"bits.{dropout.layer}.{phase.share}")
+                bits = phase.buffer(f"bits.{dropout.layer}.{phase.partition}")
                 phase.f.call(draw, bits, phase.step(), phase.control("seed"))
 
 
 def product(phase: Phase, stage: Stage) -> None:
-    """Linear, bias and what follows, on this share's rows or columns."""
+    """Linear, bias and the operations that follow, on this partition's rows or columns."""
     f, plan = phase.f, phase.plan
     before = plan.stages[stage.index - 1]
     by_rows = phase.forward_by_rows(stage)
-    first, last = plan.owned_rows(phase.share, phase.batch) if by_rows else (0, phase.batch)
-    panels = plan.panels(stage) if by_rows else plan.owned_panels(stage, phase.share)
+    first, last = plan.owned_rows(phase.partition, phase.batch) if by_rows else (0, phase.batch)
+    panels = plan.panels(stage) if by_rows else plan.owned_panels(stage, phase.partition)
     if first == last or not panels:
         return
     draw_dropout(phase, stage)
@@ -49,7 +48,7 @@ def product(phase: Phase, stage: Stage) -> None:
     group = stage.groups[0]
     if phase.training and before.index:
         start = f.at(source, first * plan.pitch(before))
-        phase.fetch_columns_of_others(before, start, last - first, plan.pitch(before))
+        phase.prefetch_columns_of_others(before, start, last - first, plan.pitch(before))
     inline = elementwise.is_cheap(group.operations) and not (phase.training and stage.stores_derivative(0))
 
     def panel(column: Int, width: int) -> None:
@@ -66,24 +65,26 @@ def product(phase: Phase, stage: Stage) -> None:
             f.call(kernel, at, at, weights, result, bias)
 
         if phase.training:
-            over_tiles(f, first, last, plan.target.most_rows(vectors), tile)
+            over_tiles(f, first, last, plan.target.max_rows(vectors), tile)
         else:
             _over_overlapping_tiles(f, plan, first, last, vectors, tile)
-        follow(phase, stage, column, width, first, last, skip_first=inline)
+        apply_groups(phase, stage, column, width, first, last, skip_first=inline)
 
     over_panels(f, panels, panel)
 
 
-def _over_overlapping_tiles(f: Function, plan: Plan, first: int, last: int, vectors: int, tile: object) -> None:
-    """Evaluation reuses the tile heights of training: the last tile is moved back over rows already done."""
-    height = balanced(plan.batch, plan.target.most_rows(vectors))[0][1]
+def _over_overlapping_tiles(
+    f: Function, plan: Plan, first: int, last: int, vectors: int, tile: Callable[[int, Int], None]
+) -> None:
+    """Validation reuses the tile heights of training: the last tile overlaps rows that are already done."""
+    height = balanced(plan.batch, plan.target.max_rows(vectors))[0][1]
     height = min(height, last - first)
     limit = last - height
 
     def body(number: Int) -> None:
-        tile(height, f.minimum(f.add(f.mul(number, height), first), limit, "row"))  # type: ignore[operator]
+        tile(height, f.minimum(f.add(f.mul(number, height), first), limit, "row"))
 
-    f.loop(-(-(last - first) // height), body, index="tile")
+    f.loop(ceil_div(last - first, height), body, index="tile")
 
 
 def _operations_name(operations: Sequence[Operation]) -> str:
@@ -102,67 +103,69 @@ def _forward_tile(
         bias = [f.vload(f["extra"], v * f.lanes, "bias") for v in range(vectors)]
         return [bias for _ in range(rows)]
 
-    def finish(f: Function, accumulators: Accumulators) -> None:
+    def epilogue(f: Function, accumulators: Accumulators) -> None:
         for m, row in enumerate(accumulators):
             for v, value in enumerate(row):
                 f.store(elementwise.forward(f, value, operations), f["c"], m * pitch + v * f.lanes)
 
     return product_tile(
         module, f"{_operations_name(operations)}_p{pitch}", rows=rows, vectors=vectors,
-        runs=[Run(inputs, source_pitch, 1)], b_stride=vectors * module.target.lanes, start=start, finish=finish,
+        runs=[Run(inputs, source_pitch, 1)], b_stride=vectors * module.target.lanes, start=start, epilogue=epilogue,
     )  # fmt: skip
 
 
 def prepare_input(phase: Phase) -> None:
-    """Stage 0: what stands in front of the first Linear, on this share's columns."""
+    """Stage 0: the layers before the first Linear, on this partition's columns."""
     f, plan = phase.f, phase.plan
     stage = plan.stages[0]
     draw_dropout(phase, stage)
     raw = phase.input_buffer() if phase.training else phase.output(stage)
 
     def panel(column: Int, width: int) -> None:
-        follow(phase, stage, column, width, 0, phase.batch, skip_first=False, source=raw)
+        apply_groups(phase, stage, column, width, 0, phase.batch, skip_first=False, source=raw)
 
-    over_panels(f, plan.owned_panels(stage, phase.share), panel)
+    over_panels(f, plan.owned_panels(stage, phase.partition), panel)
 
 
-def follow(
+def apply_groups(
     phase: Phase, stage: Stage, column: Int, width: int, first: int, last: int, *, skip_first: bool,
     source: Value | None = None,
 ) -> None:  # fmt: skip
-    """The groups of a stage on one panel, after its product; `skip_first`: the tiles have done the first one."""
+    """Apply the groups of a stage to one panel, after its product; `skip_first`: the tiles have applied the first one."""
     f, plan = phase.f, phase.plan
     for number, group in enumerate(stage.groups):
-        place = f.add(f.mul(first, plan.pitch(stage)), column)
-        result = f.at(phase.result(stage, number), place, hint="result")
+        position = f.add(f.mul(first, plan.pitch(stage)), column)
+        result = f.at(phase.result(stage, number), position, hint="result")
         bits_pitch, bits = _bits_at(phase, stage, number, column) if phase.training else (0, [])
         stores = phase.training and stage.stores_derivative(number)
-        kept = f.at(phase.buffer(f"derivative.{stage.index}.{number}"), place, hint="kept") if stores else result
+        kept = f.at(phase.buffer(f"derivative.{stage.index}.{number}"), position, hint="kept") if stores else result
         if number == 0:
-            came_from = f.at(source, place, hint="values") if source else result
+            values = f.at(source, position, hint="values") if source else result
             if not skip_first and (group.operations or source):
                 apply = _apply_group(phase.module, plan, stage, number, width, training=phase.training)
-                f.call(apply, came_from, result, kept, last - first, bits_pitch, *bits)
+                f.call(apply, values, result, kept, last - first, bits_pitch, *bits)
             continue
-        own = phase.buffer(f"normal.{stage.index}.{number}") if phase.training else phase.output(stage)
+        own = phase.buffer(f"normalised.{stage.index}.{number}") if phase.training else phase.output(stage)
         assert first == 0 or not phase.training
-        kernel = norm.forward(phase.module, plan, stage, number, width, training=phase.training, all_rows=last - first)
+        kernel = batch_norm.forward(
+            phase.module, plan, stage, number, width, training=phase.training, all_rows=last - first
+        )
         vectors = [
             f.at(phase.buffer(f"{name}.{stage.index}.{number}"), column)
             for name in ("scale", "shift", "mean", "variance", "deviation")
         ]
         f.call(
-            kernel, f.at(own, place, hint="values"), result, kept, bits_pitch, *vectors, phase.rows,
+            kernel, f.at(own, position, hint="values"), result, kept, bits_pitch, *vectors, phase.rows,
             _running_factor(phase, stage, number), *bits,
         )  # fmt: skip
 
 
 def _running_factor(phase: Phase, stage: Stage, number: int) -> Value:
-    """How much of a batch goes into the running statistics: the momentum, or 1 / batches for a plain average."""
-    f, norm_layer = phase.f, stage.groups[number].norm
-    assert norm_layer is not None
-    if norm_layer.momentum is not None:
-        return f.scalar(norm_layer.momentum)
+    """The weight of this batch in the running statistics: the momentum, or 1 / batches for a cumulative average."""
+    f, layer = phase.f, stage.groups[number].batch_norm
+    assert layer is not None
+    if layer.momentum is not None:
+        return f.scalar(layer.momentum)
     if not phase.training:
         return f.scalar(0.0)
     before = f.load("double", phase.buffer(f"batches.{stage.index}.{number}"), hint="batches")
@@ -173,15 +176,15 @@ def _running_factor(phase: Phase, stage: Stage, number: int) -> Value:
 
 
 def _bits_at(phase: Phase, stage: Stage, number: int, column: Int) -> tuple[int, list[Value]]:
-    """(numbers a row, where this panel's start) for each Dropout of a group."""
+    """(random values per row, where this panel's begin for each Dropout of a group)."""
     f, plan = phase.f, phase.plan
-    _, _, first_column, columns = plan.bits_region(stage, phase.share)
-    starts = [phase.buffer(f"bits.{dropout.layer}.{phase.share}") for dropout in stage.groups[number].dropouts]
+    _, _, first_column, columns = plan.bits_region(stage, phase.partition)
+    starts = [phase.buffer(f"bits.{dropout.layer}.{phase.partition}") for dropout in stage.groups[number].dropouts]
     return round_up(columns, 8), [f.at(start, f.sub(column, first_column), "i16", "bits") for start in starts]
 
 
 def _apply_group(module: Module, plan: Plan, stage: Stage, number: int, width: int, *, training: bool) -> str:
-    """`(source, output, derivative, rows, bits_pitch, bits...)`: element-wise operations over a panel."""
+    """`(source, output, derivative, rows, bits_pitch, bits...)`: the elementwise operations of a group over a panel."""
     group = stage.groups[number]
     dropouts = group.dropouts if training else ()
     parameters = "ptr %source, ptr %output, ptr %derivative, i64 %rows, i64 %bits_pitch"
@@ -191,18 +194,18 @@ def _apply_group(module: Module, plan: Plan, stage: Stage, number: int, width: i
     def make(f: Function) -> None:
         def row(index: Int) -> None:
             for c in range(0, width, f.lanes):
-                place = f.add(f.mul(index, pitch), c)
-                value = f.vload(f["source"], place)
-                bits = norm.load_bits(f, [f[f"bits{n}"] for n in range(len(dropouts))], index, c)
+                position = f.add(f.mul(index, pitch), c)
+                value = f.vload(f["source"], position)
+                bits = batch_norm.load_bits(f, [f[f"bits{n}"] for n in range(len(dropouts))], index, c)
                 if training and stage.stores_derivative(number):
                     value, derivative = elementwise.forward_with_derivative(f, value, group.operations, bits)
-                    f.store(derivative, f["derivative"], place)
+                    f.store(derivative, f["derivative"], position)
                 else:
                     value = elementwise.forward(f, value, group.operations, bits)
-                f.store(value, f["output"], place)
+                f.store(value, f["output"], position)
 
         f.loop(f["rows"], row, index="row")
 
     return module.function(
-        f"apply_{'train' if training else 'check'}_{stage.index}_{number}_w{width}", parameters, make
+        f"apply_{'train' if training else 'validate'}_{stage.index}_{number}_w{width}", parameters, make
     )

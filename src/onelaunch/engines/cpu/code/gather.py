@@ -1,4 +1,4 @@
-"""A batch's rows out of the data: copied into the batch, bytes turned into numbers, and the next batch's asked for ahead."""
+"""Copy a batch's rows out of the data set (uint8 rows become floats), and prefetch the rows of the next batch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.phase import Phase
 from onelaunch.engines.cpu.plan.plan import CACHE_LINE, Plan
+from onelaunch.integers import ceil_div
 
 
 def gather(phase: Phase, target: Value, order: Value, first_row: Int, rows: Value) -> None:
-    """A batch into `target` (this share's rows of it, where all shares read one copy); rows past the end become zero."""
+    """Copy a batch into `target`; rows past the end become zero. Where all partitions read one copy, each writes its rows."""
     f, plan = phase.f, phase.plan
     private = phase.training and plan.private_input
-    first, last = (0, phase.batch) if private else plan.owned_rows(phase.share, phase.batch)
+    first, last = (0, phase.batch) if private else plan.owned_rows(phase.partition, phase.batch)
     if first == last:
         return
     stage = plan.stages[0]
-    x = phase.control("x" if phase.training else "check_x", "ptr")
+    x = phase.control("x" if phase.training else "validation_x", "ptr")
     copy = _copy_row(phase.module, plan)
     clear = _clear_row(phase.module, plan)
     stop = f.minimum(rows, last)
-    element = "i8" if plan.settings.bytes_in else "float"
+    element = "i8" if plan.settings.uint8_rows else "float"
 
     def one(row: Int) -> None:
         if phase.training:
@@ -37,7 +38,7 @@ def gather(phase: Phase, target: Value, order: Value, first_row: Int, rows: Valu
 
 
 class NextRows:
-    """Asks for the next batch's rows piece by piece, between the tiles of dW: they come from far away, in random order."""
+    """Prefetches the next batch's rows piece by piece, between the tiles of dW: in random order they miss every cache."""
 
     def __init__(self, phase: Phase, tiles: int) -> None:
         f, plan = phase.f, phase.plan
@@ -50,33 +51,33 @@ class NextRows:
         self.x = phase.control("x", "ptr")
         self.piece = f.op("ptr", "alloca i64", "piece")
         f.store(f.i64(0), self.piece)
-        self.line = CACHE_LINE if plan.settings.bytes_in else CACHE_LINE // 4
-        lines = -(-plan.stages[0].width // self.line)
-        self.lines_each = min(lines, -(-plan.batch * lines // max(1, tiles)))
-        self.pieces = -(-lines // self.lines_each)
+        self.line = CACHE_LINE if plan.settings.uint8_rows else CACHE_LINE // 4
+        lines = ceil_div(plan.stages[0].width, self.line)
+        self.lines_each = min(lines, ceil_div(plan.batch * lines, max(1, tiles)))
+        self.pieces = ceil_div(lines, self.lines_each)
 
-    def ask(self) -> None:
+    def prefetch_piece(self) -> None:
         f, plan = self.f, self.phase.plan
         piece = f.load("i64", self.piece, hint="piece")
         f.store(f.i64(f.add(piece, 1)), self.piece)
         kernel = self._kernel()
         row = f.op("i64", f"udiv i64 {piece.text}, {self.pieces}", "row")
 
-        def fetch() -> None:
-            place = f.sub(piece, f.mul(row, self.pieces))
+        def prefetch() -> None:
+            number_in_row = f.sub(piece, f.mul(row, self.pieces))
             number = f.load("i32", self.order, row, element="i32", hint="sample")
             sample = f.op("i64", f"zext i32 {number.text} to i64", "sample")
-            at = f.add(f.mul(sample, plan.stages[0].width), f.mul(place, self.lines_each * self.line))
-            f.call(kernel, f.at(self.x, at, "i8" if plan.settings.bytes_in else "float"))
+            at = f.add(f.mul(sample, plan.stages[0].width), f.mul(number_in_row, self.lines_each * self.line))
+            f.call(kernel, f.at(self.x, at, "i8" if plan.settings.uint8_rows else "float"))
 
-        f.when(f.compare("slt", row, self.rows), fetch)
+        f.when(f.compare("slt", row, self.rows), prefetch)
 
     def _kernel(self) -> str:
         def make(f: Function) -> None:
             for line in range(self.lines_each):
                 f.prefetch(f["x"], line * CACHE_LINE // 4, locality=2)
 
-        return self.phase.module.function(f"fetch_{self.lines_each}_lines", "ptr %x", make)
+        return self.phase.module.function(f"prefetch_{self.lines_each}_lines", "ptr %x", make)
 
 
 def _copy_row(module: Module, plan: Plan) -> str:
@@ -84,7 +85,7 @@ def _copy_row(module: Module, plan: Plan) -> str:
 
     def make(f: Function) -> None:
         def vector(column: Int, count: int) -> None:
-            if not plan.settings.bytes_in:
+            if not plan.settings.uint8_rows:
                 value = f.vload_first(f.at(f["source"], column), count)
             else:
                 packed = f.vload_first(f.at(f["source"], column, "i8"), count, "i8", "bytes")
@@ -100,7 +101,7 @@ def _copy_row(module: Module, plan: Plan) -> str:
 
 
 def _divide_by_255(f: Function, x: Value) -> Value:
-    """x / 255, rounded as a division would: a product, then one correction by its remainder (exact for 0 to 255)."""
+    """x / 255 with the rounding of a division: a product, then one correction by its remainder (exact for 0 to 255)."""
     if not f.module.target.has_fma:
         return f.fdiv(x, f.constant(255.0))
     inverse = f.constant(1 / 255)

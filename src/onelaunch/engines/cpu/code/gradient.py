@@ -1,6 +1,6 @@
 """From the gradient of a stage's output to the gradient of its product, in the two layouts that dW and dX read.
 
-A block is `lanes` units by `lanes` rows: the partial sums of dX are added and transposed in registers, multiplied by the
+A block is `lanes` units by `lanes` rows. Its partial sums of dX are added and transposed in registers, multiplied by the
 derivative of the stage's last group, stored into the panel, and transposed back.
 """
 
@@ -15,7 +15,7 @@ from onelaunch.engines.cpu.plan.stages import Stage
 
 
 def transpose(f: Function, rows: list[Value]) -> list[Value]:
-    """`lanes` vectors as the columns of `lanes` others: swap halves, quarters, ... across pairs of rows."""
+    """The transpose of a `lanes` x `lanes` block: swap halves, then quarters, ... across pairs of rows."""
     distance = f.lanes // 2
     while distance:
         swapped = list(rows)
@@ -23,9 +23,9 @@ def transpose(f: Function, rows: list[Value]) -> list[Value]:
         high = [lane | distance if not lane & distance else f.lanes + lane for lane in range(f.lanes)]
         for i in range(f.lanes):
             if not i & distance:
-                for place, order in ((i, low), (i | distance, high)):
+                for position, order in ((i, low), (i | distance, high)):
                     indices = ", ".join(f"i32 {lane}" for lane in order)
-                    swapped[place] = f.op(
+                    swapped[position] = f.op(
                         f.vector,
                         f"shufflevector {f.vector} {rows[i].text}, {f.vector} {rows[i | distance].text}, "
                         f"<{f.lanes} x i32> <{indices}>",
@@ -37,7 +37,7 @@ def transpose(f: Function, rows: list[Value]) -> list[Value]:
 
 
 def _through_last_group(f: Function, stage: Stage, gradient: Value, output: Value, pitch: int, row: int) -> Value:
-    """Times the derivative of the stage's last group; `output` points at its output or its stored derivative."""
+    """`gradient` times the derivative of the stage's last group; `output` points at its output or its stored derivative."""
     number = len(stage.groups) - 1
     operations = stage.groups[number].operations
     if not operations:
@@ -63,12 +63,12 @@ def reduce_block(
                 total = f.fadd(total, f.vload(f[f"partial{n}"], unit * partial_width, "partial"))
             columns.append(total)
         rows = transpose(f, columns)
-        _settle(f, plan, stage, rows, panel_width, partial_width, back)
+        _store_and_transpose(f, plan, stage, rows, panel_width, partial_width, back)
 
     return module.function(name, parameters, make)
 
 
-def _settle(
+def _store_and_transpose(
     f: Function, plan: Plan, stage: Stage, rows: list[Value], panel_width: int, batch_width: int, back: bool
 ) -> None:
     pitch = plan.pitch(stage)
@@ -82,14 +82,16 @@ def _settle(
             f.store(column, f["transposed"], unit * batch_width)
 
 
-def settle_block(module: Module, plan: Plan, stage: Stage, *, panel_width: int, batch_width: int, derive: bool) -> str:
-    """`(saved, panel, transposed)`: the same for a gradient that lies in the panel already (the loss's, a norm's)."""
-    name = f"settle_{stage.index}_w{panel_width}_b{batch_width}" + "_derive" * derive
+def transpose_block(
+    module: Module, plan: Plan, stage: Stage, *, panel_width: int, batch_width: int, derive: bool
+) -> str:
+    """`(saved, panel, transposed)`: the same for a gradient already in the panel, from the loss or a BatchNorm1d."""
+    name = f"transpose_{stage.index}_w{panel_width}_b{batch_width}" + "_derive" * derive
 
     def make(f: Function) -> None:
         rows = [f.vload(f["panel"], row * panel_width) for row in range(f.lanes)]
         if derive:
-            _settle(f, plan, stage, rows, panel_width, batch_width, back=True)
+            _store_and_transpose(f, plan, stage, rows, panel_width, batch_width, back=True)
         else:
             for unit, column in enumerate(transpose(f, rows)):
                 f.store(column, f["transposed"], unit * batch_width)
@@ -98,7 +100,7 @@ def settle_block(module: Module, plan: Plan, stage: Stage, *, panel_width: int, 
 
 
 def bias_update(module: Module, plan: Plan, width: int) -> str:
-    """`(panel, bias, scalars, hyper)`: the sum of a panel's gradient over the batch, and the bias's update."""
+    """`(panel, bias, scalars, hyper)`: sum a panel's gradient over the batch and update the bias."""
 
     def make(f: Function) -> None:
         vectors = width // f.lanes

@@ -1,7 +1,7 @@
-"""Instructions of LLVM IR, one after another, as text: typed values, named results.
+"""Instructions of LLVM IR as text: typed values, named results.
 
-Integers may be Python ints or `Value`s of type i64 everywhere, and arithmetic on two ints is done here, so that code made for
-constant sizes has constant addresses. Results are named after what they hold (`%row.7`, `%bias.3`).
+Integers may be Python ints or `Value`s of type i64. Arithmetic on two ints is done in Python, so that constant sizes give
+constant addresses. Results are named after their content (`%row.7`, `%bias.3`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Int = int | Value
 
 
 def float_text(number: float) -> str:
-    """LLVM writes a float as the hexadecimal bits of the double of the same value."""
+    """A float in LLVM's notation: the hexadecimal bits of the double of the same value."""
     single = struct.unpack("f", struct.pack("f", number))[0]
     return f"0x{struct.unpack('<Q', struct.pack('<d', single))[0]:016X}"
 
@@ -33,7 +33,7 @@ def int_text(number: Int) -> str:
 
 
 class Instructions:
-    """Lines that are written in order; what they call of LLVM is noted in `declarations`."""
+    """Emits instructions in order; the LLVM intrinsics they call are added to `declarations`."""
 
     def __init__(self, target: Target, declarations: dict[str, None]) -> None:
         self.target, self.declarations = target, declarations
@@ -59,7 +59,7 @@ class Instructions:
         return self.op(a.type, f"{opcode} {a.type} {a.text}, {b.text}", hint)
 
     def intrinsic(self, type_: str, name: str, *arguments: Value, hint: str = "v") -> Value:
-        """A call of an LLVM intrinsic; `name` without the "llvm." in front."""
+        """A call of the LLVM intrinsic `llvm.<name>`."""
         types = ", ".join(argument.type for argument in arguments)
         self.declarations[f"declare {type_} @llvm.{name}({types})"] = None
         text = ", ".join(f"{argument.type} {argument.text}" for argument in arguments)
@@ -71,8 +71,6 @@ class Instructions:
     def call(self, name: str, *arguments: Int) -> None:
         values = [Value("i64", str(item)) if isinstance(item, int) else item for item in arguments]
         self.emit(f"call void @{name}({', '.join(f'{value.type} {value.text}' for value in values)})")
-
-    # Integers and addresses.
 
     def add(self, a: Int, b: Int, hint: str = "sum") -> Int:
         if isinstance(a, int) and isinstance(b, int):
@@ -95,7 +93,7 @@ class Instructions:
             return a
         return self.op("i64", f"mul i64 {int_text(a)}, {int_text(b)}", hint)
 
-    def minimum(self, a: Int, b: Int, hint: str = "least") -> Value:
+    def minimum(self, a: Int, b: Int, hint: str = "minimum") -> Value:
         return self.intrinsic("i64", "smin.i64", self.i64(a), self.i64(b), hint=hint)
 
     def i64(self, number: Int) -> Value:
@@ -121,7 +119,7 @@ class Instructions:
         return self.load(self.vector, pointer, index, hint=hint)
 
     def vload_first(self, pointer: Value, count: int, type_: str = "float", hint: str = "part") -> Value:
-        """The first `count` lanes, the rest zero; nothing behind them is read."""
+        """The first `count` lanes, the rest zero; memory after them is not read."""
         vector = f"<{self.lanes} x {type_}>"
         if count >= self.lanes:
             return self.load(vector, pointer, element=type_, hint=hint)
@@ -141,8 +139,6 @@ class Instructions:
         address = self.at(pointer, index)
         self.declarations["declare void @llvm.prefetch.p0(ptr, i32, i32, i32)"] = None
         self.emit(f"call void @llvm.prefetch.p0(ptr {address.text}, i32 {int(write)}, i32 {locality}, i32 1)")
-
-    # Floats and vectors of floats.
 
     @staticmethod
     def _list(element: str, items: Sequence[object]) -> str:
@@ -186,7 +182,7 @@ class Instructions:
         return self.binary("fdiv", a, b, hint)
 
     def fma(self, a: Value, b: Value, c: Value, hint: str = "v") -> Value:
-        """a * b + c, in one rounding where the machine can: fmuladd never becomes a call of the C library."""
+        """a * b + c, with one rounding where the machine has FMA: unlike `fma`, fmuladd never calls the C library."""
         suffix = "f32" if a.type == "float" else "f64" if a.type == "double" else f"v{self.lanes}f32"
         return self.intrinsic(a.type, f"fmuladd.{suffix}", a, b, c, hint=hint)
 

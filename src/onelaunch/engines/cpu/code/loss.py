@@ -1,7 +1,7 @@
-"""Losses on a range of rows: their sum, the right predictions and, in training, the gradient of the mean.
+"""Losses over a range of rows: their sum, the number of correct predictions and, in training, the gradient of the mean.
 
-The gradient goes into the panels of the last stage, already multiplied by the step's `row_weight` (one over the rows of the
-batch, or over its elements). Sums over rows are kept in double precision.
+The gradient is stored in the panels of the last stage, multiplied by the step's `row_weight` (1 / rows of the batch, or
+1 / its elements). Sums over rows are accumulated in double precision.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from onelaunch.engines.cpu.code import vector_math
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.plan.plan import HYPERPARAMETERS, SCALARS, Plan
+from onelaunch.integers import ceil_div
 
-INLINE_VECTORS = 4  # up to this many vectors a row stay in registers; more are looped over
+MAX_INLINE_VECTORS = 4  # a row of at most this many vectors stays in registers; longer rows are looped over
 LOSS_PARAMETERS = (
     "ptr %outputs, ptr %targets, ptr %order, ptr %sums, ptr %gradient, i64 %first, i64 %stop, ptr %scalars, ptr %hyper, "
     "ptr %loss, ptr %tally"
@@ -27,7 +28,7 @@ class LossRows:
     def __init__(self, f: Function, plan: Plan, *, training: bool) -> None:
         self.f, self.plan, self.training = f, plan, training
         self.classes = plan.last.width
-        self.vectors = -(-self.classes // f.lanes)
+        self.vectors = ceil_div(self.classes, f.lanes)
         self.pitch = plan.pitch(plan.last)
 
     def emit(self) -> None:
@@ -38,13 +39,11 @@ class LossRows:
         if self.plan.settings.loss == "cross_entropy":
             self._each_sum(lambda at: f.store(f.constant(1.0), at))
         carry = [Value("double", "0.0"), Value("i64", "0")]
-        total, right = f.loop(f["stop"], row, start=f["first"], carry=carry, index="row")
+        total, correct = f.loop(f["stop"], row, start=f["first"], carry=carry, index="row")
         if self.plan.settings.loss == "cross_entropy":
             total = self._add_logarithms(total)
         f.store(f.fadd(f.load("double", f["loss"]), total), f["loss"])
-        f.store(f.op("i64", f"add i64 {f.load('i64', f['tally']).text}, {right.text}", "right"), f["tally"])
-
-    # Shared parts.
+        f.store(f.op("i64", f"add i64 {f.load('i64', f['tally']).text}, {correct.text}", "correct"), f["tally"])
 
     def _target_row(self, row: Int) -> Int:
         if not self.training:
@@ -53,7 +52,7 @@ class LossRows:
         return self.f.op("i64", f"zext i32 {number.text} to i64", "sample")
 
     def _gradient_at(self, row: Int) -> Callable[[Int], Value]:
-        """The address of vector v of a row, among panels of two vectors and a last one of one or two."""
+        """A function from v to the address of vector v of a row: panels have two vectors, the last one or two."""
         f, plan = self.f, self.plan
         panels = plan.panels(plan.last)
 
@@ -62,7 +61,7 @@ class LossRows:
                 first, width = panels[v // 2]
                 start = f.at(f["gradient"], first * plan.rows, hint="panel")
                 return f.at(start, f.add(f.mul(row, width), v % 2 * f.lanes), hint="gradient")
-            # In a loop all panels are wide: a last narrow one is done after it.
+            # A loop covers wide panels only; a narrow last panel is handled after it.
             panel = f.op("i64", f"lshr i64 {v.text}, 1", "panel")
             half = f.op("i64", f"and i64 {v.text}, 1", "half")
             start = f.at(f["gradient"], f.mul(panel, plan.panel_width * plan.rows), hint="panel")
@@ -72,12 +71,12 @@ class LossRows:
         return address
 
     def _over_vectors(self, body: Callable[..., list[Value] | None], carry: list[Value]) -> list[Value]:
-        """`body(v, lanes in use, *carry)` for every vector of a row; only the last may be partly in use."""
+        """Call `body(v, lanes in use, *carry)` for every vector of a row; only the last may be partly in use."""
         f = self.f
         full = self.classes // f.lanes
         rest = self.classes - full * f.lanes
         looped = 0
-        if self.vectors > INLINE_VECTORS:
+        if self.vectors > MAX_INLINE_VECTORS:
             looped = full // 2 * 2
             carry = f.loop(looped, lambda v, *c: body(v, f.lanes, *c), carry=carry, index="vector")
         for v in range(looped, full):
@@ -90,8 +89,6 @@ class LossRows:
         f = self.f
         return value if lanes == f.lanes else f.select(f.lanes_below(lanes), value, other)
 
-    # Cross-entropy.
-
     def _each_sum(self, body: Callable[[Value], None]) -> None:
         f = self.f
         f.loop(
@@ -99,7 +96,7 @@ class LossRows:
         )
 
     def _add_logarithms(self, total: Value) -> Value:
-        """The logarithms of the rows' sums, a vector at a time; the lanes behind the last row hold 1."""
+        """Add the logarithms of the rows' sums, one vector at a time; lanes after the last row hold 1."""
         f = self.f
 
         def add(row: Int, so_far: Value) -> list[Value]:
@@ -111,15 +108,15 @@ class LossRows:
     def _add_scalar(self, total: Value, term: Value) -> Value:
         return self.f.fadd(total, self.f.op("double", f"fpext float {term.text} to double", "term"), "total")
 
-    def _cross_entropy_row(self, row: Int, total: Value, right: Value) -> list[Value]:
+    def _cross_entropy_row(self, row: Int, total: Value, correct: Value) -> list[Value]:
         f = self.f
         logits = f.at(f["outputs"], f.mul(row, self.pitch), hint="logits")
         label = f.load("i64", f["targets"], self._target_row(row), element="i64", hint="label")
         lowest = f.constant(-math.inf)
 
-        def larger(v: Int, lanes: int, most: Value) -> list[Value]:
+        def larger(v: Int, lanes: int, largest: Value) -> list[Value]:
             z = f.vload(logits, f.mul(v, f.lanes), "z")
-            return [f.at_least(self._only(z, lanes, lowest), most)]
+            return [f.at_least(self._only(z, lanes, lowest), largest)]
 
         peak = f.reduce("max", self._over_vectors(larger, [lowest])[0], "peak")
         peaks = f.splat(peak, "peak")
@@ -141,16 +138,18 @@ class LossRows:
             self._cross_entropy_gradient(row, label, total_of_row, gradient_at, kept)
         chosen = f.load("float", logits, label, hint="chosen")
         term = self._cross_entropy_term(logits, peak, chosen)
-        is_right = f.compare("eq", self._first_peak(logits, peaks), label, "right")
-        more = f.op("i64", f"zext i1 {is_right.text} to i64", "right")
-        return [self._add_scalar(total, term), f.op("i64", f"add i64 {right.text}, {more.text}", "right")]
+        is_correct = f.compare("eq", self._first_peak(logits, peaks), label, "correct")
+        more = f.op("i64", f"zext i1 {is_correct.text} to i64", "correct")
+        return [self._add_scalar(total, term), f.op("i64", f"add i64 {correct.text}, {more.text}", "correct")]
+
+    def _label_smoothing(self) -> Value:
+        return self.f.load("float", self.f["hyper"], HYPERPARAMETERS.index("label_smoothing"), hint="label_smoothing")
 
     def _cross_entropy_term(self, logits: Value, peak: Value, chosen: Value) -> Value:
-        """The row's loss but for the logarithm of its sum: peak - chosen, or with smoothing a mix with the mean logit."""
+        """The row's loss without the logarithm of its sum: peak - chosen, mixed with the mean logit if smoothed."""
         f = self.f
-        if not self.plan.settings.smoothing:
+        if not self.plan.settings.label_smoothing:
             return f.fsub(peak, chosen, "term")
-        smoothing = f.load("float", f["hyper"], HYPERPARAMETERS.index("smoothing"), hint="smoothing")
 
         def add(v: Int, lanes: int, so_far: Value) -> list[Value]:
             gap = f.fsub(f.splat(peak), f.vload(logits, f.mul(v, f.lanes)))
@@ -158,8 +157,9 @@ class LossRows:
 
         gaps = f.reduce("add", self._over_vectors(add, [f.zero])[0], "gaps")
         mean = f.fmul(gaps, f.scalar(1 / self.classes), "mean")
-        certain = f.fsub(f.scalar(1.0), smoothing)
-        return f.fma(smoothing, mean, f.fmul(certain, f.fsub(peak, chosen)), "term")
+        label_smoothing = self._label_smoothing()
+        certain = f.fsub(f.scalar(1.0), label_smoothing)
+        return f.fma(label_smoothing, mean, f.fmul(certain, f.fsub(peak, chosen)), "term")
 
     def _cross_entropy_gradient(
         self, row: Int, label: Value, total: Value, gradient_at: Callable[[Int], Value], kept: dict[int, Value]
@@ -169,10 +169,9 @@ class LossRows:
         scale = f.splat(f.fdiv(self.row_weight, total, "scale"))
         off: Value | None = None
         target_weight = self.row_weight
-        if self.plan.settings.smoothing:
-            smoothing = f.load("float", f["hyper"], HYPERPARAMETERS.index("smoothing"), hint="smoothing")
+        if self.plan.settings.label_smoothing:
             # From one product, so that a network of one class has a gradient of exactly zero, as in PyTorch.
-            smoothed = f.fmul(self.row_weight, smoothing, "smoothed")
+            smoothed = f.fmul(self.row_weight, self._label_smoothing(), "smoothed")
             target_weight = f.fsub(self.row_weight, smoothed)
             off = f.splat(f.fmul(smoothed, f.scalar(-1 / self.classes)), "off")
 
@@ -185,7 +184,7 @@ class LossRows:
         f.store(f.fsub(f.load("float", at), target_weight), at)
 
     def _element_address(self, row: Int, column: Value) -> Value:
-        """Where the gradient of one unit lies, its panel found at run time."""
+        """The address of one unit's gradient, whose panel is computed at run time."""
         f, plan = self.f, self.plan
         panels = plan.panels(plan.last)
         width = panels[0].width
@@ -202,7 +201,7 @@ class LossRows:
         return f.at(f["gradient"], f.add(start, f.add(f.mul(stride, row), inside)), hint="element")
 
     def _first_peak(self, logits: Value, peaks: Value) -> Value:
-        """The number of the first class at the maximum."""
+        """The first class whose logit is the maximum."""
         f = self.f
         none = Value("i64", str(self.classes))
         small = f"i{f.lanes}"
@@ -212,17 +211,15 @@ class LossRows:
             equal = f.compare("oeq", self._only(z, lanes, f.constant(math.nan)), peaks, "equal")
             mask = f.op(small, f"bitcast {equal.type} {equal.text} to {small}", "mask")
             wide = f.op("i64", f"zext {small} {mask.text} to i64", "mask")
-            place = f.intrinsic("i64", "cttz.i64", wide, Value("i1", "false"), hint="place")
-            here = f.add(place, f.mul(v, f.lanes))
-            nowhere = f.compare("eq", wide, Value("i64", "0"))
-            candidate = f.select(nowhere, none, f.i64(here))
+            lane = f.intrinsic("i64", "cttz.i64", wide, Value("i1", "false"), hint="lane")
+            number = f.i64(f.add(lane, f.mul(v, f.lanes)))
+            candidate = f.select(f.compare("eq", wide, Value("i64", "0")), none, number)
             return [f.intrinsic("i64", "umin.i64", found, candidate, hint="found")]
 
         return self._over_vectors(earlier, [none])[0]
 
-    # Mean squared error and binary cross-entropy: element by element.
-
-    def _elementwise_row(self, row: Int, total: Value, right: Value) -> list[Value]:
+    def _elementwise_row(self, row: Int, total: Value, correct: Value) -> list[Value]:
+        """Mean squared error or binary cross-entropy."""
         f = self.f
         bce = self.plan.settings.loss == "bce_with_logits"
         outputs = f.at(f["outputs"], f.mul(row, self.pitch), hint="outputs")
@@ -230,34 +227,32 @@ class LossRows:
         gradient_at = self._gradient_at(row)
         weight = f.splat(self.row_weight) if self.training else f.zero
 
-        def element(v: Int, lanes: int, so_far: Value, right: Value) -> list[Value]:
+        def element(v: Int, lanes: int, so_far: Value, correct: Value) -> list[Value]:
             z = f.vload(outputs, f.mul(v, f.lanes), "z")
             target = f.vload_first(f.at(targets, f.mul(v, f.lanes)), lanes, hint="target")
             if bce:
                 term, gradient = _binary_cross_entropy(f, z, target)
-                right = self._count_sides(z, target, lanes, right)
+                correct = self._count_sides(z, target, lanes, correct)
             else:
                 gap = f.fsub(z, target, "gap")
                 term, gradient = f.fmul(gap, gap), f.fadd(gap, gap)
             if self.training:
                 f.store(f.fmul(gradient, weight), gradient_at(v))
-            return [f.fadd(so_far, self._only(term, lanes, f.zero)), right]
+            return [f.fadd(so_far, self._only(term, lanes, f.zero)), correct]
 
-        terms, right = self._over_vectors(element, [f.zero, right])
-        return [self._add_scalar(total, f.reduce("add", terms)), right]
+        terms, correct = self._over_vectors(element, [f.zero, correct])
+        return [self._add_scalar(total, f.reduce("add", terms)), correct]
 
-    def _count_sides(self, z: Value, target: Value, lanes: int, right: Value) -> Value:
+    def _count_sides(self, z: Value, target: Value, lanes: int, correct: Value) -> Value:
         f = self.f
-        truth = f.compare("ogt", target, f.constant(0.5))
-        said = f.compare("ogt", z, f.zero)
-        differ = f.binary("xor", truth, said)
+        differ = f.binary("xor", f.compare("ogt", target, f.constant(0.5)), f.compare("ogt", z, f.zero))
         small = f"i{f.lanes}"
         mask = f.op(small, f"bitcast {differ.type} {differ.text} to {small}", "mask")
         wide = f.op("i64", f"zext {small} {mask.text} to i64", "mask")
         wrong = f.op("i64", f"and i64 {wide.text}, {2**lanes - 1}", "wrong")
         count = f.intrinsic("i64", "ctpop.i64", wrong, hint="wrong")
         same = f.op("i64", f"sub i64 {lanes}, {count.text}", "same")
-        return f.op("i64", f"add i64 {right.text}, {same.text}", "right")
+        return f.op("i64", f"add i64 {correct.text}, {same.text}", "correct")
 
 
 def _binary_cross_entropy(f: Function, z: Value, target: Value) -> tuple[Value, Value]:
@@ -267,12 +262,9 @@ def _binary_cross_entropy(f: Function, z: Value, target: Value) -> tuple[Value, 
     above = f.at_least(z, f.zero)
     negated = f.op(f.vector, f"fneg {f.vector} {z.text}", "negated")
     term = f.fadd(f.fma(negated, target, above), vector_math.log1p_unit(f, small), "term")
-    # sigmoid(z) = 1 / (1 + e) for z >= 0 and e / (1 + e) below, e = exp(-|z|).
-    numerator = f.select(f.compare("oge", z, f.zero), f.constant(1.0), small)
-    sigmoid = f.fdiv(numerator, f.fadd(small, f.constant(1.0)), "sigmoid")
-    return term, f.fsub(sigmoid, target)
+    return term, f.fsub(vector_math.sigmoid_from_decay(f, z, small), target)
 
 
 def loss_rows(module: Module, plan: Plan, *, training: bool) -> str:
-    name = f"{plan.settings.loss}_{'train' if training else 'check'}"
+    name = f"{plan.settings.loss}_{'train' if training else 'validate'}"
     return module.function(name, LOSS_PARAMETERS, lambda f: LossRows(f, plan, training=training).emit())

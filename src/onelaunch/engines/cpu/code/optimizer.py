@@ -1,10 +1,5 @@
-"""The update of one vector of parameters, given its gradient: the finish of every dW tile, so that gradients never reach
-memory. PyTorch's formulas; per step and from the host, in double precision until the last moment:
-
-  rate          -lr (sgd);  -lr / (1 - beta1**t) (adam, adamw)
-  inverse_root  1 / sqrt(1 - beta2**t)
-  decay         1 - lr * weight_decay (adamw)
-"""
+"""The update of one vector of parameters, given its gradient. It is the epilogue of every dW tile, so that gradients never
+reach memory. The formulas are PyTorch's; `onelaunch.optimizers` defines the scalars they read."""
 
 from __future__ import annotations
 
@@ -12,60 +7,89 @@ from onelaunch.engines.cpu.code import vector_math
 from onelaunch.engines.cpu.code.emit import Function
 from onelaunch.engines.cpu.code.instructions import Value
 from onelaunch.engines.cpu.plan.plan import HYPERPARAMETERS, SCALARS, Plan
+from onelaunch.optimizers import OPTIMIZERS
 
 
 class Update:
-    """Emits updates inside one function. `scalars` points at the step's scalars, `hyper` at the run's hyperparameters."""
+    """Emits updates inside one function. `scalars` points at the step's scalars, `hyper` at the run's hyper-parameters."""
 
     def __init__(self, f: Function, plan: Plan, scalars: Value, hyper: Value) -> None:
         self.f, self.plan, self.settings = f, plan, plan.settings
-        self._places = {name: (scalars, place) for place, name in enumerate(SCALARS)}
-        self._places |= {name: (hyper, place) for place, name in enumerate(HYPERPARAMETERS)}
+        self._addresses = {name: (scalars, column) for column, name in enumerate(SCALARS)}
+        self._addresses |= {name: (hyper, column) for column, name in enumerate(HYPERPARAMETERS)}
         self._loaded: dict[str, Value] = {}
 
     def _scalar(self, name: str) -> Value:
         if name not in self._loaded:
-            pointer, place = self._places[name]
-            self._loaded[name] = self.f.splat(self.f.load("float", pointer, place, hint=name), name)
+            pointer, column = self._addresses[name]
+            self._loaded[name] = self.f.splat(self.f.load("float", pointer, column, hint=name), name)
         return self._loaded[name]
 
     def apply(self, gradient: Value, parameters: Value, index: int) -> None:
         """Update the vector at `parameters[index]`."""
         f, settings = self.f, self.settings
         weight = f.vload(parameters, index, "weight")
-        if settings.optimizer == "sgd":
-            new = self._sgd(gradient, weight, parameters, index)
-        else:
-            new = self._adam(gradient, weight, parameters, index)
-        f.store(new, parameters, index)
-
-    def _state(self, parameters: Value, number: int) -> Value:
-        return self.f.at(parameters, (number + 1) * self.plan.state_stride // 4, hint="state")
-
-    def _sgd(self, gradient: Value, weight: Value, parameters: Value, index: int) -> Value:
-        f, settings = self.f, self.settings
-        if settings.weight_decay:
+        states = [
+            f.at(parameters, (number + 1) * self.plan.state_stride // 4 + index, hint=name)
+            for number, name in enumerate(self.plan.state_names)
+        ]
+        decoupled = OPTIMIZERS[settings.optimizer].decoupled_decay
+        if settings.weight_decay and not decoupled:
             gradient = f.fma(self._scalar("weight_decay"), weight, gradient, "gradient")
-        if settings.momentum:
-            momentum, state = self._scalar("momentum"), self._state(parameters, 0)
-            velocity = f.fma(momentum, f.vload(state, index), gradient, "velocity")
-            f.store(velocity, state, index)
-            gradient = f.fma(momentum, velocity, gradient, "step") if settings.nesterov else velocity
-        return f.fma(self._scalar("rate"), gradient, weight, "weight")
-
-    def _adam(self, gradient: Value, weight: Value, parameters: Value, index: int) -> Value:
-        f, settings = self.f, self.settings
-        if settings.weight_decay and settings.optimizer == "adam":
-            gradient = f.fma(self._scalar("weight_decay"), weight, gradient, "gradient")
-        first, second = self._state(parameters, 0), self._state(parameters, 1)
-        mean = f.vload(first, index, "mean")
-        mean = f.fma(f.fsub(gradient, mean), self._scalar("new_mean"), mean, "mean")
-        square = f.vload(second, index, "square")
-        square = f.fma(self._scalar("beta2"), square, f.fmul(f.fmul(gradient, gradient), self._scalar("new_square")))
-        f.store(mean, first, index)
-        f.store(square, second, index)
-        root = vector_math.root(f, square)
-        scale = f.fma(root, self._scalar("inverse_root"), self._scalar("eps"), "scale")
-        if settings.weight_decay and settings.optimizer == "adamw":
+        match settings.optimizer:
+            case "sgd":
+                step = self._sgd(gradient, states)
+            case "adam" | "adamw":
+                step = self._adam(gradient, *states)
+            case "rmsprop":
+                step = self._rmsprop(gradient, *states)
+            case "lion":
+                step = self._lion(gradient, *states)
+            case _:
+                raise AssertionError(settings.optimizer)
+        if settings.weight_decay and decoupled:
             weight = f.fmul(weight, self._scalar("decay"), "decayed")
-        return f.fma(self._scalar("rate"), vector_math.divide(f, mean, scale), weight, "weight")
+        f.store(f.fma(self._scalar("rate"), step, weight, "weight"), parameters, index)
+
+    def _sgd(self, gradient: Value, states: list[Value]) -> Value:
+        f = self.f
+        if not states:
+            return gradient
+        velocity = self._add_momentum(gradient, states[0])
+        return f.fma(self._scalar("momentum"), velocity, gradient, "step") if self.settings.nesterov else velocity
+
+    def _add_momentum(self, step: Value, buffer: Value) -> Value:
+        velocity = self.f.fma(self._scalar("momentum"), self.f.vload(buffer), step, "velocity")
+        self.f.store(velocity, buffer)
+        return velocity
+
+    def _adam(self, gradient: Value, exp_avg: Value, exp_avg_sq: Value) -> Value:
+        f = self.f
+        mean = f.vload(exp_avg, hint="mean")
+        mean = f.fma(f.fsub(gradient, mean), self._scalar("new_mean"), mean, "mean")
+        f.store(mean, exp_avg)
+        root = vector_math.root(f, self._add_square(gradient, exp_avg_sq))
+        scale = f.fma(root, self._scalar("inverse_root"), self._scalar("eps"), "scale")
+        return vector_math.divide(f, mean, scale)
+
+    def _add_square(self, gradient: Value, average: Value) -> Value:
+        f = self.f
+        square = f.vload(average, hint="square")
+        square = f.fma(self._scalar("beta2"), square, f.fmul(f.fmul(gradient, gradient), self._scalar("new_square")))
+        f.store(square, average)
+        return square
+
+    def _rmsprop(self, gradient: Value, square_avg: Value, momentum: Value | None = None) -> Value:
+        f = self.f
+        root = vector_math.root(f, self._add_square(gradient, square_avg))
+        step = vector_math.divide(f, gradient, f.fadd(root, self._scalar("eps"), "scale"))
+        return step if momentum is None else self._add_momentum(step, momentum)
+
+    def _lion(self, gradient: Value, exp_avg: Value) -> Value:
+        f = self.f
+        mean = f.vload(exp_avg, hint="mean")
+        gap = f.fsub(gradient, mean)
+        direction = f.fma(gap, self._scalar("new_mean"), mean, "direction")
+        f.store(f.fma(gap, self._scalar("new_square"), mean, "mean"), exp_avg)
+        negative = f.select(f.compare("olt", direction, f.zero), f.constant(-1.0), f.zero)
+        return f.select(f.compare("ogt", direction, f.zero), f.constant(1.0), negative, "sign")

@@ -1,6 +1,6 @@
-"""A phase: what one share does between two barriers, as a function `(arena, j)` for step j of the native call.
+"""A phase: the work of one partition between two barriers, as a function `(arena, j)` for step j of the native call.
 
-`Phase` knows where things lie: buffers by name, and the step's own numbers, each computed once where it is first asked for.
+`Phase` gives its emitters the addresses of buffers by name and the values of the step.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.plan.plan import CACHE_LINE, CONTROL, SCALARS, Plan
 from onelaunch.engines.cpu.plan.stages import Stage
 
-MOST_FETCHED = 512  # lines: more would not stay in the nearest cache
+MAX_PREFETCHED_LINES = 512  # more would not stay in L1
 PHASE_PARAMETERS = "ptr %arena, i64 %j"
 
 
 class Phase:
-    """`training` chooses between a step of training and a batch of evaluation."""
+    """`training` is False for a batch of validation rows."""
 
-    def __init__(self, f: Function, plan: Plan, share: int, *, training: bool) -> None:
-        self.f, self.plan, self.share, self.training = f, plan, share, training
+    def __init__(self, f: Function, plan: Plan, partition: int, *, training: bool) -> None:
+        self.f, self.plan, self.partition, self.training = f, plan, partition, training
         self.module: Module = f.module
-        self.batch = plan.batch if training else plan.settings.evaluation
-        # Asked for here, in the first block, so that every later block may use them.
+        self.batch = plan.batch if training else plan.settings.validation_batch
+        # Computed in the first block, so that every later block may use them.
         first_row: Int = self.control("first_row") if training else 0
         self.first_row = f.add(f.mul(f["j"], self.batch), first_row, "first_row")
-        rows = self.control("rows" if training else "check_rows")
+        rows = self.control("rows" if training else "validation_rows")
         self.rows = f.minimum(f.sub(rows, self.first_row), self.batch, "rows")
         self.scalars = f.at(self.buffer("scalars"), f.mul(f["j"], len(SCALARS)), hint="scalars")
         self.hyper = self.buffer("hyperparameters")
@@ -43,31 +43,31 @@ class Phase:
         return self.f.i64(self.f.add(self.control("first_step"), self.f["j"], "step"))
 
     def input_buffer(self, next_step: bool = False) -> Value:
-        """Two input buffers take turns: while one is read, the next batch is gathered into the other."""
+        """Two input buffers alternate: while one is read, the next batch is gathered into the other."""
         f = self.f
         odd = f.op("i1", f"trunc i64 {f['j'].text} to i1", "odd")
-        copy = self.share if self.plan.private_input else 0
+        copy = self.partition if self.plan.private_input else 0
         first, second = self.buffer(f"input.0.{copy}"), self.buffer(f"input.1.{copy}")
         return f.select(odd, first, second) if next_step else f.select(odd, second, first, "input")
 
     def output(self, stage: Stage) -> Value:
-        """Where the finished activations of a stage lie."""
+        """The buffer of a stage's final activations."""
         if not self.training:
-            return self.buffer(f"check.{stage.index % 2}")
+            return self.buffer(f"validation.{stage.index % 2}")
         if stage.index == 0 and stage.is_plain:
             return self.input_buffer()
         return self.buffer(f"output.{stage.index}")
 
     def result(self, stage: Stage, group: int) -> Value:
-        """Where a group of a stage writes: before a norm, into the norm's buffer."""
+        """The buffer that a group of a stage writes: that of the next group's BatchNorm1d, or the stage's output."""
         if self.training and group < len(stage.groups) - 1:
-            return self.buffer(f"normal.{stage.index}.{group + 1}")
+            return self.buffer(f"normalised.{stage.index}.{group + 1}")
         return self.output(stage)
 
-    def fetch(self, start: Value, rows: int, pitch: int, first: int, last: int) -> None:
-        """Ask for floats [first, last) of each row before they are needed: lines that another core has just written."""
+    def prefetch(self, start: Value, rows: int, pitch: int, first: int, last: int) -> None:
+        """Prefetch floats [first, last) of each row: another core has just written these lines."""
         lines = range(first, last, CACHE_LINE // 4)
-        if not 0 < rows * len(lines) <= MOST_FETCHED:
+        if not 0 < rows * len(lines) <= MAX_PREFETCHED_LINES:
             return
 
         def row(number: Int) -> None:
@@ -75,13 +75,13 @@ class Phase:
             for column in lines:
                 self.f.prefetch(at, column)
 
-        self.f.loop(rows, row, index="fetched")
+        self.f.loop(rows, row, index="prefetched")
 
-    def fetch_columns_of_others(self, stage: Stage, start: Value, rows: int, pitch: int) -> None:
-        for other in range(self.plan.shares):
-            if other != self.share:
-                self.fetch(start, rows, pitch, *self.plan.owned_columns(stage, other))
+    def prefetch_columns_of_others(self, stage: Stage, start: Value, rows: int, pitch: int) -> None:
+        for other in range(self.plan.partitions):
+            if other != self.partition:
+                self.prefetch(start, rows, pitch, *self.plan.owned_columns(stage, other))
 
     def forward_by_rows(self, stage: Stage) -> bool:
-        statistics = self.training or any(group.norm and not group.norm.tracks for group in stage.groups)
+        statistics = self.training or any(group.batch_norm and not group.batch_norm.tracks for group in stage.groups)
         return self.plan.forward_by_rows(stage, statistics=statistics)

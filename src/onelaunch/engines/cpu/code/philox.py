@@ -1,12 +1,13 @@
-"""The run's random numbers in native code: the bits of `onelaunch.rng`, the same to the last one.
+"""The run's random numbers in native code, bit for bit those of `onelaunch.rng`.
 
-`draw_bits` fills a region with dropout bits, one lane a Philox call; `row_order` writes an epoch's permutation.
+`draw_bits` fills a region with dropout bits, one Philox call per lane; `row_order` writes an epoch's permutation.
 """
 
 from __future__ import annotations
 
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
+from onelaunch.integers import ceil_div
 from onelaunch.rng import (
     FEISTEL_MULTIPLIERS,
     FEISTEL_ROUNDS,
@@ -18,12 +19,12 @@ from onelaunch.rng import (
 
 
 def signed(word: int) -> int:
-    """A 32-bit word as LLVM prints it."""
+    """A 32-bit word in LLVM's notation."""
     return word - 2**32 if word >= 2**31 else word
 
 
 def philox(f: Function, counter: list[Value], key: tuple[Value, Value]) -> list[Value]:
-    """Four vectors of 32-bit words, one Philox4x32-10 call a lane."""
+    """Four vectors of 32-bit words, one Philox4x32-10 call per lane."""
     wide = f"<{f.lanes} x i64>"
     c0, c1, c2, c3 = counter
     key0, key1 = key
@@ -34,10 +35,8 @@ def philox(f: Function, counter: list[Value], key: tuple[Value, Value]) -> list[
         extended = f.op(wide, f"zext {f.integers} {word.text} to {wide}", "wide")
         product = f.binary("mul", extended, multiplier, "product")
         high = f.binary("lshr", product, thirty_two, "high")
-        return (
-            f.op(f.integers, f"trunc {wide} {high.text} to {f.integers}", "high"),
-            f.op(f.integers, f"trunc {wide} {product.text} to {f.integers}", "low"),
-        )
+        high = f.op(f.integers, f"trunc {wide} {high.text} to {f.integers}", "high")
+        return high, f.op(f.integers, f"trunc {wide} {product.text} to {f.integers}", "low")
 
     for _ in range(10):
         high0, low0 = multiply(c0, multipliers[0])
@@ -49,7 +48,7 @@ def philox(f: Function, counter: list[Value], key: tuple[Value, Value]) -> list[
     return [c0, c1, c2, c3]
 
 
-def _halves(f: Function, word: Value, hint: str) -> tuple[Value, Value]:
+def _low_and_high(f: Function, word: Value, hint: str) -> tuple[Value, Value]:
     """The low and the high 32 bits of an i64, each in all lanes."""
     low = f.op("i32", f"trunc i64 {word.text} to i32", hint)
     shifted = f.op("i64", f"lshr i64 {word.text}, 32", hint)
@@ -58,16 +57,16 @@ def _halves(f: Function, word: Value, hint: str) -> tuple[Value, Value]:
 
 
 def draw_bits(module: Module, *, layer: int, first_row: int, rows: int, first_column: int, columns: int) -> str:
-    """A function `(bits, step, seed)` that writes the 16-bit numbers of a region, `columns` of them a row.
+    """A function `(bits, step, seed)` that writes the 16-bit values of a region, `columns` per row.
 
-    The calls of a region are numbered row by row and taken `lanes` at a time; the last vector may write numbers that
-    nobody reads (Plan.drawn_bits leaves room for them).
+    The calls of a region are numbered row by row and computed `lanes` at a time. The last vector may write values that
+    are never read (`Plan.drawn_bits` leaves room for them).
     """
-    groups = -(-columns // UNITS_PER_CALL)
+    groups = ceil_div(columns, UNITS_PER_CALL)
     name = f"draw_dropout_{layer}_rows_{first_row}_{rows}_columns_{first_column}_{columns}"
 
     def make(f: Function) -> None:
-        key = _halves(f, f["seed"], "key")
+        key = _low_and_high(f, f["seed"], "key")
         step = f.splat(f.op("i32", f"trunc i64 {f['step'].text} to i32", "step"), "step")
 
         def body(first: Int) -> None:
@@ -86,7 +85,7 @@ def draw_bits(module: Module, *, layer: int, first_row: int, rows: int, first_co
 
 
 def _store_interleaved(f: Function, words: list[Value], pointer: Value) -> None:
-    """Store words[0][0], words[1][0], words[2][0], words[3][0], words[0][1], ...: a call's four words side by side."""
+    """Store words[0][0], words[1][0], words[2][0], words[3][0], words[0][1], ...: the four words of a call are adjacent."""
     double, quadruple = f"<{2 * f.lanes} x i32>", f"<{4 * f.lanes} x i32>"
 
     def join(type_: str, result: str, a: Value, b: Value, lanes: int) -> Value:
@@ -108,10 +107,10 @@ def _store_interleaved(f: Function, words: list[Value], pointer: Value) -> None:
 
 
 def _round_keys(f: Function) -> list[Value]:
-    """The eight keys of an epoch's order, each in all lanes: lane 0 holds Philox call 0, lane 1 call 1."""
-    low, high = _halves(f, f["epoch"], "epoch")
+    """The eight Feistel keys of an epoch, each in all lanes; they come from Philox call 0 (lane 0) and call 1 (lane 1)."""
+    low, high = _low_and_high(f, f["epoch"], "epoch")
     words = philox(
-        f, [f.lane_numbers(), low, high, f.integer(signed(PERMUTATION_STREAM))], _halves(f, f["seed"], "seed")
+        f, [f.lane_numbers(), low, high, f.integer(signed(PERMUTATION_STREAM))], _low_and_high(f, f["seed"], "seed")
     )
     keys = []
     for number in range(FEISTEL_ROUNDS):
@@ -148,26 +147,26 @@ def row_order(module: Module) -> str:
                 mixed = f.binary("xor", mixed, f.binary("lshr", mixed, f.integer(16)))
                 mixed = f.binary("and", mixed, masks[number % 2], "mixed")
                 left, right = right, f.binary("xor", left, mixed, "right")
-            # After an even number of rounds the halves have their first widths again.
+            # After an even number of rounds, left and right have their initial widths again.
             return f.binary("or", f.binary("shl", left, widths[1]), right, "walked")
 
         def body(first: Int) -> None:
             start = f.op("i32", f"trunc i64 {f.i64(first).text} to i32", "first")
             index = f.binary("add", f.splat(start, "index"), f.lane_numbers(), "index")
-            # Lanes past the end repeat row 0: their walk ends like any other.
+            # Lanes past the end repeat row 0: their cycle walk ends like any other.
             index = f.select(f.compare("ult", index, limit), index, Value(f.integers, "zeroinitializer"))
-            place = f.at(f["order"], first, "i32", "place")
-            f.store(feistel(index), place)
+            address = f.at(f["order"], first, "i32", "address")
+            f.store(feistel(index), address)
 
             def outside() -> Value:
-                current = f.load(f.integers, place, hint="current")
+                current = f.load(f.integers, address, hint="current")
                 beyond = f.compare("uge", current, limit, "beyond")
                 return f.intrinsic("i1", f"vector.reduce.or.v{f.lanes}i1", beyond, hint="outside")
 
             def walk_on(_: Value) -> None:
-                current = f.load(f.integers, place, hint="current")
+                current = f.load(f.integers, address, hint="current")
                 beyond = f.compare("uge", current, limit, "beyond")
-                f.store(f.select(beyond, feistel(current), current), place)
+                f.store(f.select(beyond, feistel(current), current), address)
 
             f.wait_while(outside, walk_on)
 

@@ -1,10 +1,10 @@
-"""The one micro-kernel: a tile of a product, its accumulators in registers from the first term to the epilogue.
+"""The micro-kernel of all products: a tile whose accumulators stay in registers from the first term to the epilogue.
 
     acc[m][v] = start[m][v] + sum over k of  a[m, k] * b[k, v]
 
-a is read one float at a time and broadcast, b one vector at a time. All strides are constants, so each of a tile's rows is
-the same base register with another displacement. `finish` gets the accumulators and stores what it makes of them: bias and
-activation are in the start and the finish of the forward, the optimizer's update is the finish of dW.
+a is read one float at a time and broadcast, b one vector at a time. All strides are constants, so the rows of a tile partition
+a base register and differ by a displacement. The forward has the bias in `start` and the activation in its epilogue; the
+epilogue of dW is the optimizer's update.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
+from onelaunch.integers import ceil_div
 
 Accumulators = list[list[Value]]  # [row][vector]
 UNROLL = 4
@@ -22,7 +23,7 @@ TILE_PARAMETERS = "ptr %a, ptr %a2, ptr %b, ptr %c, ptr %extra"
 
 @dataclass(frozen=True)
 class Run:
-    """A stretch of k: `repeats` times `length` terms, a's base advancing by `jump` from one repeat to the next."""
+    """A range of k: `repeats` times `length` terms; a's base advances by `jump` from one repeat to the next."""
 
     length: int
     row_stride: int  # floats from a[m, k] to a[m + 1, k]
@@ -37,18 +38,11 @@ class Run:
 
 
 def product_tile(
-    module: Module,
-    name: str,
-    *,
-    rows: int,
-    vectors: int,
-    runs: Sequence[Run],
-    b_stride: int,
-    start: Callable[[Function], Accumulators] | None = None,
-    finish: Callable[[Function, Accumulators], None],
+    module: Module, name: str, *, rows: int, vectors: int, runs: Sequence[Run], b_stride: int,
+    epilogue: Callable[[Function, Accumulators], None], start: Callable[[Function], Accumulators] | None = None,
     before: Callable[[Function], None] | None = None,
-) -> str:
-    """The function `tile(a, a2, b, c, extra)`; the first of `runs` reads a, the second, if there is one, a2."""
+) -> str:  # fmt: skip
+    """The function `tile(a, a2, b, c, extra)`; the first of `runs` reads a, an optional second one reads a2."""
     assert len(runs) <= 2
     full_name = f"{name}_{rows}x{vectors}_{'_'.join(run.name for run in runs)}_b{b_stride}"
 
@@ -61,7 +55,7 @@ def product_tile(
         for run, a in zip(runs, (f["a"], f["a2"]), strict=False):
             carried = _run(f, run, rows, vectors, a, b, b_stride, carried)
             b = f.at(b, run.repeats * run.length * b_stride, hint="b")
-        finish(f, [carried[row * vectors : (row + 1) * vectors] for row in range(rows)])
+        epilogue(f, [carried[row * vectors : (row + 1) * vectors] for row in range(rows)])
 
     return module.function(full_name, TILE_PARAMETERS, make)
 
@@ -96,18 +90,18 @@ def _run(
     return f.loop(run.repeats, repeat, carry=carried, index="panel")
 
 
-def balanced(rows: int, most: int) -> list[tuple[int, int]]:
-    """`rows` cut into as few tiles of at most `most` rows as can be, nearly equal: [(tiles, rows a tile), ...]."""
+def balanced(rows: int, max_rows: int) -> list[tuple[int, int]]:
+    """`rows` split into the fewest tiles of at most `max_rows` rows, of nearly equal height: [(tiles, rows per tile), ...]."""
     if rows <= 0:
         return []
-    tiles = -(-rows // most)
-    least, larger = divmod(rows, tiles)
-    return [pair for pair in ((larger, least + 1), (tiles - larger, least)) if pair[0]]
+    tiles = ceil_div(rows, max_rows)
+    height, higher = divmod(rows, tiles)
+    return [pair for pair in ((higher, height + 1), (tiles - higher, height)) if pair[0]]
 
 
-def over_tiles(f: Function, first: int, last: int, most: int, tile: Callable[[int, Int], None]) -> None:
+def over_tiles(f: Function, first: int, last: int, max_rows: int, tile: Callable[[int, Int], None]) -> None:
     """Call `tile(rows, first row)` for balanced tiles that cover [first, last)."""
-    for tiles, rows in balanced(last - first, most):
+    for tiles, rows in balanced(last - first, max_rows):
         begin = first
 
         def body(number: Int, rows: int = rows, begin: int = begin) -> None:
@@ -118,7 +112,7 @@ def over_tiles(f: Function, first: int, last: int, most: int, tile: Callable[[in
 
 
 def over_panels(f: Function, panels: Sequence[tuple[int, int]], body: Callable[[Int, int], None]) -> None:
-    """Call `body(first column, width)` for consecutive panels; those of equal width share one run-time loop."""
+    """Call `body(first column, width)` for consecutive panels; a run-time loop covers neighbours of equal width."""
     start = 0
     while start < len(panels):
         width = panels[start][1]

@@ -1,4 +1,4 @@
-"""A network as stages: a Linear and everything up to the next one, cut into groups at every BatchNorm1d."""
+"""A network as stages: a Linear and the layers up to the next one, split into groups at every BatchNorm1d."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from onelaunch.run.network import Activation, BatchNorm, Dropout, Linear, Networ
 
 @dataclass(frozen=True)
 class Group:
-    """A BatchNorm1d (or none) and the element-wise operations that follow it."""
+    """A BatchNorm1d (or None) and the elementwise operations that follow it."""
 
-    norm: BatchNorm | None
+    batch_norm: BatchNorm | None
     operations: tuple[Operation, ...]
 
     @property
@@ -24,7 +24,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Stage:
-    """A Linear (none for stage 0, the input) and everything up to the next one."""
+    """A Linear (None for stage 0, the input) and the layers up to the next one."""
 
     index: int
     linear: Linear | None
@@ -32,15 +32,17 @@ class Stage:
     groups: tuple[Group, ...]
 
     @property
-    def norms(self) -> tuple[int, ...]:
-        return tuple(number for number, group in enumerate(self.groups) if group.norm)
+    def batch_norms(self) -> tuple[int, ...]:
+        """The groups that begin with a BatchNorm1d, by number."""
+        return tuple(number for number, group in enumerate(self.groups) if group.batch_norm)
 
     @property
     def is_plain(self) -> bool:
+        """Whether nothing follows the Linear."""
         return len(self.groups) == 1 and not self.groups[0].operations
 
     def stores_derivative(self, group: int) -> bool:
-        """The output of a group before a BatchNorm1d is overwritten, so its derivative cannot be read off it."""
+        """Whether the forward stores a group's derivative. It must before a BatchNorm1d, which overwrites its output."""
         operations = self.groups[group].operations
         return bool(operations) and (group < len(self.groups) - 1 or not derivative_from_output(operations))
 
@@ -62,5 +64,5 @@ def _groups(stage: stages.Stage) -> tuple[Group, ...]:
                 groups.append(Group(layer, ()))
             case Activation() | Dropout():
                 if not (isinstance(layer, Dropout) and layer.p == 0):
-                    groups[-1] = Group(groups[-1].norm, (*groups[-1].operations, layer))
+                    groups[-1] = Group(groups[-1].batch_norm, (*groups[-1].operations, layer))
     return tuple(groups)

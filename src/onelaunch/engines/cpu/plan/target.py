@@ -1,15 +1,13 @@
-"""The machine the code is made for: how many floats a vector register holds and how many registers there are.
+"""The machine the code is compiled for: floats per vector register, number of registers.
 
-Everything else about the processor is LLVM's business; the emitters ask only for `lanes`, `registers` and `has_fma`.
-`llvmlite` is imported inside the functions, so that importing the engine costs nothing until it starts.
+The emitters depend only on these and on a few features; LLVM knows the rest of the processor. `llvmlite` is imported inside
+the functions, so that importing the engine costs nothing.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-
-MINIMUM_LANES = 4
 
 
 @dataclass(frozen=True)
@@ -20,13 +18,13 @@ class Target:
     lanes: int  # floats in a vector
     registers: int  # vector registers
     has_fma: bool
-    splats: bool  # this LLVM reads "splat (float 1.0)" (version 19 and later)
+    splats: bool  # this LLVM parses "splat (float 1.0)" (version 19 and later)
     llvm: str  # version, part of the cache key
 
-    def most_rows(self, vectors: int) -> int:
-        """Rows of a tile `vectors` registers wide: accumulators, one row of the vector operand and two broadcasts fit.
+    def max_rows(self, vectors: int) -> int:
+        """Rows of a tile `vectors` registers wide whose accumulators, one row of the vector operand and two broadcasts fit.
 
-        With 32 registers that is 13 x 2, the trial's choice: more rows mean fewer loads of the vector operand.
+        With 32 registers that is 13 x 2, which was fastest: more rows mean fewer loads of the vector operand.
         """
         if vectors == 1:
             return self.registers - 8 if self.registers >= 32 else self.registers - 4
@@ -34,11 +32,12 @@ class Target:
 
     @property
     def has_estimates(self) -> bool:
-        """AVX-512's 14-bit estimates of 1/x and 1/sqrt(x): with one correction each, twice as fast as the real thing."""
+        """Whether there are AVX-512's 14-bit estimates of 1/x and 1/sqrt(x). Each with one Newton step is twice as fast as the
+        exact instruction."""
         return self.lanes == 16
 
     def __str__(self) -> str:
-        return f"{self.cpu} ({self.triple.split('-')[0]}), {self.lanes} floats a vector, {self.registers} registers"
+        return f"{self.cpu} ({self.triple.split('-')[0]}), {self.lanes} floats per vector, {self.registers} registers"
 
 
 def _shape(architecture: str, features: dict[str, bool]) -> tuple[int, int, bool]:
@@ -51,7 +50,7 @@ def _shape(architecture: str, features: dict[str, bool]) -> tuple[int, int, bool
         return 4, 16, False
     if architecture.startswith(("aarch64", "arm64")):
         return 4, 32, True
-    return MINIMUM_LANES, 16, False
+    return 4, 16, False
 
 
 def _llvm_version() -> tuple[int, ...]:

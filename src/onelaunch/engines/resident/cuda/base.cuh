@@ -1,18 +1,18 @@
-// Words, fragments and the instructions everything else is made of. No header is included: NVRTC needs none.
+// Fragments and the instructions that everything else is made of. No header of CUDA is included: NVRTC needs none.
 //
 // With g = lane / 4 and q = lane % 4, a lane holds of the operands of `mma.m16n8k16`
 //   accumulator 16 x 8:   (row g, columns 2q, 2q+1), (row g+8, columns 2q, 2q+1)
 //   left operand 16 x 16: four words, pairs along k: (row g, k 2q..), (row g+8, k 2q..), (row g, k 8+2q..), (row g+8, k 8+2q..)
 //   right operand 16 x 8: two words, pairs along k: (k 2q.., column g), (k 8+2q.., column g)
-// In shared memory matrices lie as blocks of 8 rows of 16 bytes (eight numbers), which `ldmatrix` reads as they are or
-// transposed without a bank conflict; in global memory as lane-linear operands. A float is held as PLANES half-precision
-// numbers whose sum it is (bf16: 8, 16 or 24 bits).
+// In shared memory a matrix is stored in blocks of 8 rows of 16 bytes (eight numbers). `ldmatrix` reads such a block as it is or
+// transposed, without a bank conflict. In global memory operands are stored lane by lane. A float is the sum of PLANES 16-bit
+// numbers (bf16: 8, 16 or 24 bits).
 #pragma once
 #include "words.cuh"
 
-#define BULK (__CUDA_ARCH__ >= 900)  // copies of whole rows, and barriers that count bytes
+#define BULK (__CUDA_ARCH__ >= 900)  // bulk copies of whole rows, and barriers that count bytes
 
-// A pair of floats as PLANES words: each plane takes what the ones before left over.
+// A pair of floats as PLANES words: each plane holds the remainder that the planes before it leave.
 INLINE void split(float low, float high, u32 (&planes)[PLANES]) {
 #pragma unroll
   for (int plane = 0; plane < PLANES; ++plane) {
@@ -29,7 +29,7 @@ INLINE u32 transposed(u32 word) {
   return out;
 }
 INLINE void multiply_add(float (&sum)[4], const u32 (&left)[4], u32 right0, u32 right1) {
-  if constexpr (HALF_IS_BF16)
+  if constexpr (IS_BF16)
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
@@ -50,7 +50,7 @@ INLINE void load_transposed(u32 address, u32 (&w)[4]) {
 INLINE void load_transposed(u32 address, u32 (&w)[2]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
 }
-// The words of the four lanes of a quad, in their order: eight numbers of one row.
+// The words of the four lanes of a quad, in lane order: eight numbers of one row.
 INLINE void gather_quad(u32 word, u32 (&row)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) row[i] = __shfl_sync(~0u, word, i, 4);
@@ -100,7 +100,7 @@ INLINE void store_shared(u32 address, const float (&v)[4]) {
 INLINE void store_word(u32 address, u32 word) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(word) : "memory"); }
 INLINE void store_float(u32 address, float value) { store_word(address, __float_as_uint(value)); }
 
-// Global memory that other blocks write while we run: L2 only.
+// Global memory that other blocks write while this one runs: through L2 only.
 INLINE void load_global(const u32* pointer, u32 (&w)[2]) {
   asm volatile("ld.relaxed.gpu.global.v2.b32 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "l"(pointer) : "memory");
 }
@@ -133,14 +133,14 @@ INLINE bool arrived(u32 barrier, u32 phase) {
   asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}" : "=r"(yes) : "r"(barrier), "r"(phase) : "memory");
   return yes;
 }
-// To this block, or to the same place in every block of the cluster, each of whose barriers counts the bytes.
+// To this block, or to the same address in every block of the cluster; the barrier of each receiver counts the bytes.
 INLINE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-  if constexpr (SHARES_FETCH) asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)((1u << BLOCKS % 32) - 1)) : "memory");
+  if constexpr (MULTICASTS_ROWS) asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)((1u << BLOCKS % 32) - 1)) : "memory");
   else asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 #endif
 
-INLINE u32 block_number() {  // kept, not asked for again: that takes tens of clocks
+INLINE u32 block_number() {  // read once and kept: reading it takes tens of clocks
   u32 number;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(number));
   return number;
@@ -158,7 +158,7 @@ INLINE float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
   return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
 }
-// Sum over the eight lanes with the same q, that is over the rows of an accumulator tile.
+// Sum over the eight lanes with the same q: over the rows of an accumulator tile.
 INLINE float column_sum(float v) {
   v += __shfl_xor_sync(~0u, v, 4);
   v += __shfl_xor_sync(~0u, v, 8);

@@ -1,46 +1,46 @@
-// How blocks hand values to each other, and how they wait: always bounded.
+// How blocks send values to each other, and how they wait. Every wait is bounded.
 //
-// An exchange is a slot every block fills together: in a cluster it lies in everyone's shared memory and is written by
-// `st.async`, whose bytes complete a barrier at the receiver; in a grid it lies in global memory (L2) and each writer raises a
-// flag of its own, which a reading warp awaits only for the writers of the values it is about to read; a single block needs
-// neither. Slots come in pairs used in turn. That is enough: a block that has the outputs of pass n + 1 before it knows that
-// every block has left pass n (the last layer reads every hidden unit, and those follow from all before them).
+// An exchange is a slot that all blocks fill together. In a cluster the slot is in every block's shared memory and is written by
+// `st.async`, whose bytes complete a barrier at the receiver. In a grid it is in global memory (L2), and each writer raises a flag
+// of its own; a warp awaits only the flags of the blocks whose values it is about to read. A single block needs neither. Slots come
+// in pairs that are used in turn. Two are enough: a block that has the outputs of pass n + 1 knows that every block has left pass
+// n, because the last layer reads every hidden unit, and those depend on all layers before.
 #pragma once
 #include "base.cuh"
 
-struct Control {  // in the host's memory
-  u32 stop;       // set by the host: end the run at the next look
+struct Control {  // in host memory
+  u32 stop;  // set by the host: end the run at the next poll
   u32 done;       // steps finished
   u32 epochs;     // epochs (or parts of one) finished and recorded
-  u32 fault;      // 1 + the exchange somebody waited for in vain
+  u32 fault;  // 1 + the number of the exchange that a block awaited in vain
   u32 fault_block, fault_step;
   float loss;     // of the last step before `done`
-  u32 correct;    // right predictions so far in this epoch
+  u32 correct;  // correct predictions so far in this epoch
 };
 struct Record {  // of an epoch
-  double check_loss;
-  u64 check_correct, correct;
+  double validation_loss;
+  u64 validation_correct, correct;
 };
 struct Params {
-  const u8 *x, *check_x;
-  const u32 *y, *check_y;  // one class, or OUTPUTS floats, a row
+  const u8 *x, *validation_x;
+  const u32 *y, *validation_y;  // per row one class, or OUTPUTS floats
   float *weights, *state[2];
   u32 *exchange, *flags;
   Control* control;
   float* losses;
   Record* records;
-  u32* stamps;  // clocks spent in each phase, where the source was made to take them
-  u64 rows, check_rows, seed, first_step, last_step, steps_per_epoch, total_steps, patience, fault_step, fault_block;
-  double lr, momentum, weight_decay, log_beta1, log_beta2, new_mean, new_square, beta2, eps, smoothing;
+  u32* stamps;  // clocks spent in each phase, if STAMPS
+  u64 rows, validation_rows, seed, first_step, last_step, steps_per_epoch, total_steps, patience, fault_step, fault_block;
+  double lr, momentum, weight_decay, log_beta1, log_beta2, new_mean, new_square, beta2, eps, label_smoothing;
 };
 
 struct Context {
   const Params* p;
   u32 lane, warp, g, q, rank, shared;
-  u32 remote[(BLOCKS + 3) / 4];  // shared memory of the blocks this lane sends to: q, q + 4, …
+  u32 remote[(BLOCKS + 3) / 4];  // shared memory of the blocks that this lane sends to: q, q + 4, …
   u32 passes, backs, step;  // forward passes, backward passes and updates so far in this launch
-  u32 turn;                 // which half of the partial sums is next
-  bool dead;                // a wait was in vain: leave
+  u32 turn;  // which buffer of partial sums is next
+  bool dead;  // a wait timed out: leave the run
 };
 
 #if IS_CLUSTER
@@ -64,21 +64,21 @@ INLINE void make_barriers(Context& c) {
         if (exchange_bytes(i, c.rank)) expect_bytes(c.shared + AT_BARRIERS + (i * 2 + pair) * 8, exchange_bytes(i, c.rank));
   }
 }
-INLINE void meet_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+INLINE void sync_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 #endif
 
-// For the test that nobody waits for ever: one block says nothing at one step.
+// For the test that no block waits for ever: one block sends nothing at one step.
 INLINE bool stays_silent(const Context& c) {
   if constexpr (FAULTS) return c.p->fault_step == c.p->first_step + c.step && c.p->fault_block == c.rank;
   return false;
 }
 
-// A wait was in vain: from now on nothing is waited for, and the host is told at the end, once, by whoever comes first.
+// A wait timed out: from now on this thread waits for nothing. The first block that fails reports to the host, once, at the end.
 INLINE void give_up(Context& c, u32 exchange) {
   c.dead = true;
   store_shared(c.shared + AT_FAULT, 1u + exchange, c.step);
 }
-INLINE void tell_fault(const Context& c) {
+INLINE void report_fault(const Context& c) {
   Control* control = c.p->control;
   const u32 fault = load_word(c.shared + AT_FAULT);
   if (fault && atomicCAS_system(&control->fault, 0u, fault) == 0u) {
@@ -96,9 +96,9 @@ INLINE void await_phase(Context& c, u32 barrier, u32 phase, u32 exchange) {
 }
 #endif
 
-// Wait until all that will be written into use number `count` of an exchange (counted from 0) has arrived. In a grid, a warp
-// awaits the blocks that write the 16-value steps `warp, warp + WARPS, …` below `steps`, `tiles` tiles of eight a block.
-template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u32 tiles) {
+// Wait until everything that belongs to use number `count` (from 0) of an exchange has arrived. In a grid, a warp awaits the
+// blocks that write the k tiles `warp, warp + WARPS, …` below `k_tiles`; each block writes `n_tiles` tiles of eight units.
+template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 k_tiles, u32 n_tiles) {
   if constexpr (BLOCKS == 1) {
     __syncthreads();
     return;
@@ -111,8 +111,8 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
   if (threadIdx.x == 0 && !c.dead) expect_bytes(barrier, exchange_bytes(EXCHANGE, c.rank));
 #else
   const u64 begin = clock_now();
-  for (u32 first = c.lane >> 1; first * WARPS + c.warp < steps && !c.dead; first += 16) {  // two lanes a step, one a tile of it
-    const u32 writer = ((first * WARPS + c.warp) * 2 + (c.lane & 1)) / tiles;
+  for (u32 first = c.lane >> 1; first * WARPS + c.warp < k_tiles && !c.dead; first += 16) {  // two lanes per k tile, one for each of its tiles
+    const u32 writer = ((first * WARPS + c.warp) * 2 + (c.lane & 1)) / n_tiles;
     if (writer >= BLOCKS) break;
     const u32* flag = c.p->flags + (EXCHANGE * BLOCKS + writer) * FLAG_STRIDE;
     while ((int)(load_acquire(flag) - (count + 1)) < 0)
@@ -122,70 +122,70 @@ template <int EXCHANGE> INLINE void wait_for(Context& c, u32 count, u32 steps, u
       }
   }
   c.dead = __any_sync(~0u, c.dead);
-  __syncwarp();  // what one lane has acquired, all may read
+  __syncwarp();  // all lanes may read what one lane has acquired
 #endif
 }
 
-// All of this block's values for use number `count` of the exchange are written (by any of its threads).
-template <int EXCHANGE> INLINE void written(Context& c, u32 count) {
+// All threads of this block have written its values for use number `count` of the exchange.
+template <int EXCHANGE> INLINE void raise_flag(Context& c, u32 count) {
   if constexpr (BLOCKS > 1 && !IS_CLUSTER) {
     __syncthreads();
     if (threadIdx.x == 0 && !stays_silent(c)) store_release(c.p->flags + (EXCHANGE * BLOCKS + c.rank) * FLAG_STRIDE, count + 1);
   }
 }
 
-// Slots. Left operands lie at index (plane, row tile, step of 16 units), 512 bytes each; right operands at index (plane, tile of
-// eight inputs, tile of eight units), 128 bytes each. STRIDE: to the other one of a pair, or 0.
+// Slots. Left operands have the index (plane, row tile, k tile of 16 units) and 512 bytes each; right operands have the index
+// (plane, tile of eight inputs, tile of eight units) and 128 bytes each. STRIDE: offset of the other slot of the pair, or 0.
 //
-// In a grid a warp first brings its steps (`warp, warp + WARPS, …` below KT) of a slot into shared memory, each lane its own 16
-// bytes: all of them are on their way at once, and nobody else needs to be asked before they are read.
+// In a grid a warp first copies its k tiles (`warp, warp + WARPS, …` below K_TILES) of a slot into shared memory, 16 bytes per
+// lane. All copies are in flight at once, and each lane reads only what it copied itself.
 constexpr bool SLOTS_SHARED = BLOCKS == 1 || IS_CLUSTER;
 template <int AT, u32 STRIDE> INLINE u32 slot_offset(u32 count) { return AT + (count & 1) * STRIDE; }
 
-INLINE u32 staged_at(const Context& c, int part, int ks) { return c.shared + AT_STAGING + (((ks * WARPS + c.warp) * (PLANES * ROW_TILES) + part) * 32 + c.lane) * 16; }
+INLINE u32 staged_at(const Context& c, int part, int k) { return c.shared + AT_STAGING + (((k * WARPS + c.warp) * (PLANES * ROW_TILES) + part) * 32 + c.lane) * 16; }
 
-template <int AT, u32 STRIDE, int KT> INLINE void stage(const Context& c, u32 count) {
+template <int AT, u32 STRIDE, int K_TILES> INLINE void stage(const Context& c, u32 count) {
   if constexpr (!SLOTS_SHARED) {
     const u32* slot = c.p->exchange + slot_offset<AT, STRIDE>(count) / 4 + c.lane * 4;
 #pragma unroll
-    for (int ks = 0; ks < (KT + WARPS - 1) / WARPS; ++ks) {
-      const int step = ks * WARPS + c.warp;
-      if ((ks + 1) * WARPS <= KT || step < KT)
+    for (int k = 0; k < (K_TILES + WARPS - 1) / WARPS; ++k) {
+      const int k_tile = k * WARPS + c.warp;
+      if ((k + 1) * WARPS <= K_TILES || k_tile < K_TILES)
 #pragma unroll
-        for (int part = 0; part < PLANES * ROW_TILES; ++part) copy_16_bytes(staged_at(c, part, ks), slot + (part * KT + step) * 128);
+        for (int part = 0; part < PLANES * ROW_TILES; ++part) copy_16_bytes(staged_at(c, part, k), slot + (part * K_TILES + k_tile) * 128);
     }
     copies_issued();
   }
 }
-// All but the LATER lots of copies are there.
-template <int LATER = 0> INLINE void staged() {
+// All but the last LATER groups of copies have arrived.
+template <int LATER = 0> INLINE void wait_for_staging() {
   if constexpr (!SLOTS_SHARED) asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory");
 }
-// The left operand of a plane, a row tile (`part` counts both) and the warp's step `ks`, of a slot of KT steps.
-template <int AT, u32 STRIDE, int KT> INLINE void read_left(const Context& c, u32 count, int part, int ks, u32 (&w)[4]) {
-  if constexpr (SLOTS_SHARED) load_matrices(c.shared + slot_offset<AT, STRIDE>(count) + (part * KT + ks * WARPS + c.warp) * 512 + c.lane * 16, w);
-  else load_shared(staged_at(c, part, ks), w);
+// The left operand of a plane and a row tile (`part` counts both) and the warp's k tile number `k`, of a slot of K_TILES k tiles.
+template <int AT, u32 STRIDE, int K_TILES> INLINE void read_left(const Context& c, u32 count, int part, int k, u32 (&w)[4]) {
+  if constexpr (SLOTS_SHARED) load_matrices(c.shared + slot_offset<AT, STRIDE>(count) + (part * K_TILES + k * WARPS + c.warp) * 512 + c.lane * 16, w);
+  else load_shared(staged_at(c, part, k), w);
 }
-// The same values as the left operand whose rows are the units and whose k are the rows.
-template <int AT, u32 STRIDE, int KT> INLINE void read_left_transposed(const Context& c, u32 count, int part, int ks, u32 (&w)[4]) {
+// The same values as the left operand whose rows are the units and whose k are the rows of the batch.
+template <int AT, u32 STRIDE, int K_TILES> INLINE void read_left_transposed(const Context& c, u32 count, int part, int k, u32 (&w)[4]) {
   u32 t[4];
   if constexpr (SLOTS_SHARED) {
-    load_transposed(c.shared + slot_offset<AT, STRIDE>(count) + (part * KT + ks * WARPS + c.warp) * 512 + c.lane * 16, t);
+    load_transposed(c.shared + slot_offset<AT, STRIDE>(count) + (part * K_TILES + k * WARPS + c.warp) * 512 + c.lane * 16, t);
     w[0] = t[0], w[1] = t[2], w[2] = t[1], w[3] = t[3];
   } else {
-    read_left<AT, STRIDE, KT>(c, count, part, ks, t);
+    read_left<AT, STRIDE, K_TILES>(c, count, part, k, t);
     w[0] = transposed(t[0]), w[1] = transposed(t[2]), w[2] = transposed(t[1]), w[3] = transposed(t[3]);
   }
 }
-// `index` of the first of the two tiles of a step. OWN: from the slot meant for this block, not for all.
+// `index`: of the first of the two tiles of a k tile. OWN: from the slot of this block, not from the one for all.
 template <int AT, u32 STRIDE, bool OWN> INLINE void read_right(const Context& c, u32 count, u32 index, u32 (&w)[2]) {
   const u32 slot = slot_offset<AT, STRIDE>(count) + index * 128;
   if constexpr (SLOTS_SHARED) load_matrices(c.shared + slot + (c.lane & 15) * 16, w);
   else load_global(c.p->exchange + (slot + (OWN ? c.rank * STRIDE * 2 : 0) + c.lane * 8) / 4, w);
 }
 
-// FINISH blocks of 8 x 8 values (rows `half * 8 + g` and, for two, eight further) of a tile of units into everyone's slot.
-// `index` as for reading; `odd`: whether the tile is the second of its step.
+// Writes ROW_BLOCKS_PER_WARP blocks of 8 x 8 values of a tile of units (rows `half * 8 + g` and, for two, eight further) into every
+// block's slot. `index` as for reading; `odd`: whether the tile is the second of its k tile.
 template <int EXCHANGE, int AT, u32 STRIDE, int N> INLINE void publish_left(const Context& c, u32 count, u32 index, u32 odd, u32 half, const u32 (&w)[N]) {
   const u32 slot = slot_offset<AT, STRIDE>(count) + index * 512;
   if constexpr (BLOCKS == 1) {
@@ -213,14 +213,14 @@ template <int EXCHANGE, int AT, u32 STRIDE, int N> INLINE void publish_left(cons
   }
 #endif
 }
-// A packed 8 x 8 block of weights (inputs along the rows) into the slot of the block that multiplies by it on the way back.
+// Writes a packed 8 x 8 block of weights (inputs along the rows) into the slot of the block that needs it in the backward pass.
 #if !IS_CLUSTER
 template <int AT, u32 STRIDE> INLINE void send_right(const Context& c, u32 count, u32 to, u32 index, u32 word) {
   if constexpr (BLOCKS == 1) store_word(c.shared + slot_offset<AT, STRIDE>(count) + index * 128 + c.lane * 4, word);
   else store_global(c.p->exchange + (slot_offset<AT, STRIDE>(count) + to * STRIDE * 2 + (index & ~1u) * 128 + c.lane * 8 + (index & 1) * 4) / 4, word);
 }
 #endif
-// The same for all: into everyone's slot.
+// The same, into every block's slot.
 template <int EXCHANGE, int AT, u32 STRIDE> INLINE void publish_right(const Context& c, u32 count, u32 index, u32 word) {
   const u32 slot = slot_offset<AT, STRIDE>(count);
   if constexpr (BLOCKS == 1) store_word(c.shared + slot + index * 128 + c.lane * 4, word);
@@ -236,7 +236,7 @@ template <int EXCHANGE, int AT, u32 STRIDE> INLINE void publish_right(const Cont
 #endif
 }
 #if IS_CLUSTER
-// Four blocks of weights at once, `index[i]` in the slot of block `to[i]` (or nowhere, beyond the last block): a lane sends one row.
+// Four blocks of weights at once, `index[i]` in the slot of block `to[i]` (no block if beyond the last). A lane sends one row.
 template <int EXCHANGE, int AT, u32 STRIDE> INLINE void send_four_right(const Context& c, u32 count, const u32 (&to)[4], const u32 (&index)[4], u32 (&words)[4]) {
   transpose_quad(words);
   const u32 block = pick(to, c.q), slot = slot_offset<AT, STRIDE>(count) + pick(index, c.q) * 128;
@@ -246,7 +246,7 @@ template <int EXCHANGE, int AT, u32 STRIDE> INLINE void send_four_right(const Co
 }
 #endif
 
-// One word from block 0 to all: the same decision everywhere. Uses of it are counted by `count`.
+// One word from block 0 to all, so that all blocks decide the same. `count` numbers the uses.
 INLINE u32 agreed(Context& c, u32 count, u32 word) {
   if constexpr (BLOCKS == 1) {
     if (threadIdx.x == 0) store_word(c.shared + AT_DECISION, word);

@@ -1,6 +1,7 @@
-// The kernel: one launch trains from `first_step` to `last_step`. The phases of a pass and the layers' weights are the plan's
-// (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS); they use `c`, `draw`, `tally`, `buffer()`, `trained`, `fetch_next` from here. An update
-// that is made in the next pass, while that waits for others, is LATE_UPDATE: `late` until it is made, with the rates it is due.
+// The kernel: one launch trains from `first_step` to `last_step`. The plan generates the phases of a pass and the layers' weights
+// (FORWARD_PHASES, BACKWARD_PHASES, …_WEIGHTS). They use `c`, `draw`, `tally`, `buffer()`, `trained` and `fetch_next` from here.
+// LATE_UPDATE is an update made in the next pass, while that pass waits for other blocks: `late` is set until it is made, and
+// `late_rates` are the rates of its step.
 #pragma once
 #if BY_ROWS
 #include "rows_update.cuh"
@@ -33,21 +34,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
 #if IS_CLUSTER
   for (u32 i = 0; i < (BLOCKS + 3) / 4; ++i) c.remote[i] = at_block(c.shared, i * 4 + c.q < BLOCKS ? i * 4 + c.q : 0);
   make_barriers(c);
-  meet_cluster();
+  sync_cluster();
 #endif
   DECLARE_WEIGHTS
   LOAD_WEIGHTS
   __syncthreads();
-  HAND_OUT_WEIGHTS
+  SEND_WEIGHTS
 
   const Rule rule = {(float)p->momentum, (float)p->weight_decay, (float)p->new_mean, (float)p->new_square, (float)p->beta2, (float)p->eps};
-  const float smoothing = SMOOTHS ? (float)p->smoothing : 0.f;
+  const float smoothing = LABEL_SMOOTHING ? (float)p->label_smoothing : 0.f;
   bool late = false;
   Rates late_rates = {0.f, 0.f, 0.f, 0.f};
-  const u32 share = SHARES == 1 ? 0 : c.rank;  // of a micro-batch's rows, where the blocks divide them
-  // What follows from the counts of steps and passes is not kept beside them: registers are for weights.
+  const u32 partition = ROW_PARTITIONS == 1 ? 0 : c.rank;  // which part of a micro-batch's rows this block has
+  // Values that follow from the counts of steps and passes are recomputed, not kept: the registers are for weights.
   auto step = [&]() { return p->first_step + c.step; };
-  auto place = [&]() { return (u32)step() % (u32)p->steps_per_epoch; };  // of the step in its epoch
+  auto place = [&]() { return (u32)step() % (u32)p->steps_per_epoch; };  // position of the step in its epoch
   auto buffer = [&]() { return c.passes & (X_BUFFERS - 1); };
   auto other = [&]() { return ~c.passes & (X_BUFFERS - 1); };
   auto fetch_into = [&](u32 where, u32 later, u32 micro) {
@@ -55,52 +56,52 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     Inputs<Layer0>::fetch(c, where, p->x, p->y, p->rows * X_PITCH, [&](u32 row) { return (u64)load_word(table + row * 4); });
   };
   auto fetch = [&](u32 later, u32 micro) { fetch_into(other(), later, micro); };
-  auto check_rows = [&](u32 part) {
-    const u64 left = p->check_rows - (u64)part * ROWS;
+  auto validation_rows = [&](u32 part) {
+    const u64 left = p->validation_rows - (u64)part * ROWS;
     return (u32)(left < ROWS ? left : ROWS);
   };
-  auto fetch_check = [&](u32 part) {
+  auto fetch_validation = [&](u32 part) {
     const u64 first = (u64)part * ROWS;
     if constexpr (VALIDATES)
-      Inputs<Layer0>::fetch(c, other(), p->check_x, p->check_y, p->check_rows * X_PITCH, [&](u32 row) { return row < check_rows(part) ? first + row : first; });
+      Inputs<Layer0>::fetch(c, other(), p->validation_x, p->validation_y, p->validation_rows * X_PITCH, [&](u32 row) { return row < validation_rows(part) ? first + row : first; });
   };
-  auto epoch = [&]() { return (u32)(step() / p->steps_per_epoch - p->first_step / p->steps_per_epoch); };  // of this launch
-  // Steps from this one on until there is more to do than to train: an epoch or the run ends, or a table.
-  auto calm_steps = [&]() {
-    u32 steps = min(INTERVAL - c.step % INTERVAL, LOT - (u32)(step() % LOT));
+  auto epoch = [&]() { return (u32)(step() / p->steps_per_epoch - p->first_step / p->steps_per_epoch); };  // within this launch
+  // Steps from this one on that only train: until an epoch, the run or a table ends.
+  auto count_plain_steps = [&]() {
+    u32 steps = min(INTERVAL - c.step % INTERVAL, STEPS_PER_ROW_TABLE - (u32)(step() % STEPS_PER_ROW_TABLE));
     steps = min(steps, (u32)p->steps_per_epoch - place());
-    return (u32)min((u64)steps, p->last_step - step());  // the last step of the run is the last of a launch
+    return (u32)min((u64)steps, p->last_step - step());  // the last step of a run is also the last of a launch
   };
 
   fill_rates(c, step());
-  find_rows(c, step() / LOT * LOT);
-  find_rows(c, step() / LOT * LOT + LOT);
+  find_rows(c, step() / STEPS_PER_ROW_TABLE * STEPS_PER_ROW_TABLE);
+  find_rows(c, step() / STEPS_PER_ROW_TABLE * STEPS_PER_ROW_TABLE + STEPS_PER_ROW_TABLE);
   fetch_into(0, 0, 0);
-  // What is rare stands at the loop's end, so that the steps are straight code: a jump over it costs more than it.
-  for (u32 calm = calm_steps();;) {
+  // Rare work is at the end of the loop, so that the steps are straight code: a jump over it costs more than the work.
+  for (u32 plain_steps = count_plain_steps();;) {
     float scalars[4];
     load_shared(c.shared + AT_RATES + c.step % INTERVAL * 16, scalars);
     const Rates rates = {scalars[0], scalars[1], scalars[2], scalars[3]};
-    auto ends = [&]() { return calm <= 1 && (place() + 1 == (u32)p->steps_per_epoch || step() + 1 == p->total_steps); };
-    auto goes_on = [&]() { return calm > 1 || step() + 1 < p->last_step; };
-    const u32 rows = calm > 1 ? BATCH : rows_at(p, place()), count = MICRO == 1 ? 1 : (rows + ROWS * SHARES - 1) / (ROWS * SHARES);
+    auto ends = [&]() { return plain_steps <= 1 && (place() + 1 == (u32)p->steps_per_epoch || step() + 1 == p->total_steps); };
+    auto continues = [&]() { return plain_steps > 1 || step() + 1 < p->last_step; };
+    const u32 rows = plain_steps > 1 ? BATCH : rows_at(p, place()), count = MICRO_BATCHES == 1 ? 1 : (rows + ROWS * ROW_PARTITIONS - 1) / (ROWS * ROW_PARTITIONS);
     float total = 0.f;
 #if BY_ROWS
-    float gradient[SLOTS_ALL][4];
+    float gradient[ALL_SLOTS][4];
     Score score = {0.f, 0};
 #endif
     STAMP(0)
     for (u32 micro = 0; micro < count; ++micro) {
       constexpr u32 trained = 0;
       const bool last = micro + 1 == count;
-      const u32 part = micro * SHARES + share;
+      const u32 part = micro * ROW_PARTITIONS + partition;
       const Draw draw = {p->seed, (u32)step(), part * ROWS, true};
       const Tally tally = {micro_rows(rows, part), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer())};
       auto fetch_next = [&]() {
         if (!last) fetch(0, micro + 1);
-        else if (VALIDATES && ends()) fetch_check(0);
-        else if (goes_on()) fetch(1, 0);
-        else copies_issued();  // an empty lot, for those who count them
+        else if (VALIDATES && ends()) fetch_validation(0);
+        else if (continues()) fetch(1, 0);
+        else copies_issued();  // an empty group, for code that counts groups of copies
       };
       FORWARD_PHASES
       BACKWARD_PHASES
@@ -112,19 +113,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       p->losses[c.step] = loss;
       if (!(fabsf(loss) <= 3.4028235e38f)) store_word(c.shared + AT_BROKEN, 1);
     }
-    if (--calm > 0 && !c.dead) {
+    if (--plain_steps > 0 && !c.dead) {
       ++c.step;
       continue;
     }
     if (ends()) {
       if (threadIdx.x == 0) begin_record(c, epoch());
-      for (u32 part = 0; VALIDATES && (u64)part * ROWS < p->check_rows; ++part) {
-        constexpr u32 trained = 1;  // the update of this step is made
+      for (u32 part = 0; VALIDATES && (u64)part * ROWS < p->validation_rows; ++part) {
+        constexpr u32 trained = 1;  // the update of this step has been made
         const Draw draw = {p->seed, 0, 0, false};
-        const Tally tally = {check_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer())};
+        const Tally tally = {validation_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer())};
         auto fetch_next = [&]() {
-          if ((u64)(part + 1) * ROWS < p->check_rows) fetch_check(part + 1);
-          else if (goes_on()) fetch(1, 0);
+          if ((u64)(part + 1) * ROWS < p->validation_rows) fetch_validation(part + 1);
+          else if (continues()) fetch(1, 0);
         };
 #if BY_ROWS
         Score score = {0.f, 0};
@@ -135,29 +136,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
 #endif
         __syncthreads();
         if (X_BUFFERS == 1) fetch_next();
-        if (c.warp == 0) add_check_loss(c, sum_of_losses(c));
+        if (c.warp == 0) add_validation_loss(c, sum_of_losses(c));
         ++c.passes;
       }
       __syncthreads();
       if (threadIdx.x == 0) end_record(c, epoch());
     }
     ++c.step;
-    if (c.dead || step() == p->last_step) break;  // the same in the whole block: it was agreed on with the outputs
-    if (step() % LOT == 0) find_rows(c, step() + LOT);
+    if (c.dead || step() == p->last_step) break;  // the same in the whole block: agreed on with the outputs
+    if (step() % STEPS_PER_ROW_TABLE == 0) find_rows(c, step() + STEPS_PER_ROW_TABLE);
     if (c.step % INTERVAL == 0) {
-      if (c.step % (LOOKS * INTERVAL) == 0 && !look(c, c.step / (LOOKS * INTERVAL) - 1, step())) break;
+      if (c.step % (TABLES_PER_HOST_POLL * INTERVAL) == 0 && !poll_host(c, c.step / (TABLES_PER_HOST_POLL * INTERVAL) - 1, step())) break;
       fill_rates(c, step());
     }
-    calm = calm_steps();
+    plain_steps = count_plain_steps();
   }
-  if (step() < p->last_step) Inputs<Layer0>::arrive(c, buffer());  // rows of a step that is not made
+  if (step() < p->last_step) Inputs<Layer0>::arrive(c, buffer());  // rows of a step that will not run
   {
     constexpr u32 trained = 0;
     LATE_UPDATE
   }
   __syncthreads();
   SAVE_WEIGHTS
-  if (threadIdx.x == 0) tell_fault(c);
+  if (threadIdx.x == 0) report_fault(c);
 #if STAMPS
   if (c.rank == 0)
     for (u32 i = threadIdx.x; i < PHASES; i += THREADS) p->stamps[i] = spent[i];
@@ -170,6 +171,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     control->done = (u32)step();
   }
 #if IS_CLUSTER
-  meet_cluster();  // nobody leaves while another may still send to it
+  sync_cluster();  // no block exits while another may still send to it
 #endif
 }

@@ -19,8 +19,8 @@ INLINE void permutation_keys(u64 seed, u64 epoch, u32 half, u32 (&keys)[4]) {
   keys[0] = half, keys[1] = (u32)epoch, keys[2] = (u32)(epoch >> 32), keys[3] = 0xFFFFFFFFu;
   philox(keys, seed);
 }
-// N rows of an epoch at once, so that their latencies overlap: `value[i]` is a place in it (or ~0: none) and becomes the row there.
-// The epoch's keys lie at `keys` in shared memory.
+// The rows at N positions of an epoch, computed together so that their latencies overlap. `value[i]` is a position (or ~0 for
+// none) and becomes the row number. `keys`: the shared address of the epoch's round keys.
 template <int N> INLINE void permute_rows(u32 (&value)[N], u32 keys, u32 rows) {
   constexpr u32 RIGHT = PERMUTATION_BITS - PERMUTATION_BITS / 2, LEFT = PERMUTATION_BITS / 2;
   u32 words[8];
@@ -39,7 +39,7 @@ template <int N> INLINE void permute_rows(u32 (&value)[N], u32 keys, u32 rows) {
       u32 left = value[i] >> RIGHT, right = value[i] & ((1u << RIGHT) - 1);
 #pragma unroll
       for (int round = 0; round < 8; ++round) {
-        const u32 width = round & 1 ? RIGHT : LEFT;  // of the half that is replaced: the halves trade places every round
+        const u32 width = round & 1 ? RIGHT : LEFT;  // of the half that is replaced: the halves swap every round
         u32 mixed = (right ^ words[round]) * 0x85EBCA6Bu;
         mixed ^= mixed >> 13;
         mixed *= 0xC2B2AE35u;
@@ -54,13 +54,14 @@ template <int N> INLINE void permute_rows(u32 (&value)[N], u32 keys, u32 rows) {
   }
 }
 
-struct Draw {  // what dropout depends on
+struct Draw {  // the state that dropout depends on
   u64 seed;
   u32 step, row;
   bool training;
 };
 
-// Dropout of N / 2 rows, eight apart from `row` on, units (unit + 2q, unit + 2q + 1), `unit` a multiple of eight; or of one number.
+// Dropout of N / 2 rows (`row`, `row + 8`, …) of units `unit + 2q` and `unit + 2q + 1`, where `unit` is a multiple of eight.
+// With N == 1, of one number.
 template <int N> INLINE void dropout(float (&z)[N], float (&slope)[N], const Draw& draw, u32 layer, u32 row, u32 unit, u32 threshold, float scale) {
   if (!draw.training) return;
   const u32 q = N == 1 ? unit / 2 & 3 : threadIdx.x & 3;

@@ -1,9 +1,9 @@
-// A block's share of a layer's weights: who holds what, how it enters a product, how it is updated.
+// A block's part of a layer's weights: who holds what, how it enters a product, how it is updated.
 //
-// Layer L has KT steps of 16 inputs; step `ks * WARPS + warp` belongs to that warp, for all of the block's NT tiles of eight
-// units. The fp32 masters of such a 16 x 8 block are one accumulator tile, in registers or lane-linear in shared memory. The
-// same warp multiplies by them on the way forward (so no copy is needed), and its inputs there are the ones their gradient
-// needs on the way back.
+// Layer L has K_TILES k tiles of 16 inputs. K tile `k * WARPS + warp` belongs to that warp, for all of the block's N_TILES tiles of
+// eight units. The fp32 masters of such a 16 x 8 tile are one accumulator tile, in registers or lane by lane in shared memory. The
+// same warp multiplies by them in the forward pass, so no copy is needed, and its inputs there are the ones that their gradient
+// needs in the backward pass.
 #pragma once
 #include "exchange.cuh"
 
@@ -22,13 +22,19 @@ template <int N> struct Tiles<N, true> {
 };
 
 struct Rates {
-  float rate, inverse_root, decay, row_weight;  // learning rate with its correction; of Adam's root; AdamW's shrinking; 1 / rows
+  float rate, inverse_root, decay, row_weight;  // the first three as in optimizers.py, `rate` without its sign; 1 / rows
 };
-struct Rule {  // the optimizer's constants
+struct Rule {  // the optimizer's constants, as in optimizers.py
   float momentum, weight_decay, new_mean, new_square, beta2, eps;
 };
 
-// torch.optim's arithmetic, one number.
+static_assert(OPTIMIZER == SGD || OPTIMIZER == ADAM || OPTIMIZER == ADAMW || OPTIMIZER == RMSPROP || OPTIMIZER == LION, "step_weight has no rule for this optimizer");
+INLINE float square_root(float v) {  // to 2^-22, in a sixth of the time of the rounded one
+  float root;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(v));
+  return root;
+}
+// torch.optim's arithmetic for one number. The states are in the order of the optimizer's `state_names`.
 INLINE void step_weight(float& weight, float gradient, float& state0, float& state1, const Rates& r, const Rule& rule) {
   if constexpr (OPTIMIZER == SGD) {
     if constexpr (WEIGHT_DECAY) gradient = fmaf(rule.weight_decay, weight, gradient);
@@ -37,42 +43,50 @@ INLINE void step_weight(float& weight, float gradient, float& state0, float& sta
       gradient = NESTEROV ? fmaf(rule.momentum, state0, gradient) : state0;
     }
     weight = fmaf(-r.rate, gradient, weight);
-  } else {
+  } else if constexpr (OPTIMIZER == ADAM || OPTIMIZER == ADAMW) {
     if constexpr (OPTIMIZER == ADAMW) weight *= r.decay;
     else if constexpr (WEIGHT_DECAY) gradient = fmaf(rule.weight_decay, weight, gradient);
     state0 = fmaf(gradient - state0, rule.new_mean, state0);
     state1 = fmaf(rule.new_square * gradient, gradient, rule.beta2 * state1);
-    float root;  // to 2^-22, a sixth of the time of a rounded one
-    asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(state1));
-    weight -= r.rate * __fdividef(state0, fmaf(root, r.inverse_root, rule.eps));
+    weight -= r.rate * __fdividef(state0, fmaf(square_root(state1), r.inverse_root, rule.eps));
+  } else if constexpr (OPTIMIZER == RMSPROP) {
+    if constexpr (WEIGHT_DECAY) gradient = fmaf(rule.weight_decay, weight, gradient);
+    state0 = fmaf(rule.new_square * gradient, gradient, rule.beta2 * state0);
+    gradient = __fdividef(gradient, square_root(state0) + rule.eps);
+    if constexpr (STATES == 2) gradient = state1 = fmaf(rule.momentum, state1, gradient);
+    weight = fmaf(-r.rate, gradient, weight);
+  } else if constexpr (OPTIMIZER == LION) {
+    const float mean = fmaf(gradient - state0, rule.new_mean, state0), direction = mean > 0.f ? 1.f : mean < 0.f ? -1.f : 0.f;
+    weight = fmaf(-r.rate, direction, weight * r.decay);
+    state0 = fmaf(gradient - state0, rule.new_square, state0);
   }
 }
 
-// Which input of the layer stands at place `i` of a step of 16. Bytes come in pairs that are split into even and odd ones (see
-// Inputs); the weights follow their order.
-template <class L> INLINE int input_of(int step, int i) {
-  return step * 16 + (L::FIRST && X_BYTES == 1 ? (i & 7) * 2 + (i >> 3) : i);
+// The input of the layer at position `i` of a k tile. uint8 rows are unpacked into even and odd bytes (see Inputs), and the
+// weights follow that order.
+template <class L> INLINE int input_of(int k_tile, int i) {
+  return k_tile * 16 + (L::FIRST && X_BYTES == 1 ? (i & 7) * 2 + (i >> 3) : i);
 }
 
-  template <class L, bool LOAD> INLINE void move_bias(const Context& c) {
-    const int first = L::REPLICATED ? 0 : c.rank * L::UNITS, unit = threadIdx.x;
-    if (unit >= L::UNITS) return;
-    const bool real = L::BIAS && first + unit < L::OUT;
+template <class L, bool LOAD> INLINE void move_bias(const Context& c) {
+  const int first = L::REPLICATED ? 0 : c.rank * L::UNITS, unit = threadIdx.x;
+  if (unit >= L::UNITS) return;
+  const bool real = L::BIAS && first + unit < L::OUT;
 #pragma unroll
-    for (int kind = 0; kind <= STATES; ++kind) {
-      float* flat = kind == 0 ? c.p->weights : c.p->state[kind - 1];
-      const u32 at = c.shared + L::AT_BIAS + (kind * L::UNITS + unit) * 4;
-      if (LOAD) store_float(at, real ? flat[L::BIAS_AT + first + unit] : 0.f);
-      else if (real && (!L::REPLICATED || c.rank == 0)) flat[L::BIAS_AT + first + unit] = load_float(at);
-    }
+  for (int kind = 0; kind <= STATES; ++kind) {
+    float* flat = kind == 0 ? c.p->weights : c.p->state[kind - 1];
+    const u32 at = c.shared + L::AT_BIAS + (kind * L::UNITS + unit) * 4;
+    if (LOAD) store_float(at, real ? flat[L::BIAS_AT + first + unit] : 0.f);
+    else if (real && (!L::REPLICATED || c.rank == 0)) flat[L::BIAS_AT + first + unit] = load_float(at);
   }
+}
 
-// N accumulator tiles of weights with all that belongs to them.
+// N accumulator tiles of weights with their optimizer state and gradient.
 template <class L, int N> struct Masters {
   Tiles<N, L::MASTERS_SHARED> master;
   Tiles<(STATES > 0 ? N : 1), (STATES > 0 && L::STATES_SHARED)> state0;
   Tiles<(STATES > 1 ? N : 1), (STATES > 1 && L::STATES_SHARED)> state1;
-  Tiles<(MICRO > 1 ? N : 1), (MICRO > 1)> gradient;
+  Tiles<(MICRO_BATCHES > 1 ? N : 1), (MICRO_BATCHES > 1)> gradient;
 
   INLINE void place(const Context& c) {
     master.place(c, L::AT_MASTERS);
@@ -82,27 +96,27 @@ template <class L, int N> struct Masters {
   }
 };
 
-template <class L> struct Weights : Masters<L, L::KS * L::NT> {
-  INLINE static bool mine(const Context& c, int ks) { return (ks + 1) * WARPS <= L::KT || ks * WARPS + c.warp < L::KT; }
+template <class L> struct Weights : Masters<L, L::K_TILES_PER_WARP * L::N_TILES> {
+  INLINE static bool mine(const Context& c, int k) { return (k + 1) * WARPS <= L::K_TILES || k * WARPS + c.warp < L::K_TILES; }
 
-  // Between the flat arrays of the host, laid out as PyTorch does ([out][in], then the bias), and the tiles.
+  // Between the host's flat arrays, in PyTorch's layout ([out][in], then the bias), and the tiles.
   template <bool LOAD, class T> INLINE void move(const Context& c, T& tiles, float* flat) {
     const int first = L::REPLICATED ? 0 : c.rank * L::UNITS;
 #pragma unroll
-    for (int ks = 0; ks < L::KS; ++ks)
+    for (int k = 0; k < L::K_TILES_PER_WARP; ++k)
 #pragma unroll
-      for (int n = 0; n < L::NT; ++n) {
+      for (int n = 0; n < L::N_TILES; ++n) {
         float t[4];
-        if (!LOAD) tiles.get(ks * L::NT + n, t);
+        if (!LOAD) tiles.get(k * L::N_TILES + n, t);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int step = ks * WARPS + c.warp, in = input_of<L>(step, c.g + (e >> 1) * 8), out = first + n * 8 + c.q * 2 + (e & 1);
-          const bool real = step < L::KT && in < L::IN && out < L::OUT;
+          const int k_tile = k * WARPS + c.warp, in = input_of<L>(k_tile, c.g + (e >> 1) * 8), out = first + n * 8 + c.q * 2 + (e & 1);
+          const bool real = k_tile < L::K_TILES && in < L::IN && out < L::OUT;
           float* at = flat + L::WEIGHT_AT + (u64)out * L::IN + in;
           if (LOAD) t[e] = real ? *at : 0.f;
           else if (real && (!L::REPLICATED || c.rank == 0)) *at = t[e];
         }
-        if (LOAD) tiles.set(ks * L::NT + n, t);
+        if (LOAD) tiles.set(k * L::N_TILES + n, t);
       }
   }
   template <bool LOAD> INLINE void move_all(const Context& c) {
@@ -114,35 +128,35 @@ template <class L> struct Weights : Masters<L, L::KS * L::NT> {
   }
 };
 
-// The copies of a step's 16 inputs x all tiles that the way back multiplies by, to the owners of the inputs; for update `count`.
-template <class L> INLINE void send_back(const Context& c, u32 count, int step, const float (&t)[L::NT][4]) {
+// Sends the copies of one k tile for the backward pass to the owners of its inputs; for update number `count`.
+template <class L> INLINE void send_back(const Context& c, u32 count, int k_tile, const float (&t)[L::N_TILES][4]) {
   if constexpr (!L::FIRST) {
-    constexpr int TILES = L::IN_TILES;  // tiles of eight inputs a block owns
-    const int first = c.rank * L::NT;  // of these tiles of units among all
-    u32 words[L::NT * 2][PLANES];
+    constexpr int TILES = L::IN_TILES;  // of eight inputs that a block owns
+    const int first = c.rank * L::N_TILES;  // of this block's tiles of units among all
+    u32 words[L::N_TILES * 2][PLANES];
 #pragma unroll
-    for (int n = 0; n < L::NT; ++n) {
+    for (int n = 0; n < L::N_TILES; ++n) {
       split(t[n][0], t[n][1], words[n * 2]);
       split(t[n][2], t[n][3], words[n * 2 + 1]);
     }
-    auto owner = [&](int i) { return (step * 2 + (i & 1)) / TILES; };
-    auto index = [&](int i, int plane) { return (plane * TILES + (step * 2 + (i & 1)) % TILES) * (L::OUT_KT * 2) + first + i / 2; };
+    auto owner = [&](int i) { return (k_tile * 2 + (i & 1)) / TILES; };
+    auto index = [&](int i, int plane) { return (plane * TILES + (k_tile * 2 + (i & 1)) % TILES) * (L::NEXT_K_TILES * 2) + first + i / 2; };
 #pragma unroll
     for (int plane = 0; plane < PLANES; ++plane) {
 #if IS_CLUSTER
 #pragma unroll
-      for (int i = 0; i < L::NT * 2; i += 4) {
+      for (int i = 0; i < L::N_TILES * 2; i += 4) {
         u32 to[4], at[4], four[4];
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          const int j = i + k < L::NT * 2 ? i + k : i;
-          to[k] = i + k < L::NT * 2 ? owner(j) : BLOCKS, at[k] = index(j, plane), four[k] = words[j][plane];
+          const int j = i + k < L::N_TILES * 2 ? i + k : i;
+          to[k] = i + k < L::N_TILES * 2 ? owner(j) : BLOCKS, at[k] = index(j, plane), four[k] = words[j][plane];
         }
         send_four_right<L::BACK_EXCHANGE, L::AT_BACK, L::BACK_BYTES>(c, count, to, at, four);
       }
 #else
 #pragma unroll
-      for (int i = 0; i < L::NT * 2; ++i)
+      for (int i = 0; i < L::N_TILES * 2; ++i)
         if (owner(i) < BLOCKS) send_right<L::AT_BACK, L::BACK_BYTES>(c, count, owner(i), index(i, plane), words[i][plane]);
 #endif
     }
@@ -151,21 +165,21 @@ template <class L> INLINE void send_back(const Context& c, u32 count, int step, 
 template <class L> INLINE void send_all_back(const Context& c, const Weights<L>& w, u32 count) {
   if constexpr (!L::FIRST)
 #pragma unroll
-    for (int ks = 0; ks < L::KS; ++ks)
-      if (Weights<L>::mine(c, ks)) {
-        float t[L::NT][4];
+    for (int k = 0; k < L::K_TILES_PER_WARP; ++k)
+      if (Weights<L>::mine(c, k)) {
+        float t[L::N_TILES][4];
 #pragma unroll
-        for (int n = 0; n < L::NT; ++n) w.master.get(ks * L::NT + n, t[n]);
-        send_back<L>(c, count, ks * WARPS + c.warp, t);
+        for (int n = 0; n < L::N_TILES; ++n) w.master.get(k * L::N_TILES + n, t[n]);
+        send_back<L>(c, count, k * WARPS + c.warp, t);
       }
 }
 
 // The block's deltas of a row tile and a tile of units, as the right operand whose k are the rows.
 template <class L> INLINE void read_delta(const Context& c, int plane, int m, int n, u32 (&w)[2]) {
-  load_transposed(c.shared + L::AT_DELTA + ((plane * ROW_TILES + m) * L::NT + n) * 256 + (c.lane & 15) * 16, w);
+  load_transposed(c.shared + L::AT_DELTA + ((plane * ROW_TILES + m) * L::N_TILES + n) * 256 + (c.lane & 15) * 16, w);
 }
 
-// One tile of weights by its finished gradient; `weight` is what it becomes.
+// Updates one tile of weights by its finished gradient; returns the new weights in `weight`.
 template <class W> INLINE void step_tile(W& w, int i, const float (&gradient)[4], float scale, float (&weight)[4], const Rates& rates, const Rule& rule) {
   float s0[4] = {0.f, 0.f, 0.f, 0.f}, s1[4] = {0.f, 0.f, 0.f, 0.f};
   w.master.get(i, weight);
@@ -184,7 +198,7 @@ template <class L> INLINE void step_bias(const Context& c, const Rates& rates, c
   float gradient = 0.f, s0 = 0.f, s1 = 0.f;
 #pragma unroll 8
   for (int half = 0; half < ROW_TILES * 2; ++half) gradient += load_float(sums + (half * L::UNITS + unit) * 4);
-  if constexpr (MICRO > 1) {
+  if constexpr (MICRO_BATCHES > 1) {
     const u32 so_far = sums + (ROW_TILES * 2 * L::UNITS + unit) * 4;
     if (!first) gradient += load_float(so_far);
     if (!last) {
@@ -201,48 +215,49 @@ template <class L> INLINE void step_bias(const Context& c, const Rates& rates, c
   if constexpr (STATES > 1) store_float(at + 2 * L::UNITS * 4, s1);
 }
 
-// Gradient of the warp's weights from its inputs and the block's deltas, and the update. `read` gives the inputs of a row tile, a
-// step and a plane as the left operand whose k are the rows. `last`: of the step's micro-batches. `count`: number of the update.
+// The gradient of the warp's weights from its inputs and the block's deltas, and the update. `read` gives the inputs of a row tile,
+// a k tile and a plane as the left operand whose k are the rows. `first`, `last`: micro-batch of the step. `count`: number of the
+// update.
 template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, const Rates& rates, const Rule& rule, bool first, bool last, u32 count, Read read) {
-  constexpr bool KEEP = ROW_TILES <= 4 && ROW_TILES * L::NT * PLANES <= 8;  // the deltas in registers, for all steps
-  u32 kept[KEEP ? ROW_TILES * L::NT * PLANES : 1][2];
+  constexpr bool KEEP = ROW_TILES <= 4 && ROW_TILES * L::N_TILES * PLANES <= 8;  // keep the deltas in registers for all k tiles
+  u32 kept[KEEP ? ROW_TILES * L::N_TILES * PLANES : 1][2];
   if constexpr (KEEP)
 #pragma unroll
-    for (int i = 0; i < ROW_TILES * L::NT * PLANES; ++i) read_delta<L>(c, 0, 0, i, kept[i]);
+    for (int i = 0; i < ROW_TILES * L::N_TILES * PLANES; ++i) read_delta<L>(c, 0, 0, i, kept[i]);
 #pragma unroll
-  for (int ks = 0; ks < L::KS; ++ks)
-    if (Weights<L>::mine(c, ks)) {
-      float gradient[L::NT][4], weights[L::NT][4];
+  for (int k = 0; k < L::K_TILES_PER_WARP; ++k)
+    if (Weights<L>::mine(c, k)) {
+      float gradient[L::N_TILES][4], weights[L::N_TILES][4];
 #pragma unroll
-      for (int n = 0; n < L::NT; ++n) {
+      for (int n = 0; n < L::N_TILES; ++n) {
         clear(gradient[n]);
-        if (MICRO > 1 && !first) w.gradient.get(ks * L::NT + n, gradient[n]);
+        if (MICRO_BATCHES > 1 && !first) w.gradient.get(k * L::N_TILES + n, gradient[n]);
       }
 #pragma unroll(ROW_TILES <= 4 ? ROW_TILES : 2)
       for (int m = 0; m < ROW_TILES; ++m) {
         u32 left[L::IN_PLANES][4];
 #pragma unroll
-        for (int plane = 0; plane < L::IN_PLANES; ++plane) read(m, ks, plane, left[plane]);
+        for (int plane = 0; plane < L::IN_PLANES; ++plane) read(m, k, plane, left[plane]);
 #pragma unroll
-        for (int n = 0; n < L::NT; ++n)
+        for (int n = 0; n < L::N_TILES; ++n)
 #pragma unroll
           for (int right = 0; right < PLANES; ++right) {
             u32 delta[2];
-            if constexpr (KEEP) delta[0] = kept[(right * ROW_TILES + m) * L::NT + n][0], delta[1] = kept[(right * ROW_TILES + m) * L::NT + n][1];
+            if constexpr (KEEP) delta[0] = kept[(right * ROW_TILES + m) * L::N_TILES + n][0], delta[1] = kept[(right * ROW_TILES + m) * L::N_TILES + n][1];
             else read_delta<L>(c, right, m, n, delta);
 #pragma unroll
             for (int plane = 0; plane < L::IN_PLANES; ++plane)
               if (plane + right < PLANES) multiply_add(gradient[n], left[plane], delta[0], delta[1]);
           }
       }
-      if (MICRO > 1 && !last) {
+      if (MICRO_BATCHES > 1 && !last) {
 #pragma unroll
-        for (int n = 0; n < L::NT; ++n) w.gradient.set(ks * L::NT + n, gradient[n]);
+        for (int n = 0; n < L::N_TILES; ++n) w.gradient.set(k * L::N_TILES + n, gradient[n]);
         continue;
       }
 #pragma unroll
-      for (int n = 0; n < L::NT; ++n) step_tile(w, ks * L::NT + n, gradient[n], L::GRADIENT_SCALE, weights[n], rates, rule);
-      send_back<L>(c, count, ks * WARPS + c.warp, weights);
+      for (int n = 0; n < L::N_TILES; ++n) step_tile(w, k * L::N_TILES + n, gradient[n], L::GRADIENT_SCALE, weights[n], rates, rule);
+      send_back<L>(c, count, k * WARPS + c.warp, weights);
     }
   step_bias<L>(c, rates, rule, first, last);
 }

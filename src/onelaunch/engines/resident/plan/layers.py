@@ -1,54 +1,61 @@
-"""What a plan is made of: a layer's share of a block, and memory in named regions."""
+"""The parts of a plan: a block's part of a layer, and memory in named regions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from onelaunch.engines.resident.plan.settings import TILE, WARPS
+from onelaunch.engines.resident.plan.settings import N_TILE, WARPS
 from onelaunch.engines.resident.plan.stages import Stage
+from onelaunch.integers import ceil_div, round_up
+
+REGION_ALIGNMENT = 128  # bytes
 
 
 @dataclass(frozen=True)
 class Layer:
+    """A Linear and what follows it, cut into tiles of K_TILE inputs by N_TILE units."""
+
     index: int
     stage: Stage
     first: bool
     last: bool  # every block computes it whole
-    steps: int  # of sixteen inputs
-    tiles: int  # of eight units a block
+    k_tiles: int  # of the inputs
+    n_tiles: int  # of the units of one block
     blocks: int
-    input_tiles: int  # of eight inputs that a block owns as units of the layer before
+    input_tiles: int  # of N_TILE inputs that a block owns as units of the layer before
     masters_shared: bool = False
     states_shared: bool = True
 
     @property
-    def steps_a_warp(self) -> int:
-        return -(-self.steps // WARPS)
+    def k_tiles_per_warp(self) -> int:
+        return ceil_div(self.k_tiles, WARPS)
 
     @property
-    def split(self) -> int:
-        return min(WARPS, self.steps)
+    def split_k(self) -> int:
+        """Warps whose partial sums are added up."""
+        return min(WARPS, self.k_tiles)
 
     @property
     def units(self) -> int:
-        return self.tiles * TILE
+        """Units of one block, padding included."""
+        return self.n_tiles * N_TILE
 
     @property
-    def output_steps(self) -> int:
-        """Of sixteen units, over all blocks."""
-        return -(-self.tiles * (1 if self.last else self.blocks) // 2)
+    def next_k_tiles(self) -> int:
+        """k tiles that the units of all blocks make for the next layer."""
+        return ceil_div(self.n_tiles * (1 if self.last else self.blocks), 2)
 
     @property
     def owned_by_input(self) -> bool:
-        """The last layer after a hidden one: a block owns the weights of its own inputs, and all get copies."""
+        """Whether a block owns the weights of its own inputs: so it is in the last layer, after a hidden one."""
         return self.last and not self.first
 
     @property
     def weight_tiles(self) -> int:
-        """fp32 tiles a thread takes part in."""
+        """fp32 tiles of weights that a warp owns."""
         if self.owned_by_input:
-            return -(-(-(-self.input_tiles // 2) * self.tiles) // WARPS)
-        return self.steps_a_warp * self.tiles
+            return ceil_div(ceil_div(self.input_tiles, 2) * self.n_tiles, WARPS)
+        return self.k_tiles_per_warp * self.n_tiles
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Region:
 
 @dataclass
 class Memory:
-    """Regions laid one after another, each aligned to its first lane's widest access."""
+    """Regions, one after another."""
 
     regions: dict[str, Region] = field(default_factory=dict)
     size: int = 0
@@ -68,7 +75,8 @@ class Memory:
     def add(self, name: str, size: int) -> None:
         assert name not in self.regions, name
         self.regions[name] = Region(name, self.size, size)
-        self.size += -(-size // 128) * 128
+        self.size += round_up(size, REGION_ALIGNMENT)
 
     def __getitem__(self, name: str) -> int:
+        """The offset of a region in bytes."""
         return self.regions[name].offset

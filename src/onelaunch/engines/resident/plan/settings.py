@@ -1,4 +1,4 @@
-"""What a plan is made for: the run's settings and the chip, in the sizes of the tensor core."""
+"""What a plan is made for: the settings of the run, and the sizes that the tensor core prescribes."""
 
 from __future__ import annotations
 
@@ -6,42 +6,38 @@ from dataclasses import dataclass
 
 from onelaunch.engines.resident.plan.stages import Stage
 
-WARPS = 8
+WARPS = 8  # per block
 THREADS = WARPS * 32
-TILE, STEP = 8, 16
-ROW_TILE = 16
-MOST_OUTPUTS = 64
-MOST_BATCH = 4096
-MOST_ROWS = 256  # of a pass; a larger batch takes several
-MOST_SUMS = 16  # accumulator tiles a warp holds at once: 64 registers
+ROW_TILE, N_TILE, K_TILE = 16, 8, 16  # rows, units and inputs of one `mma.m16n8k16`
+MAX_OUTPUTS = 64
+MAX_BATCH = 4096
+MAX_ROWS = 256  # per pass; a larger batch takes several passes
+MAX_SUMS = 16  # accumulator tiles that a warp holds at once: 64 registers
 LEFT_BYTES, RIGHT_BYTES, TILE_BYTES = 512, 256, 512  # of one operand fragment or fp32 tile over 32 lanes
-SCORE_BYTES = 16  # a loss and its right predictions, on their way to block 0
-FLAG_STRIDE = 8  # words: a flag has a 32-byte sector to itself
+SCORE_BYTES = 16  # a loss and its correct predictions, as sent to block 0
+FLAG_STRIDE = 8  # words: each flag has a 32-byte sector to itself
 INTERVAL = 128  # steps whose learning rates are computed at once
-REGISTERS = 255
-WORKING_REGISTERS = 112  # addresses, operands, partial sums; measured with ptxas over the compiled list
-PLANES = {"bf16": 1, "fp16": 1, "tf32": 2, "fp32": 3}
+REGISTERS = 255  # per thread
+RESERVED_REGISTERS = (
+    112  # for addresses, operands and partial sums; measured with ptxas over the compiled plans of the tests
+)
+PLANES = {"bf16": 1, "fp16": 1, "tf32": 2, "fp32": 3}  # 16-bit numbers whose sum is one value
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All that the code depends on."""
+    """Everything that the generated code depends on."""
 
     stages: tuple[Stage, ...]
     batch: int
     rows: int
-    precision: str  # bf16, fp16, tf32 or fp32
+    precision: str  # a key of PLANES
     optimizer: str
     momentum: bool
     nesterov: bool
     weight_decay: bool
     schedule: str
     loss: str
-    smooths: bool
-    bytes_input: bool  # uint8 rows
+    label_smoothing: bool
+    uint8_rows: bool
     validates: bool
-
-
-def planes_of(settings: Settings) -> int:
-    """Half-precision numbers that make up one value."""
-    return PLANES[settings.precision]

@@ -1,41 +1,50 @@
-"""The source of a plan by rows: each block has the whole network and a share of the rows (`cuda/rows.cuh`)."""
+"""The source of a plan by rows: each block has the whole network and a part of the rows (`cuda/rows.cuh`)."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from onelaunch.engines.resident.plan.layers import Layer
-from onelaunch.engines.resident.plan.rows_plan import COPIES, PARTS, RowsPlan
-from onelaunch.engines.resident.source.source_common import Phases, constants, layer_struct, phases_macro
+from onelaunch.engines.resident.plan.plan import Phases
+from onelaunch.engines.resident.plan.settings import SCORE_BYTES, TILE_BYTES, WARPS
+from onelaunch.engines.resident.source.source_common import layer_struct, source_text
+
+if TYPE_CHECKING:
+    from onelaunch.engines.resident.plan.rows_plan import RowsPlan
+
+PARTS, COPIES = 0, 1  # the numbers of the exchanges; the decision is the third
 
 
 def rows_source(plan: RowsPlan, *, faults: bool, stamps: bool) -> str:
-    names, shared = [name for name, _ in rows_phases(plan)], plan.shared
+    shared = plan.shared
     own = {
-        "BY_ROWS": 1, "SUMS_OUTPUTS": 0,
-        "SHARES": plan.blocks, "LAYERS": len(plan.layers), "GROUP_TILES": 1, "FINISH": 1, "LOSS_WARPS": 8,
-        "PARTIALS_BYTES": 0, "PARTIAL_BUFFERS": 1, "AT_PARTIALS": 0, "AT_STAGING": 0, "PARTS": PARTS, "COPIES": COPIES,
-        "TEAM": plan.team, "SLOTS_ALL": plan.slots, "UNITS_ALL": plan.all_units, "AT_BIAS": shared["bias"],
-        "AT_BIAS_SUMS": shared["bias sums"], "AT_BIAS_TOTALS": shared["bias totals"], "AT_SCORES": shared["scores"],
-        "AT_PARTS": shared["parts"], "AT_BIAS_PARTS": shared["bias parts"], "AT_STATES": shared["states"],
-        "STATES_SHARED": int(plan.states_shared), "HAS_BIASES": int(plan.has_biases),
+        "BY_ROWS": 1, "SUMS_OUTPUTS": 0, "ROW_PARTITIONS": plan.blocks, "ROW_TILES_AT_ONCE": 1, "ROW_BLOCKS_PER_WARP": 1,
+        "LOSS_WARPS": WARPS, "PARTIALS_BYTES": 0, "PARTIAL_BUFFERS": 1, "AT_PARTIALS": 0, "AT_STAGING": 0,
+        "PARTS": PARTS, "COPIES": COPIES, "TEAM": plan.team, "ALL_SLOTS": plan.slots, "ALL_UNITS": plan.all_units,
+        "AT_BIAS": shared["bias"], "AT_BIAS_SUMS": shared["bias sums"], "AT_BIAS_TOTALS": shared["bias totals"],
+        "AT_SCORES": shared["scores"], "AT_PARTS": shared["parts"], "AT_BIAS_PARTS": shared["bias parts"],
+        "AT_STATES": shared["states"], "STATES_SHARED": int(plan.states_shared), "HAS_BIASES": int(plan.has_biases),
     }  # fmt: skip
-    exchanged = {PARTS: plan.received_parts("rank"), COPIES: str(plan.copies_total)}
-    parts = [
-        constants(plan, rows_phases(plan), own=own, exchanged=exchanged, faults=faults, stamps=stamps),
-        '#include "activations.cuh"',
-        '#include "random.cuh"',
-        *(_layer(plan, layer) for layer in plan.layers),
-        _each_layer(plan),
-        phases_macro("FORWARD_PHASES", _forward(plan), names),
-        phases_macro("BACKWARD_PHASES", _backward(plan), names),
-        "#define DECLARE_WEIGHTS OwnWeights w;",
-        "#define LOAD_WEIGHTS move_weights<true>(c, w);",
-        "#define HAND_OUT_WEIGHTS copy_all(c, w, 0); wait_for<COPIES>(c, 0, 0, 1);",
-        "#define LATE_UPDATE",
-        "#define SAVE_WEIGHTS move_weights<false>(c, w);",
-        '#include "kernel.cuh"',
-        "",
-    ]
-    return "\n".join(parts)
+    weights = {
+        "DECLARE_WEIGHTS": "OwnWeights w;",
+        "LOAD_WEIGHTS": "move_weights<true>(c, w);",
+        "SEND_WEIGHTS": "copy_all(c, w, 0); wait_for<COPIES>(c, 0, 0, 1);",
+        "LATE_UPDATE": "",
+        "SAVE_WEIGHTS": "move_weights<false>(c, w);",
+    }
+    return source_text(
+        plan, own=own, exchanged={PARTS: _received_parts(plan), COPIES: str(plan.copies_bytes)},
+        layers=[*(_layer(plan, layer) for layer in plan.layers), _each_layer(plan)], forward=_forward(plan),
+        backward=_backward(plan), weights=weights, faults=faults, stamps=stamps,
+    )  # fmt: skip
+
+
+def _received_parts(plan: RowsPlan) -> str:
+    """Bytes of partial sums that block `rank` receives, as an expression."""
+    blocks = plan.blocks
+    tiles = f"({plan.slots} - rank + {blocks - 1}) / {blocks} * {WARPS * blocks * TILE_BYTES}"
+    biases = blocks * plan.all_units * 4 * plan.has_biases
+    return f"{tiles} + {biases} + (rank == 0) * {blocks * plan.row_tiles * SCORE_BYTES}"
 
 
 def rows_phases(plan: RowsPlan) -> Phases:
@@ -47,14 +56,14 @@ def _layer(plan: RowsPlan, layer: Layer) -> str:
     numbers = {
         "UNIT_AT": plan.unit_at(layer), "SLOTS": plan.layer_slots(layer), "FIRST_SLOT": plan.first_slot(layer),
         "AT_COPIES": shared[name + "weights"], "AT_DELTA": shared[name + "deltas"],
-        "AT_VALUES": 0 if layer.last else shared[name + "values"], "EACH": plan.tiles_each(layer),
-        "AT_ONCE": plan.tiles_at_once(layer),
+        "AT_VALUES": 0 if layer.last else shared[name + "values"], "N_TILES_PER_WARP": plan.n_tiles_per_warp(layer),
+        "N_TILES_AT_ONCE": plan.n_tiles_at_once(layer),
     }  # fmt: skip
     return layer_struct(plan, layer, numbers, {"SLOPES_SHARED": plan.slopes_shared(layer)})
 
 
 def _each_layer(plan: RowsPlan) -> str:
-    """`EACH_LAYER(…)` does something with every layer as L; `has_bias` knows the units that have one."""
+    """The macro `EACH_LAYER(…)`, which repeats its argument with every layer as L, and `has_bias(unit)`."""
     bodies = " ".join(f"{{ using L = Layer{layer.index}; __VA_ARGS__ }}" for layer in plan.layers)
     units = " || ".join(
         f"(unit >= {plan.unit_at(layer)} && unit < {plan.unit_at(layer) + layer.stage.linear.outputs})"
@@ -66,10 +75,10 @@ def _each_layer(plan: RowsPlan) -> str:
 
 
 def _forward(plan: RowsPlan) -> Phases:
-    """A team's row tile through the network and, when training, back. Weights are read before a barrier: no wait after it."""
+    """A team takes its row tile through the network and, when training, back. It reads weights before a barrier, not after."""
     hidden, last = plan.layers[:-1], plan.layers[-1].index
-    read = "[&](int step, int plane, u32 (&left)[4]) {{ {} }}"
-    source = read.format("Inputs<Layer0>::read_step(c, buffer(), m, step, plane, left);")
+    read = "[&](int k_tile, int plane, u32 (&left)[4]) {{ {} }}"
+    source = read.format("Inputs<Layer0>::read_k_tile(c, buffer(), m, k_tile, plane, left);")
     weights = [f"ForwardWeights<Layer{layer.index}> w{layer.index};" for layer in hidden]
     lines = [" ".join([*weights, f"OutwardWeights<Layer{last}> w{last};"]), "w0.prepare(c);"]
     for layer in hidden:
@@ -77,21 +86,21 @@ def _forward(plan: RowsPlan) -> Phases:
         place = plan.shared[f"layer {i}: slopes"] if plan.slopes_shared(layer) else 0
         lines.append(f"Slopes<Layer{i}> slopes{i}; slopes{i}.place(c, {place});")
         lines.append(
-            f"tile_forward<Layer{i}>(c, draw, m, w{i}, slopes{i}, {source}); w{i + 1}.prepare(c); meet_team(c);"
+            f"tile_forward<Layer{i}>(c, draw, m, w{i}, slopes{i}, {source}); w{i + 1}.prepare(c); sync_team(c);"
         )
-        source = read.format(f"read_values<Layer{i}>(c, m, step, plane, left);")
-    lines.append(f"u32 out[PLANES][Layer{last}::NT / 2][4];")
+        source = read.format(f"read_values<Layer{i}>(c, m, k_tile, plane, left);")
+    lines.append(f"u32 out[PLANES][Layer{last}::N_TILES / 2][4];")
     lines.append(f"tile_outputs<Layer{last}>(c, draw, tally, m, w{last}, score, out, {source});")
     back = []
-    source = read.format(" ".join(f"left[{word}] = out[plane][step][{word}];" for word in range(4)))
+    source = read.format(" ".join(f"left[{word}] = out[plane][k_tile][{word}];" for word in range(4)))
     for i in range(last, 0, -1):
         back.append(
-            f"BackwardWeights<Layer{i}, Layer{i - 1}> b{i}; b{i}.prepare(c);{'' if i == last else ' meet_team(c);'}"
+            f"BackwardWeights<Layer{i}, Layer{i - 1}> b{i}; b{i}.prepare(c);{'' if i == last else ' sync_team(c);'}"
         )
         back.append(f"tile_backward<Layer{i}, Layer{i - 1}>(c, m, b{i}, slopes{i - 1}, {source});")
-        source = read.format(f"read_deltas<Layer{i - 1}>(c, m, step, plane, left);")
+        source = read.format(f"read_deltas<Layer{i - 1}>(c, m, k_tile, plane, left);")
     lines.append(f"if (draw.training) {{ {' '.join(back)} }}")
-    fetch = [("fetch rows to check", "if (!draw.training) fetch_next();")] if plan.input_buffers == 2 else []
+    fetch = [("fetch validation rows", "if (!draw.training) fetch_next();")] if plan.input_buffers == 2 else []
     body = " \\\n    ".join(lines)
     tiles = f"for (int m = c.warp / TEAM; m < ROW_TILES; m += WARPS / TEAM) {{ {body} }}"
     return [
@@ -106,18 +115,18 @@ def _backward(plan: RowsPlan) -> Phases:
     sums = []
     for layer in plan.layers:
         i = layer.index
-        read = f"read_values_transposed<Layer{i - 1}>(c, m, step, plane, left);"
+        read = f"read_values_transposed<Layer{i - 1}>(c, m, k_tile, plane, left);"
         if layer.first:
-            read = "Inputs<Layer0>::read_step_transposed(c, buffer(), m, step, plane, left);"
+            read = "Inputs<Layer0>::read_k_tile_transposed(c, buffer(), m, k_tile, plane, left);"
         sums.append(
-            f"add_gradient<Layer{i}>(c, gradient, [&](int m, int step, int plane, u32 (&left)[4]) {{ {read} }}); "
+            f"add_gradient<Layer{i}>(c, gradient, [&](int m, int k_tile, int plane, u32 (&left)[4]) {{ {read} }}); "
             f"if (last) send_parts<Layer{i}>(c, gradient);"
         )
-    clear = "if (micro == 0) for (int i = 0; i < SLOTS_ALL; ++i) clear(gradient[i]);"
+    clear = "if (micro == 0) for (int i = 0; i < ALL_SLOTS; ++i) clear(gradient[i]);"
     fetch = "fetch_next();" if plan.input_buffers == 2 else "__syncthreads(); fetch_next();"
     return [
         ("sum biases", "sum_biases(c, micro == 0, last);"),
         ("gradient", f"{clear} {' '.join(sums)}"),
-        ("fetch the next rows", fetch),  # while the parts are on their way
+        ("fetch the next rows", fetch),  # while the parts are in flight
         ("update", "if (last) { send_score(c, score); finish_step(c, w, gradient, rates, rule, total); }"),
     ]

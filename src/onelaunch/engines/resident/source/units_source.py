@@ -2,69 +2,64 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from onelaunch.engines.resident.plan.layers import Layer
+from onelaunch.engines.resident.plan.plan import Phases
 from onelaunch.engines.resident.plan.settings import SCORE_BYTES, WARPS
-from onelaunch.engines.resident.plan.units_plan import Plan
-from onelaunch.engines.resident.source.source_common import Phases, constants, layer_struct, phases_macro
+from onelaunch.engines.resident.source.source_common import layer_struct, source_text
+
+if TYPE_CHECKING:
+    from onelaunch.engines.resident.plan.units_plan import UnitsPlan
+
+
+def units_source(plan: UnitsPlan, *, faults: bool, stamps: bool) -> str:
+    own = {
+        "BY_ROWS": 0, "SUMS_OUTPUTS": int(plan.sums_outputs), "ROW_PARTITIONS": 1,
+        "ROW_TILES_AT_ONCE": plan.row_tiles_at_once, "ROW_BLOCKS_PER_WARP": plan.row_blocks_per_warp,
+        "LOSS_WARPS": min(WARPS, 2 * plan.row_tiles_at_once), "ROWS_PER_BLOCK": plan.rows_per_block,
+        "SCORE_WARPS": plan.score_warps, "PARTIALS_BYTES": plan.partials_bytes, "PARTIAL_BUFFERS": plan.partial_buffers,
+        "AT_PARTIALS": plan.shared["partial sums" if plan.partial_buffers else "staging"],
+        "AT_STAGING": plan.shared["staging"] if "staging" in plan.shared.regions else 0,
+    }  # fmt: skip
+    received = [received_bytes(plan, rank) for rank in range(plan.blocks)]
+    return source_text(
+        plan, own=own, exchanged={number: _by_rank([sizes[number] for sizes in received]) for number in received[0]},
+        layers=[_layer(plan, layer) for layer in plan.layers], forward=_forward(plan), backward=_backward(plan),
+        weights=_weights(plan), faults=faults, stamps=stamps,
+    )  # fmt: skip
 
 
 def _by_rank(values: list[int]) -> str:
-    """An expression in `rank`, for C and Python, whose values these are."""
+    """An expression in `rank`, valid in C and in Python, that has these values."""
     changes = [(i, values[i - 1] - values[i]) for i in range(1, len(values)) if values[i - 1] != values[i]]
     return " + ".join([str(values[-1]), *(f"(rank < {i}) * {change}" for i, change in changes)])
 
 
-def units_source(plan: Plan, *, faults: bool, stamps: bool) -> str:
-    names = [name for name, _ in units_phases(plan)]
-    layers = plan.layers
-    own = {
-        "BY_ROWS": 0, "SHARES": 1, "LAYERS": len(layers), "GROUP_TILES": plan.group, "FINISH": plan.finish,
-        "LOSS_WARPS": min(WARPS, 2 * plan.group), "ROWS_EACH": plan.rows_each, "SCORES": plan.score_warps,
-        "SUMS_OUTPUTS": int(plan.sums_outputs), "PARTIALS_BYTES": plan.partials_bytes,
-        "PARTIAL_BUFFERS": plan.partial_buffers,
-        "AT_PARTIALS": plan.shared["partial sums" if plan.partial_buffers else "staging"],
-        "AT_STAGING": plan.shared.regions["staging"].offset if "staging" in plan.shared.regions else 0,
-    }  # fmt: skip
-    received = [received_bytes(plan, rank) for rank in range(plan.blocks)]
-    exchanged = {number: _by_rank([sizes[number] for sizes in received]) for number in received[0]}
-    parts = [
-        constants(plan, units_phases(plan), own=own, exchanged=exchanged, faults=faults, stamps=stamps),
-        '#include "activations.cuh"',
-        '#include "random.cuh"',
-        *(_layer(plan, layer) for layer in layers),
-        phases_macro("FORWARD_PHASES", _forward(plan), names),
-        phases_macro("BACKWARD_PHASES", _backward(plan), names),
-        _weights(plan),
-        '#include "kernel.cuh"',
-        "",
-    ]
-    return "\n".join(parts)
-
-
-def units_phases(plan: Plan) -> Phases:
+def units_phases(plan: UnitsPlan) -> Phases:
     return [*_forward(plan), *_backward(plan)]
 
 
-def received_bytes(plan: Plan, rank: int) -> dict[int, int]:
-    """What a block receives in each exchange but the decision, by the exchange's number."""
+def received_bytes(plan: UnitsPlan, rank: int) -> dict[int, int]:
+    """Bytes that block `rank` receives in each exchange but the decision, by the number of the exchange."""
     found = {}
     for layer in plan.layers[: plan.hidden]:
-        found[plan.values_exchange(layer)] = plan.exchanged_bytes(layer)
+        found[plan.values_exchange(layer)] = plan.layer_bytes(layer)
         if not layer.first:
-            found[plan.deltas_exchange(layer)] = plan.exchanged_bytes(layer)
-            found[plan.back_exchange(layer)] = plan.planes * layer.input_tiles * plan.blocks * layer.tiles * 128
+            found[plan.deltas_exchange(layer)] = plan.layer_bytes(layer)
+            found[plan.back_exchange(layer)] = plan.planes * layer.input_tiles * plan.blocks * layer.n_tiles * 128
     last = plan.layers[-1]
     if plan.sums_outputs:
-        rows = min(plan.rows_each, max(0, plan.rows - rank * plan.rows_each))
+        rows = min(plan.rows_per_block, max(0, plan.rows - rank * plan.rows_per_block))
         found[plan.values_exchange(plan.layers[-2])] = plan.blocks * rows * last.units * 4
         scores = plan.blocks * plan.score_warps * SCORE_BYTES if rank == 0 else 0
-        found[plan.last_exchange] = plan.planes * plan.rows * last.tiles * 16 + scores
+        found[plan.last_exchange] = plan.planes * plan.rows * last.n_tiles * 16 + scores
     elif plan.hidden:
-        found[plan.last_exchange] = plan.planes * last.tiles * plan.blocks * last.input_tiles * 128
+        found[plan.last_exchange] = plan.planes * last.n_tiles * plan.blocks * last.input_tiles * 128
     return found
 
 
-def _layer(plan: Plan, layer: Layer) -> str:
+def _layer(plan: UnitsPlan, layer: Layer) -> str:
     name = f"layer {layer.index}: "
 
     def at(what: str) -> int:
@@ -74,8 +69,8 @@ def _layer(plan: Plan, layer: Layer) -> str:
         return 0
 
     numbers = {
-        "KS": layer.steps_a_warp, "UNITS": layer.units, "SPLIT": layer.split, "OUT_KT": layer.output_steps,
-        "IN_TILES": layer.input_tiles, "AT_MASTERS": at("masters"),
+        "K_TILES_PER_WARP": layer.k_tiles_per_warp, "UNITS": layer.units, "SPLIT_K": layer.split_k,
+        "NEXT_K_TILES": layer.next_k_tiles, "IN_TILES": layer.input_tiles, "AT_MASTERS": at("masters"),
         "AT_STATES": at("states"), "AT_GRADIENTS": at("gradients"), "AT_BIAS": at("bias"), "AT_BIAS_SUMS": at("bias sums"),
         "AT_DELTA": at("deltas"), "AT_SLOPE": at("slopes"), "AT_OUT": at("values of all"),
         "AT_ALL_DELTAS": at("deltas of all"), "AT_BACK": at("weights back"),
@@ -94,19 +89,19 @@ def _layer(plan: Plan, layer: Layer) -> str:
 
 
 def _read(layer: Layer, transposed: str = "", passes: str = "c.passes") -> str:
-    """How a warp reads its inputs of a layer: from the rows fetched, or from all values of the layer before in a pass."""
-    head = "[&](int m, int ks, int plane, u32 (&left)[4]) {"
+    """How a warp reads its inputs of a layer: from the fetched rows, or from the layer before in pass `passes`."""
+    head = "[&](int m, int k, int plane, u32 (&left)[4]) {"
     if layer.first:
-        return f"{head} Inputs<Layer0>::read{transposed}(c, buffer(), m, ks, plane, left); }}"
+        return f"{head} Inputs<Layer0>::read{transposed}(c, buffer(), m, k, plane, left); }}"
     before = f"Layer{layer.index - 1}"
     return (
-        f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>"
-        f"(c, {passes}, plane * ROW_TILES + m, ks, left); }}"
+        f"{head} read_left{transposed}<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::NEXT_K_TILES>"
+        f"(c, {passes}, plane * ROW_TILES + m, k, left); }}"
     )
 
 
-def _forward(plan: Plan) -> Phases:
-    """The phases of a forward pass with their names, up to and with the loss."""
+def _forward(plan: UnitsPlan) -> Phases:
+    """The phases of a forward pass, including the loss."""
     lines = [("rows arrive", "Inputs<Layer0>::arrive(c, buffer());")]
     fetch = [("fetch the next rows", "fetch_next();")] if plan.input_buffers == 2 else []
     for layer in plan.layers:
@@ -117,18 +112,20 @@ def _forward(plan: Plan) -> Phases:
                 return lines + _summed_outputs(name, before, index, fetch, plan.outputs_at_once)
             if index == 1 and plan.late_update:
                 lines.append(("late update 1", _late_update(plan)))
-            elif fetch and not (index == 1 and plan.shares_fetch):
+            elif fetch and not (index == 1 and plan.multicasts_rows):
                 lines.append(fetch.pop())
             wait = "" if layer.last else f"Operands<{name}> o{index}; o{index}.prepare(w{index}); "
-            wait += f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::OUT_KT, {before}::NT);"
+            wait += f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::NEXT_K_TILES, {before}::N_TILES);"
             if not plan.cluster and plan.blocks > 1:
-                wait += f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::OUT_KT>(c, c.passes); staged();"
+                wait += (
+                    f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::NEXT_K_TILES>(c, c.passes); wait_for_staging();"
+                )
             lines.append((f"wait for values {index - 1}", wait))
         if layer.last:
             sums = f"multiply<{name}>(c, w{index}, Operands<{name}>(), group, sum, {_read(layer)});"
             if layer.owned_by_input:
                 sums = f"multiply_copies<{name}>(c, c.step + trained, group, sum, {_read(layer)});"
-            product = f"[&](int group, float (&sum)[GROUP_TILES][{name}::NT][4]) {{ {sums} }}"
+            product = f"[&](int group, float (&sum)[ROW_TILES_AT_ONCE][{name}::N_TILES][4]) {{ {sums} }}"
             lines.append((f"outputs {index}", f"outputs<{name}>(c, draw, tally, {product});"))
         else:
             operands, give = "Operands<Layer0>()" if layer.first else f"o{index}", f"ToAll<{name}>{{c}}"
@@ -140,8 +137,11 @@ def _forward(plan: Plan) -> Phases:
 
 
 def _summed_outputs(name: str, before: str, index: int, fetch: Phases, at_once: bool) -> Phases:
-    """The last layer where blocks sum the outputs; `fetch`: what is still to be done while they wait; `at_once`: partial
-    outputs were sent with the values they follow from."""
+    """The last layer where blocks sum the outputs.
+
+    `fetch`: the fetch of the next rows, if it is still to be done while they wait. `at_once`: the partial outputs were sent
+    together with the values.
+    """
     wait = f"wait_for<{name}::LAST_EXCHANGE>(c, c.passes, 0, 1); c.dead = __syncthreads_or(c.dead);"
     awaited = f"OutputBias<{name}> b{index}(c); wait_for<{before}::OUT_EXCHANGE>(c, c.passes, 0, 1);"
     sends = [] if at_once else [(f"partial outputs {index}", f"send_partial_outputs<{name}, {before}>(c);")]
@@ -154,7 +154,7 @@ def _summed_outputs(name: str, before: str, index: int, fetch: Phases, at_once: 
     ]
 
 
-def _late_update(plan: Plan) -> str:
+def _late_update(plan: UnitsPlan) -> str:
     """The second layer's update, made while the next pass waits for the first layer's values; empty where it is not late."""
     if not plan.late_update:
         return ""
@@ -164,7 +164,7 @@ def _late_update(plan: Plan) -> str:
     )
 
 
-def _backward(plan: Plan) -> Phases:
+def _backward(plan: UnitsPlan) -> Phases:
     lines, sum_the_loss = [], "if (c.warp == 0) total += sum_of_losses(c);"
     for layer in reversed(plan.layers):
         name, before, index = f"Layer{layer.index}", f"Layer{layer.index - 1}", layer.index
@@ -172,7 +172,7 @@ def _backward(plan: Plan) -> Phases:
             sums = f"sum_output_deltas<{name}>(c); " if plan.sums_outputs else ""
             lines.append((f"back {index}", f"{sums}back_from_outputs<{name}, {before}>(c);"))
         elif not layer.first:
-            waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::OUT_KT, {name}::NT); "
+            waits = f"wait_for<{name}::DELTA_EXCHANGE>(c, c.backs, {name}::NEXT_K_TILES, {name}::N_TILES); "
             waits += f"wait_for_weights<{name}>(c, micro == 0);"
             lines += [(f"wait for deltas {index}", waits), (f"back {index}", f"back<{name}, {before}>(c);")]
         if index == 1 and plan.late_update:
@@ -180,36 +180,33 @@ def _backward(plan: Plan) -> Phases:
         read = _read(layer, "_transposed")
         update = f"update<{name}>(c, w{index}, rates, rule, micro == 0, last, c.step + 1, {read});"
         if not plan.cluster and plan.blocks > 1 and not layer.first and not layer.last:
-            later = int(layer.index == 1 and plan.input_buffers == 1)  # the next rows are on their way too
-            update = f"staged<{later}>(); {update}"
+            later = int(layer.index == 1 and plan.input_buffers == 1)  # the copy of the next rows is in flight too
+            update = f"wait_for_staging<{later}>(); {update}"
         if layer.owned_by_input:
             update = f"update_last<{name}, {before}>(c, w{index}, rates, rule, micro == 0, last);"
         lines.append((f"update {index}", update))
-        if layer.last and plan.sums_outputs:  # while others' deltas are on their way
+        if layer.last and plan.sums_outputs:  # while the other blocks' deltas are in flight
             lines.append(("sum the loss", sum_the_loss))
-    if plan.input_buffers == 1:  # the first layer's update before the second's, which hides the next rows' way
+    if plan.input_buffers == 1:  # the first layer's update comes first: the others hide the fetch
         first, back = lines.pop(), [name for name, _ in lines].index("back 1") if len(plan.layers) > 1 else -1
         lines[back + 1 : back + 1] = [first, ("fetch the next rows", "__syncthreads(); fetch_next();")]
     if not plan.sums_outputs:
-        meet = (
-            "__syncthreads(); " if len(plan.layers) == 1 else ""
-        )  # else a phase has brought a barrier since the outputs
+        meet = "__syncthreads(); " if len(plan.layers) == 1 else ""  # otherwise a phase since the outputs has a barrier
         lines.append(("sum the loss", meet + sum_the_loss))
     return lines
 
 
-def _weights(plan: Plan) -> str:
-    """What is done with every layer's weights: declared, loaded, handed to those who need copies, saved."""
+def _weights(plan: UnitsPlan) -> dict[str, str]:
+    """Macros that declare, load, send (to those that need copies) and save the weights of every layer."""
     last = len(plan.layers) - 1
     types = [f"Weights<Layer{i}>" for i in range(last)]
     types.append(f"LastWeights<Layer{last}, Layer{last - 1}>" if last else "Weights<Layer0>")
-    handed = [f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, last)]
-    handed += [f"hand_out_all<Layer{last}, Layer{last - 1}>(c, w{last}, 0);"] if last else []
-    macros = {
-        "LATE_UPDATE": [_late_update(plan)],
-        "DECLARE_WEIGHTS": [f"{name} w{i};" for i, name in enumerate(types)],
-        "LOAD_WEIGHTS": [f"w{i}.move_all<true>(c);" for i in range(last + 1)],
-        "HAND_OUT_WEIGHTS": handed,
-        "SAVE_WEIGHTS": [f"w{i}.move_all<false>(c);" for i in range(last + 1)],
+    sent = [f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, last)]
+    sent += [f"send_all_copies<Layer{last}, Layer{last - 1}>(c, w{last}, 0);"] if last else []
+    return {
+        "LATE_UPDATE": _late_update(plan),
+        "DECLARE_WEIGHTS": " ".join(f"{name} w{i};" for i, name in enumerate(types)),
+        "LOAD_WEIGHTS": " ".join(f"w{i}.move_all<true>(c);" for i in range(last + 1)),
+        "SEND_WEIGHTS": " ".join(sent),
+        "SAVE_WEIGHTS": " ".join(f"w{i}.move_all<false>(c);" for i in range(last + 1)),
     }
-    return "\n".join(f"#define {name} {' '.join(statements)}" for name, statements in macros.items())

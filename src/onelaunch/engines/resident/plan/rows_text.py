@@ -1,0 +1,48 @@
+"""A plan by rows in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from onelaunch.engines.resident.plan.layers import Layer
+from onelaunch.engines.resident.plan.settings import ROW_TILE, WARPS
+from onelaunch.engines.resident.plan.text import MEMORIES, PlanText
+
+if TYPE_CHECKING:
+    from onelaunch.engines.resident.plan.rows_plan import RowsPlan  # noqa: F401 (in a string below)
+
+PHASES = {
+    "rows arrive": "waits for their copy",
+    "fetch validation rows": "starts their copy, in a pass that does not train",
+    "row tiles": "teams of warps take 16 rows each through all layers and back; write values and deltas",
+    "meet": "the barrier of the block",
+    "sum biases": "adds up the deltas of each unit; after the last pass of a step, sends the sums to all",
+    "gradient": "reads the block's values and deltas; a warp sums the gradient of its tiles and sends it to their owners",
+    "fetch the next rows": "starts their copy",
+    "update": "the owners add up the gradients of all blocks, write their masters and send copies to all",
+}
+
+
+class RowsText(PlanText["RowsPlan"]):
+    def placement(self) -> str:
+        if self.plan.blocks == 1:
+            return f"one block of {WARPS} warps: an exchange would cost more than it saves"
+        why = "each has the whole network and its part of the rows, so nothing is exchanged between layers"
+        return f"a cluster of {self.plan.blocks} blocks of {WARPS} warps: {why}"
+
+    def rows(self) -> str:
+        plan = self.plan
+        at_once = min(plan.rows, WARPS // plan.team * ROW_TILE)
+        workers = "warp" if plan.team == 1 else f"team of {plan.team} warps"
+        return f"{plan.rows} per block and pass, {at_once} of them at once, a tile of {ROW_TILE} per {workers}"
+
+    def ownership(self, layer: Layer) -> str:
+        plan = self.plan
+        first, last = plan.first_slot(layer), plan.first_slot(layer) + plan.layer_slots(layer) - 1
+        slots = f"slots {first} to {last}, of which block s % {plan.blocks} owns slot s"
+        states = f", optimizer state in {MEMORIES[plan.states_shared]}" if plan.states else ""
+        tiles = f"{layer.k_tiles * layer.n_tiles} tiles over {WARPS} warps in {slots}"
+        return f"{tiles}; masters in registers, a copy in every block's shared memory{states}"
+
+    def phase(self, name: str) -> str:
+        return PHASES[name]

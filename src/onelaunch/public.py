@@ -1,0 +1,42 @@
+"""The public names. `import onelaunch` takes them from here; the command line leaves them out until a command needs them."""
+
+import sys
+
+from onelaunch import nn
+from onelaunch.errors import (
+    CheckpointError,
+    DataError,
+    DivergedError,
+    OnelaunchError,
+    UnsupportedError,
+)
+from onelaunch.fuse import Explanation, explain, fuse
+from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
+from onelaunch.rng import permutation
+from onelaunch.train import History, fit
+from onelaunch.version import VERSION as __version__
+
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "DivergedError",
+    "Explanation",
+    "History",
+    "OnelaunchError",
+    "UnsupportedError",
+    "__version__",
+    "batch_norm",
+    "cross_entropy",
+    "explain",
+    "fit",
+    "fuse",
+    "linear",
+    "nn",
+    "permutation",
+    "relu_dropout",
+]
+
+
+def publish() -> None:
+    """Put the public names into the package `onelaunch`, in a process of the command line, whose start left them out."""
+    vars(sys.modules["onelaunch"]).update({name: globals()[name] for name in ("__all__", *__all__)})

@@ -1,0 +1,89 @@
+"""The plan: buffers do not overlap, partitions cover the work; no LLVM, no run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from torch import nn
+
+from onelaunch.engines.cpu.plan.plan import Plan
+from onelaunch.engines.cpu.plan.settings import Settings
+from onelaunch.engines.cpu.plan.target import Target
+from onelaunch.run.network import parse_network
+from tests.pairwise import cases
+
+WIDE = Target("x86_64-none", "test", "", 16, 32, True, True, "0")
+NARROW = Target("aarch64-none", "test", "", 4, 32, True, True, "0")
+
+
+def plan_of(
+    *layers: nn.Module, batch: int = 32, partitions: int = 2, target: Target = WIDE, optimizer: str = "adam"
+) -> Plan:
+    settings = Settings(
+        parse_network(nn.Sequential(*layers)), batch, 256, partitions, optimizer, False, False, False, "cross_entropy", False,
+        False, validates=True,
+    )  # fmt: skip
+    return Plan(settings, target)
+
+
+NETWORKS = {
+    "plain": (nn.Linear(784, 128), nn.ReLU(), nn.Linear(128, 10)),
+    "batch norms": (
+        nn.BatchNorm1d(9),
+        nn.Linear(9, 33),
+        nn.BatchNorm1d(33),
+        nn.GELU(),
+        nn.Dropout(0.5),
+        nn.Linear(33, 1000),
+    ),
+    "one": (nn.Linear(3, 1),),
+    "deep": tuple(nn.Linear(40 + i, 41 + i) for i in range(6)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "partitions", "target"), cases(tuple(NETWORKS), (1, 37, 64), (1, 2, 5), (WIDE, NARROW))
+)
+def test_buffers_do_not_overlap_and_are_inside_the_arena(
+    name: str, batch: int, partitions: int, target: Target
+) -> None:
+    plan = plan_of(*NETWORKS[name], batch=batch, partitions=partitions, target=target)
+    validation = [buffer for buffer in plan.buffers.values() if buffer.name.startswith("validation.")]
+    whole = [buffer for buffer in plan.buffers.values() if buffer.name == "parameters"]
+    inside = [b for b in plan.buffers.values() if whole[0].offset <= b.offset < whole[0].offset + whole[0].size]
+    others = [buffer for buffer in plan.buffers.values() if buffer not in validation]
+    for group in ([b for b in others if b not in inside] + whole, [b for b in inside if b not in whole], validation):
+        ordered = sorted(group, key=lambda buffer: buffer.offset)
+        for first, second in itertools.pairwise(ordered):
+            assert first.offset + first.size <= second.offset, (first, second)
+    for buffer in plan.buffers.values():
+        assert buffer.offset % 64 == 0
+        assert buffer.offset + buffer.size <= plan.size
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_shares_cover_everything_once(name: str, partitions: int) -> None:
+    plan = plan_of(*NETWORKS[name], partitions=partitions)
+    for stage in plan.stages:
+        panels = [panel for partition in range(partitions) for panel in plan.owned_panels(stage, partition)]
+        assert panels == plan.panels(stage)
+        columns = [unit for partition in range(partitions) for unit in range(*plan.owned_columns(stage, partition))]
+        assert columns == list(range(stage.width))
+    for rows in (1, 16, 37, 256):
+        assert [row for partition in range(partitions) for row in range(*plan.owned_rows(partition, rows))] == list(
+            range(rows)
+        )
+
+
+def test_activation_rows_are_an_odd_number_of_lines_apart() -> None:
+    plan = plan_of(*NETWORKS["plain"])
+    assert [plan.pitch(stage) // 16 % 2 for stage in plan.stages] == [1, 1, 1]
+
+
+def test_the_plan_reads_well() -> None:
+    text = str(plan_of(*NETWORKS["batch norms"]))
+    assert "stage 1: linear 9 -> 33, batch norm, gelu, dropout 0.5" in text
+    assert "work split into 2 partitions" in text
+    assert "MiB" in text

@@ -1,0 +1,168 @@
+"""A user's mistake raises one line that names the argument, the value and the remedy, and leaves the model unchanged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import onelaunch as ol
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+X, Y = torch.randn(20, 7), torch.arange(20) % 4
+FLOAT_Y = torch.randn(20, 4)
+MODEL = nn.Sequential(nn.Linear(7, 4))
+NORMALISED = nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4))
+HOLED = X.clone()
+HOLED[3, 2] = torch.nan
+
+MISTAKES = {
+    "neither epochs nor steps": ({"epochs": None}, r"pass epochs= or steps="),
+    "both epochs and steps": ({"steps": 3}, r"pass epochs= or steps="),
+    "negative epochs": ({"epochs": -1}, r"epochs=-1 must be 1 or more"),
+    "float epochs": ({"epochs": 1.5}, r"epochs=1.5 is not an integer"),
+    "no batch": ({"batch_size": 0}, r"batch_size=0 must be 1 or more"),
+    "no batch size": ({"batch_size": None}, r"batch_size=None is not an integer"),
+    "no flag": ({"drop_last": "no"}, r"^drop_last='no' must be True or False"),
+    "boolean batch": ({"batch_size": True}, r"batch_size=True is not an integer"),
+    "nearest optimizer": ({"optimizer": "adamm"}, r"optimizer='adamm' .*did you mean 'adam'"),
+    "unknown loss": ({"loss": "hinge"}, r"loss='hinge' is not known: pass one of 'cross_entropy'"),
+    "unknown schedule": ({"schedule": "step"}, r"schedule='step' is not known"),
+    "unknown engine": ({"engine": "gpu"}, r"engine='gpu' is not known"),
+    "unknown precision": ({"precision": "int8"}, r"precision='int8' is not known"),
+    "negative lr": ({"lr": -0.1}, r"lr=-0.1 must be a finite number"),
+    "nan lr": ({"lr": float("nan")}, r"lr=nan must be a finite number"),
+    "text lr": ({"lr": "0.1"}, r"lr='0.1' is not a number"),
+    "momentum of one": ({"momentum": 1.0}, r"momentum=1.0 must be .* below 1"),
+    "momentum with adam": ({"optimizer": "adam", "momentum": 0.9}, r"momentum=0.9 belongs to optimizer='sgd'"),
+    "nesterov alone": ({"nesterov": True}, r"nesterov=True needs momentum"),
+    "three betas": ({"betas": (0.9, 0.9, 0.9)}, r"betas=.* must be two numbers"),
+    "smoothing above one": ({"label_smoothing": 1.1}, r"label_smoothing=1.1 must be"),
+    "smoothing of mse": ({"label_smoothing": 0.1, "loss": "mse", "y": FLOAT_Y}, r"label_smoothing=0.1 needs"),
+    "seed": ({"seed": -1}, r"seed=-1 is out of range"),
+    "text seed": ({"seed": "1"}, r"seed='1' is not an integer"),
+    "lengths": ({"y": Y[:-1]}, r"x has 20 rows and y has 19"),
+    "empty": ({"x": X[:0], "y": Y[:0]}, r"x is empty"),
+    "label above": ({"y": Y + 1}, r"y\[3\]=4 is not a class of this model: its 4 outputs take 0 to 3"),
+    "label below": ({"y": Y - 1}, r"y\[0\]=-1 is not a class"),
+    "float labels": ({"y": Y.float()}, r"y is torch.float32.*pass y as integers"),
+    "one-hot labels": ({"y": nn.functional.one_hot(Y)}, r"y has shape \[20, 4\].*one class per row"),
+    "NaN in x": ({"x": HOLED}, r"x holds NaN or Inf \(first in row 3\)"),
+    "NaN in y": ({"y": FLOAT_Y * torch.nan, "loss": "mse"}, r"y holds NaN or Inf"),
+    "bce range": ({"y": FLOAT_Y * 9, "loss": "bce_with_logits"}, r"y must be in \[0, 1\]"),
+    "target width": ({"y": FLOAT_Y[:, :3], "loss": "mse"}, r"y has 3 values per row, the model's output has 4"),
+    "features": ({"x": X[:, :5]}, r"x has 5 values per row, the model's first Linear takes 7"),
+    "images without Flatten": ({"x": torch.randn(20, 7, 7)}, r"put nn.Flatten\(\) first"),
+    "words": ({"x": np.array([["a"] * 7] * 20)}, r"x has dtype <U1: pass numbers"),
+    "ragged": ({"x": [[1.0], [1.0, 2.0]]}, r"x has rows of different lengths"),
+    "complex": ({"x": X.to(torch.complex64)}, r"x must be a dense tensor of real numbers"),
+    "sparse": ({"x": X.to_sparse()}, r"x must be a dense tensor"),
+    "a number": ({"x": 3.0}, r"x is a single number"),
+    "not a module": ({"model": "mlp"}, r"model='mlp' is not an nn.Module"),
+    "nothing to train": ({"model": nn.Sequential(nn.ReLU())}, r"model has no parameter to train"),
+    "no batch left": ({"batch_size": 64, "drop_last": True}, r"batch_size=64 with drop_last=True leaves no batch"),
+    "one row for BatchNorm": ({"model": NORMALISED, "batch_size": 19}, r"leaves a batch of one row among 20"),
+    "only one row for BatchNorm": (
+        {"model": NORMALISED, "batch_size": 1, "epochs": None, "steps": 3}, r"leaves a batch of one row among 20"
+    ),
+    "targets the other way round": (
+        {"model": nn.Sequential(nn.Linear(7, 6), nn.Unflatten(1, (2, 3))), "loss": "mse", "y": torch.randn(20, 3, 2)},
+        r"y has rows of shape \(3, 2\), the model's output has \(2, 3\): pass the same shape, or flat",
+    ),
+    "a pipe for a checkpoint": ({"checkpoint": "/dev/null"}, r"checkpoint='/dev/null' is a device or a pipe"),
+    "validation": ({"validation": X}, r"validation must be a pair"),
+    "validation without rows": ({"validation": (None, None)}, r"validation holds None: .*split"),
+    "validation lengths": ({"validation": (X, Y[:3])}, r"validation\[0\] has 20 rows and validation\[1\] has 3"),
+    "validation labels": ({"validation": (X, Y + 1)}, r"validation\[1\]\[3\]=4 is not a class"),
+    "validation kind": ({"validation": (X.to(torch.uint8), Y)}, r"uint8 means value / 255, so pass the same type for both"),
+    "engine not here": ({"engine": "resident"}, r"engine='resident' cannot run this: "),
+    "resume of nothing": ({"resume": True}, r"resume=True needs checkpoint="),
+    "lr beyond float32": ({"lr": 1e300}, r"lr=1e\+300 must be a finite number, 0 or more that float32 can hold"),
+    "lr beyond float": ({"lr": 10**400}, r"lr=1000000.* must be a finite number"),
+    "flat x": ({"model": nn.Sequential(nn.Flatten(), nn.Linear(1, 4)), "x": X[:, 0]}, r"pass x.reshape\(-1, 1\)"),
+    "meta x": ({"x": X.to("meta")}, r"x must be a dense tensor of real numbers, not .* on meta"),
+    "masked x": ({"x": np.ma.masked_less(X.numpy(), 0)}, r"x is a masked array"),
+    "long checkpoint": ({"checkpoint": "x" * 300}, r"checkpoint=.* is not a path"),
+    "zero byte": ({"checkpoint": "a\0b"}, r"checkpoint=.* (cannot be written|is not a path)"),
+    "checkpoint type": ({"checkpoint": 3}, r"checkpoint=3 is not a path"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_get_one_clear_line(mistake):
+    changes, message = MISTAKES[mistake]
+    arguments = {"model": MODEL, "x": X, "y": Y, "epochs": 1, "progress": False, **changes}
+    before = MODEL[0].weight.clone()
+    with pytest.raises(ol.OnelaunchError, match=message) as caught:
+        ol.fit(arguments.pop("model"), arguments.pop("x"), arguments.pop("y"), **arguments)
+    assert "\n" not in str(caught.value)
+    assert torch.equal(MODEL[0].weight, before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="these can run on a GPU")
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+def test_precisions_this_machine_cannot_run(precision):
+    with pytest.raises(ol.UnsupportedError, match=f"precision='{precision}' needs a CUDA device"):
+        ol.fit(MODEL, X, Y, epochs=1, precision=precision, progress=False)
+
+
+def test_a_model_that_cannot_take_x_says_so():
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    with pytest.raises(ol.OnelaunchError, match=r"model cannot take x with rows of shape \(7,\): mat1 and mat2"):
+        ol.fit(Wrong(), X, Y, epochs=1, progress=False)
+
+
+def test_errors_are_value_errors_too():
+    with pytest.raises(ValueError, match="epochs"):
+        ol.fit(MODEL, X, Y, epochs=0)
+    with pytest.raises(TypeError, match="batch_size"):
+        ol.fit(MODEL, X, Y, epochs=1, batch_size="32")
+
+
+def test_inference_mode_is_refused():
+    with torch.inference_mode():
+        made = nn.Sequential(nn.Linear(7, 4))
+        with pytest.raises(ol.OnelaunchError, match="inference_mode"):
+            ol.fit(MODEL, X, Y, epochs=1, progress=False)
+    with pytest.raises(ol.OnelaunchError, match="model was made"):
+        ol.fit(made, X, Y, epochs=1, progress=False)
+
+
+class Normalised(nn.Module):
+    """Contains a BatchNorm1d that fit cannot see before it fails on a batch of one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_a_model_that_fails_on_the_way_says_where():
+    with pytest.raises(ol.OnelaunchError, match=r"model failed at step 1, on a batch of 1 rows: Expected more than 1"):
+        ol.fit(Normalised(), X, Y, epochs=1, batch_size=19, progress=False)
+
+
+def test_numpy_numbers_are_numbers():
+    history = ol.fit(
+        MODEL, X, Y, epochs=np.int64(1), batch_size=np.int32(7), lr=np.float32(0.0), seed=np.uint8(3), progress=False
+    )
+    assert len(history.losses) == 3
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch deprecates such tensors
+def test_quantized_rows_are_named():
+    rows = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
+    with pytest.raises(TypeError, match="x must be a dense tensor of real numbers, not quantized"):
+        ol.fit(MODEL, rows, Y, epochs=1, progress=False)
