@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from onelaunch import graph_times
-from onelaunch.fuse.timing import device_times
 from onelaunch.kernels.dropout_key import NO_KEY
 from onelaunch.ops import linear_choice
 

@@ -10,8 +10,8 @@ from onelaunch.errors import (
     OnelaunchError,
     UnsupportedError,
 )
-from onelaunch.fuse import Explanation, explain, fuse
-from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
+from onelaunch.fuse import Explanation, explain, fuse, train_step
+from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
 from onelaunch.rng import permutation
 from onelaunch.train import History, fit
 from onelaunch.version import VERSION as __version__
@@ -31,9 +31,11 @@ __all__ = [
     "fit",
     "fuse",
     "linear",
+    "linear_cross_entropy",
     "nn",
     "permutation",
     "relu_dropout",
+    "train_step",
 ]
 
 

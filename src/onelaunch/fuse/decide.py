@@ -12,7 +12,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
@@ -114,7 +114,7 @@ def _run(function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: di
         model.zero_grad(set_to_none=True)
 
 
-def _device_seconds(runs: dict[str, Callable[[int], None]]) -> dict[str, float]:
+def _device_seconds(runs: Mapping[str, Callable[[int], None]]) -> dict[str, float]:
     """Seconds of each run on the device alone, recorded as a CUDA graph."""
     for run in runs.values():
         for number in range(2):  # the first compiles, the second finds all workspaces in place
@@ -122,7 +122,7 @@ def _device_seconds(runs: dict[str, Callable[[int], None]]) -> dict[str, float]:
     return graph_times(runs)
 
 
-def _program_seconds(runs: dict[str, Callable[[int], None]]) -> dict[str, float]:
+def _program_seconds(runs: Mapping[str, Callable[[int], None]]) -> dict[str, float]:
     """Seconds of each run as a program sees them, launches included; infinite for one that fails."""
     found: dict[str, float] = {}
     samples: dict[str, list[float]] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import numbers
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -131,7 +130,8 @@ class TrainStep:
         key = (update, self.model.training, structure, *map(_signature, leaves))
         recorded = self._recorded.get(key)
         if recorded is not None and self._capturable.settings_changed():
-            recorded = self._forget_recordings()
+            self._forget_recordings()
+            recorded = None
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if recorded is None:
             calls = self._calls[key] = self._calls.get(key, 0) + 1
@@ -167,9 +167,10 @@ class TrainStep:
         return self.model(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
-        with torch.autocast(
+        autocast = torch.autocast(
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
-        ):
+        )
+        with without_log_breaks(), autocast:
             if self._forward is None:
                 self._forward = self._choose_forward(args, kwargs)
             loss = self._forward(args, kwargs)
@@ -258,7 +259,7 @@ def _check(model: Any, loss: Any, optimizer: Any, clip_norm: Any) -> None:
         raise ArgumentTypeError(f"optimizer={abbreviate(optimizer)} is not a torch.optim.Optimizer")
     if not any(group["params"] for group in optimizer.param_groups):
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
-    if clip_norm is not None and (not isinstance(clip_norm, numbers.Real) or not clip_norm > 0):
+    if clip_norm is not None and (not isinstance(clip_norm, int | float) or not clip_norm > 0):
         raise OnelaunchError(f"clip_norm={abbreviate(clip_norm)} must be a number above 0, or None")
 
 

@@ -2,7 +2,8 @@
 
 A language model's logits are its largest tensor: 8 x 1024 tokens of 50,257 classes are 0.8 GB in bf16, and their gradient as
 much again. Here a chunk's logits are multiplied, turned into their gradient, and multiplied into dx and dweight at once, so
-that two buffers of CHUNK_BYTES are enough. Forward computes the gradients for an upstream gradient of one; backward scales them.
+that two buffers of CHUNK_BYTES are enough. Forward computes the gradients for an upstream gradient of one; backward scales
+them.
 """
 
 from __future__ import annotations
