@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from onelaunch.bench.contenders import EAGER, OurEngine, TorchLoop
+from onelaunch.cli.compare import _show
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -111,17 +112,20 @@ def test_each_size_is_saved_before_the_next(cli, blobs, tmp_path, monkeypatch):
     assert seen == [[], ["8"]]
 
 
-@pytest.mark.parametrize("columns", [40, 60, 80])
-def test_the_table_fits_any_terminal(cli, blobs, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu", "--seeds", "2")
-    table = outcome.out.split("validation rows\n")[1].split("\n\n")[0].splitlines()
-    assert max(map(len, table)) <= columns
-    assert "…" not in outcome.out
-    assert re.search(r"\d [mµ]?s\b", "\n".join(table))
-    if columns == 40:
-        assert "onelaunch cpu" in table
-        assert any(re.fullmatch(r"  final accuracy  [\d.]+ % ± [\d.]+ %", line) for line in table)
+def test_the_table_fits_any_terminal(cli, blobs, tmp_path, monkeypatch, capsys):
+    assert cli("compare", "--data", blobs, *QUICK, "--engine", "cpu", "--seeds", "2", "--out", "two").code == 0
+    results = json.loads((tmp_path / "two" / "compare.json").read_text())
+    for columns in (40, 60, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        _show(results)
+        out = capsys.readouterr().out
+        table = out.split("validation rows\n")[1].split("\n\n")[0].splitlines()
+        assert max(map(len, table)) <= columns
+        assert "…" not in out
+        assert re.search(r"\d [mµ]?s\b", "\n".join(table))
+        if columns == 40:
+            assert "onelaunch cpu" in table
+            assert any(re.fullmatch(r"  final accuracy  [\d.]+ % ± [\d.]+ %", line) for line in table)
 
 
 def test_an_interrupted_comparison_keeps_what_is_done(cli, blobs, tmp_path, monkeypatch):

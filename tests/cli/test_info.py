@@ -15,4 +15,4 @@ def test_info_names_versions_devices_and_every_engine(cli):
     for engine in FASTEST_FIRST:
         line = next(line for line in result.out.splitlines() if line.startswith(f"engine {engine} "))
         assert re.search(r"(yes|no: .+); needs .+", line)
-        assert "model lies" not in line
+        assert "the model is on" not in line

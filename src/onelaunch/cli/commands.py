@@ -1,6 +1,6 @@
 """What each command accepts. Its function imports the module that runs it, and torch with it, when it is called.
 
-Typer reads the annotations, which therefore are no strings here: no `from __future__ import annotations`.
+There is no `from __future__ import annotations`: typer needs the annotations themselves, not their text.
 """
 
 from pathlib import Path

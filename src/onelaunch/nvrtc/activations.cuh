@@ -64,8 +64,7 @@ template <> struct Activation<RELU> {
   INLINE static void differentiate(float& z, float& slope) {
     slope = z > 0.f ? slope : 0.f;
     z = z < 0.f ? 0.f : z;  // keeps a NaN
-  }
-  template <bool ALONE> INLINE static float value(float z) { return z < 0.f ? 0.f : z; }
+  }  // no `value`: the epilogue rounds and clamps in one instruction
 };
 template <> struct Activation<LEAKY_RELU> {
   INLINE static void differentiate(float& z, float& slope, float slope_below_zero) {
@@ -144,8 +143,8 @@ template <> struct Activation<SELU> {
 // the bound keeps e and its powers finite.
 template <> struct Activation<MISH> {
   INLINE static void differentiate(float& z, float& slope) {
-    const float e = expf(fminf(z, 20.f)), n = e * (e + 2.f), inverse = 1.f / (n + 2.f), t = n * inverse;
-    slope *= fmaf(z, 4.f * (e * inverse) * ((1.f + e) * inverse), t);
+    const float bounded = fminf(z, 20.f), e = expf(bounded), n = e * (e + 2.f), inverse = 1.f / (n + 2.f), t = n * inverse;
+    slope *= fmaf(bounded, 4.f * (e * inverse) * ((1.f + e) * inverse), t);
     z *= t;
   }
   template <bool ALONE> INLINE static float value(float z) {

@@ -13,7 +13,7 @@ INLINE u32 pack_relu(float low, float high) {
 template <int KIND, bool ALONE>
 INLINE u32 finish_pair(float low, float high) {
     if constexpr (KIND == RELU) return pack_relu(low, high);
-    return pack(Activation<KIND>::template value<ALONE>(low), Activation<KIND>::template value<ALONE>(high));
+    else return pack(Activation<KIND>::template value<ALONE>(low), Activation<KIND>::template value<ALONE>(high));
 }
 template <int KIND>
 INLINE u32 finish_pair(u32 pair) { return finish_pair<KIND, false>(low_of(pair), high_of(pair)); }

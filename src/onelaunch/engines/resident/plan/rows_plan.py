@@ -10,7 +10,7 @@ from __future__ import annotations
 from onelaunch.device import Chip
 from onelaunch.engines.resident.plan.layers import Layer, Memory
 from onelaunch.engines.resident.plan.plan import Phases, Plan
-from onelaunch.engines.resident.plan.rows_text import RowsText
+from onelaunch.engines.resident.plan.rows_text import rows_text
 from onelaunch.engines.resident.plan.settings import (
     K_TILE,
     REGISTERS,
@@ -177,4 +177,4 @@ class RowsPlan(Plan):
         return rows_source(self, faults=faults, stamps=stamps)
 
     def describe(self) -> str:
-        return RowsText(self).write()
+        return rows_text(self)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.settings import ROW_TILE, WARPS
-from onelaunch.engines.resident.plan.text import MEMORIES, PlanText
+from onelaunch.engines.resident.plan.text import MEMORIES, describe
 
 if TYPE_CHECKING:
-    from onelaunch.engines.resident.plan.rows_plan import RowsPlan  # noqa: F401 (in a string below)
+    from onelaunch.engines.resident.plan.rows_plan import RowsPlan
 
 PHASES = {
     "rows arrive": "waits for their copy",
@@ -23,26 +24,20 @@ PHASES = {
 }
 
 
-class RowsText(PlanText["RowsPlan"]):
-    def placement(self) -> str:
-        if self.plan.blocks == 1:
-            return f"one block of {WARPS} warps: an exchange would cost more than it saves"
+def rows_text(plan: RowsPlan) -> str:
+    placement = f"one block of {WARPS} warps: an exchange would cost more than it saves"
+    if plan.blocks > 1:
         why = "each has the whole network and its part of the rows, so nothing is exchanged between layers"
-        return f"a cluster of {self.plan.blocks} blocks of {WARPS} warps: {why}"
+        placement = f"a cluster of {plan.blocks} blocks of {WARPS} warps: {why}"
+    at_once = min(plan.rows, WARPS // plan.team * ROW_TILE)
+    workers = "warp" if plan.team == 1 else f"team of {plan.team} warps"
+    rows = f"{plan.rows} per block and pass, {at_once} of them at once, a tile of {ROW_TILE} per {workers}"
+    return describe(plan, placement=placement, rows=rows, ownership=partial(_ownership, plan), phase=PHASES.__getitem__)
 
-    def rows(self) -> str:
-        plan = self.plan
-        at_once = min(plan.rows, WARPS // plan.team * ROW_TILE)
-        workers = "warp" if plan.team == 1 else f"team of {plan.team} warps"
-        return f"{plan.rows} per block and pass, {at_once} of them at once, a tile of {ROW_TILE} per {workers}"
 
-    def ownership(self, layer: Layer) -> str:
-        plan = self.plan
-        first, last = plan.first_slot(layer), plan.first_slot(layer) + plan.layer_slots(layer) - 1
-        slots = f"slots {first} to {last}, of which block s % {plan.blocks} owns slot s"
-        states = f", optimizer state in {MEMORIES[plan.states_shared]}" if plan.states else ""
-        tiles = f"{layer.k_tiles * layer.n_tiles} tiles over {WARPS} warps in {slots}"
-        return f"{tiles}; masters in registers, a copy in every block's shared memory{states}"
-
-    def phase(self, name: str) -> str:
-        return PHASES[name]
+def _ownership(plan: RowsPlan, layer: Layer) -> str:
+    first, last = plan.first_slot(layer), plan.first_slot(layer) + plan.layer_slots(layer) - 1
+    slots = f"slots {first} to {last}, of which block s % {plan.blocks} owns slot s"
+    states = f", optimizer state in {MEMORIES[plan.states_shared]}" if plan.states else ""
+    tiles = f"{layer.k_tiles * layer.n_tiles} tiles over {WARPS} warps in {slots}"
+    return f"{tiles}; masters in registers, a copy in every block's shared memory{states}"

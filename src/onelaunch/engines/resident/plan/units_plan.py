@@ -30,7 +30,7 @@ from onelaunch.engines.resident.plan.settings import (
     WARPS,
     Settings,
 )
-from onelaunch.engines.resident.plan.units_text import UnitsText
+from onelaunch.engines.resident.plan.units_text import units_text
 from onelaunch.engines.resident.source.units_source import received_bytes, units_phases, units_source
 from onelaunch.integers import ceil_div
 
@@ -303,4 +303,4 @@ class UnitsPlan(Plan):
         return units_source(self, faults=faults, stamps=stamps)
 
     def describe(self) -> str:
-        return UnitsText(self).write()
+        return units_text(self)

@@ -117,9 +117,7 @@ def _forward(plan: UnitsPlan) -> Phases:
             wait = "" if layer.last else f"Operands<{name}> o{index}; o{index}.prepare(w{index}); "
             wait += f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::NEXT_K_TILES, {before}::N_TILES);"
             if not plan.cluster and plan.blocks > 1:
-                wait += (
-                    f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::NEXT_K_TILES>(c, c.passes); wait_for_staging();"
-                )
+                wait += f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::NEXT_K_TILES>(c, c.passes); wait_for_staging();"
             lines.append((f"wait for values {index - 1}", wait))
         if layer.last:
             sums = f"multiply<{name}>(c, w{index}, Operands<{name}>(), group, sum, {_read(layer)});"
