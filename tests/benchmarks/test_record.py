@@ -47,11 +47,12 @@ def test_results_are_taken_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(TorchLoop, "_make_ready", no_compiler)
     monkeypatch.setattr("onelaunch.bench.sizes.SAMPLE_SECONDS", 1e-3)
+    monkeypatch.setattr("onelaunch.bench.sizes.SETTLE_SECONDS", 0.0)
     monkeypatch.setattr(record, "subprocess", SimpleNamespace(run=in_process))
-    arguments = ("compare", "--data=digits", "--hidden=8", "--steps=3", "--engine=eager", "--sizes=4,8", "--out")
+    arguments = ("compare", "--data=digits", "--hidden=8", "--steps=3", "--engine=eager", "--sizes=4", "--out")
     recording = record.Recording((*record.ONELAUNCH, *arguments), inside=record.RECORDINGS["sizes"].inside)
     assert recording.record(tmp_path / "sizes.json")
-    assert [sizes.content["sizes"]["hidden"] for sizes in read_recorded(tmp_path).sizes] == [[4, 8]]
+    assert [sizes.content["sizes"]["hidden"] for sizes in read_recorded(tmp_path).sizes] == [[4]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would record for minutes")

@@ -46,7 +46,6 @@ class Trial:
     peers: Mapping[str, Work] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)  # peers that cannot run on this machine, and why
     units: int = 1  # steps (or whatever Case.unit says) per call: times are given per unit
-    floor_seconds: float | None = None  # the time that one call's bytes or FLOPs must take on this device, when known
     floor_bytes: float | None = None  # the bytes that one call must move through the device's memory
     floor_flops: float | None = None  # the arithmetic that one call must do
     floor_dtype: str = "fp32"  # whose matrix rate bounds the arithmetic: fp32, tf32, bf16 or fp16

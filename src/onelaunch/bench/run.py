@@ -159,9 +159,8 @@ def _floor(trial: Trial, times: Mapping[str, Timing], ceilings: Ceilings) -> dic
     # Measured even if not used here: the report draws the roofline from the ceilings.
     counted = ceilings.seconds(kind, trial.floor_bytes, trial.floor_flops, trial.floor_dtype)
     floor = next((timing.median for name, timing in times.items() if name.startswith(FLOOR)), None)
-    if floor is None:
-        whole = trial.floor_seconds if trial.floor_seconds is not None else counted
-        floor = None if whole is None else whole / trial.units
+    if floor is None and counted is not None:
+        floor = counted / trial.units
     amounts = {"bytes": trial.floor_bytes, "flops": trial.floor_flops}
     return {
         "floor_seconds": floor,
