@@ -58,7 +58,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
 
 # No shrinking: every example compiles a network, and the failing one is printed whole.
 @settings(
-    max_examples=40 if pairwise.ALL_CASES else 15, suppress_health_check=list(HealthCheck), derandomize=True,
+    max_examples=40 if pairwise.ALL_CASES else 8, suppress_health_check=list(HealthCheck), derandomize=True,
     phases=[Phase.explicit, Phase.generate], report_multiple_bugs=False,
 )  # fmt: skip
 @given(

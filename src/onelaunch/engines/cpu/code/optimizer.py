@@ -67,21 +67,23 @@ class Update:
         f = self.f
         mean = f.vload(exp_avg, hint="mean")
         mean = f.fma(f.fsub(gradient, mean), self._scalar("new_mean"), mean, "mean")
+        square = self._new_square(gradient, exp_avg_sq)
         f.store(mean, exp_avg)
-        root = vector_math.root(f, self._add_square(gradient, exp_avg_sq))
+        f.store(square, exp_avg_sq)
+        root = vector_math.root(f, square)
         scale = f.fma(root, self._scalar("inverse_root"), self._scalar("eps"), "scale")
         return vector_math.divide(f, mean, scale)
 
-    def _add_square(self, gradient: Value, average: Value) -> Value:
+    def _new_square(self, gradient: Value, average: Value) -> Value:
         f = self.f
         square = f.vload(average, hint="square")
-        square = f.fma(self._scalar("beta2"), square, f.fmul(f.fmul(gradient, gradient), self._scalar("new_square")))
-        f.store(square, average)
-        return square
+        return f.fma(self._scalar("beta2"), square, f.fmul(f.fmul(gradient, gradient), self._scalar("new_square")))
 
     def _rmsprop(self, gradient: Value, square_avg: Value, momentum: Value | None = None) -> Value:
         f = self.f
-        root = vector_math.root(f, self._add_square(gradient, square_avg))
+        square = self._new_square(gradient, square_avg)
+        f.store(square, square_avg)
+        root = vector_math.root(f, square)
         step = vector_math.divide(f, gradient, f.fadd(root, self._scalar("eps"), "scale"))
         return step if momentum is None else self._add_momentum(step, momentum)
 
