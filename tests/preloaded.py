@@ -16,7 +16,10 @@ from unittest import mock
 from tests.conftest import LONGEST_SECONDS
 
 # PyTorch imports its compiler at the first optimizer step.
-MODULES = ["torch", "torch._dynamo", "safetensors.torch", "onelaunch.train.fit", "onelaunch.cli.train"]
+MODULES = [
+    "torch", "torch._dynamo", "safetensors.torch", "sklearn.datasets", "matplotlib.figure",
+    "matplotlib.backends.backend_agg", "onelaunch.train.fit", "onelaunch.cli.train",
+]  # fmt: skip
 
 
 def start(
