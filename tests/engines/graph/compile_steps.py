@@ -1,13 +1,12 @@
-"""Compiles the kernels of whole steps for a GPU that need not be there: `python compile_steps.py 90`. Prints what it compiled.
+"""Compiles the kernels of whole steps for a GPU that need not exist: `python compile_steps.py 90`. Prints what it compiled.
 
-Steps are run on tensors without memory; in the place of a launch the kernel is compiled for exactly these arguments.
+Steps run on tensors without memory; instead of each launch, the kernel is compiled for exactly these arguments.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,9 +28,8 @@ from onelaunch.engines.graph.kernels import (
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Weights
 from onelaunch.engines.graph.plan.operations import StepPlan
 from onelaunch.engines.graph.plan.plan import plan_step
-from onelaunch.engines.graph.plan.stages import Stage
 from onelaunch.engines.graph.step import Data, StepRunner
-from onelaunch.run.network import Linear
+from tests.engines.graph.plan.planning import stages as make_stages
 from tests.kernels.compile_all import Compiler
 
 MODULES = (
@@ -48,8 +46,18 @@ MODULES = (
 )
 
 
+STATES = {"sgd": 0, "adam": 2, "adamw": 2, "rmsprop": 2, "lion": 1}  # rmsprop with momentum
+STEPS: list[tuple[list[int], int, str, float, str, str]] = [
+    ([784, 640, 640, 10], 32, "gelu", 0.1, "sgd", "cross_entropy"),  # split weights
+    ([784, 8192, 8192, 10], 32, "relu", 0.0, "adam", "cross_entropy"),  # whole weights through TMA
+    ([784, 640, 640, 10], 32, "mish", 0.1, "rmsprop", "cross_entropy"),
+    ([784, 256, 256, 10], 512, "elu", 0.1, "adamw", "cross_entropy"),
+    ([64, 64, 48, 16], 4096, "tanh", 0.0, "lion", "mse"),  # narrow
+]
+
+
 class NoMemory:
-    """Buffers that are only shapes."""
+    """Buffers with a shape and no memory."""
 
     calls = peak_bytes = 0
 
@@ -57,8 +65,8 @@ class NoMemory:
         self.step = step
 
     def take(self, name: str) -> torch.Tensor:
-        space = self.step.spaces[name]
-        return torch.empty(space.shape, dtype=TYPES[space.kind], device="meta")
+        buffer = self.step.buffers[name]
+        return torch.empty(buffer.shape, dtype=TYPES[buffer.dtype], device="meta")
 
     def release(self, names: Any) -> None:
         pass
@@ -67,41 +75,38 @@ class NoMemory:
         pass
 
 
-def network(widths: list[int], activation: str, p: float) -> list[Stage]:
-    stages = [Stage(Linear(str(n), *pair, True), activation, p) for n, pair in enumerate(pairwise(widths))]
-    stages[-1] = Stage(stages[-1].linear)
-    return stages
-
-
 def run_step(chip: Chip, widths: list[int], batch: int, activation: str, p: float, optimizer: str, loss: str) -> None:
-    stages = network(widths, activation, p)
-    states = 0 if optimizer == "sgd" else 2
+    stages = make_stages(widths, activation, p)
+    states = STATES[optimizer]
     step = plan_step(
         stages,
         batch=batch,
         rows=batch * 4,
         steps_per_epoch=4,
         precision="bf16",
-        check_rows=0,
+        validation_rows=0,
         states=states,
-        images=True,
+        uint8_rows=True,
         chip=chip,
     )
-    # Level 1's GEMM makes its descriptors on a device.
+    # The launcher of the level-1 GEMM needs a device to make its descriptors.
     operations = (
-        one if one.kind == "strip" else replace(one, tile=one.tile._replace(tma=False)) for one in step.operations
+        one if one.kind == "fused_backward" else replace(one, tile=one.tile._replace(tma=False))
+        for one in step.operations
     )
     step = replace(step, operations=tuple(operations))
     buffers, weights = NoMemory(step), []
     for number, one in enumerate(stages):
         weight = torch.empty(one.linear.outputs, one.linear.inputs, device="meta")
         bias = torch.empty(one.linear.outputs, device="meta")
-        copy = buffers.take(f"copy.{number}") if f"copy.{number}" in step.spaces else None
+        copy = buffers.take(f"copy.{number}") if f"copy.{number}" in step.buffers else None
         kept = Weights(weight, bias, copy=copy)
-        if f"high.{number}" in step.spaces:
+        if f"high.{number}" in step.buffers:
             kept = kept._replace(weight=buffers.take(f"high.{number}"), low=buffers.take(f"low.{number}"))
         if states:
-            kept = kept._replace(weight_first=weight, weight_second=weight, bias_first=bias, bias_second=bias)
+            kept = kept._replace(weight_first=weight, bias_first=bias)
+        if states > 1:
+            kept = kept._replace(weight_second=weight, bias_second=bias)
         weights.append(kept)
     runner = StepRunner(step, stages, weights, buffers, optimizer=optimizer, loss=loss, batch=batch, tf32=False, seed=3)
     x = torch.empty(batch * 4, widths[0], dtype=torch.uint8, device="meta")
@@ -123,11 +128,8 @@ def main() -> None:
         module.launch_step = launch_step  # type: ignore[attr-defined]
         if hasattr(module, "launch"):
             module.launch = compiler  # type: ignore[attr-defined]
-    run_step(chip, [784, 640, 640, 10], 32, "gelu", 0.1, "sgd", "cross_entropy")  # halves
-    run_step(chip, [784, 8192, 8192, 10], 32, "relu", 0.0, "adam", "cross_entropy")  # whole weights in tiles
-    run_step(chip, [784, 640, 640, 10], 32, "gelu", 0.1, "adam", "cross_entropy")
-    run_step(chip, [784, 256, 256, 10], 512, "relu", 0.1, "sgd", "cross_entropy")
-    run_step(chip, [64, 64, 48, 16], 4096, "tanh", 0.0, "sgd", "mse")
+    for configuration in STEPS if capability >= 90 else STEPS[2:]:  # the first two only differ from the third with TMA
+        run_step(chip, *configuration)
     split_weights.split_weights(
         torch.empty(99), torch.empty(99, dtype=torch.bfloat16), torch.empty(99, dtype=torch.int16)
     )

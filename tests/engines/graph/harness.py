@@ -11,15 +11,16 @@ from torch import nn
 
 import onelaunch as ol
 from onelaunch.engines.contract import Segment
-from onelaunch.train.history import History
+from onelaunch.engines.graph.plan import narrow, plan
 from onelaunch.train.inputs import make_run
 from tests.reference import ACTIVATIONS, assert_same_weights
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SHAPES = ("small", "large", "narrow")  # of a step
 
 
 class Silent:
-    """A Monitor nobody listens to; stops after so many reports."""
+    """A Monitor that ignores what is reported, and stops after `reports` reports."""
 
     def __init__(self, reports: int = 10**9) -> None:
         self.left = reports
@@ -32,6 +33,15 @@ class Silent:
         self.left -= 1
 
 
+def use_shape(shape: str, monkeypatch: Any) -> None:
+    """Plans steps of this shape at sizes that the interpreter can run."""
+    if shape == "large":
+        monkeypatch.setattr(plan, "SMALL_BATCH", 0)
+        monkeypatch.setattr(plan, "MIN_ROWS_PER_SPLIT", 8)
+    if shape == "narrow":
+        monkeypatch.setattr(narrow, "MIN_BATCH", 1)
+
+
 def network(widths: list[int], activation: str | None, p: float = 0.0, *, bias: bool = True) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Flatten()]
     for inputs, outputs in pairwise(widths[:-1]):
@@ -41,8 +51,10 @@ def network(widths: list[int], activation: str | None, p: float = 0.0, *, bias: 
     return nn.Sequential(*layers, nn.Linear(widths[-2], widths[-1], bias=bias)).to(DEVICE)
 
 
-def data(widths: list[int], loss: str, rows: int = 50, *, images: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    x = torch.randint(256, (rows, widths[0]), dtype=torch.uint8) if images else torch.randn(rows, widths[0])
+def data(
+    widths: list[int], loss: str, rows: int = 50, *, uint8_rows: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randint(256, (rows, widths[0]), dtype=torch.uint8) if uint8_rows else torch.randn(rows, widths[0])
     y = torch.randint(widths[-1], (rows,)) if loss == "cross_entropy" else torch.rand(rows, widths[-1])
     return x.to(DEVICE), y.to(DEVICE)
 
@@ -55,28 +67,36 @@ def session(model: nn.Module, x: torch.Tensor, y: torch.Tensor, options: dict[st
     return GraphSession(run, more.get("state", {}), capture=False)
 
 
-def assert_follows_eager(
-    model: nn.Module, x: torch.Tensor, y: torch.Tensor, options: dict[str, Any], *, losses: float, weights: float
-) -> None:
-    """Same losses, right predictions, validation and weights; `losses` and `weights` are tolerances."""
-    twin = copy.deepcopy(model)
-    check = (x[:13], y[:13])
-    history = ol.fit(twin, x, y, engine="eager", validation=check, progress=False, **options)
-    graph = session(model, x, y, options, validation=check)
+def train(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, options: dict[str, Any], **more: Any
+) -> tuple[torch.Tensor, list[Segment]]:
+    """Trains to the end; the loss of every step, and the segments."""
+    graph = session(model, x, y, options, **more)
     segments: list[Segment] = list(graph.segments(0, Silent()))
     graph.close()
-    got = torch.cat([segment.losses for segment in segments])
+    return torch.cat([segment.losses for segment in segments]), segments
+
+
+def assert_follows_eager(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, options: dict[str, Any], *, losses: float, weights: float,
+    validation: bool = True, twin: nn.Module | None = None,
+) -> None:  # fmt: skip
+    """Same losses, weights and, with `validation`, metrics; `losses` and `weights` are tolerances.
+
+    `twin`, by default a copy of the model, is what the eager engine trains.
+    """
+    twin = twin or copy.deepcopy(model)
+    held_out = (x[:13], y[:13]) if validation else None
+    history = ol.fit(
+        twin, x, y, engine="eager", validation=held_out, progress=False, **{"precision": "fp32", **options}
+    )  # fmt: skip
+    got, segments = train(model, x, y, options, validation=held_out)
     torch.testing.assert_close(got, torch.tensor(history.losses), rtol=losses, atol=losses)
     assert_same_weights(model, twin, weights)
-    _assert_same_metrics(segments, history, losses)
-
-
-def _assert_same_metrics(segments: list[Segment], history: History, tolerance: float) -> None:
     for segment, record in zip(segments, history.epochs, strict=True):
-        assert segment.validation is not None
-        assert abs(segment.validation.loss - record["validation"]["loss"]) <= tolerance * abs(segment.validation.loss)
-        if tolerance < 1e-4:  # elsewhere rounding may turn a prediction
+        assert record["step"] - segment.first_step == len(segment.losses)
+        if validation:
+            assert segment.validation is not None
+            gap = abs(segment.validation.loss - record["validation"]["loss"])
+            assert gap <= losses * abs(segment.validation.loss)
             assert segment.validation.accuracy == record["validation"]["accuracy"]
-            if segment.correct is not None:
-                rows = record["step"] - segment.first_step
-                assert rows == len(segment.losses)

@@ -19,10 +19,25 @@ from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
 if TYPE_CHECKING:
     from onelaunch.engines.graph.session import GraphSession
 
-MOST_ROWS, MOST_BATCH = 2**31 - 1, 2**24  # rows are int32 in the order, and counted in float32
+MAX_ROWS, MAX_BATCH = 2**31 - 1, 2**24  # the row order is int32, and the table counts a batch's rows in float32
 
-ACTIVATIONS = frozenset({"relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_tanh", "silu"})
-OPTIMIZERS = frozenset({"sgd", "adam", "adamw"})
+ACTIVATIONS = frozenset(
+    {
+        "relu",
+        "leaky_relu",
+        "sigmoid",
+        "tanh",
+        "gelu",
+        "gelu_tanh",
+        "silu",
+        "elu",
+        "selu",
+        "mish",
+        "softplus",
+        "hardswish",
+    }
+)
+OPTIMIZERS = frozenset({"sgd", "adam", "adamw", "rmsprop", "lion"})
 
 
 class GraphEngine:
@@ -46,8 +61,8 @@ class GraphEngine:
             stages_of(run.network)
         except UnsupportedNetworkError as reason:
             return str(reason)
-        if run.spec.rows > MOST_ROWS or min(run.spec.batch_size, run.spec.rows) > MOST_BATCH:
-            return f"it takes at most {MOST_ROWS} rows and batches of {MOST_BATCH}"
+        if run.spec.rows > MAX_ROWS or min(run.spec.batch_size, run.spec.rows) > MAX_BATCH:
+            return f"it takes at most {MAX_ROWS} rows and batches of {MAX_BATCH}"
         return ""
 
     def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> GraphSession:

@@ -1,7 +1,6 @@
-"""Where a run's buffers come from: one planned arena, PyTorch's pool, or the driver's stream-ordered allocator.
+"""The three sources of a run's buffers: one planned arena, PyTorch's caching allocator, or the driver's stream-ordered one.
 
-All three give the same buffers; they differ in who is asked, and how often. `take` before a kernel, `release` after the last
-kernel that needs a buffer.
+A step calls `take` before a kernel and `release` after the last kernel that needs a buffer, so the sources are exchangeable.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Protocol
 import torch
 
 from onelaunch.engines.graph.plan.memory import Layout
-from onelaunch.engines.graph.plan.operations import Space, StepPlan
+from onelaunch.engines.graph.plan.operations import BufferSpec, StepPlan
 from onelaunch.errors import UnsupportedError
 
 TYPES = {
@@ -23,17 +22,17 @@ TYPES = {
 
 
 class Buffers(Protocol):
-    calls: int  # to the allocator, since the run began
+    calls: int  # calls to the allocator since the run began
     peak_bytes: int
 
     def take(self, name: str) -> torch.Tensor:
-        """The buffer called so, made if it is not there; what it holds is undefined then."""
+        """The buffer of this name, allocated if it does not exist; its contents are undefined then."""
 
     def release(self, names: Iterable[str]) -> None:
-        """Nobody needs these any more in this step."""
+        """This step does not need these buffers any more."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all buffers."""
 
 
 class Arena:
@@ -43,8 +42,8 @@ class Arena:
         self.bytes = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         self.calls, self.peak_bytes = 1, layout.nbytes
         self._views = {
-            name: _view(self.bytes[layout.offsets[name] :], space)
-            for name, space in step.spaces.items()
+            name: _view(self.bytes[layout.offsets[name] :], buffer)
+            for name, buffer in step.buffers.items()
             if name in layout.offsets
         }
 
@@ -59,7 +58,7 @@ class Arena:
 
 
 class Pool:
-    """memory="caching": each buffer from PyTorch's allocator when it is needed, and back after its last use."""
+    """memory="caching": each buffer comes from PyTorch's allocator when it is needed, and is freed after its last use."""
 
     def __init__(self, step: StepPlan, device: torch.device) -> None:
         self._step, self._device = step, device
@@ -68,24 +67,24 @@ class Pool:
 
     def take(self, name: str) -> torch.Tensor:
         if name not in self._live:
-            space = self._step.spaces[name]
-            self._live[name] = self._make(space)
+            buffer = self._step.buffers[name]
+            self._live[name] = self._make(buffer)
             self.calls += 1
-            self._bytes += space.nbytes
+            self._bytes += buffer.nbytes
             self.peak_bytes = max(self.peak_bytes, self._bytes)
         return self._live[name]
 
-    def _make(self, space: Space) -> torch.Tensor:
-        return torch.empty(space.shape, dtype=TYPES[space.kind], device=self._device)
+    def _make(self, buffer: BufferSpec) -> torch.Tensor:
+        return torch.empty(buffer.shape, dtype=TYPES[buffer.dtype], device=self._device)
 
     def _free(self, tensor: torch.Tensor) -> None:
-        """Dropping the last reference gives it back."""
+        """PyTorch frees a tensor when its last reference is dropped."""
 
     def release(self, names: Iterable[str]) -> None:
         for name in names:
             tensor = self._live.pop(name, None)
             if tensor is not None:
-                self._bytes -= self._step.spaces[name].nbytes
+                self._bytes -= self._step.buffers[name].nbytes
                 self._free(tensor)
 
     def close(self) -> None:
@@ -93,8 +92,10 @@ class Pool:
 
 
 class DriverPool(Pool):
-    """memory="stream": `cuMemAllocAsync` and `cuMemFreeAsync`, which a captured graph holds as nodes of its own; or, with
-    `ordered=False`, a plain `cuMemAlloc` and `cuMemFree` each time, which wait for the device: what the others avoid."""
+    """memory="stream": `cuMemAllocAsync` and `cuMemFreeAsync`, which a captured graph contains as nodes.
+
+    With `ordered=False`: `cuMemAlloc` and `cuMemFree` for every buffer, which wait for the device.
+    """
 
     def __init__(self, step: StepPlan, device: torch.device, *, ordered: bool = True) -> None:
         super().__init__(step, device)
@@ -103,7 +104,7 @@ class DriverPool(Pool):
         except OSError as error:
             raise UnsupportedError("memory='stream' needs the CUDA driver's library: pass memory='plan'") from error
         self._ordered = ordered
-        torch.cuda.current_stream(device)  # a context exists from here on
+        torch.cuda.current_stream(device)  # creates a context
 
     def _call(self, name: str, *arguments: object) -> None:
         status = getattr(self._driver, name)(*arguments)
@@ -113,14 +114,14 @@ class DriverPool(Pool):
     def _stream(self) -> ctypes.c_void_p:
         return ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
 
-    def _make(self, space: Space) -> torch.Tensor:
+    def _make(self, buffer: BufferSpec) -> torch.Tensor:
         address = ctypes.c_uint64(0)
-        size = ctypes.c_size_t(max(space.nbytes, 1))
+        size = ctypes.c_size_t(max(buffer.nbytes, 1))
         if self._ordered:
             self._call("cuMemAllocAsync", ctypes.byref(address), size, self._stream())
         else:
             self._call("cuMemAlloc_v2", ctypes.byref(address), size)
-        return _view(torch.as_tensor(_Foreign(address.value, space.nbytes), device=self._device), space)
+        return _view(torch.as_tensor(_DriverMemory(address.value, buffer.nbytes), device=self._device), buffer)
 
     def _free(self, tensor: torch.Tensor) -> None:
         address = ctypes.c_uint64(tensor.data_ptr())
@@ -130,8 +131,8 @@ class DriverPool(Pool):
             self._call("cuMemFree_v2", address)
 
 
-class _Foreign:
-    """Memory of the driver, as PyTorch takes it over without a copy."""
+class _DriverMemory:
+    """Memory from the driver, which PyTorch wraps in a tensor without a copy."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -139,8 +140,8 @@ class _Foreign:
         }  # fmt: skip
 
 
-def _view(source: torch.Tensor, space: Space) -> torch.Tensor:
-    return source[: space.nbytes].view(TYPES[space.kind]).view(space.shape)
+def _view(source: torch.Tensor, buffer: BufferSpec) -> torch.Tensor:
+    return source[: buffer.nbytes].view(TYPES[buffer.dtype]).view(buffer.shape)
 
 
 def make_buffers(memory: str, step: StepPlan, layout: Layout, device: torch.device) -> Buffers:
@@ -149,6 +150,6 @@ def make_buffers(memory: str, step: StepPlan, layout: Layout, device: torch.devi
             return Arena(step, layout, device)
         case "caching":
             return Pool(step, device)
-        case "malloc":  # for the benchmark that shows why not
+        case "malloc":  # only for `onelaunch bench memory`
             return DriverPool(step, device, ordered=False)
     return DriverPool(step, device)

@@ -1,24 +1,23 @@
-"""The host's side of the device table: the run's constants in line 0, then one line per step."""
+"""The host's side of the device table (kernels/run_state.py): the run's constants in line 0, then one line per step."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
 
-from onelaunch.engines.graph.kernels.run_arguments import SCALARS, WIDTH
+import numpy as np
+import torch
+
+from onelaunch.engines.graph.kernels.run_arguments import HYPER, SCALARS, TABLE_WIDTH
 from onelaunch.optimizers import Array, constants
 from onelaunch.run.spec import Spec
-from onelaunch.run.step_scalars import step_scalars
 
 
-def hyperparameters(spec: Spec) -> tuple[float, ...]:
-    """Line 0 of the table, in the order of HYPER."""
-    return (*constants(spec).values(), spec.label_smoothing)
-
-
-def step_lines(spec: Spec, first: int, count: int, outputs: int) -> Array:
-    """The table's lines of `count` steps of one epoch, in the order of SCALARS."""
-    columns = step_scalars(spec, first, count, outputs)
-    lines = np.zeros((count, WIDTH))
-    for place, name in enumerate(SCALARS):
-        lines[:, place] = columns[name]
-    return lines
+def make_table(spec: Spec, lines: int, steps: Mapping[str, Array | float]) -> torch.Tensor:
+    """The fp32 table of `lines` lines on the CPU. `steps` has a column per name in SCALARS, from line 1; the rest is zero."""
+    table = np.zeros((lines, TABLE_WIDTH))
+    run = {**constants(spec), "label_smoothing": spec.label_smoothing}
+    table[0, : len(HYPER)] = [run[name] for name in HYPER]
+    for column, name in enumerate(SCALARS):
+        values = np.atleast_1d(steps.get(name, 0.0))
+        table[1 : 1 + len(values), column] = values
+    return torch.from_numpy(table.astype(np.float32))

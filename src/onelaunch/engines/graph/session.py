@@ -1,8 +1,8 @@
-"""A run on the graph engine: the first step launch by launch, which compiles its kernels, then graphs of many steps replayed.
+"""A run on the graph engine: kernels are compiled and captured in graphs of many steps, which are then replayed.
 
-Nothing of a step comes from Python: kernels read where the run is from the device, which the graph itself moves on. The host
-fills the row order and the scalars once an epoch, looks at the losses about twenty times a second, and answers Ctrl-C then.
-Where the weights lie meanwhile: parameters.py.
+No step needs Python: kernels read the run's position from the device, and the graph itself advances it. The host fills the row
+order and the scalars once per epoch, reads the losses about twenty times per second, and responds to Ctrl-C then.
+parameters.py says where the weights are stored meanwhile.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from onelaunch.capture import capturing
 from onelaunch.device import chip_of
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.engines.graph.buffers import make_buffers
-from onelaunch.engines.graph.kernels.run_arguments import HYPER, WIDTH
 from onelaunch.engines.graph.kernels.run_state import advance, fill_row_order
 from onelaunch.engines.graph.parameters import Parameters
+from onelaunch.engines.graph.plan.operations import VALIDATION
 from onelaunch.engines.graph.plan.plan import describe, plan_step
 from onelaunch.engines.graph.plan.stages import stages_of
-from onelaunch.engines.graph.scalars import hyperparameters, step_lines
+from onelaunch.engines.graph.scalars import make_table
 from onelaunch.engines.graph.step import Data, StepRunner
-from onelaunch.engines.graph.transfer import Look, Pending, download, upload
+from onelaunch.engines.graph.transfer import Pending, Progress, correct_predictions, download, upload
+from onelaunch.integers import clamp
 from onelaunch.kernels.launch import compiling
 from onelaunch.optimizers import OPTIMIZERS
-from onelaunch.run.objective import predictions_per_row
+from onelaunch.run.objective import has_accuracy, predictions_per_row, values_per_row
+from onelaunch.run.spec import Spec
+from onelaunch.run.step_scalars import step_scalars
 
-REPLAY_SECONDS = 0.05  # of work between two looks at the losses
-GRAPH_STEPS = (64, 8, 1)  # of the graphs; the longest that still fits is replayed
+REPLAY_SECONDS = 0.05  # of work between two reads of the losses
+GRAPH_STEPS = (64, 8, 1)  # steps per graph; the longest graph that still fits is replayed
 
 
-def optimizer_name(run: Run) -> str:
-    """The update as the kernels call it."""
-    spec = run.spec
+def optimizer_name(spec: Spec) -> str:
+    """The name of the update in kernels/optimizer.py."""
     if spec.optimizer != "sgd":
         return spec.optimizer
     return "nesterov" if spec.nesterov else "momentum" if spec.momentum else "sgd"
@@ -48,9 +50,9 @@ class GraphSession:
         self, run: Run, state: Mapping[str, torch.Tensor], *, capture: bool = True, memory: str | None = None,
         tma: bool = True,
     ) -> None:  # fmt: skip
-        """Without `capture` every step is launched kernel by kernel, which Triton's interpreter can do too. `memory`, in place
-        of the run's, may also be "malloc" (see buffers). Without `tma` no tile is described to the tensor memory accelerator:
-        Triton's way of doing so does not take memory that a graph allocates."""
+        """Without `capture`, every step is launched kernel by kernel, which also works in Triton's interpreter. `memory`
+        overrides the run's and may also be "malloc" (see buffers.py). Without `tma`, no kernel uses TMA descriptors: Triton
+        cannot make them for memory that a graph allocates."""
         spec, network = run.spec, run.network
         memory = memory or spec.memory
         assert network is not None
@@ -58,35 +60,33 @@ class GraphSession:
         self.precision = spec.compiled_precision
         self.stages = stages_of(network)
         self.batch = min(spec.batch_size, spec.rows)
-        self._optimizer = optimizer_name(run)
         self._state_names = OPTIMIZERS[spec.optimizer].state_names(spec.momentum)
-        check_rows = 0 if run.validation is None else len(run.validation[0])
         chip = chip_of(run.device)
         chip = replace(chip, tma=chip.tma and tma and memory != "stream")
         self._step_plan = plan_step(
             self.stages, batch=self.batch, rows=spec.rows, steps_per_epoch=spec.steps_per_epoch,
-            precision=self.precision, check_rows=check_rows, states=len(self._state_names),
-            images=run.x.dtype == torch.uint8, chip=chip,
+            precision=self.precision, validation_rows=0 if run.validation is None else len(run.validation[0]),
+            states=len(self._state_names), uint8_rows=run.x.dtype == torch.uint8, chip=chip,
         )  # fmt: skip
         layout = self._step_plan.layout()
         self.plan = describe(network, self._step_plan, self.precision, layout)
         self.buffers = make_buffers(memory, self._step_plan, layout, run.device)
-        for name in self._step_plan.spaces:
+        for name in self._step_plan.buffers:
             if name.startswith("tickets."):
                 self.buffers.take(name).zero_()
         self.parameters = Parameters(
             run.model, self.stages, self._step_plan, self.buffers, self._state_names, state
         )  # fmt: skip
         self.runner = StepRunner(
-            self._step_plan, self.stages, self.parameters.weights, self.buffers, optimizer=self._optimizer, loss=spec.loss,
-            batch=self.batch, tf32=self.precision == "tf32", seed=spec.seed,
+            self._step_plan, self.stages, self.parameters.weights, self.buffers,
+            optimizer=optimizer_name(spec), loss=spec.loss, batch=self.batch, tf32=self.precision == "tf32", seed=spec.seed,
         )  # fmt: skip
         x = run.x.flatten(1)
-        if "data" in self._step_plan.spaces:
+        if "data" in self._step_plan.buffers:
             x = self.buffers.take("data").copy_(x)
         self.data = self._data(x, run.y, "")
         if run.validation is not None:
-            self.check = self._check_data()
+            self.validation = self._validation_data()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._graph_calls: dict[int, int] = {}
         self._capture = capture
@@ -101,8 +101,6 @@ class GraphSession:
         self.parameters.write_back()
         return self.parameters.state()
 
-    # The data, and what the kernels read of the run.
-
     def _data(self, x: torch.Tensor, y: torch.Tensor, prefix: str) -> Data:
         take = self.buffers.take
         return Data(
@@ -110,32 +108,27 @@ class GraphSession:
             prefix,
         )  # fmt: skip
 
-    def _check_data(self) -> Data:
+    def _validation_data(self) -> Data:
+        """The validation data in batches, each with the row weight of all of it: their losses add up to the mean."""
         assert self.run.validation is not None
-        data = self._data(*self.run.validation, "check.")
-        rows, part = len(data.x), self._step_plan.check_part
+        data = self._data(*self.run.validation, VALIDATION)
+        rows, batch = len(data.x), self._step_plan.validation_batch
         data.order.copy_(torch.arange(rows, dtype=torch.int32))
-        lines = np.zeros((len(data.table), WIDTH))
-        lines[0, : len(HYPER)] = hyperparameters(self.spec)
-        values = rows if self.spec.loss == "cross_entropy" else rows * self.run.outputs
-        for number in range(len(lines) - 1):
-            lines[number + 1, :5] = (1 / values, 0, 0, 0, min(part, rows - number * part))
-        data.table.copy_(torch.from_numpy(lines))
+        first_rows = np.arange(0, rows, batch)
+        row_weight = np.full(len(first_rows), 1 / (rows * values_per_row(self.spec, self.run.outputs)))
+        steps = {"row_weight": row_weight, "rows": np.minimum(batch, rows - first_rows)}
+        data.table.copy_(make_table(self.spec, len(data.table), steps))
         return data
 
     def _begin(self, step: int) -> None:
-        """Row order and scalars of the step's epoch, and the clock at the step. Nothing here waits for the device."""
+        """Sets the row order and scalars of the step's epoch, and the position to the step. Does not wait for the device."""
         spec, data = self.spec, self.data
         epoch = spec.epoch_of(step)
         fill_row_order(data.order, self.buffers.take("keys"), spec.seed, epoch)
         first, end = epoch * spec.steps_per_epoch, spec.epoch_end(step)
-        lines = np.zeros((len(data.table), WIDTH))
-        lines[0, : len(HYPER)] = hyperparameters(spec)
-        lines[1 : 1 + end - first] = step_lines(spec, first, end - first, self.run.outputs)
-        upload(torch.from_numpy(lines.astype(np.float32)), data.table)
-        upload(torch.tensor([step - first, step, 0, 0]), data.control)
-
-    # Training.
+        scalars = step_scalars(spec, first, end - first, self.run.outputs)
+        upload(make_table(spec, len(data.table), scalars), data.table)
+        upload(torch.tensor([step - first, step, 0, 0]), data.control)  # as CONTROL; no correct predictions yet
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
         step, ahead = first_step, None
@@ -145,7 +138,7 @@ class GraphSession:
                     segment = self._segment(step, monitor)
                 else:
                     now = ahead or self._queue_epoch(step)
-                    # The next epoch is under way before this one's results are looked at.
+                    # Queue the next epoch before waiting for the results of this one.
                     more = now.end < self.spec.total_steps and not monitor.stop
                     ahead = self._queue_epoch(now.end) if more else None
                     segment = self._result(now)
@@ -154,37 +147,38 @@ class GraphSession:
             step += len(segment.losses)
 
     def _is_short(self, step: int) -> bool:
-        """Whether epochs from here on are run one ahead of what the host has seen: they end before anyone could ask to stop,
-        and no checkpoint is to be taken in between."""
+        """Whether to queue epochs one ahead of the results that the host has read: they end before a user could request a stop,
+        and no checkpoint is taken in between."""
         spec = self.spec
         seconds = self._step_seconds * spec.steps_per_epoch
         whole = step % spec.steps_per_epoch == 0
         return self._capture and not self.run.checkpoints and whole and 0 < seconds < 2 * REPLAY_SECONDS
 
     def _segment(self, first_step: int, monitor: Monitor) -> Segment:
-        """One epoch, or what is left of it: work is queued while the device does the work queued before."""
+        """One epoch, or the rest of it: the host queues work while the device does the work queued before."""
         spec = self.spec
         end, epoch_first = spec.epoch_end(first_step), spec.epoch_of(first_step) * spec.steps_per_epoch
         calls = self.buffers.calls
         self._begin(first_step)
         losses = self.buffers.take("losses")
-        step, looks, seen = first_step, deque[Look](), time.perf_counter()
-        while step < end or looks:
+        step, reads, seen = first_step, deque[Progress](), time.perf_counter()
+        while step < end or reads:
             if step < end and not monitor.stop:
-                done = self._advance(end - step)
-                step += done
-                looks.append(Look(step, done, losses[step - epoch_first - 1 : step - epoch_first], self.data.control))
-                if len(looks) < 2 and step < end:
+                queued = self._advance(end - step)
+                step += queued
+                loss_of_step = losses[step - epoch_first - 1 : step - epoch_first]
+                reads.append(Progress(step, queued, loss_of_step, self.data.control))
+                if len(reads) < 2 and step < end:
                     continue
-            elif not looks:
+            elif not reads:
                 break
-            look = looks.popleft()
-            loss, right = look.wait()
+            progress = reads.popleft()
+            loss, correct = progress.wait()
             now = time.perf_counter()
-            if look.step - look.done > first_step:  # the first step may have compiled its kernels
-                self._step_seconds = (now - seen) / look.done
+            if progress.step - progress.queued > first_step:  # the first step may have compiled its kernels
+                self._step_seconds = (now - seen) / progress.queued
             seen = now
-            monitor.report(look.step, loss, right if spec.loss != "mse" else None)
+            monitor.report(progress.step, loss, correct if has_accuracy(spec) else None)
             if not np.isfinite(loss):
                 break
         pending = Pending(first_step, step, losses[first_step - epoch_first : step - epoch_first], self.data.control)
@@ -195,7 +189,7 @@ class GraphSession:
         return self._result(pending)
 
     def _queue_epoch(self, first_step: int) -> Pending:
-        """All of an epoch, and the way back of its results."""
+        """Queues an epoch and the copies of its results to the host."""
         end, calls = self.spec.epoch_end(first_step), self.buffers.calls
         self._begin(first_step)
         self._queue(end - first_step)
@@ -209,34 +203,34 @@ class GraphSession:
 
     def _result(self, pending: Pending) -> Segment:
         pending.wait()
-        counts = self.spec.loss != "mse"
-        metrics = None
+        counts, metrics = has_accuracy(self.spec), None
         if pending.validation is not None:
             losses, control = pending.validation
             loss = float(losses.double().sum())
-            predictions = len(self.check.x) * predictions_per_row(self.spec, self.run.outputs)
-            metrics = Metrics(loss, int(control[2]) / predictions if counts else None)
-        return Segment(pending.first_step, pending.losses, int(pending.control[2]) if counts else None, metrics)
+            predictions = len(self.validation.x) * predictions_per_row(self.spec, self.run.outputs)
+            metrics = Metrics(loss, correct_predictions(control) / predictions if counts else None)
+        correct = correct_predictions(pending.control) if counts else None
+        return Segment(pending.first_step, pending.losses, correct, metrics)
 
     def train_steps(self, count: int) -> None:
-        """Queue the first `count` steps of an epoch once more, for benchmarks; nothing waits for the device."""
+        """Queues the first `count` steps of an epoch again, for benchmarks; does not wait for the device."""
         with torch.no_grad():
             self._begin(0)
             self._queue(min(count, self.spec.steps_per_epoch))
 
-    def _advance(self, most: int) -> int:
-        """Queues up to `most` steps, about REPLAY_SECONDS of them, and returns how many."""
-        wanted = int(REPLAY_SECONDS / self._step_seconds) if self._step_seconds else 1
-        wanted = max(1, min(most, wanted))
-        self._queue(wanted)
-        return wanted
+    def _advance(self, max_steps: int) -> int:
+        """Queues about REPLAY_SECONDS of work, at most `max_steps` steps, and returns the number of steps."""
+        steps = int(REPLAY_SECONDS / self._step_seconds) if self._step_seconds else 1
+        steps = clamp(1, steps, max_steps)
+        self._queue(steps)
+        return steps
 
     def _prepare(self) -> None:
-        """Kernels and graphs, before the first step: what they take belongs to the start of the run."""
+        """Compiles the kernels and captures the graphs, so that their time counts as the start of the run."""
         with torch.no_grad(), torch.cuda.device_of(self.run.x):
             with compiling():
                 self.runner.train(self.data, 0)
-                for steps in GRAPH_STEPS:  # kernels of their own, none of which should load during a capture
+                for steps in GRAPH_STEPS:  # a different kernel for each; none may be loaded during a capture
                     advance(self.data.control, steps)
             for steps in GRAPH_STEPS:
                 if steps <= self.spec.steps_per_epoch:
@@ -264,14 +258,14 @@ class GraphSession:
         return self._graphs[steps]
 
     def _queue_evaluation(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The validation data through the network; its losses and right predictions on their way to the host."""
-        data = self.check
+        """Queues the evaluation of the validation data; returns its losses and `control`, being copied to the host."""
+        data = self.validation
         if self._step_plan.narrow:
             self.parameters.write_back()
         data.control.zero_()
         for number in range(len(data.table) - 1):
             self.runner.evaluate(data, number)
-        return download(self.buffers.take("check.losses")), download(data.control)
+        return download(self.buffers.take(f"{VALIDATION}losses")), download(data.control)
 
     def _count(self, calls: int) -> None:
         self.allocations.setdefault("before the first step", self.buffers.calls)

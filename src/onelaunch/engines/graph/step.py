@@ -1,4 +1,4 @@
-"""Runs a planned step: each operation becomes one launch, its buffers taken before and given back after their last use."""
+"""Runs a planned step: each operation is one launch, whose buffers are taken before it and released after their last use."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from dataclasses import dataclass
 import torch
 
 from onelaunch.engines.graph.buffers import Buffers
-from onelaunch.engines.graph.kernels.first_and_last_update import ends_update
-from onelaunch.engines.graph.kernels.fused_backward_small_batch import backward_strip
-from onelaunch.engines.graph.kernels.hidden_layer import gather, input_gradient, stage_forward
+from onelaunch.engines.graph.kernels.first_and_last_update import first_and_last_update
+from onelaunch.engines.graph.kernels.fused_backward_small_batch import fused_backward
+from onelaunch.engines.graph.kernels.hidden_layer import gather, hidden_forward, input_gradient
 from onelaunch.engines.graph.kernels.narrow_step import narrow_step
 from onelaunch.engines.graph.kernels.output_layer import output_layer
-from onelaunch.engines.graph.kernels.output_layer_small_batch import output_row
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Ending, Rows, Weights
-from onelaunch.engines.graph.kernels.run_state import add_up_losses
-from onelaunch.engines.graph.kernels.split_k_update import parts_update
+from onelaunch.engines.graph.kernels.output_layer_small_batch import output_layer_small_batch
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows, Weights
+from onelaunch.engines.graph.kernels.run_state import sum_losses
+from onelaunch.engines.graph.kernels.split_k_update import split_k_update
 from onelaunch.engines.graph.kernels.weight_update import partial_products, weight_update
 from onelaunch.engines.graph.plan.operations import Operation, StepPlan
 from onelaunch.engines.graph.plan.stages import Stage
 from onelaunch.kernels.dependent_launch import overlaps
 from onelaunch.kernels.dropout_key import NO_KEY
-from onelaunch.kernels.linear import TileShape, can_use_tma, linear_forward
+from onelaunch.kernels.linear import can_use_tma, linear_forward
 
 
 @dataclass
 class Data:
-    """Rows to work on, the order in which they are visited, and the clock that says where we are."""
+    """The rows to train or evaluate on, the order in which they are visited, and the run's position (kernels/run_state.py)."""
 
     x: torch.Tensor
     y: torch.Tensor
     order: torch.Tensor
     control: torch.Tensor
     table: torch.Tensor
-    prefix: str  # of the buffers: "check." for validation
+    prefix: str  # of the names of its buffers: empty, or VALIDATION
 
 
 class StepRunner:
@@ -43,26 +43,26 @@ class StepRunner:
     ) -> None:  # fmt: skip
         self.step, self.stages, self.weights, self.buffers = step, stages, weights, buffers
         self.optimizer, self.loss, self.batch, self.tf32 = optimizer, loss, batch, tf32
-        self.endings = [Ending(stage.activation, stage.p, stage.layer, seed) for stage in stages]
-        # It pays where kernels are short: 4 of 75 µs at 784-2048-2048-2048-10, batch 32. It cost large GEMMs 10 %.
+        self.epilogues = [Epilogue(stage.activation, stage.p, stage.layer, seed) for stage in stages]
+        # Overlap helps short kernels: it saves 4 of 75 µs at 784-2048-2048-2048-10, batch 32. It cost large GEMMs 10 %.
         self.overlap = overlaps(weights[0].weight) and (step.small or step.narrow is not None)
-        self._plain = [Ending(stage.activation) for stage in stages]  # evaluation drops nothing
+        self._evaluation_epilogues = [Epilogue(stage.activation) for stage in stages]  # without dropout
         self._last_uses = {operations: step.last_uses(operations) for operations in (step.operations, step.evaluation)}
 
     def train(self, data: Data, number: int) -> None:
-        """The `number`-th step from where the control says the run is."""
-        self._run(self.step.operations, data, number, self.endings)
+        """Launches the `number`-th step after the position in `data.control`."""
+        self._run(self.step.operations, data, number, self.epilogues)
 
     def evaluate(self, data: Data, number: int) -> None:
-        self._run(self.step.evaluation, data, number, self._plain)
+        self._run(self.step.evaluation, data, number, self._evaluation_epilogues)
 
-    def _run(self, operations: tuple[Operation, ...], data: Data, number: int, endings: list[Ending]) -> None:
+    def _run(self, operations: tuple[Operation, ...], data: Data, number: int, epilogues: list[Epilogue]) -> None:
         clock = Clock(data.control, data.table, number, self.overlap)
         for operation, done in zip(operations, self._last_uses[operations], strict=True):
-            self._launch(operation, data, clock, endings)
+            self._launch(operation, data, clock, epilogues)
             self.buffers.release(done)
 
-    def _launch(self, operation: Operation, data: Data, clock: Clock, endings: list[Ending]) -> None:
+    def _launch(self, operation: Operation, data: Data, clock: Clock, epilogues: list[Epilogue]) -> None:
         stage = operation.stage
         weights, tile = self.weights[stage], operation.tile
         product = weights.weight if weights.copy is None else weights.copy
@@ -70,48 +70,47 @@ class StepRunner:
             case "gather":
                 gather(Rows(data.x, data.order), self._take(data, "x"), clock)
             case "forward":
-                self._forward(operation, data, clock, endings[stage], product)
+                self._forward(operation, data, clock, epilogues[stage], product)
             case "output":
-                self._output(operation, data, clock, endings, product)
-            case "strip":
-                before = endings[stage - 1]
-                backward_strip(
+                self._output(operation, data, clock, epilogues, product)
+            case "fused_backward":
+                fused_backward(
                     self._take(data, f"dz{stage}"), self._take(data, f"h{stage - 1}"),
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"),
-                    self._maybe(operation, data, "shares"), self._maybe(operation, data, f"tickets.{stage}"), weights,
-                    before, clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
+                    self._maybe(operation, data, "partial_dx"), self._maybe(operation, data, f"tickets.{stage}"), weights,
+                    epilogues[stage - 1], clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
             case "input_gradient":
                 input_gradient(
                     self._take(data, f"dz{stage}"), product, self._take(data, f"h{stage - 1}"),
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"),
-                    self._maybe(operation, data, f"sums{stage - 1}"), endings[stage - 1], clock, tile=tile, tf32=self.tf32,
+                    self._maybe(operation, data, f"sums{stage - 1}"), epilogues[stage - 1], clock, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
             case "narrow_step" | "narrow_update":
                 self._narrow(operation, data, clock)
-            case "ends_update":
+            case "first_and_last_update":
                 last = len(self.stages) - 1
-                ends_update(
+                first_and_last_update(
                     self._dz(data, 0), self._take(data, "gathered"), weights, self._dz(data, last),
                     self._take(data, f"h{last - 1}"), self.weights[last], self._take(data, "loss_parts"),
                     self._take(data, "losses"), clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
-            case "output_row":
-                before = endings[stage - 1] if stage else Ending()
+            case "output_small_batch":
+                before = epilogues[stage - 1] if stage else Epilogue()
                 gathered = self._maybe(operation, data, "gathered")
-                output_row(
+                output_layer_small_batch(
                     self._input(data, stage), data.order, product, weights.bias, data.y,
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
                     self._maybe(operation, data, f"dz{stage - 1}"), self._take(data, "loss_parts"), before, clock,
                     loss=self.loss, data=None if gathered is None else data.x, gathered=gathered,
                 )  # fmt: skip
-            case "products":
+            case "partial_products":
                 partial_products(
                     self._dz(data, stage), self._input(data, stage), self._take(data, f"parts{stage}"), clock, tile=tile,
                     tf32=self.tf32,
                 )  # fmt: skip
-            case "parts_update":
-                parts_update(
+            case "split_k_update":
+                split_k_update(
                     self._take(data, f"parts{stage}"), self._maybe(operation, data, f"sums{stage}"), weights, clock,
                     optimizer=self.optimizer, loss_parts=self._maybe(operation, data, "loss_parts"),
                     losses=self._maybe(operation, data, "losses"),
@@ -124,34 +123,34 @@ class StepRunner:
                     losses=self._maybe(operation, data, "losses"),
                 )  # fmt: skip
 
-    def _forward(self, operation: Operation, data: Data, clock: Clock, ending: Ending, weight: torch.Tensor) -> None:
+    def _forward(
+        self, operation: Operation, data: Data, clock: Clock, epilogue: Epilogue, weight: torch.Tensor
+    ) -> None:
         stage, tile = operation.stage, operation.tile
         x, h = self._input(data, stage), self._take(data, f"h{stage}")
         z, bias = self._maybe(operation, data, f"z{stage}"), self.weights[stage].bias
         if tile.tma and can_use_tma(x.values, weight, h):
-            shape = TileShape(tile.m, tile.n, tile.k, tile.warps, tile.stages, tma=True)
             linear_forward(
-                x.values, weight, bias, h, z, None, activation=ending.activation, p=0.0, key=NO_KEY, tile=shape,
+                x.values, weight, bias, h, z, None, activation=epilogue.activation, p=0.0, key=NO_KEY, tile=tile,
                 tf32=self.tf32, overlap=clock.overlap,
             )  # fmt: skip
         else:
-            stage_forward(x, weight, bias, h, z, ending, clock, tile=tile, tf32=self.tf32)
+            hidden_forward(x, weight, bias, h, z, epilogue, clock, tile=tile, tf32=self.tf32)
 
     def _output(
-        self, operation: Operation, data: Data, clock: Clock, endings: list[Ending], weight: torch.Tensor
+        self, operation: Operation, data: Data, clock: Clock, epilogues: list[Epilogue], weight: torch.Tensor
     ) -> None:
         stage = operation.stage
-        hidden = stage > 0
         parts = self._take(data, "loss_parts")
         output_layer(
             self._input(data, stage), data.order, weight, self.weights[stage].bias, data.y,
             self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
             self._maybe(operation, data, f"dz{stage - 1}"), self._maybe(operation, data, f"sums{stage}"),
-            self._maybe(operation, data, f"sums{stage - 1}"), parts, endings[stage - 1] if hidden else Ending(), clock,
+            self._maybe(operation, data, f"sums{stage - 1}"), parts, epilogues[stage - 1] if stage else Epilogue(), clock,
             loss=self.loss, tile=operation.tile, tf32=self.tf32,
         )  # fmt: skip
         if data.prefix:
-            add_up_losses(parts, self._take(data, "losses"), clock)
+            sum_losses(parts, self._take(data, "losses"), clock)
 
     def _narrow(self, operation: Operation, data: Data, clock: Clock) -> None:
         narrow, take = self.step.narrow, self.buffers.take
@@ -162,22 +161,22 @@ class StepRunner:
             narrow_step(
                 Rows(data.x, data.order), data.y, masters if copy is None else copy, masters, take("parts"),
                 take("loss_parts"), clock, batch=self.batch, units=narrow.units, widths=narrow.widths, loss=self.loss,
-                activation=first.activation, from_z=first.from_z, bias=first.linear.bias, rows=narrow.rows,
+                activation=first.activation, saves_input=first.saves_input, bias=first.linear.bias, rows=narrow.rows,
                 warps=narrow.warps, tf32=self.tf32,
             )  # fmt: skip
         else:
             first_state, second_state = (self._maybe(operation, data, f"state{state}.packed") for state in range(2))
             packed = Weights(masters, None, first_state, second_state, copy=copy)
-            parts_update(
+            split_k_update(
                 take("parts"), None, packed, clock, optimizer=self.optimizer, loss_parts=take("loss_parts"),
                 losses=take("losses"),
             )  # fmt: skip
 
     def _input(self, data: Data, stage: int) -> Rows:
-        """What a stage reads: the stage before, the gathered rows, or the data set itself."""
+        """The input of a stage: the output of the previous stage, the gathered rows, or the data set itself."""
         if stage:
             return Rows(self._take(data, f"h{stage - 1}"))
-        if f"{data.prefix}x" in self.step.spaces:
+        if f"{data.prefix}x" in self.step.buffers:
             return Rows(self._take(data, "x"))
         return Rows(data.x, data.order)
 
@@ -189,4 +188,5 @@ class StepRunner:
         return self.buffers.take(data.prefix + name)
 
     def _maybe(self, operation: Operation, data: Data, name: str) -> torch.Tensor | None:
+        """The buffer of this name if the operation uses it."""
         return self._take(data, name) if data.prefix + name in operation.uses else None

@@ -1,4 +1,4 @@
-"""Numbers between host and device while the device works on: nothing here waits but `wait`."""
+"""Asynchronous copies between host and device: nothing here blocks except `wait`."""
 
 from __future__ import annotations
 
@@ -6,21 +6,28 @@ from dataclasses import dataclass, field
 
 import torch
 
+from onelaunch.engines.graph.kernels.run_arguments import CONTROL
+
 
 def upload(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a CPU tensor over; PyTorch keeps the page-locked copy until the device has read it."""
+    """Copies a CPU tensor to `target`; PyTorch keeps the page-locked copy alive until the device has read it."""
     if target.is_cuda:
         source = source.pin_memory()
     target.copy_(source, non_blocking=True)
 
 
 def download(source: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor that holds what `source` holds now, once the device has come this far."""
+    """A CPU tensor with the current contents of `source`, valid once the device has finished the work queued so far."""
     return source.to("cpu", non_blocking=True, copy=True)
 
 
+def correct_predictions(control: torch.Tensor) -> int:
+    """The number of correct predictions in a downloaded `control`."""
+    return int(control[CONTROL.index("correct")])
+
+
 class _Mark:
-    """A moment in the device's work."""
+    """A point in the device's work; on the CPU, which has done its work already, nothing."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
@@ -35,23 +42,23 @@ class _Mark:
             self._event.synchronize()
 
 
-class Look:
-    """The loss of a step and the right predictions up to it, on their way to the host."""
+class Progress:
+    """The loss of a step and the number of correct predictions up to it, being copied to the host."""
 
-    def __init__(self, step: int, done: int, loss: torch.Tensor, control: torch.Tensor) -> None:
-        """`done` steps were queued since the last look."""
-        self.step, self.done = step, done
+    def __init__(self, step: int, queued: int, loss: torch.Tensor, control: torch.Tensor) -> None:
+        """`queued` steps were queued since the previous Progress."""
+        self.step, self.queued = step, queued
         self._loss, self._control, self._mark = download(loss), download(control), _Mark()
         self._mark.set(loss.device)
 
     def wait(self) -> tuple[float, int]:
         self._mark.wait()
-        return float(self._loss), int(self._control[2])
+        return float(self._loss), correct_predictions(self._control)
 
 
 @dataclass
 class Pending:
-    """The results of steps `[first_step, end)`, on their way to the host; complete once `close` and then `wait` were called."""
+    """The results of steps `[first_step, end)`, being copied to the host: complete after `close` and then `wait`."""
 
     first_step: int
     end: int
@@ -65,7 +72,7 @@ class Pending:
         self.losses, self.control = download(self.losses), download(self.control)
 
     def close(self) -> None:
-        """Everything is queued."""
+        """All copies are queued."""
         self._mark.set(self._device)
 
     def wait(self) -> None:

@@ -1,12 +1,12 @@
-"""A Linear's whole backward pass for a small batch, in one pass over its weights: input gradient, weight gradient and update.
+"""The whole backward pass of a Linear for a small batch in one pass over its weights: input and weight gradient, and update.
 
-Reading and writing W is all there is to a small batch. A program owns a strip of columns: while a tile of W passes by, it takes
-part in dX and is updated, one read and one write instead of two reads and a write. To have enough reads under way, several
-programs share a strip, each with a part of the rows of W; whichever comes last adds up their shares of dX, always in the same
-order.
+For a small batch, the time goes into reading and writing W. A program owns a strip of columns: each tile of W contributes to
+dx and is updated, which is one read and one write instead of two reads and one write. To have enough reads in flight, several
+programs share a strip, each with a part of the rows of W. The last of them to finish adds up their partial sums of dx, always
+in the same order.
 
-With TMA, tiles come and go through the tensor memory accelerator: it swizzles them in shared memory, where W is read in two
-layouts, for the product and for the update; plain copies would have bank conflicts in both.
+With TMA, the tensor memory accelerator loads and stores the tiles: it swizzles them in shared memory, where W is read in two
+layouts, for the product and for the update. Plain copies would have bank conflicts in both.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -19,22 +19,22 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.engines.graph.kernels.optimizer import update_scalars, updated
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Ending, Tile, Weights
-from onelaunch.engines.graph.kernels.run_state import launch_step, run_keep, slope
-from onelaunch.engines.graph.kernels.split_k_update import update_bias
-from onelaunch.engines.graph.kernels.split_weights import halved, joined
+from onelaunch.engines.graph.kernels.optimizer import update_bias, update_scalars, updated
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Weights
+from onelaunch.engines.graph.kernels.run_state import EPOCH_STEP, RUN_STEP, derivative, dropout_keep, launch_step
+from onelaunch.engines.graph.kernels.split_weights import join_words, split_words
+from onelaunch.integers import ceil_div
 from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
-from onelaunch.kernels.launch import cdiv
+from onelaunch.kernels.gemm_tile import GemmTile
 
 
 @triton.jit(do_not_specialize=["seed", "step", "threshold", "layer"])
-def strip_kernel(
+def fused_backward_kernel(
     dz_ptr,
     h_ptr,
     z_ptr,
     dx_ptr,
-    shares_ptr,
+    partial_dx_ptr,
     tickets_ptr,
     w_ptr,
     low_ptr,
@@ -67,23 +67,25 @@ def strip_kernel(
     TMA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Columns `[BLOCK_K]` of one Linear: dx = (dz·W) times the slope of the stage before, and W -= lr * dzᵀ·h."""
-    scalars = update_scalars(table_ptr, tl.load(control_ptr, cache_modifier=".cg") + step)
+    """For BLOCK_K columns of W: dx = (dz·W) times the derivative of the previous stage, and the step with dW = dzᵀ·h."""
+    scalars = update_scalars(table_ptr, tl.load(control_ptr + EPOCH_STEP, cache_modifier=".cg") + step)
     strip = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     strips = tl.num_programs(0) // SPLITS
-    rows_a_split = tl.cdiv(tl.cdiv(n, BLOCK_N), SPLITS) * BLOCK_N
+    rows_per_split = tl.cdiv(tl.cdiv(n, BLOCK_N), SPLITS) * BLOCK_N
     column = strip * BLOCK_K + tl.arange(0, BLOCK_K)
     row = tl.arange(0, BLOCK_M)
     own = (row < batch)[:, None] & (column < k)[None, :]
     element = row[:, None] * k + column[None, :]
     h = tl.load(h_ptr + element, mask=own, other=0.0, cache_modifier=".cg")
-    wait_for_previous_kernel(OVERLAP)  # for dz alone
+    wait_for_previous_kernel(OVERLAP)  # only dz comes from it
     dx = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    # With its own STAGES a loop pipelines loads that feed no product too: the low halves.
-    for start in tl.range(split * rows_a_split, tl.minimum((split + 1) * rows_a_split, n), BLOCK_N, num_stages=STAGES):
+    # With its own STAGES, a loop also pipelines loads that feed no product: those of the low words.
+    for start in tl.range(
+        split * rows_per_split, tl.minimum((split + 1) * rows_per_split, n), BLOCK_N, num_stages=STAGES
+    ):
         unit = start + tl.arange(0, BLOCK_N)
-        place = unit.to(tl.int64)[:, None] * k + column[None, :]
+        offset = unit.to(tl.int64)[:, None] * k + column[None, :]
         inside = (unit < n)[:, None] & (column < k)[None, :]
         if TMA:
             dz = dz_ptr.load([0, start])
@@ -93,17 +95,17 @@ def strip_kernel(
             dz = tl.load(
                 dz_ptr + row[:, None] * n + unit[None, :], mask=(row < batch)[:, None] & (unit < n)[None, :], other=0.0
             )
-            w = tl.load(w_ptr + place, mask=inside, other=0.0)
+            w = tl.load(w_ptr + offset, mask=inside, other=0.0)
             low = None
         dx = tl.dot(dz, w.to(dz.dtype), dx, input_precision=PRECISION)
         gradient = tl.dot(tl.trans(dz), h, input_precision=PRECISION)
-        w = updated(joined(w, low), gradient, first_ptr, second_ptr, place, inside, scalars, OPTIMIZER)
+        w = updated(join_words(w, low), gradient, first_ptr, second_ptr, offset, inside, scalars, OPTIMIZER)
         if not TMA:
-            tl.store(w_ptr + place, w, mask=inside)
+            tl.store(w_ptr + offset, w, mask=inside)
         elif low_ptr is None:
             w_ptr.store([start, strip * BLOCK_K], w)
         else:
-            high, low = halved(w)
+            high, low = split_words(w)
             w_ptr.store([start, strip * BLOCK_K], high)
             low_ptr.store([start, strip * BLOCK_K], low)
         if bias_ptr is not None:  # noqa: SIM102
@@ -113,36 +115,37 @@ def strip_kernel(
     allow_next_kernel(OVERLAP)
     last = True
     if SPLITS > 1:
-        share = batch * k
-        tl.store(shares_ptr + split * share + element, dx, mask=own)
-        tl.debug_barrier()  # every thread's share is written before one thread tells
+        size = batch * k
+        tl.store(partial_dx_ptr + split * size + element, dx, mask=own)
+        tl.debug_barrier()  # all threads have stored their part of dx before one thread takes the ticket
         last = tl.atomic_add(tickets_ptr + strip, 1, sem="acq_rel") % SPLITS == SPLITS - 1
     if last:
         if SPLITS > 1:
             dx = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
             for one in tl.static_range(SPLITS):
-                dx += tl.load(shares_ptr + one * share + element, mask=own, other=0.0, cache_modifier=".cg")
+                dx += tl.load(partial_dx_ptr + one * size + element, mask=own, other=0.0, cache_modifier=".cg")
         if DROPOUT:
-            run_step = tl.load(control_ptr + 1) + step
+            run_step = tl.load(control_ptr + RUN_STEP) + step
             first_unit = strip * BLOCK_K
-            keep = run_keep(seed, run_step, layer, row, first_unit, threshold, BLOCK_M, BLOCK_K)
+            keep = dropout_keep(seed, run_step, layer, row, first_unit, threshold, BLOCK_M, BLOCK_K)
             dx = tl.where(keep, dx * keep_scale, 0.0)
         if FROM_Z:
             saved = tl.load(z_ptr + element, mask=own, other=0.0)
         else:
             saved = h
-        dx *= slope(saved, inverse_scale, ACTIVATION, FROM_Z)
+        dx *= derivative(saved, inverse_scale, ACTIVATION, FROM_Z)
         tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=own)
 
 
-def backward_strip(
-    dz: torch.Tensor, h: torch.Tensor, z: torch.Tensor | None, dx: torch.Tensor, shares: torch.Tensor | None,
-    tickets: torch.Tensor | None, weights: Weights, before: Ending, clock: Clock, *, optimizer: str, tile: Tile, tf32: bool,
+def fused_backward(
+    dz: torch.Tensor, h: torch.Tensor, z: torch.Tensor | None, dx: torch.Tensor, partial_dx: torch.Tensor | None,
+    tickets: torch.Tensor | None, weights: Weights, before: Epilogue, clock: Clock, *, optimizer: str, tile: GemmTile,
+    tf32: bool,
 ) -> None:  # fmt: skip
-    """dx and the optimizer step of one Linear in one pass over W; `before` is the ending of the stage that made h.
+    """Fills dx `[batch, k]` and takes the optimizer step of one Linear; `before` is the epilogue of the stage that made h.
 
-    `tile` is (batch, columns, units a step). Where it splits, `shares` `[splits, batch, k]` is fp32 scratch, and `tickets`
-    holds an int64 for each strip, zero before the first call of all and left alone since: it grows, nobody resets it.
+    `tile` is (batch, columns, units per iteration). Where it splits, `partial_dx` `[splits, batch, k]` is fp32 scratch, and
+    `tickets` is int64, one counter per strip: zero before the first call, then only incremented, never reset.
     """
     assert weights.low is None or tile.tma
     batch, n = dz.shape
@@ -151,16 +154,15 @@ def backward_strip(
     gradient, weight, low = _tiles(dz, weights, tile) if tile.tma else (dz, weights.weight, weights.low)
     launch_step(
         clock,
-        strip_kernel,
-        (cdiv(k, tile.n) * tile.splits,),
+        fused_backward_kernel,
+        (ceil_div(k, tile.n) * tile.splits,),
         (
-            gradient, h, z, dx, shares, tickets, weight, low, weights.weight_first, weights.weight_second, weights.bias,
-            weights.bias_first, weights.bias_second, clock.control, clock.table,
+            gradient, h, z, dx, partial_dx, tickets, weight, low, *weights.states_and_bias, clock.control, clock.table,
         ),
         (seed, clock.step, threshold, layer, scale, 1 - before.p),
         (batch, n, k),
         (
-            tile.m, tile.k, tile.n, tile.splits, before.activation, before.from_z, before.p > 0, optimizer,
+            tile.m, tile.k, tile.n, tile.splits, before.activation, before.saves_input, before.p > 0, optimizer,
             "tf32" if tf32 else "ieee", None if low is None else tile.stages, tile.tma,
         ),
         num_warps=tile.warps,
@@ -168,8 +170,8 @@ def backward_strip(
     )  # fmt: skip
 
 
-def _tiles(dz: torch.Tensor, weights: Weights, tile: Tile) -> tuple[Any, Any, Any]:
-    """Descriptors of the tiles of dz and of the weights, or of both their halves."""
+def _tiles(dz: torch.Tensor, weights: Weights, tile: GemmTile) -> tuple[Any, Any, Any]:
+    """TMA descriptors of the tiles of dz, of the weights or their high words, and of the low words if there are any."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     def tiles(tensor: torch.Tensor, shape: list[int]) -> TensorDescriptor:

@@ -1,11 +1,11 @@
 """A whole training step of a narrow MLP in two kernels: for widths up to 128 and batches of thousands of rows.
 
-`narrow_step_kernel` walks over tiles of rows with all weights on chip: gather, forward, loss, backward, and the weights'
-gradients summed in registers over all of a program's tiles; activations never reach memory. Each program writes its sums once,
-and `weight_update.parts_update` adds them in a fixed order and takes the optimizer's step.
+`narrow_step_kernel` loops over tiles of rows with all weights on chip: gather, forward, loss and backward. It sums the weight
+gradients in registers over all tiles of a program, and activations never reach memory. Each program stores its sums once;
+`split_k_update` adds them in a fixed order and takes the optimizer's step.
 
-Parameters lie in one fp32 vector, padded to powers of two: for each Linear its weights `[outputs, inputs]`, then its bias.
-Padding is zero and stays so: padded inputs and units are zero, hence their gradients.
+The parameters are stored in one fp32 vector, padded to powers of two: for each Linear its weights `[outputs, inputs]`, then
+its bias. The padding is zero and stays zero: padded inputs and units are zero, and so are their gradients.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,11 +18,18 @@ import triton.language as tl
 
 from onelaunch.engines.graph.kernels.output_layer import loss_and_gradient
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Rows
-from onelaunch.engines.graph.kernels.run_state import as_number, gathered_rows, hyper, launch_step, slope
+from onelaunch.engines.graph.kernels.run_state import (
+    CORRECT,
+    EPOCH_STEP,
+    LABEL_SMOOTHING,
+    as_features,
+    derivative,
+    gathered_rows,
+    hyper,
+    launch_step,
+)
 from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
 from onelaunch.kernels.tiles import activate
-
-MOST_LINEARS = 4
 
 
 @triton.jit
@@ -32,7 +39,7 @@ def load_weights(w_ptr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
 
 @triton.jit
 def hidden(x, w, bias, UNITS: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr):
-    """(z, act(z) in the type of x) of one Linear; units past UNITS, which are padding, give zero."""
+    """(z, act(z) in the dtype of x) of one Linear; units from UNITS on are padding and give zero."""
     z = tl.dot(x, tl.trans(w), input_precision=PRECISION) + bias[None, :]
     h = activate(z, ACTIVATION)
     if UNITS != WIDTH:
@@ -45,11 +52,12 @@ def backward(
     g, x, w, saved, dw, db, UNITS: tl.constexpr, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr, FROM_Z: tl.constexpr,
     BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(gradient before the activation that made x, dw and db with this tile's added), of a Linear with output gradient g."""
+    """The backward pass of a Linear with output gradient g: (the gradient before the activation that made x, dw and db with
+    this tile's contribution added)."""
     dw = tl.dot(tl.trans(g), x, dw, input_precision=PRECISION)
     if BIAS:
         db += tl.sum(g.to(tl.float32), axis=0)
-    dx = tl.dot(g, w, input_precision=PRECISION) * slope(saved, 1.0, ACTIVATION, FROM_Z)
+    dx = tl.dot(g, w, input_precision=PRECISION) * derivative(saved, 1.0, ACTIVATION, FROM_Z)
     if UNITS != WIDTH:
         dx = tl.where((tl.arange(0, WIDTH) < UNITS)[None, :], dx, 0.0)
     return dx.to(x.dtype), dw, db
@@ -93,10 +101,10 @@ def narrow_step_kernel(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """UNITS are the hidden widths as they are, WIDTH, IN and OUT as padded; those past the last hidden layer are not used."""
+    """UNITS are the hidden widths; WIDTH, IN and OUT are padded widths. Those past the last hidden layer are not used."""
     wait_for_previous_kernel(OVERLAP)
-    index = tl.load(control_ptr) + step
-    # Where each Linear begins: its weights, then its bias. The last one's inputs are LAST wide.
+    index = tl.load(control_ptr + EPOCH_STEP) + step
+    # Offset of each Linear: its weights, then its bias. LAST is the padded input width of the last one.
     START_2: tl.constexpr = WIDTH_1 * (IN + 1)
     START_3: tl.constexpr = START_2 + (WIDTH_2 * (WIDTH_1 + 1) if LINEARS > 2 else 0)
     START_4: tl.constexpr = START_3 + (WIDTH_3 * (WIDTH_2 + 1) if LINEARS > 3 else 0)
@@ -124,12 +132,12 @@ def narrow_step_kernel(
 
     column = tl.arange(0, IN)
     losses = tl.zeros((ROWS,), tl.float32)
-    rights = tl.zeros((ROWS,), tl.int64)
+    correct_rows = tl.zeros((ROWS,), tl.int64)
     for tile in range(tl.program_id(0), tl.cdiv(batch, ROWS), tl.num_programs(0)):
         row = tile * ROWS + tl.arange(0, ROWS)
         source, taken = gathered_rows(order_ptr, table_ptr, index, row, batch)
         inside = taken[:, None] & (column < inputs)[None, :]
-        x = as_number(tl.load(x_ptr + source[:, None] * inputs + column[None, :], mask=inside, other=0), w1.dtype)
+        x = as_features(tl.load(x_ptr + source[:, None] * inputs + column[None, :], mask=inside, other=0), w1.dtype)
         z1, h1 = hidden(x, w1, b1, UNITS_1, WIDTH_1, ACTIVATION, PRECISION)
         last = h1
         if LINEARS > 2:
@@ -139,11 +147,11 @@ def narrow_step_kernel(
             z3, h3 = hidden(h2, w3, b3, UNITS_3, WIDTH_3, ACTIVATION, PRECISION)
             last = h3
         logits = tl.dot(last, tl.trans(w_out), input_precision=PRECISION) + b_out[None, :]
-        loss, gradient, right = loss_and_gradient(
-            logits, target_ptr, source, taken, outputs, hyper(table_ptr, 6), OUT, LOSS
+        loss, gradient, correct = loss_and_gradient(
+            logits, target_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), OUT, LOSS
         )
         losses += loss  # summed over rows only once, after the last tile: a sum across warps is a barrier
-        rights += right
+        correct_rows += correct
         g = gradient.to(x.dtype)
         if LINEARS > 3:
             saved = z3 if FROM_Z else h3
@@ -180,16 +188,21 @@ def narrow_step_kernel(
     store_sums(parts_ptr + START_4, dw_out, db_out, OUT, LAST)
     tl.store(loss_parts_ptr + tl.program_id(0), tl.sum(losses, axis=0))
     if LOSS != "mse":
-        tl.atomic_add(control_ptr + 2, tl.sum(rights, axis=0), sem="relaxed")  # integers: the order does not matter
+        tl.atomic_add(
+            control_ptr + CORRECT, tl.sum(correct_rows, axis=0), sem="relaxed"
+        )  # integer sums do not depend on the order
 
 
 def narrow_step(
     x: Rows, target: torch.Tensor, weights: torch.Tensor, masters: torch.Tensor, parts: torch.Tensor,
     loss_parts: torch.Tensor, clock: Clock, *, batch: int, units: tuple[int, ...], widths: tuple[int, ...], loss: str,
-    activation: str | None, from_z: bool, bias: bool, rows: int, warps: int, tf32: bool,
+    activation: str | None, saves_input: bool, bias: bool, rows: int, warps: int, tf32: bool,
 ) -> None:  # fmt: skip
-    """Fills a line of `parts` and `loss_parts` for each program. `units` and `widths` go from inputs to outputs, as they are
-    and as padded; `weights` are the masters in the type of the products."""
+    """Fills one line of `parts` and one element of `loss_parts` per program.
+
+    `units` and `widths` go from inputs to outputs, without and with padding; `weights` are the masters in the dtype of the
+    products.
+    """
     hidden_units = (*units[1:-1], 0, 0)[:3]
     hidden_widths = (*widths[1:-1], 1, 1)[:3]
     launch_step(
@@ -200,9 +213,9 @@ def narrow_step(
         (clock.step,),
         (batch, units[0], units[-1]),
         (
-            rows, len(units) - 1, widths[0], *hidden_units, *hidden_widths, widths[-1], loss, activation, from_z,
+            rows, len(units) - 1, widths[0], *hidden_units, *hidden_widths, widths[-1], loss, activation, saves_input,
             bias, "tf32" if tf32 else "ieee",
         ),
         num_warps=warps,
-        num_stages=3,  # the next tile's rows are on their way while this one computes
+        num_stages=3,  # the next tile's rows are loaded while this one is computed
     )  # fmt: skip

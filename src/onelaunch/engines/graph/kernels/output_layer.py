@@ -1,8 +1,8 @@
-"""The last Linear, the loss, its gradient and the gradient of the Linear's input, in one kernel: a program owns whole rows.
+"""The last Linear, the loss, its gradient and the gradient of the Linear's input in one kernel: a program owns whole rows.
 
-Logits never reach memory. Gradients are those of the *summed* loss; the optimizer's epilogue divides by the number of rows, so
-that fp16 gradients of a large batch do not vanish. Per-program sums of the loss and of the gradients' columns are added up
-by the kernels that update the weights, in a fixed order.
+Logits never reach memory. Gradients are those of the *summed* loss, and the optimizer's epilogue divides by the number of
+rows; otherwise fp16 gradients of a large batch would vanish. The kernels that update the weights add up the per-program sums
+of the loss and of the gradients' columns, in a fixed order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,17 +13,27 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Ending, Rows, Tile
-from onelaunch.engines.graph.kernels.run_state import as_number, gathered_rows, hyper, launch_step, run_keep, slope
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows
+from onelaunch.engines.graph.kernels.run_state import (
+    CORRECT,
+    EPOCH_STEP,
+    LABEL_SMOOTHING,
+    RUN_STEP,
+    as_features,
+    derivative,
+    dropout_keep,
+    gathered_rows,
+    hyper,
+    launch_step,
+)
+from onelaunch.integers import ceil_div, next_power_of_2
 from onelaunch.kernels.dependent_launch import wait_for_previous_kernel
-from onelaunch.kernels.launch import cdiv, next_power_of_2
-
-MOST_OUTPUTS = 1024  # a row of logits stays in registers
+from onelaunch.kernels.gemm_tile import GemmTile
 
 
 @triton.jit
 def loss_and_gradient(logits, target_ptr, source, taken, outputs, smoothing, WIDTH: tl.constexpr, LOSS: tl.constexpr):
-    """(loss of each row, gradient `[rows, WIDTH]`, right predictions of each row); zero where a place is not taken."""
+    """(loss per row, gradient `[rows, WIDTH]`, correct predictions per row); zero where `taken` is false."""
     output = tl.arange(0, WIDTH)
     real = (output < outputs)[None, :]
     if LOSS == "cross_entropy":
@@ -38,26 +48,26 @@ def loss_and_gradient(logits, target_ptr, source, taken, outputs, smoothing, WID
         mean = tl.sum(tl.where(real, logits, 0.0), axis=1) / outputs
         loss = lse - (1 - smoothing) * picked - smoothing * mean
         gradient = exponential / total[:, None] - tl.where(hit, 1 - smoothing, 0.0) - smoothing / outputs
-        right = (tl.argmax(masked, axis=1) == target).to(tl.int64)
+        correct = (tl.argmax(masked, axis=1) == target).to(tl.int64)
     else:
         inside = taken[:, None] & real
         target = tl.load(target_ptr + source[:, None] * outputs + output[None, :], mask=inside, other=0.0)
         if LOSS == "mse":
-            gap = tl.where(real, logits - target, 0.0)
-            loss = tl.sum(gap * gap, axis=1)
-            gradient = 2 * gap
-            right = tl.zeros_like(source)
+            difference = tl.where(real, logits - target, 0.0)
+            loss = tl.sum(difference * difference, axis=1)
+            gradient = 2 * difference
+            correct = tl.zeros_like(source)
         else:
             tl.static_assert(LOSS == "bce_with_logits")
             decay = tl.exp(-tl.abs(logits))
             each = tl.maximum(logits, 0.0) - logits * target + tl.log(1 + decay)
             loss = tl.sum(tl.where(real, each, 0.0), axis=1)
             gradient = tl.where(logits >= 0, 1.0, decay) / (1 + decay) - target
-            right = tl.sum((real & ((logits > 0) == (target > 0.5))).to(tl.int64), axis=1)
+            correct = tl.sum((real & ((logits > 0) == (target > 0.5))).to(tl.int64), axis=1)
     loss = tl.where(taken, loss, 0.0)
-    right = tl.where(taken, right, 0)
+    correct = tl.where(taken, correct, 0)
     gradient = tl.where(taken[:, None] & real, gradient, 0.0)
-    return loss, gradient, right
+    return loss, gradient, correct
 
 
 @triton.jit(do_not_specialize=["seed", "step", "threshold", "layer"])
@@ -96,31 +106,33 @@ def output_layer_kernel(
     OVERLAP: tl.constexpr,
 ):
     wait_for_previous_kernel(OVERLAP)
-    index = tl.load(control_ptr) + step
+    index = tl.load(control_ptr + EPOCH_STEP) + step
     program = tl.program_id(0)
     row = program * ROWS + tl.arange(0, ROWS)
     source, taken = gathered_rows(order_ptr, table_ptr, index, row, batch)
-    place = source if GATHER else row.to(tl.int64)
+    x_row = source if GATHER else row.to(tl.int64)
     output = tl.arange(0, WIDTH)
     logits = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(0, k, BLOCK_K):
         inner = start + tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + place[:, None] * k + inner[None, :], mask=taken[:, None] & (inner < k)[None, :], other=0)
+        x = tl.load(x_ptr + x_row[:, None] * k + inner[None, :], mask=taken[:, None] & (inner < k)[None, :], other=0)
         w = tl.load(
             w_ptr + output[None, :] * k + inner[:, None], mask=(output < outputs)[None, :] & (inner < k)[:, None],
             other=0.0,
         )  # fmt: skip
-        x = as_number(x, gradient_ptr.dtype.element_ty)
+        x = as_features(x, gradient_ptr.dtype.element_ty)
         logits = tl.dot(x, w.to(x.dtype), logits, input_precision=PRECISION)
     if bias_ptr is not None:
         logits += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)[None, :]
 
-    loss, gradient, right = loss_and_gradient(
-        logits, target_ptr, source, taken, outputs, hyper(table_ptr, 6), WIDTH, LOSS
+    loss, gradient, correct = loss_and_gradient(
+        logits, target_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), WIDTH, LOSS
     )
     tl.store(loss_parts_ptr + program, tl.sum(loss, axis=0))
     if LOSS != "mse":
-        tl.atomic_add(control_ptr + 2, tl.sum(right, axis=0), sem="relaxed")  # integers: the order does not matter
+        tl.atomic_add(
+            control_ptr + CORRECT, tl.sum(correct, axis=0), sem="relaxed"
+        )  # integer sums do not depend on the order
     if gradient_sums_ptr is not None:
         tl.store(gradient_sums_ptr + program * outputs + output, tl.sum(gradient, axis=0), mask=output < outputs)
     rounded = gradient.to(gradient_ptr.dtype.element_ty)
@@ -130,7 +142,7 @@ def output_layer_kernel(
     )  # fmt: skip
 
     if dx_ptr is not None:
-        run_step = tl.load(control_ptr + 1) + step
+        run_step = tl.load(control_ptr + RUN_STEP) + step
         for start in range(0, k, BLOCK_K):
             inner = start + tl.arange(0, BLOCK_K)
             inside = (row < batch)[:, None] & (inner < k)[None, :]
@@ -141,14 +153,14 @@ def output_layer_kernel(
             )  # fmt: skip
             dx = tl.dot(rounded, w.to(rounded.dtype), input_precision=PRECISION)
             if DROPOUT:
-                keep = run_keep(seed, run_step, layer, row, start, threshold, ROWS, BLOCK_K)
+                keep = dropout_keep(seed, run_step, layer, row, start, threshold, ROWS, BLOCK_K)
                 dx = tl.where(keep, dx * keep_scale, 0.0)
             if ACTIVATION is not None:
                 if FROM_Z:
                     saved = tl.load(z_ptr + element, mask=inside, other=0.0)
                 else:
                     saved = tl.load(x_ptr + element, mask=inside, other=0.0)
-                dx *= slope(saved, inverse_scale, ACTIVATION, FROM_Z)
+                dx *= derivative(saved, inverse_scale, ACTIVATION, FROM_Z)
             if dx_sums_ptr is not None:
                 tl.store(dx_sums_ptr + program * k + inner, tl.sum(dx, axis=0), mask=inner < k)
             tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
@@ -157,17 +169,20 @@ def output_layer_kernel(
 def output_layer(
     x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
     z: torch.Tensor | None, gradient: torch.Tensor, dx: torch.Tensor | None, gradient_sums: torch.Tensor | None,
-    dx_sums: torch.Tensor | None, loss_parts: torch.Tensor, before: Ending, clock: Clock, *, loss: str, tile: Tile,
+    dx_sums: torch.Tensor | None, loss_parts: torch.Tensor, before: Epilogue, clock: Clock, *, loss: str, tile: GemmTile,
     tf32: bool,
 ) -> None:  # fmt: skip
-    """Fills gradient `[batch, outputs]` of the logits, dx `[batch, k]` before the stage that made x (`before`, whose z it may
-    need), their column sums and the loss, a row a program of `tile.m` rows; adds the right predictions to `control[2]`."""
+    """Fills `gradient` `[batch, outputs]` of the logits and `dx` `[batch, k]`, the gradient before the activation that made x.
+
+    `before` is the epilogue that made x, and `z` its saved input if it needs one. Column sums and the loss get one row per
+    program of `tile.m` rows. Adds the correct predictions to `control`.
+    """
     batch, outputs = gradient.shape
     seed, threshold, layer, scale = before.dropout_values
     launch_step(
         clock,
         output_layer_kernel,
-        (cdiv(batch, tile.m),),
+        (ceil_div(batch, tile.m),),
         (
             x.values, order, weight, bias, target, z, gradient, dx, gradient_sums, dx_sums, loss_parts, clock.control,
             clock.table,
@@ -176,7 +191,7 @@ def output_layer(
         (batch, outputs, weight.shape[1]),
         (
             tile.m, max(16, next_power_of_2(outputs)), tile.k, loss, x.order is not None, before.activation,
-            before.from_z, before.p > 0, "tf32" if tf32 else "ieee",
+            before.saves_input, before.p > 0, "tf32" if tf32 else "ieee",
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -1,8 +1,7 @@
-"""The last Linear, the loss and both gradients, a program a row: for batches so small that latency is all.
+"""The last Linear, the loss and both gradients with one program per row: for batches so small that only latency matters.
 
-What `output_layer` does with tiles of rows and tensor cores takes 16 µs at 32 rows of 2048 inputs on an H200, waiting for one
-load after another. A program with one row asks for all of the weights at once, and keeps them for the input gradient where
-they fit.
+`output_layer`, with tiles of rows and tensor cores, takes 16 µs at 32 rows of 2048 inputs on an H200: it waits for one load
+after another. A program with one row loads all weights at once, and keeps them for the input gradient where they fit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,20 +13,31 @@ import triton
 import triton.language as tl
 
 from onelaunch.engines.graph.kernels.output_layer import loss_and_gradient
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Ending, Rows
-from onelaunch.engines.graph.kernels.run_state import as_number, gathered_rows, hyper, launch_step, run_keep, slope
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows
+from onelaunch.engines.graph.kernels.run_state import (
+    CORRECT,
+    EPOCH_STEP,
+    LABEL_SMOOTHING,
+    RUN_STEP,
+    as_features,
+    derivative,
+    dropout_keep,
+    gathered_rows,
+    hyper,
+    launch_step,
+)
+from onelaunch.integers import next_power_of_2
 from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
-from onelaunch.kernels.launch import next_power_of_2
 
-HELD = 131_072  # bytes of weights a program holds at once: 64 registers a thread
-WARPS = 16
+MAX_WEIGHT_BYTES = 131_072  # that a program holds at once: 64 registers per thread
+MAX_WARPS = 16
 
 
 @triton.jit
-def load_row(x_ptr, place, start, k, BLOCK_K: tl.constexpr):
-    """A row of x, also where its place is not taken: nothing comes of it, and asking would delay the load."""
+def load_row(x_ptr, x_row, start, k, BLOCK_K: tl.constexpr):
+    """A row of x, also for a position past the end of a short batch: its result is masked, and a check would delay the load."""
     inner = start + tl.arange(0, BLOCK_K)
-    return tl.load(x_ptr + place[:, None] * k + inner[None, :], mask=(inner < k)[None, :], other=0)
+    return tl.load(x_ptr + x_row[:, None] * k + inner[None, :], mask=(inner < k)[None, :], other=0)
 
 
 @triton.jit
@@ -39,12 +49,12 @@ def load_weights(w_ptr, start, outputs, k, WIDTH: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def weighted(x, w, kind: tl.constexpr):
-    """w · x, of operands rounded as for a tensor core, summed in fp32."""
-    w, x = w.to(kind).to(tl.float32), as_number(x, kind).to(tl.float32)
+def product(x, w, kind: tl.constexpr):
+    """w · x with operands rounded as for a tensor core, summed in fp32."""
+    w, x = w.to(kind).to(tl.float32), as_features(x, kind).to(tl.float32)
     if kind != tl.float32:
         return tl.sum(w * x, axis=1)
-    # Products rounded before they are added: fused with the first addition across lanes, each lane would keep a sum of its own.
+    # Round the products before they are added: fused with the first addition across lanes, lanes would hold different sums.
     return tl.sum(tl.fma(w, x, tl.zeros_like(w)), axis=1)
 
 
@@ -58,18 +68,18 @@ def store_input_gradient(
     element = row.to(tl.int64)[:, None] * k + inner[None, :]
     dx = tl.sum(w.to(kind).to(tl.float32) * factor[:, None], axis=0)[None, :]
     if DROPOUT:
-        keep = run_keep(seed, run_step, layer, row, start, threshold, 1, BLOCK_K)
+        keep = dropout_keep(seed, run_step, layer, row, start, threshold, 1, BLOCK_K)
         dx = tl.where(keep, dx * keep_scale, 0.0)
     if ACTIVATION is not None:
         saved = x
         if FROM_Z:
             saved = tl.load(z_ptr + element, mask=inside, other=0.0)
-        dx *= slope(saved, inverse_scale, ACTIVATION, FROM_Z)
+        dx *= derivative(saved, inverse_scale, ACTIVATION, FROM_Z)
     tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["seed", "step", "threshold", "layer"])
-def output_row_kernel(
+def output_layer_small_batch_kernel(
     x_ptr,
     order_ptr,
     w_ptr,
@@ -96,7 +106,7 @@ def output_row_kernel(
     WIDTH: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FEATURES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     LOSS: tl.constexpr,
     GATHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -104,54 +114,56 @@ def output_row_kernel(
     DROPOUT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """WHOLE: one block holds all inputs."""
+    """ONE_BLOCK: BLOCK_K covers all k inputs."""
     kind: tl.constexpr = gradient_ptr.dtype.element_ty
-    index = tl.load(control_ptr, cache_modifier=".cg") + step
+    index = tl.load(control_ptr + EPOCH_STEP, cache_modifier=".cg") + step
     program = tl.program_id(0)
     row = program + tl.arange(0, 1)
     output = tl.arange(0, WIDTH)
-    if WHOLE:
+    if ONE_BLOCK:
         w = load_weights(w_ptr, 0, outputs, k, WIDTH, BLOCK_K)
     source, taken = gathered_rows(order_ptr, table_ptr, index, row, batch)
     if gathered_ptr is not None:
         feature = tl.arange(0, FEATURES)[None, :]
         inside = feature < features
         features_row = tl.load(data_ptr + source[:, None] * features + feature, mask=taken[:, None] & inside, other=0)
-    place = source if GATHER else row.to(tl.int64)
-    wait_for_previous_kernel(OVERLAP)  # for x; and before any store, since buffers share memory
+    x_row = source if GATHER else row.to(tl.int64)
+    wait_for_previous_kernel(OVERLAP)  # x comes from it; nothing is stored before, since buffers share memory
     if gathered_ptr is not None:
-        tl.store(gathered_ptr + row[:, None] * features + feature, as_number(features_row, kind), mask=inside)
-    if WHOLE:
-        x = load_row(x_ptr, place, 0, k, BLOCK_K)
-        sums = weighted(x, w, kind)
+        tl.store(gathered_ptr + row[:, None] * features + feature, as_features(features_row, kind), mask=inside)
+    if ONE_BLOCK:
+        x = load_row(x_ptr, x_row, 0, k, BLOCK_K)
+        sums = product(x, w, kind)
     else:
         sums = tl.zeros((WIDTH,), tl.float32)
         for start in range(0, k, BLOCK_K):
-            x_part = load_row(x_ptr, place, start, k, BLOCK_K)
-            sums += weighted(x_part, load_weights(w_ptr, start, outputs, k, WIDTH, BLOCK_K), kind)
+            x_part = load_row(x_ptr, x_row, start, k, BLOCK_K)
+            sums += product(x_part, load_weights(w_ptr, start, outputs, k, WIDTH, BLOCK_K), kind)
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
     allow_next_kernel(OVERLAP)
-    loss, gradient, right = loss_and_gradient(
-        sums[None, :], target_ptr, source, taken, outputs, hyper(table_ptr, 6), WIDTH, LOSS
+    loss, gradient, correct = loss_and_gradient(
+        sums[None, :], target_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), WIDTH, LOSS
     )
     tl.store(loss_parts_ptr + program + tl.arange(0, 1), loss)
     if LOSS != "mse":
-        tl.atomic_add(control_ptr + 2, tl.sum(right, axis=0), sem="relaxed")  # integers: the order does not matter
+        tl.atomic_add(
+            control_ptr + CORRECT, tl.sum(correct, axis=0), sem="relaxed"
+        )  # integer sums do not depend on the order
     rounded = gradient.to(kind)
     tl.store(gradient_ptr + row[:, None] * outputs + output[None, :], rounded, mask=(output < outputs)[None, :])
 
     if dx_ptr is not None:
-        factor = tl.sum(rounded.to(tl.float32), axis=0)  # one row: a change of shape
-        run_step = tl.load(control_ptr + 1) + step
-        if WHOLE:
+        factor = tl.sum(rounded.to(tl.float32), axis=0)  # a sum over one row only changes the shape
+        run_step = tl.load(control_ptr + RUN_STEP) + step
+        if ONE_BLOCK:
             store_input_gradient(
                 factor, x, w, z_ptr, dx_ptr, seed, run_step, layer, row, 0, threshold, keep_scale, inverse_scale, k,
                 BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
             )  # fmt: skip
         else:
             for start in range(0, k, BLOCK_K):
-                x_part = load_row(x_ptr, place, start, k, BLOCK_K)
+                x_part = load_row(x_ptr, x_row, start, k, BLOCK_K)
                 w_part = load_weights(w_ptr, start, outputs, k, WIDTH, BLOCK_K)
                 store_input_gradient(
                     factor, x_part, w_part, z_ptr, dx_ptr, seed, run_step, layer, row, start, threshold, keep_scale,
@@ -159,30 +171,33 @@ def output_row_kernel(
                 )  # fmt: skip
 
 
-def output_row(
+def output_layer_small_batch(
     x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
-    z: torch.Tensor | None, gradient: torch.Tensor, dx: torch.Tensor | None, loss_parts: torch.Tensor, before: Ending,
+    z: torch.Tensor | None, gradient: torch.Tensor, dx: torch.Tensor | None, loss_parts: torch.Tensor, before: Epilogue,
     clock: Clock, *, loss: str, data: torch.Tensor | None = None, gathered: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """`output_layer` without column sums; `loss_parts` has a place for each row. Fills `gathered` with this step's rows of
-    `data` too, which the first Linear's update will want without waiting for their order."""
+    """`output_layer` without column sums; `loss_parts` has one element per row.
+
+    Also fills `gathered`, if given, with this step's rows of `data`: the first Linear's update reads them without having to
+    load the row order first.
+    """
     batch, outputs = gradient.shape
     k = weight.shape[1]
     seed, threshold, layer, scale = before.dropout_values
     width = next_power_of_2(outputs)
     features = 1 if gathered is None else gathered.shape[1]
-    held = HELD // weight.element_size()
+    held = MAX_WEIGHT_BYTES // weight.element_size()
     block = min(max(8, next_power_of_2(k)), held // width)
     launch_step(
         clock,
-        output_row_kernel,
+        output_layer_small_batch_kernel,
         (batch,),
         (x.values, order, weight, bias, target, z, gradient, dx, data, gathered, loss_parts, clock.control, clock.table),
         (seed, clock.step, threshold, layer, scale, 1 - before.p),
         (batch, outputs, k, features),
         (
             width, block, next_power_of_2(features), k <= block, loss, x.order is not None, before.activation,
-            before.from_z, before.p > 0,
+            before.saves_input, before.p > 0,
         ),
-        num_warps=WARPS if width * block >= held // 2 else 4,
+        num_warps=MAX_WARPS if width * block >= held // 2 else 4,
     )  # fmt: skip

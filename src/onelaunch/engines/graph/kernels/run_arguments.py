@@ -10,39 +10,42 @@ from onelaunch.activations import saves_input
 from onelaunch.optimizers import CONSTANTS
 from onelaunch.rng import keep_scale, keep_threshold
 
-# The columns of the table in run_state: its line 0, and the line of a step.
-HYPER = (*CONSTANTS, "smoothing")
+# Columns of the device table: of its line 0 (per run) and of the other lines (per step). See run_state.py.
+HYPER = (*CONSTANTS, "label_smoothing")
 SCALARS = ("row_weight", "rate", "inverse_root", "decay", "rows")
-WIDTH = 8
+TABLE_WIDTH = 8
+# Elements of `control`: the next step's index in its epoch and in the run, and the correct predictions of the epoch.
+CONTROL = ("epoch_step", "run_step", "correct")
+CONTROL_SIZE = 4
 
 
 class Clock(NamedTuple):
-    """Where a run is."""
+    """Where the run is: `control` and `table` of run_state.py, and the step's index within the captured graph."""
 
     control: torch.Tensor
     table: torch.Tensor
-    step: int  # within the graph
-    overlap: bool = False  # whether a kernel may start while the one before it ends
+    step: int
+    overlap: bool = False  # whether a kernel may start while the previous one ends
 
 
 class Rows(NamedTuple):
-    """A stage's input: `[batch, k]`, or the whole data set with the order in which it is visited."""
+    """A stage's input: `[batch, k]`, or the whole data set with the order in which its rows are visited."""
 
     values: torch.Tensor
     order: torch.Tensor | None = None
 
 
-class Ending(NamedTuple):
+class Epilogue(NamedTuple):
     """What follows a Linear: an activation, then dropout with the run's masks."""
 
     activation: str | None = None
     p: float = 0.0
-    layer: int = 0  # of the dropout, among the model's
+    layer: int = 0  # index of the dropout among the model's dropouts
     seed: int = 0
 
     @property
-    def from_z(self) -> bool:
-        """Whether the activation's slope needs the value before it."""
+    def saves_input(self) -> bool:
+        """Whether the activation's derivative needs z, the value before the activation."""
         return saves_input(self.activation)
 
     @property
@@ -53,9 +56,11 @@ class Ending(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A Linear's fp32 weights, what the optimizer keeps for them, and a copy in the type of the products (large batches).
+    """A Linear's fp32 weights, the optimizer's states and, for large batches, a copy in the dtype of the products.
 
-    With `low` the weights come in halves (kernels/halves.py), and `weight` is the high one, in bf16."""
+    `first` and `second` are the states in the order of `Optimizer.state_names`; None where the optimizer has fewer. With
+    `low`, the weights are split (split_weights.py), and `weight` is the high word, in bf16.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -66,14 +71,7 @@ class Weights(NamedTuple):
     copy: torch.Tensor | None = None
     low: torch.Tensor | None = None
 
-
-class Tile(NamedTuple):
-    """A program's share of a GEMM, its warps and the depth of its pipeline."""
-
-    m: int
-    n: int
-    k: int
-    warps: int = 4
-    stages: int = 3
-    tma: bool = False
-    splits: int = 1  # programs that share one output tile, each with a part of the inner dimension
+    @property
+    def states_and_bias(self) -> tuple[torch.Tensor | None, ...]:
+        """The arguments of a kernel after the weights: their states, the bias and its states."""
+        return self.weight_first, self.weight_second, self.bias, self.bias_first, self.bias_second

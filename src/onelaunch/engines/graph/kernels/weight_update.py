@@ -1,7 +1,7 @@
-"""The gradient of a Linear's weights with the optimizer in the GEMM's epilogue: dW lives in registers and is used up there.
+"""The gradient of a Linear's weights with the optimizer in the GEMM's epilogue: dW stays in registers and is consumed there.
 
-Each program owns a tile of W and walks down the batch. Where there are too few tiles to fill a chip (few outputs, many rows),
-the batch is cut as well: programs leave sums, and `parts_update` takes the step.
+Each program owns a tile of W and loops over the batch. Where W has too few tiles to fill the chip (few outputs, many rows),
+the batch is split too (split-K): programs store partial sums, and `split_k_update` takes the optimizer's step.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,19 +14,20 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.engines.graph.kernels.optimizer import update_scalars
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Rows, Tile, Weights
-from onelaunch.engines.graph.kernels.run_state import add_up_loss, as_number, gathered_rows, launch_step
-from onelaunch.engines.graph.kernels.split_k_update import column_sums, update_bias, update_in_place
+from onelaunch.engines.graph.kernels.optimizer import update_bias, update_in_place, update_scalars
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Rows, Weights
+from onelaunch.engines.graph.kernels.run_state import EPOCH_STEP, as_features, gathered_rows, launch_step, sum_loss
+from onelaunch.engines.graph.kernels.split_k_update import column_sums
+from onelaunch.integers import ceil_div
 from onelaunch.kernels.dependent_launch import wait_for_previous_kernel
-from onelaunch.kernels.launch import cdiv
+from onelaunch.kernels.gemm_tile import GemmTile
 from onelaunch.kernels.linear import tile_of
 
 BAND = 8
 
 
 @triton.jit
-def products(
+def weight_gradient(
     dz_ptr,
     x_ptr,
     order_ptr,
@@ -46,8 +47,10 @@ def products(
     PRECISION: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """(dzᵀ·x over rows `[first_row, end_row)` of one tile of W, the sums of dz where BIAS). `first_row` divides by BLOCK_M, and
-    `end_row` too unless it is the batch."""
+    """(dzᵀ·x over rows `[first_row, end_row)` for one tile of W; the sums of dz over these rows if BIAS).
+
+    `first_row` is a multiple of BLOCK_M, and so is `end_row` unless it is the batch.
+    """
     unit = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
     gradient = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
@@ -71,7 +74,7 @@ def products(
                 x_ptr + source[:, None] * k + column[None, :], mask=taken[:, None] & (column < k)[None, :], other=0
             )
             if order_ptr is not None:
-                x = as_number(x, dz.dtype)
+                x = as_features(x, dz.dtype)
         gradient = tl.dot(tl.trans(dz), x, gradient, input_precision=PRECISION)
         if BIAS:
             bias_gradient += tl.sum(dz.to(tl.float32), axis=0)
@@ -99,20 +102,20 @@ def partial_products_kernel(
     TMA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Part p of `parts`, `[n, k]`, = dzᵀ·x over rows `[p * rows, (p + 1) * rows)`: for tiles too few to fill a chip."""
+    """parts[p], `[n, k]`, = dzᵀ·x over rows `[p * rows, (p + 1) * rows)`."""
     wait_for_previous_kernel(OVERLAP)
     tiles = tl.cdiv(n, BLOCK_N) * tl.cdiv(k, BLOCK_K)
     part = tl.program_id(0) // tiles
     tile_n, tile_k = tile_of(tl.program_id(0) % tiles, n, k, BLOCK_N, BLOCK_K, BAND)
     end = tl.minimum((part + 1) * rows, batch)
-    gradient, _ = products(
-        dz_ptr, x_ptr, order_ptr, table_ptr, tl.load(control_ptr) + step, tile_n, tile_k, part * rows, end, batch, n, k,
-        BLOCK_N, BLOCK_K, BLOCK_M, False, PRECISION, TMA,
+    gradient, _ = weight_gradient(
+        dz_ptr, x_ptr, order_ptr, table_ptr, tl.load(control_ptr + EPOCH_STEP) + step, tile_n, tile_k, part * rows, end,
+        batch, n, k, BLOCK_N, BLOCK_K, BLOCK_M, False, PRECISION, TMA,
     )  # fmt: skip
     unit = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    place = (part * n + unit).to(tl.int64)[:, None] * k + column[None, :]
-    tl.store(parts_ptr + place, gradient, mask=(unit < n)[:, None] & (column < k)[None, :])
+    offset = (part * n + unit).to(tl.int64)[:, None] * k + column[None, :]
+    tl.store(parts_ptr + offset, gradient, mask=(unit < n)[:, None] & (column < k)[None, :])
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -144,7 +147,7 @@ def weight_update_kernel(
     BAND: tl.constexpr,
     OPTIMIZER: tl.constexpr,
     PRECISION: tl.constexpr,
-    EARLY: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
     TMA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -153,23 +156,23 @@ def weight_update_kernel(
     The last of a step's kernels also adds up the step's loss.
     """
     wait_for_previous_kernel(OVERLAP)
-    index = tl.load(control_ptr) + step
+    index = tl.load(control_ptr + EPOCH_STEP) + step
     scalars = update_scalars(table_ptr, index)
     tile = tl.program_id(0)
     tile_n, tile_k = tile_of(tile, n, k, BLOCK_N, BLOCK_K, BAND)
     unit = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     column = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    place = unit.to(tl.int64)[:, None] * k + column[None, :]
+    offset = unit.to(tl.int64)[:, None] * k + column[None, :]
     inside = (unit < n)[:, None] & (column < k)[None, :]
-    if EARLY:  # a small batch's product is over before the weights arrive: ask for them first
-        w = tl.load(w_ptr + place, mask=inside, other=0.0)
-    gradient, bias_gradient = products(
+    if WEIGHTS_FIRST:  # a small batch's product takes less time than loading the weights: start that first
+        w = tl.load(w_ptr + offset, mask=inside, other=0.0)
+    gradient, bias_gradient = weight_gradient(
         dz_ptr, x_ptr, order_ptr, table_ptr, index, tile_n, tile_k, 0, batch, batch, n, k,
         BLOCK_N, BLOCK_K, BLOCK_M, sums_ptr is None and bias_ptr is not None, PRECISION, TMA,
     )  # fmt: skip
-    if not EARLY:
-        w = tl.load(w_ptr + place, mask=inside, other=0.0)
-    update_in_place(w, gradient, place, inside, w_ptr, copy_ptr, first_ptr, second_ptr, scalars, OPTIMIZER)
+    if not WEIGHTS_FIRST:
+        w = tl.load(w_ptr + offset, mask=inside, other=0.0)
+    update_in_place(w, gradient, offset, inside, w_ptr, copy_ptr, first_ptr, second_ptr, scalars, OPTIMIZER)
     if bias_ptr is not None:  # noqa: SIM102 (known when compiling, unlike the tile)
         if tile_k == 0:
             if sums_ptr is not None:
@@ -177,26 +180,28 @@ def weight_update_kernel(
             update_bias(bias_gradient, unit, n, bias_ptr, bias_first_ptr, bias_second_ptr, scalars, OPTIMIZER)
     if losses_ptr is not None:  # noqa: SIM102
         if tile == 0:
-            add_up_loss(loss_parts_ptr, losses_ptr, table_ptr, index, loss_parts)
+            sum_loss(loss_parts_ptr, losses_ptr, table_ptr, index, loss_parts)
 
 
 def weight_update(
-    dz: torch.Tensor, x: Rows, weights: Weights, sums: torch.Tensor | None, clock: Clock, *, optimizer: str, tile: Tile,
+    dz: torch.Tensor, x: Rows, weights: Weights, sums: torch.Tensor | None, clock: Clock, *, optimizer: str, tile: GemmTile,
     tf32: bool, loss_parts: torch.Tensor | None = None, losses: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """One optimizer step for a Linear, given dz `[batch, n]`; `tile` is (n, k, batch). `sums` as the kernel says; the last
-    update of a step gets the parts of the loss, too, and where its sum goes."""
+    """One optimizer step for a Linear, given dz `[batch, n]`; `tile` is (n, k, batch).
+
+    `sums` as in the kernel. The last update of a step also gets the partial sums of the loss and where to store the total.
+    """
     batch, n = dz.shape
     k = weights.weight.shape[1]
-    grid = (cdiv(n, tile.m) * cdiv(k, tile.n),)
+    grid = (ceil_div(n, tile.m) * ceil_div(k, tile.n),)
     gradient, source = _operands(dz, x, tile)
     tensors = (
-        gradient, source, x.order, weights.weight, weights.copy, weights.weight_first, weights.weight_second,
-        weights.bias, weights.bias_first, weights.bias_second, sums, loss_parts, losses, clock.control, clock.table,
+        gradient, source, x.order, weights.weight, weights.copy, *weights.states_and_bias, sums, loss_parts, losses,
+        clock.control, clock.table,
     )  # fmt: skip
     sizes = (batch, n, k, 0 if sums is None else len(sums), 0 if loss_parts is None else len(loss_parts))
-    early = batch <= tile.k  # one product of the whole batch
-    constants = (tile.m, tile.n, tile.k, BAND, optimizer, "tf32" if tf32 else "ieee", early, tile.tma)
+    weights_first = batch <= tile.k  # one product of the whole batch
+    constants = (tile.m, tile.n, tile.k, BAND, optimizer, "tf32" if tf32 else "ieee", weights_first, tile.tma)
     launch_step(
         clock,
         weight_update_kernel, grid, tensors, (clock.step,), sizes, constants, num_warps=tile.warps,
@@ -204,16 +209,18 @@ def weight_update(
     )  # fmt: skip
 
 
-def partial_products(dz: torch.Tensor, x: Rows, parts: torch.Tensor, clock: Clock, *, tile: Tile, tf32: bool) -> None:
+def partial_products(
+    dz: torch.Tensor, x: Rows, parts: torch.Tensor, clock: Clock, *, tile: GemmTile, tf32: bool
+) -> None:
     """Fills parts `[splits, n * k]`, whose sum is the weight gradient; `tile` is (n, k, batch)."""
     batch, n = dz.shape
     k = parts.shape[1] // n
-    rows = cdiv(cdiv(batch, len(parts)), tile.k) * tile.k
+    rows = ceil_div(ceil_div(batch, len(parts)), tile.k) * tile.k
     gradient, source = _operands(dz, x, tile)
     launch_step(
         clock,
         partial_products_kernel,
-        (cdiv(n, tile.m) * cdiv(k, tile.n) * len(parts),),
+        (ceil_div(n, tile.m) * ceil_div(k, tile.n) * len(parts),),
         (gradient, source, x.order, parts, clock.control, clock.table),
         (clock.step,),
         (batch, n, k, rows),
@@ -223,8 +230,8 @@ def partial_products(dz: torch.Tensor, x: Rows, parts: torch.Tensor, clock: Cloc
     )
 
 
-def _operands(dz: torch.Tensor, x: Rows, tile: Tile) -> tuple[Any, Any]:
-    """dz and x as the kernels take them: tensors, or descriptors of their tiles."""
+def _operands(dz: torch.Tensor, x: Rows, tile: GemmTile) -> tuple[Any, Any]:
+    """dz and x as the kernels take them: tensors, or TMA descriptors of their tiles."""
     if not tile.tma:
         return dz, x.values
     from triton.tools.tensor_descriptor import TensorDescriptor

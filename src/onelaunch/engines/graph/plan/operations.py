@@ -1,37 +1,36 @@
-"""What a step is made of: operations, one kernel each, and the buffers they touch. Pure data."""
+"""What a step is made of: operations, one kernel each, and the buffers they use. Pure data."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
 
-from onelaunch.engines.graph.kernels.run_arguments import Tile
 from onelaunch.engines.graph.plan.memory import Layout, lifetimes, plan
 from onelaunch.engines.graph.plan.narrow import Narrow
+from onelaunch.kernels.gemm_tile import GemmTile
 
 BYTES = {"uint8": 1, "int16": 2, "bf16": 2, "fp16": 2, "fp32": 4, "int32": 4, "int64": 8}
+VALIDATION = "validation."  # prefix of the buffers that evaluation uses instead of training's
 
 
 @dataclass(frozen=True)
-class Space:
-    """A buffer's shape and type."""
-
+class BufferSpec:
     shape: tuple[int, ...]
-    kind: str
+    dtype: str  # a key of BYTES
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * BYTES[self.kind]
+        return prod(self.shape) * BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One kernel of the step. `stage` is the Linear it works for; `uses` are the buffers it reads or writes."""
+    """One kernel of the step. `stage` is the index of its Linear; `uses` names the buffers it reads or writes."""
 
     kind: str  # one of the cases of StepRunner
     stage: int
     uses: tuple[str, ...]
-    tile: Tile
+    tile: GemmTile
 
     def __str__(self) -> str:
         return self.kind if self.kind.startswith("narrow") else f"{self.kind} {self.stage}"
@@ -41,19 +40,20 @@ class Operation:
 class StepPlan:
     operations: tuple[Operation, ...]
     evaluation: tuple[Operation, ...]
-    spaces: dict[str, Space]
-    kept: frozenset[str]  # buffers that live as long as the run
+    buffers: dict[str, BufferSpec]
+    persistent: frozenset[str]  # names of the buffers that keep their contents for the whole run
     small: bool
-    check_part: int  # rows of validation data at a time; 0 without
+    validation_batch: int  # rows of validation data per evaluation; 0 without validation
     narrow: Narrow | None = None
 
     def layout(self) -> Layout:
         moments = [operation.uses for operation in (*self.operations, *self.evaluation)]
-        return plan(lifetimes({name: space.nbytes for name, space in self.spaces.items()}, moments, self.kept))
+        sizes = {name: buffer.nbytes for name, buffer in self.buffers.items()}
+        return plan(lifetimes(sizes, moments, self.persistent))
 
     def last_uses(self, operations: tuple[Operation, ...]) -> list[tuple[str, ...]]:
-        """For each operation, the buffers nobody needs after it."""
+        """For each operation, the buffers that no later operation needs."""
         last: dict[str, int] = {}
         for number, operation in enumerate(operations):
-            last |= {name: number for name in operation.uses if name not in self.kept}
+            last |= {name: number for name in operation.uses if name not in self.persistent}
         return [tuple(name for name, at in last.items() if at == number) for number in range(len(operations))]

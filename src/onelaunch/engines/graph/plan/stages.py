@@ -1,14 +1,14 @@
-"""A plain network as the graph engine sees it: stages of Linear → activation → dropout, the last a Linear alone."""
+"""A network as the graph engine runs it: stages of Linear → activation → dropout, of which the last is only a Linear."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from onelaunch.activations import LEAKY_RELU_SLOPE, saves_input
 from onelaunch.engines.stages import UnsupportedNetworkError, cut_into_stages
 from onelaunch.run.network import Activation, BatchNorm, Dropout, Linear, Network
 
-MOST_OUTPUTS = 1024  # a row of logits stays in a program's registers
+MAX_OUTPUTS = 1024  # a row of logits stays in a program's registers
 
 
 @dataclass
@@ -16,10 +16,11 @@ class Stage:
     linear: Linear
     activation: str | None = None
     p: float = 0.0
-    layer: int = field(default=0)  # of the dropout, among the model's
+    layer: int = 0  # index of the dropout among the model's dropouts
 
     @property
-    def from_z(self) -> bool:
+    def saves_input(self) -> bool:
+        """Whether the backward pass needs z, the value before the activation."""
         return saves_input(self.activation)
 
     def __str__(self) -> str:
@@ -30,7 +31,7 @@ class Stage:
 
 
 def stages_of(network: Network) -> list[Stage]:
-    """The network's stages; UnsupportedNetworkError where its layers do not follow the pattern."""
+    """The network's stages; raises UnsupportedNetworkError where its layers do not follow the pattern."""
     before, *cut = cut_into_stages(network)
     if before.layers:
         raise UnsupportedNetworkError("a layer stands before the first Linear")
@@ -39,12 +40,11 @@ def stages_of(network: Network) -> list[Stage]:
         assert part.linear is not None
         if number == len(cut) and part.layers:
             raise UnsupportedNetworkError("a layer follows the last Linear")
-        stage = Stage(part.linear)
+        stages.append(Stage(part.linear))
         for layer in part.layers:
-            _add(stage, layer)
-        stages.append(stage)
-    if network.outputs > MOST_OUTPUTS:
-        raise UnsupportedNetworkError(f"the model has {network.outputs} outputs, more than {MOST_OUTPUTS}")
+            _add(stages[-1], layer)
+    if network.outputs > MAX_OUTPUTS:
+        raise UnsupportedNetworkError(f"the model has {network.outputs} outputs, more than {MAX_OUTPUTS}")
     return stages
 
 
