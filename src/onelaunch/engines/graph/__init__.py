@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onelaunch import activations
 from onelaunch.device import cuda_capability, cuda_unavailable_reason
 from onelaunch.engines.contract import Run
 from onelaunch.engines.graph.plan.stages import stages_of
@@ -21,22 +22,7 @@ if TYPE_CHECKING:
 
 MAX_ROWS, MAX_BATCH = 2**31 - 1, 2**24  # the row order is int32, and the table counts a batch's rows in float32
 
-ACTIVATIONS = frozenset(
-    {
-        "relu",
-        "leaky_relu",
-        "sigmoid",
-        "tanh",
-        "gelu",
-        "gelu_tanh",
-        "silu",
-        "elu",
-        "selu",
-        "mish",
-        "softplus",
-        "hardswish",
-    }
-)
+ACTIVATIONS = frozenset(activations.ACTIVATIONS)  # its kernels call kernels/tiles.py, which has every entry for level 1
 OPTIMIZERS = frozenset({"sgd", "adam", "adamw", "rmsprop", "lion"})
 
 
