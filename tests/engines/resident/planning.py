@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
 from typing import Any
 
 from onelaunch.device import H200, Chip
@@ -18,13 +18,16 @@ LAYERS = [784, 128, 128, 128, 10]
 
 
 def stages(
-    widths: list[int], activation: str | None = "relu", *, dropout: float = 0.0, bias: bool = True
+    widths: list[int], activation: str | tuple[str, ...] | None = "relu", *, dropout: float = 0.0, bias: bool = True
 ) -> tuple[Stage, ...]:
+    """The stages of an MLP; several activations are used in turn."""
+    names = itertools.cycle(activation if isinstance(activation, tuple) else (activation,))
     found = []
-    for index, (inputs, outputs) in enumerate(pairwise(widths)):
+    for index, (inputs, outputs) in enumerate(itertools.pairwise(widths)):
         chain: list[Activation | Dropout] = []
         if index < len(widths) - 2:
-            chain += [Activation(activation, 0.01)] if activation else []
+            name = next(names)
+            chain += [Activation(name, 0.01)] if name else []
             chain += [Dropout(dropout, index)] if dropout else []
         found.append(Stage(Linear(str(index), inputs, outputs, bias), tuple(chain)))
     return tuple(found)

@@ -262,8 +262,8 @@ class UnitsBlock(Runner):
         for plane, n, tile in product(range(self.plan.planes), range(layer.n_tiles), range(layer.input_tiles)):
             offset = self.copy_offset(layer, use, plane, n, self.rank * layer.input_tiles + tile)
             pieces.append((offset, masters[n * N_TILE :][:N_TILE, tile * N_TILE :][:, :N_TILE] / self.plan.planes))
-        everyone = range(self.plan.blocks)
-        self.write(everyone, f"layer {layer.index}: weights of all", self.plan.last_exchange, use, pieces)
+        receivers = range(self.plan.blocks)
+        self.write(receivers, f"layer {layer.index}: weights of all", self.plan.last_exchange, use, pieces)
 
     def read_copies(self, layer: Layer) -> Array:
         found = np.zeros((layer.units, layer.k_tiles * K_TILE))

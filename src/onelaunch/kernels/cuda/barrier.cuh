@@ -40,7 +40,7 @@ INLINE void barrier_wait(u64* barrier, u32 parity) {
 
 // Barrier of all threads of the cluster, or of a single block. Afterwards all see the barriers initialised (and fenced) before.
 template <int BLOCKS>
-INLINE void everyone_waits() {
+INLINE void sync_cluster() {
     if constexpr (BLOCKS > 1) {
         asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
     } else {
@@ -50,10 +50,10 @@ INLINE void everyone_waits() {
 
 // Barrier of some warps of a block; number 0 is that of the whole block.
 template <int COUNT>
-INLINE void threads_wait(int number) { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory"); }
+INLINE void sync_threads(int number) { asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(COUNT) : "memory"); }
 
 // After this and a barrier, the tensor memory accelerator sees what threads have written to shared memory.
-INLINE void show_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+INLINE void fence_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // True in one thread of a warp, always the same. ptxas knows that it is one thread, and needs no loop over the warp for copies.
 INLINE bool elected() {
@@ -67,6 +67,6 @@ INLINE void release_next() { asm volatile("griddepcontrol.launch_dependents;" ::
 INLINE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 template <int REGISTERS>
-INLINE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+INLINE void release_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS>
-INLINE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+INLINE void acquire_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }

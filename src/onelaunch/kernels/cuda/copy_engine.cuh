@@ -45,7 +45,7 @@ INLINE void store_tile(const TensorMap& map, const void* from, int column, int r
                  : "memory");
 }
 
-INLINE void end_of_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+INLINE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all but the last LATER groups of stores have read their source, which may then be overwritten.
 template <int LATER>
 INLINE void wait_until_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LATER) : "memory"); }

@@ -120,20 +120,20 @@ INLINE void multiply_tile(
     }
     meanwhile();
     products_wait<0>();
-    products_are_there(z);
+    products_written(z);
     if (thread < CLUSTER) barrier_arrive_at(&shared.empty[before], thread);
 }
 
 // The bias of this thread's part of COLUMNS columns.
 template <int COLUMNS>
-INLINE void take_bias(u32* bias, const u16* from) {
+INLINE void load_bias(u32* bias, const u16* from) {
 #pragma unroll
     for (int i = 0; BIASED && i < COLUMNS / 8; ++i) bias[i] = *reinterpret_cast<const u32*>(from + i * 8 + threadIdx.x % 4 * 2);
 }
 
 // Bias and activation of this thread's part of 64 columns of a tile, stored into a box of shared memory.
 template <int KIND>
-INLINE void put_box(const float* z, const u32* bias, u8* box) {
+INLINE void fill_box(const float* z, const u32* bias, u8* box) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const u32 to = shared_address(box) + (thread / 32 * 16 + lane % 16) * BOX * 2;
 #pragma unroll
@@ -154,7 +154,7 @@ INLINE void store_boxes(Shared& shared, const TensorMap& map, Corner corner, int
     for (int box = 0; box < BOXES && corner.column + box * BOX < n; ++box) {
         store_tile(map, shared.y[group][box], corner.column + box * BOX, corner.row + group * 64);
     }
-    end_of_stores();
+    commit_stores();
 }
 
 INLINE void multiply_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, const TensorMap& z_map, int n, int k, int warp) {
@@ -170,18 +170,18 @@ INLINE void multiply_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, 
         u8(*boxes)[BOX_BYTES] = shared.y[group];
         multiply_tile(shared, z, turn, k, group, [&] {
             barrier_wait(&shared.taken[group], parity ^ 1);
-            if constexpr (BIAS_AHEAD) take_bias<TILE_N>(bias, all_bias);
+            if constexpr (BIAS_AHEAD) load_bias<TILE_N>(bias, all_bias);
         });
         auto bias_of = [&](int box) -> const u32* {
             if constexpr (BIAS_AHEAD) return bias + box * BOX / 8;
-            take_bias<BOX>(bias, all_bias + box * BOX);
+            load_bias<BOX>(bias, all_bias + box * BOX);
             return bias;
         };
         if (STORE_Z || !tiles.last()) {
             constexpr int FIRST = AT_ONCE ? ACTIVATION : NONE;
 #pragma unroll
-            for (int box = 0; box < BOXES; ++box) put_box<FIRST>(z + box * BOX / 2, bias_of(box), boxes[box]);
-            if constexpr (STORE_Z || AT_ONCE) show_to_copies();  // otherwise the finishing warps rewrite every byte
+            for (int box = 0; box < BOXES; ++box) fill_box<FIRST>(z + box * BOX / 2, bias_of(box), boxes[box]);
+            if constexpr (STORE_Z || AT_ONCE) fence_before_copies();  // otherwise the finishing warps rewrite every byte
         }
         if (!tiles.last()) {
             barrier_arrive(&shared.ready[group]);
@@ -189,20 +189,20 @@ INLINE void multiply_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, 
         }
         const Corner corner = tiles.corner();
         if constexpr (STORE_Z) {
-            threads_wait<128>(2 + group);
+            sync_threads<128>(2 + group);
             if (leads && elected()) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
-            threads_wait<128>(2 + group);
+            sync_threads<128>(2 + group);
         }
 #pragma unroll
         for (int box = 0; box < BOXES; ++box) {
-            put_box<ACTIVATION>(z + box * BOX / 2, bias_of(box), boxes[box]);
-            show_to_copies();
-            threads_wait<128>(2 + group);
+            fill_box<ACTIVATION>(z + box * BOX / 2, bias_of(box), boxes[box]);
+            fence_before_copies();
+            sync_threads<128>(2 + group);
             if (leads && corner.column + box * BOX < n && elected()) {
                 store_tile(y_map, boxes[box], corner.column + box * BOX, corner.row + group * 64);
             }
         }
-        if (leads && elected()) end_of_stores(), wait_until_read<0>();
+        if (leads && elected()) commit_stores(), wait_until_read<0>();
     }
 }
 
@@ -216,7 +216,7 @@ INLINE void finish_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, co
             barrier_wait(&shared.ready[group], parity);
             if constexpr (STORE_Z) {
                 if (leads && elected()) store_boxes(shared, z_map, corner, n, group), wait_until_read<0>();
-                threads_wait<FINISHERS>(1);
+                sync_threads<FINISHERS>(1);
             }
             if constexpr (!AT_ONCE) {
                 uint4* quads = reinterpret_cast<uint4*>(shared.y[group][0]);
@@ -227,9 +227,9 @@ INLINE void finish_tiles(Shared& shared, Tiles tiles, const TensorMap& y_map, co
                     quad.z = finish_pair<ACTIVATION>(quad.z), quad.w = finish_pair<ACTIVATION>(quad.w);
                     quads[i] = quad;
                 }
-                show_to_copies();
+                fence_before_copies();
             }
-            threads_wait<FINISHERS>(1);  // even without work: a thread two tiles behind would mistake the parity
+            sync_threads<FINISHERS>(1);  // even without work: a thread two tiles behind would mistake the parity
             if (leads && elected()) store_boxes(shared, y_map, corner, n, group);
         }
         if (leads && elected()) {
@@ -262,16 +262,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) linear(
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     const Tiles tiles(m, n);
-    everyone_waits<CLUSTER>();
+    sync_cluster<CLUSTER>();
     wait_for_previous();
     // Broadcast from one lane, so that ptxas knows it is uniform in a warp: descriptors and copy addresses are then free.
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp < 4) {
-        give_registers<88>();
+        release_registers<88>();
         if (warp == 0) load_tiles(shared, tiles, x_map, w_map, bias, n, k);
         else finish_tiles(shared, tiles, y_map, z_map, n, warp);
     } else {
-        take_registers<208>();
+        acquire_registers<208>();
         multiply_tiles(shared, tiles, y_map, z_map, n, k, warp - 4);
     }
 }

@@ -16,7 +16,7 @@ INLINE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" :
 
 // After the last wait: tells the compiler that the asynchronous products have changed z.
 template <int N>
-INLINE void products_are_there(float (&z)[N]) {
+INLINE void products_written(float (&z)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(z[i])::"memory");
 }

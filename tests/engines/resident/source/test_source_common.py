@@ -55,42 +55,40 @@ MAIN = {
 OTHERS = {
     "one linear": Row("sm_80", [7, 3], "one block", {"precision": "fp16", "loss": "bce_with_logits", "by_rows": False}),
     "rows in one block": Row(
-        "sm_80", [5, 9, 2], "rows",
-        {"blocks": 1, "by_rows": True, "optimizer": "rmsprop", "activation": "elu", "dropout": 0.1},
+        "sm_80", [5, 9, 9, 2], "rows",
+        {"blocks": 1, "by_rows": True, "optimizer": "rmsprop", "activation": ("elu", "hardswish"), "dropout": 0.1},
     ),
     "micro-batches": Row(
         "sm_80", [20, 40, 24, 5], "grid",
-        {"blocks": 3, "by_rows": False, "batch": 300, "precision": "fp32", "optimizer": "adamw", "weight_decay": True,
-         "loss": "mse", "activation": "gelu", "dropout": 0.3, "schedule": "cosine", "validates": True},
+        {"blocks": 3, "by_rows": False, "batch": 300, "precision": "tf32", "optimizer": "adamw", "weight_decay": True,
+         "loss": "mse", "activation": ("gelu", "mish"), "dropout": 0.3, "schedule": "cosine", "validates": True},
     ),
     "nesterov": Row(
         "sm_100a", [20, 40, 24, 5], "cluster",
         {"blocks": 2, "cluster": True, "by_rows": False, "batch": 37, "momentum": True, "nesterov": True,
-         "weight_decay": True, "label_smoothing": True, "activation": "leaky_relu", "dropout": 0.5, "schedule": "linear"},
+         "weight_decay": True, "label_smoothing": True, "activation": ("leaky_relu", "softplus"), "dropout": 0.5,
+         "schedule": "linear"},
         faults=True,
     ),
     "adam": Row(
         "sm_100a", [20, 40, 5], "grid",
-        {"blocks": 5, "cluster": False, "precision": "tf32", "optimizer": "adam", "activation": "silu",
+        {"blocks": 5, "cluster": False, "optimizer": "adam", "activation": "silu",
          "schedule": "one_cycle", "uint8_rows": True, "loss": "bce_with_logits"},
         stamps=True,
     ),
     "lion": Row(
         "sm_90a", [5, 9, 9, 2], "one block",
-        {"by_rows": False, "activation": "sigmoid", "precision": "fp16", "batch": 1, "optimizer": "lion"},
+        {"by_rows": False, "activation": ("sigmoid", "selu"), "precision": "fp16", "batch": 1, "optimizer": "lion"},
     ),
     "rmsprop with momentum": Row(
         "sm_80", [5, 9, 2], "one block",
-        {"by_rows": False, "activation": "tanh", "optimizer": "rmsprop", "momentum": True, "uint8_rows": True},
+        {"by_rows": False, "activation": "tanh", "optimizer": "rmsprop", "momentum": True, "uint8_rows": True,
+         "precision": "fp32"},
     ),
     "gelu_tanh": Row(
         "sm_100a", [5, 9, 64], "rows",
         {"blocks": 2, "by_rows": True, "activation": "gelu_tanh", "precision": "fp16", "uint8_rows": True, "batch": 99},
     ),
-    "softplus": Row("sm_80", [7, 9, 3], "one block", {"by_rows": False, "activation": "softplus"}),
-    "mish": Row("sm_80", [7, 9, 3], "one block", {"by_rows": False, "activation": "mish", "validates": True}),
-    "selu": Row("sm_80", [7, 9, 3], "one block", {"by_rows": False, "activation": "selu", "optimizer": "lion"}),
-    "hardswish": Row("sm_80", [7, 9, 3], "one block", {"by_rows": False, "activation": "hardswish"}),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-// A block's part of a layer's weights: who holds what, how it enters a product, how it is updated.
+// A block's part of a layer's weights: which warp holds what, how it enters a product, how it is updated.
 //
 // Layer L has K_TILES k tiles of 16 inputs. K tile `k * WARPS + warp` belongs to that warp, for all of the block's N_TILES tiles of
 // eight units. The fp32 masters of such a 16 x 8 tile are one accumulator tile, in registers or lane by lane in shared memory. The
