@@ -80,7 +80,6 @@ RECORDINGS = {
          "--sizes", ",".join(SIZES), "--out"),
         tuple(("--sizes", size) for size in SIZES), "compare.json",
     ),
-    "fuse-dram": Recording((sys.executable, str(ROOT / "benchmarks" / "dram_bytes.py"))),
     "cold-launch": script("cold_launch.py"),
     "resident-phases": script("resident_phases.py"),
 }  # fmt: skip
