@@ -28,7 +28,7 @@ def run() -> Run:
     return make(model, x, y, (x, y), epochs=4, batch_size=32, momentum=0.9)
 
 
-def course(run: Run, cache_folder: Path, partitions: int, helps: bool | None) -> Course:
+def course(run: Run, cache_folder: Path, partitions: int, threads: bool | None) -> Course:
     """The run with the other threads always (True), never (False) or in every other call (None)."""
     own = copy_of(run)
     session = CpuSession(own, {}, cache_folder=cache_folder, partitions=partitions)
@@ -37,10 +37,10 @@ def course(run: Run, cache_folder: Path, partitions: int, helps: bool | None) ->
     def note(seconds: float) -> None:
         nonlocal calls
         calls += 1
-        session.team.uses_threads = calls % 2 == 0 if helps is None else helps
+        session.team.uses_threads = calls % 2 == 0 if threads is None else threads
 
     session.team.note = note  # type: ignore[method-assign, assignment]
-    session.team.uses_threads = bool(helps)
+    session.team.uses_threads = bool(threads)
     segments = list(session.segments(0, Bystander()))
     session.snapshot()
     session.close()
@@ -53,9 +53,9 @@ def course(run: Run, cache_folder: Path, partitions: int, helps: bool | None) ->
 
 @pytest.mark.parametrize("partitions", [2, 3])
 def test_the_bits_do_not_depend_on_the_threads(run: Run, partitions: int, cache_folder: Path) -> None:
-    first = course(run, cache_folder, partitions, helps=True)
-    for helps in (True, False, None):
-        assert_same_bits(first, course(run, cache_folder, partitions, helps=helps))
+    first = course(run, cache_folder, partitions, threads=True)
+    for threads in (True, False, None):
+        assert_same_bits(first, course(run, cache_folder, partitions, threads=threads))
 
 
 def pace(team: Team, with_threads: float, alone: float, calls: int) -> list[bool]:

@@ -8,8 +8,10 @@ from onelaunch.run.network import parse_network
 
 def test_settings_have_only_what_changes_the_code() -> None:
     """A search over these options costs no compilation."""
-    fields = set(Settings.__dataclass_fields__)
-    assert not fields & {"lr", "betas", "eps", "seed", "rows", "schedule"}
+    fields = Settings.__dataclass_fields__
+    assert not set(fields) & {"lr", "betas", "eps", "seed", "rows", "schedule"}
+    for name in ("momentum", "weight_decay", "label_smoothing"):
+        assert fields[name].type == "bool", f"only whether {name} is used may change the code"
 
 
 def test_small_networks_get_one_partition_and_large_ones_one_per_thread() -> None:
