@@ -48,8 +48,7 @@ def test_digest_changes_with_the_sources_only(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_timed_sources_exist() -> None:
-    from onelaunch.fuse import timing
     from onelaunch.ops import linear_choice
 
-    for name in (*linear_choice.TIMED_SOURCES, *timing.TIMED_SOURCES):
+    for name in linear_choice.TIMED_SOURCES:
         assert sources_digest(name) != sources_digest()

@@ -1,6 +1,6 @@
-"""Compiles every kernel for a GPU that need not be there: `python compile_all.py 90 [bfloat16]`. Prints what it compiled.
+"""Compile every kernel without a GPU: `python compile_all.py 90 [bfloat16]` prints what it compiled for compute capability 9.0.
 
-The launchers run as usual on CPU tensors, but in the place of a launch the kernel is compiled for exactly these arguments.
+The launchers run as usual on CPU tensors, but instead of a launch the kernel is compiled for exactly these arguments.
 """
 
 from __future__ import annotations
@@ -9,11 +9,15 @@ import sys
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from onelaunch.activations import ACTIVATIONS
+from onelaunch.integers import ceil_div
 from onelaunch.kernels import (
     activation_dropout,
     batch_norm,
@@ -27,6 +31,7 @@ from onelaunch.kernels import (
 )
 from onelaunch.kernels.batch_norm_tiles import Layout
 from onelaunch.kernels.dropout_key import DropoutKey
+from onelaunch.kernels.tiles import activate, activation_gradient, activation_gradient_from_output
 
 TYPES = {
     torch.float32: "*fp32",
@@ -107,7 +112,7 @@ def run_launchers(dtype: torch.dtype) -> None:
         activation_dropout.activation_dropout_backward(
             x, y, keep, y, dbias, activation=activation, from_output=from_output, p=0.5
         )
-    many = torch.empty(512, 256, dtype=dtype)  # whose sums are added up by a second kernel
+    many = torch.empty(512, 256, dtype=dtype)  # a second kernel adds its column sums
     activation_dropout.activation_dropout_backward(
         many, many, None, many, dbias, activation="silu", from_output=False, p=0.0
     )
@@ -119,7 +124,7 @@ def run_launchers(dtype: torch.dtype) -> None:
     weight = torch.empty(256)
     statistics, sums = torch.empty(3, 256), torch.empty(2, 256)
     for layout in (Layout(64, 256, 0), Layout(2, 32, 256)):
-        bits = torch.empty(layout.lines, -(-layout.inner // 8), dtype=torch.uint8)
+        bits = torch.empty(layout.lines, ceil_div(layout.inner, 8), dtype=torch.uint8)
         batch_norm.batch_statistics(x, layout, statistics, weight, weight, momentum=0.1, eps=1e-5)
         batch_norm.normalise(x, layout, statistics, weight, weight, y, bits, activation="relu", p=0.5, key=key)
         for training in (True, False):
@@ -145,7 +150,7 @@ def run_launchers(dtype: torch.dtype) -> None:
 
 
 def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
-    """The one kernel whose launcher asks a device (for its multiprocessors): compiled for the arguments it would get."""
+    """Compile the one kernel whose launcher queries the device (for its multiprocessors), for the arguments it would get."""
     x = torch.empty(256, 256, dtype=dtype)
     tile = linear.GemmTile(128, 128, 64, 8, 3)
     tiles = [TensorDescriptor.from_tensor(x, [tile.m, side]) for side in (tile.k, tile.k, tile.n)]
@@ -157,15 +162,36 @@ def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
         compiler(linear.linear_tma_kernel, (4,), tensors, (3, 4, 5, 2.0), (256, 256, 256), constants, **options)
 
 
+@triton.jit
+def activation_kernel(z_ptr, y_ptr, slope_ptr, ACTIVATION: tl.constexpr, FROM_OUTPUT: tl.constexpr):
+    lane = tl.arange(0, 128)
+    z = tl.load(z_ptr + lane)
+    y = activate(z, ACTIVATION)
+    tl.store(y_ptr + lane, y)
+    if FROM_OUTPUT:
+        slope = activation_gradient_from_output(y, ACTIVATION)
+    else:
+        slope = activation_gradient(z, ACTIVATION)
+    tl.store(slope_ptr + lane, slope)
+
+
+def compile_activations(compiler: Compiler) -> None:
+    z = torch.empty(128)
+    for name, entry in ACTIVATIONS.items():
+        compiler(activation_kernel, (1,), (z, z, z), (), (), (name, not entry.saves_input))
+
+
 def main() -> None:
     compiler = Compiler(int(sys.argv[1]))
-    dependent_launch.overlaps_on = lambda device: compiler.target.arch >= 90  # what a device would answer
+    dependent_launch.overlaps_on = lambda device: compiler.target.arch >= 90  # instead of a query of the device
     for module in MODULES:
         module.launch = compiler  # type: ignore[attr-defined]
     dtype = getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
     run_launchers(dtype)
     if compiler.target.arch >= 90:
         compile_tma(compiler, dtype)
+    if compiler.target.arch == 90:  # the other chips have the same instructions for them
+        compile_activations(compiler)
     print("\n".join(compiler.done))
 
 

@@ -3,36 +3,36 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+
+from tests.pairwise import cases
 
 INTERPRETED = not torch.cuda.is_available()
 if INTERPRETED:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
+DTYPES = {"cpu": (torch.float32, torch.float16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 
-@pytest.fixture(
-    params=[
-        pytest.param(
-            "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="the interpreter is off where there is a GPU")
-        ),
-        pytest.param("cuda", marks=pytest.mark.gpu),
+
+def kernel_devices() -> tuple[Any, ...]:
+    """The CPU, for the interpreter, only without a GPU; with one, Triton compiles all kernels of the process."""
+    gpu = pytest.param(torch.device("cuda"), marks=pytest.mark.gpu, id="cuda")
+    return (pytest.param(torch.device("cpu"), id="cpu"), gpu) if INTERPRETED else (gpu,)
+
+
+def kernel_cases(*axes: Sequence[Any]) -> list[Any]:
+    """Pairwise cases of (device, dtype, *axes). The interpreter takes no bfloat16: it is silently wrong in it."""
+    return [
+        pytest.param(*device.values, *case, marks=device.marks, id="-".join((str(device.id), *map(str, case))))
+        for device in kernel_devices()
+        for case in cases(DTYPES[device.values[0].type], *axes)
     ]
-)
+
+
+@pytest.fixture(params=kernel_devices())
 def kernel_device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
-
-
-@pytest.fixture(
-    params=[
-        torch.float32,
-        torch.float16,
-        pytest.param(torch.bfloat16, marks=pytest.mark.gpu),  # the interpreter is silently wrong in bf16
-    ],
-    ids=["fp32", "fp16", "bf16"],
-)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    if request.param is torch.bfloat16 and INTERPRETED:
-        pytest.skip("the interpreter is wrong in bf16")
     return request.param

@@ -1,4 +1,4 @@
-"""Every kernel compiles for the chips we name, on a machine with none of them."""
+"""Every kernel compiles for the supported chips, on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-# Which threads hold what is Triton's choice, and versions choose otherwise unless the kernel leaves them none: with 3.7 the
-# statistics once took 1280, and three times the registers. These are sums of threads that must meet, and no more.
-MOST_SHUFFLES = {
+# Triton chooses which threads hold which elements, and its versions choose differently unless the kernel leaves no choice: with
+# 3.7 the statistics once took 1280 shuffles and three times the registers. These are what the sums across threads need.
+MAX_SHUFFLES = {
     "activation_dropout_forward_kernel": 0,
     "activation_dropout_backward_kernel": 26,
     "statistics_kernel": 76,
@@ -36,8 +36,8 @@ def test_compiles(capability: int) -> None:
     assert ("linear_tma_kernel" in compiled) == (capability >= 90)
     lines = [line.split() for line in done.stdout.splitlines()]
     shuffles = [(name, warps, int(count.removeprefix("shuffles="))) for name, _, warps, count in lines]
-    for name, most in MOST_SHUFFLES.items():
+    for name, limit in MAX_SHUFFLES.items():
         assert [count for other, _, count in shuffles if other == name], name
-        assert max(count for other, _, count in shuffles if other == name) <= most, (name, shuffles)
-    # A row of few classes stays in one thread: what goes from lane to lane are a program's two sums.
+        assert max(count for other, _, count in shuffles if other == name) <= limit, (name, shuffles)
+    # A row of few classes stays in one thread: only a program's two sums need shuffles.
     assert {count for name, warps, count in shuffles if name == "cross_entropy_kernel" and warps == "warps=1"} == {10}

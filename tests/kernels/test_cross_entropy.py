@@ -1,37 +1,55 @@
 # mypy: disable-error-code="call-arg, arg-type"
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.conftest import TOLERANCE
+from tests.kernels.conftest import DTYPES, kernel_cases, kernel_devices
 from tests.kernels.reference import poisoned
+from tests.pairwise import cases
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("rows", "classes"), [(70, 10), (9, 300), (5, 304), (300, 33)])
-@pytest.mark.parametrize("long_rows", [False, True])
+@pytest.fixture
+def take_long_rows(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Makes the kernel for rows that do not fit into registers take all rows, in several blocks."""
+    from onelaunch.kernels import cross_entropy, cross_entropy_long
+
+    def take() -> None:
+        monkeypatch.setattr(cross_entropy, "REGISTER_CLASSES", 1)
+        monkeypatch.setattr(cross_entropy_long, "LOOP_BLOCK", {2: 64, 4: 64})
+
+    return take
+
+
+@pytest.mark.parametrize(
+    ("kernel_device", "dtype", "shape", "smoothing", "reduction"),
+    kernel_cases(
+        # rows, classes, as long rows; only few of these, because one program per row is slow in the interpreter
+        [(70, 10, False), (9, 300, False), (5, 304, False), (150, 33, False), (9, 300, True), (5, 304, True)],
+        [0.0, 0.1],
+        ["mean", "sum", "none"],
+    ),
+)
 def test_loss_and_gradient(
     kernel_device: torch.device,
     dtype: torch.dtype,
-    rows: int,
-    classes: int,
+    shape: tuple[int, int, bool],
     smoothing: float,
     reduction: str,
-    long_rows: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    take_long_rows: Callable[[], None],
 ) -> None:
     from onelaunch.kernels import cross_entropy as kernels
     from onelaunch.kernels import cross_entropy_backward as backward
-    from onelaunch.kernels import cross_entropy_long
 
+    rows, classes, long_rows = shape
     if long_rows:
-        if rows > 50:
-            pytest.skip("a program a row is slow in the interpreter")
-        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
-        monkeypatch.setattr(cross_entropy_long, "LOOP_BLOCK", {2: 64, 4: 64})
+        take_long_rows()
     x = torch.randn(rows, classes, device=kernel_device, dtype=dtype)
     target = torch.randint(classes, (rows,), device=kernel_device)
     target[3] = -100
@@ -58,13 +76,19 @@ def test_loss_and_gradient(
     torch.testing.assert_close(again.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(("rows", "classes"), [(3000, 10), (33_001, 3), (65_537, 10), (32_769, 32), (100_001, 12)])
-def test_many_rows_of_few_classes(kernel_device: torch.device, dtype: torch.dtype, rows: int, classes: int) -> None:
-    """Many programs, whose sums are added up by one more; the gradient of a sum, since a mean's lies below the tolerance."""
+@pytest.mark.parametrize(
+    ("kernel_device", "dtype", "shape"),
+    [
+        case
+        for case in kernel_cases([(3000, 10), (33_001, 3), (65_537, 10), (32_769, 32), (100_001, 12)])
+        if case.values[0].type == "cuda" or math.prod(case.values[2]) < 100_000  # the interpreter is slow
+    ],
+)
+def test_many_rows_of_few_classes(kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """A second kernel adds the sums of many programs. The gradient is that of a sum: a mean's is below the tolerance."""
     from onelaunch.kernels.cross_entropy import cross_entropy_forward
 
-    if kernel_device.type == "cpu" and rows * classes > 100_000:
-        pytest.skip("hundreds of programs are slow in the interpreter")
+    rows, classes = shape
     x = torch.randn(rows, classes, device=kernel_device, dtype=dtype)
     target = torch.randint(classes, (rows,), device=kernel_device)
     target[::7] = -100
@@ -83,18 +107,20 @@ def test_many_rows_of_few_classes(kernel_device: torch.device, dtype: torch.dtyp
             torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize(
-    ("classes", "row_stride", "start"),
-    [(1, 1, 0), (1, 3, 1), (2, 2, 0), (2, 2, 1), (5, 8, 0), (8, 8, 0), (8, 12, 4), (8, 9, 1), (16, 20, 2), (24, 24, 0),
-     (31, 32, 1), (32, 32, 0), (32, 48, 8)],
-)  # fmt: skip
-@pytest.mark.parametrize("rows", [7, 2057])
+STRIDED_ROWS = [  # classes, row stride, first element
+    (1, 1, 0), (1, 3, 1), (2, 2, 0), (2, 2, 1), (5, 8, 0), (8, 8, 0), (8, 12, 4), (8, 9, 1), (16, 20, 2), (24, 24, 0),
+    (31, 32, 1), (32, 32, 0), (32, 48, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel_device", "dtype", "strided_rows", "rows"), kernel_cases(STRIDED_ROWS, [7, 1031]))
 def test_few_classes_of_any_stride_and_start(
-    kernel_device: torch.device, dtype: torch.dtype, rows: int, classes: int, row_stride: int, start: int
+    kernel_device: torch.device, dtype: torch.dtype, strided_rows: tuple[int, int, int], rows: int
 ) -> None:
-    """Rows are loaded in the widest pieces that their size, their distance and their first address allow."""
+    """Rows are loaded in the widest pieces that their length, their stride and their first address allow."""
     from onelaunch.kernels.cross_entropy import cross_entropy_forward
 
+    classes, row_stride, start = strided_rows
     memory = torch.randn(rows * row_stride + 64, device=kernel_device, dtype=dtype)
     x = memory.as_strided((rows, classes), (row_stride, 1), start)
     target = torch.randint(classes, (rows,), device=kernel_device)
@@ -112,29 +138,42 @@ def test_few_classes_of_any_stride_and_start(
     torch.testing.assert_close(dx.cpu().double(), exact.grad, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("offset", [0.0, 4e3, -3e4, 1e6, -1e9, 3e38])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("classes", [10, 300, 304])
-@pytest.mark.parametrize("long_rows", [False, True])
+def offset_cases() -> list[Any]:
+    """Pairwise cases of (device, (dtype, offset that it can hold), classes, long rows, smoothing)."""
+    offsets = (0.0, 4e3, -3e4, 1e6, -1e9, 3e38)
+    return [
+        pytest.param(*device.values, *case, marks=device.marks)
+        for device in kernel_devices()
+        for case in cases(
+            [
+                (dtype, offset)
+                for dtype in DTYPES[device.values[0].type]
+                for offset in offsets
+                if abs(offset) <= torch.finfo(dtype).max
+            ],
+            [10, 300, 304],
+            [False, True],
+            [0.0, 0.1],
+        )
+    ]
+
+
+@pytest.mark.parametrize(("kernel_device", "dtype_and_offset", "classes", "long_rows", "smoothing"), offset_cases())
 def test_logits_far_from_zero_keep_their_digits(
     kernel_device: torch.device,
-    dtype: torch.dtype,
+    dtype_and_offset: tuple[torch.dtype, float],
     classes: int,
     long_rows: bool,
     smoothing: float,
-    offset: float,
-    monkeypatch: pytest.MonkeyPatch,
+    take_long_rows: Callable[[], None],
 ) -> None:
-    """PyTorch takes the largest off first; so must we, or fp32 loses what the offset takes."""
+    """The maximum must be subtracted first, as in PyTorch, or fp32 loses the digits below the offset."""
     from onelaunch.kernels import cross_entropy as kernels
     from onelaunch.kernels import cross_entropy_backward as backward
-    from onelaunch.kernels import cross_entropy_long
 
-    if abs(offset) > torch.finfo(dtype).max:
-        pytest.skip("beyond what the dtype holds")
     if long_rows:
-        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
-        monkeypatch.setattr(cross_entropy_long, "LOOP_BLOCK", {2: 64, 4: 64})
+        take_long_rows()
+    dtype, offset = dtype_and_offset
     x = (torch.randn(6, classes, device=kernel_device) * 3 + offset).to(dtype)
     x[5] = -torch.finfo(dtype).max
     target = x.argmax(dim=1)
@@ -155,16 +194,14 @@ def test_logits_far_from_zero_keep_their_digits(
 
 @pytest.mark.parametrize("long_rows", [False, True])
 @pytest.mark.parametrize("row", [[3e38, 3e38, 0.0], [1e38, 3e38, 2e38], [float("-inf"), 2.0, 1.0], [-3e38, 3.0, 5.0]])
-@pytest.mark.filterwarnings(
-    "ignore:overflow encountered in multiply"
-)  # NumPy's, in the interpreter: -inf is right there
-def test_smoothing_over_logits_at_the_ends_of_fp32(
-    kernel_device: torch.device, row: list[float], long_rows: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.filterwarnings("ignore:overflow encountered in multiply")  # NumPy's, in the interpreter: -inf is correct
+def test_label_smoothing_of_logits_at_the_ends_of_fp32(
+    kernel_device: torch.device, row: list[float], long_rows: bool, take_long_rows: Callable[[], None]
 ) -> None:
     from onelaunch.kernels import cross_entropy as kernels
 
     if long_rows:
-        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
+        take_long_rows()
     x, target = torch.tensor([row], device=kernel_device), torch.tensor([1], device=kernel_device)
     loss = poisoned(1, like=x)
     options = {"smoothing": 0.1, "ignore_index": -100, "reduction": "none"}
@@ -173,33 +210,34 @@ def test_smoothing_over_logits_at_the_ends_of_fp32(
     torch.testing.assert_close(loss.cpu().double(), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("rows", "classes"), [(1, 37), (3, 101), (9, 257), (4, 300), (3, 1001)])
-@pytest.mark.parametrize("long_rows", [False, True])
+@pytest.mark.parametrize(
+    ("kernel_device", "dtype", "shape", "long_rows", "smoothing"),
+    kernel_cases([(1, 37), (3, 101), (9, 257), (4, 300), (3, 1001)], [False, True], [0.0, 0.1]),
+)
 @pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value encountered in subtract")  # the interpreter's
 def test_rows_that_share_pieces_of_memory(
     kernel_device: torch.device,
     dtype: torch.dtype,
-    rows: int,
-    classes: int,
-    smoothing: float,
+    shape: tuple[int, int],
     long_rows: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    smoothing: float,
+    take_long_rows: Callable[[], None],
 ) -> None:
-    """Loaded 16 bytes at a time, with what belongs to the rows beside them: NaN there, and in a row, goes no further, and
-    nothing is written before the first row or behind the last."""
+    """Rows are loaded in pieces of 16 bytes, which include elements of neighbouring rows.
+
+    A NaN in one row must not reach its neighbours, and nothing may be written before the first row or after the last.
+    """
     from onelaunch.kernels import cross_entropy as kernels
     from onelaunch.kernels import cross_entropy_backward as backward
-    from onelaunch.kernels import cross_entropy_long
     from onelaunch.kernels.cross_entropy_row_tiles import shifted_pieces
 
+    rows, classes = shape
     assert shifted_pieces(classes, classes, dtype.itemsize) == (
         16 // dtype.itemsize,
         classes * dtype.itemsize % 16 != 0,
     )
     if long_rows:
-        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
-        monkeypatch.setattr(cross_entropy_long, "LOOP_BLOCK", {2: 64, 4: 64})
+        take_long_rows()
     held, written, again = (
         torch.full((rows * classes + 64,), float("nan"), dtype=dtype, device=kernel_device) for _ in "123"
     )
@@ -239,13 +277,13 @@ def test_rows_are_counted(kernel_device: torch.device, rows: int, parts: int) ->
 
 
 @pytest.mark.parametrize(("rows", "classes", "long_rows"), [(3, 600, False), (50, 600, False), (5, 600, True)])
-def test_rows_that_are_counted_first_leave_nothing_to_rescale(
-    kernel_device: torch.device, rows: int, classes: int, long_rows: bool, monkeypatch: pytest.MonkeyPatch
+def test_rows_that_are_counted_first_need_no_rescaling(
+    kernel_device: torch.device, rows: int, classes: int, long_rows: bool, take_long_rows: Callable[[], None]
 ) -> None:
     from onelaunch.kernels import cross_entropy as kernels
 
     if long_rows:
-        monkeypatch.setattr(kernels, "REGISTER_CLASSES", 1)
+        take_long_rows()
     x = torch.randn(rows, classes, device=kernel_device)
     target = torch.randint(classes, (rows,), device=kernel_device)
     target[::2] = 7
@@ -261,10 +299,10 @@ def test_rows_that_are_counted_first_leave_nothing_to_rescale(
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize(("rows", "classes"), [(3, 600), (50, 600), (700, 20), (2, 9000)])
-def test_the_op_that_writes_its_gradient_in_the_forward(
+def test_the_op_that_writes_its_gradient_in_the_forward_pass(
     kernel_device: torch.device, rows: int, classes: int, reduction: str
 ) -> None:
-    """What runs on CUDA, also in the interpreter: rows counted first or afterwards, one program, parts, rows past registers."""
+    """The eager CUDA path, also in the interpreter: rows counted before or after, one program, several, long rows."""
     from onelaunch.ops.cross_entropy import _EagerCrossEntropy
 
     x = torch.randn(rows, classes, device=kernel_device, requires_grad=True)
@@ -277,11 +315,11 @@ def test_the_op_that_writes_its_gradient_in_the_forward(
     for factor in (1.0, 1.7):
         upstream = torch.full_like(loss, factor)
         (dx,) = torch.autograd.grad(loss, x, upstream, retain_graph=True)
-        (wanted,) = torch.autograd.grad(expected, exact, upstream.cpu().double(), retain_graph=True)
-        torch.testing.assert_close(dx.cpu().double(), wanted, rtol=2e-5, atol=1e-6)
+        (expected_dx,) = torch.autograd.grad(expected, exact, upstream.cpu().double(), retain_graph=True)
+        torch.testing.assert_close(dx.cpu().double(), expected_dx, rtol=2e-5, atol=1e-6)
 
 
-def test_an_ignored_row_has_no_gradient_where_the_upstream_one_is_infinite(kernel_device: torch.device) -> None:
+def test_an_ignored_row_has_no_gradient_where_the_upstream_gradient_is_infinite(kernel_device: torch.device) -> None:
     from onelaunch.ops.cross_entropy import _EagerCrossEntropy
 
     x = torch.randn(4, 7, device=kernel_device, requires_grad=True)
@@ -293,7 +331,7 @@ def test_an_ignored_row_has_no_gradient_where_the_upstream_one_is_infinite(kerne
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_factor_of_one_touches_nothing(kernel_device: torch.device) -> None:
+def test_a_factor_of_one_writes_nothing(kernel_device: torch.device) -> None:
     from onelaunch.kernels.cross_entropy_backward import rescale
 
     dx, out = torch.randn(100, 10, device=kernel_device), torch.full((100, 10), 5.0, device=kernel_device)
@@ -311,15 +349,17 @@ def test_a_target_out_of_range_makes_the_loss_nan(kernel_device: torch.device) -
     assert loss.isnan().tolist() == [False, True, True, False]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-@pytest.mark.parametrize(("rows", "classes"), [(1, 1), (32, 64), (300, 10), (8, 511)])
-def test_a_small_loss_again_and_again(
-    kernel_device: torch.device, dtype: torch.dtype, rows: int, classes: int, smoothing: float, reduction: str
+@pytest.mark.parametrize(
+    ("kernel_device", "dtype", "shape", "smoothing", "reduction"),
+    kernel_cases([(1, 1), (32, 64), (300, 10), (8, 511)], [0.0, 0.1], ["mean", "sum"]),
+)
+def test_a_prepared_small_loss_takes_other_tensors(
+    kernel_device: torch.device, dtype: torch.dtype, shape: tuple[int, int], smoothing: float, reduction: str
 ) -> None:
-    """One prepared launch for all: other tensors, rows to ignore, logits and targets that do not lie on 16 bytes."""
+    """One prepared launch for several calls: other tensors, ignored rows, logits and targets not aligned to 16 bytes."""
     from onelaunch.kernels.cross_entropy import SmallLoss
 
+    rows, classes = shape
     assert SmallLoss.takes(rows, classes)
     held = torch.empty(rows * classes + 1, device=kernel_device, dtype=dtype)
     targets = torch.empty(rows + 1, device=kernel_device, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Launching: what one thread only compiles, another one runs."""
+"""Launching: a thread that only compiles does not affect launches of another thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onelaunch.kernels.launch import call, compiling, needs_triton
 
 
 class Recorded:
-    """In place of a kernel: says how it was called."""
+    """Takes the place of a kernel and tells how it was called."""
 
     run = object()
 
@@ -20,7 +20,7 @@ class Recorded:
         return self
 
 
-def test_compiling_is_of_one_thread() -> None:
+def test_compiling_affects_one_thread_only() -> None:
     kernel = Recorded()
     with ThreadPoolExecutor(1) as pool:
         assert call(kernel, (1,)) == "run"

@@ -1,4 +1,4 @@
-"""What lies oddly in memory: the path to the kernels must copy it or walk it, and write nothing it does not own."""
+"""Tensors of unusual strides: the path to the kernels must copy them or follow the strides, and write nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=5 * RTOL, atol=5 * ATOL)
 
 
-# Made on the device: `.to` would make them contiguous.
+# Created on the device: `.to` would make them contiguous.
 INPUTS = {
     "contiguous": lambda d: torch.randn(3, 6, 5, device=d),
     "channels last": lambda d: torch.randn(3, 5, 6, device=d).transpose(1, 2),
@@ -82,11 +82,11 @@ def test_a_bias_of_any_stride(kernel_device: torch.device, name: str, implementa
     with force_implementation(implementation):
         y = multiplied._forward_cuda(x, weight, bias, "relu", 0.0, True)[0]
     expected = F.relu(F.linear(x.double(), weight.double(), bias.double()))
-    rtol, atol = TOLERANCE[torch.bfloat16]  # a GPU's tf32 rounds the operands; a wrong bias is off by one and more
+    rtol, atol = TOLERANCE[torch.bfloat16]  # tf32 on a GPU rounds the operands; a wrong bias is off by 1 or more
     torch.testing.assert_close(y.double(), expected, rtol=rtol, atol=atol)
 
 
-def test_strided_running_statistics_are_moved_where_they_lie(kernel_device: torch.device) -> None:
+def test_strided_running_statistics_are_updated_in_place(kernel_device: torch.device) -> None:
     x = torch.randn(9, 6, device=kernel_device)
     held = torch.stack((torch.zeros(12), torch.ones(12))).to(kernel_device)
     mean, var = held[:, ::2]

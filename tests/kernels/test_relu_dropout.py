@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.conftest import TOLERANCE
+from tests.kernels.conftest import kernel_cases
 from tests.kernels.reference import KEY, keep_mask, poisoned, unpacked
 
 
-@pytest.mark.parametrize("n", [1, 8, 1031])
-@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(("kernel_device", "dtype", "n", "p"), kernel_cases([1, 8, 1031], [0.0, 0.3, 1.0]))
 def test_values_bits_and_gradient(kernel_device: torch.device, dtype: torch.dtype, n: int, p: float) -> None:
     from onelaunch.kernels.relu_dropout import relu_dropout_backward, relu_dropout_forward
 
@@ -29,7 +29,7 @@ def test_values_bits_and_gradient(kernel_device: torch.device, dtype: torch.dtyp
     torch.testing.assert_close(dx.cpu().double(), expected, rtol=rtol, atol=atol)
 
 
-def test_mask_does_not_know_the_tile_nor_where_the_key_lies(kernel_device: torch.device) -> None:
+def test_mask_does_not_depend_on_the_tile_or_the_place_of_the_key(kernel_device: torch.device) -> None:
     from onelaunch.kernels.dropout_key import DropoutKey
     from onelaunch.kernels.relu_dropout import relu_dropout_forward
 
@@ -42,11 +42,11 @@ def test_mask_does_not_know_the_tile_nor_where_the_key_lies(kernel_device: torch
         masks.append(bits)
     assert torch.equal(masks[0], masks[1])
     assert torch.equal(masks[0], masks[2])
-    relu_dropout_forward(x, y, None, 0.5, KEY)  # without a backward to come, no bits
+    relu_dropout_forward(x, y, None, 0.5, KEY)  # no bits without a backward pass
     assert torch.equal(y.cpu() != 0, unpacked(masks[0], 5000))
 
 
-def test_nan_comes_through_with_its_gradient(kernel_device: torch.device) -> None:
+def test_nan_passes_through_with_its_gradient(kernel_device: torch.device) -> None:
     from onelaunch.kernels.relu_dropout import relu_dropout_backward, relu_dropout_forward
 
     x = torch.full((64,), float("nan"), device=kernel_device)

@@ -1,4 +1,4 @@
-"""An op against autograd of its plain-PyTorch reference in float64."""
+"""An op against autograd of its reference in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assert_same_with_gradients(
     dtype: torch.dtype,
     upstream: torch.Tensor | None = None,
 ) -> None:
-    """Values element by element; gradients by the norm of their error, since sums over rows round with the number of rows."""
+    """Compare values by element and gradients by the norm of their error, which grows with the number of rows summed over."""
     rtol, atol = TOLERANCE[dtype]
     exact = float64_copies(inputs)
     expected = reference(*exact)

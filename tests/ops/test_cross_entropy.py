@@ -9,11 +9,14 @@ from onelaunch.nn import CrossEntropyLoss
 from onelaunch.ops import cross_entropy
 from onelaunch.ops.cross_entropy import cross_entropy_gradient_op, cross_entropy_op
 from tests.ops.compare import assert_same_with_gradients
+from tests.ops.conftest import DTYPES
+from tests.pairwise import cases
 
 
-@pytest.mark.parametrize("shape", [(9,), (40, 10), (17, 1300), (4, 7, 5), (2, 6, 3, 4)])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("dtype", "shape", "reduction", "smoothing"),
+    cases(DTYPES, [(9,), (40, 10), (17, 1300), (4, 7, 5), (2, 6, 3, 4)], ["mean", "sum", "none"], [0.0, 0.1]),
+)
 def test_values_and_gradients(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], reduction: str, smoothing: float
 ) -> None:
@@ -45,7 +48,7 @@ def test_gradient_of_one_and_a_second_backward(device: torch.device) -> None:
     torch.testing.assert_close(third, expected)
 
 
-def test_all_ignored_is_what_torch_says(device: torch.device) -> None:
+def test_all_rows_ignored_gives_what_pytorch_gives(device: torch.device) -> None:
     logits = torch.randn(4, 5, device=device, requires_grad=True)
     target = torch.full((4,), -100, device=device)
     loss = cross_entropy(logits, target)
@@ -130,7 +133,7 @@ def test_module() -> None:
 
 
 def test_the_same_small_call_again_with_other_tensors(device: torch.device) -> None:
-    """What is prepared for the first of them is right for all: in any layout, under autocast, with no gradient wanted."""
+    """The launch prepared for the first call fits the others: in any layout, under autocast, without gradient."""
     for number in range(8):
         logits = torch.randn(10, 24, device=device).t() if number == 2 else torch.randn(24, 10, device=device)
         target = (

@@ -1,4 +1,4 @@
-"""What every op must survive: torch.compile, torch.export, checkpointing, DDP, CUDA graphs, very large tensors."""
+"""All ops under torch.compile, torch.export, checkpointing, DDP and CUDA graphs, and with very large tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
 from onelaunch.ops import batch_norm, cross_entropy, relu_dropout
 from onelaunch.ops.linear_choice import LIBRARY, force_implementation
 
-# The autograd thread has no CUDA context yet when its first product is a library's.
+# The autograd thread has no CUDA context yet if cuBLAS is the first to use it.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 
 
@@ -40,7 +40,7 @@ def batch(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(20, 12, device=device), torch.randint(5, (20,), device=device)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the compiler itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_compile_in_one_graph(device: torch.device, dropout: float) -> None:
     torch._dynamo.reset()
@@ -93,7 +93,7 @@ def test_ddp(tmp_path: Path) -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
         del model
     finally:
-        gc.collect()  # DDP goes before its group, as in train/distributed.py: else the two may wait for each other
+        gc.collect()  # DDP must be freed before its group, as in run/distributed.py, or the two may wait for each other
         torch.distributed.destroy_process_group()
 
 
@@ -117,7 +117,7 @@ def test_a_replayed_graph_draws_new_masks() -> None:
     masks = []
     for _ in range(2):
         graph.replay()
-        assert torch.equal(dx, y.detach())  # 2 where kept, as the output is
+        assert torch.equal(dx, y.detach())  # 2 where kept, like the output
         masks.append([tensor.detach() != 0 for tensor in (y, z, linear_y)])
     for first, second in zip(*masks, strict=True):
         assert not torch.equal(first, second)

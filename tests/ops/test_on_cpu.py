@@ -1,4 +1,4 @@
-"""CPU tensors: PyTorch's own functions in ordinary calls without dropout, the ops everywhere else, and both alike."""
+"""CPU tensors: PyTorch's own functions in ordinary calls without dropout, the custom ops elsewhere, with equal results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onelaunch as ol
-from onelaunch.activations import activate
+from onelaunch.activations import ACTIVATIONS, activate
 from onelaunch.errors import OnelaunchError
-from onelaunch.ops.arguments import ACTIVATIONS
 
 OPS = torch.ops.onelaunch
 
@@ -27,10 +26,10 @@ def never(*_: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_ordinary_calls_are_pytorchs_to_the_bit(
+def test_ordinary_calls_equal_pytorch_to_the_bit(
     activation: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for `cross_entropy` of halves, which is that of fp32, rounded."""
+    """Except `cross_entropy` of 16-bit logits, which is computed in fp32 and rounded."""
     for name in ("linear", "batch_norm", "cross_entropy"):
         monkeypatch.setattr(importlib.import_module(f"onelaunch.ops.{name}"), f"{name}_op", never)
     x, image = torch.randn(6, 4, dtype=dtype), torch.randn(3, 4, 5, 2, dtype=dtype)
@@ -62,25 +61,25 @@ def test_ordinary_calls_are_pytorchs_to_the_bit(
             [image],
         ),
     ]
-    for function, plain, tensors in pairs:
+    for function, reference, tensors in pairs:
         results = []
-        for one in (function, plain):
-            wanted = [tensor.clone().requires_grad_() for tensor in tensors]
-            y = one(*wanted)
-            results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
+        for one in (function, reference):
+            leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+            y = one(*leaves)
+            results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
         assert all(mine.equal(yours) for mine, yours in zip(*results, strict=True))
     assert ours.equal(theirs)
     assert moved[0].equal(moved[1])
 
 
 @pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
-def test_the_ops_themselves_are_right_too(activation: str | None) -> None:
-    """They run in compiled and exported programs, under dispatch modes, and with dropout."""
+def test_the_custom_ops_equal_pytorch(activation: str | None) -> None:
+    """Compiled and exported programs, dispatch modes and calls with dropout run them."""
     x, image = torch.randn(6, 4, dtype=torch.float64), torch.randn(3, 4, 5, dtype=torch.float64)
     w, b = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     scale, shift = torch.rand(2, 4, dtype=torch.float64)
     target = torch.randint(4, (6,))
-    for function, plain, tensors in (
+    for function, reference, tensors in (
         (
             lambda *t: OPS.linear(*t, activation, 0.0, True)[0],
             lambda *t: activate(F.linear(*t), activation),
@@ -97,9 +96,9 @@ def test_the_ops_themselves_are_right_too(activation: str | None) -> None:
             [x],
         ),
     ):
-        wanted = tuple(tensor.clone().requires_grad_() for tensor in tensors)
-        torch.testing.assert_close(function(*wanted), plain(*wanted))
-        assert torch.autograd.gradcheck(function, wanted)
+        leaves = tuple(tensor.clone().requires_grad_() for tensor in tensors)
+        torch.testing.assert_close(function(*leaves), reference(*leaves))
+        assert torch.autograd.gradcheck(function, leaves)
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (3, 4, 2), (3, 4, 2, 5)])
@@ -134,8 +133,8 @@ def test_batch_norms_of_all_ranks(ours: Any, theirs: Any, shape: tuple[int, ...]
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_checkpointing_moves_statistics_as_it_does_pytorchs(momentum: float | None, dropout: float) -> None:
-    """Twice a step; the second forward may end as soon as all is there that the backward needs."""
+def test_checkpointing_updates_statistics_as_with_pytorch(momentum: float | None, dropout: float) -> None:
+    """Twice per step; the recomputed forward pass may stop as soon as it has what the backward pass needs."""
     ours, theirs = ol.nn.BatchNorm1d(3, momentum=momentum, dropout=dropout), nn.BatchNorm1d(3, momentum=momentum)
     for shift in (0, 10, 20):
         x = (torch.randn(100, 3) + shift).requires_grad_()
@@ -145,7 +144,7 @@ def test_checkpointing_moves_statistics_as_it_does_pytorchs(momentum: float | No
         torch.testing.assert_close(ours.state_dict()[name], value)
 
 
-def test_modules_pass_as_what_they_replace() -> None:
+def test_modules_are_instances_of_what_they_replace() -> None:
     x, target = torch.randn(5, 4), torch.randint(4, (5,))
     loss = ol.nn.CrossEntropyLoss(ignore_index=0)
     assert isinstance(loss, nn.CrossEntropyLoss)
@@ -158,15 +157,15 @@ def test_modules_pass_as_what_they_replace() -> None:
 
 def test_logits_far_from_zero_keep_the_digits_of_their_gradient() -> None:
     x, target = torch.randn(8, 4) * 3 + 1e6, torch.randint(4, (8,))
-    wanted = x.clone().requires_grad_()
-    (ours,) = torch.autograd.grad(OPS.cross_entropy(wanted, target, 0.0, -100, "mean", False)[0], wanted)
+    leaves = x.clone().requires_grad_()
+    (ours,) = torch.autograd.grad(OPS.cross_entropy(leaves, target, 0.0, -100, "mean", False)[0], leaves)
     exact = x.double().requires_grad_()
     (theirs,) = torch.autograd.grad(F.cross_entropy(exact, target), exact)
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
-def test_second_derivatives_where_no_row_counts_are_zero(dtype: torch.dtype) -> None:
+def test_second_derivatives_are_zero_where_all_rows_are_ignored(dtype: torch.dtype) -> None:
     x = torch.randn(4, 3, dtype=dtype, requires_grad=True)
     loss = OPS.cross_entropy(x, torch.full((4,), -100), 0.0, -100, "mean", False)[0]
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -174,26 +173,26 @@ def test_second_derivatives_where_no_row_counts_are_zero(dtype: torch.dtype) -> 
     assert torch.autograd.grad(gradient.sum(), x)[0].eq(0).all()
 
 
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "tanh", "sigmoid"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_slopes_of_halves_are_rounded_once(activation: str, dtype: torch.dtype) -> None:
+def test_derivatives_in_16_bits_are_rounded_once(activation: str, dtype: torch.dtype) -> None:
     x = torch.cat((torch.linspace(-8, 8, 500), torch.tensor([-6e4, -720.0, 700.0, 6e4]))).to(dtype)[:, None]
-    wanted, exact, one = x.clone().requires_grad_(), x.double().requires_grad_(), torch.ones(1, 1, dtype=dtype)
+    leaves, exact, one = x.clone().requires_grad_(), x.double().requires_grad_(), torch.ones(1, 1, dtype=dtype)
     (theirs,) = torch.autograd.grad(activate(exact, activation).sum(), exact)
     limit = torch.finfo(dtype).eps
-    for y in (ol.linear(wanted, one, activation=activation), OPS.linear(wanted, one, None, activation, 0.0, True)[0]):
-        (ours,) = torch.autograd.grad(y.sum(), wanted)
+    for y in (ol.linear(leaves, one, activation=activation), OPS.linear(leaves, one, None, activation, 0.0, True)[0]):
+        (ours,) = torch.autograd.grad(y.sum(), leaves)
         torch.testing.assert_close(ours.double(), theirs, rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("training", [1, np.bool_(True), torch.tensor(True)])
-def test_training_is_whatever_is_true(training: Any) -> None:
+def test_training_may_be_any_truth_value(training: Any) -> None:
     x, running = torch.randn(6, 5), (torch.zeros(5), torch.ones(5))
     y = ol.batch_norm(x, *(one.clone() for one in running), training=training)
     assert y.equal(F.batch_norm(x, *running, training=True))
 
 
-def test_sums_of_a_mixed_backward_are_what_its_fake_says() -> None:
+def test_the_fake_of_a_backward_pass_with_mixed_dtypes() -> None:
     x, bits = torch.randn(6, 5), torch.empty(0, 0, dtype=torch.uint8)
     arguments = (x, x, torch.rand(2, 5), bits, torch.ones(5).double(), None, True, "gelu", 0.0)
     torch.library.opcheck(OPS.batch_norm_backward.default, arguments)
@@ -215,7 +214,7 @@ MISTAKES: list[tuple[Callable[[Tensor, Tensor], object], str]] = [
     (lambda x, t: ol.cross_entropy(x, x[:2]), r"shape \(2, 4\) and logits \(4, 4\): pass equal shapes"),
     (
         lambda x, t: ol.cross_entropy(x, F.one_hot(t, 4)),
-        r"unfit for logits \(4, 4\): pass \(4,\), as target.argmax\(1\)",
+        r"which does not fit logits \(4, 4\): pass \(4,\), as target.argmax\(1\)",
     ),
     (
         lambda x, t: ol.cross_entropy(x.view(2, 2, 4), t.view(2, 2)),
@@ -228,7 +227,7 @@ MISTAKES: list[tuple[Callable[[Tensor, Tensor], object], str]] = [
         lambda x, _: ol.nn.BatchNorm1d(3)(x),
         r"running_mean has shape \(3,\) and x \(4, 4\): pass .* shape \(4,\), .*, or x of 3 channels",
     ),
-    (lambda x, _: ol.nn.BatchNorm1d(4)(x[:1]), r"one value a channel: pass more rows, .* a module's eval\(\)"),
+    (lambda x, _: ol.nn.BatchNorm1d(4)(x[:1]), r"one value per channel: pass more rows, .* a module's eval\(\)"),
     (lambda x, t: ol.cross_entropy(x, t, ignore_index=1.0), "ignore_index=1.0 is not an integer: pass a class"),
     (lambda x, t: ol.cross_entropy(x, t, reduction=np.array(["mean"])), "reduction=array.* is of type ndarray"),
 ]
@@ -246,16 +245,16 @@ def test_a_mistake_is_one_line(call: Callable[[Tensor, Tensor], object], message
 @pytest.mark.parametrize(
     "call", [lambda x, t: ol.linear(x, x, activation="rellu"), lambda x, t: ol.cross_entropy(x, t, reduction="men")]
 )
-def test_a_mistake_in_a_whole_graph_is_told_too(call: Callable[[Tensor, Tensor], object]) -> None:
-    """Not what of the message's making could not be traced."""
+def test_a_mistake_in_a_compiled_graph_has_the_same_message(call: Callable[[Tensor, Tensor], object]) -> None:
+    """Not an error about code that makes the message and cannot be traced."""
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"is not known: pass one of .*; did you mean"):
         torch.compile(call, backend="eager", fullgraph=True)(torch.randn(4, 4), torch.randint(4, (4,)))
 
 
-def test_an_index_of_numpys_is_an_index() -> None:
+def test_an_integer_of_numpy_is_an_index() -> None:
     x, target = torch.randn(4, 4), torch.tensor([0, 1, 2, 3])
     for dtype in (torch.float32, torch.bfloat16):
         ours = ol.cross_entropy(x.to(dtype), target, ignore_index=np.int64(2))
         torch.testing.assert_close(ours, F.cross_entropy(x.to(dtype), target, ignore_index=2))
     prepared = importlib.import_module("onelaunch.ops.cross_entropy")._prepared(x, target, 0.0, np.int64(2), "mean")
-    assert type(prepared.sizes[-1]) is int  # a compiled kernel gets it as it is
+    assert type(prepared.sizes[-1]) is int  # it is passed to a compiled kernel unchanged

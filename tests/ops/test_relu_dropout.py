@@ -8,12 +8,13 @@ from onelaunch.nn import ReLUDropout
 from onelaunch.ops import relu_dropout
 from onelaunch.ops.relu_dropout import relu_dropout_op, relu_dropout_reference
 from tests.ops.compare import assert_same_with_gradients
+from tests.ops.conftest import DTYPES
+from tests.pairwise import cases
 
 SHAPES = [(1,), (7, 5), (3, 4, 33), (2, 3, 4, 5, 6)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
+@pytest.mark.parametrize(("dtype", "shape", "p"), cases(DTYPES, SHAPES, [0.0, 0.25, 1.0]))
 def test_values_and_gradients(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...], p: float) -> None:
     x = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
     y = relu_dropout(x, p)
@@ -79,7 +80,7 @@ def test_keep_rate_and_neighbours(device: torch.device, p: float) -> None:
     n = 2**18
     kept = relu_dropout(torch.ones(n, device=device), p) != 0
     assert abs(kept.double().mean() - (1 - p)) < 4 * (p * (1 - p) / n) ** 0.5
-    # Chi-square of the 16 patterns of four neighbours, 15 degrees of freedom: 44.3 is passed once in 10,000.
+    # Chi-square of the 16 patterns of four neighbours, 15 degrees of freedom: 44.3 is exceeded once in 10,000.
     patterns = (kept.view(-1, 4).int() * torch.tensor([1, 2, 4, 8], device=device)).sum(1)
     counts = torch.bincount(patterns, minlength=16).double().cpu()
     ones = torch.tensor([bin(k).count("1") for k in range(16)])

@@ -218,7 +218,6 @@ def choose_implementation(call: Call) -> Implementation:
     device = x.device.index
     pointers = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
     aligned = pointers % 16 == 0 and x.stride(0) >= k <= weight.stride(0)  # as the copy engine requires
-    # `known_fastest` makes the same key, without the device, in the same order.
     key = (
         device, x.dtype, shape_class(m), weight.shape[0], k, call.activation, call.keep is not None,
         call.z is not None, bias is not None, _allows_tf32(x), x.stride(0) % 8, weight.stride(0) % 8, aligned,
@@ -226,7 +225,7 @@ def choose_implementation(call: Call) -> Implementation:
     known = _chosen.get(key)
     if known is not None:
         return known
-    text = _key_text(key[1:])
+    text = " ".join(map(str, key[1:]))
     times = times_on_device(device).times(text)
     capturing_now = torch.cuda.is_current_stream_capturing()
     if capturing_now and not times:
@@ -241,24 +240,6 @@ def choose_implementation(call: Call) -> Implementation:
     by_name = {option.name: option for option in options}
     _chosen[key] = by_name[fastest({name: times[name] for name in by_name})]
     return _chosen[key]
-
-
-def _key_text(key: tuple[Any, ...]) -> str:
-    return " ".join(map(str, key))
-
-
-def known_fastest(
-    times: MeasuredTimes, dtype: torch.dtype, rows: int, n: int, k: int, *, activation: str | None, dropout: bool,
-    saves_z: bool, bias: bool,
-) -> str | None:  # fmt: skip
-    """The name of the implementation that was measured fastest for contiguous, aligned x [rows, k] and weight [n, k].
-
-    None if that shape was not measured. `saves_z`: the backward pass needs the value before the activation.
-    """
-    tf32 = dtype == torch.float32 and torch._C._get_cublas_allow_tf32()
-    key = (dtype, shape_class(rows), n, k, activation, dropout, saves_z, bias, tf32, k % 8, k % 8, True)
-    measured = times.times(_key_text(key))
-    return fastest(measured) if measured else None
 
 
 def fastest(times: dict[str, float]) -> str:

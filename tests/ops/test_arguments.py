@@ -1,4 +1,4 @@
-"""A call like one that was found right is not checked again; one that only looks like it is."""
+"""A call like one that passed the checks is not checked again; a call that only looks like it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.ops.arguments import KnownCalls
 
 
-def test_calls_are_told_apart():
+def test_different_calls_are_distinguished():
     known, x, w = KnownCalls(), torch.zeros(4, 3), torch.zeros(5, 3)
     known.add(known.ask((x, w, None), "relu", 1.0))
     assert known.ask((torch.ones(4, 3), w, None), "relu", 1.0) is True
@@ -23,20 +23,20 @@ def test_calls_are_told_apart():
         ((x.to("meta"), w.t(), None), "relu", 1.0),
         ((x, w.t(), None), "relu", 1.0),
         ((x, w, None), "gelu", 1.0),
-        ((x, w, None), "relu", True),  # equal to 1.0, and no probability
+        ((x, w, None), "relu", True),  # equal to 1.0, but not a probability
         ((x, w, None), "relu", 1),
     ]
     for tensors, *options in others:
         assert known.ask(tensors, *options) is not True
 
 
-def test_what_has_no_key_is_never_known():
+def test_a_call_without_a_key_is_never_known():
     known = KnownCalls()
     for tensors, option in ((([1.0, 2.0],), 0.5), ((torch.zeros(2),), [0.5])):
         assert known.ask(tensors, option) is None
 
 
-def test_they_are_forgotten_before_they_are_too_many(monkeypatch):
+def test_the_number_of_known_calls_is_limited(monkeypatch):
     monkeypatch.setattr(KnownCalls, "MAX_CALLS", 3)
     known = KnownCalls()
     for number in range(10):
@@ -46,7 +46,7 @@ def test_they_are_forgotten_before_they_are_too_many(monkeypatch):
 
 
 def test_compiled_calls_do_not_depend_on_what_is_known():
-    """Else each new eager call would compile them again."""
+    """Otherwise each new eager call would compile them again."""
     counter = CompileCounter()
     modules = [importlib.import_module(f"onelaunch.ops.{name}") for name in ("linear", "batch_norm", "cross_entropy")]
 
@@ -64,7 +64,7 @@ def test_compiled_calls_do_not_depend_on_what_is_known():
 
 
 @pytest.mark.gpu
-def test_a_wrong_call_after_a_right_one_is_refused():
+def test_an_invalid_call_after_a_valid_one_is_refused():
     x, w, b = torch.randn(8, 4, device="cuda"), torch.randn(6, 4, device="cuda"), torch.randn(6, device="cuda")
     linear(x, w, b, activation="relu", dropout=1.0)
     for change in ({"dropout": True}, {"dropout": 1.5}, {"activation": "rulu"}):
@@ -76,7 +76,7 @@ def test_a_wrong_call_after_a_right_one_is_refused():
     with torch.autocast("cuda", torch.bfloat16):
         linear(x, w.bfloat16(), b, activation="relu", dropout=1.0)  # cast to one dtype
     with pytest.raises(OnelaunchError, match="weight has dtype"):
-        linear(x, w.bfloat16(), b, activation="relu", dropout=1.0)  # and outside not
+        linear(x, w.bfloat16(), b, activation="relu", dropout=1.0)  # but not outside autocast
     target = torch.zeros(8, dtype=torch.int64, device="cuda")
     cross_entropy(x, target)
     for arguments in ((x, target[:4]), (x, target.cpu()), (x, target.bool())):
