@@ -32,7 +32,7 @@ def inputs() -> torch.Tensor:
     return torch.cat((EDGES, torch.linspace(-30, 30, 601, dtype=torch.float64), near_zero))
 
 
-@pytest.fixture(params=ACTIVATIONS.values(), ids=ACTIVATIONS)
+@pytest.fixture(params=ACTIVATIONS.values(), ids=list(ACTIVATIONS))
 def entry(request: pytest.FixtureRequest) -> Activation:
     return request.param
 

@@ -1,4 +1,4 @@
-"""A CUDA graph is recorded whatever other threads and the garbage collector are doing."""
+"""A CUDA graph is captured whatever other threads and the garbage collector do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from onelaunch.capture import _stream_on, capturing
 
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What `torch.cuda.graph` is called with, on machines that have no CUDA too."""
+    """The options of each call of `torch.cuda.graph`, which is replaced: no GPU is needed."""
     calls: list[dict[str, Any]] = []
 
     class Graph:
@@ -33,12 +33,12 @@ class Cycle:
         self.self = self
 
 
-def test_the_collector_rests_and_wakes(entered):
+def test_the_collector_is_disabled_during_a_capture(entered):
     gc.collect()
     dead = weakref.ref(Cycle())
     with capturing(None, stream="a stream"):
         for _ in range(10_000):
-            Cycle()  # enough to wake it several times
+            Cycle()  # enough for several collections
         assert dead() is not None
     assert gc.isenabled()
     gc.collect()
@@ -46,7 +46,7 @@ def test_the_collector_rests_and_wakes(entered):
     assert entered == [{"capture_error_mode": "thread_local", "stream": "a stream"}]
 
 
-def test_it_rests_until_the_last_of_two_captures_ends(entered):
+def test_it_is_disabled_until_the_last_of_two_captures_ends(entered):
     first, second = capturing(None), capturing(None)
     first.__enter__()
     second.__enter__()
@@ -56,7 +56,7 @@ def test_it_rests_until_the_last_of_two_captures_ends(entered):
     assert gc.isenabled()
 
 
-def test_it_wakes_after_an_error_and_sleeps_on_if_it_slept(entered):
+def test_it_is_restored_after_an_error_and_stays_disabled_if_it_was(entered):
     with pytest.raises(ValueError, match="body"), capturing(None):
         raise ValueError("body")
     assert gc.isenabled()
@@ -70,7 +70,7 @@ def test_it_wakes_after_an_error_and_sleeps_on_if_it_slept(entered):
 
 
 @pytest.mark.gpu
-def test_random_numbers_are_drawn_after_a_capture_that_failed():
+def test_random_numbers_can_be_drawn_after_a_failed_capture():
     def fails() -> None:
         with capturing(torch.cuda.CUDAGraph()):
             torch.rand(3, device="cuda")
@@ -91,8 +91,8 @@ def test_random_numbers_are_drawn_after_a_capture_that_failed():
     assert not second.equal(drawn)
 
 
-def test_with_more_than_one_device_a_capture_is_on_its_own(entered, monkeypatch):
-    """PyTorch's stream for captures would be that of the first: work of another device would run and not be recorded."""
+def test_with_several_devices_a_capture_has_a_stream_of_its_device(entered, monkeypatch):
+    """PyTorch's capture stream belongs to the first device: work on another device would run and not be captured."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream on {device}")
     for device in (1, 0, 1):

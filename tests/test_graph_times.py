@@ -1,4 +1,4 @@
-"""The turns in which calls are timed. Graphs and clock are stand-ins; the GPU tests of linear and fuse have real ones."""
+"""The order in which calls are timed. Graphs and clock are fakes; the GPU tests of linear and fuse have real ones."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from onelaunch.ops import linear_choice
 
 
 @pytest.fixture(autouse=True)
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every replay takes a second longer than the one before it: 9, 10, …"""
+def fake_graphs_and_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every replay takes one second longer than the previous one: 9, 10, …"""
 
     class Graph:
         def replay(self) -> None: ...
@@ -29,8 +29,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1000))
 
 
-def test_each_candidate_gets_the_least_of_its_times_and_what_cannot_run_none() -> None:
-    """And the error that Triton keeps of it does not keep the tensors."""
+def test_the_smallest_time_counts_and_what_cannot_run_is_infinite() -> None:
+    """The error that Triton keeps does not keep the call's tensors alive."""
     from triton.runtime.errors import OutOfResources
 
     kept, ran = [], []
@@ -45,14 +45,14 @@ def test_each_candidate_gets_the_least_of_its_times_and_what_cannot_run_none() -
     runs = linear_choice.Implementation("runs", lambda call: ran.append(call.x.data_ptr()))
     times = linear_choice.time_implementations([runs, linear_choice.Implementation("cannot", too_large)], call)
     assert times["cannot"] == float("inf")
-    assert times["runs"] == 10 / 2  # the first told how often to repeat it: the fewest times
+    assert times["runs"] == 10 / 2  # the first replay, of 9 s, decided the number of calls per graph: the minimum
     assert len(set(ran)) == 2
     del x, call
     assert gone() is None
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), "ptxas"])
-def test_a_candidate_that_finds_no_room_is_not_taken(error: Exception | str) -> None:
+def test_a_candidate_that_does_not_fit_is_not_taken(error: Exception | str) -> None:
     from triton.runtime.errors import PTXASError
 
     def fails(number: int) -> None:
@@ -61,8 +61,8 @@ def test_a_candidate_that_finds_no_room_is_not_taken(error: Exception | str) -> 
     assert graph_times.graph_times({"fails": fails, "runs": lambda number: None}) == {"fails": math.inf, "runs": 10 / 2}
 
 
-def test_chains_are_timed_apart_and_fused_in_turns() -> None:
-    ran = []
-    times = device_times({"apart": lambda: ran.append("apart"), "fused": lambda: ran.append("fused")})
-    assert times == {"apart": 11 / 2, "fused": 12 / 2}  # after one replay each that told how often to repeat it
-    assert ran.count("apart") == ran.count("fused") == 3 + 1 + 1 + 2
+def test_samples_are_taken_in_turns() -> None:
+    ran: list[str] = []
+    times = graph_times.graph_times({name: lambda _, name=name: ran.append(name) for name in ("unfused", "fused")})
+    assert times == {"unfused": 11 / 2, "fused": 12 / 2}  # after one replay of each that decided the number of calls
+    assert ran.count("unfused") == ran.count("fused") == 1 + 1 + 2
