@@ -73,7 +73,7 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
 
 def _warn(console: Console, words: str) -> None:
     if words:
-        print_line(console, words, "yellow")
+        console.print(words, style="yellow", highlight=False)  # wrapped: longer than some terminals are wide
 
 
 def _command(groups: list[str], filter: str, quick: bool, limit: float | None, large: bool) -> str:
