@@ -63,6 +63,8 @@ def test_a_candidate_that_does_not_fit_is_not_taken(error: Exception | str) -> N
 
 def test_samples_are_taken_in_turns() -> None:
     ran: list[str] = []
-    times = graph_times.graph_times({name: lambda _, name=name: ran.append(name) for name in ("unfused", "fused")})
+    times = graph_times.graph_times(
+        {"unfused": lambda number: ran.append("unfused"), "fused": lambda number: ran.append("fused")}
+    )
     assert times == {"unfused": 11 / 2, "fused": 12 / 2}  # after one replay of each that decided the number of calls
     assert ran.count("unfused") == ran.count("fused") == 1 + 1 + 2
