@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 
 from onelaunch.engines.resident.plan.layers import Layer
+from onelaunch.engines.resident.plan.rows_layout import COPIES, PARTS
 from onelaunch.engines.resident.plan.rows_plan import RowsPlan
 from onelaunch.engines.resident.plan.settings import K_TILE, N_TILE, SCORE_BYTES, TILE_BYTES, WARPS
-from onelaunch.engines.resident.source.rows_source import COPIES, PARTS
 from tests.engines.resident.exchanges import Piece, Ready, Wires
 from tests.engines.resident.fragments import BYTES, Array
 from tests.engines.resident.running import Runner, Task, chain, loss_of

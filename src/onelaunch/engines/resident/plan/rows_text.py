@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from onelaunch.engines.resident.plan.layers import Layer
+from onelaunch.engines.resident.plan.rows_layout import RowsLayout
 from onelaunch.engines.resident.plan.settings import ROW_TILE, WARPS
 from onelaunch.engines.resident.plan.text import MEMORIES, describe
-
-if TYPE_CHECKING:
-    from onelaunch.engines.resident.plan.rows_plan import RowsPlan
 
 PHASES = {
     "rows arrive": "waits for their copy",
@@ -24,7 +21,7 @@ PHASES = {
 }
 
 
-def rows_text(plan: RowsPlan) -> str:
+def rows_text(plan: RowsLayout) -> str:
     placement = f"one block of {WARPS} warps: an exchange would cost more than it saves"
     if plan.blocks > 1:
         why = "each has the whole network and its part of the rows, so nothing is exchanged between layers"
@@ -35,7 +32,7 @@ def rows_text(plan: RowsPlan) -> str:
     return describe(plan, placement=placement, rows=rows, ownership=partial(_ownership, plan), phase=PHASES.__getitem__)
 
 
-def _ownership(plan: RowsPlan, layer: Layer) -> str:
+def _ownership(plan: RowsLayout, layer: Layer) -> str:
     first, last = plan.first_slot(layer), plan.first_slot(layer) + plan.layer_slots(layer) - 1
     slots = f"slots {first} to {last}, of which block s % {plan.blocks} owns slot s"
     states = f", optimizer state in {MEMORIES[plan.states_shared]}" if plan.states else ""

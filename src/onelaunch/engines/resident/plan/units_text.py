@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING
 
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.settings import N_TILE, ROW_TILE, WARPS
 from onelaunch.engines.resident.plan.text import MEMORIES, describe
-
-if TYPE_CHECKING:
-    from onelaunch.engines.resident.plan.units_plan import UnitsPlan
+from onelaunch.engines.resident.plan.units_layout import UnitsLayout
 
 PHASES = {
     "rows arrive": "waits for their copy",
@@ -20,13 +17,13 @@ PHASES = {
 }
 
 
-def units_text(plan: UnitsPlan) -> str:
+def units_text(plan: UnitsLayout) -> str:
     rows = f"{plan.rows} per pass, {plan.row_tiles_at_once * ROW_TILE} of them multiplied at once"
     ownership, phase = partial(_ownership, plan), partial(_phase, plan)
     return describe(plan, placement=_placement(plan), rows=rows, ownership=ownership, phase=phase)
 
 
-def _placement(plan: UnitsPlan) -> str:
+def _placement(plan: UnitsLayout) -> str:
     if plan.blocks == 1:
         why = "an exchange would cost more than it saves" if plan.hidden else "there is no hidden layer to divide"
         return f"one block of {WARPS} warps: {why}"
@@ -41,7 +38,7 @@ def _placement(plan: UnitsPlan) -> str:
     return f"a grid of {plan.blocks} blocks of {WARPS} warps, all on the chip at once: {why}"
 
 
-def _ownership(plan: UnitsPlan, layer: Layer) -> str:
+def _ownership(plan: UnitsLayout, layer: Layer) -> str:
     states = plan.states
     masters = f"masters in {MEMORIES[layer.masters_shared]} ({layer.weight_tiles * 4} floats per thread)"
     if states:
@@ -49,7 +46,7 @@ def _ownership(plan: UnitsPlan, layer: Layer) -> str:
     return f"{_owned(plan, layer)}; {masters}"
 
 
-def _owned(plan: UnitsPlan, layer: Layer) -> str:
+def _owned(plan: UnitsLayout, layer: Layer) -> str:
     if layer.last and plan.blocks == 1:
         return "all outputs"
     if layer.last:
@@ -61,7 +58,7 @@ def _owned(plan: UnitsPlan, layer: Layer) -> str:
     return f"block b owns units {layer.units}b to {layer.units}b + {layer.units - 1}"
 
 
-def _phase(plan: UnitsPlan, name: str) -> str:
+def _phase(plan: UnitsLayout, name: str) -> str:
     found = re.fullmatch(r"(.*?)(?: (\d+))?", name)
     assert found is not None
     if found[2] is None:
@@ -95,7 +92,7 @@ def _phase(plan: UnitsPlan, name: str) -> str:
     return "until all bytes have arrived" if plan.cluster else "until their writers' flags are up"
 
 
-def _update(plan: UnitsPlan, layer: Layer, values: str, *, late: bool) -> str:
+def _update(plan: UnitsLayout, layer: Layer, values: str, *, late: bool) -> str:
     before = layer.index - 1
     read = f"its own values of layer {before}" if layer.owned_by_input else values
     to = f"the owners of layer {before}"

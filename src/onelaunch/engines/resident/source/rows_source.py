@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.plan import Phases
+from onelaunch.engines.resident.plan.rows_layout import COPIES, PARTS, RowsLayout
 from onelaunch.engines.resident.plan.settings import SCORE_BYTES, TILE_BYTES, WARPS
 from onelaunch.engines.resident.source.source_common import layer_struct, source_text
 
-if TYPE_CHECKING:
-    from onelaunch.engines.resident.plan.rows_plan import RowsPlan
 
-PARTS, COPIES = 0, 1  # the numbers of the exchanges; the decision is the third
-
-
-def rows_source(plan: RowsPlan, *, faults: bool, stamps: bool) -> str:
+def rows_source(plan: RowsLayout, *, faults: bool, stamps: bool) -> str:
     shared = plan.shared
     own = {
         "BY_ROWS": 1, "SUMS_OUTPUTS": 0, "ROW_PARTITIONS": plan.blocks, "ROW_TILES_AT_ONCE": 1, "ROW_BLOCKS_PER_WARP": 1,
@@ -39,7 +33,7 @@ def rows_source(plan: RowsPlan, *, faults: bool, stamps: bool) -> str:
     )  # fmt: skip
 
 
-def _received_parts(plan: RowsPlan) -> str:
+def _received_parts(plan: RowsLayout) -> str:
     """Bytes of partial sums that block `rank` receives, as an expression."""
     blocks = plan.blocks
     tiles = f"({plan.slots} - rank + {blocks - 1}) / {blocks} * {WARPS * blocks * TILE_BYTES}"
@@ -47,11 +41,11 @@ def _received_parts(plan: RowsPlan) -> str:
     return f"{tiles} + {biases} + (rank == 0) * {blocks * plan.row_tiles * SCORE_BYTES}"
 
 
-def rows_phases(plan: RowsPlan) -> Phases:
+def rows_phases(plan: RowsLayout) -> Phases:
     return [*_forward(plan), *_backward(plan)]
 
 
-def _layer(plan: RowsPlan, layer: Layer) -> str:
+def _layer(plan: RowsLayout, layer: Layer) -> str:
     name, shared = f"layer {layer.index}: ", plan.shared
     numbers = {
         "UNIT_AT": plan.unit_at(layer), "SLOTS": plan.layer_slots(layer), "FIRST_SLOT": plan.first_slot(layer),
@@ -62,7 +56,7 @@ def _layer(plan: RowsPlan, layer: Layer) -> str:
     return layer_struct(plan, layer, numbers, {"SLOPES_SHARED": plan.slopes_shared(layer)})
 
 
-def _each_layer(plan: RowsPlan) -> str:
+def _each_layer(plan: RowsLayout) -> str:
     """The macro `EACH_LAYER(…)`, which repeats its argument with every layer as L, and `has_bias(unit)`."""
     bodies = " ".join(f"{{ using L = Layer{layer.index}; __VA_ARGS__ }}" for layer in plan.layers)
     units = " || ".join(
@@ -74,7 +68,7 @@ def _each_layer(plan: RowsPlan) -> str:
     return f"#define EACH_LAYER(...) {bodies}\n{has_bias}"
 
 
-def _forward(plan: RowsPlan) -> Phases:
+def _forward(plan: RowsLayout) -> Phases:
     """A team takes its row tile through the network and, when training, back. It reads weights before a barrier, not after."""
     hidden, last = plan.layers[:-1], plan.layers[-1].index
     read = "[&](int k_tile, int plane, u32 (&left)[4]) {{ {} }}"
@@ -111,7 +105,7 @@ def _forward(plan: RowsPlan) -> Phases:
     ]
 
 
-def _backward(plan: RowsPlan) -> Phases:
+def _backward(plan: RowsLayout) -> Phases:
     sums = []
     for layer in plan.layers:
         i = layer.index

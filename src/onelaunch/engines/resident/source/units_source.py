@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.plan import Phases
-from onelaunch.engines.resident.plan.settings import SCORE_BYTES, WARPS
+from onelaunch.engines.resident.plan.settings import WARPS
+from onelaunch.engines.resident.plan.units_layout import UnitsLayout
 from onelaunch.engines.resident.source.source_common import layer_struct, source_text
 
-if TYPE_CHECKING:
-    from onelaunch.engines.resident.plan.units_plan import UnitsPlan
 
-
-def units_source(plan: UnitsPlan, *, faults: bool, stamps: bool) -> str:
+def units_source(plan: UnitsLayout, *, faults: bool, stamps: bool) -> str:
     own = {
         "BY_ROWS": 0, "SUMS_OUTPUTS": int(plan.sums_outputs), "ROW_PARTITIONS": 1,
         "ROW_TILES_AT_ONCE": plan.row_tiles_at_once, "ROW_BLOCKS_PER_WARP": plan.row_blocks_per_warp,
@@ -22,7 +18,7 @@ def units_source(plan: UnitsPlan, *, faults: bool, stamps: bool) -> str:
         "AT_PARTIALS": plan.shared["partial sums" if plan.partial_buffers else "staging"],
         "AT_STAGING": plan.shared["staging"] if "staging" in plan.shared.regions else 0,
     }  # fmt: skip
-    received = [received_bytes(plan, rank) for rank in range(plan.blocks)]
+    received = [plan.received_bytes(rank) for rank in range(plan.blocks)]
     return source_text(
         plan, own=own, exchanged={number: _by_rank([sizes[number] for sizes in received]) for number in received[0]},
         layers=[_layer(plan, layer) for layer in plan.layers], forward=_forward(plan), backward=_backward(plan),
@@ -36,30 +32,11 @@ def _by_rank(values: list[int]) -> str:
     return " + ".join([str(values[-1]), *(f"(rank < {i}) * {change}" for i, change in changes)])
 
 
-def units_phases(plan: UnitsPlan) -> Phases:
+def units_phases(plan: UnitsLayout) -> Phases:
     return [*_forward(plan), *_backward(plan)]
 
 
-def received_bytes(plan: UnitsPlan, rank: int) -> dict[int, int]:
-    """Bytes that block `rank` receives in each exchange but the decision, by the number of the exchange."""
-    found = {}
-    for layer in plan.layers[: plan.hidden]:
-        found[plan.values_exchange(layer)] = plan.layer_bytes(layer)
-        if not layer.first:
-            found[plan.deltas_exchange(layer)] = plan.layer_bytes(layer)
-            found[plan.back_exchange(layer)] = plan.planes * layer.input_tiles * plan.blocks * layer.n_tiles * 128
-    last = plan.layers[-1]
-    if plan.sums_outputs:
-        rows = min(plan.rows_per_block, max(0, plan.rows - rank * plan.rows_per_block))
-        found[plan.values_exchange(plan.layers[-2])] = plan.blocks * rows * last.units * 4
-        scores = plan.blocks * plan.score_warps * SCORE_BYTES if rank == 0 else 0
-        found[plan.last_exchange] = plan.planes * plan.rows * last.n_tiles * 16 + scores
-    elif plan.hidden:
-        found[plan.last_exchange] = plan.planes * last.n_tiles * plan.blocks * last.input_tiles * 128
-    return found
-
-
-def _layer(plan: UnitsPlan, layer: Layer) -> str:
+def _layer(plan: UnitsLayout, layer: Layer) -> str:
     name = f"layer {layer.index}: "
 
     def at(what: str) -> int:
@@ -100,7 +77,7 @@ def _read(layer: Layer, transposed: str = "", passes: str = "c.passes") -> str:
     )
 
 
-def _forward(plan: UnitsPlan) -> Phases:
+def _forward(plan: UnitsLayout) -> Phases:
     """The phases of a forward pass, including the loss."""
     lines = [("rows arrive", "Inputs<Layer0>::arrive(c, buffer());")]
     fetch = [("fetch the next rows", "fetch_next();")] if plan.input_buffers == 2 else []
@@ -117,7 +94,8 @@ def _forward(plan: UnitsPlan) -> Phases:
             wait = "" if layer.last else f"Operands<{name}> o{index}; o{index}.prepare(w{index}); "
             wait += f"wait_for<{before}::OUT_EXCHANGE>(c, c.passes, {before}::NEXT_K_TILES, {before}::N_TILES);"
             if not plan.cluster and plan.blocks > 1:
-                wait += f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::NEXT_K_TILES>(c, c.passes); wait_for_staging();"
+                wait += f" stage<{before}::AT_OUT, {before}::OUT_STRIDE, {before}::NEXT_K_TILES>(c, c.passes);"
+                wait += " wait_for_staging();"
             lines.append((f"wait for values {index - 1}", wait))
         if layer.last:
             sums = f"multiply<{name}>(c, w{index}, Operands<{name}>(), group, sum, {_read(layer)});"
@@ -152,7 +130,7 @@ def _summed_outputs(name: str, before: str, index: int, fetch: Phases, at_once: 
     ]
 
 
-def _late_update(plan: UnitsPlan) -> str:
+def _late_update(plan: UnitsLayout) -> str:
     """The second layer's update, made while the next pass waits for the first layer's values; empty where it is not late."""
     if not plan.late_update:
         return ""
@@ -162,7 +140,7 @@ def _late_update(plan: UnitsPlan) -> str:
     )
 
 
-def _backward(plan: UnitsPlan) -> Phases:
+def _backward(plan: UnitsLayout) -> Phases:
     lines, sum_the_loss = [], "if (c.warp == 0) total += sum_of_losses(c);"
     for layer in reversed(plan.layers):
         name, before, index = f"Layer{layer.index}", f"Layer{layer.index - 1}", layer.index
@@ -194,7 +172,7 @@ def _backward(plan: UnitsPlan) -> Phases:
     return lines
 
 
-def _weights(plan: UnitsPlan) -> dict[str, str]:
+def _weights(plan: UnitsLayout) -> dict[str, str]:
     """Macros that declare, load, send (to those that need copies) and save the weights of every layer."""
     last = len(plan.layers) - 1
     types = [f"Weights<Layer{i}>" for i in range(last)]

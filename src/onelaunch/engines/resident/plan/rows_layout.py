@@ -1,0 +1,170 @@
+"""The layout of a plan by rows: every block has the whole network and a part of the rows; gradients are summed.
+
+It suits networks whose weights fit into one block twice, with batches too large to send every row to every block. Nothing is
+exchanged between layers. After the backward pass, each block sends its partial gradients to the owners of the tiles, and the
+owners send the new weights back.
+"""
+
+from __future__ import annotations
+
+from onelaunch.device import Chip
+from onelaunch.engines.resident.plan.layers import Layer, Memory
+from onelaunch.engines.resident.plan.plan import Plan
+from onelaunch.engines.resident.plan.settings import (
+    K_TILE,
+    REGISTERS,
+    RIGHT_BYTES,
+    SCORE_BYTES,
+    THREADS,
+    TILE_BYTES,
+    WARPS,
+    Settings,
+)
+from onelaunch.integers import ceil_div
+
+PARTS, COPIES = 0, 1  # the numbers of the exchanges; the decision is the third
+MAX_WIDTH = 128  # units of a layer: a warp holds a row tile's values of one layer in registers
+MAX_REGISTER_TILES = 30  # of masters and gradients per thread: ptxas spills from 32 on, kilobytes at 100
+CLOCKS_PER_MICROSECOND = 1755
+
+
+class RowsLayout(Plan):
+    """Which block owns what, all sizes and addresses. `RowsPlan` adds the source and the description."""
+
+    decision = 2  # after PARTS and COPIES
+    multicasts_rows = False  # every block has rows of its own
+
+    def __init__(self, settings: Settings, chip: Chip, blocks: int, rows: int) -> None:
+        """`rows`: of one block in one pass."""
+        super().__init__(settings, chip, blocks, blocks > 1, rows, row_partitions=blocks)
+        self.layers = self._whole_layers()
+        registers = 4 * (self.own_slots * (1 + self.states) + self.slots)
+        self.states_shared = self.states > 0 and registers > REGISTERS - 150
+        self.row_numbers_at_once = 1024
+        self.input_buffers = 2
+        self._add_regions()
+        if not self.fits:
+            self.input_buffers = 1
+            self._add_regions()
+
+    def _whole_layers(self) -> tuple[Layer, ...]:
+        layers, stages = [], self.settings.stages
+        for index, stage in enumerate(stages):
+            k_tiles, n_tiles = ceil_div(stage.linear.inputs, K_TILE), ceil_div(stage.linear.outputs, K_TILE) * 2
+            last = index == len(stages) - 1
+            layers.append(Layer(index, stage, index == 0, last, k_tiles, n_tiles, 1, k_tiles * 2))
+        return tuple(layers)
+
+    @property
+    def team(self) -> int:
+        """Warps that take a row tile through the network together."""
+        return max(team for team in (1, 2, 4, 8) if team == 1 or team * self.row_tiles <= WARPS)
+
+    def n_tiles_per_warp(self, layer: Layer) -> int:
+        """n tiles of a layer that one warp of a team computes."""
+        return ceil_div(layer.n_tiles, self.team)
+
+    def n_tiles_at_once(self, layer: Layer) -> int:
+        """Of these, the ones whose sums the warp holds at once: an equal part, or all."""
+        each = self.n_tiles_per_warp(layer)
+        return max(some for some in range(1, 1 + 8 // min(self.planes, 2)) if each % some == 0)
+
+    def slopes_shared(self, layer: Layer) -> bool:
+        """Whether slopes wait for the backward pass in shared memory; a few stay in registers."""
+        return self.n_tiles_per_warp(layer) > 2
+
+    # Slots: a warp computes the gradient of one tile of weights per slot. Slot s belongs to block s % blocks.
+
+    def layer_slots(self, layer: Layer) -> int:
+        return ceil_div(layer.k_tiles * layer.n_tiles, WARPS)
+
+    def first_slot(self, layer: Layer) -> int:
+        return sum(self.layer_slots(before) for before in self.layers[: layer.index])
+
+    @property
+    def slots(self) -> int:
+        return sum(self.layer_slots(layer) for layer in self.layers)
+
+    @property
+    def own_slots(self) -> int:
+        """Slots of which a block has the masters, at most."""
+        return ceil_div(self.slots, self.blocks)
+
+    # Biases: those of all layers, one after another.
+
+    def unit_at(self, layer: Layer) -> int:
+        return sum(before.units for before in self.layers[: layer.index])
+
+    @property
+    def all_units(self) -> int:
+        return sum(layer.units for layer in self.layers)
+
+    @property
+    def has_biases(self) -> bool:
+        return any(layer.stage.linear.bias for layer in self.layers)
+
+    # Exchanges.
+
+    def exchange_names(self) -> dict[int, str]:
+        return {PARTS: "partial gradients", COPIES: "new weights", self.decision: "the decision to go on"}
+
+    def exchanged_bytes(self) -> dict[int, int]:
+        tiles = self.own_slots * WARPS * self.blocks * TILE_BYTES
+        parts = tiles + self.blocks * (self.all_units * 4 * self.has_biases + self.row_tiles * SCORE_BYTES)
+        return {PARTS: parts, COPIES: self.copies_bytes, self.decision: 4}
+
+    def copy_bytes(self, layer: Layer) -> int:
+        """16-bit copies of a layer's weights."""
+        return self.planes * layer.k_tiles * layer.n_tiles * RIGHT_BYTES
+
+    @property
+    def copies_bytes(self) -> int:
+        return sum(self.copy_bytes(layer) for layer in self.layers)
+
+    # Memory.
+
+    def _add_regions(self) -> None:
+        shared = self._add_inputs()
+        for layer in self.layers:
+            name, values = f"layer {layer.index}: ", self.planes * self.row_tiles * layer.n_tiles * RIGHT_BYTES
+            shared.add(name + "weights", self.copy_bytes(layer))
+            shared.add(name + "deltas", values)
+            if not layer.last:
+                shared.add(name + "values", values)
+                if self.slopes_shared(layer):
+                    shared.add(name + "slopes", self.n_tiles_per_warp(layer) * WARPS * TILE_BYTES)
+        shared.add("bias", 4 * self.all_units * (1 + self.states))
+        shared.add("bias sums", 4 * self.all_units * self.row_tiles)
+        shared.add("bias totals", 4 * self.all_units)
+        shared.add("parts", self.own_slots * WARPS * self.blocks * TILE_BYTES if self.blocks > 1 else 16)
+        # Two each, used in turn: a block that has all new copies may send its next parts while another still reads.
+        shared.add("bias parts", 2 * self.blocks * self.all_units * 4)
+        shared.add("scores", 2 * self.blocks * self.row_tiles * SCORE_BYTES)
+        shared.add("states", self.own_slots * THREADS * 16 * self.states if self.states_shared else 16)
+        self._add_bookkeeping(shared)
+        self.shared, self.exchange = shared, Memory()
+
+    @property
+    def refusal(self) -> str:
+        widest = max(layer.units for layer in self.layers)
+        if widest > MAX_WIDTH:
+            return f"a layer of {widest} units is too wide to divide rows, {MAX_WIDTH} are the most"
+        if self.planes * max(layer.n_tiles for layer in self.layers) > 24:
+            return f"{self.settings.precision} values of a layer of {widest} units do not fit in registers"
+        if (tiles := self.own_slots + self.slots) > MAX_REGISTER_TILES:
+            return f"{tiles} tiles of weights and gradients do not fit in a thread's registers, {MAX_REGISTER_TILES} do"
+        return super().refusal
+
+    @property
+    def predicted_microseconds(self) -> float:
+        pairs = self.planes * (self.planes + 1) / 2
+        clocks = 500.0 + self.slots * self.row_tiles * pairs * 30  # the loss; the gradient of the weights
+        for layer in self.layers:
+            n_tiles = layer.n_tiles if layer.last else self.n_tiles_per_warp(layer)
+            clocks += (1 if layer.first else 2) * (250 + 20 * layer.k_tiles * n_tiles * pairs)
+        clocks *= self.micro_batches
+        if self.blocks > 1:
+            sent = self.slots * WARPS * TILE_BYTES + self.copies_bytes
+            clocks += 1000 + 100 * self.blocks + sent / 40  # bytes per clock
+        clocks += 150 * self.own_slots  # the update
+        return (clocks + 3300) / CLOCKS_PER_MICROSECOND
