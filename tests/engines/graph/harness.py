@@ -34,7 +34,10 @@ class Silent:
 
 
 def use_shape(shape: str, monkeypatch: Any) -> None:
-    """Plans steps of this shape at sizes that the interpreter can run."""
+    """Plans steps of this shape at sizes that the interpreter can run, with fewer and larger programs."""
+    from onelaunch.engines.graph.kernels import split_k_update
+
+    monkeypatch.setattr(split_k_update, "WEIGHTS_PER_PROGRAM", 256)
     if shape == "large":
         monkeypatch.setattr(plan, "SMALL_BATCH", 0)
         monkeypatch.setattr(plan, "MIN_ROWS_PER_SPLIT", 8)

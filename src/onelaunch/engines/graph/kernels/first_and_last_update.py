@@ -2,6 +2,7 @@
 
 `fused_backward` updates the Linears between them. The first Linear needs no input gradient, and the last one's was computed by
 `output_layer_small_batch`, so neither is worth a launch of its own.
+tests/engines/graph/test_parity.py covers it, with the shape "small".
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

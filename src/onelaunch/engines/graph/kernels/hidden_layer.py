@@ -3,6 +3,7 @@
 These kernels differ from the level-1 ops in what a run needs. Rows may be gathered from the data set while they are loaded.
 Weights may be the fp32 masters themselves: a 16-bit copy, which the update has to maintain, would cost a small batch more
 bytes than it saves. Dropout draws the run's masks, which the backward pass computes again instead of loading them.
+tests/engines/graph/test_parity.py covers them with every activation.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

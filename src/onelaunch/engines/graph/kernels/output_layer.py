@@ -3,6 +3,7 @@
 Logits never reach memory. Gradients are those of the *summed* loss, and the optimizer's epilogue divides by the number of
 rows; otherwise fp16 gradients of a large batch would vanish. The kernels that update the weights add up the per-program sums
 of the loss and of the gradients' columns, in a fixed order.
+tests/engines/graph/test_parity.py covers it with every loss, with the shape "large".
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

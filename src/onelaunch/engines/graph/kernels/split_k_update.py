@@ -1,4 +1,7 @@
-"""The optimizer's step of a split-K weight gradient: it adds up the partial sums that several programs have stored."""
+"""The optimizer's step of a split-K weight gradient: it adds up the partial sums that several programs have stored.
+
+tests/engines/graph/test_parity.py covers it, with the shapes "large" and "narrow".
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -2,6 +2,7 @@
 
 Each program owns a tile of W and loops over the batch. Where W has too few tiles to fill the chip (few outputs, many rows),
 the batch is split too (split-K): programs store partial sums, and `split_k_update` takes the optimizer's step.
+tests/engines/graph/test_parity.py covers both, with the shape "large".
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
