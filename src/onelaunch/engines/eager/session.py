@@ -164,6 +164,8 @@ class EagerSession:
         """Capture the step, so that the next ones are replayed, unless the model does not allow it."""
         assert self._host_state is not None
         self._uncaptured_reason = self._host_state.uncapturable_reason()
+        if self.scaler is not None and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            self._uncaptured_reason = f"{self.spec.optimizer} checks the loss scale of fp16 on the host"
         if not self._uncaptured_reason:
             self.optimizer.zero_grad(set_to_none=True)
             try:
@@ -171,6 +173,12 @@ class EagerSession:
             except Exception as error:  # a user's module may do anything that a capture forbids
                 torch.cuda.synchronize(self.run.device)
                 self._uncaptured_reason = f"not captured: {str(error).strip().splitlines()[0]}"
+                if (
+                    self.scaler is not None
+                ):  # it takes gradients that were recorded for unscaled ones, and would not unscale
+                    scaler = torch.amp.GradScaler(self.run.device.type)
+                    scaler.load_state_dict(self.scaler.state_dict())
+                    self.scaler = scaler
         self.plan = self._describe()
 
     def _captured_step(self, clock: torch.Tensor) -> None:
