@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch import fx
 
+from onelaunch.fuse.graph import tensor_of
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 
 log = logging.getLogger("onelaunch")
@@ -26,8 +26,8 @@ def onelaunch(
 ) -> Callable[..., Any]:  # fmt: skip
     """Compile one captured graph. `mode` and `options` are those of `torch.compile` and go to Inductor."""
     replaced = rewrite(gm, patterns, forced=forced)
-    log.debug("%d places replaced: %s", len(replaced), ", ".join(match.title for match in replaced))
-    devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+    log.debug("%d matches replaced: %s", len(replaced), ", ".join(match.title for match in replaced))
+    devices = {tensor.device.type for tensor in map(tensor_of, gm.graph.nodes) if tensor is not None}
     reason = next(filter(None, map(no_code_generator_reason, sorted(devices))), "")
     if reason:
         _log_once(reason)

@@ -6,6 +6,7 @@ The user's optimizer stays the one that is stepped: schedulers and `state_dict` 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +26,7 @@ class CapturableOptimizer:
         self._rates: list[torch.Tensor] = []
         self._on_device: list[float] = []
         self._settings: list[dict[str, Any]] = []
+        self._groups: list[dict[str, Any]] = []
 
     def unsupported_reason(self) -> str:
         """Why its step cannot be recorded; empty when it can."""
@@ -48,7 +50,8 @@ class CapturableOptimizer:
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(self.device, torch.float32)
-        self._settings = [_settings(group) for group in self.optimizer.param_groups]
+        self._groups = list(self.optimizer.param_groups)
+        self._settings = [_settings(group) for group in self._groups]
         self._rates = [_rate_tensor(group["lr"], self.device) for group in self.optimizer.param_groups]
         self._on_device = [float("nan")] * len(self._rates)
 
@@ -73,9 +76,14 @@ class CapturableOptimizer:
                 self._on_device[index] = float(rate)
 
     def settings_changed(self) -> bool:
-        """Whether a group, or a setting other than its rate, differs from what was recorded."""
+        """Whether a group, or a setting other than its rate, differs from what was recorded.
+
+        `load_state_dict` makes new groups, and new state that a recording does not read.
+        """
         groups = self.optimizer.param_groups
-        return len(groups) != len(self._settings) or any(map(_differs, groups, self._settings))
+        if len(groups) != len(self._groups) or not all(map(operator.is_, groups, self._groups)):
+            return True
+        return any(map(_differs, groups, self._settings))
 
 
 def _rate_tensor(rate: float | torch.Tensor, device: torch.device) -> torch.Tensor:

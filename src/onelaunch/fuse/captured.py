@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable
+import re
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+# What Dynamo says where it ends a graph, as a regular expression, and the same in plain words.
+BREAKS = (
+    (r"Tensor\.item\(\)|Tensor\.tolist|Tensor\.numpy", "a tensor's value is read on the host"),
+    (r"generic_jump|[Dd]ata-dependent", "the program branches on a tensor's value"),
+    (r"[Dd]ynamic shape operator|nonzero|[Dd]ata dependent operator", "the size of a result depends on values"),
+    (r"builtin operator `(\w+)`", r"the program calls `\1`"),
+    (r"torch\.compiler\.disable|_dynamo\.disable", "a function is excluded by torch.compiler.disable"),
+    (r"graph_break\(", "the program asks for a break"),
+    (r"\b(RNN|LSTM|GRU)\b", "recurrent layers are not captured"),
+)
+MAX_LINE = 120  # characters of a message without an entry above
+_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -17,7 +34,7 @@ class Captured:
     """One graph of a call, with the sizes of that call in its nodes' metadata. A function without graph breaks has one."""
 
     graph: fx.Graph
-    break_reason: str = ""  # why the program left the graph after it; empty for the last one
+    break_reason: str = ""  # why and where the program left the graph after it; empty for the last one
 
 
 def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Captured]:
@@ -26,12 +43,30 @@ def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
     def record(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         reason = getattr(gm, "compile_subgraph_reason", None)
-        found.append(Captured(gm.graph, _one_line(reason.reason) if reason is not None and reason.graph_break else ""))
+        found.append(Captured(gm.graph, _break_reason(reason) if reason is not None and reason.graph_break else ""))
         return gm.forward
 
-    with without_log_breaks():
-        torch.compile(function, backend=record, dynamic=False)(*args, **kwargs)
+    with without_log_breaks(), _without_dynamo_warnings():
+        torch.compile(own_code(function), backend=record, dynamic=False)(*args, **kwargs)
     return found
+
+
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with a code object and a name of its own.
+
+    Dynamo counts recompilations per code object and stops after 8, so functions of different models must not share one. Sizes
+    that it has seen change are kept by name: another model's batch size must not make this model's shapes dynamic.
+    """
+    if isinstance(function, types.MethodType):
+        return types.MethodType(own_code(function.__func__), function.__self__)
+    if not isinstance(function, types.FunctionType):
+        return function
+    code = function.__code__.replace(co_name=f"{function.__code__.co_name}_{next(_numbers)}")
+    made = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def without_log_breaks() -> contextlib.AbstractContextManager[None]:
@@ -39,6 +74,18 @@ def without_log_breaks() -> contextlib.AbstractContextManager[None]:
     messages = {getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error")}
     context: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(ignore_logger_methods=messages)
     return context
+
+
+@contextlib.contextmanager
+def _without_dynamo_warnings() -> Iterator[None]:
+    """Dynamo warns of graph breaks in a dozen lines; the caller tells of them in one."""
+    logger = logging.getLogger("torch._dynamo")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
@@ -50,5 +97,23 @@ def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
     return call
 
 
-def _one_line(reason: object) -> str:
-    return next((line.strip() for line in str(reason).splitlines() if line.strip()), "")
+def _break_reason(reason: Any) -> str:
+    """`a tensor's value is read on the host (model.py:14)`"""
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame is not None else ""
+    return plain_break(str(reason.reason)) + place
+
+
+def plain_break(message: str) -> str:
+    """One plain line for Dynamo's message about a graph break: an entry of BREAKS, or else the message's first line."""
+    for expression, words in BREAKS:
+        found = re.search(expression, message)
+        if found:
+            return found.expand(words)
+    return first_line(message) or "no reason is given"
+
+
+def first_line(message: object) -> str:
+    """The first line of an error or a message that has words, without its end if it is long."""
+    line = next((line.strip() for line in str(message).splitlines() if line.strip()), "")
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 1]}…"

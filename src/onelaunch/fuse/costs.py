@@ -9,9 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from onelaunch.fuse.graph import tensor_of
+from onelaunch.fuse.graph import storages_of, tensor_of, written_by
 from onelaunch.fuse.roofline import Cost
 
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, operator.matmul, torch.einsum)
@@ -29,22 +28,17 @@ def is_library_call(node: fx.Node) -> bool:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the node moves nothing: its value is another view of its input, or no tensor."""
-    value = node.meta.get("example_value")
-    if not isinstance(value, torch.Tensor):
-        return not is_library_call(node)
-    if node.target is operator.getitem and not isinstance(tensor_of(node.args[0]), torch.Tensor):
+    if node.target is operator.getitem and tensor_of(node.args[0]) is None:
         return True  # one of several results
-    inputs = [tensor for tensor in map(tensor_of, node.all_input_nodes) if tensor is not None]
-    inplace = (node.op == "call_method" and str(node.target).endswith("_")) or bool(node.kwargs.get("inplace"))
-    return not inplace and any(_storage(value) == _storage(tensor) for tensor in inputs) and not _writes(node)
+    if written_by(node) or is_library_call(node):
+        return False
+    return storages_of(node) <= storages_of(*node.all_input_nodes)
 
 
-def _storage(tensor: torch.Tensor) -> Any:
-    return StorageWeakRef(tensor.untyped_storage())
-
-
-def _writes(node: fx.Node) -> bool:
-    return node.target in (operator.iadd, operator.imul, operator.isub, operator.itruediv)
+def is_counter(node: fx.Node) -> bool:
+    """Whether the node counts up one integer, as batch norm's number of batches."""
+    tensor = tensor_of(node)
+    return bool(written_by(node)) and tensor is not None and tensor.dim() == 0 and not tensor.is_floating_point()
 
 
 def numel(node: Any) -> int:
@@ -68,8 +62,9 @@ def unfused_cost(node: fx.Node) -> Cost:
     read, written = sum(map(size, node.all_input_nodes)), size(node)
     flops = flops_of(node)
     forward = Cost(read + written, flops, 1)
-    tensor = tensor_of(node)
-    if tensor is None or not tensor.requires_grad:
+    value = node.meta.get("example_value")
+    results = value if isinstance(value, tuple | list) else (value,)
+    if not any(isinstance(one, torch.Tensor) and one.requires_grad for one in results):
         return forward
     launches = 2 if is_library_call(node) else 1
     return forward + Cost(written + 2 * read, 2 * flops, launches)

@@ -11,19 +11,20 @@ import contextlib
 import functools
 import hashlib
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
-from onelaunch.fuse.captured import Captured, capture_graphs
-from onelaunch.fuse.patterns import BY_NAME, find_matches
+from onelaunch.fuse.captured import Captured, capture_graphs, first_line, own_code
+from onelaunch.fuse.patterns import BY_NAME, find_matches, pays
 from onelaunch.graph_times import graph_times
 from onelaunch.measured_times import MeasuredTimes
 
@@ -41,7 +42,7 @@ def compiled(function: Function, patterns: Patterns | None) -> Function:
     """`function` compiled with these patterns; `function` itself for None."""
     if patterns is None:
         return function
-    return torch.compile(function, backend=functools.partial(onelaunch, patterns=patterns))
+    return torch.compile(own_code(function), backend=functools.partial(onelaunch, patterns=patterns))
 
 
 def decide(
@@ -52,23 +53,22 @@ def decide(
     `recorded`: the function will run inside a CUDA graph, so that only the device's time counts. Nothing is measured unless
     the inputs are on a CUDA device: our kernels are for CUDA, and elsewhere no pattern pays.
     """
-    device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+    device = device_of(args, kwargs)
     if device is None or device.type != "cuda":
         return ALL, compiled(function, ALL)
+    args, kwargs = copied((args, kwargs))
     with restored(model):
         captured = capture_graphs(function, args, kwargs)
-    kinds = sorted(
-        {match.pattern.name for one in captured for match in find_matches(one.graph) if match.pattern.pays(match)}
-    )
+    kinds = sorted({match.pattern.name for one in captured for match in find_matches(one.graph, pays)})
     if recorded and not kinds:
         return (), compiled(function, ())
     candidates = candidates_of(kinds, uncompiled=not recorded)
-    times = MeasuredTimes.of_device(device.index or 0, "fuse", "fuse", "kernels", "ops")
-    key = f"{graph_key(model, captured)} {'recorded' if recorded else 'launched'}"
+    times = _times_of(device)
+    key = _times_key(model, captured, recorded)
     found = times.times(key)
     functions = {name: compiled(function, patterns) for name, patterns in candidates.items()}
     if not candidates.keys() <= found.keys():
-        with restored(model):
+        with restored(model), torch.cuda.device(device):
             runs = {
                 name: functools.partial(_run, candidate, model, args, kwargs) for name, candidate in functions.items()
             }
@@ -78,6 +78,33 @@ def decide(
     said = ", ".join(f"{name} {format_seconds(found[name])}" for name in candidates)
     log.info("%s: %s is fastest (%s)", type(model).__name__, best, said)
     return candidates[best], functions[best]
+
+
+def known_seconds(model: nn.Module, captured: list[Captured], device: torch.device) -> dict[str, float]:
+    """Seconds per call of each candidate, if `fuse` has measured this model with these inputs on a CUDA device before."""
+    return _times_of(device).times(_times_key(model, captured, recorded=False)) if device.type == "cuda" else {}
+
+
+def _times_of(device: torch.device) -> MeasuredTimes:
+    return MeasuredTimes.of_device(device.index or 0, "fuse", "fuse", "kernels", "ops")
+
+
+def _times_key(model: nn.Module, captured: list[Captured], recorded: bool) -> str:
+    return f"{graph_key(model, captured)} {'recorded' if recorded else 'launched'}"
+
+
+def device_of(*values: Any) -> torch.device | None:
+    """The device of the first tensor in `values`."""
+    return next((leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), None)
+
+
+def copied(values: Any) -> Any:
+    """`values` with copies of its tensors: a trial run may change its inputs in place, or add to their gradients."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree_map(copy, values)
 
 
 def candidates_of(kinds: list[str], *, uncompiled: bool) -> dict[str, Patterns | None]:
@@ -97,12 +124,23 @@ def fastest(times: dict[str, float]) -> str:
 def graph_key(model: nn.Module, captured: list[Captured]) -> str:
     """Equal for models that would be compiled alike: same operations, shapes, types and mode."""
     digest = hashlib.sha256(f"{model.training} {torch.is_grad_enabled()}".encode())
-    for one in captured:
-        for node in one.graph.nodes:
+    graphs = [one.graph for one in captured]
+    while graphs:
+        graph = graphs.pop(0)
+        for node in graph.nodes:
             value = node.meta.get("example_value")
             about = (tuple(value.shape), value.dtype, value.stride()) if isinstance(value, torch.Tensor) else ""
-            digest.update(f"{node.op} {node.target} {node.args} {node.kwargs} {about}\n".encode())
+            line = f"{node.op} {_name_of(node)} {node.args} {node.kwargs} {about}\n"
+            digest.update(re.sub(r"0x[0-9a-f]+", "", line).encode())  # an address differs from process to process
+            inner = getattr(graph.owning_module, str(node.target), None) if node.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):  # the body of a checkpoint
+                graphs.append(inner.graph)
     return digest.hexdigest()
+
+
+def _name_of(node: fx.Node) -> str:
+    target = node.target
+    return target if isinstance(target, str) else f"{target.__module__}.{getattr(target, '__qualname__', target)}"
 
 
 def _run(function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> None:
@@ -132,17 +170,23 @@ def _program_seconds(runs: Mapping[str, Callable[[int], None]]) -> dict[str, flo
                 run(number)
             samples[name] = []
         except Exception as error:  # a candidate that cannot be compiled is not one
-            log.warning("fuse: %s cannot be run: %s", name, str(error).strip().splitlines()[0])
+            log.warning("fuse: %s cannot be run: %s", name, first_line(error))
             found[name] = float("inf")
     for _ in range(ROUNDS):
         for name, taken in samples.items():
-            torch.cuda.synchronize()
+            _synchronize()
             begin = time.perf_counter()
             for number in range(CALLS):
                 runs[name](number)
-            torch.cuda.synchronize()
+            _synchronize()
             taken.append((time.perf_counter() - begin) / CALLS)
     return found | {name: median(taken) for name, taken in samples.items()}
+
+
+def _synchronize() -> None:
+    """Wait for all devices: a model may be on several."""
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
 
 
 @contextlib.contextmanager

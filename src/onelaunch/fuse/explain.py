@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, abbreviate_list
 from onelaunch.fuse.captured import Captured, capture_graphs, uncompiled_call
-from onelaunch.fuse.costs import fused_cost, is_library_call, is_view, unfused_cost
-from onelaunch.fuse.decide import restored
+from onelaunch.fuse.costs import fused_cost, is_counter, is_library_call, is_view, unfused_cost
+from onelaunch.fuse.decide import copied, device_of, known_seconds, restored
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
 from onelaunch.fuse.graph import module_of, operation_of, tensor_of
-from onelaunch.fuse.patterns import find_matches
+from onelaunch.fuse.patterns import find_matches, pays
 from onelaunch.fuse.patterns.pattern import Match
 from onelaunch.fuse.roofline import Cost, DeviceModel, device_model, named_device
 
+NO_PATTERN = "no pattern for it"
 MAX_FUSED = 24  # operations that Inductor is predicted to put into one kernel
 
 
@@ -31,43 +32,46 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
     check_model(model)
     if not inputs and not named_inputs:
         raise OnelaunchError("inputs is empty: pass example inputs, as in ol.explain(model, x)")
-    if any(nn.parameter.is_lazy(parameter) for parameter in model.parameters()):
-        raise OnelaunchError(f"model is a {type(model).__name__} with parameters not initialised: call it once before")
-    where = next((leaf.device for leaf in tree_leaves((inputs, named_inputs)) if isinstance(leaf, torch.Tensor)), None)
-    roof = named_device(device) if device is not None else device_model(where or torch.device("cpu"))
+    where = device_of(inputs, named_inputs) or torch.device("cpu")
+    roof = named_device(device) if device is not None else device_model(where)
+    args, kwargs = copied((inputs, named_inputs))
     with restored(model):
-        captured = capture_graphs(uncompiled_call(model), inputs, named_inputs)
-    explanation = Explanation(type(model).__name__, model.training, roof, [], [])
+        captured = capture_graphs(uncompiled_call(model), args, kwargs)
+        measured = known_seconds(model, captured, where)
+    explanation = Explanation(type(model).__name__, model.training, roof, [], [], measured=measured)
     for number, one in enumerate(captured):
-        _add_graph(explanation, one, on_cuda=where is not None and where.type == "cuda")
+        _add_graph(explanation, one, on_cuda=where.type == "cuda")
         if one.break_reason:
             explanation.notes.append(f"graph {number + 1} of {len(captured)} ends here: {one.break_reason}")
+    if not captured:
+        explanation.notes.append("Dynamo captured no graph: the model runs as PyTorch operations")
+    alone = Counter(
+        group.name for group in explanation.groups if group.runs == INDUCTOR and group.reason.startswith(NO_PATTERN)
+    )
+    if alone:
+        said = [name if count == 1 else f"{name} × {count}" for name, count in alone.most_common()]
+        explanation.notes.append(f"no pattern of ours covers {abbreviate_list(said)}: Inductor runs each by itself")
     return explanation
 
 
 def _add_graph(explanation: Explanation, captured: Captured, *, on_cuda: bool) -> None:
-    nodes = [node for node in captured.graph.nodes if node.op in ("call_function", "call_method") and not is_view(node)]
+    calls = [node for node in captured.graph.nodes if node.op in ("call_function", "call_method")]
+    nodes = [node for node in calls if not is_view(node) and not is_counter(node)]
     first = len(explanation.operations)
     index = {node: first + number for number, node in enumerate(nodes)}
     for node in nodes:
         explanation.operations.append(_operation(node, index, explanation.device))
     taken: set[fx.Node] = set()
     groups: list[tuple[int, Group]] = []
-    for match in find_matches(captured.graph):
-        if match.pattern.pays(match) or (not on_cuda and _would_pay(match)):
-            taken.update(match.nodes)
-            group = _our_group(match, index, explanation.device)
-            groups.append((index[match.nodes[0]], group))
+    # Without CUDA the explanation is of the device it names: what would pay there.
+    for match in find_matches(captured.graph, pays if on_cuda else lambda match: match.pattern.pays(match)):
+        taken.update(match.nodes)
+        groups.append((index[match.nodes[0]], _our_group(match, index, explanation.device)))
+    unpaid = {node: match for match in find_matches(captured.graph) for node in match.nodes}
     rest = [node for node in nodes if node not in taken]
     for cluster in _inductor_kernels(rest, taken):
-        groups.append((index[cluster[0]], _other_group(cluster, index, explanation.device)))
+        groups.append((index[cluster[0]], _other_group(cluster, unpaid, index, explanation.device)))
     explanation.groups += [group for _, group in sorted(groups, key=lambda entry: entry[0])]
-
-
-def _would_pay(match: Match) -> bool:
-    """On a machine without CUDA the explanation is of the device it names: what pays there is what its type allows."""
-    tensor = tensor_of(match.nodes[-1])
-    return tensor is not None and tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _operation(node: fx.Node, index: dict[fx.Node, int], roof: DeviceModel) -> Operation:
@@ -110,11 +114,11 @@ def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[
     depth: dict[fx.Node, int] = {}
     mine = set(nodes)
     for node in nodes[0].graph.nodes if nodes else ():
-        apart = node in outside or (node in mine and is_library_call(node))
-        depth[node] = max((depth[source] for source in node.all_input_nodes), default=0) + apart
+        separate = node in outside or (node in mine and is_library_call(node))
+        depth[node] = max((depth[source] for source in node.all_input_nodes), default=0) + separate
         if node not in mine:
             continue
-        if apart:
+        if separate:
             clusters.append([node])
             continue
         near = [source for source in _through_views(node) if source in of and depth[source] == depth[node]]
@@ -142,12 +146,20 @@ def _our_group(match: Match, index: dict[fx.Node, int], roof: DeviceModel) -> Gr
     return _group(match.title, OURS, list(match.nodes), index, roof, f"pattern {match.pattern.name}", before, after)
 
 
-def _other_group(nodes: list[fx.Node], index: dict[fx.Node, int], roof: DeviceModel) -> Group:
+def _other_group(
+    nodes: list[fx.Node], unpaid: dict[fx.Node, Match], index: dict[fx.Node, int], roof: DeviceModel
+) -> Group:
+    """`unpaid`: the matches that patterns found but did not take, by their nodes."""
     before = sum((unfused_cost(node) for node in nodes), Cost())
+    found = next((unpaid[node] for node in nodes if node in unpaid), None)
+    said = f"pattern {found.pattern.name} does not pay for this size, type or mode" if found is not None else ""
     if is_library_call(nodes[0]):
-        return _group(_name(nodes[0]), LIBRARY, nodes, index, roof, "", before, before)
+        return _group(_name(nodes[0]), LIBRARY, nodes, index, roof, said, before, before)
     after = fused_cost(nodes) if len(nodes) > 1 else before
-    reason = f"one kernel for {len(nodes)} operations" if len(nodes) > 1 else "no neighbour to share a kernel with"
+    if len(nodes) > 1:
+        reason = f"one kernel for {len(nodes)} operations"
+    else:
+        reason = said or f"{NO_PATTERN} and no neighbour to share a kernel with"
     return _group(" + ".join(map(_name, nodes)), INDUCTOR, nodes, index, roof, reason, before, after)
 
 

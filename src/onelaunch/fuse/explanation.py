@@ -17,7 +17,7 @@ from onelaunch.format import format_bytes, format_seconds
 from onelaunch.fuse.roofline import Cost, DeviceModel
 
 MIN_WIDTH = 150  # of the table, in characters, where the width of the terminal is not known
-OURS, INDUCTOR, LIBRARY, VIEW = "onelaunch", "Inductor", "library", "no kernel"
+OURS, INDUCTOR, LIBRARY = "onelaunch", "Inductor", "library"
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,10 @@ class Explanation:
         return write_page(self.to_dict(), Path(path))
 
     def rows(self) -> Iterator[tuple[int, Group]]:
-        """Groups in order, equal ones together: how many, and the first of them with its layer numbers as `*`."""
+        """Groups in order, equal ones together: how many there are, and the first of them.
+
+        Groups are equal if they differ in nothing but the layer numbers of their module paths.
+        """
         counts: dict[Any, list[Group]] = {}
         for group in self.groups:
             key = (group.name, group.runs, group.reason, group.after, _without_numbers(group.where))

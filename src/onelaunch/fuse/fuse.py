@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -27,8 +27,15 @@ class FusedCall:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.patterns is None or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return type(self.module)._call_impl(self.module, *args, **kwargs)  # an outer compiler has the whole program
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():  # an outer compiler has the whole program
+            return type(self.module)._call_impl(self.module, *args, **kwargs)
+        # A shallow copy of the module, or a replica of DataParallel, has the module's FusedCall: it gets its own.
+        caller = sys._getframe(1).f_locals.get("self")
+        if caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is self:
+            own = caller.__dict__["_call_impl"] = FusedCall(caller, self.patterns)
+            return own(*args, **kwargs)
+        if self.patterns is None:
+            return type(self.module)._call_impl(self.module, *args, **kwargs)
         if self._compiled is None:
             self._compiled = compiled(uncompiled_call(self.module), self.patterns)
         return self._compiled(*args, **kwargs)
@@ -51,7 +58,8 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
     check_model(model)
     if is_fused(model):
         return model
-    fused = copy.copy(model)  # its own attributes; the dicts of parameters, buffers, children and hooks are the model's
+    fused = type(model).__new__(type(model))  # not copy.copy, which leaves out what a model's __getstate__ leaves out
+    fused.__dict__.update(model.__dict__)  # so the dicts of parameters, buffers, children and hooks are the model's
     call = FusedCall(fused)
     fused.__dict__["_call_impl"] = call
     if inputs or named_inputs:
@@ -64,11 +72,13 @@ def is_fused(model: nn.Module) -> bool:
 
 
 def check_model(model: Any) -> None:
+    """Raise OnelaunchError for what torch.compile cannot read."""
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+    name = type(model).__name__
     if not hasattr(model, "_modules"):
-        raise ArgumentTypeError(
-            f"model is a {type(model).__name__} without modules: call super().__init__() in __init__"
-        )
+        raise ArgumentTypeError(f"model is a {name} without modules: call super().__init__() in __init__")
     if isinstance(model, torch.jit.ScriptModule):
         raise OnelaunchError("model is a TorchScript module, which torch.compile cannot read: pass the nn.Module")
+    if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+        raise OnelaunchError(f"model is a {name} with parameters that are not initialised: call it on a batch first")

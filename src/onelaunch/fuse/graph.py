@@ -40,6 +40,10 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     if not entry.settings and entry.name != "leaky_relu"
     for function in entry.functions
 }
+INPLACE_OPERATORS = (
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
+    operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.imatmul, operator.setitem,
+)  # fmt: skip
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{name: (name.rstrip("_"), _UNARY) for name in ("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_")},
     "add": ("add", ("input", "other")),
@@ -117,6 +121,34 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     """The fake tensor that a node had when it was captured."""
     value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def is_layer(operation: Operation) -> bool:
+    """Whether the weight is a matrix and the bias a vector of one number per output, as `ol.linear` takes them."""
+    weight, bias, output = map(tensor_of, (operation.arguments["weight"], operation.arguments["bias"], operation.node))
+    if weight is None or output is None or weight.dim() != 2 or output.dim() < 1:
+        return False
+    return operation.arguments["bias"] is None or (bias is not None and bias.shape == output.shape[-1:])
+
+
+def storages_of(*nodes: Any) -> set[int]:
+    """The memory of the tensors that these nodes are or return, as numbers: views of one tensor have the same."""
+    values = [node.meta.get("example_value") for node in nodes if isinstance(node, fx.Node)]
+    leaves = [leaf for value in values for leaf in (value if isinstance(value, tuple | list) else (value,))]
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation changes in place."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    operation = operation_of(node)
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    inplace = operation.arguments.get("inplace") if operation is not None else node.kwargs.get("inplace")
+    is_method = name.endswith("_") and not name.endswith("__")  # also functions such as torch.relu_
+    written = list(node.args[:1]) if inplace or is_method or node.target in INPLACE_OPERATORS else []
+    written.append(node.kwargs.get("out"))
+    return [one for one in written if isinstance(one, fx.Node)]
 
 
 def module_of(node: fx.Node) -> str:

@@ -21,6 +21,8 @@ TOLERANCE = 1e-9  # in float64: a formula, not an approximation of one
 
 def handwritten_activation(source: fx.Node) -> tuple[str, list[fx.Node]] | None:
     """The activation that the users of `source` compute together, and their nodes; None where they compute no such thing."""
+    if not all(map(_is_elementary, source.users)):
+        return None
     inside: list[fx.Node] = []
     node = source.next
     while node.op != "output" and len(inside) < MAX_OPERATIONS:

@@ -20,18 +20,18 @@ class Cost:
 
     @property
     def intensity(self) -> float:
-        """Floating-point operations for each byte."""
+        """Floating-point operations per byte."""
         return self.flops / self.bytes if self.bytes else 0.0
 
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """A roofline: the speeds a device sustains, and what a launch costs it."""
+    """A roofline: the speeds that a device sustains, and what a launch costs."""
 
     name: str
-    bandwidth: float  # bytes a second, read and written
-    half_flops: float  # products of fp16 and bf16 a second
-    single_flops: float  # the same in fp32 without TF32
+    bandwidth: float  # bytes per second, read and written
+    half_flops: float  # floating-point operations per second of products in fp16 and bf16
+    single_flops: float  # the same in fp32, without TF32
     launch_seconds: float = 2e-6  # from one kernel of a stream to the next
 
     def flops(self, dtype: torch.dtype) -> float:
@@ -52,8 +52,8 @@ class DeviceModel:
         return max(times, key=times.__getitem__)
 
 
-# The H200's figures are measured (copy of 1 G floats, products of 8192³). The others are their makers' peaks times the shares
-# the H200 reaches of its own: 89 % of the bandwidth, 71 % of the dense half-precision products.
+# The H200's figures are measured (copy of 1 G floats, products of 8192³). The others are their makers' peaks times the fraction
+# that the H200 reaches of its own: 89 % of the bandwidth, 71 % of the dense 16-bit products.
 DEVICES = {
     model.name: model
     for model in (
@@ -74,7 +74,7 @@ def named_device(name: str) -> DeviceModel:
 
 
 def device_model(device: torch.device) -> DeviceModel:
-    """The model of a CUDA device, by its name or by its clocks; of anything else, the default's."""
+    """The roofline of a CUDA device, by its name or by its clocks; the default one for any other device."""
     if device.type != "cuda":
         return DEVICES[DEFAULT_DEVICE]
     properties = torch.cuda.get_device_properties(device)

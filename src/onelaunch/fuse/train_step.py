@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from onelaunch.capture import capturing
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer
 from onelaunch.fuse.capturable_optimizer import CapturableOptimizer
-from onelaunch.fuse.captured import without_log_breaks
+from onelaunch.fuse.captured import first_line, without_log_breaks
 from onelaunch.fuse.decide import ALL, compiled, decide
+from onelaunch.fuse.fuse import check_model
 
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per shape: the first compiles, the second finds all state in place
@@ -85,14 +86,13 @@ class TrainStep:
         autocast: torch.dtype | str | None, scaler: torch.amp.GradScaler | None, accumulate: int, capture: bool,
         compile: bool,
     ) -> None:  # fmt: skip
-        _check(model, loss, optimizer, clip_norm)
+        _check(model, loss, optimizer, clip_norm, scaler)
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.clip_norm, self.scaler = clip_norm, scaler
         self.accumulate = require_integer("accumulate", accumulate, "1 or more")
         if self.accumulate < 1:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
         self.autocast = _autocast_dtype(autocast)
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.device = self.parameters[0].device
         self._compiles = compile
         self._forward: Callable[..., torch.Tensor] | None = None if compile else self._forward_and_loss
@@ -108,11 +108,18 @@ class TrainStep:
         if not self.reason:
             self._capturable.prepare()
 
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters of the optimizer, also of groups that were added later."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch; its mean loss before the update, as a 0-d tensor on the model's device."""
         latest = self._latest  # for a network this small that the host's time counts, every microsecond here does
         if latest is not None and not kwargs and self._still_fits(latest, args):
             return self._replay(latest, args)
+        if not args and (self.loss is not None or not kwargs):
+            raise OnelaunchError("step has no inputs: pass the model's inputs and then the target, as in step(x, y)")
         update = self._micro_step == self.accumulate - 1
         if self.reason:
             loss = self._run(args, kwargs, update)
@@ -128,10 +135,9 @@ class TrainStep:
     def _record_or_replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         leaves, structure = tree_flatten((args, kwargs))
         key = (update, self.model.training, structure, *map(_signature, leaves))
-        recorded = self._recorded.get(key)
-        if recorded is not None and self._capturable.settings_changed():
+        if self._capturable.settings_changed():
             self._forget_recordings()
-            recorded = None
+        recorded = self._recorded.get(key)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if recorded is None:
             calls = self._calls[key] = self._calls.get(key, 0) + 1
@@ -171,21 +177,31 @@ class TrainStep:
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
         with without_log_breaks(), autocast:
-            if self._forward is None:
-                self._forward = self._choose_forward(args, kwargs)
-            loss = self._forward(args, kwargs)
-        if loss.dim():
-            raise OnelaunchError(f"loss has shape {tuple(loss.shape)}: return a scalar, as with reduction='mean'")
+            forward = self._forward or self._choose_forward(args, kwargs)
+            loss = forward(args, kwargs)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            what = f"has shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"is a {type(loss).__name__}"
+            raise OnelaunchError(f"loss {what}: return a 0-d tensor, as with reduction='mean'")
+        self._forward = forward  # only now: a batch that cannot be run decides nothing
         scaled = loss / self.accumulate if self.accumulate > 1 else loss
-        (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
-        if update:
-            self._update()
+        try:
+            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            if update:
+                self._update()
+        except BaseException:
+            if not torch.cuda.is_current_stream_capturing():  # the gradients are those of a part of the model
+                self._micro_step = 0
+                self._zero_gradients()
+            raise
         return loss.detach()
 
     def _choose_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        if self.reason or not self.model.training:
-            return compiled(self._forward_and_loss, ALL)
-        return decide(self._forward_and_loss, self.model, (args, kwargs), {}, recorded=True)[1]
+        if not self.reason and self.model.training:
+            try:
+                return decide(self._forward_and_loss, self.model, (args, kwargs), {}, recorded=True)[1]
+            except Exception as error:  # the candidates are timed as recordings, which a model may forbid
+                log.debug("train_step: candidates cannot be timed: %s", first_line(error))
+        return compiled(self._forward_and_loss, ALL)
 
     def _update(self) -> None:
         if self.clip_norm is not None:
@@ -197,7 +213,10 @@ class TrainStep:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        # With accumulation every graph adds to the same memory, so it is zeroed instead of given up.
+        self._zero_gradients()
+
+    def _zero_gradients(self) -> None:
+        """With accumulation every recording adds to the same memory, so it is zeroed instead of released."""
         self.optimizer.zero_grad(set_to_none=self.accumulate == 1 or bool(self.reason))
 
     # Recording.
@@ -209,21 +228,26 @@ class TrainStep:
         static = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         args, kwargs = tree_unflatten(static, structure)
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         try:
-            with self._capturable.rates_on_device(), capturing(graph, pool=self._pool):
-                loss = self._run(args, kwargs, update)
+            with torch.cuda.device(self.device), self._capturable.rates_on_device():
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                with capturing(graph, pool=self._pool):
+                    loss = self._run(args, kwargs, update)
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(self.device)
-            self._stop_recording(str(error).strip().splitlines()[0])
+            self._stop_recording(first_line(error))
+            for parameter, gradient in gradients:  # a recording runs nothing: what was accumulated is still there
+                parameter.grad = gradient
             return None
         return Recorded(graph, inputs, loss, self.model.training)
 
     def _forget_recordings(self) -> None:
         """The optimizer's settings are part of a recording: record anew, but not for a schedule that changes them always."""
+        self._recordings += bool(self._recorded)
         self._recorded.clear()
+        self._calls.clear()
         self._latest = None
-        self._recordings += 1
         self._capturable.prepare()
         if self._recordings >= MAX_RECORDINGS:
             self._stop_recording("settings of the optimizer beside the learning rate change from step to step")
@@ -232,7 +256,6 @@ class TrainStep:
         self.reason = reason
         self._recorded.clear()
         self._latest = None
-        self.optimizer.zero_grad(set_to_none=True)
         log.warning("train_step: steps run operation by operation: %s", reason)
 
     def _uncapturable_reason(self, capture: bool) -> str:
@@ -240,33 +263,37 @@ class TrainStep:
             return "capture=False"
         if self.device.type != "cuda":
             return f"the model is on {self.device}, and only CUDA devices record graphs"
-        if any(parameter.device != self.device for parameter in self.parameters):
-            return "the parameters are on several devices"
-        if isinstance(self.model, nn.parallel.DistributedDataParallel):
-            return "DistributedDataParallel exchanges gradients in hooks"
-        reason = self._capturable.unsupported_reason()
+        if any(tensor.device != self.device for tensor in (*self.parameters, *self.model.parameters())):
+            reason = "the parameters are on several devices"
+        elif isinstance(self.model, nn.parallel.DistributedDataParallel):
+            reason = "DistributedDataParallel exchanges gradients in hooks"
+        else:
+            reason = self._capturable.unsupported_reason()
         if reason:
             log.warning("train_step: steps run operation by operation: %s", reason)
         return reason
 
 
-def _check(model: Any, loss: Any, optimizer: Any, clip_norm: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model is a {type(model).__name__}: pass a torch.nn.Module")
+def _check(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -> None:
+    check_model(model)
     if loss is not None and not callable(loss):
         raise ArgumentTypeError(f"loss={abbreviate(loss)} is not a function of (output, target): pass one, or None")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"optimizer={abbreviate(optimizer)} is not a torch.optim.Optimizer")
     if not any(group["params"] for group in optimizer.param_groups):
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
-    if clip_norm is not None and (not isinstance(clip_norm, int | float) or not clip_norm > 0):
+    if clip_norm is not None and (
+        isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
+    ):
         raise OnelaunchError(f"clip_norm={abbreviate(clip_norm)} must be a number above 0, or None")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentTypeError(f"scaler={abbreviate(scaler)} is not a torch.amp.GradScaler: pass one, or None")
 
 
 def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
     if autocast is None or isinstance(autocast, torch.dtype):
         return autocast
-    if autocast not in AUTOCAST:
+    if not isinstance(autocast, str) or autocast not in AUTOCAST:
         raise OnelaunchError(
             f"autocast={abbreviate(autocast)} is not known: pass 'bf16', 'fp16', a torch.dtype or None"
         )
@@ -275,7 +302,8 @@ def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
 
 def _parameter_names(model: nn.Module) -> set[str]:
     try:
-        return set(inspect.signature(model.forward).parameters)
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        return set(inspect.signature(inner.forward).parameters)
     except ValueError:  # a scripted forward has no signature
         return set()
 

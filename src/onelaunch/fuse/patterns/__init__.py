@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from torch import fx
 
+from onelaunch.fuse.graph import storages_of, written_by
 from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.batch_norm import BatchNormActivationDropout
 from onelaunch.fuse.patterns.cross_entropy import CrossEntropy
 from onelaunch.fuse.patterns.linear import LinearActivationDropout
 from onelaunch.fuse.patterns.linear_cross_entropy import LinearCrossEntropy
-from onelaunch.fuse.patterns.pattern import Match, Pattern
+from onelaunch.fuse.patterns.pattern import Match, Pattern, is_on_cuda
 
 PATTERNS: tuple[Pattern, ...] = (
     LinearCrossEntropy(),
@@ -23,17 +24,41 @@ PATTERNS: tuple[Pattern, ...] = (
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
 
 
-def find_matches(graph: fx.Graph) -> list[Match]:
-    """What the patterns find in `graph`, in its order; no node is in two of them."""
+def find_matches(graph: fx.Graph, accepted: Callable[[Match], bool] = lambda match: True) -> list[Match]:
+    """What the patterns find in `graph`, in its order, as far as it is `accepted`; no node is in two of them."""
     taken: set[fx.Node] = set()
     found = []
     for node in graph.nodes:
         for pattern in PATTERNS:
             match = None if node in taken else pattern.match(node)
-            if match is not None and taken.isdisjoint(match.nodes):
+            if match is not None and taken.isdisjoint(match.nodes) and accepted(match) and not _is_overwritten(match):
                 found.append(match)
                 taken.update(match.nodes)
     return found
+
+
+def pays(match: Match) -> bool:
+    return is_on_cuda(match) and match.pattern.pays(match)
+
+
+def _late_arguments(match: Match) -> set[fx.Node]:
+    """Arguments that the first replaced operation does not read, such as a loss's target."""
+    used: set[fx.Node] = set()
+    fx.node.map_arg(match.arguments, used.add)
+    return used - set(match.nodes[0].all_input_nodes)
+
+
+def _is_overwritten(match: Match) -> bool:
+    """Whether the replacement must stand where the last operation did, but its inputs no longer have their values there."""
+    if not _late_arguments(match):
+        return False
+    inputs = storages_of(*match.nodes[0].all_input_nodes)
+    node = match.nodes[0]
+    while node is not match.nodes[-1]:
+        node = node.next
+        if storages_of(*written_by(node)) & inputs:
+            return True
+    return False
 
 
 def rewrite(module: fx.GraphModule, names: Collection[str], *, forced: bool = False) -> list[Match]:
@@ -41,18 +66,15 @@ def rewrite(module: fx.GraphModule, names: Collection[str], *, forced: bool = Fa
 
     With `forced`, a match is replaced whether it pays or not.
     """
-    matches = [
-        match
-        for match in find_matches(module.graph)
-        if match.pattern.name in names and (forced or match.pattern.pays(match))
-    ]
+    matches = find_matches(module.graph, lambda match: match.pattern.name in names and (forced or pays(match)))
     replaced: dict[fx.Node, fx.Node] = {}  # an earlier match's last node may be an argument of a later one
     for match in matches:
         last = match.nodes[-1]
         for name, value in match.arguments.items():
             if isinstance(value, fx.Node):
                 match.arguments[name] = replaced.get(value, value)
-        with module.graph.inserting_before(last):
+        # Before the first operation: what it reads may change afterwards, as may the running statistics that it writes.
+        with module.graph.inserting_before(last if _late_arguments(match) else match.nodes[0]):
             replacement = match.pattern.replace(module.graph, match)
         replacement.meta = dict(last.meta)
         last.replace_all_uses_with(replacement)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from onelaunch.fuse.graph import next_operation, operation_of, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, size_of
+from onelaunch.fuse.graph import next_operation, operation_of, tensor_of, written_by
+from onelaunch.fuse.patterns.pattern import Match, is_differentiated, replacing_dtype, served, size_of
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import relu_dropout
 
@@ -18,13 +18,15 @@ class ReluDropout:
         if operation is None or operation.activation != "relu":
             return None
         following = next_operation(node)
-        if following is None or not following.dropout:
+        if following is None or not following.dropout or written_by(node):  # the op would leave the input as it is
             return None
         arguments = {**operation.arguments, "p": following.dropout, "parts": ["relu", "dropout"]}
         return Match(self, (node, following.node), arguments)
 
     def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
-        return graph.call_function(relu_dropout, (match.arguments["input"], match.arguments["p"]))
+        result = graph.call_function(relu_dropout, (match.arguments["input"], match.arguments["p"]))
+        tensor = tensor_of(match.nodes[0])
+        return result if tensor is None else replacing_dtype(graph, result, tensor.dtype, match)
 
     def cost(self, match: Match) -> Cost:
         size, output = size_of(match.nodes[-1]), tensor_of(match.nodes[-1])

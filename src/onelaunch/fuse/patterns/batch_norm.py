@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from onelaunch.fuse.graph import operation_of, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, size_of
+from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, replacing_dtype, served, size_of
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import batch_norm
 
@@ -20,7 +20,7 @@ class BatchNormActivationDropout:
         given = operation.arguments
         constants = isinstance(given["training"], bool) and isinstance(given["momentum"], int | float)
         nodes, activation, p = epilogue(node)
-        if not constants or not nodes:
+        if not constants or not nodes or (p and not given["training"]):  # the op drops nothing in evaluation
             return None
         parts = ["batch_norm", *([activation] if activation else []), *(["dropout"] if p else [])]
         return Match(self, (node, *nodes), {**given, "activation": activation, "p": p, "parts": parts})
@@ -29,7 +29,9 @@ class BatchNormActivationDropout:
         given = match.arguments
         tensors = (given["input"], given["running_mean"], given["running_var"], given["weight"], given["bias"])
         options = {name: given[name] for name in ("training", "momentum", "eps", "activation")}
-        return graph.call_function(batch_norm, tensors, {**options, "dropout": given["p"]})
+        result = graph.call_function(batch_norm, tensors, {**options, "dropout": given["p"]})
+        tensor = tensor_of(match.nodes[0])
+        return result if tensor is None else replacing_dtype(graph, result, tensor.dtype, match)
 
     def cost(self, match: Match) -> Cost:
         """Training reads x twice and writes y forward, reads x and dy twice and writes dx backward."""

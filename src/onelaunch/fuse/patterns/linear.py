@@ -9,8 +9,8 @@ from __future__ import annotations
 from torch import fx
 
 from onelaunch.activations import saves_input
-from onelaunch.fuse.graph import operation_of, sole_user, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, size_of
+from onelaunch.fuse.graph import is_layer, operation_of, sole_user, tensor_of
+from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, replacing_dtype, served, size_of
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import linear
 
@@ -20,7 +20,7 @@ class LinearActivationDropout:
 
     def match(self, node: fx.Node) -> Match | None:
         operation = operation_of(node)
-        if operation is None or operation.name not in ("linear", "addmm"):
+        if operation is None or operation.name not in ("linear", "addmm") or not is_layer(operation):
             return None
         view = _view_of_rows(node) if operation.name == "addmm" else None
         nodes, activation, p = epilogue(view or node)
@@ -36,7 +36,10 @@ class LinearActivationDropout:
         weight = graph.call_method("t", (given["weight"],)) if given["transposed"] else given["weight"]
         options = {"activation": given["activation"], "dropout": given["p"]}
         result = graph.call_function(linear, (given["input"], weight, given["bias"]), options)
-        return result if given["view"] is None else graph.call_method("view", (result, *given["view"]))
+        if given["view"] is not None:
+            result = graph.call_method("view", (result, *given["view"]))
+        tensor = tensor_of(match.nodes[0])
+        return result if tensor is None else replacing_dtype(graph, result, tensor.dtype, match)
 
     def cost(self, match: Match) -> Cost:
         given = match.arguments

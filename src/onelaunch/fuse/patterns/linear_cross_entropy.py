@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from onelaunch.fuse.graph import Operation, operation_of, sole_user, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, size_of
+from onelaunch.fuse.graph import Operation, is_layer, operation_of, sole_user, tensor_of
+from onelaunch.fuse.patterns.pattern import Match, is_differentiated, replacing_dtype, served, size_of
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import linear_cross_entropy
 
@@ -46,7 +46,9 @@ class LinearCrossEntropy:
             return None
         if flat.dim() != 2 or flat.shape[1] != logits.shape[-1] or given["weight"] is not None:
             return None
-        if given["reduction"] not in ("mean", "sum"):
+        if given["reduction"] not in ("mean", "sum") or target.dim() != 1:
+            return None
+        if given.get("size_average") is not None or given.get("reduce") is not None or not is_layer(linear):
             return None
         tensors = {
             "x": linear.arguments["input"],
@@ -60,7 +62,10 @@ class LinearCrossEntropy:
         given = match.arguments
         features = graph.call_method("flatten", (given["x"], 0, -2)) if _dimensions(given["x"]) > 2 else given["x"]
         options = {name: given[name] for name in ("bias", "label_smoothing", "ignore_index", "reduction")}
-        return graph.call_function(linear_cross_entropy, (features, given["weight"], given["target"]), options)
+        result = graph.call_function(linear_cross_entropy, (features, given["weight"], given["target"]), options)
+        logits = tensor_of(match.nodes[0])
+        wide = logits is not None and logits.dtype == torch.float64
+        return replacing_dtype(graph, result, torch.float64 if wide else torch.float32, match)
 
     def cost(self, match: Match) -> Cost:
         """The products as they are; of the logits, only chunks that may stay in the cache."""
@@ -88,4 +93,4 @@ def _keeps_rows(user: fx.Node, source: fx.Node) -> bool:
     if before is None or after is None or before.numel() != after.numel() or before.shape[-1] != after.shape[-1]:
         return False
     converts = user.op == "call_method" and user.target in ("float", "to", "contiguous", "view", "reshape", "flatten")
-    return converts and user.args[0] is source and after.is_floating_point()
+    return converts and user.args[0] is source and after.is_floating_point() and after.device == before.device

@@ -42,7 +42,7 @@ class Pattern(Protocol):
         """Bytes, floating-point operations and launches of the replacement, forward and (if differentiated) backward."""
 
     def pays(self, match: Match) -> bool:
-        """Whether the replacement may be faster here: device, dtype, size. Measurements decide the rest."""
+        """Whether the replacement may be faster on a CUDA device: by dtype, size and mode. Measurements decide the rest."""
 
 
 def epilogue(start: fx.Node) -> tuple[list[fx.Node], str | None, float]:
@@ -63,9 +63,23 @@ def epilogue(start: fx.Node) -> tuple[list[fx.Node], str | None, float]:
 
 
 def served(*nodes: Any) -> bool:
-    """Whether our kernels take these tensors: on a CUDA device, in a type they have."""
+    """Whether our kernels take the types of these tensors."""
     tensors = [tensor_of(node) for node in nodes if node is not None]
-    return all(tensor is not None and tensor.is_cuda and tensor.dtype in KERNEL_DTYPES for tensor in tensors)
+    return all(tensor is not None and tensor.dtype in KERNEL_DTYPES for tensor in tensors)
+
+
+def is_on_cuda(match: Match) -> bool:
+    tensor = tensor_of(match.nodes[0])
+    return tensor is not None and tensor.is_cuda
+
+
+def replacing_dtype(graph: fx.Graph, result: fx.Node, dtype: torch.dtype, match: Match) -> fx.Node:
+    """`result`, of type `dtype`, converted to the type that the replaced operations gave.
+
+    Under autocast they may be of different types: a 16-bit linear followed by `pow` or softplus, which give float32.
+    """
+    before = tensor_of(match.nodes[-1])
+    return result if before is None or before.dtype == dtype else graph.call_method("to", (result, before.dtype))
 
 
 def size_of(node: Any) -> float:
