@@ -68,6 +68,7 @@ def script(name: str) -> Recording:
 WARM_UP_FILTERS = {
     "train": ("sgd/bf16", "adam", "sgd/auto", "sgd/fp32", "train/epoch", "mnist-98"),
     "ops": ("relu_dropout", "batch_norm", "cross_entropy", "linear"),
+    "models": ("bert", "gpt2", "vit", "resnet", "llama", "mixer", "encoder", "dqn"),
 }
 RECORDINGS = {
     **{

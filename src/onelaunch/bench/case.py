@@ -26,7 +26,7 @@ GROUPS: Mapping[str, Group] = {
         Group("train", "Training runs", None),
         Group("cpu", "Training on a CPU", False),
         Group("ops", "Fused ops", True),
-        Group("fuse", "Fused models", True),
+        Group("models", "Real models", True),
         Group("memory", "Memory", True),
     )
 }
@@ -44,6 +44,7 @@ class Trial:
     ours: Work
     check: Work  # compares ours with a reference on fresh inputs; raises AssertionError saying what differs
     peers: Mapping[str, Work] = field(default_factory=dict)
+    slow_peers: Mapping[str, Work] = field(default_factory=dict)  # not run with --quick: they take long to compile
     absent: Mapping[str, str] = field(default_factory=dict)  # peers that cannot run on this machine, and why
     units: int = 1  # steps (or whatever Case.unit says) per call: times are given per unit
     floor_bytes: float | None = None  # the bytes that one call must move through the device's memory
@@ -51,6 +52,7 @@ class Trial:
     floor_dtype: str = "fp32"  # whose matrix rate bounds the arithmetic: fp32, tf32, bf16 or fp16
     cuda: bool = False  # time with CUDA events
     memory: Mapping[str, Work] = field(default_factory=dict)  # one call of each contender, for its peak of CUDA memory
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)  # of contenders that measure their own peak, when timed
     self_timed: bool = False  # each Work returns its own seconds per unit, over as many units as it likes
     repeats: int | None = None  # maximum number of samples, where each takes long
     notes: Mapping[str, str] = field(default_factory=dict)  # further findings of the check, by name

@@ -123,7 +123,7 @@ def run_case(
     except (Exception, SystemExit) as error:  # whatever went wrong, the case has failed and has no times
         return result | {"check": f"failed: {one_line_reason(error)}", "times": {}}
     gpu = current_gpu() if trial.cuda else None
-    contenders = {OURS: trial.ours, **trial.peers}
+    contenders = {OURS: trial.ours, **trial.peers, **({} if quick else trial.slow_peers)}
     before = gpu.state() if gpu else None
     seconds, repeats = (1.0, 20) if quick else (6.0, 200)
     times, failed = measure(
@@ -139,15 +139,19 @@ def run_case(
         "times": {name: asdict(timing) for name, timing in times.items()},
         "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
         "absent": {**trial.absent, **failed},
-        "peak_bytes": _of_each(
-            {name: work for name, work in trial.memory.items() if name not in failed},
-            lambda name, work: peak_bytes(work),
-        ),
+        "peak_bytes": _peaks(trial, failed),
         **_floor(trial, times, ceilings),
         "notes": dict(trial.notes),
         "gpu": {"before": before, "after": after} if gpu else None,
         "joules": _energy(contenders, times, trial, quick),
     }
+
+
+def _peaks(trial: Trial, failed: Mapping[str, str]) -> dict[str, int]:
+    """The peak of CUDA memory of each contender that has not failed."""
+    measured = {name: work for name, work in trial.memory.items() if name not in failed}
+    found = _of_each(measured, lambda name, work: peak_bytes(work))
+    return found | {name: peak for name, peak in trial.peak_bytes.items() if name not in failed}
 
 
 def _floor(trial: Trial, times: Mapping[str, Timing], ceilings: Ceilings) -> dict[str, Any]:

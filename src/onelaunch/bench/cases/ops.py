@@ -18,7 +18,7 @@ from onelaunch.activations import activate
 from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.measure import cuda_device
 from onelaunch.bench.rotation import Step, forward_step, input_sets, training_step, trial
-from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
+from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINEAR_SHAPES = ((8192, 4096, 4096), (4096, 1024, 4096), (1024, 1024, 1024), (128, 784, 784), (32, 784, 128))  # m, k, n
@@ -28,6 +28,10 @@ LOGITS = (
     (32768, 1000, "bf16"),
     (8192, 50257, "bf16"),
 )  # rows, classes, dtype
+HEADS = (
+    (8192, 768, 50257),
+    (8192, 1024, 32000),
+)  # rows, features, classes: the last layers of GPT-2 and of a small Llama
 BURSTS, CALLS = 5, 200  # calls per burst, for the Python time of an op at tiny size
 
 
@@ -225,6 +229,38 @@ def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
     return trial(steps, sets, check, moved=moved, flops=5 * rows * classes, dtype=dtype)
 
 
+def _linear_cross_entropy(rows: int, features: int, classes: int) -> Trial:
+    cuda_device()
+    weights = classes * features
+    sets = input_sets(2 * (rows * features + weights))
+    target = torch.randint(classes, (rows,), device="cuda")
+
+    def made() -> list[torch.Tensor]:
+        x = torch.randn(rows, features, device="cuda", dtype=torch.bfloat16)
+        weight = torch.randn(classes, features, device="cuda", dtype=torch.bfloat16) / features**0.5
+        return [x.requires_grad_(), weight.requires_grad_()]
+
+    def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, target)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(F.linear(x, weight), target).float()
+
+    def check() -> None:
+        got = made()
+        exact = [tensor.detach().double().requires_grad_() for tensor in got]
+        loss, expected = ours(*got), F.cross_entropy(F.linear(*exact), target)
+        _close(loss.detach().bfloat16(), expected.detach(), "loss")
+        pairs = zip(torch.autograd.grad(loss, got), torch.autograd.grad(expected, exact), strict=True)
+        for what, (mine, other) in zip(("x", "weight"), pairs, strict=True):
+            _close(mine, other, f"gradient of {what}")
+
+    inputs = [made() for _ in range(sets)]
+    steps = _training_steps(ours, plain, inputs, torch.ones((), device="cuda"))
+    moved = 2 * 2 * (rows * features + weights)  # x and weight are read, their gradients written
+    return trial(steps, sets, check, moved=moved, flops=6 * rows * weights)
+
+
 def _python_time(function: Callable[[], object]) -> Work:
     """Seconds per call on the host; the device, with next to nothing to do, keeps up. It is the median of several bursts, so
     that a moment in which the host did something else does not count."""
@@ -270,6 +306,16 @@ def _register() -> None:
     for rows, classes, label in LOGITS:
         about = f"cross-entropy of {rows} x {classes}, {label}, forward and backward"
         add(f"ops/cross_entropy-{rows}x{classes}-{label}", about, _cross_entropy, rows, classes, DTYPES[label])
+    for rows, features, classes in HEADS:
+        about = f"linear {features} to {classes} + cross-entropy of {rows} rows, bf16, forward and backward"
+        add(
+            f"ops/linear_cross_entropy-{rows}x{features}x{classes}",
+            about,
+            _linear_cross_entropy,
+            rows,
+            features,
+            classes,
+        )
 
 
 def _tiny(what: str) -> Callable[[], Trial]:

@@ -1,0 +1,205 @@
+"""Whole training steps of real models by `ol.train_step`, against torch.compile and eager PyTorch, also as one CUDA graph.
+
+A step is forward, loss, backward and optimizer. Times are what a program sees: several steps, then one wait for the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from onelaunch.bench.case import OURS, Trial, Work, case
+from onelaunch.bench.contenders import EAGER
+from onelaunch.bench.measure import cuda_device
+from onelaunch.bench.model_zoo import Workload, bert, dqn, encoder, gpt2, llama, mixer, resnet, vit
+from onelaunch.bench.peers_torch import Steps
+from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, timed
+from onelaunch.format import format_seconds
+from onelaunch.fuse.decide import compiled
+from onelaunch.fuse.train_step import TrainStep, train_step
+
+Make = Callable[[bool], Workload]
+Step = Callable[..., torch.Tensor]  # one training step, as `train_step` returns it
+REDUCE_OVERHEAD, MAX_AUTOTUNE = "torch.compile reduce-overhead", "torch.compile max-autotune-no-cudagraphs"
+LR = 1e-5
+CHECKED_STEPS, CHECKED_LR, SLACK, FP32_SLACK = 6, 1e-3, 0.02, 1e-4
+SAMPLES = 8
+HOST_CALLS = 50  # few enough for the device's queue of launches
+
+
+def our_step(workload: Workload, optimizer: torch.optim.Optimizer) -> TrainStep:
+    return train_step(workload.model, workload.loss, optimizer)
+
+
+def recorded_eager(workload: Workload, optimizer: torch.optim.Optimizer) -> TrainStep:
+    return train_step(workload.model, workload.loss, optimizer, compile=False)
+
+
+def recorded_inductor(workload: Workload, optimizer: torch.optim.Optimizer) -> TrainStep:
+    """Our recorded step with Inductor alone: no pattern is used, and nothing is measured."""
+    step = train_step(workload.model, workload.loss, optimizer)
+    step._forward = compiled(step._forward_and_loss, ())
+    return step
+
+
+def torch_step(workload: Workload, optimizer: torch.optim.Optimizer, mode: str | None = None) -> Step:
+    """The step of a PyTorch user; `mode` is that of torch.compile, or None for eager."""
+    model, loss = workload.model, workload.loss
+
+    def forward(*arguments: Any) -> torch.Tensor:
+        return model(**arguments[0]).loss if loss is None else loss(model(*arguments[:-1]), arguments[-1])
+
+    function = forward if mode is None else torch.compile(forward, mode=mode)
+
+    def step(*arguments: Any) -> torch.Tensor:
+        value = function(*arguments)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return value.detach().clone()  # reduce-overhead writes the next loss to the same memory
+
+    return step
+
+
+PEERS: dict[str, Callable[..., Step]] = {
+    GRAPH: recorded_eager,
+    COMPILED_GRAPH: recorded_inductor,
+    REDUCE_OVERHEAD: functools.partial(torch_step, mode="reduce-overhead"),
+}
+SLOW_PEERS: dict[str, Callable[..., Step]] = {
+    EAGER: torch_step,
+    MAX_AUTOTUNE: functools.partial(torch_step, mode="max-autotune-no-cudagraphs"),
+}
+
+
+def _optimizer(workload: Workload, lr: float) -> torch.optim.Optimizer:
+    parameters = workload.model.parameters()
+    fused = next(iter(workload.model.parameters())).is_cuda
+    if isinstance(workload.loss, torch.nn.MSELoss):  # the DQN network
+        return torch.optim.Adam(parameters, lr, fused=fused)
+    return torch.optim.AdamW(parameters, lr, fused=fused)
+
+
+def _built(
+    make: Make, contender: Callable[..., Step], name: str, peaks: dict[str, int]
+) -> tuple[Step, tuple[Any, ...]]:
+    """A contender's step, compiled and recorded, and its arguments; its peak of memory is added to `peaks`.
+
+    A recorded step allocates while it is recorded only, in its third call. The first one compiles, and may try alternatives.
+    """
+    gc.collect()
+    if contender in (our_step, recorded_eager, recorded_inductor):  # a recording needs no compiled code any more
+        torch.compiler.reset()
+    before = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    workload = make(False)
+    step = contender(workload, _optimizer(workload, LR))
+    step(*workload.arguments)
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        step(*workload.arguments)
+    torch.cuda.synchronize()
+    peaks[name] = torch.cuda.max_memory_allocated() - before
+    reason = getattr(step, "reason", "")
+    assert not reason, f"the step is not recorded: {reason}"
+    return step, workload.arguments
+
+
+def losses_of(workload: Workload, contender: Callable[..., Step]) -> list[float]:
+    """Losses of the first steps, all on the same batch."""
+    step = contender(workload, _optimizer(workload, CHECKED_LR))
+    return [step(*workload.arguments).item() for _ in range(CHECKED_STEPS)]
+
+
+def check_losses(make: Make) -> None:
+    """With a small model and without dropout, our losses are as near to those in fp32 as eager's, up to rounding to bf16.
+
+    All steps see the same batch, so that the loss falls fast, and a wrong gradient or update would show.
+    """
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    exact, eager, ours = (make(True) for _ in range(3))
+    for other in (eager, ours):
+        other.model.load_state_dict(exact.model.state_dict())
+    arguments = exact.arguments
+    exact.model.float()
+    found = {
+        "exact": losses_of(exact._replace(arguments=_in_fp32(arguments)), torch_step),
+        "eager": losses_of(eager._replace(arguments=arguments), torch_step),
+        OURS: losses_of(ours._replace(arguments=arguments), our_step),
+    }
+    error, eager_error = (_largest_error(found[name], found["exact"]) for name in (OURS, "eager"))
+    bf16 = next(iter(eager.model.parameters())).dtype == torch.bfloat16
+    assert error <= 2 * eager_error + (SLACK if bf16 else FP32_SLACK), f"losses differ: {found}"
+
+
+def _largest_error(losses: list[float], exact: list[float]) -> float:
+    """The largest difference of a step's loss, relative to the first loss; infinite for NaN."""
+    errors = [abs(loss - other) / abs(exact[0]) for loss, other in zip(losses, exact, strict=True)]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
+
+
+def _in_fp32(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def wide(value: Any) -> Any:
+        return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tuple(map(wide, arguments))
+
+
+def _host_seconds(step: Step, arguments: tuple[Any, ...]) -> float:
+    """Seconds of the host per call of our step, while the device works."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        step(*arguments)
+    taken = (time.perf_counter() - begin) / HOST_CALLS
+    torch.cuda.synchronize()
+    return taken
+
+
+def _trial(make: Make, steps: int) -> Trial:
+    cuda_device()
+    make(True)  # skips the case if a library is missing
+    peaks: dict[str, int] = {}
+    notes: dict[str, str] = {}
+
+    def work(name: str, contender: Callable[..., Step]) -> Work:
+        def built() -> Steps:
+            step, arguments = _built(make, contender, name, peaks)
+            if name == OURS:
+                notes["host time of our call"] = format_seconds(_host_seconds(step, arguments))
+
+            def run(count: int) -> None:
+                for _ in range(count):
+                    step(*arguments)
+
+            return run
+
+        return timed(built, steps, steps)
+
+    return Trial(
+        work(OURS, our_step), lambda: check_losses(make), {name: work(name, peer) for name, peer in PEERS.items()},
+        slow_peers={name: work(name, peer) for name, peer in SLOW_PEERS.items()}, cuda=True, self_timed=True,
+        repeats=SAMPLES, peak_bytes=peaks, notes=notes,
+    )  # fmt: skip
+
+
+def _register(name: str, about: str, make: Make, steps: int = 10) -> None:
+    case(f"models/{name}", "models", f"training step of {about}")(lambda: _trial(make, steps))
+
+
+_register("bert", "BERT-base, 32 x 128 tokens, bf16, AdamW", bert)
+_register("gpt2", "GPT-2 small, 8 x 1024 tokens, bf16, AdamW", gpt2)
+_register("vit", "ViT-B/16, batch 32, dropout 0.1, bf16, AdamW", vit)
+_register("resnet", "ResNet-50, batch 64, channels last, bf16, AdamW", resnet)
+_register("llama", "a Llama-like model, 8 layers, 1024 wide, 8 x 1024 tokens, bf16, AdamW", llama)
+_register("mixer", "MLP-Mixer B/16, batch 32, bf16, AdamW", mixer)
+_register("encoder", "nn.TransformerEncoder, 6 layers, 512 wide, dropout 0.1, 64 x 256 tokens, bf16, AdamW", encoder)
+_register("dqn", "an MLP 8-64-64-4, batch 256, fp32, Adam", dqn, steps=500)

@@ -1,0 +1,130 @@
+"""The models of `onelaunch bench models`, with random weights and one batch of random data each.
+
+Each function makes a model, its loss (None where the model returns it) and the arguments of a training step. `small` makes a
+model of the same widths with one or two layers and no dropout, whose losses can be compared step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from onelaunch.errors import UnsupportedError
+
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+class Workload(NamedTuple):
+    """What a training step needs, besides an optimizer."""
+
+    model: nn.Module
+    loss: Callable[[Any, Any], torch.Tensor] | None
+    arguments: tuple[Any, ...]
+
+
+def _imported(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        raise UnsupportedError(f"{name} is not installed") from None
+
+
+def _tokens(classes: int, *shape: int) -> torch.Tensor:
+    return torch.randint(classes, shape, device=DEVICE)
+
+
+def bert(small: bool) -> Workload:
+    transformers = _imported("transformers")
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 2} if small else {}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=4, **dropout))
+    inputs = {
+        "input_ids": _tokens(30000, 32, 128),
+        "attention_mask": torch.ones(32, 128, dtype=torch.long, device=DEVICE),
+    }
+    return Workload(model.to(DEVICE, DTYPE), None, ({**inputs, "labels": _tokens(4, 32)},))
+
+
+def gpt2(small: bool) -> Workload:
+    transformers = _imported("transformers")
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_layer": 2} if small else {}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **dropout))
+    tokens = _tokens(50257, 8, 1024)
+    return Workload(model.to(DEVICE, DTYPE), None, ({"input_ids": tokens, "labels": tokens},))
+
+
+def llama(small: bool) -> Workload:
+    transformers = _imported("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=2 if small else 8, num_attention_heads=16,
+        vocab_size=32000, use_cache=False,
+    )  # fmt: skip
+    tokens = _tokens(32000, 8, 1024)
+    model = transformers.LlamaForCausalLM(config).to(DEVICE, DTYPE)
+    return Workload(model, None, ({"input_ids": tokens, "labels": tokens},))
+
+
+def _classification(model: nn.Module, batch: int, **options: Any) -> Workload:
+    """A classifier of random 224 x 224 images into 1000 classes."""
+    images = torch.randn(batch, 3, 224, 224, device=DEVICE, dtype=DTYPE).to(**options)
+    return Workload(model.to(DEVICE, DTYPE).to(**options), nn.CrossEntropyLoss(), (images, _tokens(1000, batch)))
+
+
+def vit(small: bool) -> Workload:
+    models = _imported("torchvision.models")
+    if small:
+        return _classification(models.VisionTransformer(224, 16, 2, 12, 768, 3072), 32)
+    return _classification(models.vit_b_16(dropout=0.1), 32)
+
+
+def resnet(small: bool) -> Workload:
+    models = _imported("torchvision.models")
+    model = models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1]) if small else models.resnet50()
+    return _classification(model, 64, memory_format=torch.channels_last)
+
+
+class MixerBlock(nn.Module):
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.token_norm, self.channel_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.over_tokens = nn.Sequential(nn.Linear(tokens, width // 2), nn.GELU(), nn.Linear(width // 2, tokens))
+        self.over_channels = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.over_tokens(self.token_norm(x).transpose(1, 2)).transpose(1, 2)
+        return x + self.over_channels(self.channel_norm(x))
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer B/16: patches of 16 x 16, 768 wide; 12 layers in the paper."""
+
+    def __init__(self, layers: int = 12, width: int = 768) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 16, 16)
+        self.blocks = nn.Sequential(*(MixerBlock(196, width) for _ in range(layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        tokens = self.patches(images).flatten(2).transpose(1, 2)
+        return self.head(self.norm(self.blocks(tokens)).mean(1))
+
+
+def mixer(small: bool) -> Workload:
+    return _classification(Mixer(2 if small else 12), 32)
+
+
+def encoder(small: bool) -> Workload:
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0 if small else 0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2 if small else 6).to(DEVICE, DTYPE)
+    x = torch.randn(64, 256, 512, device=DEVICE, dtype=DTYPE)
+    return Workload(model, F.mse_loss, (x, torch.randn_like(x)))
+
+
+def dqn(small: bool) -> Workload:
+    layers = nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
+    arguments = torch.randn(256, 8, device=DEVICE), torch.randn(256, 4, device=DEVICE)
+    return Workload(nn.Sequential(*layers).to(DEVICE), nn.MSELoss(), arguments)
