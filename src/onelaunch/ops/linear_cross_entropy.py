@@ -2,8 +2,8 @@
 
 A language model's logits are its largest tensor: 8 x 1024 tokens of 50,257 classes are 0.8 GB in bf16, and their gradient as
 much again. Here a chunk's logits are multiplied, turned into their gradient, and multiplied into dx and dweight at once, so
-that two buffers of CHUNK_BYTES are enough. Forward computes the gradients for an upstream gradient of one; backward scales
-them.
+that two buffers of CHUNK_BYTES are enough. Forward computes the gradients of the summed loss; backward multiplies them by the
+upstream gradient and, for a mean, by one over the number of rows, so that fp16 gradients under a loss scale do not underflow.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.integers import round_up
 from onelaunch.ops.arguments import KERNEL_DTYPES, check_beside, check_float, kernels
 from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, inside_transform
 from onelaunch.ops.cross_entropy import cross_entropy
 from onelaunch.ops.cross_entropy_arguments import check_loss_options
+from onelaunch.ops.cross_entropy_reference import checked_reference
 from onelaunch.ops.widen import widen
 
+INDEX_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
 CHUNK_BYTES = 2**27  # of logits at a time: rows enough for efficient products, and little beside a model's activations
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # loss, dx, dweight and dbias of the summed loss, scale
 
 
 def linear_cross_entropy_reference(
@@ -59,7 +61,7 @@ def _summed_loss(
         )
         return loss, logits.new_empty(0) if dlogits is None else dlogits
     wide = widen(logits)
-    loss = F.cross_entropy(wide, target, label_smoothing=smoothing, ignore_index=ignore_index, reduction="sum")
+    loss = checked_reference(wide, target, smoothing, ignore_index, "sum")
     if not gradient:
         return loss, logits.new_empty(0)
     counts = (target != ignore_index)[:, None]
@@ -81,7 +83,7 @@ def _accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing: float, ignore_index: int, reduction: str,
     gradient: bool,
-) -> Gradients:  # fmt: skip
+) -> Outputs:  # fmt: skip
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     loss = torch.zeros((), dtype=wide, device=x.device)
     dx = torch.empty_like(x) if gradient else x.new_empty(0)
@@ -100,24 +102,27 @@ def _forward(
             _accumulate(dweight, dlogits.t(), x[part])
             if bias is not None:
                 dbias += dlogits.sum(0, dtype=wide)
+    scale = torch.ones((), dtype=wide, device=x.device)
     if reduction == "mean":
         scale = 1 / (target != ignore_index).sum().to(wide)
         loss *= scale  # as in PyTorch, NaN where no row counts
-        if gradient:
-            finite = torch.where(scale.isfinite(), scale, 0)
-            dx.mul_(finite)
-            dweight.mul_(finite)
-            dbias.mul_(finite)
+        scale = torch.where(scale.isfinite(), scale, 0)
     if not gradient:
-        return loss, dx, dweight, dbias
-    return loss, dx, dweight.to(weight.dtype), dbias if bias is None else dbias.to(bias.dtype)
+        return loss, dx, dweight, dbias, scale
+    dbias = dbias if bias is None else dbias.to(_sum_dtype(bias))
+    return loss, dx, dweight.to(_sum_dtype(weight)), dbias, scale
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    """The type of a gradient summed over all rows and not yet scaled: fp16 could overflow."""
+    return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
 
 @torch.library.custom_op("onelaunch::linear_cross_entropy", mutates_args=())
 def linear_cross_entropy_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing: float, ignore_index: int, reduction: str,
     gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _forward(x, weight, bias, target, smoothing, ignore_index, reduction, gradient)
 
 
@@ -125,35 +130,70 @@ def linear_cross_entropy_op(
 def _(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, smoothing: float, ignore_index: int, reduction: str,
     gradient: bool,
-) -> Gradients:  # fmt: skip
+) -> Outputs:  # fmt: skip
     loss = x.new_empty((), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
     if not gradient:
-        return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    dbias = x.new_empty(0) if bias is None else torch.empty_like(bias)
-    return loss, torch.empty_like(x), weight.new_empty(weight.shape), dbias
+        return loss, x.new_empty(0), x.new_empty(0), x.new_empty(0), torch.empty_like(loss)
+    dbias = x.new_empty(0) if bias is None else x.new_empty(bias.shape, dtype=_sum_dtype(bias))
+    dweight = x.new_empty(weight.shape, dtype=_sum_dtype(weight))
+    return loss, torch.empty_like(x), dweight, dbias, torch.empty_like(loss)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     x, weight, bias, target, *ctx.options, _ = inputs
-    _, dx, dweight, dbias = output
-    ctx.mark_non_differentiable(dx, dweight, dbias)
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, weight, bias, target, dx, dweight, dbias)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x, weight, bias, target, *output[1:])
 
 
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    x, weight, bias, target, dx, dweight, dbias = ctx.saved_tensors
+    x, weight, bias, target, *gradients, scale = ctx.saved_tensors
+    inputs = (x, weight, bias)
+    found: list[Tensor | None] = [None, None, None]
+    needed = [index for index in range(3) if ctx.needs_input_grad[index]]
     if differentiable_backward(dloss):
-        inputs = (x, weight) if bias is None else (x, weight, bias)
         with torch.enable_grad():
             loss = linear_cross_entropy_reference(x, weight, bias, target, *ctx.options)
-        dx, dweight, *rest = torch.autograd.grad(loss, inputs, dloss.to(loss.dtype), create_graph=True)
-        return dx, dweight, rest[0] if rest else None, None, None, None, None, None
-    scaled = [(gradient * dloss).to(gradient.dtype) for gradient in (dx, dweight)]
-    return *scaled, (dbias * dloss).to(dbias.dtype) if ctx.has_bias else None, None, None, None, None, None
+        upstream = dloss.to(loss.dtype)
+        exact = torch.autograd.grad(loss, [inputs[index] for index in needed], upstream, create_graph=True)
+        for index, gradient in zip(needed, exact, strict=True):
+            found[index] = gradient
+    else:
+        factor = dloss * scale
+        for index in needed:
+            found[index] = (gradients[index] * factor).to(inputs[index].dtype)
+    return *found, None, None, None, None, None
 
 
 linear_cross_entropy_op.register_autograd(_backward, setup_context=_setup)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, cast: bool) -> None:
+    check_float("x", x)
+    check_float("weight", weight)
+    check_beside("weight", weight, "x", x)
+    check_beside("bias", bias, "x", x)
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
+        raise OnelaunchError(
+            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: pass [..., features] and [classes, features]"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise OnelaunchError(
+            f"bias has shape {tuple(bias.shape)}: pass {tuple(weight.shape[:1])}, one number per class"
+        )
+    for argument, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype and not cast:
+            raise OnelaunchError(
+                f"{argument} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast"
+            )
+    if not isinstance(target, Tensor) or target.dtype not in INDEX_DTYPES:
+        kind = f"has dtype {target.dtype}" if isinstance(target, Tensor) else f"is a {type(target).__name__}"
+        raise ArgumentTypeError(f"target {kind}: pass a torch.Tensor of class indices (int64)")
+    if target.device != x.device:
+        raise OnelaunchError(f"target is on {target.device} and x on {x.device}: move one, as in target.to(x.device)")
+    if target.shape != x.shape[:-1]:
+        raise OnelaunchError(
+            f"target has shape {tuple(target.shape)}, which does not fit x {tuple(x.shape)}: pass {tuple(x.shape[:-1])}"
+        )
 
 
 def linear_cross_entropy(
@@ -171,29 +211,16 @@ def linear_cross_entropy(
     x: `[..., features]`; weight: `[classes, features]`; target: class indices `[...]`. The loss is float32 (float64 for
     float64). reduction="none" stores the logits.
     """
-    check_float("x", x)
-    check_beside("weight", weight, "x", x)
-    check_beside("bias", bias, "x", x)
     check_loss_options(label_smoothing, ignore_index, reduction)
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise OnelaunchError(
-            f"x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}: pass [..., features] and [classes, features]"
-        )
-    if target.shape != x.shape[:-1]:
-        raise OnelaunchError(
-            f"target has shape {tuple(target.shape)}, unfit for x {tuple(x.shape)}: pass {tuple(x.shape[:-1])}"
-        )
-    dtype = autocast_dtype(x.device)
+    dtype = autocast_dtype(x.device) if isinstance(x, Tensor) and x.dtype != torch.float64 else None
+    _check(x, weight, bias, target, cast=dtype is not None)
     if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    if reduction == "none" or inside_transform():
-        logits = F.linear(x, weight, bias)
-        flat = cross_entropy(
-            logits.flatten(0, -2), target.flatten(), label_smoothing=label_smoothing, ignore_index=ignore_index,
-            reduction=reduction,
-        )  # fmt: skip
-        return flat.view(target.shape) if reduction == "none" else flat
     rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).to(torch.int64)
+    if reduction == "none" or inside_transform():
+        smoothing, logits = label_smoothing, F.linear(rows, weight, bias)
+        loss = cross_entropy(logits, labels, label_smoothing=smoothing, ignore_index=ignore_index, reduction=reduction)
+        return widen(loss).reshape(target.shape if reduction == "none" else ())
     gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     options = (float(label_smoothing), int(ignore_index), reduction)
     return linear_cross_entropy_op(rows.contiguous(), weight, bias, labels, *options, gradient)[0]
