@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from onelaunch.bench import model_zoo
+from onelaunch.bench.cases import models
 from onelaunch.bench.cases.train import CHECKED_STEPS, check_losses
 from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.peers_torch import reference_losses
@@ -17,6 +20,7 @@ from onelaunch.bench.run import failures, run_case, select
 from onelaunch.cli.app import make_app
 from onelaunch.code_cache import CodeCache
 from onelaunch.engines.cpu import session
+from onelaunch.errors import UnsupportedError
 from tests.bench.workloads import CPU, WORKLOADS
 
 # PyTorch's own warning, when torch.compile is first used.
@@ -61,6 +65,27 @@ def test_the_cached_start_fails_with_a_cache_that_keeps_nothing(monkeypatch):
     assert check.startswith("failed: AssertionError: no code was kept")
 
 
+def test_the_check_of_the_models_can_fail(monkeypatch):
+    """On a CPU and uncompiled: the same steps agree, and a rate that is twice as large does not."""
+    monkeypatch.setattr(model_zoo, "DEVICE", "cpu")
+    monkeypatch.setattr(models, "our_step", models.recorded_eager)
+    models.check_losses(model_zoo.dqn)
+
+    def wrong(workload: model_zoo.Workload, optimizer: torch.optim.Optimizer) -> models.Step:
+        optimizer.param_groups[0]["lr"] *= 2
+        return models.recorded_eager(workload, optimizer)
+
+    monkeypatch.setattr(models, "our_step", wrong)
+    with pytest.raises(AssertionError, match="losses differ"):
+        models.check_losses(model_zoo.dqn)
+
+
+def test_a_model_of_a_missing_library_is_skipped(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    with pytest.raises(UnsupportedError, match=r"torchvision.models is not installed"):
+        model_zoo.vit(True)
+
+
 def test_large_networks_are_registered():
     names = [one.name for one in select("train") if one.name.startswith("train/large/")]
     assert names == [
@@ -70,7 +95,7 @@ def test_large_networks_are_registered():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the cases would run")
-@pytest.mark.parametrize(("what", "count"), [(["train", "--large"], 4), (["memory"], 2)])
+@pytest.mark.parametrize(("what", "count"), [(["train", "--large"], 4), (["memory"], 2), (["models"], 8)])
 def test_gpu_cases_are_skipped_without_a_gpu(what, count, tmp_path):
     result = CliRunner().invoke(make_app(), ["bench", *what, "--quick", "--out", str(tmp_path / "results.json")])
     assert result.exit_code == 0, result.output

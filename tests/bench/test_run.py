@@ -15,6 +15,7 @@ import torch
 
 from onelaunch.bench.case import REGISTRY, Case, Trial, case
 from onelaunch.bench.ceilings import Ceilings
+from onelaunch.bench.measure import measure
 from onelaunch.bench.run import failures, run_case, run_cases, select
 from onelaunch.errors import OnelaunchError, UnsupportedError
 from onelaunch.report.remarks import not_run
@@ -41,6 +42,25 @@ def test_a_peer_that_raises_late_is_absent():
     assert set(result["times"]) == {"onelaunch", "steady"}
     assert result["absent"] == {"tires": "MemoryError: no more"}
     assert set(result["ratio"]) == {"steady"}
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_slow_peers_run_without_quick_and_peaks_that_are_known_are_kept(monkeypatch):
+    monkeypatch.setattr(
+        "onelaunch.bench.run.measure", lambda contenders, **options: measure(contenders, **options | {"repeats": 2})
+    )
+    works = {"peer": lambda: 1e-3, "slow": lambda: 2e-3}
+    trial = Trial(
+        lambda: 1e-3, nothing, {"peer": works["peer"]}, slow_peers={"slow": works["slow"]}, self_timed=True,
+        peak_bytes={"onelaunch": 5},
+    )  # fmt: skip
+    quick = run_one(trial)
+    assert set(quick["times"]) == {"onelaunch", "peer"}
+    assert quick["absent"] == {"slow": "left out by --quick: long to compile"}
+    assert quick["peak_bytes"] == {"onelaunch": 5}
+    whole = run_case(REGISTRY["train/test"], quick=False, ceilings=Ceilings())
+    assert set(whole["times"]) == {"onelaunch", "peer", "slow"}
+    assert whole["absent"] == {}
 
 
 @pytest.mark.usefixtures("temporary_cases")

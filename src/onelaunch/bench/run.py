@@ -124,6 +124,7 @@ def run_case(
         return result | {"check": f"failed: {one_line_reason(error)}", "times": {}}
     gpu = current_gpu() if trial.cuda else None
     contenders = {OURS: trial.ours, **trial.peers, **({} if quick else trial.slow_peers)}
+    left_out = dict.fromkeys(trial.slow_peers, "left out by --quick: long to compile") if quick else {}
     before = gpu.state() if gpu else None
     seconds, repeats = (1.0, 20) if quick else (6.0, 200)
     times, failed = measure(
@@ -138,7 +139,7 @@ def run_case(
         "check": "passed",
         "times": {name: asdict(timing) for name, timing in times.items()},
         "ratio": {name: timing.median / ours for name, timing in times.items() if name != OURS},
-        "absent": {**trial.absent, **failed},
+        "absent": {**trial.absent, **left_out, **failed},
         "peak_bytes": _peaks(trial, failed),
         **_floor(trial, times, ceilings),
         "notes": dict(trial.notes),

@@ -23,14 +23,17 @@ from onelaunch.report.standalone import standalone
 BEGIN, END = "<!-- results: made by `make readme` -->", "<!-- end of results -->"
 COLD_BEGIN, COLD_END = "<!-- cold launch: made by `make readme` -->", "<!-- end of cold launch -->"
 ALL, MEASURING = "docs/results.md", "docs/measuring.md"
-# The rows of the README's table: a recorded case, and its name in words. The chip is added from the recording.
+# The rows of the README's table: a case, and its name in words. The chip is added from the recording; a case that is not
+# recorded has no row.
 HEADLINES = {
     "train/pixels/784-128-128-128-10/32/sgd/bf16": "train MLP 784-128-128-128-10, batch 32, bf16",
     "train/mnist-98": "train on full MNIST to 98 % test accuracy, whole run",
     "train/large/784-2048-2048-2048-10/32": "train MLP 784-2048-2048-2048-10, batch 32, bf16",
     "cpu/784-128-128-128-10/32/sgd": "train MLP 784-128-128-128-10, batch 32, fp32",
     "ops/relu_dropout-fp32-training": "ReLU + Dropout of 50·2²⁰ fp32 values, forward + backward",
-    "fuse/mlp-training": "`ol.fuse` of a 6-layer MLP, 4096 wide, batch 8192, bf16, training step",
+    "models/bert": "`ol.train_step` of BERT-base, 32×128 tokens, bf16, AdamW",
+    "models/gpt2": "`ol.train_step` of GPT-2 small, 8×1024 tokens, bf16, AdamW",
+    "models/dqn": "`ol.train_step` of an MLP 8-64-64-4, batch 256, fp32, Adam",
 }
 
 
