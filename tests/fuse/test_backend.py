@@ -1,0 +1,97 @@
+"""`torch.compile(backend="onelaunch")`: found by its name, passes options to Inductor, and runs without a code generator."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onelaunch.fuse import backend
+from onelaunch.fuse.backend import onelaunch
+
+
+@pytest.fixture
+def forwarded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What reaches Inductor: (mode, options) of each graph."""
+    found: list[Any] = []
+
+    def inductor(gm: Any, example_inputs: Any, mode: Any, options: Any) -> Any:
+        found.append((mode, options))
+        return gm.forward
+
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr(backend, "_inductor", inductor)
+    return found
+
+
+def test_found_by_name() -> None:
+    assert "onelaunch" in torch._dynamo.list_backends()
+
+
+def test_mode_and_options_reach_inductor(forwarded: list[Any]) -> None:
+    x, layer = torch.randn(3, 4), nn.Linear(4, 4)
+    torch.compile(layer, backend="onelaunch", mode="max-autotune-no-cudagraphs")(x)
+    torch._dynamo.reset()
+    torch.compile(layer, backend="onelaunch", options={"max_autotune": True})(x)
+    torch._dynamo.reset()
+    torch.compile(layer, backend="onelaunch")(x)
+    assert forwarded == [("max-autotune-no-cudagraphs", None), (None, {"max_autotune": True}), (None, None)]
+
+
+def test_modes_become_settings_of_inductor(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx
+
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, inputs, config_patches: found.append(config_patches))
+    gm = torch.fx.symbolic_trace(nn.ReLU())
+    backend._inductor(gm, [], "reduce-overhead", {"epilogue_fusion": False})
+    assert found[0]["triton.cudagraphs"] is True
+    assert found[0]["epilogue_fusion"] is False
+    with pytest.raises(RuntimeError, match="mode"):
+        backend._inductor(gm, [], "fastest", None)
+
+
+def test_without_a_code_generator_one_line_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: f"no compiler for {device}")
+    backend._log_once.cache_clear()
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = torch.randn(3, 4)
+    with caplog.at_level(logging.WARNING, "onelaunch"):
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch.testing.assert_close(torch.compile(model, backend=onelaunch)(x), model(x))
+        torch.compile(lambda: torch.ones(3) + 1, backend=onelaunch)()  # a graph without inputs
+    messages = [record.getMessage() for record in caplog.records if record.name == "onelaunch"]
+    assert messages == ["no compiler for cpu: the model runs as PyTorch operations, without generated code"]
+    backend._log_once.cache_clear()
+
+
+def test_a_missing_compiler_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def none() -> str:
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none)
+    assert backend.no_code_generator_reason.__wrapped__("cpu") == "there is no C++ compiler"
+    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
+    assert backend.no_code_generator_reason.__wrapped__("cuda") == "Triton is not installed"
+    assert backend.no_code_generator_reason.__wrapped__("mps") == ""
+
+
+def test_with_inductor_and_forced_patterns(inductor: None) -> None:
+    """The rewritten graph through code generation, forward and backward."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.GELU(), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()).double()
+    x = torch.randn(8, 6, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(model, backend=lambda gm, inputs: onelaunch(gm, inputs, forced=True))
+    got, expected = compiled(x), model(x)
+    torch.testing.assert_close(got, expected)
+    one, two = (torch.autograd.grad(y.square().sum(), [x, *model.parameters()]) for y in (got, expected))
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,83 @@
+"""Optimizers made ready for a recording: their forms, rates and settings. The device is the CPU here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from onelaunch.fuse.capturable_optimizer import CapturableOptimizer
+
+CPU = torch.device("cpu")
+
+
+def made(kind: type[torch.optim.Optimizer], **options: object) -> CapturableOptimizer:
+    return CapturableOptimizer(kind(nn.Linear(3, 3).parameters(), **options), CPU)
+
+
+def test_what_cannot_be_recorded() -> None:
+    assert made(torch.optim.LBFGS).unsupported_reason() == "LBFGS decides on the host"
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam):
+        assert made(kind, lr=0.1).unsupported_reason() == ""
+
+    class Own(torch.optim.Optimizer):
+        pass
+
+    assert made(Own, defaults={"lr": 0.1}).unsupported_reason() == "Own has no capturable form"
+
+
+def test_the_fused_form_unless_another_is_asked_for() -> None:
+    one, other = made(torch.optim.Adam), made(torch.optim.Adam, foreach=True)
+    for capturable in (one, other):
+        capturable.prepare()
+        assert capturable.optimizer.param_groups[0]["capturable"]
+    assert one.optimizer.param_groups[0]["fused"]
+    assert not other.optimizer.param_groups[0]["fused"]
+
+
+def test_rates_are_tensors_inside_and_restored_after_an_error() -> None:
+    capturable = made(torch.optim.SGD, lr=0.5)
+    capturable.prepare()
+    group = capturable.optimizer.param_groups[0]
+    capturable.upload_rates()
+    with pytest.raises(KeyError), capturable.rates_on_device():
+        raise KeyError(float(group["lr"]))
+    assert group["lr"] == 0.5
+    group["lr"] = 0.25
+    capturable.upload_rates()
+    with capturable.rates_on_device():
+        assert isinstance(group["lr"], torch.Tensor)
+        assert group["lr"] == 0.25
+    assert not capturable.settings_changed()  # a rate is not a setting
+
+
+def test_a_rate_that_is_a_tensor_on_the_device_is_read_where_it_is() -> None:
+    rate = torch.tensor(0.5)
+    capturable = made(torch.optim.Adam, lr=rate, capturable=True, foreach=True)
+    capturable.prepare()
+    with capturable.rates_on_device():
+        assert capturable.optimizer.param_groups[0]["lr"] is rate
+
+
+def test_changed_settings_groups_and_loaded_state_are_noticed() -> None:
+    capturable = made(torch.optim.Adam)
+    optimizer = capturable.optimizer
+    capturable.prepare()
+    assert not capturable.settings_changed()
+    optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+    assert capturable.settings_changed()
+    capturable.prepare()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert capturable.settings_changed()
+    capturable.prepare()
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert capturable.settings_changed()
+
+
+def test_step_counts_of_an_existing_state_move() -> None:
+    layer = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    CapturableOptimizer(optimizer, torch.device("meta")).prepare()
+    assert all(state["step"].device.type == "meta" for state in optimizer.state.values())

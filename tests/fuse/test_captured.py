@@ -1,0 +1,71 @@
+"""Captured graphs: as many as the program has, with plain reasons; and code objects of their own."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from onelaunch.fuse.captured import capture_graphs, first_line, own_code, plain_break, uncompiled_call
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        if x.sum().item() > 0:
+            x = x * 2
+        print(end="")
+        return x.relu() if x.sum() > 0 else x
+
+
+def test_breaks_have_a_plain_reason_and_a_place(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        captured = capture_graphs(uncompiled_call(Broken()), (torch.ones(3),), {})
+    reasons = [one.break_reason for one in captured]
+    assert [reason.split(" (")[0] for reason in reasons] == [
+        "a tensor's value is read on the host",
+        "the program calls `print`",
+        "the program branches on a tensor's value",
+        "",
+    ]
+    assert all("(test_captured.py:" in reason for reason in reasons[:-1])
+    assert not caplog.records
+
+
+def test_a_log_message_breaks_nothing() -> None:
+    log = logging.getLogger("test")
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        log.warning("here")
+        return x + 1
+
+    assert len(capture_graphs(function, (torch.ones(3),), {})) == 1
+
+
+def test_reasons_in_one_line() -> None:
+    assert plain_break("Something new\n  Explanation: long\n") == "Something new"
+    assert len(plain_break("x" * 1000)) == 120
+    assert plain_break("") == "no reason is given"
+    assert first_line(ValueError("\n first \n second")) == "first"
+
+
+def test_many_models_do_not_share_dynamos_limit() -> None:
+    """Each is compiled: with one code object for all, Dynamo stops after 8."""
+    for width in range(1, 13):
+        assert len(capture_graphs(uncompiled_call(nn.Linear(3, width)), (torch.ones(2, 3),), {})) == 1
+
+
+def test_own_code_keeps_defaults_and_the_instance() -> None:
+    class Counter:
+        base = 2
+
+        def add(self, a: int, b: int = 3, *, c: int = 4) -> int:
+            return self.base + a + b + c
+
+    one = own_code(Counter().add)
+    assert one(1) == 10
+    assert one(1, c=0) == 6
+    assert own_code(len) is len
+    assert own_code(uncompiled_call).__code__ is not uncompiled_call.__code__

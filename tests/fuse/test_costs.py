@@ -1,0 +1,63 @@
+"""What operations cost: views nothing, products by their sizes, fused kernels only what enters and leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from onelaunch.fuse.captured import capture_graphs
+from onelaunch.fuse.costs import flops_of, fused_cost, is_counter, is_library_call, is_view, unfused_cost
+from onelaunch.fuse.roofline import Cost
+
+
+def nodes_of(function: Any, *args: Any) -> dict[str, fx.Node]:
+    (captured,) = capture_graphs(function, args, {})
+    return {node.name: node for node in captured.graph.nodes if node.op in ("call_function", "call_method")}
+
+
+def test_views_cost_nothing() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.t().reshape(-1).chunk(2)
+        return torch.max(x, 1).values.sum() + a.sum() + b.add_(1).sum()
+
+    nodes = nodes_of(function, torch.randn(4, 4))
+    views = {name for name, node in nodes.items() if is_view(node)}
+    assert {"t", "chunk"} <= views
+    assert not views & {"max_1", "sum_1", "add_", "reshape"}
+    assert unfused_cost(nodes["t"]) == Cost()
+
+
+def test_counters_are_no_operation() -> None:
+    count = torch.tensor(0)
+    nodes = nodes_of(lambda x: (count.add_(1), x + 1)[1], torch.randn(3))
+    assert [is_counter(node) for node in nodes.values()] == [True, False]
+
+
+def test_products_and_convolutions() -> None:
+    weight, kernel = torch.randn(5, 6), torch.randn(4, 3, 3, 3)
+    nodes = nodes_of(
+        lambda x, y: (F.linear(x, weight), F.conv2d(y, kernel)), torch.randn(7, 6), torch.randn(2, 3, 8, 8)
+    )
+    linear, conv = nodes.values()
+    assert is_library_call(linear)
+    assert is_library_call(conv)
+    assert flops_of(linear) == 2 * 7 * 5 * 6
+    assert flops_of(conv) == 2 * (2 * 4 * 6 * 6) * 27
+    assert unfused_cost(linear) == Cost(4 * (7 * 6 + 5 * 6 + 7 * 5), 2 * 7 * 5 * 6, 1)
+
+
+def test_attention_is_differentiated_too() -> None:
+    q = torch.randn(2, 4, 8, requires_grad=True)
+    (node,) = nodes_of(lambda q: F.scaled_dot_product_attention(q, q, q), q).values()
+    assert unfused_cost(node).launches == 3
+
+
+def test_a_fused_kernel_moves_what_enters_and_leaves() -> None:
+    nodes = list(nodes_of(lambda x: torch.tanh(torch.sin(x) + 1), torch.randn(10)).values())
+    assert fused_cost(nodes) == Cost(80, 30, 1)
+    assert sum((unfused_cost(node) for node in nodes), Cost()) == Cost(240, 30, 3)
+    nodes = list(nodes_of(lambda x: torch.sin(x) + 1, torch.randn(10, requires_grad=True)).values())
+    assert fused_cost(nodes).launches == 2

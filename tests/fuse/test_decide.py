@@ -1,0 +1,156 @@
+"""Which candidate is kept, under which key, and that trial runs leave no trace. Times are made up."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from onelaunch.fuse import decide
+from onelaunch.fuse.captured import capture_graphs, uncompiled_call
+from onelaunch.fuse.decide import ALL, candidates_of, compiled, copied, fastest, graph_key, restored
+
+
+def test_candidates() -> None:
+    assert candidates_of([], uncompiled=True) == {"uncompiled": None, "compiled": ()}
+    assert candidates_of(["linear"], uncompiled=False) == {"compiled": (), "linear": ("linear",)}
+    both = candidates_of(["batch_norm", "linear"], uncompiled=False)
+    assert both == {
+        "compiled": (), "batch_norm + linear": ("batch_norm", "linear"), "batch_norm": ("batch_norm",), "linear": ("linear",)
+    }  # fmt: skip
+
+
+def test_the_fastest_must_lead_clearly() -> None:
+    assert fastest({"uncompiled": 1.0, "compiled": 2.0, "linear": 3.0}) == "uncompiled"
+    assert fastest({"uncompiled": 3.0, "compiled": 2.0, "linear": 1.99}) == "compiled"
+    assert fastest({"uncompiled": 3.0, "compiled": 2.0, "linear": 1.9}) == "linear"
+    assert fastest({"compiled": 2.0, "linear": float("inf")}) == "compiled"
+
+
+def key_of(model: nn.Module, x: torch.Tensor) -> str:
+    return graph_key(model, capture_graphs(uncompiled_call(model), (x,), {}))
+
+
+def test_keys_differ_where_programs_do() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1)), torch.randn(3, 4)
+    keys = [
+        key_of(model, x),
+        key_of(model, torch.randn(2, 4)),
+        key_of(model.eval(), x),
+        key_of(model.double(), x.double()),
+    ]
+    keys.append(key_of(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.1)), x))
+    assert len(set(keys)) == 5
+    again = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.1))
+    assert key_of(again, x) == keys[0]
+
+
+PROGRAM = """
+import torch
+from torch import nn
+from onelaunch.fuse.captured import capture_graphs, uncompiled_call
+from onelaunch.fuse.decide import graph_key
+model = nn.Sequential(nn.Linear(4, 4), nn.Hardswish(), nn.LayerNorm(4), nn.Softmax(1))
+model.register_forward_hook(lambda module, args, output: torch.relu(output) + torch.cat([output]))
+print(graph_key(model, capture_graphs(uncompiled_call(model), (torch.randn(3, 4),), {})))
+"""
+
+
+def test_a_key_is_the_same_in_another_process() -> None:
+    """Addresses of functions are not part of it."""
+    runs = [
+        subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
+        for _ in range(1)
+    ]
+    assert runs[0] == runs[1] != ""
+
+
+def test_trials_leave_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model[0].weight.grad = gradient = torch.ones(4, 4)
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    state = torch.get_rng_state()
+    with contextlib.suppress(KeyError), restored(model):
+        model(torch.randn(8, 4)).sum().backward()
+        raise KeyError
+    assert model[0].weight.grad is gradient
+    assert model[0].bias.grad is None
+    assert (gradient == 1).all()
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, value in model.named_buffers():
+        assert torch.equal(value, buffers[name]), name
+
+
+def test_trials_run_on_copies_of_their_inputs() -> None:
+    x = torch.ones(3, requires_grad=True)
+    made, (same, number) = copied(({"x": x}, (torch.zeros(2), 5)))
+    assert made["x"].requires_grad
+    assert made["x"] is not x
+    assert number == 5
+    assert not same.requires_grad
+
+
+def test_compiled_with_nothing_is_the_function() -> None:
+    def function() -> None: ...
+
+    assert compiled(function, None) is function
+
+
+class FakeTimes:
+    """Measured times in memory."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, dict[str, float]] = {}
+
+    def times(self, key: str) -> dict[str, float]:
+        return self.entries.get(key, {})
+
+    def add(self, key: str, times: dict[str, float]) -> None:
+        self.entries[key] = times
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({"uncompiled": 1.0, "compiled": 2.0, "linear": 2.0}, None),
+        ({"uncompiled": 3.0, "compiled": 2.0, "linear": 2.0}, ()),
+        ({"uncompiled": 3.0, "compiled": 2.0, "linear": 1.0}, ("linear",)),
+    ],
+)
+def test_decisions_are_measured_once(
+    seconds: dict[str, float], expected: Any, no_code: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CUDA device, with made-up times."""
+    times, measured = FakeTimes(), []
+
+    def program_seconds(runs: Any) -> dict[str, float]:
+        for run in runs.values():
+            run(0)
+        measured.append(list(runs))
+        return seconds
+
+    monkeypatch.setattr(decide, "device_of", lambda *values: torch.device("cuda", 0))
+    monkeypatch.setattr(decide, "_times_of", lambda device: times)
+    monkeypatch.setattr(decide, "pays", lambda match: True)
+    monkeypatch.setattr(decide, "_program_seconds", program_seconds)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    x = torch.randn(3, 4, requires_grad=True)
+    for _ in range(2):
+        patterns, function = decide.decide(uncompiled_call(model), model, (x,), {}, recorded=False)
+        assert patterns == expected
+        torch.testing.assert_close(function(x), model(x))
+    assert measured == [["uncompiled", "compiled", "linear"]]
+    assert x.grad is None
+    assert model[0].weight.grad is None
+
+
+def test_a_cpu_uses_all_patterns_unmeasured(no_code: None) -> None:
+    model = nn.Linear(3, 3)
+    assert decide.decide(uncompiled_call(model), model, (torch.ones(2, 3),), {}, recorded=False)[0] == ALL
+    assert decide.decide(lambda: 3, model, (), {}, recorded=False)[0] == ALL

@@ -1,0 +1,365 @@
+"""Every pattern: what it takes, what it leaves, and that the rewritten graph computes what the original does."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from onelaunch.activations import ACTIVATIONS
+from onelaunch.fuse.patterns import BY_NAME, PATTERNS, find_matches
+from tests.conftest import TOLERANCE
+from tests.fuse.rewritten import Rewritten, titles_of
+
+
+def assert_same_step(
+    model: nn.Module, x: torch.Tensor, titles: list[str] | None = None, aot: bool = False
+) -> Rewritten:
+    """Outputs, gradients and buffers of the rewritten model, against the original's in float64."""
+    rtol, atol = TOLERANCE[torch.float64]
+    model, x = model.double(), x.double()
+    other, x, y = copy.deepcopy(model), x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = other(y)
+    upstream = torch.randn_like(expected)
+    try:
+        expected.backward(upstream)
+    except RuntimeError:
+        assume(False)  # PyTorch itself refuses a value that is changed in place after it was saved
+    rewritten = Rewritten(model, aot=aot)
+    got = rewritten(x)
+    if titles is not None:
+        assert rewritten.titles == titles
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
+    got.backward(upstream)
+    torch.testing.assert_close(x.grad, y.grad, rtol=rtol, atol=10 * atol)
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=rtol, atol=10 * atol, msg=name)
+    for (name, one), two in zip(model.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(one, two, rtol=rtol, atol=atol, msg=name)
+    return rewritten
+
+
+class Of(nn.Module):
+    """A module whose forward is a function of (module, x)."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)
+
+
+def linear(**options: Any) -> nn.Linear:
+    return nn.Linear(6, 6, **options)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_each_activation_behind_linear_and_batch_norm(name: str) -> None:
+    make = ACTIVATIONS[name].make_module
+    model = nn.Sequential(linear(), make(), linear(bias=False), nn.BatchNorm1d(6), make())
+    assert_same_step(model, torch.randn(8, 6), [f"linear + {name}", f"batch_norm + {name}"])
+
+
+def test_other_settings_of_an_activation_are_left_alone() -> None:
+    for other in (nn.LeakyReLU(0.2), nn.ELU(2.0), nn.Softplus(beta=2.0), nn.Softplus(threshold=1.0)):
+        assert_same_step(nn.Sequential(linear(), other), torch.randn(5, 6), [])
+
+
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6)])
+def test_linear_of_any_rank_through_aot_autograd(shape: tuple[int, ...]) -> None:
+    assert_same_step(nn.Sequential(linear(), nn.GELU()), torch.randn(shape), ["linear + gelu"], aot=True)
+
+
+def test_inplace_activations_of_values_made_inside() -> None:
+    model = Of(lambda m, x: m.b(F.relu(m.a(x), inplace=True)).sigmoid_(), a=linear(), b=linear())
+    assert_same_step(model, torch.randn(5, 6), ["linear + relu", "linear + sigmoid"])
+
+
+def test_a_value_used_twice_is_not_taken() -> None:
+    assert_same_step(Of(lambda m, x: (h := m.a(x)) + F.relu(h), a=linear()), torch.randn(5, 6), [])
+    model = Of(lambda m, x: (h := m.n(x)) * torch.tanh(h), n=nn.BatchNorm1d(6))
+    assert_same_step(model, torch.randn(5, 6), [])
+
+
+def test_an_input_changed_between_linear_and_activation() -> None:
+    """The replacement reads x where the linear layer did."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        h = m.a(x)
+        x.add_(1)
+        return F.relu(h) + x
+
+    model, x = Of(forward, a=linear()), torch.randn(5, 6)
+    rewritten = Rewritten(model)
+    with torch.no_grad():  # autograd would refuse the change
+        torch.testing.assert_close(rewritten(x), model(x))
+    assert rewritten.titles == ["linear + relu"]
+
+
+def test_running_statistics_move_in_the_order_of_the_batch_norms() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        first, second = m.n(x), m.n(2 * x + 1)
+        late = torch.tanh(second)
+        seen = m.n.running_mean.clone()
+        return torch.relu(first) + late + seen
+
+    assert_same_step(Of(forward, n=nn.BatchNorm1d(6)), torch.randn(5, 6), ["batch_norm + relu", "batch_norm + tanh"])
+
+
+def test_relu_in_place_of_an_input_still_changes_it() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(F.relu(x, inplace=True), 0.5) * 0 + x
+
+    assert titles_of(forward, torch.randn(4, 4)) == []
+    torch.testing.assert_close(Rewritten(forward)(x := torch.randn(4, 4)), x)
+    assert (x >= 0).all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_over_images(training: bool) -> None:
+    norm = nn.BatchNorm2d(4)
+    model = nn.Sequential(norm, nn.ReLU(inplace=True)).train(training)
+    assert_same_step(model, torch.randn(2, 4, 3, 3), ["batch_norm + relu"])
+
+
+def test_batch_norm_without_statistics_or_weights() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6, affine=False, track_running_stats=False), nn.SiLU())
+    assert_same_step(model, torch.randn(8, 6), ["batch_norm + silu"])
+
+
+def test_dropout_behind_a_frozen_batch_norm_still_drops() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Dropout(1.0))
+    rewritten = Rewritten(model)
+    assert not rewritten(torch.randn(8, 6)).any()
+    assert rewritten.titles == []
+
+
+def test_dropout_keeps_the_expected_part_and_its_gradient() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 60), nn.ReLU(), nn.Dropout(0.25))
+    rewritten = Rewritten(model)
+    x = torch.randn(200, 50)
+    got, full = rewritten(x), model[:2](x)
+    assert rewritten.titles == ["linear + relu + dropout"]
+    kept = got != 0
+    torch.testing.assert_close(got[kept], full[kept] / 0.75)
+    assert abs(kept.sum() / (full != 0).sum() - 0.75) < 0.02
+    torch.manual_seed(5)
+    first = rewritten(x)
+    torch.manual_seed(5)
+    assert torch.equal(first, rewritten(x))
+    assert not torch.equal(first, rewritten(x))
+
+
+def test_relu_and_dropout_alone() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.relu(x + 1), 0.5)
+
+    rewritten = Rewritten(forward)
+    got = rewritten(torch.ones(1000))
+    assert rewritten.titles == ["relu + dropout"]
+    assert set(got.unique().tolist()) == {0.0, 4.0}
+
+
+def test_dropout_in_evaluation_and_of_zero_is_no_dropout() -> None:
+    model = nn.Sequential(linear(), nn.ReLU(), nn.Dropout(0.5)).eval()
+    assert_same_step(model, torch.randn(5, 6), ["linear + relu"])
+    assert_same_step(nn.Sequential(linear(), nn.Dropout(0.0)), torch.randn(5, 6), [])
+
+
+def test_a_probability_that_is_computed_is_not_taken() -> None:
+    def forward(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        return F.dropout(torch.relu(x), float(p.sum()))
+
+    assert titles_of(forward, torch.randn(3, 4), torch.tensor([0.25])) == []
+
+
+def test_weights_that_ol_linear_does_not_take() -> None:
+    x = torch.randn(4, 6)
+    assert titles_of(lambda x: F.linear(x, torch.ones(6)).relu(), x) == []  # a vector as weight
+    assert titles_of(lambda x: F.linear(x, torch.ones(3, 6), torch.ones(4, 3)).relu(), x) == []  # a bias per row
+    assert titles_of(lambda x: torch.addmm(torch.ones(3), x, torch.ones(6, 3), beta=2).relu(), x) == []
+
+
+def test_conv1d_of_gpt2() -> None:
+    weight, bias = torch.randn(6, 5), torch.randn(5)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = torch.addmm(bias, x.view(-1, 6), weight).view(2, 3, 5)
+        return F.gelu(y, approximate="tanh")
+
+    x = torch.randn(2, 3, 6)
+    rewritten = Rewritten(forward)
+    torch.testing.assert_close(rewritten(x), forward(x))
+    assert rewritten.titles == ["linear + gelu_tanh"]
+
+
+@pytest.mark.parametrize("name", ["softplus", "relu"])
+def test_the_type_under_autocast_stays(name: str) -> None:
+    """Autocast computes softplus in float32, also behind a bfloat16 linear layer."""
+    layer, act = linear(), ACTIVATIONS[name].value
+    x = torch.randn(5, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        rewritten = Rewritten(lambda x: act(layer(x)))
+        got, expected = rewritten(x), act(layer(x))
+    assert rewritten.titles == [f"linear + {name}"]
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def loss_of(reduction: str = "mean", smoothing: float = 0.0, dtype: torch.dtype | None = None) -> Any:
+    layer = nn.Linear(6, 9, bias=False, dtype=dtype)
+
+    def forward(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = layer(x).float() if dtype != torch.float64 else layer(x)
+        return F.cross_entropy(
+            logits.view(-1, 9), target.view(-1), reduction=reduction, label_smoothing=smoothing, ignore_index=2
+        )
+
+    return forward, layer
+
+
+@pytest.mark.parametrize(("reduction", "smoothing"), [("mean", 0.1), ("sum", 0.0)])
+def test_linear_and_cross_entropy(reduction: str, smoothing: float) -> None:
+    forward, layer = loss_of(reduction, smoothing, torch.float64)
+    x, target = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True), torch.randint(9, (2, 5))
+    rewritten = Rewritten(forward)
+    got, expected = rewritten(x, target), forward(x, target)
+    assert rewritten.titles == ["linear + cross_entropy"]
+    torch.testing.assert_close(got, expected)
+    inputs = [x, layer.weight]
+    for one, two in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_the_loss_keeps_its_type() -> None:
+    layer = nn.Linear(6, 9, dtype=torch.bfloat16)
+    target = torch.randint(9, (5,))
+    rewritten = Rewritten(lambda x: F.cross_entropy(layer(x), target))
+    assert rewritten(torch.randn(5, 6, dtype=torch.bfloat16)).dtype == torch.bfloat16
+    assert rewritten.titles == ["linear + cross_entropy"]
+
+
+def test_cross_entropy_where_linear_cross_entropy_is_not_asked_for() -> None:
+    forward, _ = loss_of(dtype=torch.float64)
+    x, target = torch.randn(5, 6, dtype=torch.float64), torch.randint(9, (5,))
+    rewritten = Rewritten(forward, names=("cross_entropy",))
+    torch.testing.assert_close(rewritten(x, target), forward(x, target))
+    assert rewritten.titles == ["cross_entropy"]
+
+
+def test_losses_that_are_left_alone() -> None:
+    x, target = torch.randn(5, 6), torch.randint(6, (5,))
+    soft = torch.rand(5, 6).softmax(1)
+    assert titles_of(lambda x: F.cross_entropy(x, soft), x) == []
+    assert titles_of(lambda x: F.cross_entropy(x, target, weight=torch.ones(6)), x) == []
+    assert titles_of(lambda x: F.cross_entropy(x[:, :, None], target[:, None]), x) == []
+
+
+def test_features_changed_before_the_loss_are_not_chunked() -> None:
+    layer = linear()
+
+    def forward(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        logits = layer(x)
+        x.zero_()
+        return F.cross_entropy(logits, target + x[:, 0].long())
+
+    x, target = torch.randn(5, 6), torch.randint(6, (5,))
+    rewritten = Rewritten(forward)
+    torch.testing.assert_close(rewritten(x, target), forward(x, target))
+    assert rewritten.titles == ["cross_entropy"]
+
+
+def test_a_tensor_subclass_computes_the_same() -> None:
+    class Named(torch.Tensor):
+        pass
+
+    layer = linear()
+    x = torch.randn(5, 6).as_subclass(Named)
+    got = Rewritten(lambda x: F.relu(layer(x)))(x)
+    torch.testing.assert_close(got.as_subclass(torch.Tensor), F.relu(layer(x)).as_subclass(torch.Tensor))
+
+
+def test_patterns_have_names_costs_and_conditions() -> None:
+    """Each pattern by a model of its own; nothing pays on a CPU by the device, and float64 pays nowhere."""
+    layer, norm, head = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 5000)
+    target = torch.randint(5000, (8,))
+
+    def forward(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        h = F.dropout(F.gelu(layer(x)), 0.5)
+        h = F.dropout(F.relu(h + 1), 0.5)
+        h = torch.tanh(norm(h))
+        return F.cross_entropy(head(h), target) + F.cross_entropy(scores, target)
+
+    for dtype in (torch.float32, torch.float64):
+        for module in (layer, norm, head):
+            module.to(dtype)
+        rewritten = Rewritten(forward, names=())
+        rewritten(torch.randn(8, 6, dtype=dtype), torch.randn(8, 5000, dtype=dtype, requires_grad=True))
+        matches = find_matches(rewritten.graphs[0].graph)
+        assert {match.pattern.name for match in matches} == set(BY_NAME) == {pattern.name for pattern in PATTERNS}
+        for match in matches:
+            cost = match.pattern.cost(match)
+            assert cost.bytes > 0
+            assert cost.launches >= 1
+            assert cost.flops > 0
+            assert match.pattern.pays(match) == (dtype == torch.float32)
+
+
+STEPS = ("linear", "norm", "activation", "inplace", "dropout", "residual", "branch", "view", "iadd", "twice")
+
+
+class Chain(nn.Module):
+    """Operations in the order that `steps` names; `choices` are the activations."""
+
+    def __init__(self, steps: list[tuple[str, str]]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.parts = nn.ModuleList(
+            linear() if step == "linear" else nn.BatchNorm1d(6) if step == "norm" else nn.Identity()
+            for step, _ in steps
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        saved, value = x, x * 1
+        for part, (step, name) in zip(self.parts, self.steps, strict=True):
+            act = ACTIVATIONS[name].value
+            if step in ("linear", "norm"):
+                value = part(value)
+            elif step == "activation":
+                value = act(value)
+            elif step == "inplace":
+                value = F.relu(value * 1 if value is saved else value, inplace=True)
+            elif step == "dropout":
+                value = F.dropout(value, 0.0)
+            elif step == "residual":
+                value, saved = value + saved, value
+            elif step == "branch":
+                value = act(value) * torch.sigmoid(value)
+            elif step == "view":
+                value = value.reshape(-1).view(-1, 6)
+            elif step == "iadd":
+                value = value * 1
+                value += 1
+            else:
+                value = value + act(value)
+        return value
+
+
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.tuples(st.sampled_from(STEPS), st.sampled_from(list(ACTIVATIONS))), min_size=1, max_size=8))
+def test_random_graphs_compute_the_same(steps: list[tuple[str, str]]) -> None:
+    torch.manual_seed(len(steps))
+    assert_same_step(Chain(steps), torch.randn(4, 6))
