@@ -35,7 +35,8 @@ class TorchStep:
         self.model.train()
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         make = OPTIMIZERS[run.spec.optimizer].make
-        self.optimizer = make(parameters, run.spec, run.spec.lr, run.device.type == "cuda")
+        fused = run.device.type == "cuda" and self.dtype == torch.float32  # a reference takes the plain form
+        self.optimizer = make(parameters, run.spec, run.spec.lr, fused)
         self.scaler = torch.amp.GradScaler(run.device.type, enabled=self.autocast == torch.float16)
 
     def _plain_loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

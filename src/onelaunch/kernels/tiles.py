@@ -116,9 +116,8 @@ def relu_and_drop(z, seed, offset, group, threshold, DTYPE: tl.constexpr):
         addend = 65536 - threshold  # an element is dropped if adding this to its 16 random bits carries
         low = (addend & 0x7FFF) * 0x10001
         top = (addend & 0x8000) * 0x10001
-        signs = tl.where(
-            threshold > 0, -0x7FFF8000, 0
-        )  # 0x80008000; an addend of 65536, which drops all, has no 16 bits
+        # Both sign bits (0x80008000). 0 for a threshold of 0: the addend would be 65536, which does not fit 16 bits.
+        signs = tl.where(threshold > 0, -0x7FFF8000, 0)
         pairs, keep = tl.inline_asm_elementwise(
             PAIR_BF16 if tl.bfloat16 == DTYPE else PAIR_FP16,
             "=&r,=&r,f,f,r,r,r,r",

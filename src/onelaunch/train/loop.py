@@ -108,7 +108,7 @@ def drive(
                 for segment in session.segments(len(history.losses), switch):
                     seconds = time.perf_counter() - clock
                     clock += seconds  # a GPU trains on while a segment is recorded: that time counts for the next one
-                    _refuse_divergence(segment.first_step, segment.losses, checkpoint)
+                    _raise_if_diverged(segment.first_step, segment.losses, checkpoint)
                     record = recorder.add(segment, seconds)
                     history.plan, history.allocations = session.plan, dict(session.allocations)
                     if written:
@@ -121,7 +121,7 @@ def drive(
                     if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
                         raise KeyboardInterrupt
             session.snapshot()
-            save.refuse_bad_weights()
+            save.raise_on_bad_weights()
             if team.any(switch.stop, run.device):  # Ctrl-C in the last steps, which are trained and saved all the same
                 raise KeyboardInterrupt
         finally:
@@ -153,7 +153,7 @@ class Saver:
 
     def __call__(self, state: State) -> None:
         assert self.path is not None
-        self.refuse_bad_weights()
+        self.raise_on_bad_weights()
         run, history = self.run, self.recorder.history
         about = {
             "spec": run.spec.to_dict(), "model": str(run.model), "frozen": frozen_parameters(run.model),
@@ -163,7 +163,7 @@ class Saver:
         losses = torch.tensor(history.losses, dtype=torch.float32)
         save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about))
 
-    def refuse_bad_weights(self) -> None:
+    def raise_on_bad_weights(self) -> None:
         """Raise DivergedError if the last update has overflowed, which a finite loss does not show.
 
         Such weights must not replace a good checkpoint.
@@ -178,7 +178,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(tensor.sum(dtype=torch.float64).item())
 
 
-def _refuse_divergence(first_step: int, losses: torch.Tensor, checkpoint: Path | None) -> None:
+def _raise_if_diverged(first_step: int, losses: torch.Tensor, checkpoint: Path | None) -> None:
     finite = torch.isfinite(losses)
     if not finite.all():
         offset = int((~finite).nonzero()[0, 0])

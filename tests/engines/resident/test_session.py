@@ -199,7 +199,7 @@ def test_a_wait_that_times_out_names_the_exchange(protocol, monkeypatch):
     monkeypatch.setattr(Kernel, "fault", (0, 12))
     session = host.ResidentSession(make(steps=10), {})
     name = session.layout.exchange_names()[0]
-    with pytest.raises(OnelaunchError, match=f"block 3 waited in vain for {name} at step 12.*engine='eager'"):
+    with pytest.raises(OnelaunchError, match=f"block 3 timed out waiting for {name} at step 12.*engine='eager'"):
         list(session.segments(0, Monitor()))
 
 

@@ -31,7 +31,7 @@ from onelaunch.run.objective import has_accuracy
 from onelaunch.run.step_scalars import row_weights, step_scalars
 
 CALL_SECONDS = 0.05  # target duration of a native call: Python serves signals and progress between calls
-PROBE_SECONDS = 0.005  # of a call that measures whether threads help: half of these calls take the slower way
+PROBE_SECONDS = 0.005  # of a probe, which compares one thread with several: short, since half of the probes are slower
 FIRST_STEPS = 8  # in the first call, before the time per step is known
 
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from onelaunch.nvrtc.launch import LoadedKernel
 
 FIRST_POLL_SECONDS, POLL_SECONDS = 0.00005, 0.002
-LARGEST_CLUSTERS = (16, 8, 1)
+LARGEST_CLUSTERS = (16, 8, 1)  # sizes to try, largest first: a driver may not offer 16
 REGISTER_RESERVES = (112, 136, 160, 184)  # registers that weights leave free, tried in turn until nothing spills
 PATIENCE_SECONDS = 10.0
 CLOCK_HZ = 2e9  # roughly, of a multiprocessor
@@ -241,7 +241,7 @@ class ResidentSession:
             time.sleep(min(POLL_SECONDS, FIRST_POLL_SECONDS + (now - begin) / 500))
         finished.synchronize()
         self._running = False
-        self._refuse_fault()
+        self._raise_on_fault()
         done = int(control["done"])
         if done > step:  # stopped within an epoch
             yield self._segment(step, done, None)
@@ -257,12 +257,12 @@ class ResidentSession:
             validation = Metrics.of(spec, loss_sum, hits, rows, self.run.outputs)
         return Segment(first, losses, correct if has_accuracy(spec) else None, validation)
 
-    def _refuse_fault(self) -> None:
+    def _raise_on_fault(self) -> None:
         control = self._control.array[0]
         if control["fault"]:
             what = self.layout.exchange_names().get(int(control["fault"]) - 1, "its rows")
             raise OnelaunchError(
-                f"engine='resident' stopped: block {control['fault_block']} waited in vain for {what} at step "
+                f"engine='resident' stopped: block {control['fault_block']} timed out waiting for {what} at step "
                 f"{control['fault_step']}; another program may hold the GPU: try again, or pass engine='eager'"
             )
 

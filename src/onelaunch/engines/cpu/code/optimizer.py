@@ -72,7 +72,7 @@ class Update:
         f.store(square, exp_avg_sq)
         root = vector_math.root(f, square)
         scale = f.fma(root, self._scalar("inverse_root"), self._scalar("eps"), "scale")
-        self._scalar("rate")  # loaded before the division: the register allocation that the recorded times are from
+        self._scalar("rate")  # before the division: so LLVM allocates registers as it did for the recorded times
         return vector_math.divide(f, mean, scale)
 
     def _new_square(self, gradient: Value, average: Value) -> Value:

@@ -26,7 +26,7 @@ FLUSH_BITS = 0x8040  # flush-to-zero and denormals-are-zero of x86's MXCSR
 
 
 def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
-    """The phases of a step. A barrier separates them; each comment names the data that the phase passes on."""
+    """The phases of a step. A barrier separates them; each comment names what the phase writes for later ones."""
     phases: list[tuple[str, Emit]] = []
     stages, last = plan.stages, plan.last
     if not stages[0].is_plain:
@@ -40,17 +40,19 @@ def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
         phases.append((f"batch_norms_{last.index}", through))  # columns of the gradient
     else:
         phases.append((f"forward_{last.index}_loss", _forward_and_loss))  # rows of the gradient
-    works: list[list[Emit]] = [[]]
+    backward_phases: list[list[Emit]] = [[]]
     for stage in reversed(stages[1:]):
         if plan.needs_input_gradient(stage):
-            works[-1].append(partial(backward.input_gradient, stage=stage))
-        works[-1].append(partial(backward.weight_update, stage=stage))
+            backward_phases[-1].append(partial(backward.input_gradient, stage=stage))
+        backward_phases[-1].append(partial(backward.weight_update, stage=stage))
         if plan.needs_input_gradient(stage):
             if stage is not last:
-                works.append([])  # partial sums of dX; the last stage's are complete and stay in their partition
-            works[-1].append(partial(stage_gradient.reduce_gradient, stage=stages[stage.index - 1]))
-    works[-1].append(_gather_next)  # the next batch
-    return phases + [(f"backward_{number}", partial(_in_turn, work)) for number, work in enumerate(works)]
+                backward_phases.append(
+                    []
+                )  # partial sums of dX; the last stage's are complete and stay in their partition
+            backward_phases[-1].append(partial(stage_gradient.reduce_gradient, stage=stages[stage.index - 1]))
+    backward_phases[-1].append(_gather_next)  # the next batch
+    return phases + [(f"backward_{number}", partial(_in_turn, phase)) for number, phase in enumerate(backward_phases)]
 
 
 def _in_turn(work: list[Emit], phase: Phase) -> None:

@@ -22,7 +22,8 @@ class Target:
     llvm: str  # version, part of the cache key
 
     def max_rows(self, vectors: int) -> int:
-        """Rows of a tile `vectors` registers wide whose accumulators, one row of the vector operand and two broadcasts fit.
+        """The most rows of a tile `vectors` registers wide whose accumulators fit into the registers,
+        beside one row of the vector operand and two broadcast values.
 
         With 32 registers that is 13 x 2, which was fastest: more rows mean fewer loads of the vector operand.
         """

@@ -12,7 +12,7 @@ struct Control {  // in host memory
   u32 stop;  // set by the host: end the run at the next poll
   u32 done;       // steps finished
   u32 epochs;     // epochs (or parts of one) finished and recorded
-  u32 fault;  // 1 + the number of the exchange that a block awaited in vain
+  u32 fault;  // 1 + the number of the exchange for which a block's wait timed out
   u32 fault_block, fault_step;
   float loss;     // of the last step before `done`
   u32 correct;  // correct predictions so far in this epoch

@@ -60,8 +60,8 @@ struct Draw {  // the state that dropout depends on
   bool training;
 };
 
-// Dropout of N / 2 rows (`row`, `row + 8`, …) of units `unit + 2q` and `unit + 2q + 1`, where `unit` is a multiple of eight.
-// With N == 1, of one number.
+// Applies dropout to z and slope: N / 2 rows (`row`, `row + 8`, …) by two units, `unit + 2q` and the next, with q = lane % 4 and
+// `unit` a multiple of eight. With N == 1, to a single element.
 template <int N> INLINE void dropout(float (&z)[N], float (&slope)[N], const Draw& draw, u32 layer, u32 row, u32 unit, u32 threshold, float scale) {
   if (!draw.training) return;
   const u32 q = N == 1 ? unit / 2 & 3 : threadIdx.x & 3;

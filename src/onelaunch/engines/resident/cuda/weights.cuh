@@ -1,9 +1,9 @@
 // A block's part of a layer's weights: which warp holds what, how it enters a product, how it is updated.
 //
 // Layer L has K_TILES k tiles of 16 inputs. K tile `k * WARPS + warp` belongs to that warp, for all of the block's N_TILES tiles of
-// eight units. The fp32 masters of such a 16 x 8 tile are one accumulator tile, in registers or lane by lane in shared memory. The
-// same warp multiplies by them in the forward pass, so no copy is needed, and its inputs there are the ones that their gradient
-// needs in the backward pass.
+// eight units. The fp32 master weights of a 16 x 8 tile have the layout of an mma accumulator: four floats per lane, in registers
+// or in shared memory. The same warp multiplies by them in the forward pass, so no copy is needed, and its inputs there are the
+// ones that their gradient needs in the backward pass. A product takes a float as the sum of PLANES 16-bit numbers.
 #pragma once
 #include "exchange.cuh"
 
@@ -22,7 +22,10 @@ template <int N> struct Tiles<N, true> {
 };
 
 struct Rates {
-  float rate, inverse_root, decay, row_weight;  // the first three as in optimizers.py, `rate` without its sign; 1 / rows
+  float rate;          // as in optimizers.py, but positive
+  float inverse_root;  // as in optimizers.py
+  float decay;         // as in optimizers.py
+  float row_weight;    // 1 / (rows of the batch * values per row)
 };
 struct Rule {  // the optimizer's constants, as in optimizers.py
   float momentum, weight_decay, new_mean, new_square, beta2, eps;
@@ -128,7 +131,8 @@ template <class L> struct Weights : Masters<L, L::K_TILES_PER_WARP * L::N_TILES>
   }
 };
 
-// Sends the copies of one k tile for the backward pass to the owners of its inputs; for update number `count`.
+// Sends the 16-bit copies of a k tile's new weights to the blocks that own its inputs, which need them in the backward pass.
+// `count` is the number of the update.
 template <class L> INLINE void send_back(const Context& c, u32 count, int k_tile, const float (&t)[L::N_TILES][4]) {
   if constexpr (!L::FIRST) {
     constexpr int TILES = L::IN_TILES;  // of eight inputs that a block owns
@@ -216,7 +220,7 @@ template <class L> INLINE void step_bias(const Context& c, const Rates& rates, c
 }
 
 // The gradient of the warp's weights from its inputs and the block's deltas, and the update. `read` gives the inputs of a row tile,
-// a k tile and a plane as the left operand whose k are the rows. `first`, `last`: micro-batch of the step. `count`: number of the
+// a k tile and a plane as the left mma operand, whose reduction dimension runs over the batch rows. `first`, `last`: micro-batch of the step. `count`: number of the
 // update.
 template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, const Rates& rates, const Rule& rule, bool first, bool last, u32 count, Read read) {
   constexpr bool KEEP = ROW_TILES <= 4 && ROW_TILES * L::N_TILES * PLANES <= 8;  // keep the deltas in registers for all k tiles
