@@ -111,8 +111,8 @@ def test_second_backward_over_one_graph(device: torch.device) -> None:
 def test_gradcheck_and_gradgradcheck(reduction: str) -> None:
     x, weight, bias, target = arguments(torch.device("cpu"), torch.float64, (4,), 3, 5)
 
-    def loss(*tensors: torch.Tensor) -> torch.Tensor:
-        return linear_cross_entropy(*tensors[:2], target, tensors[2], label_smoothing=0.1, reduction=reduction)
+    def loss(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return linear_cross_entropy(x, weight, target, bias, label_smoothing=0.1, reduction=reduction)
 
     assert torch.autograd.gradcheck(loss, (x, weight, bias))
     assert torch.autograd.gradgradcheck(loss, (x, weight, bias))

@@ -10,7 +10,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -42,8 +42,7 @@ def _inductor(
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
-    compiled: Callable[..., Any] = compile_fx(gm, example_inputs, config_patches=patches)
-    return compiled
+    return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
 
 
 @functools.cache

@@ -7,10 +7,11 @@ import itertools
 import logging
 import re
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -72,8 +73,7 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def without_log_breaks() -> contextlib.AbstractContextManager[None]:
     """Inside, Dynamo leaves out log messages instead of ending a graph at each of them, as in the losses of `transformers`."""
     messages = {getattr(logging.Logger, name) for name in ("debug", "info", "warning", "error")}
-    context: contextlib.AbstractContextManager[None] = torch._dynamo.config.patch(ignore_logger_methods=messages)
-    return context
+    return cast(contextlib.AbstractContextManager[None], torch._dynamo.config.patch(ignore_logger_methods=messages))
 
 
 @contextlib.contextmanager
@@ -83,7 +83,9 @@ def _without_dynamo_warnings() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():  # it looks at the gradients of the values that one graph hands to the next
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            yield
     finally:
         logger.setLevel(level)
 

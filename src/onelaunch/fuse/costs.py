@@ -41,16 +41,9 @@ def is_counter(node: fx.Node) -> bool:
     return bool(written_by(node)) and tensor is not None and tensor.dim() == 0 and not tensor.is_floating_point()
 
 
-def numel(node: Any) -> int:
-    tensor = tensor_of(node)
-    return 0 if tensor is None else int(tensor.numel())
-
-
-def size(node: Any) -> float:
-    """Bytes of a node's tensor, or of the tensors it returns."""
-    if not isinstance(node, fx.Node):
-        return 0.0
-    value = node.meta.get("example_value")
+def size_of(node: Any) -> float:
+    """Bytes of a node's tensor, or of the tensors it returns; 0 where it has none."""
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
     tensors = value if isinstance(value, tuple | list) else (value,)
     return float(sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)))
 
@@ -59,7 +52,7 @@ def unfused_cost(node: fx.Node) -> Cost:
     """Forward, and backward where its value is differentiated: the gradient is read, and one written per input."""
     if is_view(node):
         return Cost()
-    read, written = sum(map(size, node.all_input_nodes)), size(node)
+    read, written = sum(map(size_of, node.all_input_nodes)), size_of(node)
     flops = flops_of(node)
     forward = Cost(read + written, flops, 1)
     value = node.meta.get("example_value")
@@ -73,7 +66,8 @@ def unfused_cost(node: fx.Node) -> Cost:
 def flops_of(node: fx.Node) -> float:
     """Floating-point operations of the forward pass; one per element where nothing better is known."""
     tensors = [tensor for tensor in map(tensor_of, node.all_input_nodes) if tensor is not None]
-    output = numel(node)
+    made = tensor_of(node)
+    output = 0 if made is None else int(made.numel())
     if node.target in CONVOLUTIONS and len(tensors) > 1:
         return 2.0 * output * math.prod(tensors[1].shape[1:])
     if node.target in ATTENTION and tensors:
@@ -89,9 +83,9 @@ def fused_cost(nodes: list[fx.Node]) -> Cost:
     inside = set(nodes)
     read = {source for node in nodes for source in node.all_input_nodes if source not in inside}
     written = [node for node in nodes if any(user not in inside for user in node.users)]
-    moved = sum(map(size, read)) + sum(map(size, written))
+    moved = sum(map(size_of, read)) + sum(map(size_of, written))
     forward = Cost(moved, sum(map(flops_of, nodes)), 1)
     differentiated = [t for t in map(tensor_of, nodes) if t is not None and t.requires_grad]
     if not differentiated:
         return forward
-    return forward + Cost(sum(map(size, written)) + 2 * sum(map(size, read)), 2 * forward.flops, 1)
+    return forward + Cost(sum(map(size_of, written)) + 2 * sum(map(size_of, read)), 2 * forward.flops, 1)

@@ -87,49 +87,30 @@ class Explanation:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain numbers and strings, ready for JSON."""
         return {
-            "model": self.model,
-            "mode": "training" if self.training else "evaluation",
-            "device": asdict(self.device),
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "measured": dict(self.measured),
-            "groups": [self._group(group) for group in self.groups],
-            "operations": [self._operation(operation) for operation in self.operations],
-            "notes": list(self.notes),
-        }
+            "model": self.model, "mode": "training" if self.training else "evaluation",
+            "device": asdict(self.device), "before": asdict(self.before), "after": asdict(self.after),
+            "measured": dict(self.measured), "groups": [self._group(group) for group in self.groups],
+            "operations": [self._operation(operation) for operation in self.operations], "notes": list(self.notes),
+        }  # fmt: skip
 
     def _group(self, group: Group) -> dict[str, Any]:
         return {
-            "name": group.name,
-            "runs": group.runs,
-            "where": group.where,
-            "operations": list(group.operations),
-            "fused": group.fused,
-            "reason": group.reason,
-            "bytes": [group.before.bytes, group.after.bytes],
-            "launches": [group.before.launches, group.after.launches],
-            "flops": group.after.flops,
+            "name": group.name, "runs": group.runs, "where": group.where, "operations": list(group.operations),
+            "fused": group.fused, "reason": group.reason, "bytes": [group.before.bytes, group.after.bytes],
+            "launches": [group.before.launches, group.after.launches], "flops": group.after.flops,
             "intensity": [group.before.intensity, group.after.intensity],
-            "bound": self.device.bound(group.after, group.dtype),
-            "predicted_seconds": list(group.predicted),
+            "bound": self.device.bound(group.after, group.dtype), "predicted_seconds": list(group.predicted),
             "measured_seconds": list(group.measured) if group.measured else None,
-        }
+        }  # fmt: skip
 
     def _operation(self, operation: Operation) -> dict[str, Any]:
         cost = operation.cost
         return {
-            "name": operation.name,
-            "label": operation.where,
-            "dtype": str(operation.dtype).removeprefix("torch."),
-            "shape": list(operation.shape),
-            "bytes": cost.bytes,
-            "flops": cost.flops,
-            "launches": cost.launches,
-            "intensity": cost.intensity,
-            "bound": self.device.bound(cost, operation.dtype),
-            "seconds": operation.seconds,
-            "sources": list(operation.sources),
-        }
+            "name": operation.name, "label": operation.where, "dtype": str(operation.dtype).removeprefix("torch."),
+            "shape": list(operation.shape), "bytes": cost.bytes, "flops": cost.flops, "launches": cost.launches,
+            "intensity": cost.intensity, "bound": self.device.bound(cost, operation.dtype),
+            "seconds": operation.seconds, "sources": list(operation.sources),
+        }  # fmt: skip
 
     def html(self, path: str | Path) -> Path:
         """Write an interactive page that needs no network; its path."""

@@ -77,10 +77,8 @@ class Operation:
             name = "gelu_tanh"
         if name not in ACTIVATIONS:
             return None
-        required = {
-            **ACTIVATIONS[name].settings,
-            **({"negative_slope": LEAKY_RELU_SLOPE} if name == "leaky_relu" else {}),
-        }
+        slope = {"negative_slope": LEAKY_RELU_SLOPE} if name == "leaky_relu" else {}
+        required = {**ACTIVATIONS[name].settings, **slope}
         return name if all(self.arguments.get(key, value) == value for key, value in required.items()) else None
 
     @property

@@ -56,7 +56,7 @@ def _name_of(source: fx.Node, inside: list[fx.Node]) -> str | None:
     try:
         for node in inside:
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            function = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+            function: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
             values[node] = function(*args, **kwargs)
     except (TypeError, RuntimeError):
         return None

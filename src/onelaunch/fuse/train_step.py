@@ -50,17 +50,10 @@ class Recorded(NamedTuple):
 
 
 def train_step(
-    model: nn.Module,
-    loss: Loss | None,
-    optimizer: torch.optim.Optimizer,
-    *,
-    clip_norm: float | None = None,
-    autocast: torch.dtype | str | None = None,
-    scaler: torch.amp.GradScaler | None = None,
-    accumulate: int = 1,
-    capture: bool = True,
-    compile: bool = True,
-) -> TrainStep:
+    model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None,
+    autocast: torch.dtype | str | None = None, scaler: torch.amp.GradScaler | None = None, accumulate: int = 1,
+    capture: bool = True, compile: bool = True,
+) -> TrainStep:  # fmt: skip
     """A function `step(*inputs, target) -> loss` that trains `model` by one batch.
 
     loss: a function of (output, target), such as nn.CrossEntropyLoss(). None for a model that returns its own loss: a scalar,
@@ -94,7 +87,6 @@ class TrainStep:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
         self.autocast = _autocast_dtype(autocast)
         self.device = self.parameters[0].device
-        self._compiles = compile
         self._forward: Callable[..., torch.Tensor] | None = None if compile else self._forward_and_loss
         self._names = _parameter_names(model)
         self._capturable = CapturableOptimizer(optimizer, self.device)
@@ -189,7 +181,8 @@ class TrainStep:
             if update:
                 self._update()
         except BaseException:
-            if not torch.cuda.is_current_stream_capturing():  # the gradients are those of a part of the model
+            recording = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not recording:  # the gradients are those of a part of the model
                 self._micro_step = 0
                 self._zero_gradients()
             raise

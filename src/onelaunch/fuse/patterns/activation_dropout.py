@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import next_operation, operation_of, tensor_of, written_by
-from onelaunch.fuse.patterns.pattern import Match, is_differentiated, replacing_dtype, served, size_of
+from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import relu_dropout
 
@@ -25,8 +26,7 @@ class ReluDropout:
 
     def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
         result = graph.call_function(relu_dropout, (match.arguments["input"], match.arguments["p"]))
-        tensor = tensor_of(match.nodes[0])
-        return result if tensor is None else replacing_dtype(graph, result, tensor.dtype, match)
+        return with_dtype(graph, result, match)
 
     def cost(self, match: Match) -> Cost:
         size, output = size_of(match.nodes[-1]), tensor_of(match.nodes[-1])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import operation_of, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, replacing_dtype, served, size_of
+from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, with_dtype
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import batch_norm
 
@@ -30,8 +31,7 @@ class BatchNormActivationDropout:
         tensors = (given["input"], given["running_mean"], given["running_var"], given["weight"], given["bias"])
         options = {name: given[name] for name in ("training", "momentum", "eps", "activation")}
         result = graph.call_function(batch_norm, tensors, {**options, "dropout": given["p"]})
-        tensor = tensor_of(match.nodes[0])
-        return result if tensor is None else replacing_dtype(graph, result, tensor.dtype, match)
+        return with_dtype(graph, result, match)
 
     def cost(self, match: Match) -> Cost:
         """Training reads x twice and writes y forward, reads x and dy twice and writes dx backward."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import operation_of, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, size_of
+from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import cross_entropy
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from torch import fx
 
 from onelaunch.activations import saves_input
+from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import is_layer, operation_of, sole_user, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, replacing_dtype, served, size_of
+from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, with_dtype
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import linear
 
@@ -38,8 +39,7 @@ class LinearActivationDropout:
         result = graph.call_function(linear, (given["input"], weight, given["bias"]), options)
         if given["view"] is not None:
             result = graph.call_method("view", (result, *given["view"]))
-        tensor = tensor_of(match.nodes[0])
-        return result if tensor is None else replacing_dtype(graph, result, tensor.dtype, match)
+        return with_dtype(graph, result, match)
 
     def cost(self, match: Match) -> Cost:
         given = match.arguments

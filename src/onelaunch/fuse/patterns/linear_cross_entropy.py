@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import Operation, is_layer, operation_of, sole_user, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, is_differentiated, replacing_dtype, served, size_of
+from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import linear_cross_entropy
 
@@ -51,10 +52,8 @@ class LinearCrossEntropy:
         if given.get("size_average") is not None or given.get("reduce") is not None or not is_layer(linear):
             return None
         tensors = {
-            "x": linear.arguments["input"],
-            "weight": linear.arguments["weight"],
-            "bias": linear.arguments["bias"],
-        }
+            "x": linear.arguments["input"], "weight": linear.arguments["weight"], "bias": linear.arguments["bias"],
+        }  # fmt: skip
         options = {name: given[name] for name in ("target", "label_smoothing", "ignore_index", "reduction")}
         return Match(self, (*chain, loss.node), {**tensors, **options, "parts": ["linear", "cross_entropy"]})
 
@@ -65,7 +64,7 @@ class LinearCrossEntropy:
         result = graph.call_function(linear_cross_entropy, (features, given["weight"], given["target"]), options)
         logits = tensor_of(match.nodes[0])
         wide = logits is not None and logits.dtype == torch.float64
-        return replacing_dtype(graph, result, torch.float64 if wide else torch.float32, match)
+        return with_dtype(graph, result, match, torch.float64 if wide else torch.float32)
 
     def cost(self, match: Match) -> Cost:
         """The products as they are; of the logits, only chunks that may stay in the cache."""

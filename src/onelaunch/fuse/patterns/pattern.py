@@ -11,8 +11,7 @@ from torch import fx
 from onelaunch.fuse.graph import Operation, next_operation, tensor_of
 from onelaunch.fuse.handwritten import handwritten_activation
 from onelaunch.fuse.roofline import Cost
-
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from onelaunch.ops.arguments import KERNEL_DTYPES
 
 
 @dataclass(frozen=True)
@@ -73,19 +72,15 @@ def is_on_cuda(match: Match) -> bool:
     return tensor is not None and tensor.is_cuda
 
 
-def replacing_dtype(graph: fx.Graph, result: fx.Node, dtype: torch.dtype, match: Match) -> fx.Node:
-    """`result`, of type `dtype`, converted to the type that the replaced operations gave.
+def with_dtype(graph: fx.Graph, result: fx.Node, match: Match, dtype: torch.dtype | None = None) -> fx.Node:
+    """`result`, of type `dtype` (by default the first operation's), converted to the type that the last operation gave.
 
-    Under autocast they may be of different types: a 16-bit linear followed by `pow` or softplus, which give float32.
+    Under autocast they differ where a 16-bit linear layer is followed by `pow` or softplus, which give float32.
     """
-    before = tensor_of(match.nodes[-1])
-    return result if before is None or before.dtype == dtype else graph.call_method("to", (result, before.dtype))
-
-
-def size_of(node: Any) -> float:
-    """Bytes of a node's tensor; 0 where it has none."""
-    tensor = tensor_of(node)
-    return 0.0 if tensor is None else float(tensor.numel() * tensor.element_size())
+    first, last = tensor_of(match.nodes[0]), tensor_of(match.nodes[-1])
+    if first is None or last is None or last.dtype == (dtype or first.dtype):
+        return result
+    return graph.call_method("to", (result, last.dtype))
 
 
 def is_differentiated(node: fx.Node) -> bool:

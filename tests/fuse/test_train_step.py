@@ -1,0 +1,293 @@
+"""`ol.train_step` against a plain loop: on a CPU operation by operation, on a GPU as recorded graphs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onelaunch as ol
+from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+from tests.reference import assert_same_course, assert_same_weights
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+}
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def patched(no_code: None) -> None:
+    """Without code generation."""
+    torch.manual_seed(0)
+
+
+def network(device: str = "cpu", dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 4)).to(device)
+
+
+def batches(count: int, device: str = "cpu", rows: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.randn(rows, 8, device=device), torch.randint(4, (rows,), device=device)) for _ in range(count)]
+
+
+def plain_losses(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any], *, clip: float | None = None, every: int = 1,
+    scheduler: Any = None, loss: Any = F.cross_entropy,
+) -> list[float]:  # fmt: skip
+    losses = []
+    for number, (x, y) in enumerate(data, 1):
+        value = loss(model(x), y)
+        (value / every).backward()
+        losses.append(value.item())
+        if number % every == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+    return losses
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_plain_loop_gives_the_same(name: str, device: str) -> None:
+    model, data = network(device), batches(30, device)
+    other = copy.deepcopy(model)
+    step = ol.train_step(model, F.cross_entropy, OPTIMIZERS[name](model.parameters()), clip_norm=0.5)
+    losses = [float(step(x, y)) for x, y in data]
+    expected = plain_losses(other, OPTIMIZERS[name](other.parameters()), data, clip=0.5)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+    assert_same_weights(model, other, WEIGHT_TOLERANCE)
+    assert bool(step.reason) == (device == "cpu")
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_accumulation_and_a_scheduler(device: str) -> None:
+    model, data = network(device), batches(24, device)
+    other = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.2) for one in (model, other)]
+    mine, theirs = (torch.optim.lr_scheduler.StepLR(one, 2, 0.7) for one in optimizers)
+    step = ol.train_step(model, nn.CrossEntropyLoss(), optimizers[0], accumulate=3)
+    losses = []
+    for number, (x, y) in enumerate(data, 1):
+        losses.append(float(step(x, y)))
+        if number % 3 == 0:
+            mine.step()
+    expected = plain_losses(other, optimizers[1], data, every=3, scheduler=theirs)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+    assert_same_weights(model, other, WEIGHT_TOLERANCE)
+
+
+class OwnLoss(nn.Module):
+    """Returns a dict with its loss, as `transformers` do; inputs by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.layer(inputs)
+        return {"logits": logits, "loss": F.cross_entropy(logits, labels)}
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_models_with_their_own_loss_and_inputs_by_name(device: str) -> None:
+    model, data = OwnLoss().to(device), batches(6, device)
+    other = copy.deepcopy(model)
+    step = ol.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = [lambda x, y: step({"inputs": x, "labels": y}), lambda x, y: step(inputs=x, labels=y), step]
+    losses = [float(calls[number % 3](x, y)) for number, (x, y) in enumerate(data)]
+    expected = plain_losses(nn.Sequential(other.layer), torch.optim.SGD(other.parameters(), lr=0.1), data)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_bf16_autocast(device: str) -> None:
+    model, data = network(device), batches(10, device)
+    other = copy.deepcopy(model)
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), autocast="bf16")
+    losses = [float(step(x, y)) for x, y in data]
+    assert_same_course(losses, plain_losses(other, torch.optim.SGD(other.parameters(), lr=0.1), data), 0.02)
+
+
+def test_a_fused_model_uncompiled_and_a_group_added_later() -> None:
+    model, data = network(), batches(4)
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    step = ol.train_step(ol.fuse(model), F.cross_entropy, optimizer, clip_norm=1e-9, compile=False)
+    step(*data[0])
+    optimizer.add_param_group({"params": list(model[3].parameters())})
+    before = copy.deepcopy(model)
+    model.zero_grad()
+    step(*data[1])
+    assert_same_weights(model, before, 1e-8)  # the new group is clipped too
+
+
+def test_many_steps_do_not_share_dynamos_limit() -> None:
+    """Each model is compiled: with one code object for all, Dynamo stops after 8."""
+    for width in range(2, 13):
+        model = nn.Linear(8, width)
+        step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+        step(torch.randn(3, 8), torch.zeros(3, dtype=torch.int64))
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] >= 11
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise KeyError("in backward")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_exception_leaves_no_gradients(accumulate: int) -> None:
+    model, fails = network(), [False]
+    model[0].register_forward_hook(lambda module, args, y: Fails.apply(y) if fails[0] else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=accumulate, compile=False)
+    (x, y), *_ = batches(1)
+    with pytest.raises(RuntimeError):
+        step(x[:, :3], y)
+    fails[0] = True
+    with pytest.raises(KeyError, match="in backward"):
+        step(x, y)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    fails[0] = False
+    other = copy.deepcopy(model)
+    data = batches(2 * accumulate)
+    losses = [float(step(x, y)) for x, y in data]
+    expected = plain_losses(other, torch.optim.SGD(other.parameters(), lr=0.1), data, every=accumulate)
+    assert_same_course(losses, expected, LOSS_TOLERANCE)
+
+
+def test_errors_in_one_line() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"^model is a int: pass a torch\.nn\.Module$"):
+        ol.train_step(3, None, optimizer)
+    with pytest.raises(TypeError, match=r"^loss='mse' is not a function"):
+        ol.train_step(model, "mse", optimizer)
+    with pytest.raises(TypeError, match=r"^optimizer='adam' is not a torch\.optim\.Optimizer"):
+        ol.train_step(model, None, "adam")
+    for clip_norm in (0, -1.0, "1", True, float("nan")):
+        with pytest.raises(ValueError, match=r"^clip_norm=.* must be a number above 0"):
+            ol.train_step(model, None, optimizer, clip_norm=clip_norm)
+    for autocast in ("fp8", 16, ["bf16"]):
+        with pytest.raises(ValueError, match=r"^autocast=.* is not known: pass 'bf16'"):
+            ol.train_step(model, None, optimizer, autocast=autocast)
+    with pytest.raises(ValueError, match=r"^accumulate=0 must be 1 or more"):
+        ol.train_step(model, None, optimizer, accumulate=0)
+    with pytest.raises(TypeError, match=r"^scaler=True is not a torch\.amp\.GradScaler"):
+        ol.train_step(model, None, optimizer, scaler=True)
+    (x, y), *_ = batches(1)
+    with pytest.raises(ValueError, match=r"^step has no inputs"):
+        ol.train_step(model, F.cross_entropy, optimizer)()
+    with pytest.raises(ValueError, match=r"^loss has shape \(12,\)"):
+        ol.train_step(model, nn.CrossEntropyLoss(reduction="none"), optimizer, compile=False)(x, y)
+    with pytest.raises(ValueError, match=r"^loss=None, but the model returned a list without a loss"):
+        ol.train_step(Lists(), None, optimizer, compile=False)(x)
+    with pytest.raises(ValueError, match=r"^loss is a float"):
+        ol.train_step(model, lambda output, target: 1.0, optimizer, compile=False)(x, y)  # type: ignore[return-value]
+
+
+class Lists(nn.Module):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [x]
+
+
+# Recorded graphs.
+
+
+@pytest.mark.gpu
+def test_dropout_advances_and_repeats_under_a_seed() -> None:
+    def run() -> list[float]:
+        torch.manual_seed(3)
+        model = network("cuda", 0.5)
+        step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.0))
+        (x, y), *_ = batches(1, "cuda")
+        return [float(step(x, y)) for _ in range(8)]
+
+    first = run()
+    assert len(set(first)) == 8
+    assert run() == first
+
+
+@pytest.mark.gpu
+def test_a_partial_batch_has_its_own_graph_and_loaded_state_is_read() -> None:
+    model, data = network("cuda"), [*batches(5, "cuda"), *batches(5, "cuda", 7)] * 2
+    other = copy.deepcopy(model)
+    optimizer, theirs = (torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, other))
+    step = ol.train_step(model, F.cross_entropy, optimizer)
+    losses = [float(step(x, y)) for x, y in data]
+    assert len(step._recorded) == 2
+    expected = plain_losses(other, theirs, data)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    losses += [float(step(x, y)) for x, y in data]
+    expected += plain_losses(other, theirs, data)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+
+
+@pytest.mark.gpu
+def test_fp16_with_a_scaler() -> None:
+    model, data = network("cuda"), batches(12, "cuda")
+    other = copy.deepcopy(model)
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    step = ol.train_step(model, F.cross_entropy, optimizer, autocast="fp16", scaler=scaler, clip_norm=1.0)
+    losses = [float(step(x, y)) for x, y in data]
+    assert step.reason == ""
+    expected = plain_losses(other, torch.optim.Adam(other.parameters(), lr=1e-2), data, clip=1.0)
+    assert_same_course(losses, expected, 0.02)
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.layer(x))
+        return y * 2 if y.sum().item() > 0 else y
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_that_cannot_be_recorded(accumulate: int, caplog: pytest.LogCaptureFixture) -> None:
+    model, data = Reads().cuda(), batches(10, "cuda")
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=accumulate)
+    with caplog.at_level(logging.WARNING, "onelaunch"):
+        losses = [float(step(x, y)) for x, y in data]
+    assert step.reason
+    assert sum("operation by operation" in record.getMessage() for record in caplog.records) == 1
+    expected = plain_losses(other, torch.optim.SGD(other.parameters(), lr=0.1), data, every=accumulate)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+
+
+@pytest.mark.gpu
+def test_an_exception_between_replays() -> None:
+    model, data = network("cuda"), batches(10, "cuda")
+    other = copy.deepcopy(model)
+    step = ol.train_step(model, F.cross_entropy, torch.optim.Adam(model.parameters()))
+    losses = []
+    for number, (x, y) in enumerate(data):
+        if number in (1, 5):
+            with pytest.raises(Exception):  # noqa: B017
+                step(x[:, :3], y)
+        losses.append(float(step(x, y)))
+    assert_same_course(losses, plain_losses(other, torch.optim.Adam(other.parameters()), data), LOSS_TOLERANCE * 10)
