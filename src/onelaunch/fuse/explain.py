@@ -45,9 +45,7 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
             explanation.notes.append(f"graph {number + 1} of {len(captured)} ends here: {one.break_reason}")
     if not captured:
         explanation.notes.append("Dynamo captured no graph: the model runs as PyTorch operations")
-    alone = Counter(
-        group.name for group in explanation.groups if group.runs == INDUCTOR and group.reason.startswith(NO_PATTERN)
-    )
+    alone = Counter(group.name for group in explanation.groups if group.reason.startswith(NO_PATTERN))
     if alone:
         said = [name if count == 1 else f"{name} × {count}" for name, count in alone.most_common()]
         explanation.notes.append(f"no pattern of ours covers {abbreviate_list(said)}: Inductor runs each by itself")
