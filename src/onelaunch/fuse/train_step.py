@@ -230,6 +230,8 @@ class TrainStep:
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(self.device)
             self._stop_recording(first_line(error))
+            if self.scaler is not None:  # it has marked the gradients as unscaled, but a recording runs nothing
+                self.scaler._per_optimizer_states.clear()
             for parameter, gradient in gradients:  # a recording runs nothing: what was accumulated is still there
                 parameter.grad = gradient
             return None
