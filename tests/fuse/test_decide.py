@@ -17,11 +17,11 @@ from onelaunch.fuse.decide import ALL, candidates_of, compiled, copied, fastest,
 
 
 def test_candidates() -> None:
-    assert candidates_of([], uncompiled=True) == {"uncompiled": None, "compiled": ()}
-    assert candidates_of(["linear"], uncompiled=False) == {"compiled": (), "linear": ("linear",)}
-    both = candidates_of(["batch_norm", "linear"], uncompiled=False)
+    assert candidates_of([]) == {"uncompiled": None, "compiled": ()}
+    assert candidates_of(["linear"]) == {"uncompiled": None, "compiled": (), "linear": ("linear",)}
+    both = candidates_of(["batch_norm", "linear"])
     assert both == {
-        "compiled": (), "batch_norm + linear": ("batch_norm", "linear"), "batch_norm": ("batch_norm",), "linear": ("linear",)
+        "uncompiled": None, "compiled": (), "batch_norm + linear": ("batch_norm", "linear"), "batch_norm": ("batch_norm",), "linear": ("linear",)
     }  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_decisions_are_measured_once(
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     x = torch.randn(3, 4, requires_grad=True)
     for _ in range(2):
-        patterns, function = decide.decide(uncompiled_call(model), model, (x,), {}, recorded=False)
+        patterns, function = decide.decide(uncompiled_call(model), model, (x,), {})
         assert patterns == expected
         torch.testing.assert_close(function(x), model(x))
     assert measured == [["uncompiled", "compiled", "linear"]]
@@ -151,5 +151,5 @@ def test_decisions_are_measured_once(
 
 def test_a_cpu_uses_all_patterns_unmeasured(no_code: None) -> None:
     model = nn.Linear(3, 3)
-    assert decide.decide(uncompiled_call(model), model, (torch.ones(2, 3),), {}, recorded=False)[0] == ALL
-    assert decide.decide(lambda: 3, model, (), {}, recorded=False)[0] == ALL
+    assert decide.decide(uncompiled_call(model), model, (torch.ones(2, 3),), {})[0] == ALL
+    assert decide.decide(lambda: 3, model, (), {})[0] == ALL

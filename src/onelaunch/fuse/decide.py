@@ -25,13 +25,15 @@ from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
 from onelaunch.fuse.captured import Captured, capture_graphs, first_line, own_code
 from onelaunch.fuse.patterns import BY_NAME, find_matches, pays
-from onelaunch.graph_times import graph_times
 from onelaunch.measured_times import MeasuredTimes
 
 log = logging.getLogger("onelaunch")
 Patterns = tuple[str, ...]
 Function = Callable[..., Any]
 ALL: Patterns = tuple(BY_NAME)
+# What `train_step` uses without a measurement: on an H200 they won in BERT, ViT and TransformerEncoder (1.07 to 1.16 times
+# as fast as Inductor alone) and lost nowhere (docs/lab-notebook/fusing.md).
+PROVEN: Patterns = ("linear", "relu_dropout")
 UNCOMPILED, COMPILED = "uncompiled", "compiled"
 ROUNDS = 7  # every candidate once per round, so that a chip that warms up slows all of them alike
 CALLS = 5  # per round
@@ -46,12 +48,11 @@ def compiled(function: Function, patterns: Patterns | None) -> Function:
 
 
 def decide(
-    function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, recorded: bool
+    function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Patterns | None, Function]:
     """The patterns to use (() for Inductor alone, None for the uncompiled function), and the function compiled so.
 
-    `recorded`: the function will run inside a CUDA graph, so that only the device's time counts. Nothing is measured unless
-    the inputs are on a CUDA device: our kernels are for CUDA, and elsewhere no pattern pays.
+    Nothing is measured unless the inputs are on a CUDA device: our kernels are for CUDA, and elsewhere no pattern pays.
     """
     device = device_of(args, kwargs)
     if device is None or device.type != "cuda":
@@ -60,11 +61,9 @@ def decide(
     with restored(model):
         captured = capture_graphs(function, args, kwargs)
     kinds = sorted({match.pattern.name for one in captured for match in find_matches(one.graph, pays)})
-    if recorded and not kinds:
-        return (), compiled(function, ())
-    candidates = candidates_of(kinds, uncompiled=not recorded)
+    candidates = candidates_of(kinds)
     times = _times_of(device)
-    key = _times_key(model, captured, recorded)
+    key = graph_key(model, captured)
     found = times.times(key)
     functions = {name: compiled(function, patterns) for name, patterns in candidates.items()}
     if not candidates.keys() <= found.keys():
@@ -72,7 +71,7 @@ def decide(
             runs = {
                 name: functools.partial(_run, candidate, model, args, kwargs) for name, candidate in functions.items()
             }
-            found = _device_seconds(runs) if recorded else _program_seconds(runs)
+            found = _program_seconds(runs)
         times.add(key, found)
     best = fastest({name: found[name] for name in candidates})
     said = ", ".join(f"{name} {format_seconds(found[name])}" for name in candidates)
@@ -82,15 +81,11 @@ def decide(
 
 def known_seconds(model: nn.Module, captured: list[Captured], device: torch.device) -> dict[str, float]:
     """Seconds per call of each candidate, if `fuse` has measured this model with these inputs on a CUDA device before."""
-    return _times_of(device).times(_times_key(model, captured, recorded=False)) if device.type == "cuda" else {}
+    return _times_of(device).times(graph_key(model, captured)) if device.type == "cuda" else {}
 
 
 def _times_of(device: torch.device) -> MeasuredTimes:
     return MeasuredTimes.of_device(device.index or 0, "fuse", "fuse", "kernels", "ops")
-
-
-def _times_key(model: nn.Module, captured: list[Captured], recorded: bool) -> str:
-    return f"{graph_key(model, captured)} {'recorded' if recorded else 'launched'}"
 
 
 def device_of(*values: Any) -> torch.device | None:
@@ -107,9 +102,9 @@ def copied(values: Any) -> Any:
     return tree_map(copy, values)
 
 
-def candidates_of(kinds: list[str], *, uncompiled: bool) -> dict[str, Patterns | None]:
+def candidates_of(kinds: list[str]) -> dict[str, Patterns | None]:
     """The patterns of each candidate, by its name."""
-    found: dict[str, Patterns | None] = {UNCOMPILED: None, COMPILED: ()} if uncompiled else {COMPILED: ()}
+    found: dict[str, Patterns | None] = {UNCOMPILED: None, COMPILED: ()}
     if len(kinds) > 1:
         found[" + ".join(kinds)] = tuple(kinds)
     return found | {kind: (kind,) for kind in kinds}
@@ -150,14 +145,6 @@ def _run(function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: di
     if model.training and results:
         torch.autograd.backward([leaf.sum() for leaf in results])
         model.zero_grad(set_to_none=True)
-
-
-def _device_seconds(runs: Mapping[str, Callable[[int], None]]) -> dict[str, float]:
-    """Seconds of each run on the device alone, recorded as a CUDA graph."""
-    for run in runs.values():
-        for number in range(2):  # the first compiles, the second finds all workspaces in place
-            run(number)
-    return graph_times(runs)
 
 
 def _program_seconds(runs: Mapping[str, Callable[[int], None]]) -> dict[str, float]:

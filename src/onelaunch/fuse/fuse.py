@@ -43,7 +43,7 @@ class FusedCall:
     def decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Use the patterns that are fastest for these inputs."""
         call = uncompiled_call(self.module)
-        self.patterns, self._compiled = decide(call, self.module, args, kwargs, recorded=False)
+        self.patterns, self._compiled = decide(call, self.module, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}

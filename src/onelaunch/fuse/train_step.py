@@ -20,7 +20,7 @@ from onelaunch.capture import capturing
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer
 from onelaunch.fuse.capturable_optimizer import CapturableOptimizer
 from onelaunch.fuse.captured import first_line, without_log_breaks
-from onelaunch.fuse.decide import ALL, compiled, decide
+from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.fuse.fuse import check_model
 
 log = logging.getLogger("onelaunch")
@@ -62,8 +62,7 @@ def train_step(
     autocast: "bf16", "fp16" or a dtype for `torch.autocast`; scaler: a `torch.amp.GradScaler` for fp16.
     accumulate: the optimizer steps on every `accumulate`-th call, with the mean gradient of the batches since its last step.
     capture: whether the step is recorded as a CUDA graph; `step.reason` says why it is not.
-    compile: whether `torch.compile` compiles the forward and backward pass. On a CUDA device the first call then times it with
-    and without our patterns and keeps the faster.
+    compile: whether `torch.compile` compiles the forward and backward pass, with the patterns that won on every model measured.
 
     The loss comes back as a 0-d tensor, without waiting for the device. Learning-rate schedulers work as usual. A dict as the
     only input is passed by name if forward has these names. Gradients are None after a step.
@@ -87,7 +86,7 @@ class TrainStep:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
         self.autocast = _autocast_dtype(autocast)
         self.device = self.parameters[0].device
-        self._forward: Callable[..., torch.Tensor] | None = None if compile else self._forward_and_loss
+        self._forward: Callable[..., torch.Tensor] = compiled(self._forward_and_loss, PROVEN if compile else None)
         self._names = _parameter_names(model)
         self._capturable = CapturableOptimizer(optimizer, self.device)
         self._recorded: dict[Any, Recorded] = {}
@@ -169,12 +168,10 @@ class TrainStep:
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
         with without_log_breaks(), autocast:
-            forward = self._forward or self._choose_forward(args, kwargs)
-            loss = forward(args, kwargs)
+            loss = self._forward(args, kwargs)
         if not isinstance(loss, torch.Tensor) or loss.dim():
             what = f"has shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"is a {type(loss).__name__}"
             raise OnelaunchError(f"loss {what}: return a 0-d tensor, as with reduction='mean'")
-        self._forward = forward  # only now: a batch that cannot be run decides nothing
         scaled = loss / self.accumulate if self.accumulate > 1 else loss
         try:
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
@@ -187,14 +184,6 @@ class TrainStep:
                 self._zero_gradients()
             raise
         return loss.detach()
-
-    def _choose_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., torch.Tensor]:
-        if not self.reason and self.model.training:
-            try:
-                return decide(self._forward_and_loss, self.model, (args, kwargs), {}, recorded=True)[1]
-            except Exception as error:  # the candidates are timed as recordings, which a model may forbid
-                log.debug("train_step: candidates cannot be timed: %s", first_line(error))
-        return compiled(self._forward_and_loss, ALL)
 
     def _update(self) -> None:
         if self.clip_norm is not None:
