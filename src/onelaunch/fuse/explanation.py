@@ -16,7 +16,7 @@ from onelaunch.errors import ArgumentTypeError
 from onelaunch.format import format_bytes, format_seconds
 from onelaunch.fuse.roofline import Cost, DeviceModel
 
-MIN_WIDTH = 150  # of the table, in characters, where the width of the terminal is not known
+MIN_WIDTH = 130  # of the printed table, in characters: narrower, its columns break in the middle of words
 OURS, INDUCTOR, LIBRARY = "onelaunch", "Inductor", "library"
 
 
@@ -169,7 +169,7 @@ class Explanation:
         from rich.console import Console
 
         text = io.StringIO()
-        width = max(shutil.get_terminal_size((MIN_WIDTH, 24)).columns, 80)
+        width = max(shutil.get_terminal_size((MIN_WIDTH, 24)).columns, MIN_WIDTH)
         Console(file=text, width=width).print(self)
         return text.getvalue().rstrip("\n")
 
