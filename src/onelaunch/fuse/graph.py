@@ -14,7 +14,6 @@ from torch import fx
 from onelaunch.activations import ACTIVATIONS, LEAKY_RELU_SLOPE
 
 _UNARY = ("input",)
-_INPLACE = ("input", "inplace")
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 _NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
@@ -29,17 +28,13 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     operator.add: ("add", ("input", "other")),
     operator.iadd: ("add", ("input", "other")),
     torch.add: ("add", ("input", "other", "alpha")),
-    F.leaky_relu: ("leaky_relu", ("input", "negative_slope", "inplace")),
-    F.gelu: ("gelu", ("input", "approximate")),
-    F.elu: ("elu", ("input", "alpha", "inplace")),
-    F.softplus: ("softplus", ("input", "beta", "threshold")),
     torch.relu_: ("relu", _UNARY),
 } | {
-    function: (entry.name, _INPLACE)
-    for entry in ACTIVATIONS.values()
-    if not entry.settings and entry.name != "leaky_relu"
+    function: (entry.name, ("input", *entry.settings, "inplace"))
+    for entry in reversed(ACTIVATIONS.values())  # so that F.gelu is "gelu", which `Operation.activation` tells apart
     for function in entry.functions
 }
+FUNCTIONS[F.leaky_relu] = ("leaky_relu", ("input", "negative_slope", "inplace"))
 INPLACE_OPERATORS = (
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
     operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.imatmul, operator.setitem,
@@ -55,9 +50,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "dropout": {"p": 0.5, "training": True},
     "cross_entropy": {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0},
     "leaky_relu": {"negative_slope": LEAKY_RELU_SLOPE},
-    "gelu": {"approximate": "none"},
-    "elu": {"alpha": 1.0},
-    "softplus": {"beta": 1.0, "threshold": 20.0},
+    **{entry.name: dict(entry.settings) for entry in ACTIVATIONS.values() if entry.settings},
 }
 
 
