@@ -21,7 +21,8 @@ def test_candidates() -> None:
     assert candidates_of(["linear"]) == {"uncompiled": None, "compiled": (), "linear": ("linear",)}
     both = candidates_of(["batch_norm", "linear"])
     assert both == {
-        "uncompiled": None, "compiled": (), "batch_norm + linear": ("batch_norm", "linear"), "batch_norm": ("batch_norm",), "linear": ("linear",)
+        "uncompiled": None, "compiled": (), "batch_norm + linear": ("batch_norm", "linear"),
+        "batch_norm": ("batch_norm",), "linear": ("linear",),
     }  # fmt: skip
 
 
