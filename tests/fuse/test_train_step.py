@@ -196,6 +196,10 @@ def test_errors_in_one_line() -> None:
     (x, y), *_ = batches(1)
     with pytest.raises(ValueError, match=r"^step has no inputs"):
         ol.train_step(model, F.cross_entropy, optimizer)()
+    with pytest.raises(ValueError, match=r"^step has no target: pass the model's inputs and then the target"):
+        ol.train_step(model, F.cross_entropy, optimizer)(x)
+    with pytest.raises(ValueError, match=r"^optimizer holds no parameter of model"):
+        ol.train_step(model, F.cross_entropy, torch.optim.SGD(nn.Linear(2, 2).parameters()))
     with pytest.raises(ValueError, match=r"^loss has shape \(12,\)"):
         ol.train_step(model, nn.CrossEntropyLoss(reduction="none"), optimizer, compile=False)(x, y)
     with pytest.raises(ValueError, match=r"^loss=None, but the model returned a list without a loss"):

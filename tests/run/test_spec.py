@@ -50,4 +50,4 @@ def test_an_argument_of_other_optimizers_is_refused():
     ):
         Spec(rows=8, steps=1, optimizer="lion", momentum=0.9)
     with pytest.raises(OnelaunchError, match=r"nesterov=True belongs to optimizer='sgd': leave it out, 'rmsprop'"):
-        Spec(rows=8, steps=1, optimizer="rmsprop", momentum=0.9, nesterov=True)
+        Spec(rows=8, steps=1, optimizer="rmsprop", nesterov=True)

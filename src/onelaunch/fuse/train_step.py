@@ -109,8 +109,11 @@ class TrainStep:
         latest = self._latest  # for a network this small that the host's time counts, every microsecond here does
         if latest is not None and not kwargs and self._still_fits(latest, args):
             return self._replay(latest, args)
-        if not args and (self.loss is not None or not kwargs):
-            raise OnelaunchError("step has no inputs: pass the model's inputs and then the target, as in step(x, y)")
+        if (not args and (self.loss is not None or not kwargs)) or (
+            self.loss is not None and len(args) + len(kwargs) < 2
+        ):
+            what = "target" if args else "inputs"
+            raise OnelaunchError(f"step has no {what}: pass the model's inputs and then the target, as in step(x, y)")
         update = self._micro_step == self.accumulate - 1
         if self.reason:
             loss = self._run(args, kwargs, update)
@@ -266,6 +269,9 @@ def _check(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -
         raise ArgumentTypeError(f"optimizer={abbreviate(optimizer)} is not a torch.optim.Optimizer")
     if not any(group["params"] for group in optimizer.param_groups):
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
+    owned = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
+        raise OnelaunchError("optimizer holds no parameter of model: pass model.parameters() to it")
     if clip_norm is not None and (
         isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
     ):

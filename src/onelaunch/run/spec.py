@@ -60,8 +60,6 @@ class Spec:
         object.__setattr__(self, "seed", check_seed(self.seed))
         _check_counts(self)
         _check_floats(self)
-        if self.nesterov and not self.momentum:
-            raise OnelaunchError("nesterov=True needs momentum: pass momentum=0.9, or nesterov=False")
         for argument in ("momentum", "nesterov"):
             takers = [entry.name for entry in OPTIMIZERS.values() if argument in entry.arguments]
             if getattr(self, argument) and self.optimizer not in takers:
@@ -69,6 +67,8 @@ class Spec:
                     f"{argument}={getattr(self, argument)} belongs to optimizer={' or '.join(map(repr, takers))}: "
                     f"leave it out, {self.optimizer!r} does not take it"
                 )
+        if self.nesterov and not self.momentum:
+            raise OnelaunchError("nesterov=True needs momentum: pass momentum=0.9, or nesterov=False")
         if self.label_smoothing and self.loss != "cross_entropy":
             raise OnelaunchError(
                 f"label_smoothing={self.label_smoothing} needs loss='cross_entropy' (got {self.loss!r})"
@@ -135,7 +135,9 @@ def _check_counts(spec: Spec) -> None:
 def _check_floats(spec: Spec) -> None:
     betas = spec.betas
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ArgumentTypeError(f"betas={betas!r} must be two numbers, such as (0.9, 0.999)")
+        raise ArgumentTypeError(
+            f"betas={betas!r} must be two numbers, such as (0.9, 0.999); rmsprop's alpha is the second"
+        )
     bounds = {
         "lr": MAX_FLOAT32, "momentum": 1, "weight_decay": MAX_FLOAT32, "eps": MAX_FLOAT32,
         "label_smoothing": math.nextafter(1, 2),
