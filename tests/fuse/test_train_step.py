@@ -203,13 +203,17 @@ def test_errors_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"^loss has shape \(12,\)"):
         ol.train_step(model, nn.CrossEntropyLoss(reduction="none"), optimizer, compile=False)(x, y)
     with pytest.raises(ValueError, match=r"^loss=None, but the model returned a list without a loss"):
-        ol.train_step(Lists(), None, optimizer, compile=False)(x)
+        lists = Lists()
+        ol.train_step(lists, None, torch.optim.SGD(lists.parameters()), compile=False)(x)
     with pytest.raises(ValueError, match=r"^loss is a float"):
         ol.train_step(model, lambda output, target: 1.0, optimizer, compile=False)(x, y)  # type: ignore[return-value]
 
 
-class Lists(nn.Module):
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+class Lists(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
         return [x]
 
 
