@@ -202,8 +202,8 @@ def test_errors_in_one_line() -> None:
         ol.train_step(model, F.cross_entropy, torch.optim.SGD(nn.Linear(2, 2).parameters()))
     with pytest.raises(ValueError, match=r"^loss has shape \(12,\)"):
         ol.train_step(model, nn.CrossEntropyLoss(reduction="none"), optimizer, compile=False)(x, y)
+    lists = Lists()
     with pytest.raises(ValueError, match=r"^loss=None, but the model returned a list without a loss"):
-        lists = Lists()
         ol.train_step(lists, None, torch.optim.SGD(lists.parameters()), compile=False)(x)
     with pytest.raises(ValueError, match=r"^loss is a float"):
         ol.train_step(model, lambda output, target: 1.0, optimizer, compile=False)(x, y)  # type: ignore[return-value]
