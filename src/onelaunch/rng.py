@@ -119,6 +119,11 @@ def permutation(n: int, seed: int, epoch: int, *, device: torch.device | str | N
     return order
 
 
+def signed_seed(seed: int) -> int:
+    """The signed 64-bit integer with the bits of `seed`, as kernels and native code take it."""
+    return seed - 2**64 if seed >= 2**63 else seed
+
+
 def keep_threshold(p: float) -> int:
     """A unit is kept when its 16 bits are below this number, so that p is exact to 1/65536."""
     return round((1 - p) * 65536)

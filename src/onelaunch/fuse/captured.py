@@ -72,9 +72,7 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def without_log_breaks() -> contextlib.AbstractContextManager[None]:
     """Inside, Dynamo leaves out logged warnings, as of the losses of `transformers`, instead of ending a graph at each."""
-    messages = {
-        logging.Logger.warning
-    }  # one only: PyTorch 2.11 sorts this set for its own log, and functions have no order
+    messages = {logging.Logger.warning}  # of this level alone: PyTorch 2.11 sorts the set, and functions have no order
     return cast(contextlib.AbstractContextManager[None], torch._dynamo.config.patch(ignore_logger_methods=messages))
 
 

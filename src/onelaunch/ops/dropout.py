@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from onelaunch.kernels.dropout_key import DropoutKey
+from onelaunch.rng import signed_seed
 
 # PyTorch counts its Philox offset in units of four words per thread; one call of our kernels takes one unit.
 OFFSET_STEP = 4
@@ -22,7 +23,7 @@ def draw_key(device: torch.device) -> DropoutKey:
     offset = generator.get_offset()
     generator.set_offset(offset + OFFSET_STEP)
     seed = generator.initial_seed()
-    return DropoutKey(None, seed - 2**64 if seed >= 2**63 else seed, offset)
+    return DropoutKey(None, signed_seed(seed), offset)
 
 
 def draw_keep(like: Tensor, p: float) -> Tensor:

@@ -26,7 +26,7 @@ from onelaunch.engines.cpu.plan.target import Target, host
 from onelaunch.engines.cpu.threads import SPINS_BEFORE_YIELD, Team, yield_address
 from onelaunch.integers import clamp
 from onelaunch.optimizers import constants
-from onelaunch.rng import permutation_bits
+from onelaunch.rng import permutation_bits, signed_seed
 from onelaunch.run.objective import has_accuracy
 from onelaunch.run.step_scalars import row_weights, step_scalars
 
@@ -94,7 +94,7 @@ class CpuSession:
         self._kept = [run.x.contiguous(), run.y.contiguous()]  # kept alive: the native code has their addresses
         self.arena.set_control(
             x=self._kept[0].data_ptr(), y=self._kept[1].data_ptr(), rows=spec.rows, order=self._order_address,
-            yield_thread=yield_address(), spins_before_yield=SPINS_BEFORE_YIELD, abandoned=0, seed=_as_signed(spec.seed),
+            yield_thread=yield_address(), spins_before_yield=SPINS_BEFORE_YIELD, abandoned=0, seed=signed_seed(spec.seed),
         )  # fmt: skip
         if run.validation is not None:
             x, y = (tensor.contiguous() for tensor in run.validation)
@@ -203,7 +203,7 @@ class CpuSession:
     def _fill_order(self, epoch: int) -> None:
         spec = self.spec
         bits = permutation_bits(spec.rows)
-        self._row_order(self._order_address, spec.rows, bits, _as_signed(spec.seed), epoch)
+        self._row_order(self._order_address, spec.rows, bits, signed_seed(spec.seed), epoch)
 
     def _train(self, step: int, count: int) -> None:
         spec = self.spec
@@ -240,7 +240,3 @@ class CpuSession:
         self.team.close()
         if self._between_steps:
             self._write_back()
-
-
-def _as_signed(seed: int) -> int:
-    return seed - 2**64 if seed >= 2**63 else seed

@@ -12,9 +12,8 @@ import torch
 from onelaunch.engines.cpu.code import philox
 from onelaunch.engines.cpu.code.emit import Module
 from onelaunch.engines.cpu.plan.target import Target, host
-from onelaunch.engines.cpu.session import _as_signed
 from onelaunch.integers import round_up
-from onelaunch.rng import dropout_bits, permutation, permutation_bits
+from onelaunch.rng import dropout_bits, permutation, permutation_bits, signed_seed
 from tests.engines.cpu.native_functions import Loaded, runnable_targets
 
 REGIONS = [(0, 5, 0, 16), (0, 32, 32, 96), (16, 16, 0, 48), (0, 3, 64, 8), (3, 1, 0, 1000)]
@@ -29,7 +28,7 @@ def test_row_order(target: Target) -> None:
     for rows in (1, 2, 3, 31, 37, 255, 256, 257, 1000, 60_000):
         for seed, epoch in ((0, 0), (2**64 - 1, 3), (12345, 2**33 + 5)):
             order = np.full(rows + 16, -1, np.int32)
-            function(order.ctypes.data, rows, permutation_bits(rows), _as_signed(seed), epoch)
+            function(order.ctypes.data, rows, permutation_bits(rows), signed_seed(seed), epoch)
             assert torch.equal(torch.from_numpy(order[:rows]).long(), permutation(rows, seed, epoch))
 
 
@@ -53,7 +52,7 @@ def test_dropout_bits(region: tuple[int, int, int, int], seed: int) -> None:
     pitch = round_up(columns, 8)
     bits = np.zeros(rows * pitch + 8 * host().lanes, np.uint16)
     step = 2**32 - 2
-    function(bits.ctypes.data, step, _as_signed(seed))
+    function(bits.ctypes.data, step, signed_seed(seed))
     expected = dropout_bits(seed, 2, range(step, step + 1), first_row + rows, first_column + columns)[0]
     got = torch.from_numpy(bits[: rows * pitch].astype(np.int32)).view(rows, pitch)[:, :columns]
     assert torch.equal(got, expected[first_row:, first_column:])

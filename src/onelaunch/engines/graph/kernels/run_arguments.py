@@ -8,7 +8,7 @@ import torch
 
 from onelaunch.activations import saves_input
 from onelaunch.optimizers import CONSTANTS
-from onelaunch.rng import keep_scale, keep_threshold
+from onelaunch.rng import keep_scale, keep_threshold, signed_seed
 
 # Columns of the device table: of its line 0 (per run) and of the other lines (per step). See run_state.py.
 HYPER = (*CONSTANTS, "label_smoothing")
@@ -51,8 +51,7 @@ class Epilogue(NamedTuple):
     @property
     def dropout_values(self) -> tuple[int, int, int, float]:
         """seed, threshold, layer, scale, as the kernels take them."""
-        seed = self.seed - 2**64 if self.seed >= 2**63 else self.seed
-        return seed, keep_threshold(self.p), self.layer, keep_scale(self.p)
+        return signed_seed(self.seed), keep_threshold(self.p), self.layer, keep_scale(self.p)
 
 
 class Weights(NamedTuple):
