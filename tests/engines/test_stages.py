@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from onelaunch.engines.stages import Stage, cut_into_stages, unsupported_names
-from onelaunch.run.network import Activation, Dropout, Linear, parse_network
+from onelaunch.run.network import Activation, Dropout, Linear
+from onelaunch.run.parse import parse_network
 
 
 def test_a_stage_is_a_linear_and_what_follows_it():

@@ -116,7 +116,7 @@ def test_a_model_that_cannot_take_x_says_so():
             self.linear = nn.Linear(3, 4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x)
+            return self.linear(x) * 2
 
     with pytest.raises(ol.OnelaunchError, match=r"model cannot take x with rows of shape \(7,\): mat1 and mat2"):
         ol.fit(Wrong(), X, Y, epochs=1, progress=False)
@@ -146,7 +146,7 @@ class Normalised(nn.Module):
         self.layers = nn.Sequential(nn.Linear(7, 4), nn.BatchNorm1d(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+        return self.layers(x) * 2
 
 
 def test_a_model_that_fails_on_the_way_says_where():

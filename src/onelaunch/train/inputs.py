@@ -11,8 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
-from onelaunch.run.network import BatchNorm, Network, NotAnMlpError, parse_network
+from onelaunch.run.network import BatchNorm, Network, NotAnMlpError
 from onelaunch.run.objective import as_features
+from onelaunch.run.parse import MisfitError, parse_network
 from onelaunch.run.spec import Spec
 
 
@@ -41,9 +42,21 @@ def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[st
 
 
 def _network(model: nn.Module, x: torch.Tensor, spec: Spec) -> tuple[Network | None, str]:
-    """The model as an MLP, or None and the reason."""
+    """The model as an MLP, or None and the reason.
+
+    Rows of a shape that does not fit an MLP are a mistake, which `_features` names: the network then is the MLP.
+    """
+    shape = tuple(x.shape[1:])
+    last = min(spec.steps_per_epoch, spec.total_steps) - 1
     try:
-        network = parse_network(model)
+        network = parse_network(model, shape, sorted({spec.rows_of(0), spec.rows_of(last), 2}))
+    except MisfitError as misfit:
+        try:
+            network = parse_network(model)
+        except NotAnMlpError as reason:
+            return None, str(reason)
+        if shape and int(np.prod(shape)) == network.inputs and (network.flattens or len(shape) == 1):
+            return None, str(misfit)
     except NotAnMlpError as reason:
         return None, str(reason)
     vectors = not network.flattens and x.ndim > 2 and x.shape[-1] == network.inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import time
 from pathlib import Path
@@ -29,6 +30,10 @@ from onelaunch.train.checkpoint import (
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.interrupts import on_interrupt
 from onelaunch.train.progress import Progress
+
+log = logging.getLogger("onelaunch")
+COST = "A native engine trains an MLP of Linear, norm, activation, dropout and residual layers 3 to 9 times faster"
+_said: set[str] = set()
 
 
 class Listener:
@@ -97,6 +102,7 @@ def drive(
             history.engine = engine.name
             session = engine.start(run, state)
         try:
+            _say_fallback(run, history.engine)
             history.plan, history.precision = session.plan, session.precision
             listener.started(history)
             if written and not resumed:  # so that a run that is killed in its first epoch can be resumed too
@@ -127,6 +133,16 @@ def drive(
         finally:
             session.close()
         return history
+
+
+def _say_fallback(run: Run, engine: str) -> None:
+    """Log one line where no native engine takes the model: what is in the way and what it costs. Each line is logged once."""
+    if engine != "eager" or run.spec.engine != "auto" or run.network is not None or world().size > 1:
+        return
+    line = f"fit runs the model with PyTorch, one operation after another: {run.no_network_reason}. {COST}"
+    if line not in _said:
+        _said.add(line)
+        log.warning(line)
 
 
 def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:

@@ -14,6 +14,7 @@ import torch
 
 from onelaunch.engines.contract import Run
 from onelaunch.engines.stages import unsupported_names
+from onelaunch.run.network import Add, LayerNorm
 
 if TYPE_CHECKING:
     from onelaunch.engines.cpu.session import CpuSession
@@ -42,6 +43,8 @@ class CpuEngine:
             return run.no_network_reason
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
+        if any(isinstance(layer, LayerNorm | Add) for layer in run.network.layers):
+            return "LayerNorm and residual additions are not in this engine"
         if run.spec.precision not in ("auto", "fp32"):
             return f"precision={run.spec.precision!r} is not in this engine, which computes in fp32"
         if run.spec.rows >= 2**31:

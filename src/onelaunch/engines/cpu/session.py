@@ -27,6 +27,7 @@ from onelaunch.engines.cpu.threads import SPINS_BEFORE_YIELD, Team, yield_addres
 from onelaunch.integers import clamp
 from onelaunch.optimizers import constants
 from onelaunch.rng import permutation_bits, signed_seed
+from onelaunch.run.network import tensor_name
 from onelaunch.run.objective import has_accuracy
 from onelaunch.run.step_scalars import row_weights, step_scalars
 
@@ -145,7 +146,7 @@ class CpuSession:
             for number in stage.batch_norms:
                 layer = stage.groups[number].batch_norm
                 if layer and layer.tracks:
-                    found[stage.index, number] = self._tensors[f"{layer.path}.num_batches_tracked"]
+                    found[stage.index, number] = self._tensors[tensor_name(layer.path, "num_batches_tracked")]
         return found
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:

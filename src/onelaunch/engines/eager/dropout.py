@@ -1,33 +1,44 @@
 """Dropout with the masks of `onelaunch.rng` inside any nn.Module, for the duration of an eager run.
 
-The mask of an `nn.Dropout` is a function of (seed, layer, step, row, unit). `layer` is the module's number among the model's
-dropout modules in `model.modules()` order; the k-th further call of one module within a step counts as layer
-`number + k * (number of dropout modules)`, so that a shared module does not repeat its mask. `row` is the index along the
-first dimension, `unit` the index within the rest of the row. `F.dropout` and other kinds of dropout draw from PyTorch's
-generator, which the run seeds.
+The mask of a dropout is a function of (seed, layer, step, row, unit). `layer` is the module's number among the model's
+dropout modules (`nn.Dropout`, and the modules of `ol.nn` that drop) in `model.modules()` order. The calls of `F.dropout`
+in the forward of an MLP are numbered after the modules. The k-th further call of one module within a step counts as layer
+`number + k * (number of modules and calls)`, so that a shared module does not repeat its mask. `row` is the index along the
+first dimension, `unit` the index within the rest of the row. `F.dropout` in other models and other kinds of dropout draw
+from PyTorch's generator, which the run seeds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from onelaunch import nn as fused
+from onelaunch.ops.batch_norm import batch_norm_of
+from onelaunch.ops.linear import linear
 from onelaunch.rng import dropout_bits, keep_scale, keep_threshold
+from onelaunch.run.recorder import dropout_arguments, dropout_modules
 
 CHUNK_ELEMENTS = 2**20  # masks are drawn for many steps at once, since a draw takes about 150 small tensor operations
 
 
 class RunDropout:
-    """Replaces the forward of the model's nn.Dropout modules until `release`. Call `begin_step` before each forward.
+    """Replaces the forward of the model's dropout modules until `release`. Call `begin_step` before each forward.
 
+    `functional` is the number of `F.dropout` calls per forward that `functions()` masks; zero leaves them to PyTorch.
     `first_row` is the index in the whole batch of the first row passed in: not zero where processes share a batch.
     """
 
-    def __init__(self, model: nn.Module, seed: int, batch_size: int, device: torch.device) -> None:
-        # A module whose forward the user has replaced keeps it.
-        self.modules = [m for m in model.modules() if type(m) is nn.Dropout and "forward" not in vars(m)]
+    def __init__(self, model: nn.Module, seed: int, batch_size: int, device: torch.device, functional: int = 0) -> None:
+        self.modules = dropout_modules(model)  # a module whose forward the user has replaced keeps it
+        self._sites, self._functional = len(self.modules) + functional, functional
         self.seed, self.batch_size, self.device = seed, batch_size, device
         self._chunks: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
         self._calls: dict[int, int] = {}
@@ -37,12 +48,16 @@ class RunDropout:
             # `apply` has state that a trace would freeze, and inductor (2.13, CPU) computes its integers wrongly.
             self.apply = torch.compiler.disable(self.apply)  # type: ignore[method-assign]
         for number, module in enumerate(self.modules):
-            module.forward = _Masked(self, module, number)  # type: ignore[method-assign, assignment]
+            module.forward = _Masked(self, module, number)
 
     def begin_step(self, step: int | torch.Tensor) -> None:
         """Set the step of the masks. It may be an int64 scalar on the device, which a captured graph reads at each replay."""
         self._step = step
         self._calls.clear()
+
+    def functions(self) -> contextlib.AbstractContextManager[object]:
+        """A context for one forward in training, in which calls of `F.dropout` draw their masks here."""
+        return _MaskedFunctions(self) if self._functional else contextlib.nullcontext()
 
     def release(self) -> None:
         for module in self.modules:
@@ -53,7 +68,7 @@ class RunDropout:
         call = self._calls.get(number, 0)
         self._calls[number] = call + 1
         units = x[0].numel() if len(x) else 0
-        bits = self._bits(number + call * len(self.modules), len(x), units)
+        bits = self._bits(number + call * self._sites, len(x), units)
         keep = (bits < keep_threshold(p)).view(x.shape)
         return x * (keep.to(x.dtype) * keep_scale(p))
 
@@ -73,12 +88,41 @@ class RunDropout:
 
 
 class _Masked:
-    """The forward of one nn.Dropout during the run."""
+    """The forward of one dropout module during the run."""
 
-    def __init__(self, owner: RunDropout, module: nn.Dropout, number: int) -> None:
+    def __init__(self, owner: RunDropout, module: nn.Module, number: int) -> None:
         self.owner, self.module, self.number = owner, module, number
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.module.training or self.module.p == 0:
+        match self.module:
+            case fused.Linear() as layer:
+                x, p = linear(x, layer.weight, layer.bias, activation=layer.activation), layer.dropout
+            case fused.BatchNorm1d() | fused.BatchNorm2d() | fused.BatchNorm3d() as layer:
+                x, p = batch_norm_of(layer, x, layer.activation, 0.0), layer.dropout
+            case fused.ReLUDropout() as layer:
+                x, p = torch.relu(x), layer.p
+            case layer:
+                assert isinstance(layer, nn.Dropout)
+                p = layer.p
+        if not self.module.training or p == 0:
             return x
-        return self.owner.apply(x, self.module.p, self.number)
+        return self.owner.apply(x, p, self.number)
+
+
+class _MaskedFunctions(TorchFunctionMode):
+    """Draws the masks of one forward's `F.dropout` calls, numbered in their order after the modules."""
+
+    def __init__(self, owner: RunDropout) -> None:
+        super().__init__()
+        self.owner, self.next = owner, len(owner.modules)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.dropout or func is torch.dropout:
+            x, p, active = dropout_arguments(*args, **(kwargs or {}))
+            if not active:
+                return x
+            number, self.next = self.next, self.next + 1
+            return x if p == 0 else self.owner.apply(x, p, number)
+        return func(*args, **(kwargs or {}))

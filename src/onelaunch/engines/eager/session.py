@@ -51,7 +51,9 @@ class EagerSession:
         self.forward: torch.nn.Module = run.model
         if self.world.size > 1:
             self.forward = torch.nn.parallel.DistributedDataParallel(run.model)
-        self.dropout = RunDropout(run.model, run.spec.seed, min(run.spec.batch_size, run.spec.rows), run.device)
+        functional = run.network.functional_dropouts if run.network else 0
+        batch = min(run.spec.batch_size, run.spec.rows)
+        self.dropout = RunDropout(run.model, run.spec.seed, batch, run.device, functional)
         self.order = torch.empty(run.spec.rows, dtype=torch.int64, device=run.device)
         self.losses, self.rates = torch.empty(2, run.spec.steps_per_epoch, device=run.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=run.device)
@@ -195,7 +197,7 @@ class EagerSession:
         """Train on `rows`, this process's part of a batch of `batch_rows`, and write its part of the mean loss."""
         x, y = as_features(self.run.x[rows], self.dtype), self.run.y[rows]
         self.optimizer.zero_grad(set_to_none=True)
-        with self._autocast():
+        with self._autocast(), self.dropout.functions():
             output = self.forward(x)
         output = output.to(self.dtype)
         # DDP averages over ranks, whose parts may differ in size; a part may even be empty.

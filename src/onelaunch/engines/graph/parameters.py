@@ -18,6 +18,7 @@ from onelaunch.engines.graph.kernels.run_arguments import Weights
 from onelaunch.engines.graph.kernels.split_weights import join_weights, split_weights
 from onelaunch.engines.graph.plan.operations import StepPlan
 from onelaunch.engines.graph.plan.stages import Stage
+from onelaunch.run.network import tensor_name
 
 
 class Parameters:
@@ -37,7 +38,7 @@ class Parameters:
         linear = self._stages[number].linear
         tensors: dict[str, torch.Tensor | None] = {"bias": None}
         for part in ("weight", "bias") if linear.bias else ("weight",):
-            name = f"{linear.path}.{part}"
+            name = tensor_name(linear.path, part)
             tensors[part] = self._masters[name]
             for index, state_name in enumerate(self._state_names):
                 tensor = self._state(index, number, part)
@@ -53,7 +54,9 @@ class Parameters:
             split_weights(master, high, low)
             tensors |= {"weight": high, "low": low}
         if f"copy.{number}" in self._step.buffers:
-            tensors["copy"] = self._buffers.take(f"copy.{number}").copy_(self._masters[f"{linear.path}.weight"])
+            tensors["copy"] = self._buffers.take(f"copy.{number}").copy_(
+                self._masters[tensor_name(linear.path, "weight")]
+            )
         return Weights(**tensors)  # type: ignore[arg-type]
 
     def _state(self, index: int, number: int, part: str) -> torch.Tensor:
@@ -84,7 +87,7 @@ class Parameters:
         """(stage, "weight" or "bias", the parameter's name) of every parameter."""
         for number, stage in enumerate(self._stages):
             for part in ("weight", "bias") if stage.linear.bias else ("weight",):
-                yield number, part, f"{stage.linear.path}.{part}"
+                yield number, part, tensor_name(stage.linear.path, part)
 
     def write_back(self) -> None:
         """Copies the weights into the model, unless they are updated there."""

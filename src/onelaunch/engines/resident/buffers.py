@@ -12,6 +12,7 @@ from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.settings import K_TILE
 from onelaunch.errors import OnelaunchError
 from onelaunch.optimizers import OPTIMIZERS
+from onelaunch.run.network import tensor_name
 
 
 class Buffers:
@@ -68,9 +69,9 @@ class Buffers:
         """Names and shapes of the parameters, in the order of the flat arrays."""
         for layer in self.plan.layers:
             linear = layer.stage.linear
-            yield f"{linear.path}.weight", (linear.outputs, linear.inputs)
+            yield tensor_name(linear.path, "weight"), (linear.outputs, linear.inputs)
             if linear.bias:
-                yield f"{linear.path}.bias", (linear.outputs,)
+                yield tensor_name(linear.path, "bias"), (linear.outputs,)
 
     def _flat(self, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         parts, device = [], self.run.device

@@ -10,7 +10,7 @@ from torch import nn
 from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.settings import Settings
 from onelaunch.engines.cpu.plan.target import Target
-from onelaunch.run.network import parse_network
+from onelaunch.run.parse import parse_network
 from tests.pairwise import cases
 
 WIDE = Target("x86_64-none", "test", "", 16, 32, True, True, "0")

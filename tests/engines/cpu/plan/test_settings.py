@@ -3,7 +3,7 @@ from __future__ import annotations
 from torch import nn
 
 from onelaunch.engines.cpu.plan.settings import Settings, useful_partitions
-from onelaunch.run.network import parse_network
+from onelaunch.run.parse import parse_network
 
 
 def test_settings_have_only_what_changes_the_code() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from torch import nn
 
 from onelaunch.engines.cpu.plan.stages import stages_of
-from onelaunch.run.network import parse_network
+from onelaunch.run.parse import parse_network
 
 
 def test_stages_group_what_follows_each_linear() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from onelaunch.engines.graph import ENGINE
 from onelaunch.engines.graph.plan.stages import stages_of
 from onelaunch.engines.stages import UnsupportedNetworkError
-from onelaunch.run.network import parse_network
+from onelaunch.run.parse import parse_network
 from onelaunch.train.inputs import make_run
 
 

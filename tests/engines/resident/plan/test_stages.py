@@ -7,7 +7,7 @@ from torch import nn
 
 from onelaunch.engines.resident.plan.stages import stages_of
 from onelaunch.engines.stages import UnsupportedNetworkError
-from onelaunch.run.network import parse_network
+from onelaunch.run.parse import parse_network
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from onelaunch.engines.cpu.plan.stages import Stage, stages_of
 from onelaunch.engines.cpu.plan.target import Target
 from onelaunch.integers import ceil_div, round_up
 from onelaunch.optimizers import CONSTANTS, OPTIMIZERS
-from onelaunch.run.network import Activation
+from onelaunch.run.network import Activation, tensor_name
 
 CACHE_LINE = 64
 MAX_CALL_STEPS = 4096  # steps per native call: the length of the loss and scalar buffers
@@ -192,11 +192,11 @@ class Plan:
             if stage.linear:
                 linear = stage.linear
                 end = self._place(f"weight.{stage.index}", 4 * linear.inputs * self.padded(stage), end)
-                name = f"{linear.path}.weight"
+                name = tensor_name(linear.path, "weight")
                 self.parameters.append(Parameter(name, f"weight.{stage.index}", linear.inputs, linear.outputs, True))
                 end = self._place(f"bias.{stage.index}", 4 * self.padded(stage), end)
                 if linear.bias:
-                    name = f"{linear.path}.bias"
+                    name = tensor_name(linear.path, "bias")
                     self.parameters.append(Parameter(name, f"bias.{stage.index}", 0, linear.outputs, True))
             for number in stage.batch_norms:
                 end = self._place_batch_norm(stage, number, (("weight", "scale"), ("bias", "shift")), end, trained=True)
@@ -215,7 +215,7 @@ class Plan:
             buffer = f"{vector}.{stage.index}.{number}"
             end = self._place(buffer, 4 * self.padded(stage), end)
             if layer.affine if trained else layer.tracks:
-                self.parameters.append(Parameter(f"{layer.path}.{kind}", buffer, 0, stage.width, trained))
+                self.parameters.append(Parameter(tensor_name(layer.path, kind), buffer, 0, stage.width, trained))
         return end
 
     @property

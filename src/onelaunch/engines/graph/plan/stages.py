@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onelaunch.activations import LEAKY_RELU_SLOPE, saves_input
-from onelaunch.engines.stages import UnsupportedNetworkError, cut_into_stages
-from onelaunch.run.network import Activation, BatchNorm, Dropout, Linear, Network
+from onelaunch.engines.stages import Sum, UnsupportedNetworkError, cut_into_stages
+from onelaunch.run.network import Activation, BatchNorm, Dropout, LayerNorm, Linear, Network
 
 MAX_OUTPUTS = 1024  # a row of logits stays in a program's registers
 
@@ -48,10 +48,13 @@ def stages_of(network: Network) -> list[Stage]:
     return stages
 
 
-def _add(stage: Stage, layer: Activation | Dropout | BatchNorm) -> None:
+def _add(stage: Stage, layer: Activation | Dropout | BatchNorm | LayerNorm | Sum) -> None:
     match layer:
-        case BatchNorm():
-            raise UnsupportedNetworkError(f"layer {layer.path!r} is a BatchNorm1d")
+        case BatchNorm() | LayerNorm():
+            kind = "BatchNorm1d" if isinstance(layer, BatchNorm) else "LayerNorm"
+            raise UnsupportedNetworkError(f"layer {layer.path!r} is a {kind}")
+        case Sum():
+            raise UnsupportedNetworkError("the model has a residual addition")
         case Dropout():
             if stage.p:
                 raise UnsupportedNetworkError("two Dropouts follow one another")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onelaunch.engines.stages import UnsupportedNetworkError, cut_into_stages
-from onelaunch.run.network import Activation, BatchNorm, Dropout, Linear, Network
+from onelaunch.engines.stages import Sum, UnsupportedNetworkError, cut_into_stages
+from onelaunch.run.network import Activation, BatchNorm, Dropout, LayerNorm, Linear, Network
+
+MISSING = {BatchNorm: "BatchNorm1d", LayerNorm: "LayerNorm", Sum: "a residual addition"}
 
 
 @dataclass(frozen=True)
@@ -20,10 +22,13 @@ def stages_of(network: Network) -> tuple[Stage, ...]:
     if before.layers:
         raise UnsupportedNetworkError("a layer before the first Linear is not in this engine")
     stages = []
+    missing: set[str] = set()
     for part in cut:
         assert part.linear is not None
-        chain = tuple(layer for layer in part.layers if not isinstance(layer, BatchNorm))
-        if len(chain) < len(part.layers):
-            raise UnsupportedNetworkError("BatchNorm1d is not in this engine")
+        chain = tuple(layer for layer in part.layers if isinstance(layer, Activation | Dropout))
+        missing |= {MISSING[type(layer)] for layer in part.layers if not isinstance(layer, Activation | Dropout)}
         stages.append(Stage(part.linear, chain))
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UnsupportedNetworkError(f"{' and '.join(sorted(missing))} {verb} not in this engine")
     return tuple(stages)
