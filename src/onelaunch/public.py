@@ -13,16 +13,19 @@ from onelaunch.errors import (
 from onelaunch.fuse import Explanation, explain, fuse, train_step
 from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
 from onelaunch.rng import permutation
-from onelaunch.train import History, fit
+from onelaunch.train import CsvLogger, EarlyStopping, History, TensorBoardLogger, fit, predict
 from onelaunch.version import VERSION as __version__
 
 __all__ = [
     "CheckpointError",
+    "CsvLogger",
     "DataError",
     "DivergedError",
+    "EarlyStopping",
     "Explanation",
     "History",
     "OnelaunchError",
+    "TensorBoardLogger",
     "UnsupportedError",
     "__version__",
     "batch_norm",
@@ -34,6 +37,7 @@ __all__ = [
     "linear_cross_entropy",
     "nn",
     "permutation",
+    "predict",
     "relu_dropout",
     "train_step",
 ]

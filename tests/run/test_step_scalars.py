@@ -13,7 +13,9 @@ from tests.pairwise import cases
     cases(("cross_entropy", "mse", "bce_with_logits"), ("constant", "cosine"), (False, True)),
 )
 def test_rows_weights_and_rates_of_an_epoch(loss, schedule, drop_last):
-    spec = Spec(rows=70, epochs=2, batch_size=32, lr=0.3, loss=loss, schedule=schedule, drop_last=drop_last)
+    spec = Spec(
+        rows=70, epochs=2, batch_size=32, optimizer="sgd", lr=0.3, loss=loss, schedule=schedule, drop_last=drop_last
+    )
     first, count = spec.steps_per_epoch, spec.steps_per_epoch  # the second epoch
     scalars = step_scalars(spec, first, count, outputs=4)
     steps = range(first, first + count)

@@ -27,7 +27,9 @@ def small(outputs: int = 4) -> nn.Sequential:
 
 
 def run(model, x, y, **options):
-    return ol.fit(model, x, y, **{"epochs": 2, "lr": 0.1, "engine": "eager", "progress": False, **options})
+    return ol.fit(
+        model, x, y, **{"epochs": 2, "optimizer": "sgd", "lr": 0.1, "engine": "eager", "progress": False, **options}
+    )
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

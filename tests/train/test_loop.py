@@ -97,7 +97,7 @@ def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path):
     x, y = problem("mse")
     path = tmp_path / "run.safetensors"
     model = nn.Sequential(nn.Linear(7, 4))
-    options = {"loss": "mse", "lr": 30.0, "batch_size": 150, "engine": "eager", "progress": False}
+    options = {"loss": "mse", "optimizer": "sgd", "lr": 30.0, "batch_size": 150, "engine": "eager", "progress": False}
     with pytest.raises(ol.DivergedError, match=r"step \d+.*last good checkpoint is") as caught:
         ol.fit(model, x, y, epochs=2000, checkpoint=path, **options)
     saved = load_checkpoint(path)

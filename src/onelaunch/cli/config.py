@@ -6,43 +6,22 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from onelaunch.activation_names import ACTIVATION_NAMES
 from onelaunch.errors import OnelaunchError, reason_of, suggest
 from onelaunch.files import read_text
-from onelaunch.optimizers import OPTIMIZERS
+from onelaunch.run.options import Options, one_of, option
 from onelaunch.run.schedule import SCHEDULES
-from onelaunch.run.spec import ENGINES, LOSSES, MEMORY, PRECISIONS, Spec
+from onelaunch.run.spec import Spec
 
-
-def one_of(names: Iterable[str]) -> str:
-    """`a, b or c`"""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def takers(argument: str) -> str:
-    """The optimizers that read `argument`, for help texts."""
-    return one_of(entry.name for entry in OPTIMIZERS.values() if argument in entry.arguments)
-
-
-DECOUPLED = one_of(entry.name for entry in OPTIMIZERS.values() if entry.decoupled_decay)
 IMAGE_SETS = ("mnist", "fashion-mnist")  # data that may come from a folder
 
 
-def option(default: Any, help: str) -> Any:
-    """A field with its help text."""
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
+class TrainConfig(Options):
     """The defaults reach 98 % on the full MNIST; `configs/default.toml` spells them out."""
 
     data: str = option("mnist", "mnist, fashion-mnist, digits, or a .csv, .npz or .npy file")
@@ -55,30 +34,16 @@ class TrainConfig:
     dropout: float = option(0.2, "probability to drop a hidden unit")
     batch_norm: bool = option(False, "normalise before each activation")
     epochs: int | None = option(8, "passes over the data; or give --steps")
-    steps: int | None = option(None, "number of batches, instead of --epochs")
     batch_size: int = option(128, "rows per step")
-    optimizer: str = option("adam", one_of(OPTIMIZERS))
-    lr: float = option(1e-3, "learning rate (with a schedule, its peak)")
-    momentum: float = option(0.0, f"momentum of {takers('momentum')}")
-    nesterov: bool = option(False, f"Nesterov momentum, for {takers('nesterov')}")
-    weight_decay: float = option(0.0, f"decoupled decay ({DECOUPLED}) or L2 penalty (the others)")
-    betas: list[float] | None = option(
-        None, f"decay rates of the running averages, for {takers('betas')}; default: the optimizer's own"
-    )
-    eps: float = option(1e-8, f"added to the denominator, for {takers('eps')}")
     schedule: str = option("one_cycle", one_of(SCHEDULES))
-    loss: str = option("cross_entropy", one_of(LOSSES))
-    label_smoothing: float = option(0.0, "fraction of the target that is spread over all classes")
-    drop_last: bool = option(False, "leave out a last batch that is not full")
-    precision: str = option("auto", one_of(PRECISIONS))
-    engine: str = option("auto", f"{one_of(ENGINES)}; in compare, the only engine of ours to run")
-    memory: str = option("plan", f"{one_of(MEMORY)}, for kernels on a GPU")
-    seed: int = option(0, "of the weights, the row order and the dropout masks")
+    early_stopping: int | dict[str, Any] | None = option(
+        None, "stop after this many epochs without a better validation loss; keep the best"
+    )
     out: str | None = option(None, "folder for the run; a new one under runs/ when not given")
 
     def fit_options(self) -> dict[str, Any]:
         """The arguments of `fit` that describe the run."""
-        options = {name: getattr(self, name) for name in Spec.__dataclass_fields__ if name != "rows"}
+        options = {name: getattr(self, name) for name in Options.__dataclass_fields__}
         return {**options, "betas": None if self.betas is None else tuple(self.betas)}
 
     def to_toml(self) -> str:
@@ -86,7 +51,7 @@ class TrainConfig:
         import tomli_w
 
         left_out = ("out", "hidden") if self.layers is not None else ("out",)
-        values = {key: value for key, value in asdict(self).items() if value is not None and key not in left_out}
+        values = {key: value for key, value in asdict(self).items() if value not in (None, ()) and key not in left_out}
         for key in ("data", "data_dir"):
             is_name = key == "data" and not Path(values[key]).suffix  # "mnist" stays, even beside a folder of that name
             if key in values and not is_name and Path(values[key]).exists():

@@ -46,6 +46,7 @@ class Run:
 
     x: uint8 (meaning value / 255) or floating point; any integers for a model that is not an MLP.
     y: int64 classes `[rows]` for cross_entropy, else floats of the output's shape.
+    weights: float32 `[rows]`, the weight of each training row in its batch's mean loss; None where all count the same.
     """
 
     spec: Spec
@@ -56,6 +57,10 @@ class Run:
     y: torch.Tensor
     validation: tuple[torch.Tensor, torch.Tensor] | None
     outputs: int  # values per row of the model's output
+    weights: torch.Tensor | None = None
+    more_x: tuple[torch.Tensor, ...] = ()  # further inputs of the model, for a model with several
+    more_validation_x: tuple[torch.Tensor, ...] = ()
+    classes: tuple[str, ...] | None = None  # their names by number, if the user passed names
     checkpoints: bool = False  # a snapshot follows each segment; without one an engine may run ahead between segments
 
     @property
@@ -71,6 +76,9 @@ class Segment:
     losses: torch.Tensor  # float32 on the CPU, one per step: the batch's mean loss before the step's update
     correct: int | None  # correct predictions among the segment's training rows (elements, for bce_with_logits)
     validation: Metrics | None  # after the last step of an epoch or of the run, if the Run has validation data
+    weights: torch.Tensor | None = (
+        None  # float64 on the CPU, one per step: its rows' summed weights, if the Run has any
+    )
 
 
 class Monitor(Protocol):

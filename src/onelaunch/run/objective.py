@@ -8,16 +8,27 @@ from torch.nn import functional as F
 from onelaunch.run.spec import Spec
 
 
-def loss_of(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The mean loss of a batch: over rows for cross_entropy, over all elements for the others."""
+def loss_of(
+    spec: Spec, output: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The mean loss of a batch: over rows for cross_entropy, over all elements for the others.
+
+    With the rows' `weights` it is the weighted mean of the rows' losses, sum(w * l) / sum(w); zero where all weights are zero.
+    """
+    reduction = "mean" if weights is None else "none"
     match spec.loss:
         case "cross_entropy":
-            return F.cross_entropy(output, target, label_smoothing=spec.label_smoothing)
+            loss = F.cross_entropy(output, target, label_smoothing=spec.label_smoothing, reduction=reduction)
         case "mse":
-            return F.mse_loss(output, target)
+            loss = F.mse_loss(output, target, reduction=reduction)
         case "bce_with_logits":
-            return F.binary_cross_entropy_with_logits(output, target)
-    raise AssertionError(spec.loss)
+            loss = F.binary_cross_entropy_with_logits(output, target, reduction=reduction)
+        case _:
+            raise AssertionError(spec.loss)
+    if weights is None:
+        return loss
+    each = loss if loss.ndim == 1 else loss.flatten(1).mean(dim=1)
+    return (each * weights).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
 
 
 def count_correct(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:

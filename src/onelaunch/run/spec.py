@@ -9,43 +9,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer, require_option
 from onelaunch.optimizers import OPTIMIZERS
+from onelaunch.run.early_stopping import EarlyStopping, make_early_stopping
+from onelaunch.run.metric_names import CLASS_METRICS, VALUE_METRICS, require_metric
+from onelaunch.run.options import ENGINES, LOSSES, MEMORY, OWN_BETAS, PRECISIONS, Options
 from onelaunch.run.schedule import SCHEDULES, learning_rate
 
-LOSSES = ("cross_entropy", "mse", "bce_with_logits")
-PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
-ENGINES = ("auto", "resident", "graph", "cpu", "eager")
-MEMORY = ("plan", "caching", "stream")
 MAX_FLOAT32 = 3.4028234663852886e38
 MAX_STEPS = 2**32 - 1  # a step is one 32-bit word of the dropout counter
-OWN_BETAS: Any = None  # passed as `betas`: replaced by the default of the optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
+class Spec(Options):
+    """The options of a run, checked, and the number of its training rows."""
+
     rows: int
-    epochs: int | None = None
-    steps: int | None = None
-    batch_size: int = 32
-    optimizer: str = "sgd"
-    lr: float = 1e-3
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
     betas: tuple[float, float] = OWN_BETAS
-    eps: float = 1e-8
-    schedule: str = "constant"
-    loss: str = "cross_entropy"
-    label_smoothing: float = 0.0
-    drop_last: bool = False
-    precision: str = "auto"
-    engine: str = "auto"
-    memory: str = "plan"
-    seed: int = 0
+    class_weight: str | dict[Any, float] | None = None
+    metrics: tuple[str, ...] = ()
+    early_stopping: EarlyStopping | None = None
 
     def __post_init__(self) -> None:
         for argument, options in (
@@ -73,6 +60,14 @@ class Spec:
             raise OnelaunchError(
                 f"label_smoothing={self.label_smoothing} needs loss='cross_entropy' (got {self.loss!r})"
             )
+        object.__setattr__(self, "class_weight", _class_weight(self.class_weight, self.loss))
+        object.__setattr__(self, "metrics", _metrics(self.metrics, self.loss))
+        object.__setattr__(self, "early_stopping", make_early_stopping(self.early_stopping))
+        followed = self.early_stopping.metric if self.early_stopping else "loss"
+        if followed == "accuracy" and self.loss == "mse":
+            raise OnelaunchError("early_stopping.metric='accuracy' has no meaning for loss='mse': pass 'loss' or 'r2'")
+        if followed not in ("loss", "accuracy"):
+            _metrics((followed,), self.loss)
         if self.steps_per_epoch == 0:
             raise OnelaunchError(
                 f"batch_size={self.batch_size} with drop_last=True leaves no batch in {self.rows} rows: "
@@ -115,7 +110,18 @@ class Spec:
         return learning_rate(self.schedule, self.lr, step, self.total_steps)
 
     def to_dict(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "betas": list(self.betas)}
+        """The fields in a form that JSON keeps as it is; `Spec(**spec.to_dict()) == spec`."""
+        weight = self.class_weight
+        return {
+            **dataclasses.asdict(self), "betas": list(self.betas), "metrics": list(self.metrics),
+            "class_weight": {str(label): value for label, value in weight.items()} if isinstance(weight, dict) else weight,
+        }  # fmt: skip
+
+    @property
+    def all_metrics(self) -> tuple[str, ...]:
+        """`metrics`, and the one that early stopping follows if an engine does not compute it anyway."""
+        followed = self.early_stopping.metric if self.early_stopping else "loss"
+        return self.metrics if followed in ("loss", "accuracy", *self.metrics) else (*self.metrics, followed)
 
 
 def _check_counts(spec: Spec) -> None:
@@ -144,6 +150,11 @@ def _check_floats(spec: Spec) -> None:
     }  # fmt: skip
     for argument, bound in bounds.items():
         object.__setattr__(spec, argument, _number(argument, getattr(spec, argument), bound))
+    if spec.clip_norm is not None:
+        clip_norm = _number("clip_norm", spec.clip_norm, MAX_FLOAT32)
+        if not clip_norm:
+            raise OnelaunchError("clip_norm=0 would remove every gradient: pass a number above 0, or None")
+        object.__setattr__(spec, "clip_norm", clip_norm)
     checked = tuple(_number(f"betas[{i}]", beta, 1) for i, beta in enumerate(betas))
     object.__setattr__(spec, "betas", checked)
     for argument in ("nesterov", "drop_last"):
@@ -159,3 +170,43 @@ def _number(argument: str, value: object, bound: float) -> float:
         limit = {MAX_FLOAT32: " that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
         raise OnelaunchError(f"{argument}={value!s:.40} must be a finite number, 0 or more{limit}")
     return float(value)
+
+
+def _class_weight(weight: Any, loss: str) -> str | dict[Any, float] | None:
+    """`weight` as "balanced", as {class: weight} with float weights, or as None."""
+    if weight is None:
+        return None
+    if loss == "mse":
+        raise OnelaunchError("class_weight needs classes, which loss='mse' has not: pass sample_weight instead")
+    if isinstance(weight, str):
+        require_option("class_weight", weight, ("balanced",), or_else="a dict such as {0: 1.0, 1: 5.0}")
+        return weight
+    if not isinstance(weight, Mapping):
+        if not hasattr(weight, "__len__") or not len(weight):
+            raise ArgumentTypeError(f"class_weight={weight!r:.60} is not known: pass 'balanced' or {{0: 1.0, 1: 5.0}}")
+        weight = dict(enumerate(weight))  # one per class, as PyTorch's `weight`
+    checked = {}
+    for label, value in weight.items():
+        number = value.item() if hasattr(value, "item") else value
+        checked[label.item() if hasattr(label, "item") else label] = _number(
+            f"class_weight[{label!r:.40}]", number, MAX_FLOAT32
+        )
+    if not any(checked.values()):
+        raise OnelaunchError("class_weight is 0 for every class it names: give at least one of them a weight")
+    return checked
+
+
+def _metrics(metrics: Any, loss: str) -> tuple[str, ...]:
+    if isinstance(metrics, str) or not hasattr(metrics, "__iter__"):
+        raise ArgumentTypeError(f"metrics={metrics!r:.60} is not a tuple: pass for example metrics=('f1', 'roc_auc')")
+    known, other = (VALUE_METRICS, CLASS_METRICS) if loss == "mse" else (CLASS_METRICS, VALUE_METRICS)
+    for name in (names := tuple(metrics)):
+        if name in ("loss", "accuracy"):
+            raise OnelaunchError(f"metrics={name!r} is always computed where it has a meaning: leave it out")
+        if name in other:
+            kind = "classes" if loss == "mse" else "values to regress"
+            raise OnelaunchError(
+                f"metrics={name!r} is for {kind}, not for loss={loss!r}: pass one of {', '.join(known)}"
+            )
+        require_metric("metrics", name, known)
+    return names

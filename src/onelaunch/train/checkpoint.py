@@ -12,7 +12,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from onelaunch.errors import CheckpointError, reason_of
 from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
 
 FORMAT = 1
-FREE_TO_CHANGE = {"engine", "memory", "precision"}  # they say how a run is executed, not what it computes
+FREE_TO_CHANGE = {"engine", "memory", "precision", "metrics"}  # they say how a run is executed and watched
 SAMPLED_ROWS = 1024
 ABOUT = {
     "format": int, "spec": dict, "model": str, "data": str, "engine": str, "epochs": list, "partial": dict,
@@ -39,7 +39,8 @@ class Checkpoint:
     model: State
     state: State  # of the optimizer, in the form of engines/contract.py
     losses: torch.Tensor
-    about: dict[str, Any]  # spec, data, engine, precision, epochs, partial, seconds
+    about: dict[str, Any]  # spec, data, engine, precision, epochs, partial, seconds, best
+    best: State = field(default_factory=dict)  # the weights of the best epoch, where early stopping keeps them
 
     @property
     def step(self) -> int:
@@ -75,6 +76,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     tensors = cpu_copies(
         {f"model.{name}": tensor for name, tensor in checkpoint.model.items()}
         | {f"state.{name}": tensor for name, tensor in checkpoint.state.items()}
+        | {f"best.{name}": tensor for name, tensor in checkpoint.best.items()}
         | {"losses": checkpoint.losses}
     )
     about = json.dumps({"format": FORMAT, **checkpoint.about})
@@ -113,7 +115,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise _error(path, f"has format {about.get('format')}, this version reads {FORMAT}")
     if not _is_complete(about) or tensors["losses"].dim() != 1:
         raise _error(path, f"is incomplete: {remedy}")
-    return Checkpoint(_part(tensors, "model."), _part(tensors, "state."), tensors["losses"], about)
+    model, state, best = (_part(tensors, f"{kind}.") for kind in ("model", "state", "best"))
+    return Checkpoint(model, state, tensors["losses"], about, best)
 
 
 def _about(text: str) -> dict[str, Any]:
@@ -161,7 +164,8 @@ def fingerprint(run: Run) -> str:
     """Shape and checksum of the run's data: of all rows, or of 1,024 evenly spaced ones if the data is very large."""
     rows = torch.linspace(0, run.spec.rows - 1, min(SAMPLED_ROWS, run.spec.rows), dtype=torch.float64).long()
     checksum = 0
-    for tensor in (run.x, run.y):
+    weights = () if run.weights is None else (run.weights,)
+    for tensor in (run.x, run.y, *run.more_x, *weights):
         sample = tensor if tensor.nbytes <= MAX_CHECKSUM_BYTES else tensor[rows.to(tensor.device)]
         checksum = zlib.crc32(sample.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
     return f"{list(run.x.shape)} {checksum:08x}"
@@ -172,7 +176,9 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     _check_model(path, checkpoint, run.model)
     if checkpoint.about["data"] != fingerprint(run):
         raise _error(path, "was made with other data: pass the x and y of that run")
-    was, now = checkpoint.about["spec"], run.spec.to_dict()
+    # An option that an older version did not have was at its default.
+    defaults = {option.name: option.default for option in fields(run.spec)}
+    was, now = {**defaults, "metrics": [], **checkpoint.about["spec"]}, run.spec.to_dict()
     length_may_change = run.spec.schedule == "constant"  # in the other schedules every step depends on the run's length
     for argument in sorted(now.keys() - FREE_TO_CHANGE):
         if was.get(argument) == now[argument] or (argument in ("epochs", "steps") and length_may_change):

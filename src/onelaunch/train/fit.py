@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
-from onelaunch.run.spec import Spec
+from onelaunch.run.early_stopping import EarlyStopping
+from onelaunch.run.options import Options
+from onelaunch.train.argument_names import advise
+from onelaunch.train.callbacks import Callback, WithCallbacks, check_callbacks
 from onelaunch.train.history import History
 from onelaunch.train.inputs import make_run
 from onelaunch.train.loop import Listener, drive
+from onelaunch.train.predict import remember_task
 from onelaunch.train.progress import make_progress
 
 
+@advise()
 def fit(
     model: nn.Module,
     x: Any,
@@ -25,7 +32,7 @@ def fit(
     epochs: int | None = None,
     steps: int | None = None,
     batch_size: int = 32,
-    optimizer: str = "sgd",
+    optimizer: str = "adam",
     lr: float = 1e-3,
     momentum: float = 0.0,
     nesterov: bool = False,
@@ -35,7 +42,13 @@ def fit(
     schedule: str = "constant",
     loss: str = "cross_entropy",
     label_smoothing: float = 0.0,
-    validation: tuple[Any, Any] | None = None,
+    class_weight: str | Mapping[Any, float] | Sequence[float] | None = None,
+    sample_weight: Any = None,
+    clip_norm: float | None = None,
+    validation: float | tuple[Any, Any] | None = None,
+    metrics: Sequence[str] = (),
+    early_stopping: int | EarlyStopping | None = None,
+    callbacks: Sequence[Callback] = (),
     drop_last: bool = False,
     precision: str = "auto",
     engine: str = "auto",
@@ -48,14 +61,24 @@ def fit(
     """Train `model` in place and return its history.
 
     x: rows of float features or of uint8 (meaning value / 255), as an array, a tensor or nested lists.
-    y: class numbers for loss="cross_entropy", float targets for "mse", values in [0, 1] for "bce_with_logits".
+    y: class numbers, class names or one-hot rows for loss="cross_entropy", float targets for "mse", values in [0, 1] for
+    "bce_with_logits".
     epochs or steps: how long to train; pass one of the two.
     optimizer: "sgd" (takes momentum, nesterov), "adam", "adamw" (betas, eps), "rmsprop" (betas, eps, momentum), "lion" (betas).
     weight_decay: added to the gradient; decoupled for "adamw" and "lion".
     betas: None means the optimizer's own: (0.9, 0.999) for "adam" and "adamw", (0.9, 0.99) for "lion" and "rmsprop", whose
     alpha is betas[1].
     schedule: "constant", "linear", "cosine" or "one_cycle", stepped once per batch over the whole run.
-    validation: a pair (x, y), evaluated after each epoch.
+    class_weight: "balanced" (rows / (classes * rows of the class)), or {class: weight} where a class that is not named has 1.
+    sample_weight: one number per row, 0 or more. A batch's loss is the weighted mean sum(w * l) / sum(w), where a row's w is
+    its class's weight times its own. The validation loss is not weighted.
+    clip_norm: the largest global norm of the gradient; a longer one is scaled down, as by `clip_grad_norm_`.
+    validation: a pair (x, y), or the fraction of the rows to hold out (with the classes' proportions); evaluated after each
+    epoch.
+    metrics: further validation metrics by scikit-learn's definitions, such as ("f1", "roc_auc") or ("r2", "mae").
+    early_stopping: the number of epochs without a better validation loss after which the run ends with the weights of its best
+    epoch, or an `ol.EarlyStopping`.
+    callbacks: functions or objects that are called with the History after each epoch, such as `ol.CsvLogger(path)`.
     precision: "auto" is fp32 on a CPU; "tf32", "bf16" and "fp16" on devices that have them.
     engine: "auto" selects the fastest that can run this model here; `History.reason` says which and why.
     checkpoint: a file written after each epoch and on Ctrl-C. resume=True continues from it, to the same bits as a run that
@@ -64,10 +87,11 @@ def fit(
     Rows are visited in the order `ol.permutation(len(x), seed, epoch)`. The same seed gives the same bits on one machine.
     """
     arguments = locals()
-    options = {field.name: arguments[field.name] for field in dataclasses.fields(Spec) if field.name != "rows"}
+    options = {field.name: arguments[field.name] for field in dataclasses.fields(Options)}
     return fit_with(
-        model, x, y, options, validation=validation, checkpoint=checkpoint, resume=resume, progress=progress
-    )
+        model, x, y, options, sample_weight=sample_weight, validation=validation, callbacks=callbacks, checkpoint=checkpoint,
+        resume=resume, progress=progress,
+    )  # fmt: skip
 
 
 def fit_with(
@@ -76,22 +100,27 @@ def fit_with(
     y: Any,
     options: dict[str, Any],
     *,
-    validation: tuple[Any, Any] | None = None,
+    sample_weight: Any = None,
+    validation: float | tuple[Any, Any] | None = None,
+    callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     resume: bool = False,
     progress: bool = True,
     listener: Listener | None = None,
 ) -> History:
-    """`fit` with the fields of Spec as a dict and with a listener, for the command line."""
+    """`fit` with the fields of Options as a dict and with a listener, for the command line."""
     started = time.perf_counter()
     if checkpoint is not None and not isinstance(checkpoint, str | Path):
         raise ArgumentTypeError(f"checkpoint={checkpoint!r} is not a path")
     if resume and checkpoint is None:
         raise OnelaunchError("resume=True needs checkpoint=, the file to resume from")
     path = None if checkpoint is None else _checked_path(Path(checkpoint))
-    run = make_run(model, x, y, validation, options)
+    called = check_callbacks(callbacks)
+    run = make_run(model, x, y, validation, options, sample_weight=sample_weight)
+    remember_task(run, flat=run.classes is not None or np.ndim(y) == 1)
     bar = make_progress(progress)
-    return drive(run, checkpoint=path, resume=resume, progress=bar, listener=listener or Listener(), started=started)
+    told = WithCallbacks(listener or Listener(), called)
+    return drive(run, checkpoint=path, resume=resume, progress=bar, listener=told, started=started)
 
 
 def _checked_path(path: Path) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.engines.contract import Metrics, Segment
+from onelaunch.errors import OnelaunchError
 from onelaunch.run.objective import has_accuracy, predictions_per_row
 from onelaunch.run.spec import Spec
 
@@ -19,9 +20,9 @@ class History:
 
     epoch       its number, from 0 as in `ol.permutation`
     step        number of steps done at its end
-    loss        mean over the epoch's rows
+    loss        mean over the epoch's rows (with their weights, if they have any)
     accuracy    of the training batches at the time they were trained on; None for mse
-    validation  a dict with loss and accuracy, or None
+    validation  a dict with loss, accuracy and the run's metrics, or None
     lr          learning rate of its last step
     seconds     time it took
     """
@@ -36,10 +37,20 @@ class History:
     allocations: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0  # training and validation, without start-up
     startup_seconds: float = 0.0  # from the call of fit to the first step
+    best_epoch: int | None = None  # with early stopping: the epoch (from 0) with the best metric
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, ready for JSON: a number that is not finite becomes None."""
         return json_ready(dataclasses.asdict(self))
+
+    def to_pandas(self) -> Any:
+        """A pandas DataFrame with one row per epoch: epoch, step, loss, accuracy, lr, seconds, and one column
+        `validation_<name>` per validation metric. Raises OnelaunchError without pandas."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise OnelaunchError("to_pandas needs pandas: pip install pandas") from error
+        return pandas.DataFrame(flat_epochs(self.epochs))
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss and accuracy into an image file and return its path; its suffix (.png, .svg, .pdf) selects the format."""
@@ -54,6 +65,16 @@ class History:
         return f"<History: {len(self.losses)} steps on {self.engine} in {self.seconds:.3g} s{result}>"
 
 
+def flat_epochs(epochs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records of epochs with `validation` as columns `validation_<name>`; accuracy is left out where it is None."""
+    rows = []
+    for epoch in epochs:
+        row = {name: value for name, value in epoch.items() if name != "validation"}
+        row |= {f"validation_{name}": value for name, value in (epoch["validation"] or {}).items()}
+        rows.append({name: value for name, value in row.items() if value is not None})
+    return rows
+
+
 def json_ready(value: Any) -> Any:
     """`value` with None in place of every float that JSON cannot express: NaN and the infinities."""
     if isinstance(value, dict):
@@ -64,13 +85,20 @@ def json_ready(value: Any) -> Any:
 
 
 def summary(epoch: dict[str, Any]) -> str:
-    """An epoch's record as text: `loss 0.0312, accuracy 99.12 %, validation loss 0.0627, accuracy 98.11 %`."""
-    parts = [f"loss {epoch['loss']:.4g}"]
-    if epoch["accuracy"] is not None:
-        parts.append(f"accuracy {epoch['accuracy']:.2%}".replace("%", " %"))
+    """An epoch's record as text: `loss 0.0312, accuracy 99.12 %, validation loss 0.0627, accuracy 98.11 %, f1 0.9811`."""
+    parts = [_scores(epoch, ("loss", "accuracy"))]
     if epoch["validation"]:
-        parts.append("validation " + summary({**epoch["validation"], "validation": None}))
+        parts.append("validation " + _scores(epoch["validation"], tuple(epoch["validation"])))
     return ", ".join(parts)
+
+
+def _scores(values: dict[str, Any], names: tuple[str, ...]) -> str:
+    texts = []
+    for name in names:
+        if values[name] is not None:
+            percent = name == "accuracy"
+            texts.append(f"{name} " + (f"{values[name]:.2%}".replace("%", " %") if percent else f"{values[name]:.4g}"))
+    return ", ".join(texts)
 
 
 class Recorder:
@@ -80,6 +108,7 @@ class Recorder:
         self.spec, self.outputs, self.history = spec, outputs, history
         self.correct = 0
         self.epoch_seconds = 0.0
+        self.weighted_loss = self.weight = 0.0  # of the epoch so far, where rows are weighted
 
     def add(self, segment: Segment, seconds: float) -> dict[str, Any] | None:
         """Add a segment that took `seconds`; returns the epoch's record if the segment ends an epoch or the run."""
@@ -87,6 +116,9 @@ class Recorder:
         self.history.seconds += seconds
         self.correct += segment.correct or 0
         self.epoch_seconds += seconds
+        if segment.weights is not None:
+            self.weighted_loss += float((segment.losses.double() * segment.weights).sum())
+            self.weight += float(segment.weights.sum())
         done = len(self.history.losses)
         if done != self.spec.epoch_end(segment.first_step):
             return None
@@ -94,18 +126,21 @@ class Recorder:
         self.history.epochs.append(record)
         if done % self.spec.steps_per_epoch == 0:  # otherwise the run ends within an epoch and may be extended
             self.correct, self.epoch_seconds = 0, 0.0
+            self.weighted_loss = self.weight = 0.0
         return record
 
     def _record(self, done: int, validation: Metrics | None) -> dict[str, Any]:
         spec, epoch = self.spec, self.spec.epoch_of(done - 1)
         steps = range(epoch * spec.steps_per_epoch, done)
         rows = [spec.rows_of(step) for step in steps]
-        weighted = math.fsum(self.history.losses[step] * count for step, count in zip(steps, rows, strict=True))
+        loss = math.fsum(self.history.losses[step] * count for step, count in zip(steps, rows, strict=True)) / sum(rows)
+        if self.weight:
+            loss = self.weighted_loss / self.weight
         predictions = sum(rows) * predictions_per_row(spec, self.outputs)
         return {
             "epoch": epoch,
             "step": done,
-            "loss": weighted / sum(rows),
+            "loss": loss,
             "accuracy": self.correct / predictions if has_accuracy(spec) else None,
             "validation": dataclasses.asdict(validation) if validation else None,
             "lr": spec.lr_at(done - 1),
@@ -114,11 +149,15 @@ class Recorder:
 
     def partial(self) -> dict[str, Any]:
         """The counts of an unfinished epoch, which a checkpoint must keep."""
-        return {"correct": self.correct, "epoch_seconds": self.epoch_seconds}
+        return {
+            "correct": self.correct, "epoch_seconds": self.epoch_seconds, "weighted_loss": self.weighted_loss,
+            "weight": self.weight,
+        }  # fmt: skip
 
     def restore(self, partial: dict[str, Any]) -> None:
         """Continue from the `partial()` of a checkpoint, whose losses and epochs are in the history already."""
         self.correct, self.epoch_seconds = int(partial["correct"]), float(partial["epoch_seconds"])
+        self.weighted_loss, self.weight = partial.get("weighted_loss", 0.0), partial.get("weight", 0.0)
         done = len(self.history.losses)
         recorded = bool(self.history.epochs) and self.history.epochs[-1]["step"] == done
         if recorded and done % self.spec.steps_per_epoch and done < self.spec.total_steps:

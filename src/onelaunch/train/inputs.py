@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -15,9 +18,16 @@ from onelaunch.run.network import BatchNorm, Network, NotAnMlpError
 from onelaunch.run.objective import as_features
 from onelaunch.run.parse import MisfitError, parse_network
 from onelaunch.run.spec import Spec
+from onelaunch.train.hold_out import hold_out
+from onelaunch.train.labels import Names, encode, targets_of
+from onelaunch.train.row_weights import row_weights_of
+
+CHECKED_VALUES = 2**20  # values per piece of the check for NaN
 
 
-def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[str, Any]) -> Run:
+def make_run(
+    model: nn.Module, x: Any, y: Any, validation: Any, options: dict[str, Any], *, sample_weight: Any = None
+) -> Run:
     """The Run of these arguments, with everything checked that can be checked before the first step.
 
     `options` are the fields of Spec except `rows`. Raises OnelaunchError for a mistake.
@@ -26,19 +36,34 @@ def make_run(model: nn.Module, x: Any, y: Any, validation: Any, options: dict[st
         raise OnelaunchError("fit cannot train under torch.inference_mode(): call it outside")
     parameters = _trainable(model)
     device = parameters[0].device
+    y, names = encode("y", y)
     x, y = to_tensor("x", x), to_tensor("y", y)
     _check_lengths("x", x, "y", y)
     spec = Spec(rows=len(x), **options)
     network, no_network_reason = _network(model, x, spec)
     dtype = torch.float32 if network else parameters[0].dtype
-    x = _features("x", x, network, dtype).to(device)
-    output = _output_shape(model, network, x, spec, dtype)
-    y = _targets("y", y, spec, output, dtype).to(device)
-    if validation is not None:
-        validation = _validation(validation, x, y, spec, network, output, dtype)
-    _check_batch_norm(network, spec)
+    x = _features("x", x, network, dtype)
+    output = _output_shape(model, network, x[:2].to(device), spec, dtype)
+    y = targets_of("y", y, spec, output, dtype, names)
+    weight = None if sample_weight is None else to_tensor("sample_weight", sample_weight)
+    if isinstance(validation, float | np.floating):
+        if weight is not None and len(weight) != len(x):
+            raise OnelaunchError(f"sample_weight has {len(weight)} entries, x {len(x)} rows: pass one weight per row")
+        train, held = hold_out(len(x), float(validation), spec.seed, y if spec.loss == "cross_entropy" else None)
+        validation = (x[held].to(device), y[held].to(device))
+        x, y, weight = x[train], y[train], None if weight is None else weight[train]
+        spec = dataclasses.replace(spec, rows=len(x))
+    elif validation is not None:
+        validation = _validation(validation, x, spec, network, output, dtype, names)
+        validation = tuple(tensor.to(device) for tensor in validation)
+    elif spec.metrics or spec.early_stopping:
+        what = "early_stopping" if spec.early_stopping else "metrics"
+        raise OnelaunchError(f"{what} needs validation rows: pass validation=0.1, or validation=(x, y)")
+    x, y = x.to(device), y.to(device)
     outputs = int(np.prod(output))
-    return Run(spec, model, network, no_network_reason, x, y, validation, outputs)
+    weights = row_weights_of(spec, y, outputs, names, weight)
+    _check_batch_norm(network, spec)
+    return Run(spec, model, network, no_network_reason, x, y, validation, outputs, weights, classes=names)
 
 
 def _network(model: nn.Module, x: torch.Tensor, spec: Spec) -> tuple[Network | None, str]:
@@ -82,10 +107,14 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
             array = array.astype(np.int64)
         if array.dtype == np.longdouble:
             array = array.astype(np.float64)
-        # PyTorch warns about read-only memory, and cannot take negative strides or a foreign byte order.
-        if not array.flags.writeable or any(s < 0 for s in array.strides) or not array.dtype.isnative:
+        # PyTorch cannot take negative strides or a foreign byte order.
+        if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
             array = array.astype(array.dtype.newbyteorder("="), copy=True)
-        value = torch.from_numpy(array)
+        with (
+            warnings.catch_warnings()
+        ):  # PyTorch warns about read-only memory, such as a memory-mapped file; we only read
+            warnings.simplefilter("ignore", UserWarning)
+            value = torch.from_numpy(array)
     if value.layout != torch.strided or value.is_complex() or value.is_nested or value.is_meta or value.is_quantized:
         kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
         what = f"{kind} {value.dtype} on {value.device}"
@@ -93,6 +122,19 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
     if value.ndim == 0:
         raise OnelaunchError(f"{argument} is a single number: pass one row per sample")
     return value.detach()
+
+
+def first_row_not_finite(x: torch.Tensor) -> int | None:
+    """The first row with NaN or an infinity, or None. Reads x once, in pieces that a cache holds, and allocates little."""
+    values = max(1, x[0].numel()) if len(x) else 1
+    for first in range(0, len(x), rows := max(1, CHECKED_VALUES // values)):
+        part = x[first : first + rows]
+        if math.isfinite(part.sum().item()):  # a sum of finite values may overflow: then each value is looked at
+            continue
+        finite = torch.isfinite(part)
+        if not finite.all():
+            return first + int((~finite).nonzero()[0, 0])
+    return None
 
 
 def _trainable(model: Any) -> list[nn.Parameter]:
@@ -121,9 +163,8 @@ def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: to
     """x as the engines take it (see Run), checked for finite values and for the width of the first Linear."""
     if x.is_floating_point():
         x = x.to(dtype)
-        finite = torch.isfinite(x)
-        if not finite.all():
-            row = int((~finite).nonzero()[0, 0])
+        row = first_row_not_finite(x)
+        if row is not None:
             raise OnelaunchError(
                 f"{argument} holds NaN or Inf (first in row {row}), or numbers too large for {dtype}: fill in or drop such rows"
             )
@@ -170,57 +211,23 @@ def _output_shape(
     return tuple(output.shape[1:])
 
 
-def _targets(argument: str, y: torch.Tensor, spec: Spec, output: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """y as the engines take it (see Run), checked against the loss and the shape of an output row."""
-    if spec.loss == "cross_entropy":
-        return _classes(argument, y, output[0])
-    y = y.to(dtype)
-    if not torch.isfinite(y).all():
-        raise OnelaunchError(f"{argument} holds NaN or Inf: fill in or drop such rows")
-    if tuple(y.shape[1:]) != output:
-        if y[0].numel() != (values := int(np.prod(output))):
-            difference = f"has {y[0].numel()} values per row, the model's output has {values}"
-            raise OnelaunchError(f"{argument} {difference}: make the two equal")
-        if y.ndim > 2 and [size for size in y.shape[1:] if size != 1] != [size for size in output if size != 1]:
-            difference = f"has rows of shape {tuple(y.shape[1:])}, the model's output has {output}"
-            raise OnelaunchError(f"{argument} {difference}: pass the same shape, or flat rows")
-        y = y.reshape(len(y), *output)
-    if spec.loss == "bce_with_logits" and not ((y >= 0) & (y <= 1)).all():
-        raise OnelaunchError(f"{argument} must be in [0, 1] for loss='bce_with_logits' (got {y.min()} to {y.max()})")
-    return y.contiguous()
-
-
-def _classes(argument: str, y: torch.Tensor, classes: int) -> torch.Tensor:
-    if y.is_floating_point():
-        raise ArgumentTypeError(
-            f"{argument} is {y.dtype}, loss='cross_entropy' takes class numbers: "
-            f"pass {argument} as integers, or loss='mse' for regression"
-        )
-    if y.ndim == 2 and y.shape[1] == 1:
-        y = y[:, 0]
-    if y.ndim != 1:
-        raise OnelaunchError(f"{argument} has shape {list(y.shape)}: loss='cross_entropy' takes one class per row")
-    y = y.to(torch.int64)
-    wrong = (y < 0) | (y >= classes)
-    if wrong.any():
-        row = int(wrong.nonzero()[0, 0])
-        known = f"its {classes} outputs take 0 to {classes - 1}"
-        raise OnelaunchError(f"{argument}[{row}]={int(y[row])} is not a class of this model: {known}")
-    return y.contiguous()
-
-
 def _validation(
-    validation: Any, x: torch.Tensor, y: torch.Tensor, spec: Spec, network: Network | None, output: tuple[int, ...],
-    dtype: torch.dtype,
+    validation: Any, x: torch.Tensor, spec: Spec, network: Network | None, output: tuple[int, ...], dtype: torch.dtype,
+    known: Names | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     if not isinstance(validation, tuple | list) or len(validation) != 2:
-        raise ArgumentTypeError("validation must be a pair (x, y), such as validation=(test_x, test_y)")
+        raise ArgumentTypeError(
+            "validation must be a fraction of the rows, such as 0.1, or a pair (x, y), such as (test_x, test_y)"
+        )
     if validation[0] is None or validation[1] is None:  # test_x and test_y of a data set without a test part
         raise ArgumentTypeError(
             "validation holds None: pass rows and their targets (onelaunch.data.split holds some out), or validation=None"
         )
     names = ("validation[0]", "validation[1]")
-    validation_x, validation_y = to_tensor(names[0], validation[0]), to_tensor(names[1], validation[1])
+    labels, found = encode(names[1], validation[1], known)
+    if (found is None) != (known is None):
+        raise ArgumentTypeError(f"{names[1]} and y must both hold class names, or both numbers")
+    validation_x, validation_y = to_tensor(names[0], validation[0]), to_tensor(names[1], labels)
     _check_lengths(names[0], validation_x, names[1], validation_y)
     validation_x = _features(names[0], validation_x, network, dtype)
     if network is None and validation_x.shape[1:] != x.shape[1:]:
@@ -229,7 +236,7 @@ def _validation(
         raise OnelaunchError(
             f"{names[0]} is {validation_x.dtype} and x is {x.dtype}: uint8 means value / 255, so pass the same type for both"
         )
-    return validation_x.to(x.device), _targets(names[1], validation_y, spec, output, dtype).to(x.device)
+    return validation_x, targets_of(names[1], validation_y, spec, output, dtype, known)
 
 
 def _check_batch_norm(network: Network | None, spec: Spec) -> None:

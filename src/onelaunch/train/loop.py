@@ -16,6 +16,7 @@ from onelaunch.engines import FASTEST_FIRST, choose, engine_or_reason
 from onelaunch.engines.contract import Engine, Run, State
 from onelaunch.errors import DivergedError, UnsupportedError
 from onelaunch.run.distributed import world
+from onelaunch.train.best_weights import EpochEnd
 from onelaunch.train.checkpoint import (
     Checkpoint,
     check_fits,
@@ -73,7 +74,8 @@ def drive(
     written = checkpoint if team.leads else None
     if not team.leads:
         progress, listener = Progress(), Listener()
-    run = dataclasses.replace(run, checkpoints=checkpoint is not None)
+    epoch_end = EpochEnd(run)
+    run = dataclasses.replace(run, checkpoints=checkpoint is not None or epoch_end.needs_weights)
     with checkpoint_lock(written, must_exist=resume):
         resumed = None
         if resume and checkpoint:
@@ -89,10 +91,11 @@ def drive(
             history.losses, history.epochs = resumed.losses.tolist(), resumed.about["epochs"]
             history.seconds = resumed.about["seconds"]
             recorder.restore(resumed.about["partial"])
+            epoch_end.restore(resumed.about.get("best", {}), resumed.best)
         elif written and written.exists():
             set_aside(written)
         data = resumed.about["data"] if resumed else fingerprint(run) if written else ""
-        save = Saver(run, recorder, written, data)
+        save = Saver(run, recorder, epoch_end, written, data)
         try:
             session = engine.start(run, state)
         except UnsupportedError as refusal:
@@ -111,27 +114,37 @@ def drive(
             with on_interrupt(switch.interrupt), progress.running(run.spec, history, run.outputs):
                 history.startup_seconds = time.perf_counter() - started
                 clock = time.perf_counter()
-                for segment in session.segments(len(history.losses), switch):
+                for segment in () if epoch_end.stopped else session.segments(len(history.losses), switch):
                     seconds = time.perf_counter() - clock
                     clock += seconds  # a GPU trains on while a segment is recorded: that time counts for the next one
                     _raise_if_diverged(segment.first_step, segment.losses, checkpoint)
                     record = recorder.add(segment, seconds)
                     history.plan, history.allocations = session.plan, dict(session.allocations)
-                    if written:
+                    completes = record is not None and epoch_end.needs_weights
+                    if written or completes:
                         saving = time.perf_counter()
-                        save(session.snapshot())
+                        state = session.snapshot()
+                        if record and completes:
+                            epoch_end.complete(record)
+                        if written:
+                            save(state)
                         clock += time.perf_counter() - saving
                     if record:
                         progress.epoch(record)
                         listener.epoch(history, record)
                     if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
                         raise KeyboardInterrupt
+                    if epoch_end.stopped:
+                        break
             session.snapshot()
             save.raise_on_bad_weights()
             if team.any(switch.stop, run.device):  # Ctrl-C in the last steps, which are trained and saved all the same
                 raise KeyboardInterrupt
         finally:
             session.close()
+        epoch_end.finish()
+        if epoch_end.best is not None:
+            history.best_epoch = epoch_end.best.epoch
         return history
 
 
@@ -158,9 +171,9 @@ def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
 class Saver:
     """Writes the checkpoint of a run, unless its weights are no longer finite."""
 
-    def __init__(self, run: Run, recorder: Recorder, path: Path | None, data: str) -> None:
+    def __init__(self, run: Run, recorder: Recorder, epoch_end: EpochEnd, path: Path | None, data: str) -> None:
         """`data` is the fingerprint of the run's rows."""
-        self.run, self.recorder, self.path, self._data = run, recorder, path, data
+        self.run, self.recorder, self.epoch_end, self.path, self._data = run, recorder, epoch_end, path, data
         self._finite_before = {name for name, tensor in self._floats() if _is_finite(tensor)}  # a mask may contain -inf
 
     def _floats(self) -> list[tuple[str, torch.Tensor]]:
@@ -174,10 +187,11 @@ class Saver:
         about = {
             "spec": run.spec.to_dict(), "model": str(run.model), "frozen": frozen_parameters(run.model),
             "data": self._data, "engine": history.engine, "precision": history.precision, "epochs": history.epochs,
-            "partial": self.recorder.partial(), "seconds": history.seconds,
+            "partial": self.recorder.partial(), "seconds": history.seconds, "best": self.epoch_end.to_dict(),
         }  # fmt: skip
         losses = torch.tensor(history.losses, dtype=torch.float32)
-        save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about))
+        best = self.epoch_end.weights
+        save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about, best))
 
     def raise_on_bad_weights(self) -> None:
         """Raise DivergedError if the last update has overflowed, which a finite loss does not show.

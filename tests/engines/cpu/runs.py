@@ -149,7 +149,7 @@ def data(loss: str, rows: int, inputs: int, outputs: int, *, seed: int = 0) -> t
 
 
 def make(model: nn.Module, x: torch.Tensor, y: torch.Tensor, validation: Any = None, **options: Any) -> Run:
-    return make_run(model, x, y, validation, {"lr": 0.05, "batch_size": 16, **options})
+    return make_run(model, x, y, validation, {"optimizer": "sgd", "lr": 0.05, "batch_size": 16, **options})
 
 
 def assert_close(

@@ -90,7 +90,9 @@ def test_holds_against_float64():
     model = network()
     twin = copy.deepcopy(model).double()
     expected = plain_loop(twin, x.double(), y, steps=MANY_STEPS, batch_size=BATCH, options=OPTIMIZERS["sgd"])
-    history = ol.fit(model, x, y, steps=MANY_STEPS, batch_size=BATCH, lr=0.1, engine="eager", progress=False)
+    history = ol.fit(
+        model, x, y, steps=MANY_STEPS, batch_size=BATCH, optimizer="sgd", lr=0.1, engine="eager", progress=False
+    )
     assert_same_course(history.losses, expected, LOSS_TOLERANCE)
     assert_same_weights(model, twin, WEIGHT_TOLERANCE)
 
@@ -150,7 +152,17 @@ def test_dropout_masks_are_those_of_rng(device):
     twin[0], twin[3] = MaskedDropout(0.1, 0, seed=9), MaskedDropout(0.5, 1, seed=9)
     expected = plain_loop(twin, x, y, steps=STEPS, batch_size=BATCH, options=OPTIMIZERS["sgd"], seed=9)
     history = ol.fit(
-        model, x, y, steps=STEPS, batch_size=BATCH, lr=0.1, seed=9, engine="eager", precision="fp32", progress=False
+        model,
+        x,
+        y,
+        steps=STEPS,
+        batch_size=BATCH,
+        optimizer="sgd",
+        lr=0.1,
+        seed=9,
+        engine="eager",
+        precision="fp32",
+        progress=False,
     )
     assert_same_course(history.losses, expected, LOSS_TOLERANCE)
     for got, reference in zip(model.parameters(), twin.parameters(), strict=True):
@@ -183,7 +195,16 @@ def test_lower_precisions_follow_fp32(where, precision):
     twin = copy.deepcopy(model)
     expected = plain_loop(twin, x, y, steps=100, batch_size=BATCH, options=OPTIMIZERS["sgd"])
     history = ol.fit(
-        model, x, y, steps=100, batch_size=BATCH, lr=0.1, precision=precision, engine="eager", progress=False
+        model,
+        x,
+        y,
+        steps=100,
+        batch_size=BATCH,
+        optimizer="sgd",
+        lr=0.1,
+        precision=precision,
+        engine="eager",
+        progress=False,
     )
     assert history.precision == precision
     gap = (torch.tensor(history.losses) - torch.tensor(expected)).abs().max()

@@ -66,7 +66,7 @@ def session(model: nn.Module, x: torch.Tensor, y: torch.Tensor, options: dict[st
     """A session that launches kernel by kernel; `more`: validation, state."""
     from onelaunch.engines.graph.session import GraphSession
 
-    run = make_run(model, x, y, more.get("validation"), {"precision": "fp32", **options})
+    run = make_run(model, x, y, more.get("validation"), {"precision": "fp32", "optimizer": "sgd", **options})
     return GraphSession(run, more.get("state", {}), capture=False)
 
 
@@ -91,7 +91,7 @@ def assert_follows_eager(
     twin = twin or copy.deepcopy(model)
     held_out = (x[:13], y[:13]) if validation else None
     history = ol.fit(
-        twin, x, y, engine="eager", validation=held_out, progress=False, **{"precision": "fp32", **options}
+        twin, x, y, engine="eager", validation=held_out, progress=False, **{"precision": "fp32", "optimizer": "sgd", **options}
     )  # fmt: skip
     got, segments = train(model, x, y, options, validation=held_out)
     torch.testing.assert_close(got, torch.tensor(history.losses), rtol=losses, atol=losses)

@@ -86,7 +86,14 @@ def test_captured_runs_follow_eager(precision, batch, widths):
     """The whole engine with graphs, at sizes where every kind of tile is in use."""
     torch.manual_seed(0)
     x, y = torch.randn(3000, 96, device=DEVICE), torch.randint(10, (3000,), device=DEVICE)
-    options = {"steps": 200, "batch_size": batch, "lr": 0.05, "precision": precision, "progress": False}
+    options = {
+        "steps": 200,
+        "batch_size": batch,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "precision": precision,
+        "progress": False,
+    }
     p = 0.1 if widths[1] == 256 else 0.0  # the narrow step has no dropout
     model, twin = network(widths, "relu", p), network(widths, "relu", p)
     twin.load_state_dict(model.state_dict())

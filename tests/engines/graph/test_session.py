@@ -23,7 +23,17 @@ def test_the_same_bits_from_every_source_of_memory(memory):
         torch.manual_seed(1)
         model = network([96, 200, 72, 10], "gelu", 0.1)
         ol.fit(
-            model, x, y, epochs=3, batch_size=96, lr=0.05, engine="graph", precision="bf16", memory=kind, progress=False
+            model,
+            x,
+            y,
+            epochs=3,
+            batch_size=96,
+            optimizer="sgd",
+            lr=0.05,
+            engine="graph",
+            precision="bf16",
+            memory=kind,
+            progress=False,
         )
         runs.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*runs)

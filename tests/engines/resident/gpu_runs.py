@@ -39,7 +39,12 @@ def pair(widths: list[int], activation: str | None = "relu", p: float = 0.0, *, 
 
 def fit(model: nn.Module, x: torch.Tensor, y: torch.Tensor, engine: str, **options: Any) -> Any:
     return ol.fit(
-        model, x, y, engine=engine, progress=False, **{"steps": 200, "lr": 0.05, "precision": "fp32", **options}
+        model,
+        x,
+        y,
+        engine=engine,
+        progress=False,
+        **{"steps": 200, "optimizer": "sgd", "lr": 0.05, "precision": "fp32", **options},
     )
 
 

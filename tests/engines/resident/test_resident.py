@@ -118,7 +118,7 @@ def test_odd_sizes_follow_eager(widths, batch, uint8_rows, bias):
 def test_placements_agree_and_draw_the_same_masks(place):
     x, y = rows_of(SMALL)
     model, twin = pair(SMALL, "relu", 0.3)
-    options = {"steps": 200, "batch_size": 32, "lr": 0.05, "precision": "fp32"}
+    options = {"steps": 200, "batch_size": 32, "optimizer": "sgd", "lr": 0.05, "precision": "fp32"}
     expected = fit(twin, x, y, "eager", **options)
     got = losses_of(placed(make_run(model, x, y, None, options), place))
     assert_same_course(got, expected.losses, LOSS_TOLERANCE)
@@ -163,7 +163,7 @@ def test_float_multiples_of_1_over_255_train_as_uint8_rows_do():
 def test_wide_networks_stay_close(widths, batch, uint8_rows):
     x, y = rows_of(widths, rows=1000, uint8_rows=uint8_rows)
     model, twin = pair(widths)
-    options = {"batch_size": batch, "lr": 0.005 if uint8_rows else 0.05}
+    options = {"batch_size": batch, "optimizer": "sgd", "lr": 0.005 if uint8_rows else 0.05}
     got = fit(model, x, y, "resident", precision="bf16", validation=(x[:100], y[:100]), **options)
     expected = fit(twin, x, y, "eager", **options)
     assert "passes" not in got.plan.splitlines()[3]
@@ -203,7 +203,7 @@ def test_outputs_summed_over_a_cluster_follow_eager(widths, blocks, batch, loss)
     cluster = {"blocks": blocks, "cluster": True, "by_rows": False}
     x, y = rows_of(widths, loss)
     model, twin = pair(widths, "relu", 0.2)
-    options = {"steps": 60, "batch_size": batch, "lr": 0.02, "precision": "fp32", "loss": loss}
+    options = {"steps": 60, "batch_size": batch, "optimizer": "sgd", "lr": 0.02, "precision": "fp32", "loss": loss}
     got = losses_of(placed(make_run(model, x, y, None, options), cluster))
     expected = fit(twin, x, y, "eager", **options)
     assert_same_course(got, expected.losses, LOSS_TOLERANCE)
@@ -216,7 +216,7 @@ def test_outputs_summed_over_a_cluster_follow_eager(widths, blocks, batch, loss)
 @pytest.mark.parametrize("place", PLACEMENTS)
 def test_the_same_seed_gives_the_same_bits(place):
     x, y = rows_of(SMALL)
-    options = {"epochs": 30, "batch_size": 32, "lr": 0.05, "precision": "bf16"}
+    options = {"epochs": 30, "batch_size": 32, "optimizer": "sgd", "lr": 0.05, "precision": "bf16"}
     runs = []
     for _ in range(3):
         model = pair(SMALL)[0]
@@ -229,7 +229,7 @@ def test_the_same_seed_gives_the_same_bits(place):
 def test_a_stop_leaves_the_weights_of_the_last_step(place):
     x, y = rows_of(SMALL, rows=400_000)
     model, twin = pair(SMALL)
-    options = {"batch_size": 1, "lr": 1e-4, "precision": "bf16"}
+    options = {"batch_size": 1, "optimizer": "sgd", "lr": 1e-4, "precision": "bf16"}
     session = placed(make_run(model, x, y, None, {**options, "epochs": 1}), place)
     losses = next(session.segments(0, Silent(reports=1))).losses.tolist()
     session.close()
@@ -257,7 +257,9 @@ def test_a_resumed_run_ends_in_the_same_bits(optimizer, tmp_path):
 def test_a_silent_block_ends_the_run_with_the_phase_named(place):
     x, y = rows_of(SMALL)
     model = pair(SMALL)[0]
-    run = make_run(model, x, y, None, {"steps": 2000, "batch_size": 32, "lr": 0.01, "precision": "bf16"})
+    run = make_run(
+        model, x, y, None, {"steps": 2000, "batch_size": 32, "optimizer": "sgd", "lr": 0.01, "precision": "bf16"}
+    )
     session = placed(run, place, fault=(70, 1), patience=0.5)
     awaited = "partial gradients" if place == "rows" else r"the (values|deltas) of layer \d"
     with pytest.raises(OnelaunchError, match=rf"block \d+ timed out waiting for {awaited} at step 7\d"):

@@ -142,7 +142,7 @@ def make(checkpoints: bool = False, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     x, y = torch.randn(100, 6), torch.randint(3, (100,))
-    run = make_run(model, x, y, (x[:10], y[:10]), {"batch_size": 10, **options})
+    run = make_run(model, x, y, (x[:10], y[:10]), {"batch_size": 10, "optimizer": "sgd", **options})
     return dataclasses.replace(run, checkpoints=checkpoints)
 
 

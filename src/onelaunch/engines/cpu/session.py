@@ -29,7 +29,7 @@ from onelaunch.optimizers import constants
 from onelaunch.rng import permutation_bits, signed_seed
 from onelaunch.run.network import tensor_name
 from onelaunch.run.objective import has_accuracy
-from onelaunch.run.step_scalars import row_weights, step_scalars
+from onelaunch.run.step_scalars import batch_weights, row_weights, step_scalars
 
 CALL_SECONDS = 0.05  # target duration of a native call: Python serves signals and progress between calls
 PROBE_SECONDS = 0.005  # of a probe, which compares one thread with several: short, since half of the probes are slower
@@ -53,6 +53,8 @@ def settings_for(run: Run, partitions: int | None = None) -> Settings:
         loss=spec.loss,
         label_smoothing=spec.label_smoothing > 0,
         uint8_rows=run.x.dtype == torch.uint8,
+        weighted=run.weights is not None,
+        clips=spec.clip_norm is not None,
         validates=validates,
     )
 
@@ -76,6 +78,7 @@ class CpuSession:
         self._done = 0  # steps of the run that the arena's weights have seen
         self._between_steps = True  # False during a call: if interrupted, its weights mix two steps and are not used
         self._step_seconds = 0.0
+        self._weight_sums: np.ndarray[Any, Any] | None = None  # of each batch of the epoch, where rows are weighted
         self._functions()
         self._load(state)
         self._point_at_data()
@@ -101,7 +104,12 @@ class CpuSession:
             x, y = (tensor.contiguous() for tensor in run.validation)
             self._kept += [x, y]
             self.arena.set_control(validation_x=x.data_ptr(), validation_y=y.data_ptr(), validation_rows=len(x))
-        self.arena.set_hyperparameters(**constants(spec), label_smoothing=spec.label_smoothing)
+        if run.weights is not None:
+            self._kept.append(run.weights.contiguous())
+            self.arena.set_control(weights=self._kept[-1].data_ptr())
+        self.arena.set_hyperparameters(
+            **constants(spec), label_smoothing=spec.label_smoothing, clip_norm=spec.clip_norm or 0.0
+        )  # fmt: skip
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
         plan, arena = self._plan, self.arena
@@ -161,6 +169,9 @@ class CpuSession:
         spec = self.spec
         end = spec.epoch_end(first_step)
         self._fill_order(spec.epoch_of(first_step))
+        epoch_first = spec.epoch_of(first_step) * spec.steps_per_epoch
+        if self.run.weights is not None:
+            self._weight_sums = batch_weights(spec, self.run.weights.numpy(), self.arena.order[: spec.rows])
         self._clear_tally("correct")
         losses = np.empty(end - first_step, np.float32)
         step, reported = first_step, time.perf_counter()
@@ -177,7 +188,15 @@ class CpuSession:
             if monitor.stop or not np.isfinite(losses[step - first_step - 1]):
                 break
         validation = self._validate() if step == end and self.run.validation is not None else None
-        return Segment(first_step, torch.from_numpy(losses[: step - first_step]), self._correct(), validation)
+        weights = None
+        if self._weight_sums is not None:
+            weights = torch.from_numpy(self._weight_sums[first_step - epoch_first : step - epoch_first])
+        return Segment(first_step, torch.from_numpy(losses[: step - first_step]), self._correct(), validation, weights)
+
+    def _sums(self, step: int, count: int) -> np.ndarray[Any, Any] | None:
+        """The summed weights of the rows of these steps, where rows are weighted."""
+        first = step % self.spec.steps_per_epoch
+        return None if self._weight_sums is None else self._weight_sums[first : first + count]
 
     def _tally(self, name: str, dtype: type = np.int64) -> list[np.ndarray[Any, Any]]:
         """One entry of every partition's tally, each as a view of one element."""
@@ -208,7 +227,7 @@ class CpuSession:
 
     def _train(self, step: int, count: int) -> None:
         spec = self.spec
-        scalars = step_scalars(spec, step, count, self.run.outputs)
+        scalars = step_scalars(spec, step, count, self.run.outputs, self._sums(step, count))
         self.arena.view("scalars").reshape(-1, len(SCALARS))[:count] = np.stack([scalars[name] for name in SCALARS], 1)
         first_row = step % spec.steps_per_epoch * spec.batch_size
         self.arena.set_control(first_row=first_row, first_step=step, count=count)
@@ -227,7 +246,7 @@ class CpuSession:
     def _losses(self, step: int, count: int) -> np.ndarray[Any, Any]:
         """The mean loss per step: the partitions' sums, added in their order, times the row weight."""
         total = np.sum([view[:count] for view in self._views("losses", np.float64)], axis=0)
-        return total * row_weights(self.spec, step, count, self.run.outputs)
+        return total * row_weights(self.spec, step, count, self.run.outputs, self._sums(step, count))
 
     def _validate(self) -> Metrics:
         assert self.run.validation is not None

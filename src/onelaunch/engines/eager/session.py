@@ -24,6 +24,7 @@ from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import permutation
 from onelaunch.run.distributed import LostRankError, is_lost_rank, lost_rank_error, world
 from onelaunch.run.objective import as_features, count_correct, has_accuracy, loss_of, values_per_row
+from onelaunch.run.step_scalars import batch_weights
 
 EVALUATION_ROWS = 256
 REPORT_SECONDS = 0.05
@@ -117,7 +118,11 @@ class EagerSession:
         losses = self.world.sum(self.losses[first_step - epoch_start : done - epoch_start]).to("cpu", copy=True)
         correct = int(self.world.sum(self.correct)) if counts else None
         validation = self._evaluate() if done == end else None
-        return Segment(first_step, losses, correct, validation)
+        weights = None
+        if run.weights is not None:
+            sums = batch_weights(spec, run.weights.cpu().numpy(), self.order.cpu().numpy())
+            weights = torch.from_numpy(sums[first_step - epoch_start : done - epoch_start])
+        return Segment(first_step, losses, correct, validation, weights)
 
     def _begin_epoch(self, epoch: int) -> None:
         """Write the epoch's row order and learning rates, always to the same memory, from which a captured step reads."""
@@ -143,8 +148,12 @@ class EagerSession:
         rows = self.order[self.spec.batch_slice(step)]
         part = self.world.part(len(rows))
         self.dropout.first_row = part.start
+        fraction: float | torch.Tensor = len(rows[part]) / len(rows)
+        if self.run.weights is not None and self.world.size > 1:
+            weights = self.run.weights[rows]
+            fraction = weights[part].sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
         try:
-            self._step(rows[part], len(rows), self.losses[index])
+            self._step(rows[part], fraction, self.losses[index])
         except LostRankError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -190,31 +199,42 @@ class EagerSession:
         self.lr.copy_(self.rates.index_select(0, index)[0])
         rows = self.order.index_select(0, index * len(self._batch_index) + self._batch_index)
         loss = torch.empty((), device=self.run.device)
-        self._step(rows, len(rows), loss)
+        self._step(rows, 1.0, loss)
         self.losses.index_copy_(0, index, loss.view(1))
 
-    def _step(self, rows: torch.Tensor, batch_rows: int, loss_out: torch.Tensor) -> None:
-        """Train on `rows`, this process's part of a batch of `batch_rows`, and write its part of the mean loss."""
+    def _step(self, rows: torch.Tensor, fraction: float | torch.Tensor, loss_out: torch.Tensor) -> None:
+        """Train on `rows`, this process's part of a batch, and write its part of the mean loss.
+
+        `fraction`: the rows' part of the batch's rows, or of its weight.
+        """
         x, y = as_features(self.run.x[rows], self.dtype), self.run.y[rows]
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast(), self.dropout.functions():
             output = self.forward(x)
         output = output.to(self.dtype)
         # DDP averages over ranks, whose parts may differ in size; a part may even be empty.
-        loss = loss_of(self.spec, output, y) if len(rows) else output.sum() * 0
-        fraction = len(rows) / batch_rows
+        weights = None if self.run.weights is None else self.run.weights[rows].to(self.dtype)
+        loss = loss_of(self.spec, output, y, weights) if len(rows) else output.sum() * 0
         scaled = loss if self.world.size == 1 else loss * (fraction * self.world.size)
         if self.scaler is None:
             scaled.backward()
+            self._clip()
             self.optimizer.step()
         else:
             self.scaler.scale(scaled).backward()
+            if self.spec.clip_norm is not None:
+                self.scaler.unscale_(self.optimizer)
+            self._clip()
             self.scaler.step(self.optimizer)
             self.scaler.update()
         loss_out.copy_(loss.detach() * fraction)
         correct = count_correct(self.spec, output.detach(), y)
         if correct is not None:
             self.correct += correct
+
+    def _clip(self) -> None:
+        if self.spec.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.spec.clip_norm)
 
     def _evaluate(self) -> Metrics | None:
         if self.run.validation is None:

@@ -40,6 +40,8 @@ class ResidentEngine:
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:
             return run.no_network_reason
+        if run.weights is not None or run.spec.clip_norm is not None:
+            return "this engine has neither row weights nor clip_norm"
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
         if run.spec.rows >= 2**31:

@@ -155,7 +155,7 @@ def test_a_bf16_step_gives_the_bits_of_whole_weights(monkeypatch):
             bits = parameter.view(torch.int32)
             bits += bits & 0xFFFF == 0x8000  # a tie would round differently
     twin = copy.deepcopy(model)
-    options = {"steps": 1, "batch_size": 32, "lr": 0.1, "precision": "bf16", "progress": False}
+    options = {"steps": 1, "batch_size": 32, "optimizer": "sgd", "lr": 0.1, "precision": "bf16", "progress": False}
     history = ol.fit(model, x, y, engine="graph", **options)
     assert "weights split into" in history.plan
     unsplit = property(lambda self: False, lambda self, value: None)

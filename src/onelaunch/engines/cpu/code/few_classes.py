@@ -31,13 +31,15 @@ def applies(plan: Plan, *, training: bool) -> bool:
 def block(module: Module, plan: Plan, *, training: bool, batch_width: int) -> str:
     """`(outputs, targets, order, rows, panel, transposed, ...)`: `lanes` rows, of which the first `rows` are real."""
     name = f"few_classes_train_b{batch_width}" if training else "few_classes_validate"
-    return module.function(name, BLOCK_PARAMETERS, lambda f: _Block(f, plan, training, batch_width).emit())
+    parameters = BLOCK_PARAMETERS + ", ptr %weights" * (training and plan.settings.weighted)
+    return module.function(name, parameters, lambda f: _Block(f, plan, training, batch_width).emit())
 
 
 class _Block:
     def __init__(self, f: Function, plan: Plan, training: bool, batch_width: int) -> None:
         self.f, self.plan, self.training, self.batch_width = f, plan, training, batch_width
         self.classes = plan.last.width
+        self.weighted = training and plan.settings.weighted
 
     def emit(self) -> None:
         f = self.f
@@ -48,29 +50,33 @@ class _Block:
         peak = functools.reduce(lambda largest, z: f.at_least(z, largest, "peak"), logits)
         exponentials = [vector_math.exp_nonpositive(f, f.fsub(z, peak)) for z in logits]
         total = functools.reduce(lambda a, b: f.fadd(a, b, "sum"), exponentials)
-        labels = self._labels()
+        index = self._samples()
+        found = self._gathered(f["targets"], index, "i64", 8)
+        labels = f.op(f.integers, f"trunc {found.type} {found.text} to {f.integers}", "labels")
+        self.weights = self._gathered(f["weights"], index, "float", 4) if self.weighted else None
         is_label = [f.compare("eq", labels, f.integer(number), "is_label") for number in range(self.classes)]
         self._add_loss(logits, peak, total, is_label)
         self._count_correct(logits, peak, labels)
         if self.training:
             self._store_gradient(exponentials, total, is_label)
 
-    def _labels(self) -> Value:
+    def _samples(self) -> Value:
+        """The rows' numbers in the data, as i64."""
         f = self.f
-        wide, pointers = f"<{f.lanes} x i64>", f"<{f.lanes} x ptr>"
+        wide = f"<{f.lanes} x i64>"
         samples = f.load(f.integers, f["order"], element="i32", hint="samples") if self.training else f.lane_numbers()
-        index = f.op(wide, f"zext {f.integers} {samples.text} to {wide}", "samples")
-        addresses = f.op(pointers, f"getelementptr i64, ptr {f['targets'].text}, {wide} {index.text}", "labels")
-        # Gather the valid lanes only: after the last row there may be no memory, and no row indices.
-        name = f"masked.gather.v{f.lanes}i64.v{f.lanes}p0"
-        f.module.declarations[f"declare {wide} @llvm.{name}({pointers}, i32, {self.valid.type}, {wide})"] = None
-        found = f.op(
-            wide,
-            f"call {wide} @llvm.{name}({pointers} {addresses.text}, i32 8, {self.valid.type} {self.valid.text}, "
-            f"{wide} zeroinitializer)",
-            "labels",
-        )
-        return f.op(f.integers, f"trunc {wide} {found.text} to {f.integers}", "labels")
+        return f.op(wide, f"zext {f.integers} {samples.text} to {wide}", "samples")
+
+    def _gathered(self, start: Value, index: Value, element: str, size: int) -> Value:
+        """The elements of `size` bytes at `index`, of the valid lanes: after the last row there may be no memory, and no row
+        indices."""
+        f = self.f
+        vector, pointers = f"<{f.lanes} x {element}>", f"<{f.lanes} x ptr>"
+        at = f.op(pointers, f"getelementptr {element}, ptr {start.text}, {index.type} {index.text}", "addresses")
+        name = f"masked.gather.v{f.lanes}{'f32' if element == 'float' else element}.v{f.lanes}p0"
+        f.module.declarations[f"declare {vector} @llvm.{name}({pointers}, i32, {self.valid.type}, {vector})"] = None
+        call = f"call {vector} @llvm.{name}({pointers} {at.text}, i32 {size}, {self.valid.type} {self.valid.text}, "
+        return f.op(vector, f"{call}{vector} zeroinitializer)", "gathered")
 
     def _label_smoothing(self) -> Value:
         f = self.f
@@ -87,6 +93,8 @@ class _Block:
             mean, smoothing = f.fmul(gaps, f.constant(1 / self.classes)), self._label_smoothing()
             term = f.fma(smoothing, mean, f.fmul(f.fsub(f.constant(1.0), smoothing), term), "term")
         term = f.select(self.valid, f.fadd(term, vector_math.log(f, total)), f.zero, "term")
+        if self.weights:
+            term = f.fmul(term, self.weights, "term")
         added = f.op("double", f"fpext float {f.reduce('add', term).text} to double", "added")
         f.store(f.fadd(f.load("double", f["loss"]), added), f["loss"])
 
@@ -105,6 +113,8 @@ class _Block:
         """(softmax - target) * row_weight, and zero for rows past the end of the batch."""
         f = self.f
         weight = f.splat(f.load("float", f["scalars"], SCALARS.index("row_weight"), hint="row_weight"), "row_weight")
+        if self.weights:
+            weight = f.fmul(weight, self.weights, "row_weight")
         target, off = weight, f.zero
         if self.plan.settings.label_smoothing:
             smoothed = f.fmul(weight, self._label_smoothing(), "smoothed")

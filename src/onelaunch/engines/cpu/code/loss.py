@@ -1,7 +1,7 @@
 """Losses over a range of rows: their sum, the number of correct predictions and, in training, the gradient of the mean.
 
 The gradient is stored in the panels of the last stage, multiplied by the step's `row_weight` (1 / rows of the batch, or
-1 / its elements). Sums over rows are accumulated in double precision.
+1 / its elements; with weights, 1 / their sum) and by the row's weight. Sums over rows are accumulated in double precision.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class LossRows:
         self.classes = plan.last.width
         self.vectors = ceil_div(self.classes, f.lanes)
         self.pitch = plan.pitch(plan.last)
+        self.weighted = training and plan.settings.weighted
 
     def emit(self) -> None:
         f = self.f
@@ -50,6 +51,14 @@ class LossRows:
             return row
         number = self.f.load("i32", self.f["order"], row, element="i32", hint="sample")
         return self.f.op("i64", f"zext i32 {number.text} to i64", "sample")
+
+    def _weight(self, row: Int) -> Value:
+        """The row's weight in the loss."""
+        return self.f.load("float", self.f["weights"], self._target_row(row), hint="weight")
+
+    def _gradient_weight(self, row: Int) -> Value:
+        """The row's factor in the gradient of the mean."""
+        return self.f.fmul(self.row_weight, self._weight(row), "row_weight") if self.weighted else self.row_weight
 
     def _gradient_at(self, row: Int) -> Callable[[Int], Value]:
         """A function from v to the address of vector v of a row: panels have two vectors, the last one or two."""
@@ -101,6 +110,8 @@ class LossRows:
 
         def add(row: Int, so_far: Value) -> list[Value]:
             logarithm = vector_math.log(f, f.vload(f["sums"], row, "sums"))
+            if self.weighted:  # lanes after the last row hold old weights, times the logarithm of 1
+                logarithm = f.fmul(logarithm, f.vload(f["row_weights"], row, "weights"))
             return [self._add_scalar(so_far, f.reduce("add", logarithm))]
 
         return f.loop(f["stop"], add, start=f["first"], step=f.lanes, carry=[total], index="sum")[0]
@@ -138,6 +149,10 @@ class LossRows:
             self._cross_entropy_gradient(row, label, total_of_row, gradient_at, kept)
         chosen = f.load("float", logits, label, hint="chosen")
         term = self._cross_entropy_term(logits, peak, chosen)
+        if self.weighted:
+            weight = self._weight(row)
+            f.store(weight, f["row_weights"], row)
+            term = f.fmul(term, weight, "term")
         is_correct = f.compare("eq", self._first_peak(logits, peaks), label, "correct")
         more = f.op("i64", f"zext i1 {is_correct.text} to i64", "correct")
         return [self._add_scalar(total, term), f.op("i64", f"add i64 {correct.text}, {more.text}", "correct")]
@@ -166,13 +181,14 @@ class LossRows:
     ) -> None:
         """(softmax - target) * row_weight."""
         f = self.f
-        scale = f.splat(f.fdiv(self.row_weight, total, "scale"))
+        row_weight = self._gradient_weight(row)
+        scale = f.splat(f.fdiv(row_weight, total, "scale"))
         off: Value | None = None
-        target_weight = self.row_weight
+        target_weight = row_weight
         if self.plan.settings.label_smoothing:
             # From one product, so that a network of one class has a gradient of exactly zero, as in PyTorch.
-            smoothed = f.fmul(self.row_weight, self._label_smoothing(), "smoothed")
-            target_weight = f.fsub(self.row_weight, smoothed)
+            smoothed = f.fmul(row_weight, self._label_smoothing(), "smoothed")
+            target_weight = f.fsub(row_weight, smoothed)
             off = f.splat(f.fmul(smoothed, f.scalar(-1 / self.classes)), "off")
 
         def scaled(v: Int, lanes: int) -> None:
@@ -225,7 +241,7 @@ class LossRows:
         outputs = f.at(f["outputs"], f.mul(row, self.pitch), hint="outputs")
         targets = f.at(f["targets"], f.mul(self._target_row(row), self.classes), hint="targets")
         gradient_at = self._gradient_at(row)
-        weight = f.splat(self.row_weight) if self.training else f.zero
+        weight = f.splat(self._gradient_weight(row)) if self.training else f.zero
 
         def element(v: Int, lanes: int, so_far: Value, correct: Value) -> list[Value]:
             z = f.vload(outputs, f.mul(v, f.lanes), "z")
@@ -241,7 +257,10 @@ class LossRows:
             return [f.fadd(so_far, self._only(term, lanes, f.zero)), correct]
 
         terms, correct = self._over_vectors(element, [f.zero, correct])
-        return [self._add_scalar(total, f.reduce("add", terms)), correct]
+        sum_of_row = f.reduce("add", terms)
+        if self.weighted:
+            sum_of_row = f.fmul(sum_of_row, self._weight(row))
+        return [self._add_scalar(total, sum_of_row), correct]
 
     def _count_sides(self, z: Value, target: Value, lanes: int, correct: Value) -> Value:
         f = self.f
@@ -267,4 +286,5 @@ def _binary_cross_entropy(f: Function, z: Value, target: Value) -> tuple[Value, 
 
 def loss_rows(module: Module, plan: Plan, *, training: bool) -> str:
     name = f"{plan.settings.loss}_{'train' if training else 'validate'}"
-    return module.function(name, LOSS_PARAMETERS, lambda f: LossRows(f, plan, training=training).emit())
+    parameters = LOSS_PARAMETERS + ", ptr %weights, ptr %row_weights" * (training and plan.settings.weighted)
+    return module.function(name, parameters, lambda f: LossRows(f, plan, training=training).emit())

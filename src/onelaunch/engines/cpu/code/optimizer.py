@@ -26,6 +26,13 @@ class Update:
         return self._loaded[name]
 
     def apply(self, gradient: Value, parameters: Value, index: int) -> None:
+        """Update the vector at `parameters[index]`, or store its gradient where it must be clipped first (see clip.py)."""
+        if self.settings.clips:
+            self.f.store(gradient, parameters, self.plan.gradient_shift // 4 + index)
+        else:
+            self.step(gradient, parameters, index)
+
+    def step(self, gradient: Value, parameters: Value, index: int) -> None:
         """Update the vector at `parameters[index]`."""
         f, settings = self.f, self.settings
         weight = f.vload(parameters, index, "weight")

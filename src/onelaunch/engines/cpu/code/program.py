@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from onelaunch.engines.cpu.code import backward, forward, philox, stage_gradient
+from onelaunch.engines.cpu.code import backward, clip, forward, philox, stage_gradient
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.gather import gather
 from onelaunch.engines.cpu.code.instructions import Int, Value
@@ -52,7 +52,10 @@ def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
                 )  # partial sums of dX; the last stage's are complete and stay in their partition
             backward_phases[-1].append(partial(stage_gradient.reduce_gradient, stage=stages[stage.index - 1]))
     backward_phases[-1].append(_gather_next)  # the next batch
-    return phases + [(f"backward_{number}", partial(_in_turn, phase)) for number, phase in enumerate(backward_phases)]
+    phases += [(f"backward_{number}", partial(_in_turn, phase)) for number, phase in enumerate(backward_phases)]
+    if plan.settings.clips:
+        phases += [("norm", clip.norm), ("update", clip.update)]  # sums of squares; a part of the parameters
+    return phases
 
 
 def _in_turn(work: list[Emit], phase: Phase) -> None:

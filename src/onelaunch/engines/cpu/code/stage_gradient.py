@@ -30,7 +30,10 @@ def loss_and_gradient(phase: Phase) -> None:
     panels = phase.buffer(f"gradient.panels.{stage.index}") if phase.training else outputs
     sums = phase.buffer("sums" if phase.training else "validation.sums")
     kernel = loss_rows(phase.module, plan, training=phase.training)
-    f.call(kernel, outputs, targets, phase.order, sums, panels, first, stop, phase.scalars, phase.hyper, loss, tally)
+    weights = _weight_addresses(phase)
+    f.call(
+        kernel, outputs, targets, phase.order, sums, panels, first, stop, phase.scalars, phase.hyper, loss, tally, *weights
+    )  # fmt: skip
     if phase.training:
         begin = f.intrinsic("i64", "smax.i64", stop, f.i64(first), hint="missing")
         for panel in plan.panels(stage):
@@ -55,6 +58,13 @@ def _loss_addresses(phase: Phase) -> tuple[Value, Value, Value]:
     return targets, loss, correct
 
 
+def _weight_addresses(phase: Phase) -> list[Value]:
+    """The addresses of the rows' weights and of room for those of the batch, where a training run has weights."""
+    if not (phase.training and phase.plan.settings.weighted):
+        return []
+    return [phase.control("weights", "ptr"), phase.buffer("row_weights")]
+
+
 def _few_classes(phase: Phase, first: int, last: int) -> None:
     f, plan = phase.f, phase.plan
     stage = plan.last
@@ -63,6 +73,7 @@ def _few_classes(phase: Phase, first: int, last: int) -> None:
     panels = transposed = outputs
     if phase.training:
         panels, transposed = (phase.buffer(f"gradient.{kind}.{stage.index}") for kind in ("panels", "transposed"))
+    weights = _weight_addresses(phase)[:1]
     wide_rows = plan.rows // plan.panel_width * plan.panel_width if phase.training else last
 
     def one(row: Int, batch_width: int) -> None:
@@ -78,7 +89,7 @@ def _few_classes(phase: Phase, first: int, last: int) -> None:
             f.at(phase.order, row, "i32") if phase.training else phase.order, f.i64(f.sub(phase.rows, row)),
             f.at(panels, f.mul(row, width)) if phase.training else panels,
             f.at(transposed, f.add(start, inside)) if phase.training else panels,
-            phase.scalars, phase.hyper, loss, tally,
+            phase.scalars, phase.hyper, loss, tally, *weights,
         )  # fmt: skip
 
     f.loop(min(last, wide_rows), lambda row: one(row, plan.panel_width), start=first, step=f.lanes, index="block")

@@ -32,9 +32,9 @@ MAX_PROFILED_PHASES = 128
 MAX_PRIVATE_INPUTS = 4
 CONTROL = (
     "x", "y", "order", "rows", "first_row", "first_step", "count", "validation_x", "validation_y", "validation_rows",
-    "yield_thread", "seed", "spins_before_yield", "abandoned",
+    "yield_thread", "seed", "spins_before_yield", "abandoned", "weights",
 )  # fmt: skip
-HYPERPARAMETERS = (*CONSTANTS, "label_smoothing")  # per run
+HYPERPARAMETERS = (*CONSTANTS, "label_smoothing", "clip_norm")  # per run
 SCALARS = ("rate", "inverse_root", "decay", "row_weight")  # per step; see onelaunch.optimizers and loss.py
 TALLY = ("correct", "validation_loss", "validation_correct")  # per partition: int64, double, int64
 
@@ -94,14 +94,14 @@ class Plan:
         line = max(CACHE_LINE // 4, self.lanes)
         return (round_up(stage.width, line) // line | 1) * line
 
-    def _panels(self, columns: int) -> list[Panel]:
+    def panels_of(self, columns: int) -> list[Panel]:
         return [Panel(first, min(self.panel_width, columns - first)) for first in range(0, columns, self.panel_width)]
 
     def panels(self, stage: Stage) -> list[Panel]:
-        return self._panels(self.padded(stage))
+        return self.panels_of(self.padded(stage))
 
     def batch_panels(self) -> list[Panel]:
-        return self._panels(self.rows)
+        return self.panels_of(self.rows)
 
     def owned_panels(self, stage: Stage, partition: int) -> list[Panel]:
         panels = self.panels(stage)
@@ -133,7 +133,8 @@ class Plan:
         columns of the first activations, which others read for the last time before the step's last barrier.
         """
         first = self.stages[1]
-        return self.private_input and first is not self.last and not self.forward_by_rows(first)
+        alone = self.private_input and first is not self.last and not self.forward_by_rows(first)
+        return alone and not self.settings.clips  # whose update is split in another way
 
     def forward_by_rows(self, stage: Stage, *, statistics: bool = True) -> bool:
         """Whether a stage's forward is split by batch rows; otherwise by columns. Batch statistics need whole columns."""
@@ -172,6 +173,8 @@ class Plan:
             )  # polled by others: keep prefetches of neighbouring lines away
             end = self._place(f"ticks.{partition}", 8 * MAX_PROFILED_PHASES if self.settings.profile else 0, end)
             end = self._place(f"tally.{partition}", 8 * len(TALLY), end)
+            if self.settings.clips:
+                end = self._place(f"squares.{partition}", 8, end + CACHE_LINE)
         end = self._place("scalars", 4 * len(SCALARS) * MAX_CALL_STEPS, end + CACHE_LINE)
         for partition in range(self.partitions):
             end = self._place(f"losses.{partition}", 8 * MAX_CALL_STEPS, end)
@@ -201,7 +204,7 @@ class Plan:
             for number in stage.batch_norms:
                 end = self._place_batch_norm(stage, number, (("weight", "scale"), ("bias", "shift")), end, trained=True)
         self.state_stride = round_up(end - start, 4096)
-        copies = 1 + len(self.state_names)
+        copies = 1 + len(self.state_names) + self.settings.clips
         self.buffers["parameters"] = Buffer("parameters", start, self.state_stride * copies)
         return start + self.state_stride * copies
 
@@ -217,6 +220,11 @@ class Plan:
             if layer.affine if trained else layer.tracks:
                 self.parameters.append(Parameter(tensor_name(layer.path, kind), buffer, 0, stage.width, trained))
         return end
+
+    @property
+    def gradient_shift(self) -> int:
+        """Bytes from a parameter to its gradient, which is stored only where it is clipped."""
+        return self.state_stride * (1 + len(self.state_names))
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -248,6 +256,8 @@ class Plan:
         for parity in range(2):  # alternating: while one set is read, the next layer's is written
             for partition in range(self.partitions):
                 end = self._place(f"partial.{parity}.{partition}", 4 * self.rows * widest, end)
+        if self.settings.weighted:
+            end = self._place("row_weights", 4 * self.rows, end)
         return self._place("sums", 4 * self.rows, end)
 
     def _lay_out_validation(self, end: int) -> int:
@@ -289,5 +299,6 @@ class Plan:
                 how = "; forward by batch rows" if self.forward_by_rows(stage) else "; forward by columns"
                 how += ", dW by input rows" if stage is self.last else ", dW by columns"
             lines.append(f"stage {stage.index}: {what}{''.join(', ' + step for step in steps)}{how}")
-        lines.append("update inside dW; the next batch is gathered while this one finishes")
+        when = "update after the norm of the gradient is known" if settings.clips else "update inside dW"
+        lines.append(f"{when}; the next batch is gathered while this one finishes")
         return "\n".join(lines)

@@ -26,6 +26,8 @@ class Settings:
     loss: str
     label_smoothing: bool
     uint8_rows: bool
+    weighted: bool = False  # rows have weights in the loss
+    clips: bool = False  # by the global norm of the gradient
     validates: bool = False  # there is validation data
     profile: bool = False  # count the clock ticks of every phase and barrier (see Program)
 
