@@ -13,16 +13,24 @@ from torch import nn
 
 from onelaunch.fuse import decide
 from onelaunch.fuse.captured import capture_graphs, uncompiled_call
-from onelaunch.fuse.decide import ALL, candidates_of, compiled, copied, fastest, graph_key, restored
+from onelaunch.fuse.decide import Choice, candidates_of, compiled, copied, fastest, graph_key, restored, trial_mode
 
 
 def test_candidates() -> None:
-    assert candidates_of([]) == {"uncompiled": None, "compiled": ()}
-    assert candidates_of(["linear"]) == {"uncompiled": None, "compiled": (), "linear": ("linear",)}
-    both = candidates_of(["batch_norm", "linear"])
-    assert both == {
-        "uncompiled": None, "compiled": (), "batch_norm + linear": ("batch_norm", "linear"),
-        "batch_norm": ("batch_norm",), "linear": ("linear",),
+    plain = {"uncompiled": Choice(None), "compiled": Choice(())}
+    assert candidates_of([], False) == plain
+    assert candidates_of(["linear"], False) == plain | {"linear": Choice(("linear",))}
+    both = candidates_of(["batch_norm", "linear"], False)
+    assert both == plain | {
+        "batch_norm + linear": Choice(("batch_norm", "linear")), "batch_norm": Choice(("batch_norm",)),
+        "linear": Choice(("linear",)),
+    }  # fmt: skip
+
+
+def test_candidates_without_gradients_are_recorded() -> None:
+    assert candidates_of(["linear"], True) == {
+        "uncompiled": Choice(None), "compiled": Choice(()), "compiled as a CUDA graph": Choice((), True),
+        "linear as a CUDA graph": Choice(("linear",), True),
     }  # fmt: skip
 
 
@@ -31,6 +39,20 @@ def test_the_fastest_must_lead_clearly() -> None:
     assert fastest({"uncompiled": 3.0, "compiled": 2.0, "linear": 1.99}) == "compiled"
     assert fastest({"uncompiled": 3.0, "compiled": 2.0, "linear": 1.9}) == "linear"
     assert fastest({"compiled": 2.0, "linear": float("inf")}) == "compiled"
+    recorded = {"uncompiled": 3.0, "compiled": 2.0, "compiled as a CUDA graph": 1.5}
+    assert fastest(recorded) == "compiled as a CUDA graph"
+    assert fastest(recorded | {"linear as a CUDA graph": 1.49}) == "compiled as a CUDA graph"
+    assert fastest(recorded | {"linear as a CUDA graph": 1.4}) == "linear as a CUDA graph"
+    assert fastest(recorded | {"compiled": 1.51}) == "compiled"
+
+
+def test_evaluation_is_measured_without_gradients() -> None:
+    model, x = nn.Linear(3, 3), torch.ones(2, 3)
+    seen = []
+    for training, requires in ((True, False), (False, False), (False, True)):
+        with trial_mode(model.train(training), (x.clone().requires_grad_(requires),), {}):
+            seen.append(torch.is_grad_enabled())
+    assert seen == [True, False, True]
 
 
 def key_of(model: nn.Module, x: torch.Tensor) -> str:
@@ -142,8 +164,8 @@ def test_decisions_are_measured_once(
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     x = torch.randn(3, 4, requires_grad=True)
     for _ in range(2):
-        patterns, function = decide.decide(uncompiled_call(model), model, (x,), {})
-        assert patterns == expected
+        choice, function = decide.decide(uncompiled_call(model), model, (x,), {})
+        assert choice == Choice(expected)
         torch.testing.assert_close(function(x), model(x))
     assert measured == [["uncompiled", "compiled", "linear"]]
     assert x.grad is None
@@ -152,5 +174,5 @@ def test_decisions_are_measured_once(
 
 def test_a_cpu_uses_all_patterns_unmeasured(no_code: None) -> None:
     model = nn.Linear(3, 3)
-    assert decide.decide(uncompiled_call(model), model, (torch.ones(2, 3),), {})[0] == ALL
-    assert decide.decide(lambda: 3, model, (), {})[0] == ALL
+    assert decide.decide(uncompiled_call(model), model, (torch.ones(2, 3),), {})[0] == Choice()
+    assert decide.decide(lambda: 3, model, (), {})[0] == Choice()

@@ -12,19 +12,26 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any, cast
 
+import torch
 from torch import fx
 
 from onelaunch.fuse.graph import tensor_of
 from onelaunch.fuse.patterns import BY_NAME, rewrite
+from onelaunch.fuse.recorded import RecordedCall, changes_inputs
 
 log = logging.getLogger("onelaunch")
 
 
 def onelaunch(
     gm: fx.GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: dict[str, Any] | None = None,
-    patterns: Collection[str] = tuple(BY_NAME), forced: bool = False,
+    patterns: Collection[str] = tuple(BY_NAME), forced: bool = False, recorded: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
-    """Compile one captured graph. `mode` and `options` are those of `torch.compile` and go to Inductor."""
+    """Compile one captured graph. `mode` and `options` are those of `torch.compile` and go to Inductor.
+
+    With `recorded`, a graph on CUDA whose results have no gradients runs as a CUDA graph (`RecordedCall`).
+    """
+    may_record = recorded and "cuda" in {one.device.type for one in example_inputs if isinstance(one, torch.Tensor)}
+    may_record = may_record and not has_gradients(example_inputs) and not changes_inputs(gm.graph, example_inputs)
     replaced = rewrite(gm, patterns, forced=forced)
     log.debug("%d matches replaced: %s", len(replaced), ", ".join(match.title for match in replaced))
     devices = {tensor.device.type for tensor in map(tensor_of, gm.graph.nodes) if tensor is not None}
@@ -32,7 +39,8 @@ def onelaunch(
     if reason:
         _log_once(reason)
         return gm.forward
-    return _inductor(gm, example_inputs, mode, options)
+    function = _inductor(gm, example_inputs, mode, options)
+    return RecordedCall(function) if may_record else function
 
 
 def _inductor(
@@ -43,6 +51,11 @@ def _inductor(
 
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
+
+
+def has_gradients(inputs: list[Any]) -> bool:
+    """Whether a call with these inputs now is recorded by autograd."""
+    return torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs)
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """Which patterns a model uses: the whole model is timed as it will run, and the fastest candidate is kept.
 
 Candidates are the model uncompiled, compiled by Inductor alone, compiled with all patterns that match, and with each kind of
-pattern alone. A kernel that wins by itself may lose inside a compiled model, where it keeps Inductor from fusing its
-neighbours, so single kernels are not compared. The decision is kept on disk by graph, shapes, chip, versions and sources.
+pattern alone; in evaluation, without gradients, also the compiled ones recorded as a CUDA graph. A kernel that wins by itself
+may lose inside a compiled model, where it keeps Inductor from fusing its neighbours, so single kernels are not compared. The
+decision is kept on disk by graph, shapes, chip, versions and sources.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -34,40 +35,51 @@ ALL: Patterns = tuple(BY_NAME)
 # What `train_step` uses without a measurement: on an H200 they won in BERT, ViT and TransformerEncoder (1.07 to 1.16 times
 # as fast as Inductor alone) and lost nowhere (docs/lab-notebook/fusing.md).
 PROVEN: Patterns = ("linear", "relu_dropout")
-UNCOMPILED, COMPILED = "uncompiled", "compiled"
+UNCOMPILED, COMPILED, RECORDED = "uncompiled", "compiled", " as a CUDA graph"
 ROUNDS = 7  # every candidate once per round, so that a chip that warms up slows all of them alike
 CALLS = 5  # per round
 LEAD = 1.01  # by which a pattern must win: timings of one model differ by 0.3 to 2.4 % from run to run on an H200
 
 
-def compiled(function: Function, patterns: Patterns | None) -> Function:
+class Choice(NamedTuple):
+    """How a model runs: with which patterns (() for Inductor alone, None for uncompiled), and whether as a CUDA graph."""
+
+    patterns: Patterns | None = ALL
+    recorded: bool = False  # where results have no gradients
+
+
+UNMEASURED = Choice()
+
+
+def compiled(function: Function, patterns: Patterns | None, recorded: bool = False) -> Function:
     """`function` compiled with these patterns; `function` itself for None."""
     if patterns is None:
         return function
-    return torch.compile(own_code(function), backend=functools.partial(onelaunch, patterns=patterns))
+    backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded)
+    return torch.compile(own_code(function), backend=backend)
 
 
 def decide(
     function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Patterns | None, Function]:
-    """The patterns to use (() for Inductor alone, None for the uncompiled function), and the function compiled so.
+) -> tuple[Choice, Function]:
+    """The fastest choice for these inputs, and the function compiled so.
 
     Nothing is measured unless the inputs are on a CUDA device: our kernels are for CUDA, and elsewhere no pattern pays.
     """
     device = device_of(args, kwargs)
     if device is None or device.type != "cuda":
-        return ALL, compiled(function, ALL)
+        return UNMEASURED, compiled(function, *UNMEASURED)
     args, kwargs = copied((args, kwargs))
-    with restored(model):
+    with restored(model), trial_mode(model, args, kwargs):
         captured = capture_graphs(function, args, kwargs)
+        key, forward_only = graph_key(model, captured), not torch.is_grad_enabled()
     kinds = sorted({match.pattern.name for one in captured for match in find_matches(one.graph, pays)})
-    candidates = candidates_of(kinds)
+    candidates = candidates_of(kinds, forward_only)
     times = _times_of(device)
-    key = graph_key(model, captured)
     found = times.times(key)
-    functions = {name: compiled(function, patterns) for name, patterns in candidates.items()}
+    functions = {name: compiled(function, *choice) for name, choice in candidates.items()}
     if not candidates.keys() <= found.keys():
-        with restored(model), torch.cuda.device(device):
+        with restored(model), torch.cuda.device(device), trial_mode(model, args, kwargs):
             runs = {
                 name: functools.partial(_run, candidate, model, args, kwargs) for name, candidate in functions.items()
             }
@@ -102,18 +114,28 @@ def copied(values: Any) -> Any:
     return tree_map(copy, values)
 
 
-def candidates_of(kinds: list[str]) -> dict[str, Patterns | None]:
-    """The patterns of each candidate, by its name."""
-    found: dict[str, Patterns | None] = {UNCOMPILED: None, COMPILED: ()}
-    if len(kinds) > 1:
-        found[" + ".join(kinds)] = tuple(kinds)
-    return found | {kind: (kind,) for kind in kinds}
+def trial_mode(model: nn.Module, *values: Any) -> contextlib.AbstractContextManager[Any]:
+    """Without gradients in evaluation, unless an input requires them: what a model in that mode is called for."""
+    differentiated = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(values))
+    return contextlib.nullcontext() if model.training or differentiated else torch.no_grad()
+
+
+def candidates_of(kinds: list[str], forward_only: bool) -> dict[str, Choice]:
+    """How each candidate runs, by its name. Where a CUDA graph is possible, patterns are tried inside one alone."""
+    sets: dict[str, Patterns] = {" + ".join(kinds): tuple(kinds)} if len(kinds) > 1 else {}
+    sets |= {kind: (kind,) for kind in kinds}
+    if forward_only:
+        recorded = {name + RECORDED: Choice(patterns, True) for name, patterns in ({COMPILED: ()} | sets).items()}
+    else:
+        recorded = {name: Choice(patterns) for name, patterns in sets.items()}
+    return {UNCOMPILED: Choice(None), COMPILED: Choice(())} | recorded
 
 
 def fastest(times: dict[str, float]) -> str:
-    """The name of the fastest candidate; one with patterns must win clearly over Inductor alone."""
+    """The name of the fastest candidate. Patterns must win clearly over Inductor alone, and so must a CUDA graph."""
     best = min(times, key=times.__getitem__)
-    return COMPILED if best not in (UNCOMPILED, COMPILED) and times[COMPILED] <= LEAD * times[best] else best
+    plain = (name for name in (COMPILED, COMPILED + RECORDED) if times.get(name, float("inf")) <= LEAD * times[best])
+    return best if best == UNCOMPILED else next(plain, best)
 
 
 def graph_key(model: nn.Module, captured: list[Captured]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.fuse.captured import uncompiled_call
-from onelaunch.fuse.decide import ALL, Patterns, compiled, decide
+from onelaunch.fuse.decide import UNMEASURED, Choice, compiled, decide
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -22,8 +22,8 @@ class FusedCall:
     A deep copy or an unpickled module has its own FusedCall, which compiles anew: compiled code is neither copied nor stored.
     """
 
-    def __init__(self, module: nn.Module, patterns: Patterns | None = ALL) -> None:
-        self.module, self.patterns = module, patterns
+    def __init__(self, module: nn.Module, choice: Choice = UNMEASURED) -> None:
+        self.module, self.choice = module, choice
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -32,18 +32,18 @@ class FusedCall:
         # A shallow copy of the module, or a replica of DataParallel, has the module's FusedCall: it gets its own.
         caller = sys._getframe(1).f_locals.get("self")
         if caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is self:
-            own = caller.__dict__["_call_impl"] = FusedCall(caller, self.patterns)
+            own = caller.__dict__["_call_impl"] = FusedCall(caller, self.choice)
             return own(*args, **kwargs)
-        if self.patterns is None:
+        if self.choice.patterns is None:
             return type(self.module)._call_impl(self.module, *args, **kwargs)
         if self._compiled is None:
-            self._compiled = compiled(uncompiled_call(self.module), self.patterns)
+            self._compiled = compiled(uncompiled_call(self.module), *self.choice)
         return self._compiled(*args, **kwargs)
 
     def decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Use the patterns that are fastest for these inputs."""
+        """Run in the way that is fastest for these inputs."""
         call = uncompiled_call(self.module)
-        self.patterns, self._compiled = decide(call, self.module, args, kwargs)
+        self.choice, self._compiled = decide(call, self.module, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_compiled": None}
@@ -53,7 +53,8 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
     """`model` as a new module of the same class that runs compiled, over the same parameters, buffers, children and hooks.
 
     With example inputs on a CUDA device the whole model is timed as it will run: uncompiled, compiled, and compiled with each
-    kind of pattern. The fastest is kept, and remembered on disk. Without example inputs all patterns are used.
+    kind of pattern; in evaluation without gradients, and also as a CUDA graph. The fastest is kept, and remembered on disk.
+    Without example inputs all patterns are used.
     """
     check_model(model)
     if is_fused(model):
