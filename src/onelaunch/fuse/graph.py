@@ -15,12 +15,14 @@ from onelaunch.activations import ACTIVATIONS, LEAKY_RELU_SLOPE
 
 _UNARY = ("input",)
 _LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 # function -> (operation, its parameters in order)
 FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.linear: ("linear", ("input", "weight", "bias")),
     torch.addmm: ("addmm", ("bias", "input", "weight")),
+    F.conv2d: ("conv2d", _CONVOLUTION),
     F.batch_norm: ("batch_norm", _NORM),
     F.dropout: ("dropout", ("input", "p", "training", "inplace")),
     torch.dropout: ("dropout", ("input", "p", "training")),
@@ -48,6 +50,7 @@ METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "linear": {"bias": None},
+    "conv2d": {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     "batch_norm": {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5},
     "dropout": {"p": 0.5, "training": True},
     "cross_entropy": {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0},

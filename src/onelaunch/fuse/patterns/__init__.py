@@ -9,6 +9,7 @@ from torch import fx
 from onelaunch.fuse.graph import storages_of, written_by
 from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.batch_norm import BatchNormActivationDropout
+from onelaunch.fuse.patterns.convolution import ConvolutionBatchNormRelu
 from onelaunch.fuse.patterns.cross_entropy import CrossEntropy
 from onelaunch.fuse.patterns.linear import LinearActivationDropout
 from onelaunch.fuse.patterns.linear_cross_entropy import LinearCrossEntropy
@@ -17,6 +18,7 @@ from onelaunch.fuse.patterns.pattern import Match, Pattern, is_on_cuda
 PATTERNS: tuple[Pattern, ...] = (
     LinearCrossEntropy(),
     LinearActivationDropout(),
+    ConvolutionBatchNormRelu(),
     BatchNormActivationDropout(),
     ReluDropout(),
     CrossEntropy(),
@@ -52,11 +54,13 @@ def _is_overwritten(match: Match) -> bool:
     """Whether the replacement must stand where the last operation did, but its inputs no longer have their values there."""
     if not _late_arguments(match):
         return False
-    inputs = storages_of(*match.nodes[0].all_input_nodes)
+    inside, read = set(match.nodes), set()
     node = match.nodes[0]
     while node is not match.nodes[-1]:
+        if node in inside:
+            read |= storages_of(*(source for source in node.all_input_nodes if source not in inside))
         node = node.next
-        if storages_of(*written_by(node)) & inputs:
+        if storages_of(*written_by(node)) & read:
             return True
     return False
 
