@@ -12,6 +12,7 @@ import numbers
 from collections.abc import Iterable, Sequence
 
 MAX_NAMED = 5  # entries of a long list that a message names
+MAX_LINE = 120  # characters of a message from elsewhere
 
 
 class OnelaunchError(ValueError):
@@ -45,6 +46,12 @@ class DivergedError(OnelaunchError):
 def reason_of(error: Exception) -> str:
     """The operating system's message, without its number and path; for other errors, their text."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def first_line(message: object) -> str:
+    """The first line of an error or a message that has words, without its end if it is long."""
+    line = next((line.strip() for line in str(message).splitlines() if line.strip()), "")
+    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 1]}…"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -31,6 +31,10 @@ def with_statistics(model: nn.Module) -> nn.Module:
     return model.double().eval()
 
 
+def in_layout(model: nn.Module, layout: torch.memory_format) -> nn.Module:
+    return model.to(memory_format=layout)  # type: ignore[call-overload,no-any-return]
+
+
 def assert_same(
     model: nn.Module, *inputs: torch.Tensor, titles: list[str] | None = None, aot: bool = False
 ) -> Rewritten:
@@ -51,7 +55,7 @@ def assert_same(
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("aot", [False, True])
 def test_residual_network(layout: torch.memory_format, aot: bool) -> None:
-    model = ResNet().to(memory_format=layout)
+    model = in_layout(ResNet(), layout)
     rewritten = assert_same(model, torch.randn(2, 3, 16, 16).to(memory_format=layout), aot=aot)
     assert sorted(rewritten.titles) == ["conv2d + batch_norm + add + relu"] * 4 + ["conv2d + batch_norm + relu"] * 5
 
@@ -159,7 +163,7 @@ def test_where_it_may_pay(
     channels: int, groups: int, layout: torch.memory_format, dtype: torch.dtype, pays: bool
 ) -> None:
     conv = nn.Conv2d(channels, channels, 3, groups=groups)
-    model = nn.Sequential(conv, nn.BatchNorm2d(channels), nn.ReLU()).to(dtype=dtype, memory_format=layout).eval()
+    model = in_layout(nn.Sequential(conv, nn.BatchNorm2d(channels), nn.ReLU()).to(dtype), layout).eval()
     rewritten = Rewritten(model, ())
     with torch.no_grad():
         rewritten(torch.randn(2, channels, 6, 6, dtype=dtype).to(memory_format=layout))

@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from onelaunch.fuse.graph import tensor_of
+from onelaunch.fuse.graph import storages_of, tensor_of, written_by
 from onelaunch.fuse.patterns import BY_NAME, rewrite
-from onelaunch.fuse.recorded import RecordedCall, changes_inputs
+from onelaunch.recorded_call import RecordedCall, is_fixed
 
 log = logging.getLogger("onelaunch")
 
@@ -56,6 +56,13 @@ def _inductor(
 def has_gradients(inputs: list[Any]) -> bool:
     """Whether a call with these inputs now is recorded by autograd."""
     return torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs)
+
+
+def changes_inputs(graph: fx.Graph, example_inputs: Sequence[Any]) -> bool:
+    """Whether an operation writes to an input of the graph that is neither parameter nor buffer."""
+    inputs = zip((node for node in graph.nodes if node.op == "placeholder"), example_inputs, strict=True)
+    memory = storages_of(*(node for node, value in inputs if isinstance(value, torch.Tensor) and not is_fixed(value)))
+    return any(storages_of(*written_by(node)) & memory for node in graph.nodes)
 
 
 @functools.cache

@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 
+from onelaunch.errors import first_line
+
 # What Dynamo says where it ends a graph, as a regular expression, and the same in plain words.
 BREAKS = (
     (r"Tensor\.item\(\)|Tensor\.tolist|Tensor\.numpy", "a tensor's value is read on the host"),
@@ -26,7 +28,6 @@ BREAKS = (
     (r"graph_break\(", "the program asks for a break"),
     (r"\b(RNN|LSTM|GRU)\b", "recurrent layers are not captured"),
 )
-MAX_LINE = 120  # characters of a message without an entry above
 _numbers = itertools.count()
 
 
@@ -113,9 +114,3 @@ def plain_break(message: str) -> str:
         if found:
             return found.expand(words)
     return first_line(message) or "no reason is given"
-
-
-def first_line(message: object) -> str:
-    """The first line of an error or a message that has words, without its end if it is long."""
-    line = next((line.strip() for line in str(message).splitlines() if line.strip()), "")
-    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 1]}…"

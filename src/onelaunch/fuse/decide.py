@@ -22,9 +22,10 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from onelaunch.errors import first_line
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
-from onelaunch.fuse.captured import Captured, capture_graphs, first_line, own_code
+from onelaunch.fuse.captured import Captured, capture_graphs, own_code
 from onelaunch.fuse.patterns import BY_NAME, find_matches, pays
 from onelaunch.measured_times import MeasuredTimes
 

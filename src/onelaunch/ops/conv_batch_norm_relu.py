@@ -118,11 +118,11 @@ def conv_batch_norm_relu(
         raise OnelaunchError("conv_batch_norm_relu has no backward pass: call it inside torch.no_grad()")
     dtype = dtype or x.dtype
     conv_weight, conv_bias = folded(weight, bias, running_mean, running_var, bn_weight, bn_bias, eps, dtype)
-    sizes = [[size, size] if isinstance(size, int) else list(size) for size in (stride, padding, dilation)]
+    pairs = [[size, size] if isinstance(size, int) else list(size) for size in (stride, padding, dilation)]
     other = None if residual is None else residual.to(dtype)
     with torch.autocast(x.device.type, enabled=False):
         function = conv_add_relu_reference if inside_transform() else conv_add_relu_op
-        result = function(x.to(dtype), conv_weight, conv_bias, other, *sizes, groups)
+        result = function(x.to(dtype), conv_weight, conv_bias, other, pairs[0], pairs[1], pairs[2], groups)
     expected = result.shape if residual is None else residual.shape
     if result.shape != expected:
         raise OnelaunchError(

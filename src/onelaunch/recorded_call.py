@@ -1,7 +1,7 @@
-"""A compiled graph without gradients, recorded as a CUDA graph and replayed: one launch per call.
+"""A function of tensors without gradients, recorded as a CUDA graph and replayed: one launch per call.
 
-The recording stands inside what Dynamo guards. A change of modes, attributes, shapes or autocast selects another compiled
-graph, which has recordings of its own. Parameters and buffers are read where they are, so updates in place count. Other
+The function is one that Dynamo has compiled and guards: a change of modes, attributes, shapes or autocast selects another
+function, which has recordings of its own. Parameters and buffers are read where they are, so updates in place count. Other
 inputs are copied into the recording's memory, and results out of it.
 """
 
@@ -14,11 +14,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
 from onelaunch.capture import capturing
-from onelaunch.fuse.captured import first_line
-from onelaunch.fuse.graph import storages_of, written_by
+from onelaunch.errors import first_line
 
 log = logging.getLogger("onelaunch")
 MAX_RECORDINGS = 8  # per compiled graph: of other shapes, or with parameters at other addresses
@@ -121,13 +119,6 @@ class RecordedCall:
         self.reason = reason
         self._recordings.clear()
         log.warning("fuse: a graph is no longer run as a CUDA graph: %s", reason)
-
-
-def changes_inputs(graph: fx.Graph, example_inputs: Sequence[Any]) -> bool:
-    """Whether an operation writes to an input of the graph that is neither parameter nor buffer."""
-    inputs = zip((node for node in graph.nodes if node.op == "placeholder"), example_inputs, strict=True)
-    memory = storages_of(*(node for node, value in inputs if isinstance(value, torch.Tensor) and not is_fixed(value)))
-    return any(storages_of(*written_by(node)) & memory for node in graph.nodes)
 
 
 def is_fixed(tensor: torch.Tensor) -> bool:

@@ -10,17 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from onelaunch.fuse.backend import changes_inputs
 from onelaunch.fuse.captured import capture_graphs, uncompiled_call
 from onelaunch.fuse.decide import Choice
 from onelaunch.fuse.fuse import FusedCall, fuse
-from onelaunch.fuse.recorded import (
-    MAX_RECORDINGS,
-    RecordedCall,
-    _same,
-    changes_inputs,
-    is_fixed,
-    unrecordable_reason,
-)
+from onelaunch.recorded_call import MAX_RECORDINGS, RecordedCall, _same, is_fixed, unrecordable_reason
 
 
 def test_what_stays_in_place() -> None:
