@@ -39,7 +39,7 @@ def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MNIST", "did you mean 'mnist'"),
         ("fashion_mnist", "did you mean 'fashion-mnist'"),
         ("", "data='' is not known"),
-        ("table.parquet", "or the path of a .npz, .npy or .csv file$"),
+        ("table.feather", "or the path of a .npz, .npy or .csv file$"),
         ("absent.csv", "absent.csv: no such file: check the path"),
     ],
 )

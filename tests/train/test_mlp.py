@@ -21,3 +21,8 @@ def test_layers_and_seed():
 def test_every_activation():
     for name, entry in ACTIVATIONS.items():
         assert entry.matches(mlp([4, 3, 2], activation=name)[2])
+
+
+def test_layer_norm_and_no_activation():
+    kinds = [type(layer) for layer in mlp([4, 3, 2], activation=None, layer_norm=True)]
+    assert kinds == [nn.Flatten, nn.Linear, nn.LayerNorm, nn.Linear]

@@ -9,10 +9,11 @@ import numpy as np
 
 from onelaunch.data import arrays, mnist, tables
 from onelaunch.data.dataset import Dataset
+from onelaunch.data.table_file import is_table_file
 from onelaunch.errors import ArgumentTypeError, DataError, suggest
 
 NAMES = ("mnist", "fashion-mnist", "digits")
-READERS = {".npz": arrays.read_npz, ".npy": arrays.read_npy, ".csv": tables.read_csv}
+READERS = {".npz": arrays.read_npz, ".npy": arrays.read_npy}
 
 
 def load(
@@ -40,7 +41,7 @@ def load(
         return mnist.load_images(image_set, None if data_dir is None else _path(data_dir))
 
     path = _path(name)
-    reader = READERS.get(path.suffix.lower())
+    reader = tables.read_table if is_table_file(path) else READERS.get(path.suffix.lower())
     if reader is None:
         known = ", ".join(repr(option) for option in NAMES)
         what = "is a folder" if name and os.path.isdir(path) else "is not known"

@@ -12,9 +12,10 @@ from onelaunch.activations import ACTIVATIONS
 from onelaunch.errors import OnelaunchError, require_option
 
 
-def check_architecture(widths: Sequence[int], activation: str, dropout: float) -> None:
+def check_architecture(widths: Sequence[int], activation: str | None, dropout: float) -> None:
     """Raise OnelaunchError unless `mlp` can build a network of these widths."""
-    require_option("activation", activation, ACTIVATIONS)
+    if activation is not None:
+        require_option("activation", activation, ACTIVATIONS)
     if len(widths) < 2 or any(width < 1 for width in widths):
         raise OnelaunchError(f"layers={list(widths)} must be two or more widths, each 1 or more, such as 784,128,10")
     if not 0 <= dropout <= 1:
@@ -22,9 +23,10 @@ def check_architecture(widths: Sequence[int], activation: str, dropout: float) -
 
 
 def mlp(
-    widths: Sequence[int], *, activation: str = "relu", dropout: float = 0.0, batch_norm: bool = False, seed: int = 0
-) -> nn.Sequential:
-    """Flatten, then Linear [→ BatchNorm1d] → activation [→ Dropout] for each hidden width, then Linear.
+    widths: Sequence[int], *, activation: str | None = "relu", dropout: float = 0.0, batch_norm: bool = False,
+    layer_norm: bool = False, seed: int = 0,
+) -> nn.Sequential:  # fmt: skip
+    """Flatten, then Linear [→ BatchNorm1d or LayerNorm] [→ activation] [→ Dropout] for each hidden width, then Linear.
 
     The weights are PyTorch's defaults, drawn with `seed`; the state of PyTorch's global generator does not change.
     """
@@ -32,19 +34,24 @@ def mlp(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return nn.Sequential(nn.Flatten(), *_layers(widths, activation, dropout, batch_norm))
+            return nn.Sequential(nn.Flatten(), *_layers(widths, activation, dropout, batch_norm, layer_norm))
         except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # the last two: beyond PyTorch's sizes
             raise OnelaunchError(
                 f"layers={list(widths)} do not fit into memory: pass smaller widths in hidden, or in layers"
             ) from error
 
 
-def _layers(widths: Sequence[int], activation: str, dropout: float, batch_norm: bool) -> Iterator[nn.Module]:
+def _layers(
+    widths: Sequence[int], activation: str | None, dropout: float, batch_norm: bool, layer_norm: bool
+) -> Iterator[nn.Module]:
     for inputs, outputs in pairwise(widths[:-1]):
         yield nn.Linear(inputs, outputs)
         if batch_norm:
             yield nn.BatchNorm1d(outputs)
-        yield ACTIVATIONS[activation].make_module()
+        if layer_norm:
+            yield nn.LayerNorm(outputs)
+        if activation is not None:
+            yield ACTIVATIONS[activation].make_module()
         if dropout:
             yield nn.Dropout(dropout)
     yield nn.Linear(widths[-2], widths[-1])

@@ -1,0 +1,231 @@
+"""Turns the columns of a table into a network's inputs and back: scaled numbers, one-hot categories, imputed missing values.
+
+The inputs of a row are, in this order: the scaled numeric columns (a missing value is the median, which is 0), one 0/1 flag
+for each numeric column that had missing values in training, and the one-hot code of each text column. A missing text is a
+category of its own if training had one. A category that training did not have is encoded as zeros.
+
+Everything an encoder knows is plain data: `to_json` and `from_json`, never pickle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onelaunch.data.scaling import FeatureScaling
+from onelaunch.data.table_file import Table, is_number
+from onelaunch.errors import DataError, abbreviate_list, suggest
+
+FORMAT = 1
+MAX_CATEGORIES = 255  # of one column; the rarer ones are encoded as zeros
+MAX_INPUTS = 1 << 16
+MIN_IDENTIFIER_VALUES = (
+    20  # a text column with more distinct values than this, and than half of its rows, is an identifier
+)
+MOSTLY_NUMBERS = 0.9  # a text column with at least this fraction of numbers is a numeric column with a mistake in it
+
+
+@dataclass(frozen=True)
+class TableEncoder:
+    numbers: tuple[str, ...]  # names of the numeric columns
+    scaling: FeatureScaling  # of these columns
+    flagged: tuple[int, ...]  # the indices in `numbers` of the columns with a flag for missing values
+    categories: Mapping[str, tuple[str, ...]]  # by text column, in the order of the file: its categories, sorted
+    left_out: Mapping[str, str]  # by column that is not used: the reason
+
+    @classmethod
+    def fit(cls, table: Table, columns: Iterable[str], categorical: Iterable[str] = ()) -> TableEncoder:
+        """The encoder of these columns of `table`; the columns in `categorical` may consist of numbers.
+
+        Raises DataError for a repeated name, an infinite number, text in a numeric column, or no usable column.
+        """
+        columns = list(columns)
+        _check_names(table, columns)
+        numbers: list[str] = []
+        flagged: list[int] = []
+        categories: dict[str, tuple[str, ...]] = {}
+        left_out: dict[str, str] = {}
+        for name in columns:
+            column = table.column(name)
+            if column.dtype == object:
+                if name not in categorical:
+                    _refuse_mistakes(table, name)
+                found = _categories(column)
+                if isinstance(found, str):
+                    left_out[name] = found
+                else:
+                    categories[name] = found
+                continue
+            reason = _unusable_reason(table, name)
+            if reason:
+                left_out[name] = reason
+                continue
+            if np.isnan(column).any():
+                flagged.append(len(numbers))
+            numbers.append(name)
+        inputs = _inputs(numbers, flagged, categories)
+        if not 1 <= inputs <= MAX_INPUTS:
+            few = "no column that says anything (each is constant, empty or an identifier): add one"
+            many = f"{inputs:,} inputs after encoding, more than {MAX_INPUTS:,}: leave out columns"
+            raise DataError(f"{table.path}: has {many if inputs else few}")
+        return cls(
+            tuple(numbers), FeatureScaling.fit(_matrix(table, numbers)), tuple(flagged), categories, left_out
+        )  # fmt: skip
+
+    @property
+    def inputs(self) -> int:
+        """The number of inputs that a row has after encoding."""
+        return _inputs(self.numbers, self.flagged, self.categories)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the columns that are used."""
+        return (*self.numbers, *self.categories)
+
+    def transform(self, table: Table) -> np.ndarray:
+        """The inputs of the table's rows, float32 [rows, inputs]. Columns are found by name, further ones are ignored.
+
+        Raises DataError for a missing or repeated column, for text in a numeric column and for an infinite number.
+        """
+        numbers, codes = self.parts(table)
+        flags = np.isnan(numbers[:, list(self.flagged)]).astype(np.float32)
+        parts = [self.scaling.transform(numbers), flags]
+        parts += [one_hot(codes[:, i], _width(found)) for i, found in enumerate(self.categories.values())]
+        return np.concatenate(parts, axis=1)
+
+    def parts(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
+        """The table's numbers, float64 [rows, numeric columns], and its categories as int64 [rows, text columns].
+
+        A category is its position in `categories`; -1 means one that training did not have.
+        """
+        absent = [name for name in self.columns if name not in table.index]
+        if absent:
+            hint = suggest(absent[0], table.names) if len(absent) == 1 else ""
+            raise DataError(
+                f"{table.path}: lacks the column(s) {abbreviate_list([*map(repr, absent)])}: add them{hint}"
+            )
+        _check_names(table, self.columns)
+        for name in self.numbers:
+            column = table.column(name)
+            if column.dtype == object:
+                row = next(row for row, text in enumerate(column) if text and not is_number(text))
+                raise DataError(
+                    f"{table.place(row, name)}: {column[row]!r} is not a number, as in training: correct it"
+                )
+            _refuse_infinite(table, name)
+        codes = np.empty((len(table), len(self.categories)), np.int64)
+        for index, (name, found) in enumerate(self.categories.items()):
+            code = {category: position for position, category in enumerate(found)}
+            codes[:, index] = [code.get(text, -1) for text in _texts(table.column(name))]
+        return _matrix(table, self.numbers), codes
+
+    def unseen(self, table: Table) -> dict[str, int]:
+        """By text column: how many rows have a category that training did not have, where there are any."""
+        counts = (self.parts(table)[1] < 0).sum(axis=0).tolist()
+        return {name: count for name, count in zip(self.categories, counts, strict=True) if count}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "numbers": list(self.numbers),
+            "center": self.scaling.center.tolist(),
+            "factor": self.scaling.factor.tolist(),
+            "flagged": list(self.flagged),
+            "categories": {name: list(found) for name, found in self.categories.items()},
+            "left_out": dict(self.left_out),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> TableEncoder:
+        """The encoder that `to_json` described; raises KeyError, TypeError or ValueError if it did not."""
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
+        center, factor = (np.array(content[name], np.float64) for name in ("center", "factor"))
+        numbers = tuple(map(str, content["numbers"]))
+        flagged = tuple(map(int, content["flagged"]))
+        if not center.shape == factor.shape == (len(numbers),) or not all(0 <= i < len(numbers) for i in flagged):
+            raise ValueError("the lengths of its lists do not match")
+        categories = {str(name): tuple(map(str, found)) for name, found in content["categories"].items()}
+        return cls(numbers, FeatureScaling(center, factor), flagged, categories, dict(content["left_out"]))
+
+
+def one_hot(codes: np.ndarray, width: int) -> np.ndarray:
+    """float32 [rows, width]: 1 at a row's code, zeros for -1. With width 1: -1 and 1 for the codes 0 and 1, 0 for -1."""
+    if width == 1:
+        return np.where(codes < 0, 0, 2 * codes - 1).astype(np.float32)[:, None]
+    return (codes[:, None] == np.arange(width)).astype(np.float32)
+
+
+def _inputs(numbers: Sequence[str], flagged: Sequence[int], categories: Mapping[str, tuple[str, ...]]) -> int:
+    return len(numbers) + len(flagged) + sum(map(_width, categories.values()))
+
+
+def _width(categories: tuple[str, ...]) -> int:
+    return 1 if len(categories) == 2 else len(categories)
+
+
+def _matrix(table: Table, names: Iterable[str]) -> np.ndarray:
+    columns = [table.column(name) for name in names]
+    return np.stack(columns, axis=1) if columns else np.empty((len(table), 0))
+
+
+def _texts(column: np.ndarray) -> list[str]:
+    """The fields of a text column. A column of numbers has the texts that the same numbers have in a text column."""
+    if column.dtype == object:
+        return column.tolist()
+    return ["" if np.isnan(value) else f"{value:.15g}" for value in column.tolist()]
+
+
+def _categories(column: np.ndarray) -> tuple[str, ...] | str:
+    """The categories of a text column, sorted; or the reason to leave the column out."""
+    counts = Counter(column.tolist())
+    values = len(counts) - ("" in counts)
+    if values == 0:
+        return "has no value"
+    if len(counts) == 1:
+        return "is constant"
+    if values > max(MIN_IDENTIFIER_VALUES, (len(column) - counts[""]) / 2):
+        return f"has {values:,} different texts in {len(column):,} rows, as an identifier has"
+    return tuple(sorted(sorted(counts, key=lambda text: (-counts[text], text))[:MAX_CATEGORIES]))
+
+
+def _unusable_reason(table: Table, name: str) -> str:
+    _refuse_infinite(table, name)
+    column = table.column(name)
+    present = column[~np.isnan(column)]
+    if not len(present):
+        return "has no value"
+    return "is constant" if len(present) == len(column) and (present == present[0]).all() else ""
+
+
+def _refuse_infinite(table: Table, name: str) -> None:
+    infinite = np.isinf(table.column(name))
+    if infinite.any():
+        row = int(np.argmax(infinite))
+        raise DataError(
+            f"{table.place(row, name)}: {table.column(name)[row]} is not a finite number: correct or empty it"
+        )
+
+
+def _refuse_mistakes(table: Table, name: str) -> None:
+    """Refuse a text column that is nearly all numbers: more likely a typing error than a set of categories."""
+    column = table.column(name)
+    present = sum(1 for text in column if text)
+    numeric = table.numbers_in_text.get(table.index[name], 0)
+    if present > numeric >= MOSTLY_NUMBERS * present:
+        row = next(row for row, text in enumerate(column) if text and not is_number(text))
+        raise DataError(
+            f"{table.place(row, name)}: {column[row]!r} is not a number, but {numeric:,} of {present:,} values are: "
+            f"correct or empty it, or pass categorical={name!r} to read the column as categories"
+        )
+
+
+def _check_names(table: Table, names: Iterable[str]) -> None:
+    counts = Counter(table.names)
+    repeated = [name for name in names if counts[name] > 1]
+    if repeated:
+        raise DataError(f"{table.path}: has {counts[repeated[0]]} columns called {repeated[0]!r}: rename all but one")
