@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from onelaunch.engines.contract import Run
-from onelaunch.engines.stages import unsupported_names
-from onelaunch.run.network import Add, LayerNorm
+from onelaunch.engines.cpu.plan.stages import stages_of
+from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
 
 if TYPE_CHECKING:
     from onelaunch.engines.cpu.session import CpuSession
@@ -43,8 +43,10 @@ class CpuEngine:
             return run.no_network_reason
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
-        if any(isinstance(layer, LayerNorm | Add) for layer in run.network.layers):
-            return "LayerNorm and residual additions are not in this engine"
+        try:
+            stages_of(run.network)
+        except UnsupportedNetworkError as reason:
+            return str(reason)
         if run.spec.precision not in ("auto", "fp32"):
             return f"precision={run.spec.precision!r} is not in this engine, which computes in fp32"
         if run.spec.rows >= 2**31:

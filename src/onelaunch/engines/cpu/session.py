@@ -117,8 +117,8 @@ class CpuSession:
             if name.startswith(("parameters", "flag.", "tally.", "losses.", "mean.", "variance.", "ticks.")):
                 arena.view(name, np.uint8)[:] = 0
         for stage in plan.stages:
-            for number in stage.batch_norms:
-                arena.view(f"scale.{stage.index}.{number}")[: stage.width] = 1  # for a BatchNorm1d that is not affine
+            for number in (*stage.batch_norms, *stage.layer_norms):
+                arena.view(f"scale.{stage.index}.{number}")[: stage.width] = 1  # for a norm without a weight
         for parameter in plan.parameters:
             arena.write(parameter.buffer, self._tensors[parameter.name].detach().numpy())
             for number, kind in enumerate(plan.state_names if parameter.trained else ()):

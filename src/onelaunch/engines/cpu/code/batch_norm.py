@@ -1,7 +1,7 @@
 """BatchNorm1d over one panel. A partition owns whole columns, so statistics need no exchange.
 
 The forward computes the mean, then the variance of the centred values, in two passes over a panel that is in L1. It
-overwrites the values with their normalised form; the backward needs only these and `deviation`, which is
+keeps the normalised values, mostly in their place; the backward needs only these and `deviation`, which is
 1 / sqrt(variance + eps). The formulas are PyTorch's: biased variance to normalise, unbiased for the running statistics.
 """
 
@@ -32,15 +32,15 @@ def column_sums(f: Function, rows: Int, width: int, term: Callable[[Int, int], V
     return f.loop(rows, body, carry=[f.zero] * len(row_vectors(f, width)), index="row")
 
 
-def load_bits(f: Function, pointers: Sequence[Value], row: Int, column: int) -> list[Value]:
+def load_bits(f: Function, pointers: Sequence[Value], row: Int, column: Int) -> list[Value]:
     """The dropout bits of one vector, for each Dropout of a group, from bits `[row][bits_pitch]`."""
     index = f.add(f.mul(row, f["bits_pitch"]), column)
     return [f.load(f"<{f.lanes} x i16>", pointer, index, element="i16", hint="bits") for pointer in pointers]
 
 
 FORWARD_PARAMETERS = (
-    "ptr %values, ptr %output, ptr %derivative, i64 %bits_pitch, ptr %scale, ptr %shift, ptr %mean, ptr %variance, "
-    "ptr %deviation, i64 %rows, float %factor"
+    "ptr %values, ptr %normal, ptr %output, ptr %derivative, i64 %bits_pitch, ptr %scale, ptr %shift, ptr %mean, "
+    "ptr %variance, ptr %deviation, i64 %rows, float %factor"
 )
 
 
@@ -72,7 +72,7 @@ def forward(module: Module, plan: Plan, stage: Stage, group: int, width: int, *,
                 index = f.add(f.mul(number, pitch), c)
                 normal = f.fmul(f.fsub(f.vload(f["values"], index), means[v]), deviations[v], "normal")
                 if training:
-                    f.store(normal, f["values"], index)
+                    f.store(normal, f["normal"], index)
                 value = f.fma(normal, scales[v], shifts[v], "value")
                 bits = load_bits(f, [f[f"bits{n}"] for n in range(len(dropouts))], number, c)
                 if stores:
@@ -142,7 +142,7 @@ def backward(module: Module, plan: Plan, stage: Stage, group: int, width: int) -
     """
     layer = stage.groups[group].batch_norm
     assert layer is not None
-    has_before = stage.stores_derivative(group - 1)
+    has_before = stage.stores_derivative(group - 1) and not stage.groups[group - 1].tapped
     name = f"normalise_backward_{stage.index}_{group}_w{width}"
 
     def make(f: Function) -> None:

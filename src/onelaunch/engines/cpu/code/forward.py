@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from onelaunch.engines.cpu.code import batch_norm, elementwise, philox
+from onelaunch.engines.cpu.code import batch_norm, elementwise, layer_norm, philox
 from onelaunch.engines.cpu.code.elementwise import Operation
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.phase import Phase
 from onelaunch.engines.cpu.code.tile import Accumulators, Run, balanced, over_panels, over_tiles, product_tile
 from onelaunch.engines.cpu.plan.plan import Plan
-from onelaunch.engines.cpu.plan.stages import Stage
+from onelaunch.engines.cpu.plan.stages import Add, Stage
 from onelaunch.integers import ceil_div, round_up
 from onelaunch.run.network import Activation
 
@@ -68,9 +68,12 @@ def product(phase: Phase, stage: Stage) -> None:
             over_tiles(f, first, last, plan.target.max_rows(vectors), tile)
         else:
             _over_overlapping_tiles(f, plan, first, last, vectors, tile)
-        apply_groups(phase, stage, column, width, first, last, skip_first=inline)
+        numbers = range(int(inline), 1 if stage.layer_norms else len(stage.groups))
+        apply_groups(phase, stage, column, width, (first, last), numbers)
 
     over_panels(f, panels, panel)
+    if stage.layer_norms:
+        apply_groups(phase, stage, 0, plan.padded(stage), (first, last), range(1, len(stage.groups)))
 
 
 def _over_overlapping_tiles(
@@ -122,30 +125,52 @@ def prepare_input(phase: Phase) -> None:
     raw = phase.input_buffer() if phase.training else phase.output(stage)
 
     def panel(column: Int, width: int) -> None:
-        apply_groups(phase, stage, column, width, 0, phase.batch, skip_first=False, source=raw)
+        apply_groups(phase, stage, column, width, (0, phase.batch), range(len(stage.groups)), source=raw)
 
-    over_panels(f, plan.owned_panels(stage, phase.partition), panel)
+    if stage.layer_norms:
+        rows = plan.owned_rows(phase.partition, phase.batch)
+        if rows[0] < rows[1]:
+            apply_groups(phase, stage, 0, plan.padded(stage), rows, range(len(stage.groups)), source=raw)
+    else:
+        over_panels(f, plan.owned_panels(stage, phase.partition), panel)
 
 
 def apply_groups(
-    phase: Phase, stage: Stage, column: Int, width: int, first: int, last: int, *, skip_first: bool,
+    phase: Phase, stage: Stage, column: Int, width: int, rows: tuple[int, int], numbers: range, *,
     source: Value | None = None,
 ) -> None:  # fmt: skip
-    """Apply the groups of a stage to one panel, after its product; `skip_first`: the tiles have applied the first one."""
+    """Apply some groups of a stage, by number, to `width` columns of some rows: a panel, or whole rows for a LayerNorm.
+
+    `source` has the values that group 0 takes; otherwise the product has written them where the group's result goes.
+    """
     f, plan = phase.f, phase.plan
-    for number, group in enumerate(stage.groups):
+    first, last = rows
+    for number in numbers:
+        group = stage.groups[number]
         position = f.add(f.mul(first, plan.pitch(stage)), column)
         result = f.at(phase.result(stage, number), position, hint="result")
         bits_pitch, bits = _bits_at(phase, stage, number, column) if phase.training else (0, [])
         stores = phase.training and stage.stores_derivative(number)
         kept = f.at(phase.buffer(f"derivative.{stage.index}.{number}"), position, hint="kept") if stores else result
-        if number == 0:
-            values = f.at(source, position, hint="values") if source else result
-            if not skip_first and (group.operations or source):
+        before = f.at(phase.result(stage, number - 1), position, hint="values") if number else result
+        values = f.at(source, position, hint="values") if source and not number else before
+        if not (group.batch_norm or group.layer_norm):
+            added = values
+            if isinstance(group.head, Add):
+                added = f.at(phase.result(plan.stages[group.head.stage], group.head.group), position, hint="added")
+            if group.head or group.operations or source:
                 apply = _apply_group(phase.module, plan, stage, number, width, training=phase.training)
-                f.call(apply, values, result, kept, last - first, bits_pitch, *bits)
+                f.call(apply, values, added, result, kept, last - first, bits_pitch, *bits)
             continue
-        own = phase.buffer(f"normalised.{stage.index}.{number}") if phase.training else phase.output(stage)
+        own = f.at(phase.buffer(f"normalised.{stage.index}.{number}"), position) if phase.training else values
+        if group.layer_norm:
+            norm = layer_norm.forward(phase.module, plan, stage, number, training=phase.training)
+            names = (f"{name}.{stage.index}.{number}" for name in ("scale", "shift"))
+            kept_rows = f.at(phase.buffer(f"row_deviation.{stage.index}.{number}"), first) if phase.training else values
+            f.call(
+                norm, values, own, result, kept, bits_pitch, *map(phase.buffer, names), kept_rows, last - first, *bits
+            )  # fmt: skip
+            continue
         assert first == 0 or not phase.training
         kernel = batch_norm.forward(
             phase.module, plan, stage, number, width, training=phase.training, all_rows=last - first
@@ -155,7 +180,7 @@ def apply_groups(
             for name in ("scale", "shift", "mean", "variance", "deviation")
         ]
         f.call(
-            kernel, f.at(own, position, hint="values"), result, kept, bits_pitch, *vectors, phase.rows,
+            kernel, values, own, result, kept, bits_pitch, *vectors, phase.rows,
             _running_factor(phase, stage, number), *bits,
         )  # fmt: skip
 
@@ -184,18 +209,20 @@ def _bits_at(phase: Phase, stage: Stage, number: int, column: Int) -> tuple[int,
 
 
 def _apply_group(module: Module, plan: Plan, stage: Stage, number: int, width: int, *, training: bool) -> str:
-    """`(source, output, derivative, rows, bits_pitch, bits...)`: the elementwise operations of a group over a panel."""
+    """`(source, added, output, derivative, rows, bits_pitch, bits...)`: a group without a norm over `width` columns."""
     group = stage.groups[number]
     dropouts = group.dropouts if training else ()
-    parameters = "ptr %source, ptr %output, ptr %derivative, i64 %rows, i64 %bits_pitch"
+    parameters = "ptr %source, ptr %added, ptr %output, ptr %derivative, i64 %rows, i64 %bits_pitch"
     parameters += "".join(f", ptr %bits{n}" for n in range(len(dropouts)))
     pitch = plan.pitch(stage)
 
     def make(f: Function) -> None:
         def row(index: Int) -> None:
-            for c in range(0, width, f.lanes):
+            def vector(c: Int) -> None:
                 position = f.add(f.mul(index, pitch), c)
                 value = f.vload(f["source"], position)
+                if isinstance(group.head, Add):
+                    value = f.fadd(value, f.vload(f["added"], position), "sum")
                 bits = batch_norm.load_bits(f, [f[f"bits{n}"] for n in range(len(dropouts))], index, c)
                 if training and stage.stores_derivative(number):
                     value, derivative = elementwise.forward_with_derivative(f, value, group.operations, bits)
@@ -203,6 +230,12 @@ def _apply_group(module: Module, plan: Plan, stage: Stage, number: int, width: i
                 else:
                     value = elementwise.forward(f, value, group.operations, bits)
                 f.store(value, f["output"], position)
+
+            if width > plan.panel_width:
+                f.loop(width, vector, step=f.lanes, index="column")
+            else:
+                for c in range(0, width, f.lanes):
+                    vector(c)
 
         f.loop(f["rows"], row, index="row")
 

@@ -51,9 +51,13 @@ def _through_last_group(f: Function, stage: Stage, gradient: Value, output: Valu
 def reduce_block(
     module: Module, plan: Plan, stage: Stage, *, sources: int, partial_width: int, panel_width: int, back: bool
 ) -> str:
-    """`(partial0, ..., saved, panel, transposed)`: one block of a stage's gradient from the partial sums of dX."""
+    """`(partial0, ..., skip, saved, panel, transposed)`: one block of a stage's gradient from the partial sums of dX.
+
+    `skip` has the gradient that reaches the stage's output through additions, if any.
+    """
     name = f"reduce_{stage.index}_{sources}_partials_b{partial_width}_w{panel_width}" + "_back" * back
-    parameters = "".join(f"ptr %partial{n}, " for n in range(sources)) + "ptr %saved, ptr %panel, ptr %transposed"
+    parameters = "".join(f"ptr %partial{n}, " for n in range(sources))
+    parameters += "ptr %skip, ptr %saved, ptr %panel, ptr %transposed"
 
     def make(f: Function) -> None:
         columns = []
@@ -63,6 +67,8 @@ def reduce_block(
                 total = f.fadd(total, f.vload(f[f"partial{n}"], unit * partial_width, "partial"))
             columns.append(total)
         rows = transpose(f, columns)
+        if stage.groups[-1].tapped:
+            rows = [f.fadd(row, f.vload(f["skip"], n * panel_width, "skip")) for n, row in enumerate(rows)]
         _store_and_transpose(f, plan, stage, rows, panel_width, partial_width, back)
 
     return module.function(name, parameters, make)
@@ -97,6 +103,35 @@ def transpose_block(
                 f.store(column, f["transposed"], unit * batch_width)
 
     return module.function(name, "ptr %saved, ptr %panel, ptr %transposed", make)
+
+
+def through_group(module: Module, plan: Plan, stage: Stage, group: int, width: int) -> str:
+    """`(gradient, added, skip, before, rows)`: take a panel's gradient from the head of a group that has no norm, or whose
+    norm is done, through the group before it, in place.
+
+    An addition at the head also sends the gradient to `added`. `skip` has what reaches the group before through additions,
+    `before` its stored derivative.
+    """
+    earlier, sends = stage.groups[group - 1], plan.sends_gradient(stage, group)
+
+    def make(f: Function) -> None:
+        def row(number: Int) -> None:
+            for c in range(0, width, f.lanes):
+                place = f.add(f.mul(number, width), c)
+                g = f.vload(f["gradient"], place, "gradient")
+                if sends:
+                    first = plan.adds_first(stage, group)
+                    f.store(g if first else f.fadd(g, f.vload(f["added"], place)), f["added"], place)
+                if earlier.tapped:
+                    g = f.fadd(g, f.vload(f["skip"], place, "skip"))
+                if stage.stores_derivative(group - 1):
+                    g = f.fmul(g, f.vload(f["before"], f.add(f.mul(number, plan.pitch(stage)), c)))
+                f.store(g, f["gradient"], place)
+
+        f.loop(f["rows"], row, index="row")
+
+    parameters = "ptr %gradient, ptr %added, ptr %skip, ptr %before, i64 %rows"
+    return module.function(f"through_group_{stage.index}_{group}_w{width}", parameters, make)
 
 
 def bias_update(module: Module, plan: Plan, width: int) -> str:

@@ -53,15 +53,22 @@ class Phase:
     def output(self, stage: Stage) -> Value:
         """The buffer of a stage's final activations."""
         if not self.training:
-            return self.buffer(f"validation.{stage.index % 2}")
+            number = len(stage.groups) - 1
+            kept = stage.groups[number].tapped
+            return self.buffer(f"validation.kept.{stage.index}.{number}" if kept else f"validation.{stage.index % 2}")
         if stage.index == 0 and stage.is_plain:
             return self.input_buffer()
         return self.buffer(f"output.{stage.index}")
 
     def result(self, stage: Stage, group: int) -> Value:
-        """The buffer that a group of a stage writes: that of the next group's BatchNorm1d, or the stage's output."""
-        if self.training and group < len(stage.groups) - 1:
-            return self.buffer(f"normalised.{stage.index}.{group + 1}")
+        """The buffer that a group of a stage writes: one of its own if a later addition takes it, that of the next group's
+        norm, or the stage's output."""
+        if group < len(stage.groups) - 1:
+            if stage.groups[group].tapped:
+                return self.buffer(f"{'' if self.training else 'validation.'}kept.{stage.index}.{group}")
+            after = stage.groups[group + 1]
+            if self.training and (after.batch_norm or after.layer_norm):
+                return self.buffer(f"normalised.{stage.index}.{group + 1}")
         return self.output(stage)
 
     def prefetch(self, start: Value, rows: int, pitch: int, first: int, last: int) -> None:

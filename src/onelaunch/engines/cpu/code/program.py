@@ -36,8 +36,8 @@ def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
     if last.batch_norms:
         phases.append((f"forward_{last.index}", partial(forward.product, stage=last)))  # columns of the outputs
         phases.append(("loss", stage_gradient.loss_and_gradient))  # rows of the gradient
-        through = partial(stage_gradient.through_batch_norms, stage=last)
-        phases.append((f"batch_norms_{last.index}", through))  # columns of the gradient
+        through = partial(stage_gradient.through_groups, stage=last)
+        phases.append((f"groups_{last.index}", through))  # columns of the gradient
     else:
         phases.append((f"forward_{last.index}_loss", _forward_and_loss))  # rows of the gradient
     backward_phases: list[list[Emit]] = [[]]
@@ -45,12 +45,18 @@ def training_phases(plan: Plan) -> list[tuple[str, Emit]]:
         if plan.needs_input_gradient(stage):
             backward_phases[-1].append(partial(backward.input_gradient, stage=stage))
         backward_phases[-1].append(partial(backward.weight_update, stage=stage))
+        if stage.layer_norms:
+            backward_phases[-1].append(partial(stage_gradient.update_layer_norms, stage=stage))
         if plan.needs_input_gradient(stage):
-            if stage is not last:
-                backward_phases.append(
-                    []
-                )  # partial sums of dX; the last stage's are complete and stay in their partition
-            backward_phases[-1].append(partial(stage_gradient.reduce_gradient, stage=stages[stage.index - 1]))
+            before = stages[stage.index - 1]
+            # Partial sums of dX. Those of the last stage are complete and stay in their partition, unless it reads rows.
+            if stage is not last or before.layer_norms:
+                backward_phases.append([])
+            backward_phases[-1].append(partial(stage_gradient.reduce_gradient, stage=before))
+            if before.layer_norms:  # rows of the gradient, and sums for scale and shift
+                backward_phases.append([])
+    if stages[0].layer_norms:
+        backward_phases[-1].append(partial(stage_gradient.update_layer_norms, stage=stages[0]))
     backward_phases[-1].append(_gather_next)  # the next batch
     phases += [(f"backward_{number}", partial(_in_turn, phase)) for number, phase in enumerate(backward_phases)]
     if plan.settings.clips:

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onelaunch.engines.cpu.code import batch_norm, few_classes, gradient
+from onelaunch.engines.cpu.code import batch_norm, few_classes, gradient, layer_norm
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.loss import loss_rows
 from onelaunch.engines.cpu.code.phase import Phase
 from onelaunch.engines.cpu.code.tile import over_panels
 from onelaunch.engines.cpu.plan.plan import TALLY, Panel
-from onelaunch.engines.cpu.plan.stages import Stage
+from onelaunch.engines.cpu.plan.stages import Add, Stage
 
 
 def loss_and_gradient(phase: Phase) -> None:
@@ -38,10 +38,9 @@ def loss_and_gradient(phase: Phase) -> None:
         begin = f.intrinsic("i64", "smax.i64", stop, f.i64(first), hint="missing")
         for panel in plan.panels(stage):
             _clear_rows(phase, panel, begin, last)
-        derive = bool(stage.groups[-1].operations)
-        for batch_panel in plan.batch_panels():
-            if batch_panel.first < last and first < batch_panel.first + batch_panel.width:
-                _store_and_transpose(phase, stage, plan.panels(stage), batch_panel, (first, last), derive=derive)
+        _transpose_rows(phase, stage, (first, last), derive=bool(stage.groups[-1].operations))
+        if len(stage.groups) > 1 and not stage.batch_norms:
+            through_groups(phase, stage, (first, last))
 
 
 def _loss_addresses(phase: Phase) -> tuple[Value, Value, Value]:
@@ -146,72 +145,160 @@ def _store_and_transpose(
     over_panels(f, panels, panel)
 
 
+def _transpose_rows(phase: Phase, stage: Stage, rows: tuple[int, int], *, derive: bool) -> None:
+    """Transpose these rows of a stage's gradient."""
+    for batch_panel in phase.plan.batch_panels():
+        if batch_panel.first < rows[1] and rows[0] < batch_panel.first + batch_panel.width:
+            _store_and_transpose(phase, stage, phase.plan.panels(stage), batch_panel, rows, derive=derive)
+
+
 def reduce_gradient(phase: Phase, stage: Stage) -> None:
-    """Add the partial sums of dX for this partition's columns and take them through the stage, back to its product."""
+    """Add the partial sums of dX for this partition's columns (its rows, for a stage with a LayerNorm) and take them through
+    the stage, back to its product."""
     f, plan = phase.f, phase.plan
-    panels = plan.owned_panels(stage, phase.partition)
-    if not panels:
+    by_rows = bool(stage.layer_norms)
+    panels = plan.panels(stage) if by_rows else plan.owned_panels(stage, phase.partition)
+    rows = plan.owned_rows(phase.partition, plan.rows) if by_rows else (0, plan.rows)
+    if not panels or rows[0] == rows[1]:
         return
     parity = (stage.index + 1) % 2
     sources = plan.gradient_sources(stage)
     partials = [phase.buffer(f"partial.{parity}.{partition}") for partition in sources]
     first, last = panels[0].first, panels[-1].first + panels[-1].width
     for partition, partial in zip(sources, partials, strict=True):
-        if partition != phase.partition and plan.stages[stage.index + 1] is not plan.last:
+        if partition != phase.partition and plan.stages[stage.index + 1] is not plan.last and not by_rows:
             for start, width in plan.batch_panels():
-                rows = f.at(partial, start * plan.padded(stage) + first * width)
-                phase.prefetch(rows, last - first, width, 0, width)
+                lines = f.at(partial, start * plan.padded(stage) + first * width)
+                phase.prefetch(lines, last - first, width, 0, width)
     saved = phase.output(stage) if stage.index == 0 else phase.buffer(_saved(stage))
     target = phase.buffer(f"gradient.panels.{stage.index}")
     transposed = phase.buffer(f"gradient.transposed.{stage.index}")
-    back = not stage.batch_norms and stage.index > 0 and plan.needs_input_gradient(stage)
+    back = len(stage.groups) == 1 and stage.index > 0 and plan.needs_input_gradient(stage)
+    skip = _skip(phase, stage, len(stage.groups) - 1) or target
 
     def panel(column: Int, width: int) -> None:
-        def batch_panel(row: Int, batch_width: int) -> None:
+        def batch_panel(row: Int, batch_width: int, blocks: Sequence[int] | None = None) -> None:
             kernel = gradient.reduce_block(
                 phase.module, plan, stage, sources=len(partials), partial_width=batch_width, panel_width=width, back=back
             )  # fmt: skip
-            for block in range(0, batch_width, f.lanes):
+            for block in blocks or range(0, batch_width, f.lanes):
                 for half in range(0, width, f.lanes):
                     unit = f.add(column, half, "unit")
                     position = f.add(f.mul(row, plan.padded(stage)), f.add(f.mul(unit, batch_width), block))
                     first = f.add(row, block)
-                    inside = f.add(f.mul(first, width), half)
+                    inside = f.add(f.mul(column, plan.rows), f.add(f.mul(first, width), half))
                     f.call(
                         kernel,
                         *(f.at(partial, position, hint="partial") for partial in partials),
+                        f.at(skip, inside, hint="skip"),
                         f.at(saved, f.add(f.mul(first, plan.pitch(stage)), unit), hint="saved"),
-                        f.at(target, f.add(f.mul(column, plan.rows), inside), hint="panel"),
+                        f.at(target, inside, hint="panel"),
                         f.at(transposed, position, hint="transposed"),
                     )
 
-        over_panels(f, plan.batch_panels(), batch_panel)
+        owned = [p for p in plan.batch_panels() if rows[0] <= p.first and p.first + p.width <= rows[1]]
+        over_panels(f, owned, batch_panel)
+        for start, width_ in plan.batch_panels():  # a panel of two blocks may belong to two partitions
+            blocks = [b for b in range(0, width_, f.lanes) if rows[0] <= start + b < rows[1]]
+            if blocks and Panel(start, width_) not in owned:
+                batch_panel(start, width_, blocks)
 
     over_panels(f, panels, panel)
-    through_batch_norms(phase, stage)
+    through_groups(phase, stage, rows)
 
 
-def through_batch_norms(phase: Phase, stage: Stage) -> None:
-    """Take the gradient of this partition's columns through the stage's BatchNorm1ds, last to first, and transpose it."""
+def _skip(phase: Phase, stage: Stage, number: int) -> Value | None:
+    """The gradient that reaches a group's output through additions; None if it has none, or needs none."""
+    if not (stage.groups[number].tapped and stage.needs_gradient(number)):
+        return None
+    return phase.buffer(phase.plan.skip_buffer(stage, number))
+
+
+def through_groups(phase: Phase, stage: Stage, rows: tuple[int, int] | None = None) -> None:
+    """Take the gradient of this partition's columns through the stage's groups, last to first, and transpose it.
+
+    With a LayerNorm, or after the loss, the partition has whole rows instead: those from rows[0] to rows[1].
+    """
     f, plan = phase.f, phase.plan
-    panels = plan.owned_panels(stage, phase.partition)
-    if not stage.batch_norms or not panels:
+    whole = bool(stage.layer_norms) or (stage is plan.last and not stage.batch_norms)
+    panels = plan.panels(stage) if whole else plan.owned_panels(stage, phase.partition)
+    first, last = rows or (0, plan.rows)
+    if len(stage.groups) == 1 or not panels:
         return
+    base = phase.buffer(f"gradient.panels.{stage.index}")
+    stop = f.minimum(phase.rows, last)
+    for number in reversed(range(1, len(stage.groups))):
+        group = stage.groups[number]
+        if not group.trains and not stage.needs_gradient(number - 1):
+            break
+        skip = _skip(phase, stage, number - 1) or base
+        derivative = base
+        if stage.stores_derivative(number - 1):
+            derivative = phase.buffer(f"derivative.{stage.index}.{number - 1}")
+        if group.layer_norm:
+            kernel = layer_norm.backward(phase.module, plan, stage, number)
+            names = ("normalised", "row_deviation", "scale")
+            normal, deviation, scale = (phase.buffer(f"{name}.{stage.index}.{number}") for name in names)
+            sums = phase.buffer(f"norm_sums.{stage.index}.{number}.{phase.partition}")
+            f.call(kernel, base, skip, normal, derivative, deviation, scale, sums, first, stop)
+            continue
+        _through_head(phase, stage, number, panels, (first, last), skip, derivative)
+    if stage.index and plan.needs_input_gradient(stage):
+        for batch_panel in plan.batch_panels():
+            if batch_panel.first < last and first < batch_panel.first + batch_panel.width:
+                _store_and_transpose(phase, stage, panels, batch_panel, (first, last), derive=False)
+
+
+def _through_head(
+    phase: Phase,
+    stage: Stage,
+    number: int,
+    panels: Sequence[Panel],
+    rows: tuple[int, int],
+    skip: Value,
+    derivative: Value,
+) -> None:
+    """Take the gradient through a BatchNorm1d or an addition, and through the group before it."""
+    f, plan = phase.f, phase.plan
+    group, tapped = stage.groups[number], stage.groups[number - 1].tapped
+    sends = plan.sends_gradient(stage, number)
+    base = added = phase.buffer(f"gradient.panels.{stage.index}")
+    if sends:
+        assert isinstance(group.head, Add)
+        added = phase.buffer(plan.skip_buffer(plan.stages[group.head.stage], group.head.group))
 
     def panel(column: Int, width: int) -> None:
-        start = f.at(phase.buffer(f"gradient.panels.{stage.index}"), f.mul(column, plan.rows), hint="panel")
-        for number in reversed(stage.batch_norms):
+        start = f.mul(column, plan.rows)
+        before = f.at(derivative, column, hint="before")
+        if group.batch_norm:
             kernel = batch_norm.backward(phase.module, plan, stage, number, width)
             normal = f.at(phase.buffer(f"normalised.{stage.index}.{number}"), column, hint="normal")
-            before = normal
-            if stage.stores_derivative(number - 1):
-                before = f.at(phase.buffer(f"derivative.{stage.index}.{number - 1}"), column, hint="before")
             vectors = [
                 f.at(phase.buffer(f"{name}.{stage.index}.{number}"), column) for name in ("deviation", "scale", "shift")
             ]
-            f.call(kernel, start, normal, before, *vectors, phase.rows, phase.scalars, phase.hyper)
+            f.call(kernel, f.at(base, start), normal, before, *vectors, phase.rows, phase.scalars, phase.hyper)
+        if sends or tapped or (stage.stores_derivative(number - 1) and not group.batch_norm):
+            through = gradient.through_group(phase.module, plan, stage, number, width)
+            place = f.add(start, rows[0] * width)
+            pointers = [f.at(buffer, place) for buffer in (base, added, skip)]
+            f.call(through, *pointers, f.at(before, rows[0] * plan.pitch(stage)), rows[1] - rows[0])
 
     over_panels(f, panels, panel)
-    if stage.index and plan.needs_input_gradient(stage):
-        for batch_panel in plan.batch_panels():
-            _store_and_transpose(phase, stage, panels, batch_panel, (0, plan.rows), derive=False)
+
+
+def update_layer_norms(phase: Phase, stage: Stage) -> None:
+    """Update scale and shift of the stage's LayerNorms, on this partition's columns, from the sums of all partitions."""
+    f, plan = phase.f, phase.plan
+    rows = [plan.owned_rows(partition, plan.batch) for partition in range(plan.partitions)]
+    sources = [partition for partition, (first, last) in enumerate(rows) if first < last]
+    for number in stage.layer_norms:
+        if not stage.groups[number].trains:
+            continue
+
+        def panel(column: Int, width: int, number: int = number) -> None:
+            kernel = layer_norm.update(phase.module, plan, stage, number, width, len(sources))
+            names = [f"norm_sums.{stage.index}.{number}.{partition}" for partition in sources]
+            names += [f"{name}.{stage.index}.{number}" for name in ("scale", "shift")]
+            f.call(kernel, *(f.at(phase.buffer(name), column) for name in names), phase.scalars, phase.hyper)
+
+        over_panels(f, plan.owned_panels(stage, phase.partition), panel)

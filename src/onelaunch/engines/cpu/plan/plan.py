@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from onelaunch.engines.cpu.plan.settings import Settings
-from onelaunch.engines.cpu.plan.stages import Stage, stages_of
+from onelaunch.engines.cpu.plan.stages import Add, Stage, stages_of
 from onelaunch.engines.cpu.plan.target import Target
 from onelaunch.integers import ceil_div, round_up
 from onelaunch.optimizers import CONSTANTS, OPTIMIZERS
-from onelaunch.run.network import Activation, tensor_name
+from onelaunch.run.network import Activation, BatchNorm, LayerNorm, tensor_name
 
 CACHE_LINE = 64
 MAX_CALL_STEPS = 4096  # steps per native call: the length of the loss and scalar buffers
@@ -137,7 +137,12 @@ class Plan:
         return alone and not self.settings.clips  # whose update is split in another way
 
     def forward_by_rows(self, stage: Stage, *, statistics: bool = True) -> bool:
-        """Whether a stage's forward is split by batch rows; otherwise by columns. Batch statistics need whole columns."""
+        """Whether a stage's forward is split by batch rows; otherwise by columns.
+
+        Batch statistics need whole columns, and a LayerNorm needs whole rows.
+        """
+        if stage.layer_norms:
+            return True
         if stage.batch_norms and statistics:
             return False
         panels = len(self.panels(stage))
@@ -146,7 +151,40 @@ class Plan:
     def needs_input_gradient(self, stage: Stage) -> bool:
         """Whether the gradient with respect to the input of this stage's Linear is used."""
         before = self.stages[stage.index - 1]
-        return stage.index > 1 or any(group.batch_norm and group.batch_norm.affine for group in before.groups)
+        return before.needs_gradient(len(before.groups) - 1)
+
+    def skip_buffer(self, stage: Stage, number: int) -> str:
+        """The buffer of the gradient that reaches a tapped group's output through additions, in panels.
+
+        Where a single addition directly follows the product of its stage, that stage's own gradient stays as it is.
+        """
+        adding = self._additions(stage.index, number)
+        if len(adding) == 1 and adding[0][1] == 1 and adding[0][0] > stage.index:
+            first = self.stages[adding[0][0]].groups[0]
+            if not first.operations and not first.tapped:
+                return f"gradient.panels.{adding[0][0]}"
+        return f"skip.{stage.index}.{number}"
+
+    def sends_gradient(self, stage: Stage, number: int) -> bool:
+        """Whether the backward pass copies the gradient of this group's addition to its source."""
+        head = stage.groups[number].head
+        if not isinstance(head, Add):
+            return False
+        source = self.stages[head.stage]
+        return source.needs_gradient(head.group) and self.skip_buffer(source, head.group).startswith("skip")
+
+    def adds_first(self, stage: Stage, number: int) -> bool:
+        """Whether the addition at the head of this group is the first that the backward pass meets of those of its source."""
+        head = stage.groups[number].head
+        assert isinstance(head, Add)
+        return self._additions(head.stage, head.group)[-1] == (stage.index, number)
+
+    def _additions(self, stage: int, group: int) -> list[tuple[int, int]]:
+        """(stage, group) of every addition of a group's output, in the order of the forward pass."""
+        return [
+            (other.index, number) for other in self.stages for number, one in enumerate(other.groups)
+            if one.head == Add(stage, group)
+        ]  # fmt: skip
 
     def gradient_sources(self, stage: Stage) -> list[int]:
         """The partitions whose partial dX sum up to the gradient of this stage's output."""
@@ -182,7 +220,7 @@ class Plan:
         for stage in self.stages:
             for number in stage.batch_norms:
                 names = (("running_mean", "mean"), ("running_var", "variance"))
-                end = self._place_batch_norm(stage, number, names, end, trained=False)
+                end = self._place_norm(stage, number, names, end, trained=False)
                 end = self._place(f"batches.{stage.index}.{number}", 8, end)
                 end = self._place(f"deviation.{stage.index}.{number}", 4 * self.padded(stage), end)
         # Training and validation never overlap in time, so they partition their scratch memory.
@@ -201,23 +239,27 @@ class Plan:
                 if linear.bias:
                     name = tensor_name(linear.path, "bias")
                     self.parameters.append(Parameter(name, f"bias.{stage.index}", 0, linear.outputs, True))
-            for number in stage.batch_norms:
-                end = self._place_batch_norm(stage, number, (("weight", "scale"), ("bias", "shift")), end, trained=True)
+            for number in (*stage.batch_norms, *stage.layer_norms):
+                end = self._place_norm(stage, number, (("weight", "scale"), ("bias", "shift")), end, trained=True)
         self.state_stride = round_up(end - start, 4096)
         copies = 1 + len(self.state_names) + self.settings.clips
         self.buffers["parameters"] = Buffer("parameters", start, self.state_stride * copies)
         return start + self.state_stride * copies
 
-    def _place_batch_norm(
+    def _place_norm(
         self, stage: Stage, number: int, names: tuple[tuple[str, str], ...], end: int, *, trained: bool
     ) -> int:
-        """Vectors of a BatchNorm1d, as (name in the module, buffer). A module need not have them; the buffers always exist."""
-        layer = stage.groups[number].batch_norm
-        assert layer is not None
+        """Vectors of a norm, as (name in the module, buffer). A module need not have them; the buffers always exist."""
+        layer = stage.groups[number].head
+        assert isinstance(layer, BatchNorm | LayerNorm)
         for kind, vector in names:
             buffer = f"{vector}.{stage.index}.{number}"
             end = self._place(buffer, 4 * self.padded(stage), end)
-            if layer.affine if trained else layer.tracks:
+            if isinstance(layer, LayerNorm):
+                exists = layer.scale if vector == "scale" else layer.shift
+            else:
+                exists = layer.affine if trained else layer.tracks
+            if exists:
                 self.parameters.append(Parameter(tensor_name(layer.path, kind), buffer, 0, stage.width, trained))
         return end
 
@@ -240,15 +282,25 @@ class Plan:
             if stage.index or not stage.is_plain:
                 end = self._place(f"output.{stage.index}", activations, end)
             for number, group in enumerate(stage.groups):
-                if group.batch_norm:
+                if group.batch_norm or group.layer_norm:
                     end = self._place(f"normalised.{stage.index}.{number}", activations, end)
+                if group.layer_norm:
+                    end = self._place(f"row_deviation.{stage.index}.{number}", 4 * self.rows, end)
+                    for partition in range(self.partitions):
+                        end = self._place(f"norm_sums.{stage.index}.{number}.{partition}", 8 * self.padded(stage), end)
+                if group.tapped:
+                    if number < len(stage.groups) - 1:
+                        end = self._place(f"kept.{stage.index}.{number}", activations, end)
+                    skip = self.skip_buffer(stage, number)
+                    if skip.startswith("skip") and stage.needs_gradient(number):
+                        end = self._place(skip, 4 * self.rows * self.padded(stage), end)
                 if stage.stores_derivative(number):
                     end = self._place(f"derivative.{stage.index}.{number}", activations, end)
                 for dropout in group.dropouts:
                     for partition in range(self.partitions):
                         size = 2 * self.drawn_bits(stage, partition)
                         end = self._place(f"bits.{dropout.layer}.{partition}", size, end)
-            if stage.index or stage.batch_norms:
+            if stage.needs_gradient(len(stage.groups) - 1):
                 gradient = 4 * self.rows * self.padded(stage)
                 end = self._place(f"gradient.panels.{stage.index}", gradient, end)
                 end = self._place(f"gradient.transposed.{stage.index}", gradient, end)
@@ -264,11 +316,15 @@ class Plan:
         rows, widest = self.settings.validation_batch, max(self.pitch(stage) for stage in self.stages)
         for parity in range(2):
             end = self._place(f"validation.{parity}", 4 * rows * widest, end)
+        for stage in self.stages:
+            for number, group in enumerate(stage.groups):
+                if group.tapped:
+                    end = self._place(f"validation.kept.{stage.index}.{number}", 4 * rows * self.pitch(stage), end)
         return self._place("validation.sums", 4 * round_up(rows, self.lanes), end)
 
     def bits_region(self, stage: Stage, partition: int) -> tuple[int, int, int, int]:
         """(first row, rows, first column, columns) whose dropout bits a partition draws: the part whose forward it computes."""
-        if stage.index and self.forward_by_rows(stage):
+        if stage.layer_norms or (stage.index and self.forward_by_rows(stage)):
             first, last = self.owned_rows(partition, self.batch)
             return first, last - first, 0, self.padded(stage)
         owned = self.owned_panels(stage, partition)
@@ -292,7 +348,9 @@ class Plan:
             what = "input" if stage.linear is None else f"linear {stage.linear.inputs} -> {stage.width}"
             steps = []
             for group in stage.groups:
-                steps += ["batch norm"] if group.batch_norm else []
+                head = group.head
+                steps += ["batch norm"] if group.batch_norm else ["layer norm"] if group.layer_norm else []
+                steps += [f"plus stage {head.stage}"] if isinstance(head, Add) else []
                 steps += [op.name if isinstance(op, Activation) else f"dropout {op.p:g}" for op in group.operations]
             how = ""
             if stage.linear:
