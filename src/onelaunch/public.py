@@ -13,7 +13,7 @@ from onelaunch.errors import (
 from onelaunch.fuse import Explanation, explain, fuse, train_step
 from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
 from onelaunch.rng import permutation
-from onelaunch.train import CsvLogger, EarlyStopping, History, TensorBoardLogger, fit, predict
+from onelaunch.train import CsvLogger, EarlyStopping, History, TensorBoardLogger, fit, lr_find, predict
 from onelaunch.version import VERSION as __version__
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "fuse",
     "linear",
     "linear_cross_entropy",
+    "lr_find",
     "nn",
     "permutation",
     "predict",

@@ -4,6 +4,7 @@ from onelaunch.run.early_stopping import EarlyStopping
 from onelaunch.train.callbacks import CsvLogger, TensorBoardLogger
 from onelaunch.train.fit import fit
 from onelaunch.train.history import History
+from onelaunch.train.lr_find import LrRange, lr_find
 from onelaunch.train.predict import predict
 
-__all__ = ["CsvLogger", "EarlyStopping", "History", "TensorBoardLogger", "fit", "predict"]
+__all__ = ["CsvLogger", "EarlyStopping", "History", "LrRange", "TensorBoardLogger", "fit", "lr_find", "predict"]

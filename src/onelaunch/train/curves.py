@@ -14,6 +14,7 @@ from onelaunch.integers import ceil_div
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg", "pdf")
 MAX_POINTS = 4000  # more than a figure has pixels; longer runs are drawn as means of equal stretches
@@ -22,17 +23,28 @@ Epochs = list[dict[str, Any]]  # as in `History.epochs`
 
 def draw(losses: list[float], epochs: Epochs, title: str, path: Path) -> Path:
     """Write the figure to `path`, whose suffix (.png, .svg or .pdf) selects the format, and return `path`."""
+    has_accuracy = any(epoch["accuracy"] is not None for epoch in epochs)
+    figure, axes = new_axes(title, columns=2 if has_accuracy else 1)
+    _draw_loss(axes, losses, epochs)
+    if has_accuracy:
+        _draw_accuracy(figure.add_subplot(1, 2, 2), epochs)
+    return save_figure(figure, path)
+
+
+def new_axes(title: str, columns: int = 1) -> tuple[Figure, Axes]:
+    """A figure with room for `columns` axes, and the first of them."""
     from matplotlib.figure import Figure  # no pyplot: no backend, no global state, safe in threads
 
+    figure = Figure(figsize=(10 if columns == 2 else 6, 4), layout="constrained", dpi=150)
+    figure.suptitle(title, fontsize=10)
+    return figure, figure.add_subplot(1, columns, 1)
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write the figure to `path` and return it; raises OnelaunchError for another suffix than .png, .svg or .pdf."""
     kind = path.suffix.removeprefix(".").lower()
     if kind not in FORMATS:
         raise OnelaunchError(f"path={str(path)!r} must end in .png, .svg or .pdf")
-    has_accuracy = any(epoch["accuracy"] is not None for epoch in epochs)
-    figure = Figure(figsize=(10 if has_accuracy else 6, 4), layout="constrained", dpi=150)
-    _draw_loss(figure.add_subplot(1, 2 if has_accuracy else 1, 1), losses, epochs)
-    if has_accuracy:
-        _draw_accuracy(figure.add_subplot(1, 2, 2), epochs)
-    figure.suptitle(title, fontsize=10)
     image = io.BytesIO()
     figure.savefig(image, format=kind)
     try:

@@ -1,11 +1,13 @@
-"""The progress bar of a run: loss, accuracy, samples per second, time left. Without a terminal there is none."""
+"""The progress of a run: on a terminal a bar with loss, accuracy, samples per second and time left, elsewhere one line per
+epoch."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
 
 from onelaunch.run.objective import predictions_per_row
 from onelaunch.run.spec import Spec
@@ -27,6 +29,26 @@ class Progress:
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Show the record of an epoch that has ended."""
+
+
+class LineProgress(Progress):
+    """One line per epoch, for a log file or a pipe."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    @contextmanager
+    def running(self, spec: Spec, history: History, outputs: int) -> Iterator[None]:
+        self._epochs = spec.epoch_of(spec.total_steps - 1) + 1
+        yield
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        with suppress(OSError, ValueError):  # the reader of a pipe is gone, or the stream is closed; the run goes on
+            print(_line(record, self._epochs), file=self._out, flush=True)
+
+
+def _line(record: dict[str, Any], epochs: int) -> str:
+    return f"epoch {record['epoch'] + 1}/{epochs}  {summary(record)}  {record['seconds']:.2f} s"
 
 
 class TerminalProgress(Progress):
@@ -68,12 +90,11 @@ class TerminalProgress(Progress):
     def epoch(self, record: dict[str, Any]) -> None:
         self._first = record["step"]
         self.update(record["step"], record["loss"], None)
-        text = f"epoch {record['epoch'] + 1}/{self._epochs}  {summary(record)}  [dim]{record['seconds']:.2f} s[/dim]"
-        self._bar.console.print(text, highlight=False)
+        self._bar.console.print(_line(record, self._epochs), highlight=False, markup=False)
 
 
 def make_progress(enabled: bool) -> Progress:
-    """The bar if `enabled` and if there is a terminal or a notebook, else one that shows nothing."""
+    """Nothing unless `enabled`; the bar on a terminal or in a notebook, else lines, both on standard error."""
     if not enabled:
         return Progress()
     from rich.console import Console
@@ -82,7 +103,7 @@ def make_progress(enabled: bool) -> Progress:
 
     console = Console(stderr=True)
     if not console.is_terminal and not console.is_jupyter:
-        return Progress()
+        return LineProgress(sys.stderr)
     fields = [TextColumn(f"{{task.fields[{name}]}}") for name in ("loss", "accuracy", "rate")]
     columns = (TextColumn("{task.description}"), BarColumn(), *fields, TimeRemainingColumn())
     return TerminalProgress(RichProgress(*columns, console=console, transient=True))
