@@ -38,6 +38,7 @@ FEISTEL_MULTIPLIERS = (0x85EBCA6B, 0xC2B2AE35)
 PERMUTATION_STREAM = MASK32  # the last counter word of the row order; dropout layers count up from 0
 UNITS_PER_CALL = 8
 MAX_TABLE_BITS = 12
+PIECE = 2**18  # entries of a row order that are computed at once
 
 Word = torch.Tensor | int
 
@@ -108,15 +109,53 @@ def permutation(n: int, seed: int, epoch: int, *, device: torch.device | str | N
     """
     n, epoch = _whole_number("n", n, 2**62), _whole_number("epoch", epoch, 2**62)
     keys, bits = permutation_keys(check_seed(seed), epoch), permutation_bits(n)
-    small = bits <= MAX_TABLE_BITS  # then the whole network is a table, and each further pass is one look-up
-    table = _feistel(torch.arange(1 << bits if small else n, dtype=torch.int64, device=device), keys, bits)
-    order = table[:n].clone() if small else table
+    if bits > MAX_TABLE_BITS:
+        order = torch.empty(n, dtype=torch.int64, device=device)
+        for first in range(0, n, PIECE):  # the temporaries of a piece are small, and a CPU keeps them in its cache
+            _walk(first, order[first : first + PIECE], n, keys, bits)
+        return order
+    # The whole network is a table, and each further pass is one look-up.
+    table = _feistel(torch.arange(1 << bits, dtype=torch.int64, device=device), keys, bits)
+    order = table[:n].clone()
     outside = torch.nonzero(order >= n).flatten()
     while outside.numel():
-        walked = table[order[outside]] if small else _feistel(order[outside], keys, bits)
-        order[outside] = walked
+        order[outside] = walked = table[order[outside]]
         outside = outside[walked >= n]
     return order
+
+
+def _walk(first: int, out: torch.Tensor, n: int, keys: list[int], bits: int) -> None:
+    """Fill `out` with the entries of a permutation of n rows from entry `first` on."""
+    if out.device.type == "cpu" and bits <= 32:  # NumPy: 32-bit words, and no thread that a busy machine would wait for
+        words = _feistel_32(np.arange(first, first + len(out), dtype=np.uint32), keys, bits)
+        outside = np.flatnonzero(words >= n)
+        while len(outside):
+            words[outside] = walked = _feistel_32(words[outside], keys, bits)
+            outside = outside[walked >= n]
+        out.numpy()[:] = words
+        return
+    out.copy_(_feistel(torch.arange(first, first + len(out), dtype=torch.int64, device=out.device), keys, bits))
+    left = torch.nonzero(out >= n).flatten()
+    while left.numel():
+        out[left] = further = _feistel(out[left], keys, bits)
+        left = left[further >= n]
+
+
+def _feistel_32(index: np.ndarray[Any, Any], keys: list[int], bits: int) -> np.ndarray[Any, Any]:
+    """`_feistel` of uint32, whose products wrap by themselves."""
+    left_bits, right_bits = bits // 2, bits - bits // 2
+    left, right = index >> np.uint32(right_bits), index & np.uint32((1 << right_bits) - 1)
+    for key in keys:
+        mixed = right ^ np.uint32(key)
+        mixed *= np.uint32(FEISTEL_MULTIPLIERS[0])
+        mixed ^= mixed >> np.uint32(13)
+        mixed *= np.uint32(FEISTEL_MULTIPLIERS[1])
+        mixed ^= mixed >> np.uint32(16)
+        mixed &= np.uint32((1 << left_bits) - 1)
+        mixed ^= left
+        left, right = right, mixed
+        left_bits, right_bits = right_bits, left_bits
+    return (left << np.uint32(right_bits)) | right
 
 
 def signed_seed(seed: int) -> int:

@@ -44,6 +44,9 @@ class Metrics:
 class Run:
     """A checked training request. `x` and `y` are on the model's device.
 
+    `train_rows`: where x is too large to copy, the numbers of its `spec.rows` training rows (the others are held out); row i of
+    the run is then row `train_rows[i]` of x, y and weights. None: all rows of x are training rows.
+
     x: uint8 (meaning value / 255) or floating point; any integers for a model that is not an MLP.
     y: int64 classes `[rows]` for cross_entropy, else floats of the output's shape.
     weights: float32 `[rows]`, the weight of each training row in its batch's mean loss; None where all count the same.
@@ -58,6 +61,7 @@ class Run:
     validation: tuple[torch.Tensor, torch.Tensor] | None
     outputs: int  # values per row of the model's output
     weights: torch.Tensor | None = None
+    train_rows: torch.Tensor | None = None  # int64 `[spec.rows]`
     more_x: tuple[torch.Tensor, ...] = ()  # further inputs of the model, for a model with several
     more_validation_x: tuple[torch.Tensor, ...] = ()
     classes: tuple[str, ...] | None = None  # their names by number, if the user passed names

@@ -162,7 +162,8 @@ def set_aside(path: Path) -> None:
 
 def fingerprint(run: Run) -> str:
     """Shape and checksum of the run's data: of all rows, or of 1,024 evenly spaced ones if the data is very large."""
-    rows = torch.linspace(0, run.spec.rows - 1, min(SAMPLED_ROWS, run.spec.rows), dtype=torch.float64).long()
+    count = len(run.x)
+    rows = torch.linspace(0, count - 1, min(SAMPLED_ROWS, count), dtype=torch.float64).long()
     checksum = 0
     weights = () if run.weights is None else (run.weights,)
     for tensor in (run.x, run.y, *run.more_x, *weights):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.rng import permutation
 
+PIECE = 2**18  # rows that are looked at at once, so that millions of them need little memory
 HOLD_OUT_EPOCH = 2**61  # the permutation of an epoch that no run reaches; also that of `onelaunch.data.split`
 
 
@@ -25,20 +28,33 @@ def hold_out(rows: int, fraction: float, seed: int, classes: torch.Tensor | None
         )
     count = min(max(round(rows * fraction), 1), rows - 1)
     order = permutation(rows, seed, HOLD_OUT_EPOCH).numpy()
-    if classes is None:
-        chosen = order[:count]
-    else:
-        labels = classes.cpu().numpy()[order]
-        sizes = np.bincount(labels)
-        exact = sizes * (count / rows)
-        quota = np.floor(exact).astype(np.int64)
-        # The classes with the largest remainders give one row more; ties go to the lower class.
-        more = np.argsort(quota - exact, kind="stable")[: count - quota.sum()]
-        quota[more] += 1
-        by_class = np.argsort(labels, kind="stable")  # within a class, in the order of the permutation
-        position = np.empty(rows, np.int64)  # of each row within its class
-        position[by_class] = np.arange(rows) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        chosen = order[position < quota[labels]]
     held = np.zeros(rows, bool)
-    held[chosen] = True
+    if classes is None:
+        held[order[:count]] = True
+    else:
+        labels = classes.cpu().numpy()
+        quota = _quotas(np.bincount(labels), count)
+        labels = labels.astype(np.uint16) if len(quota) <= 2**16 else labels  # NumPy sorts these by their digits
+        for first in range(0, rows, PIECE):
+            piece = order[first : first + PIECE]
+            held[piece] = _first_of_each(labels[piece], quota)
     return torch.from_numpy(np.flatnonzero(~held)), torch.from_numpy(np.flatnonzero(held))
+
+
+def _quotas(sizes: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """The rows of each class to hold out, `count` in all: its share, and one more for the largest remainders."""
+    exact = sizes * (count / sizes.sum())
+    quotas = np.floor(exact).astype(np.int64)
+    quotas[np.argsort(quotas - exact, kind="stable")[: count - quotas.sum()]] += 1
+    return quotas
+
+
+def _first_of_each(labels: np.ndarray[Any, Any], quota: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Whether each of these rows is among the first `quota` of its class. Takes them off the quota."""
+    by_class = np.argsort(labels, kind="stable")
+    sizes = np.bincount(labels, minlength=len(quota))
+    position = np.empty(len(labels), np.int64)  # of each row within its class
+    position[by_class] = np.arange(len(labels)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    chosen = position < quota[labels]
+    quota -= np.minimum(quota, sizes)
+    return chosen

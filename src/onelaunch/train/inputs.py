@@ -22,7 +22,8 @@ from onelaunch.train.hold_out import hold_out
 from onelaunch.train.labels import Names, encode, targets_of
 from onelaunch.train.row_weights import row_weights_of
 
-CHECKED_VALUES = 2**20  # values per piece of the check for NaN
+MAX_COPIED_BYTES = 2**26  # of x: from a smaller one, the rows that are not held out are copied
+CHECKED_VALUES = 2**24  # values per piece of the check for NaN
 
 
 def make_run(
@@ -46,13 +47,17 @@ def make_run(
     output = _output_shape(model, network, x[:2].to(device), spec, dtype)
     y = targets_of("y", y, spec, output, dtype, names)
     weight = None if sample_weight is None else to_tensor("sample_weight", sample_weight)
+    train_rows: torch.Tensor | None = None
     if isinstance(validation, float | np.floating):
         if weight is not None and len(weight) != len(x):
             raise OnelaunchError(f"sample_weight has {len(weight)} entries, x {len(x)} rows: pass one weight per row")
         train, held = hold_out(len(x), float(validation), spec.seed, y if spec.loss == "cross_entropy" else None)
         validation = (x[held].to(device), y[held].to(device))
-        x, y, weight = x[train], y[train], None if weight is None else weight[train]
-        spec = dataclasses.replace(spec, rows=len(x))
+        spec = dataclasses.replace(spec, rows=len(train))
+        if device.type == "cpu" and x.nbytes > MAX_COPIED_BYTES:
+            train_rows = train  # x stays where it is
+        else:
+            x, y, weight = x[train], y[train], None if weight is None else weight[train]
     elif validation is not None:
         validation = _validation(validation, x, spec, network, output, dtype, names)
         validation = tuple(tensor.to(device) for tensor in validation)
@@ -61,9 +66,9 @@ def make_run(
         raise OnelaunchError(f"{what} needs validation rows: pass validation=0.1, or validation=(x, y)")
     x, y = x.to(device), y.to(device)
     outputs = int(np.prod(output))
-    weights = row_weights_of(spec, y, outputs, names, weight)
+    weights = row_weights_of(spec, y, outputs, names, weight, train_rows)
     _check_batch_norm(network, spec)
-    return Run(spec, model, network, no_network_reason, x, y, validation, outputs, weights, classes=names)
+    return Run(spec, model, network, no_network_reason, x, y, validation, outputs, weights, train_rows, classes=names)
 
 
 def _network(model: nn.Module, x: torch.Tensor, spec: Spec) -> tuple[Network | None, str]:
@@ -125,7 +130,7 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
 
 
 def first_row_not_finite(x: torch.Tensor) -> int | None:
-    """The first row with NaN or an infinity, or None. Reads x once, in pieces that a cache holds, and allocates little."""
+    """The first row with NaN or an infinity, or None. Reads x once, in pieces, and allocates little."""
     values = max(1, x[0].numel()) if len(x) else 1
     for first in range(0, len(x), rows := max(1, CHECKED_VALUES // values)):
         part = x[first : first + rows]

@@ -12,15 +12,16 @@ from onelaunch.train.labels import Names
 
 
 def row_weights_of(
-    spec: Spec, y: torch.Tensor, outputs: int, names: Names | None, sample_weight: torch.Tensor | None
-) -> torch.Tensor | None:
-    """float32 `[rows]` on y's device: the class's weight times the sample's; None if neither is given.
+    spec: Spec, y: torch.Tensor, outputs: int, names: Names | None, sample_weight: torch.Tensor | None,
+    train_rows: torch.Tensor | None,
+) -> torch.Tensor | None:  # fmt: skip
+    """float32, one per row of y and on y's device: the class's weight times the sample's; None if neither is given.
 
-    y: the targets of the training rows as in Run. Raises OnelaunchError if a weight does not fit the data.
+    y, train_rows: as in Run; only training rows count for "balanced". Raises OnelaunchError if a weight does not fit the data.
     """
     weights = None if sample_weight is None else _sample_weights(sample_weight, y)
     if spec.class_weight is not None:
-        by_class = _class_weights(spec, y, outputs, names)
+        by_class = _class_weights(spec, y if train_rows is None else y[train_rows], outputs, names)
         of_rows = by_class[y.flatten().to(torch.int64)]
         weights = of_rows if weights is None else weights * of_rows
     if weights is not None and not float(weights.sum(dtype=torch.float64)) > 0:

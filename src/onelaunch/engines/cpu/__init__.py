@@ -49,8 +49,8 @@ class CpuEngine:
             return str(reason)
         if run.spec.precision not in ("auto", "fp32"):
             return f"precision={run.spec.precision!r} is not in this engine, which computes in fp32"
-        if run.spec.rows >= 2**31:
-            return f"x has {run.spec.rows} rows, this engine counts to 2**31 - 1"
+        if len(run.x) >= 2**31:
+            return f"x has {len(run.x)} rows, this engine counts to 2**31 - 1"
         return ""
 
     def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> CpuSession:

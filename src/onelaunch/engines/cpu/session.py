@@ -224,6 +224,9 @@ class CpuSession:
         spec = self.spec
         bits = permutation_bits(spec.rows)
         self._row_order(self._order_address, spec.rows, bits, signed_seed(spec.seed), epoch)
+        if self.run.train_rows is not None:
+            order = self.arena.order[: spec.rows]
+            order[:] = self.run.train_rows.numpy()[order]
 
     def _train(self, step: int, count: int) -> None:
         spec = self.spec

@@ -127,7 +127,8 @@ class EagerSession:
     def _begin_epoch(self, epoch: int) -> None:
         """Write the epoch's row order and learning rates, always to the same memory, from which a captured step reads."""
         spec = self.spec
-        self.order.copy_(permutation(spec.rows, spec.seed, epoch, device=self.run.device))
+        order = permutation(spec.rows, spec.seed, epoch, device=self.run.device)
+        self.order.copy_(order if self.run.train_rows is None else self.run.train_rows[order])
         self.losses.fill_(math.nan)
         self.correct.zero_()
         if not self._uncaptured_reason:
