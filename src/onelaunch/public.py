@@ -10,9 +10,10 @@ from onelaunch.errors import (
     OnelaunchError,
     UnsupportedError,
 )
-from onelaunch.fuse import Explanation, explain, fuse, train_step
+from onelaunch.fuse import Explanation, explain, fuse
 from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
 from onelaunch.rng import permutation
+from onelaunch.step import train_step
 from onelaunch.train import CsvLogger, EarlyStopping, History, TensorBoardLogger, fit, lr_find, predict
 from onelaunch.version import VERSION as __version__
 

@@ -20,6 +20,8 @@ from onelaunch.activations import ACTIVATIONS
 from onelaunch.integers import ceil_div
 from onelaunch.kernels import (
     activation_dropout,
+    adam,
+    argument_ring,
     batch_norm,
     batch_norm_backward,
     cross_entropy,
@@ -34,6 +36,7 @@ from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.kernels.tiles import activate, activation_gradient, activation_gradient_from_output
 
 TYPES = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
@@ -45,7 +48,7 @@ TYPES = {
 
 
 MODULES = (
-    activation_dropout, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward,
+    activation_dropout, adam, argument_ring, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward,
     cross_entropy_long, linear, relu_dropout,
 )  # fmt: skip
 
@@ -132,6 +135,15 @@ def run_launchers(dtype: torch.dtype) -> None:
                 x, x, layout, bits, statistics, weight, weight, y, sums,
                 training=training, activation="relu", p=0.5,
             )  # fmt: skip
+
+    table, chunks = torch.empty(4, adam.COLUMNS, dtype=torch.int64), torch.empty(9, 2, dtype=torch.int32)
+    for decoupled in (False, True):
+        adam.adam(
+            table, chunks, torch.empty(4, dtype=torch.float64), torch.empty(()), 9, dtype, decoupled=decoupled,
+            maximize=not decoupled,
+        )  # fmt: skip
+    argument_ring.copy_arguments(table, table[0], table, x.element_size(), 5000)
+    argument_ring.write_loss(x[0, 0], table[0])
 
     target = torch.empty(2048, dtype=torch.int64)
     loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(2048, 2)

@@ -22,7 +22,7 @@ from onelaunch.bench.peers_torch import Steps
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, timed
 from onelaunch.format import format_seconds
 from onelaunch.fuse.decide import compiled
-from onelaunch.fuse.train_step import TrainStep, train_step
+from onelaunch.step.train_step import TrainStep, train_step
 
 Make = Callable[[bool], Workload]
 Step = Callable[..., torch.Tensor]  # one training step, as `train_step` returns it

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from onelaunch.fuse.capturable_optimizer import CapturableOptimizer
+from onelaunch.step.capturable_optimizer import CapturableOptimizer
 
 CPU = torch.device("cpu")
 

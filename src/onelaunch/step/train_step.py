@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +19,14 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from onelaunch.capture import capturing
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer
-from onelaunch.fuse.capturable_optimizer import CapturableOptimizer
 from onelaunch.fuse.captured import first_line, without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.fuse.fuse import check_model
+from onelaunch.step.capturable_optimizer import CapturableOptimizer
+
+if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
+    from onelaunch.step.adam_update import AdamUpdate
+    from onelaunch.step.recorded import Recorded
 
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per shape: the first compiles, the second finds all state in place
@@ -31,22 +36,33 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
-class Recorded(NamedTuple):
-    """A recorded step: its graph, the tensors it reads, and the loss it writes."""
+class Pending:
+    """Inputs in memory of our own, for the steps before a recording and for the recording itself.
 
-    graph: torch.cuda.CUDAGraph
-    inputs: list[torch.Tensor]
-    loss: torch.Tensor
-    training: bool
+    A compiled function may depend on more than shapes, such as which arguments are the same tensor. So the recording gets the
+    very tensors that the steps before it were compiled for.
+    """
 
-    def takes(self, args: tuple[Any, ...]) -> bool:
-        """Whether these arguments differ from the recorded ones in their values alone."""
-        if len(args) != len(self.inputs):
-            return False
-        for given, static in zip(args, self.inputs, strict=True):
-            if type(given) is not torch.Tensor or given.shape != static.shape or given.dtype != static.dtype:
-                return False
-        return True
+    def __init__(self, leaves: list[Any], structure: Any, device: torch.device) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        self.leaves = [self._static(leaf, device, copies) for leaf in leaves]
+        self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        self.args, self.kwargs = tree_unflatten(self.leaves, structure)
+        self.calls = 0
+        self.loss = torch.empty(())
+
+    @staticmethod
+    def _static(leaf: Any, device: torch.device, copies: dict[int, torch.Tensor]) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    def fill(self, tensors: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for static, given in zip(self.inputs, tensors, strict=True):
+                static.copy_(given)
 
 
 def train_step(
@@ -91,10 +107,12 @@ class TrainStep:
         self._capturable = CapturableOptimizer(optimizer, self.device)
         self._recorded: dict[Any, Recorded] = {}
         self._latest: Recorded | None = None
-        self._calls: dict[Any, int] = {}
+        self._pending: dict[Any, Pending] = {}
+        self._adam: AdamUpdate | None = None
         self._recordings = 0
         self._micro_step = 0
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self.reason = self._uncapturable_reason(capture)
         if not self.reason:
             self._capturable.prepare()
@@ -107,8 +125,11 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch; its mean loss before the update, as a 0-d tensor on the model's device."""
         latest = self._latest  # for a network this small that the host's time counts, every microsecond here does
-        if latest is not None and not kwargs and self._still_fits(latest, args):
-            return self._replay(latest, args)
+        if latest is not None and latest.training is self.model.training and not kwargs:
+            ring = latest.ring
+            distinct = len({*map(id, args)}) == len(args)  # one tensor as two arguments has a recording of its own
+            if ring is not None and distinct and ring.takes(args) and self._capturable.ready():
+                return latest.replay(args)
         if (not args and (self.loss is not None or not kwargs)) or (
             self.loss is not None and len(args) + len(kwargs) < 2
         ):
@@ -122,37 +143,32 @@ class TrainStep:
         self._micro_step = 0 if update else self._micro_step + 1
         return loss
 
-    def _still_fits(self, recorded: Recorded, args: tuple[Any, ...]) -> bool:
-        unchanged = recorded.training is self.model.training and not self._capturable.settings_changed()
-        return unchanged and recorded.takes(args)
-
     def _record_or_replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         leaves, structure = tree_flatten((args, kwargs))
-        key = (update, self.model.training, structure, *map(_signature, leaves))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        first = {id(leaf): index for index, leaf in reversed(list(enumerate(tensors)))}
+        same = tuple(first[id(leaf)] for leaf in tensors)  # arguments that are one tensor are compiled as one
+        key = (update, self.model.training, structure, same, *map(_signature, leaves))
         if self._capturable.settings_changed():
             self._forget_recordings()
-        recorded = self._recorded.get(key)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if recorded is None:
-            calls = self._calls[key] = self._calls.get(key, 0) + 1
-            if self.reason or calls <= WARM_UP_STEPS:
-                self._capturable.upload_rates()
-                with self._capturable.rates_on_device():
-                    return self._run(args, kwargs, update)
-            recorded = self._record(leaves, structure, update)
-            if recorded is None:
-                return self._run(args, kwargs, update)
-            self._recorded[key] = recorded
-            if not kwargs and len(tensors) == len(args) and self.accumulate == 1:
-                self._latest = recorded
-        return self._replay(recorded, tensors)
-
-    def _replay(self, recorded: Recorded, tensors: Any) -> torch.Tensor:
-        for static, given in zip(recorded.inputs, tensors, strict=True):
-            static.copy_(given, non_blocking=True)
         self._capturable.upload_rates()
-        recorded.graph.replay()
-        return recorded.loss.clone()
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            if key not in self._pending:
+                self._pending[key] = Pending(leaves, structure, self.device)
+            pending = self._pending[key]
+            pending.fill(tensors)
+            pending.calls += 1
+            recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS and not self.reason else None
+            if recorded is None:
+                with self._capturable.rates_on_device(), self._own_stream():
+                    pending.loss = self._run(pending.args, pending.kwargs, update)
+                return pending.loss
+            self._recorded[key] = recorded
+            del self._pending[key]
+            if not kwargs and len(tensors) == len(args) == len(first) and self.accumulate == 1:
+                self._latest = recorded
+        return recorded.replay(tensors)
 
     # One step, operation by operation: what runs before a recording, instead of one, and inside it.
 
@@ -193,7 +209,9 @@ class TrainStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.parameters, self.clip_norm)
-        if self.scaler is None:
+        if self._adam is not None and torch.cuda.is_current_stream_capturing():
+            self._adam.launch()
+        elif self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
@@ -206,19 +224,41 @@ class TrainStep:
 
     # Recording.
 
-    def _record(self, leaves: list[Any], structure: Any, update: bool) -> Recorded | None:
-        """The step for inputs like `leaves`, recorded but not run; None, with `reason` set, where that is impossible."""
-        inputs = [leaf.to(self.device, copy=True) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        remaining = iter(inputs)
-        static = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(static, structure)
-        graph = torch.cuda.CUDAGraph()
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Inside, a stream of our own is current: autograd ties gradients to the stream of a warm-up step, and a recording
+        on another stream would wait for it, which CUDA forbids. It begins and ends in order with the caller's stream.
+        """
+        with torch.cuda.device(self.device):
+            self._stream = self._stream or torch.cuda.Stream()
+            callers = torch.cuda.current_stream()
+            self._stream.wait_stream(callers)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                callers.wait_stream(self._stream)
+
+    def _record(self, pending: Pending, update: bool) -> Recorded | None:
+        """The step for inputs like these, recorded but not run; None, with `reason` set, where that is impossible."""
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         try:
+            from onelaunch.kernels.launch import compiling
+            from onelaunch.step.adam_update import adam_update
+            from onelaunch.step.recorded import Recorded
+
             with torch.cuda.device(self.device), self._capturable.rates_on_device():
+                recorded = Recorded(pending.inputs, self.device, self.model.training)
+                self._adam = adam_update(self.optimizer, self._capturable.rates, self.scaler)
+                with compiling():
+                    recorded.begin()
+                    recorded.end(pending.loss)
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
-                with capturing(graph, pool=self._pool):
-                    loss = self._run(args, kwargs, update)
+                with capturing(recorded.graph, pool=self._pool, stream=self._stream):
+                    recorded.begin()
+                    recorded.end(self._run(pending.args, pending.kwargs, update))
+                if self._adam is not None:
+                    self._adam.fill_tables()
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(self.device)
             self._stop_recording(first_line(error))
@@ -227,13 +267,14 @@ class TrainStep:
             for parameter, gradient in gradients:  # a recording runs nothing: what was accumulated is still there
                 parameter.grad = gradient
             return None
-        return Recorded(graph, inputs, loss, self.model.training)
+        recorded.update, self._adam = self._adam, None
+        return recorded
 
     def _forget_recordings(self) -> None:
         """The optimizer's settings are part of a recording: record anew, but not for a schedule that changes them always."""
         self._recordings += bool(self._recorded)
         self._recorded.clear()
-        self._calls.clear()
+        self._pending.clear()
         self._latest = None
         self._capturable.prepare()
         if self._recordings >= MAX_RECORDINGS:

@@ -273,6 +273,9 @@ class Reads(nn.Module):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo's own, in PyTorch 2.11
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_model_that_cannot_be_recorded(accumulate: int, caplog: pytest.LogCaptureFixture) -> None:
     model, data = Reads().cuda(), batches(10, "cuda")

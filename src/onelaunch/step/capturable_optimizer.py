@@ -23,10 +23,11 @@ class CapturableOptimizer:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
-        self._rates: list[torch.Tensor] = []
+        self.rates: list[torch.Tensor] = []  # 0-d tensors on the device, one per group
         self._on_device: list[float] = []
         self._settings: list[dict[str, Any]] = []
         self._groups: list[dict[str, Any]] = []
+        self._values: list[tuple[Any, ...]] = []
 
     def unsupported_reason(self) -> str:
         """Why its step cannot be recorded; empty when it can."""
@@ -52,14 +53,14 @@ class CapturableOptimizer:
                 state["step"] = state["step"].to(self.device, torch.float32)
         self._groups = list(self.optimizer.param_groups)
         self._settings = [_settings(group) for group in self._groups]
-        self._rates = [_rate_tensor(group["lr"], self.device) for group in self.optimizer.param_groups]
-        self._on_device = [float("nan")] * len(self._rates)
+        self.rates = [_rate_tensor(group["lr"], self.device) for group in self.optimizer.param_groups]
+        self._on_device = [float("nan")] * len(self.rates)
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
         """Inside, the groups hold tensors as learning rates; afterwards, what they held before."""
         before = [group["lr"] for group in self.optimizer.param_groups]
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
         try:
             yield
@@ -71,9 +72,24 @@ class CapturableOptimizer:
         """Write the learning rates that a scheduler has changed to the device."""
         for index, group in enumerate(self.optimizer.param_groups):
             rate = group["lr"]
-            if rate is not self._rates[index] and rate != self._on_device[index]:
-                self._rates[index].fill_(rate)
+            if rate is not self.rates[index] and rate != self._on_device[index]:
+                self.rates[index].fill_(rate)
                 self._on_device[index] = float(rate)
+
+    def ready(self) -> bool:
+        """Whether a recording still fits the optimizer's settings, with its learning rates on the device.
+
+        Called on every step, so it is fast while no value in any group has changed.
+        """
+        groups = self.optimizer.param_groups
+        values = [tuple(group.values()) for group in groups]
+        if values == self._values and all(map(operator.is_, groups, self._groups)):
+            return True
+        if self.settings_changed():
+            return False
+        self.upload_rates()
+        self._values = values
+        return True
 
     def settings_changed(self) -> bool:
         """Whether a group, or a setting other than its rate, differs from what was recorded.

@@ -1,0 +1,102 @@
+"""Our update in a recording, against the step of `torch.optim`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.capture import capturing
+from onelaunch.step import capturable_optimizer
+from tests.conftest import TOLERANCE
+
+SHAPES = ((3,), (1,), (4096,), (4097,), (65, 129), (2, 3, 5, 7), (1000, 300), ())
+OPTIONS: tuple[tuple[type[torch.optim.Optimizer], dict[str, Any]], ...] = (
+    (torch.optim.Adam, {}),
+    (torch.optim.Adam, {"weight_decay": 0.1, "maximize": True, "eps": 1e-3}),
+    (torch.optim.AdamW, {"weight_decay": 0.3, "betas": (0.8, 0.97)}),
+)
+
+
+def gradients_of(parameters: list[torch.nn.Parameter], step: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(step)
+    for parameter in parameters:
+        drawn = torch.rand(parameter.shape, device="cuda", generator=generator) - 0.5
+        drawn += drawn.sign() / 2  # the squares of small numbers would be 0 in fp16
+        parameter.grad = torch.empty_like(parameter).copy_(drawn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("make", "options"), OPTIONS)
+def test_torchs_own_step_gives_the_same(
+    make: type[torch.optim.Optimizer], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    from onelaunch.step.adam_update import adam_update
+
+    torch.manual_seed(1)
+    ours = [torch.nn.Parameter(torch.randn(shape, device="cuda").to(dtype)) for shape in SHAPES]
+    ours[5].data = ours[5].data.to(memory_format=torch.channels_last)
+    theirs = copy.deepcopy(ours)
+    mine, other = (make(each, lr=0.05, **options) for each in (ours, theirs))
+    capturable = capturable_optimizer.CapturableOptimizer(mine, torch.device("cuda"))
+    capturable.prepare()
+    for step in range(3):  # the optimizers' own steps
+        for each, optimizer in ((ours, mine), (theirs, other)):
+            gradients_of(each, step)
+            optimizer.step()
+    update = adam_update(mine, capturable.rates, None)
+    assert update is not None
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        update.launch()
+    update.fill_tables()
+    capturable.upload_rates()
+    static = [parameter.grad for parameter in ours]
+    for step in range(3, 40):
+        gradients_of(theirs, step)
+        for target, source in zip(static, theirs, strict=True):
+            assert target is not None and source.grad is not None  # noqa: PT018
+            target.copy_(source.grad)
+        other.step()
+        graph.replay()
+    rtol, atol = TOLERANCE[dtype]
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=10 * rtol, atol=10 * atol)
+        for name, value in mine.state[one].items():
+            torch.testing.assert_close(
+                value.cpu(), other.state[two][name].cpu(), rtol=10 * rtol, atol=10 * atol, msg=name
+            )
+
+
+@pytest.mark.gpu
+def test_a_gradient_in_another_layout_is_copied_and_others_are_refused() -> None:
+    from onelaunch.step.adam_update import adam_update
+
+    parameter = torch.nn.Parameter(torch.randn(64, 32, device="cuda"))
+    other = torch.nn.Parameter(parameter.detach().clone())
+    mine, theirs = (torch.optim.Adam([one], lr=0.1) for one in (parameter, other))
+    capturable = capturable_optimizer.CapturableOptimizer(mine, torch.device("cuda"))
+    capturable.prepare()
+    capturable.upload_rates()
+    for optimizer, one in ((mine, parameter), (theirs, other)):
+        one.grad = torch.ones_like(one)
+        optimizer.step()
+    update = adam_update(mine, capturable.rates, None)
+    assert update is not None
+    gradient = torch.randn(32, 64, device="cuda").t()
+    parameter.grad = gradient
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        update.launch()
+    update.fill_tables()
+    graph.replay()
+    other.grad = gradient.contiguous()
+    theirs.step()
+    torch.testing.assert_close(parameter, other)
+
+    assert adam_update(torch.optim.SGD([parameter]), capturable.rates, None) is None
+    assert adam_update(torch.optim.Adam([parameter], amsgrad=True), capturable.rates, None) is None
+    assert adam_update(mine, capturable.rates, torch.amp.GradScaler("cuda")) is None

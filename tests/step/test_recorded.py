@@ -1,0 +1,128 @@
+"""Recorded steps read their arguments and write their losses through addresses."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onelaunch as ol
+from tests.conftest import LOSS_TOLERANCE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_code")]
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).cuda()
+    return model, copy.deepcopy(model)
+
+
+def plain(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]], lr: float) -> list[float]:
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr), []
+    for x, y in data:
+        loss = F.mse_loss(model(x.cuda()), y.cuda())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
+
+
+def test_thousands_of_losses_are_kept() -> None:
+    """More calls than the ring has slots, all in flight at once, and every loss is still there at the end."""
+    model, other = pair()
+    data = [(torch.randn(5, 6, device="cuda"), torch.randn(5, 3, device="cuda")) for _ in range(40)]
+    step = ol.train_step(model, F.mse_loss, torch.optim.Adam(model.parameters(), 1e-3))
+    losses = [step(*data[number % 40]) for number in range(2600)]
+    expected = plain(other, [data[number % 40] for number in range(2600)], 1e-3)
+    assert step.reason == ""
+    torch.testing.assert_close(torch.stack(losses).tolist(), expected, rtol=100 * LOSS_TOLERANCE, atol=1e-5)
+
+
+def test_arguments_of_every_kind() -> None:
+    """Freed at once, on the CPU, with gaps, shared, of two shapes in turn."""
+    model, other = pair()
+    data = []
+    for number in range(60):
+        x, y = torch.randn(5 + number % 2, 6), torch.randn(5 + number % 2, 3)
+        if number % 3:
+            x, y = x.cuda(), y.cuda()
+        if number % 5 == 1:
+            x = torch.randn(6, len(x), device="cuda").t()
+        data.append((x, y))
+    step = ol.train_step(model, F.mse_loss, torch.optim.Adam(model.parameters(), 1e-2))
+    losses = [step(x * 1, y * 1).item() for x, y in data]
+    torch.testing.assert_close(losses, plain(other, data, 1e-2), rtol=100 * LOSS_TOLERANCE, atol=1e-5)
+
+
+def test_an_interrupted_call_is_not_counted() -> None:
+    model, other = pair()
+    data = [(torch.randn(5, 6, device="cuda"), torch.randn(5, 3, device="cuda")) for _ in range(20)]
+    step = ol.train_step(model, F.mse_loss, torch.optim.Adam(model.parameters(), 1e-2))
+    losses = []
+    for number, (x, y) in enumerate(data):
+        if number == 10:
+            recorded: Any = step._latest
+            graph, recorded.graph = recorded.graph, Interrupted()
+            with pytest.raises(KeyboardInterrupt):
+                step(x, y)
+            recorded.graph = graph
+            assert recorded.ring._call == int(recorded.ring.state[0])
+        losses.append(step(x, y).item())
+    torch.testing.assert_close(losses, plain(other, data, 1e-2), rtol=100 * LOSS_TOLERANCE, atol=1e-5)
+
+
+class Interrupted:
+    def replay(self) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_model_with_one_tensor_as_two_arguments() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(self.layer(x), y if x is y else 2 * y)
+
+    model = Both().cuda()
+    other = copy.deepcopy(model)
+    step = ol.train_step(model, None, torch.optim.Adam(model.parameters(), 1e-2))
+    theirs = torch.optim.Adam(other.parameters(), 1e-2)
+    for number in range(16):
+        x, y = torch.randn(4, 6, device="cuda"), torch.randn(4, 6, device="cuda")
+        arguments = (x, x) if number % 2 else (x, y)
+        loss = other(*arguments)
+        torch.testing.assert_close(step(*arguments), loss.detach(), rtol=1e-4, atol=1e-5)
+        loss.backward()
+        theirs.step()
+        theirs.zero_grad()
+    assert step.reason == ""
+
+
+def test_another_stream_and_another_thread() -> None:
+    model, other = pair()
+    data = [(torch.randn(5, 6, device="cuda"), torch.randn(5, 3, device="cuda")) for _ in range(30)]
+    step = ol.train_step(model, F.mse_loss, torch.optim.Adam(model.parameters(), 1e-2))
+    losses = []
+
+    def ten(begin: int) -> None:
+        for x, y in data[begin : begin + 10]:
+            losses.append(step(x, y))
+        torch.cuda.synchronize()
+
+    ten(0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        ten(10)
+    thread = threading.Thread(target=ten, args=(20,))
+    thread.start()
+    thread.join(60)
+    found = torch.stack(losses).tolist()
+    torch.testing.assert_close(found, plain(other, data, 1e-2), rtol=100 * LOSS_TOLERANCE, atol=1e-5)
