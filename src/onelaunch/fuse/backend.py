@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
-import torch
+import torch._functorch.config
 from torch import fx
 
 from onelaunch.fuse.graph import storages_of, tensor_of, written_by
@@ -20,6 +20,11 @@ from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.recorded_call import RecordedCall, is_fixed
 
 log = logging.getLogger("onelaunch")
+# A language model whose logits are not stored has its peak of memory in its activations. At this budget Inductor's partitioner
+# recomputes norms and gated products in the backward pass. H200: GPT-2 3836 -> 2962 MiB for 0.4 % more time, a Llama-like model
+# 3704 -> 3092 MiB for 3 %; at 0.6 it recomputes products too, for 30 to 60 %.
+MEMORY_BUDGET = 0.8
+SAVES_MEMORY = ("linear_cross_entropy",)
 
 
 def onelaunch(
@@ -39,7 +44,9 @@ def onelaunch(
     if reason:
         _log_once(reason)
         return gm.forward
-    function = _inductor(gm, example_inputs, mode, options)
+    saves_memory = any(match.pattern.name in SAVES_MEMORY for match in replaced)
+    with torch._functorch.config.patch(activation_memory_budget=MEMORY_BUDGET if saves_memory else 1.0):
+        function = _inductor(gm, example_inputs, mode, options)
     return RecordedCall(function) if may_record else function
 
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -71,10 +71,20 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def without_log_breaks() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def without_log_breaks() -> Iterator[None]:
     """Inside, Dynamo leaves out logged warnings, as of the losses of `transformers`, instead of ending a graph at each."""
-    messages = {logging.Logger.warning}  # of this level alone: PyTorch 2.11 sorts the set, and functions have no order
-    return cast(contextlib.AbstractContextManager[None], torch._dynamo.config.patch(ignore_logger_methods=messages))
+    once = getattr(logging.Logger, "warning_once", logging.Logger.warning)  # a method that `transformers` adds
+    # PyTorch 2.11 sorts the set, so it may hold one function; it also logs that it cannot write the set as JSON.
+    newer = hasattr(torch._dynamo.config, "ignore_logging_functions")
+    messages = {once, logging.Logger.warning} if newer else {once}
+    metrics = logging.getLogger("torch._dynamo.metrics_context")
+    disabled, metrics.disabled = metrics.disabled, True
+    try:
+        with torch._dynamo.config.patch(ignore_logger_methods=messages):
+            yield
+    finally:
+        metrics.disabled = disabled
 
 
 @contextlib.contextmanager

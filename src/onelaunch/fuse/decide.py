@@ -33,9 +33,9 @@ log = logging.getLogger("onelaunch")
 Patterns = tuple[str, ...]
 Function = Callable[..., Any]
 ALL: Patterns = tuple(BY_NAME)
-# What `train_step` uses without a measurement: on an H200 they won in BERT, ViT and TransformerEncoder (1.07 to 1.16 times
-# as fast as Inductor alone) and lost nowhere (docs/lab-notebook/fusing.md).
-PROVEN: Patterns = ("linear", "relu_dropout")
+# What `train_step` uses without a measurement: what won on an H200 in the models of `onelaunch bench models` and lost in none
+# (docs/lab-notebook/fusing.md). Measuring candidates would take several times as long as compiling.
+PROVEN: Patterns = ("linear", "relu_dropout", "parallel_linear", "attention", "linear_cross_entropy")
 UNCOMPILED, COMPILED, RECORDED = "uncompiled", "compiled", " as a CUDA graph"
 ROUNDS = 7  # every candidate once per round, so that a chip that warms up slows all of them alike
 CALLS = 5  # per round
