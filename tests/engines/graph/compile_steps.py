@@ -20,6 +20,7 @@ from onelaunch.engines.graph.kernels import (
     narrow_step,
     output_layer,
     output_layer_small_batch,
+    row_segment,
     run_state,
     split_k_update,
     split_weights,
@@ -28,7 +29,9 @@ from onelaunch.engines.graph.kernels import (
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Weights
 from onelaunch.engines.graph.plan.operations import StepPlan
 from onelaunch.engines.graph.plan.plan import plan_step
+from onelaunch.engines.graph.plan.stages import OUTPUT, Segment, Source, Stage
 from onelaunch.engines.graph.step import Data, StepRunner
+from onelaunch.run.network import LayerNorm
 from tests.engines.graph.plan.planning import stages as make_stages
 from tests.kernels.compile_all import Compiler
 
@@ -39,6 +42,7 @@ MODULES = (
     narrow_step,
     output_layer,
     output_layer_small_batch,
+    row_segment,
     run_state,
     split_k_update,
     split_weights,
@@ -54,6 +58,15 @@ STEPS: list[tuple[list[int], int, str, float, str, str]] = [
     ([784, 256, 256, 10], 512, "elu", 0.1, "adamw", "cross_entropy"),
     ([64, 64, 48, 16], 4096, "tanh", 0.0, "lion", "mse"),  # narrow
 ]
+SEGMENTED = (STEPS[0], STEPS[2], STEPS[3])  # also with a LayerNorm and an addition
+
+
+def add_segments(stages: list[Stage]) -> None:
+    """A LayerNorm after the first Linear, and the sum with its output and a LayerNorm after the second."""
+    width = stages[0].linear.outputs
+    norm = LayerNorm("norm", width, 1e-5, True, True)
+    stages[0].segment, stages[0].taps = Segment(norm=norm, activation="gelu", p=0.1, layer=3), {OUTPUT}
+    stages[1].segment = Segment(before=Source(0, OUTPUT), norm=norm, activation="relu")
 
 
 class NoMemory:
@@ -75,8 +88,13 @@ class NoMemory:
         pass
 
 
-def run_step(chip: Chip, widths: list[int], batch: int, activation: str, p: float, optimizer: str, loss: str) -> None:
+def run_step(
+    chip: Chip, widths: list[int], batch: int, activation: str, p: float, optimizer: str, loss: str, *,
+    segments: bool = False,
+) -> None:  # fmt: skip
     stages = make_stages(widths, activation, p)
+    if segments:
+        add_segments(stages)
     states = STATES[optimizer]
     step = plan_step(
         stages,
@@ -96,6 +114,7 @@ def run_step(chip: Chip, widths: list[int], batch: int, activation: str, p: floa
     )
     step = replace(step, operations=tuple(operations))
     buffers, weights = NoMemory(step), []
+    norms: list[Weights | None] = []
     for number, one in enumerate(stages):
         weight = torch.empty(one.linear.outputs, one.linear.inputs, device="meta")
         bias = torch.empty(one.linear.outputs, device="meta")
@@ -108,7 +127,12 @@ def run_step(chip: Chip, widths: list[int], batch: int, activation: str, p: floa
         if states > 1:
             kept = kept._replace(weight_second=weight, bias_second=bias)
         weights.append(kept)
-    runner = StepRunner(step, stages, weights, buffers, optimizer=optimizer, loss=loss, batch=batch, tf32=False, seed=3)
+        states_of_bias = dict(zip(("weight_first", "weight_second"), [bias] * states, strict=False))
+        states_of_bias |= dict(zip(("bias_first", "bias_second"), [bias] * states, strict=False))
+        norms.append(Weights(bias, bias, **states_of_bias) if one.segment else None)
+    runner = StepRunner(
+        step, stages, weights, buffers, optimizer=optimizer, loss=loss, batch=batch, tf32=False, seed=3, norms=norms
+    )  # fmt: skip
     x = torch.empty(batch * 4, widths[0], dtype=torch.uint8, device="meta")
     classes = torch.empty(batch * 4, dtype=torch.int64, device="meta")
     y = classes if loss == "cross_entropy" else torch.empty(batch * 4, widths[-1], device="meta")
@@ -130,6 +154,8 @@ def main() -> None:
             module.launch = compiler  # type: ignore[attr-defined]
     for configuration in STEPS if capability >= 90 else STEPS[2:]:  # the first two only differ from the third with TMA
         run_step(chip, *configuration)
+    for configuration in SEGMENTED if capability >= 90 else SEGMENTED[1:]:
+        run_step(chip, *configuration, segments=True)
     split_weights.split_weights(
         torch.empty(99), torch.empty(99, dtype=torch.bfloat16), torch.empty(99, dtype=torch.int16)
     )

@@ -33,6 +33,7 @@ class Parameters:
         if step.narrow:
             self._pack()
         self.weights = [self._weights(number, state) for number in range(len(stages))]
+        self.norms = [self._norm(number, state) for number in range(len(stages))]
 
     def _weights(self, number: int, state: Mapping[str, torch.Tensor]) -> Weights:
         linear = self._stages[number].linear
@@ -40,14 +41,7 @@ class Parameters:
         for part in ("weight", "bias") if linear.bias else ("weight",):
             name = tensor_name(linear.path, part)
             tensors[part] = self._masters[name]
-            for index, state_name in enumerate(self._state_names):
-                tensor = self._state(index, number, part)
-                saved = state.get(f"{state_name}.{name}")
-                if saved is None:
-                    tensor.zero_()
-                else:
-                    tensor.copy_(saved)
-                tensors[f"{part}_{('first', 'second')[index]}"] = tensor
+            tensors |= self._states(number, part, part, name, state)
         if f"high.{number}" in self._step.buffers:
             master, (high, low) = tensors["weight"], self._words(number)
             assert master is not None
@@ -58,6 +52,29 @@ class Parameters:
                 self._masters[tensor_name(linear.path, "weight")]
             )
         return Weights(**tensors)  # type: ignore[arg-type]
+
+    def _states(
+        self, number: int, part: str, field: str, name: str, state: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor | None]:
+        """The optimizer's states of one parameter, restored or zero, by the names that `Weights` has for `field`."""
+        found: dict[str, torch.Tensor | None] = {}
+        for index, state_name in enumerate(self._state_names):
+            tensor = self._state(index, number, part)
+            saved = state.get(f"{state_name}.{name}")
+            if saved is None:
+                tensor.zero_()
+            else:
+                tensor.copy_(saved)
+            found[f"{field}_{('first', 'second')[index]}"] = tensor
+        return found
+
+    def _norm(self, number: int, state: Mapping[str, torch.Tensor]) -> Weights | None:
+        """Scale (as `weight`) and shift (as `bias`) of a stage's LayerNorm, with their states; None without either."""
+        tensors: dict[str, torch.Tensor | None] = {"weight": None, "bias": None}
+        for part, field, name in _norm_parts(self._stages[number]):
+            tensors[field] = self._masters[name]
+            tensors |= self._states(number, part, field, name, state)
+        return Weights(**tensors) if any(tensor is not None for tensor in tensors.values()) else None  # type: ignore[arg-type]
 
     def _state(self, index: int, number: int, part: str) -> torch.Tensor:
         if self._step.narrow:
@@ -84,10 +101,12 @@ class Parameters:
             take("packed_copy").copy_(take("packed"))
 
     def _parts(self) -> Iterator[tuple[int, str, str]]:
-        """(stage, "weight" or "bias", the parameter's name) of every parameter."""
+        """(stage, "weight", "bias", "scale" or "shift", the parameter's name) of every parameter."""
         for number, stage in enumerate(self._stages):
             for part in ("weight", "bias") if stage.linear.bias else ("weight",):
                 yield number, part, tensor_name(stage.linear.path, part)
+            for part, _, name in _norm_parts(stage):
+                yield number, part, name
 
     def write_back(self) -> None:
         """Copies the weights into the model, unless they are updated there."""
@@ -107,6 +126,15 @@ class Parameters:
             for number, part, name in self._parts()
             for index, state_name in enumerate(self._state_names)
         }
+
+
+def _norm_parts(stage: Stage) -> Iterator[tuple[str, str, str]]:
+    """("scale" or "shift", "weight" or "bias", the parameter's name) of the parameters of a stage's LayerNorm."""
+    norm = stage.segment.norm if stage.segment else None
+    if norm and norm.scale:
+        yield "scale", "weight", tensor_name(norm.path, "weight")
+    if norm and norm.shift:
+        yield "shift", "bias", tensor_name(norm.path, "bias")
 
 
 def _aligned(parameter: torch.Tensor) -> torch.Tensor:

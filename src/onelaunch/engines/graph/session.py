@@ -80,6 +80,7 @@ class GraphSession:
         self.runner = StepRunner(
             self._step_plan, self.stages, self.parameters.weights, self.buffers,
             optimizer=optimizer_name(spec), loss=spec.loss, batch=self.batch, tf32=self.precision == "tf32", seed=spec.seed,
+            norms=self.parameters.norms,
         )  # fmt: skip
         x = run.x.flatten(1)
         if "data" in self._step_plan.buffers:

@@ -13,12 +13,14 @@ from onelaunch.engines.graph.kernels.hidden_layer import gather, hidden_forward,
 from onelaunch.engines.graph.kernels.narrow_step import narrow_step
 from onelaunch.engines.graph.kernels.output_layer import output_layer
 from onelaunch.engines.graph.kernels.output_layer_small_batch import output_layer_small_batch
+from onelaunch.engines.graph.kernels.row_segment import Segment as SegmentKernel
+from onelaunch.engines.graph.kernels.row_segment import segment_backward, segment_forward
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows, Weights
 from onelaunch.engines.graph.kernels.run_state import sum_losses
 from onelaunch.engines.graph.kernels.split_k_update import split_k_update
 from onelaunch.engines.graph.kernels.weight_update import partial_products, weight_update
 from onelaunch.engines.graph.plan.operations import Operation, StepPlan
-from onelaunch.engines.graph.plan.stages import Stage
+from onelaunch.engines.graph.plan.stages import MIDDLE, OUTPUT, Source, Stage, product_name, source_name
 from onelaunch.kernels.dependent_launch import overlaps
 from onelaunch.kernels.dropout_key import NO_KEY
 from onelaunch.kernels.linear import can_use_tma, linear_forward
@@ -36,14 +38,27 @@ class Data:
     prefix: str  # of the names of its buffers: empty, or VALIDATION
 
 
+def _segment(stage: Stage, norm: Weights | None, seed: int) -> SegmentKernel:
+    segment = stage.segment
+    if segment is None:
+        return SegmentKernel(Epilogue(), False, 0.0, None)
+    eps = segment.norm.eps if segment.norm else 0.0
+    return SegmentKernel(
+        Epilogue(segment.activation, segment.p, segment.layer, seed), segment.norm is not None, eps, norm
+    )
+
+
 class StepRunner:
     def __init__(
         self, step: StepPlan, stages: list[Stage], weights: list[Weights], buffers: Buffers, *, optimizer: str, loss: str,
-        batch: int, tf32: bool, seed: int,
+        batch: int, tf32: bool, seed: int, norms: list[Weights | None] | None = None,
     ) -> None:  # fmt: skip
+        """`norms` are the parameters of the stages' LayerNorms (see Parameters)."""
         self.step, self.stages, self.weights, self.buffers = step, stages, weights, buffers
         self.optimizer, self.loss, self.batch, self.tf32 = optimizer, loss, batch, tf32
         self.epilogues = [Epilogue(stage.activation, stage.p, stage.layer, seed) for stage in stages]
+        norms = norms or [None] * len(stages)
+        self.segments = [_segment(stage, norm, seed) for stage, norm in zip(stages, norms, strict=True)]
         # Overlap helps short kernels: it saves 4 of 75 µs at 784-2048-2048-2048-10, batch 32. It cost large GEMMs 10 %.
         self.overlap = overlaps(weights[0].weight) and (step.small or step.narrow is not None)
         self._evaluation_epilogues = [Epilogue(stage.activation) for stage in stages]  # without dropout
@@ -69,6 +84,10 @@ class StepRunner:
         match operation.kind:
             case "gather":
                 gather(Rows(data.x, data.order), self._take(data, "x"), clock)
+            case "segment":
+                self._segment(operation, data, clock)
+            case "segment_backward":
+                self._segment_backward(operation, data, clock)
             case "forward":
                 self._forward(operation, data, clock, epilogues[stage], product)
             case "output":
@@ -76,15 +95,16 @@ class StepRunner:
             case "fused_backward":
                 fused_backward(
                     self._take(data, f"dz{stage}"), self._take(data, f"h{stage - 1}"),
-                    self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"),
+                    self._maybe(operation, data, f"z{stage - 1}"), self._gradient_into(operation, data),
                     self._maybe(operation, data, "partial_dx"), self._maybe(operation, data, f"tickets.{stage}"), weights,
-                    epilogues[stage - 1], clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
+                    self._before(stage, epilogues), clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
             case "input_gradient":
                 input_gradient(
                     self._take(data, f"dz{stage}"), product, self._take(data, f"h{stage - 1}"),
-                    self._maybe(operation, data, f"z{stage - 1}"), self._take(data, f"dz{stage - 1}"),
-                    self._maybe(operation, data, f"sums{stage - 1}"), epilogues[stage - 1], clock, tile=tile, tf32=self.tf32,
+                    self._maybe(operation, data, f"z{stage - 1}"), self._gradient_into(operation, data),
+                    self._maybe(operation, data, f"sums{stage - 1}"), self._before(stage, epilogues), clock, tile=tile,
+                    tf32=self.tf32,
                 )  # fmt: skip
             case "narrow_step" | "narrow_update":
                 self._narrow(operation, data, clock)
@@ -96,12 +116,12 @@ class StepRunner:
                     self._take(data, "losses"), clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
             case "output_small_batch":
-                before = epilogues[stage - 1] if stage else Epilogue()
+                before = self._before(stage, epilogues)
                 gathered = self._maybe(operation, data, "gathered")
                 output_layer_small_batch(
                     self._input(data, stage), data.order, product, weights.bias, data.y,
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
-                    self._maybe(operation, data, f"dz{stage - 1}"), self._take(data, "loss_parts"), before, clock,
+                    self._into(operation, data), self._take(data, "loss_parts"), before, clock,
                     loss=self.loss, data=None if gathered is None else data.x, gathered=gathered,
                 )  # fmt: skip
             case "partial_products":
@@ -127,7 +147,7 @@ class StepRunner:
         self, operation: Operation, data: Data, clock: Clock, epilogue: Epilogue, weight: torch.Tensor
     ) -> None:
         stage, tile = operation.stage, operation.tile
-        x, h = self._input(data, stage), self._take(data, f"h{stage}")
+        x, h = self._input(data, stage), self._take(data, product_name(self.stages, stage))
         z, bias = self._maybe(operation, data, f"z{stage}"), self.weights[stage].bias
         if tile.tma and can_use_tma(x.values, weight, h):
             linear_forward(
@@ -145,12 +165,60 @@ class StepRunner:
         output_layer(
             self._input(data, stage), data.order, weight, self.weights[stage].bias, data.y,
             self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
-            self._maybe(operation, data, f"dz{stage - 1}"), self._maybe(operation, data, f"sums{stage}"),
-            self._maybe(operation, data, f"sums{stage - 1}"), parts, epilogues[stage - 1] if stage else Epilogue(), clock,
+            self._into(operation, data), self._maybe(operation, data, f"sums{stage}"),
+            self._maybe(operation, data, f"sums{stage - 1}"), parts, self._before(stage, epilogues), clock,
             loss=self.loss, tile=operation.tile, tf32=self.tf32,
         )  # fmt: skip
         if data.prefix:
             sum_losses(parts, self._take(data, "losses"), clock)
+
+    def _before(self, stage: int, epilogues: list[Epilogue]) -> Epilogue:
+        """The epilogue that made a stage's input; a segment, which comes after it, has a backward pass of its own."""
+        return Epilogue() if not stage or self.stages[stage - 1].segment else epilogues[stage - 1]
+
+    def _into(self, operation: Operation, data: Data) -> torch.Tensor | None:
+        """Where an operation stores the gradient of its stage's input."""
+        before = operation.stage - 1
+        found = self._maybe(operation, data, f"dz{before}")
+        return self._maybe(operation, data, f"dh{before}") if found is None else found
+
+    def _gradient_into(self, operation: Operation, data: Data) -> torch.Tensor:
+        into = self._into(operation, data)
+        assert into is not None
+        return into
+
+    def _segment(self, operation: Operation, data: Data, clock: Clock) -> None:
+        stage = operation.stage
+        segment = self.stages[stage].segment
+        assert segment is not None
+        kernel = self.segments[stage]
+        if data.prefix:
+            kernel = kernel._replace(epilogue=Epilogue(segment.activation))
+        segment_forward(
+            self._take(data, f"p{stage}"), self._added(data, segment.before), self._maybe(operation, data, f"middle{stage}"),
+            self._added(data, segment.after), self._take(data, f"h{stage}"), kernel, clock,
+        )  # fmt: skip
+
+    def _added(self, data: Data, source: Source | None) -> torch.Tensor | None:
+        return None if source is None else self._take(data, source_name(self.stages, source))
+
+    def _segment_backward(self, operation: Operation, data: Data, clock: Clock) -> None:
+        stage = operation.stage
+        segment = self.stages[stage].segment
+        assert segment is not None
+
+        def skip(source: Source | None) -> torch.Tensor | None:
+            return None if source is None else self._take(data, f"skip.{source.point}{source.stage}")
+
+        segment_backward(
+            self._take(data, f"dh{stage}"), self._maybe(operation, data, f"skip.{OUTPUT}{stage}"),
+            self._take(data, product_name(self.stages, stage)), self._maybe(operation, data, f"z{stage}"),
+            self._added(data, segment.before),
+            self._maybe(operation, data, f"skip.{MIDDLE}{stage}"), skip(segment.after), skip(segment.before),
+            self._take(data, f"dz{stage}"), self._maybe(operation, data, f"norm_parts{stage}"),
+            self._maybe(operation, data, f"tickets.norm{stage}"), self.segments[stage], self.epilogues[stage], clock,
+            optimizer=self.optimizer,
+        )  # fmt: skip
 
     def _narrow(self, operation: Operation, data: Data, clock: Clock) -> None:
         narrow, take = self.step.narrow, self.buffers.take

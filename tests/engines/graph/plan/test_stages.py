@@ -13,6 +13,17 @@ from onelaunch.run.parse import parse_network
 from onelaunch.train.inputs import make_run
 
 
+class Branch(nn.Module):
+    """x + inner(x)."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
 @pytest.mark.parametrize(
     ("layers", "reason"),
     [
@@ -21,6 +32,17 @@ from onelaunch.train.inputs import make_run
         ([nn.Linear(4, 4), nn.ReLU(), nn.Tanh(), nn.Linear(4, 2)], "a tanh follows another activation or a Dropout"),
         ([nn.Linear(4, 4), nn.LeakyReLU(0.3), nn.Linear(4, 2)], "LeakyReLU has negative_slope=0.3, not 0.01"),
         ([nn.Linear(4, 4), nn.Dropout(0.1), nn.Dropout(0.1), nn.Linear(4, 2)], "two Dropouts follow one another"),
+        (
+            [nn.Linear(4, 4), nn.LayerNorm(4), nn.LayerNorm(4), nn.Linear(4, 2)],
+            "layer '2' is a second LayerNorm after one Linear",
+        ),
+        ([nn.Linear(4, 4), nn.LayerNorm(4, eps=0.0), nn.Linear(4, 2)], "layer '1' has eps=0.0"),
+        ([Branch(nn.Linear(4, 4)), nn.Linear(4, 2)], "the network's input is added to a later value"),
+        ([nn.Linear(4, 4), Branch(nn.ReLU()), nn.Linear(4, 2)], "a value is added within its own stage"),
+        (
+            [nn.Linear(4, 4), Branch(Branch(nn.Linear(4, 4)), nn.Linear(4, 4)), nn.Linear(4, 2)],
+            "a value is added twice",
+        ),
         ([nn.Linear(4, 2), nn.Sigmoid()], "a layer follows the last Linear"),
         ([nn.Linear(4, 2000)], "the model has 2000 outputs, more than 1024"),
     ],

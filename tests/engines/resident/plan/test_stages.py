@@ -14,6 +14,7 @@ from onelaunch.run.parse import parse_network
     ("layers", "reason"),
     [
         ([nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)], "BatchNorm1d is not in this engine"),
+        ([nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)], "LayerNorm is not in this engine"),
         ([nn.Dropout(0.1), nn.Linear(4, 2)], "before the first Linear"),
         ([nn.ReLU(), nn.Linear(4, 2)], "before the first Linear"),
     ],

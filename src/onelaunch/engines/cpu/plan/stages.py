@@ -83,6 +83,8 @@ class Stage:
 def stages_of(network: Network) -> tuple[Stage, ...]:
     """The network's stages; UnsupportedNetworkError where a BatchNorm1d and a LayerNorm follow one Linear."""
     cut = cut_into_stages(network)
+    if any(isinstance(layer, LayerNorm) and layer.eps <= 0 for layer in network.layers):
+        raise UnsupportedNetworkError("a LayerNorm has eps=0")  # a row past the end of a batch would become NaN
     taken = {layer for stage in cut for layer in stage.layers if isinstance(layer, Sum)}
     groups_after: dict[Sum, Add] = {}  # the group whose output is the value after some layers of a stage
     found: list[Stage] = []

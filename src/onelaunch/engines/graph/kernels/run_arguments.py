@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from onelaunch.activations import saves_input
+from onelaunch.integers import ceil_div, next_power_of_2
 from onelaunch.optimizers import CONSTANTS
 from onelaunch.rng import keep_scale, keep_threshold, signed_seed
 
@@ -17,6 +18,7 @@ TABLE_WIDTH = 8
 # Elements of `control`: the next step's index in its epoch and in the run, and the correct predictions of the epoch.
 CONTROL = ("epoch_step", "run_step", "correct")
 CONTROL_SIZE = 4
+MAX_SEGMENT_PROGRAMS = 64  # of the backward pass of a segment (row_segment.py): the last one adds up the sums of all
 
 
 class Clock(NamedTuple):
@@ -52,6 +54,20 @@ class Epilogue(NamedTuple):
     def dropout_values(self) -> tuple[int, int, int, float]:
         """seed, threshold, layer, scale, as the kernels take them."""
         return signed_seed(self.seed), keep_threshold(self.p), self.layer, keep_scale(self.p)
+
+
+def segment_width(n: int) -> int:
+    """The units of a row as the kernels of a segment hold them."""
+    return max(16, next_power_of_2(n))
+
+
+def backward_rows(n: int) -> int:
+    """The rows that a program of a segment's backward pass takes at once."""
+    return max(1, 1024 // segment_width(n))
+
+
+def backward_programs(batch: int, n: int) -> int:
+    return min(ceil_div(batch, backward_rows(n)), MAX_SEGMENT_PROGRAMS)
 
 
 class Weights(NamedTuple):

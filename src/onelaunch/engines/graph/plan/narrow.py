@@ -46,6 +46,8 @@ def plan_narrow(stages: list[Stage], batch: int, dtype: str) -> Narrow | None:
     epilogues = {(stage.activation, stage.p) for stage in stages[:-1]}
     if not 2 <= len(stages) <= MAX_LINEARS or batch < MIN_BATCH:
         return None
+    if any(stage.segment for stage in stages):
+        return None
     if len(epilogues) > 1 or any(p for _, p in epilogues) or len({stage.linear.bias for stage in stages}) > 1:
         return None
     if max(units) > MAX_WIDTH or units[-1] > MAX_OUTPUTS:

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onelaunch.device import H200, Chip
-from onelaunch.engines.graph.kernels.run_arguments import CONTROL_SIZE, TABLE_WIDTH
+from onelaunch.engines.graph.kernels.run_arguments import CONTROL_SIZE, TABLE_WIDTH, backward_programs
 from onelaunch.engines.graph.plan.memory import Layout
 from onelaunch.engines.graph.plan.narrow import Narrow, plan_narrow
 from onelaunch.engines.graph.plan.operations import BYTES, VALIDATION, BufferSpec, Operation, StepPlan
-from onelaunch.engines.graph.plan.stages import Stage
+from onelaunch.engines.graph.plan.stages import MIDDLE, Segment, Stage, product_name, source_name
 from onelaunch.integers import ceil_div, clamp, next_power_of_2
 from onelaunch.kernels.gemm_tile import GemmTile
 from onelaunch.run.network import Network
@@ -104,7 +104,7 @@ class Planner:
         source = (f"{prefix}x",) if gathers else ()
         for number, stage in enumerate(self.stages[:-1]):
             linear = stage.linear
-            made = [self.buffer(f"{prefix}h{number}", rows, linear.outputs)]
+            made = [self.buffer(f"{prefix}{product_name(self.stages, number)}", rows, linear.outputs)]
             if training and stage.saves_input:
                 made.append(self.buffer(f"{prefix}z{number}", rows, linear.outputs))
             if rows <= SMALL_BATCH:
@@ -113,8 +113,43 @@ class Planner:
                 tma = rounded and not (training and stage.p) and self.aligned(linear.inputs, linear.outputs)
                 tile = self.gemm(rows, linear.outputs, tma=tma)
             operations.append(Operation("forward", number, (*source, *made), tile))
+            if stage.segment and not stage.segment.is_empty:
+                operations.append(self.segment(number, stage.segment, rows, prefix))
             source = (f"{prefix}h{number}",)
         return operations
+
+    def segment(self, number: int, segment: Segment, rows: int, prefix: str) -> Operation:
+        width = self.stages[number].linear.outputs
+        uses = [f"{prefix}p{number}", self.buffer(f"{prefix}h{number}", rows, width)]
+        uses += [f"{prefix}{source_name(self.stages, source)}" for source in (segment.before, segment.after) if source]
+        if segment.before and MIDDLE in self.stages[number].taps:
+            uses.append(self.buffer(f"{prefix}middle{number}", rows, width))
+        return Operation("segment", number, tuple(uses), GemmTile(1, 1, 1))
+
+    def segment_backward(self, number: int) -> list[Operation]:
+        """From the gradient of a stage's output to that of its Linear's, where the stage has a segment."""
+        stage = self.stages[number]
+        segment, width = stage.segment, stage.linear.outputs
+        if segment is None:
+            return []
+        uses = [f"dh{number}", product_name(self.stages, number), self.buffer(f"dz{number}", self.batch, width)]
+        uses += [f"z{number}"] if stage.saves_input else []
+        uses += [f"skip.{point}{number}" for point in sorted(stage.taps)]
+        uses += [source_name(self.stages, segment.before)] if segment.before else []
+        for source in filter(None, (segment.before, segment.after)):
+            uses.append(self.buffer(f"skip.{source.point}{source.stage}", self.batch, width, dtype="fp32"))
+        if segment.norm and (segment.norm.scale or segment.norm.shift):
+            programs = backward_programs(self.batch, width)
+            uses.append(self.buffer(f"norm_parts{number}", programs, 2, width, dtype="fp32"))
+            uses.append(self.buffer(f"tickets.norm{number}", 1, dtype="int64"))
+        return [Operation("segment_backward", number, tuple(uses), GemmTile(1, 1, 1))]
+
+    def gradient_of(self, number: int, rows: int) -> str:
+        """The buffer into which the gradient of a stage's input goes: dz of the stage before, or dh if that has a segment."""
+        width = self.stages[number].linear.inputs
+        if self.stages[number - 1].segment:
+            return self.buffer(f"dh{number - 1}", rows, width, dtype="fp32")
+        return self.buffer(f"dz{number - 1}", rows, width)
 
     def output(self, rows: int, prefix: str, *, training: bool) -> Operation:
         last = self.stages[-1].linear
@@ -133,14 +168,14 @@ class Planner:
         elif rows > SMALL_BATCH:
             uses.append(f"{prefix}x")
         if training and hidden:
-            uses.append(self.buffer(f"dz{len(self.stages) - 2}", rows, last.inputs))
-            if self.stages[-2].saves_input:
+            uses.append(self.gradient_of(len(self.stages) - 1, rows))
+            if self.stages[-2].saves_input and not self.stages[-2].segment:
                 uses.append(f"z{len(self.stages) - 2}")
             if single:
                 uses.append(self.buffer("gathered", rows, self.stages[0].linear.inputs))
         if training and not self.small:
             uses.append(self.buffer(f"sums{len(self.stages) - 1}", programs, last.outputs, dtype="fp32"))
-            if hidden:
+            if hidden and not self.stages[-2].segment:
                 uses.append(self.buffer(f"sums{len(self.stages) - 2}", programs, last.inputs, dtype="fp32"))
         return Operation("output_small_batch" if single else "output", len(self.stages) - 1, tuple(uses), tile)
 
@@ -149,11 +184,14 @@ class Planner:
         last = len(self.stages) - 1
         if last > 0 and not self.small:
             operations += self.update(last)
+        if last > 0:
+            operations += self.segment_backward(last - 1)
         for number in range(last - 1, 0, -1):
             before = self.stages[number - 1]
             linear = self.stages[number].linear
-            into = self.buffer(f"dz{number - 1}", self.batch, linear.inputs)
-            uses = [f"dz{number}", f"h{number - 1}", into, *([f"z{number - 1}"] if before.saves_input else [])]
+            into = self.gradient_of(number, self.batch)
+            saved = before.saves_input and not before.segment
+            uses = [f"dz{number}", f"h{number - 1}", into, *([f"z{number - 1}"] if saved else [])]
             if self.small:
                 tile = self.fused_backward(linear.inputs, linear.outputs)
                 if tile.splits > 1:
@@ -168,11 +206,14 @@ class Planner:
                     )
                     uses.append(self.buffer(f"tickets.{number}", ceil_div(linear.inputs, tile.n), dtype="int64"))
                 operations.append(Operation("fused_backward", number, tuple(uses), tile))
+                operations += self.segment_backward(number - 1)
                 continue
             tma = self.copies and self.aligned(linear.inputs, linear.outputs)
             tile = self.gemm(self.batch, linear.inputs, tma=tma)
-            uses.append(self.buffer(f"sums{number - 1}", ceil_div(self.batch, tile.m), linear.inputs, dtype="fp32"))
+            if not before.segment:
+                uses.append(self.buffer(f"sums{number - 1}", ceil_div(self.batch, tile.m), linear.inputs, dtype="fp32"))
             operations += [Operation("input_gradient", number, tuple(uses), tile), *self.update(number)]
+            operations += self.segment_backward(number - 1)
         if self.small and last > 0:
             uses = ["gradient", f"h{last - 1}", "dz0", "gathered", "loss_parts", "losses"]
             return [*operations, Operation("first_and_last_update", 0, tuple(uses), self.update(0)[0].tile)]
@@ -183,7 +224,7 @@ class Planner:
         linear = self.stages[number].linear
         gradient = "gradient" if number == len(self.stages) - 1 else f"dz{number}"
         source = [f"h{number - 1}"] if number else [] if self.small else ["x"]
-        finish = [] if self.small else [f"sums{number}"]
+        finish = [] if self.small or self.stages[number].segment else [f"sums{number}"]
         finish += ["loss_parts", "losses"] if number == 0 else []
         if self.small:
             m = max(16, next_power_of_2(self.batch))
@@ -196,7 +237,7 @@ class Planner:
         tile = self.gemm(linear.outputs, linear.inputs, tma=self.aligned(linear.inputs, linear.outputs))
         tiles = ceil_div(linear.outputs, tile.m) * ceil_div(linear.inputs, tile.n)
         splits = min(ceil_div(self.batch, MIN_ROWS_PER_SPLIT), 2 * self.chip.multiprocessors // tiles)
-        if splits <= 2:
+        if splits <= 2 or self.stages[number].segment:  # without sums, only this kernel computes the bias's gradient
             return [Operation("update", number, (gradient, *source, *finish), tile)]
         parts = self.buffer(f"parts{number}", splits, linear.outputs * linear.inputs, dtype="fp32")
         return [
@@ -271,6 +312,10 @@ def _states_and_weights(planner: Planner) -> Iterable[str]:
             yield planner.buffer(f"state{state}.{number}.weight", linear.outputs, linear.inputs, dtype="fp32")
             if linear.bias:
                 yield planner.buffer(f"state{state}.{number}.bias", linear.outputs, dtype="fp32")
+        if stage.segment and stage.segment.norm:
+            for part, exists in (("scale", stage.segment.norm.scale), ("shift", stage.segment.norm.shift)):
+                for state in range(planner.states if exists else 0):
+                    yield planner.buffer(f"state{state}.{number}.{part}", linear.outputs, dtype="fp32")
         if planner.split_weights:
             yield planner.buffer(f"high.{number}", linear.outputs, linear.inputs, dtype="bf16")
             yield planner.buffer(f"low.{number}", linear.outputs, linear.inputs, dtype="int16")
