@@ -53,4 +53,4 @@ def test_the_reason_of_a_refusal(layers, reason):
     model = nn.Sequential(*layers)
     outputs = 2000 if "2000" in reason else 2
     run = make_run(model, torch.randn(8, 4), torch.randint(outputs, (8,)), None, {"steps": 1, "batch_size": 4})
-    assert ENGINE.unsupported_reason(run) == reason
+    assert ENGINE.unsupported_reason(run).startswith(reason)
