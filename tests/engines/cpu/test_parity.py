@@ -98,6 +98,7 @@ BATCH_NORMS: dict[str, tuple[nn.Module, ...]] = {
         nn.Linear(9, 20), nn.Tanh(), nn.BatchNorm1d(20), nn.BatchNorm1d(20, track_running_stats=False), nn.SiLU(),
         nn.Linear(20, 6), nn.BatchNorm1d(6), nn.Tanh(),
     ),
+    "before an activation of the input": (nn.BatchNorm1d(9), nn.GELU(), nn.Linear(9, 20), nn.Tanh(), nn.Linear(20, 6)),
     "last, no running statistics": (nn.Linear(9, 6), nn.BatchNorm1d(6, track_running_stats=False)),
 }  # fmt: skip
 

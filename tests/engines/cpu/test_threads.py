@@ -127,10 +127,10 @@ def test_a_call_whose_first_partition_never_starts_ends(run: Run, cache_folder: 
     """A second Ctrl-C can arrive after the other threads got their work and before this one began its own."""
     session = CpuSession(run, {}, cache_folder=cache_folder, partitions=2)
 
-    def interrupted(address: int) -> None:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
-    session._together["train"][0] = interrupted
+    session._entries["train.0"] = interrupted
     assert_ends(session)
 
 

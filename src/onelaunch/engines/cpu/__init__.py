@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from onelaunch.engines.contract import Run
-from onelaunch.engines.cpu.plan.stages import stages_of
 from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ class CpuEngine:
             return run.no_network_reason
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
+        from onelaunch.engines.cpu.plan.stages import stages_of
+
         try:
             stages_of(run.network)
         except UnsupportedNetworkError as reason:

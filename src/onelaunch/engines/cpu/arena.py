@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from onelaunch.engines.cpu.plan.plan import CACHE_LINE, CONTROL, HYPERPARAMETERS, Plan
+from onelaunch.engines.cpu.plan.plan import Plan
+from onelaunch.engines.cpu.plan.settings import HYPERPARAMETERS
+from onelaunch.engines.cpu.plan.target import CACHE_LINE
 from onelaunch.integers import round_up
 
 HUGE_PAGE = 2**21
@@ -40,7 +42,6 @@ class Arena:
         assert self.memory.ctypes.data % CACHE_LINE == 0
         self.address = self.memory.ctypes.data
         self.order = self.memory[plan.size :].view(np.int32)
-        self.control = self.view("control", np.int64)
 
     @staticmethod
     def size_for(plan: Plan, rows: int) -> int:
@@ -52,9 +53,8 @@ class Arena:
         buffer = self.plan.buffers[name]
         return self.memory[buffer.offset + shift : buffer.offset + shift + buffer.size].view(dtype)
 
-    def set_control(self, **values: int) -> None:
-        for name, value in values.items():
-            self.control[CONTROL.index(name)] = value
+    def set_words(self, buffer: str, *words: int) -> None:
+        self.view(buffer, np.int64)[: len(words)] = words
 
     def set_hyperparameters(self, **values: float) -> None:
         view = self.view("hyperparameters")

@@ -1,18 +1,17 @@
-"""The object code of a plan, cached on disk. Its key covers the settings, the target, LLVM's version and this engine's
-sources."""
+"""The object code of units, cached on disk. A key covers the unit's options, the target, LLVM's version and the sources of the
+code generator."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from pathlib import Path
 
 from onelaunch.code_cache import CodeCache
-from onelaunch.engines.cpu.plan.settings import Settings
+from onelaunch.engines.cpu.code.kernel import Unit
 from onelaunch.engines.cpu.plan.target import Target
 
-OBJECTS = CodeCache("cpu", layout="onelaunch cpu object 1", suffix=".o")
+OBJECTS = CodeCache("cpu", layout="onelaunch cpu object 2", suffix=".o")
 
 
 @functools.cache
@@ -23,7 +22,6 @@ def _sources_digest() -> str:
     return digest.hexdigest()
 
 
-def key_of(settings: Settings, target: Target) -> str:
-    """The key of a plan's object code. Layer names do not change the code and are left out."""
-    description = re.sub(r"path='[^']*'", "", repr(settings))
-    return hashlib.sha256("\n".join((description, repr(target), _sources_digest())).encode()).hexdigest()
+def key_of(unit: Unit, target: Target) -> str:
+    """The key of a unit's object code."""
+    return hashlib.sha256("\n".join((repr(unit), repr(target), _sources_digest())).encode()).hexdigest()

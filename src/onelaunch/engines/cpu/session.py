@@ -19,12 +19,16 @@ import torch
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.engines.cpu.arena import Arena
 from onelaunch.engines.cpu.cache import OBJECTS
+from onelaunch.engines.cpu.code import driver
+from onelaunch.engines.cpu.code.units import ROW_ORDER
 from onelaunch.engines.cpu.native import Native
-from onelaunch.engines.cpu.plan.plan import MAX_CALL_STEPS, SCALARS, TALLY, Plan
-from onelaunch.engines.cpu.plan.settings import MIN_VALIDATION_BATCH, Settings, useful_partitions
+from onelaunch.engines.cpu.plan.plan import MAX_CALL_STEPS, TALLY, Plan
+from onelaunch.engines.cpu.plan.settings import MIN_VALIDATION_BATCH, SCALARS, Settings, useful_partitions
 from onelaunch.engines.cpu.plan.target import Target, host
+from onelaunch.engines.cpu.program.program import program_of
+from onelaunch.engines.cpu.program.table import Table
 from onelaunch.engines.cpu.threads import SPINS_BEFORE_YIELD, Team, yield_address
-from onelaunch.integers import clamp
+from onelaunch.integers import ceil_div, clamp
 from onelaunch.optimizers import constants
 from onelaunch.rng import permutation_bits, signed_seed
 from onelaunch.run.network import tensor_name
@@ -33,11 +37,13 @@ from onelaunch.run.step_scalars import batch_weights, row_weights, step_scalars
 
 CALL_SECONDS = 0.05  # target duration of a native call: Python serves signals and progress between calls
 PROBE_SECONDS = 0.005  # of a probe, which compares one thread with several: short, since half of the probes are slower
+# Buffers that are zero at first; a partition without rows never writes its losses.
+ZEROED = ("parameters", "flag", "tally", "losses", "mean", "variance", "ticks", "zeros", "squares")
 FIRST_STEPS = 8  # in the first call, before the time per step is known
 
 
 def settings_for(run: Run, partitions: int | None = None) -> Settings:
-    """What the code for a run depends on. `partitions` defaults to a choice by network size and PyTorch's thread count."""
+    """What the program of a run depends on. `partitions` defaults to a choice by network size and PyTorch's thread count."""
     spec, network = run.spec, run.network
     assert network is not None
     batch, validates = min(spec.batch_size, spec.rows), run.validation is not None
@@ -69,52 +75,54 @@ class CpuSession:
         self.precision = "fp32"
         self._plan = Plan(settings_for(run, partitions), target or host())
         self.plan = str(self._plan)
-        self.native = Native(self._plan, cache_folder or OBJECTS.folder())
+        self.program = program_of(self._plan)
+        self.native = Native(self.program.units, self._plan.target, cache_folder or OBJECTS.folder())
         self.arena = Arena(self._plan, self.spec.rows, memory)
         self.allocations = {"arena": 1}
-        self.team = Team(self._plan.partitions, lambda: self.arena.set_control(abandoned=1))
+        self.team = Team(
+            self._plan.partitions, lambda: self.arena.set_words("control", SPINS_BEFORE_YIELD, yield_address(), 1)
+        )
         self._tensors = dict(run.model.state_dict(keep_vars=True))
-        self._order_address = self.arena.order.ctypes.data
         self._done = 0  # steps of the run that the arena's weights have seen
         self._between_steps = True  # False during a call: if interrupted, its weights mix two steps and are not used
         self._step_seconds = 0.0
         self._weight_sums: np.ndarray[Any, Any] | None = None  # of each batch of the epoch, where rows are weighted
-        self._functions()
         self._load(state)
-        self._point_at_data()
+        self._set_up_calls()
 
-    def _functions(self) -> None:
-        pointer = ctypes.c_void_p
-        kinds = ("train", "validate") if self._plan.settings.validates else ("train",)
-        numbers = range(self._plan.partitions) if self._plan.partitions > 1 else ()
-        self._alone = {kind: self.native.function(f"{kind}_alone", pointer) for kind in kinds}
-        self._together = {
-            kind: [self.native.function(f"{kind}_partition_{number}", pointer) for number in numbers] for kind in kinds
+    def _set_up_calls(self) -> None:
+        spec, run, order = self.spec, self.run, self.arena.order.ctypes.data
+        x, y = run.x.contiguous(), run.y.contiguous()
+        self._kept = [x, y]  # kept alive: the native code has their addresses
+        outside = {
+            "x": x.data_ptr(),
+            "y": y.data_ptr(),
+            "rows": spec.rows,
+            "order": order,
+            "seed": signed_seed(spec.seed),
         }
-        self._row_order = self.native.function("row_order", pointer, *[ctypes.c_int64] * 4)
-
-    def _point_at_data(self) -> None:
-        spec, run = self.spec, self.run
-        self._kept = [run.x.contiguous(), run.y.contiguous()]  # kept alive: the native code has their addresses
-        self.arena.set_control(
-            x=self._kept[0].data_ptr(), y=self._kept[1].data_ptr(), rows=spec.rows, order=self._order_address,
-            yield_thread=yield_address(), spins_before_yield=SPINS_BEFORE_YIELD, abandoned=0, seed=signed_seed(spec.seed),
-        )  # fmt: skip
         if run.validation is not None:
             x, y = (tensor.contiguous() for tensor in run.validation)
             self._kept += [x, y]
-            self.arena.set_control(validation_x=x.data_ptr(), validation_y=y.data_ptr(), validation_rows=len(x))
+            outside |= {"validation_x": x.data_ptr(), "validation_y": y.data_ptr(), "validation_rows": len(x)}
+            self.arena.set_words("call.validate", ceil_div(len(x), self._plan.settings.validation_batch), 0, 0)
         if run.weights is not None:
             self._kept.append(run.weights.contiguous())
-            self.arena.set_control(weights=self._kept[-1].data_ptr())
+            outside["weights"] = self._kept[-1].data_ptr()
+        self.arena.set_words("control", SPINS_BEFORE_YIELD, yield_address(), 0)
         self.arena.set_hyperparameters(
             **constants(spec), label_smoothing=spec.label_smoothing, clip_norm=spec.clip_norm or 0.0
         )  # fmt: skip
+        self._table = Table(self.program, self.native.address, self.arena.address, outside)
+        enter = self.native.function(driver.UNIT, driver.RUN, ctypes.c_void_p, ctypes.c_void_p)
+        self._entries = {name: partial(enter, fields, None) for name, fields in self._table.entries.items()}
+        row_order = self.native.function(ROW_ORDER, "row_order", ctypes.c_void_p, *[ctypes.c_int64] * 4)
+        self._row_order = partial(row_order, order, spec.rows, permutation_bits(spec.rows), signed_seed(spec.seed))
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
         plan, arena = self._plan, self.arena
-        for name in plan.buffers:  # a partition without rows never writes its losses
-            if name.startswith(("parameters", "flag.", "tally.", "losses.", "mean.", "variance.", "ticks.")):
+        for name in plan.buffers:
+            if name.split(".")[0] in ZEROED:
                 arena.view(name, np.uint8)[:] = 0
         for stage in plan.stages:
             for number in (*stage.batch_norms, *stage.layer_norms):
@@ -221,11 +229,9 @@ class CpuSession:
         return clamp(1, int(seconds / self._step_seconds), MAX_CALL_STEPS)
 
     def _fill_order(self, epoch: int) -> None:
-        spec = self.spec
-        bits = permutation_bits(spec.rows)
-        self._row_order(self._order_address, spec.rows, bits, signed_seed(spec.seed), epoch)
+        self._row_order(epoch)
         if self.run.train_rows is not None:
-            order = self.arena.order[: spec.rows]
+            order = self.arena.order[: self.spec.rows]
             order[:] = self.run.train_rows.numpy()[order]
 
     def _train(self, step: int, count: int) -> None:
@@ -233,7 +239,7 @@ class CpuSession:
         scalars = step_scalars(spec, step, count, self.run.outputs, self._sums(step, count))
         self.arena.view("scalars").reshape(-1, len(SCALARS))[:count] = np.stack([scalars[name] for name in SCALARS], 1)
         first_row = step % spec.steps_per_epoch * spec.batch_size
-        self.arena.set_control(first_row=first_row, first_step=step, count=count)
+        self.arena.set_words("call.train", count, first_row, step)
         begin = time.perf_counter()
         self._between_steps = False
         self._call("train")
@@ -242,9 +248,8 @@ class CpuSession:
         self.team.note(self._step_seconds)
 
     def _call(self, kind: str) -> None:
-        address = self.arena.address
-        together = [partial(function, address) for function in self._together[kind]]
-        self.team.call(partial(self._alone[kind], address), together)
+        numbers = range(self._plan.partitions) if self._plan.partitions > 1 else ()
+        self.team.call(self._entries[f"{kind}.alone"], [self._entries[f"{kind}.{number}"] for number in numbers])
 
     def _losses(self, step: int, count: int) -> np.ndarray[Any, Any]:
         """The mean loss per step: the partitions' sums, added in their order, times the row weight."""

@@ -1,7 +1,7 @@
-"""Threads that execute the partitions of a run, and the barrier between its phases.
+"""Threads that execute the partitions of a run.
 
 The calling thread executes partition 0. The others block in Python between native calls and cost nothing there. Inside a
-call the threads meet at barriers made of one counter per partition: a thread increments its own and waits for the others'.
+call the threads meet at barriers (code/driver.py) of one counter per partition: a thread increments its own and waits.
 Counters only grow, so a barrier needs no reset. A waiting thread spins a bounded number of times, then yields the processor
 after every poll. The wait ends when the other partition arrives, or when the call is abandoned because it never will.
 
@@ -18,59 +18,12 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from onelaunch.engines.cpu.code.emit import Function, Module
-from onelaunch.engines.cpu.code.instructions import Value
-from onelaunch.engines.cpu.plan.plan import CONTROL, Plan
-
 SPINS_BEFORE_YIELD = 1000  # polls (tens of nanoseconds each) of a waiting thread
 SLOWDOWN = 1.3  # a step slower than this times the best since the last probe starts another probe
 MIN_PROBE_INTERVAL = 8  # calls between two probes; doubled each time the result is the same
 # One thread is faster on a busy machine, which may soon be free again: probe more often then.
 MAX_PROBE_INTERVAL = {True: 512, False: 16}  # by whether threads are in use
 PROBE_CALLS = 2  # with threads, and as many without
-
-
-def barrier(module: Module, plan: Plan, partition: int) -> str:
-    """`barrier_<t>(arena)`: returns when every partition has called its own as often. Release and acquire: what one
-    partition writes before its barrier is visible to all after theirs."""
-
-    def make(f: Function) -> None:
-        def flag(number: int) -> Value:
-            return f.at(f["arena"], plan.offset(f"flag.{number}"), "i8", f"flag_{number}")
-
-        control = f.at(f["arena"], plan.offset("control"), "i8", "control")
-        mine = f.i64(f.add(f.load("i64", flag(partition)), 1, "mine"))
-        f.emit(f"store atomic i64 {mine.text}, ptr {flag(partition).text} release, align 8")
-        max_spins = f.load("i64", control, CONTROL.index("spins_before_yield"), element="i64", hint="max_spins")
-        yield_thread = f.load("ptr", control, CONTROL.index("yield_thread"), element="i64", hint="yield_thread")
-        abandoned = f.at(control, 8 * CONTROL.index("abandoned"), "i8", "abandoned")
-        for other in range(plan.partitions):
-            if other == partition:
-                continue
-            theirs = flag(other)
-
-            def behind(theirs: Value = theirs) -> Value:
-                seen = f.op("i64", f"load atomic i64, ptr {theirs.text} acquire, align 8", "theirs")
-                late = f.compare("slt", seen, mine, "behind")
-                left = f.op("i64", f"load atomic i64, ptr {abandoned.text} monotonic, align 8", "left")
-                return f.op("i1", f"and i1 {late.text}, {f.compare('eq', left, f.i64(0)).text}", "wait")
-
-            def wait(spins: Value) -> None:
-                _pause(f)
-                f.when(f.compare("sgt", spins, max_spins), lambda: f.emit(f"call void {yield_thread.text}()"))
-
-            f.wait_while(behind, wait)
-
-    return module.function(f"barrier_{partition}", "ptr %arena", make)
-
-
-def _pause(f: Function) -> None:
-    """Tell the processor that this is a spin loop."""
-    architecture = f.module.target.triple.split("-")[0]
-    if architecture == "x86_64":
-        f.intrinsic("void", "x86.sse2.pause")
-    elif architecture.startswith(("aarch64", "arm64")):
-        f.intrinsic("void", "aarch64.hint", Value("i32", "1"))
 
 
 def yield_address() -> int:

@@ -12,7 +12,7 @@ import torch
 from onelaunch.activations import ACTIVATIONS
 from onelaunch.engines import cpu
 from onelaunch.engines.cpu.code import elementwise
-from onelaunch.engines.cpu.code.emit import Module
+from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.plan.target import Target, host
 from onelaunch.run.network import Activation, Dropout
 from tests.conftest import TOLERANCE
@@ -28,14 +28,19 @@ def operation(name: str) -> Activation:
     return Activation(name, SLOPE) if name == "leaky_relu" else Activation(name)
 
 
+def operations(f: Function, name: str) -> elementwise.Operations:
+    """The operation in a function of its own, with the values of its fields as constants."""
+    f.arguments |= {"parameter0": f.scalar(SLOPE), "limit0": f.i64(0)}
+    return elementwise.Operations(f, elementwise.Group((name,)))
+
+
 def emitters(name: str) -> dict[str, Emit]:
-    group = (operation(name),)
     found: dict[str, Emit] = {
-        name: lambda f, x: elementwise.forward(f, x, group),
-        f"{name}_derivative": lambda f, x: elementwise.forward_with_derivative(f, x, group, ())[1],
+        name: lambda f, x: operations(f, name).forward(x),
+        f"{name}_derivative": lambda f, x: operations(f, name).forward_with_derivative(x, ())[1],
     }
     if not ACTIVATIONS[name].saves_input:
-        found[f"{name}_from_output"] = lambda f, a: elementwise.backward_from_output(f, f.constant(1.0), a, group)
+        found[f"{name}_from_output"] = lambda f, a: operations(f, name).backward_from_output(f.constant(1.0), a)
     return found
 
 
@@ -87,7 +92,7 @@ def test_nan_and_infinities_behave_as_in_pytorch(name: str) -> None:
 def test_the_engine_declares_the_activations_it_has() -> None:
     def has(name: str) -> bool:
         try:
-            Module(host()).function("f", "ptr %x", lambda f: elementwise.forward(f, f.zero, [operation(name)]) and None)
+            Module(host()).function("f", "ptr %x", lambda f: operations(f, name).forward(f.zero) and None)
         except AssertionError:
             return False
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ from torch import nn
 
 from onelaunch.engines import cpu
 from onelaunch.engines.cpu.code.emit import Function, Module
-from onelaunch.engines.cpu.code.optimizer import Update
-from onelaunch.engines.cpu.plan.plan import HYPERPARAMETERS, SCALARS, Plan
+from onelaunch.engines.cpu.code.optimizer import Update, UpdateRule
+from onelaunch.engines.cpu.plan.settings import HYPERPARAMETERS, SCALARS
 from onelaunch.engines.cpu.plan.target import Target, host
-from onelaunch.engines.cpu.session import settings_for
 from onelaunch.optimizers import OPTIMIZERS, constants
 from onelaunch.run.spec import Spec
 from onelaunch.run.step_scalars import step_scalars
@@ -38,26 +36,29 @@ def settings_of(optimizer: str, decays: bool, momentum: bool) -> dict[str, Any]:
     return chosen
 
 
-def plan_of(options: dict[str, Any], target: Target) -> tuple[Spec, Plan]:
+def rule_of(options: dict[str, Any]) -> tuple[Spec, UpdateRule]:
     x, y = torch.zeros(STEPS, 1), torch.zeros(STEPS, dtype=torch.int64)
-    run = make(nn.Sequential(nn.Linear(1, 1)), x, y, batch_size=1, epochs=1, **options)
-    return run.spec, Plan(settings_for(run), target)
+    spec = make(nn.Sequential(nn.Linear(1, 1)), x, y, batch_size=1, epochs=1, **options).spec
+    return spec, UpdateRule(spec.optimizer, spec.momentum > 0, spec.nesterov, spec.weight_decay > 0)
 
 
-def train(spec: Spec, plan: Plan, weights: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any]) -> None:
+def train(
+    spec: Spec, rule: UpdateRule, target: Target, weights: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any]
+) -> None:
     """Update `weights` in place with one gradient per step."""
-    module = Module(plan.target)
+    module = Module(target)
+    stride = 2 * UNITS  # floats from the weights to their first state
 
     def emit(f: Function) -> None:
-        update = Update(f, plan, f["scalars"], f["hyper"])
+        update = Update(f, rule, f["scalars"], f["hyper"])
+        copies = update.copies(f["parameters"], f.i64(4 * stride))
         for first in range(0, UNITS, f.lanes):
-            update.apply(f.vload(f["gradient"], first), f["parameters"], first)
+            update.apply(f.vload(f["gradient"], first), copies, first)
 
     module.function("update", "ptr %parameters, ptr %gradient, ptr %scalars, ptr %hyper", emit, public=True)
     loaded = Loaded(module)
     function = loaded.function("update", *[ctypes.c_void_p] * 4)
-    stride = plan.state_stride // 4
-    arena = np.zeros(stride * (1 + len(plan.state_names)), np.float32)
+    arena = np.zeros(stride * (1 + len(rule.state_names)), np.float32)
     arena[:UNITS] = weights
     hyper = np.array([constants(spec).get(name, 0.0) for name in HYPERPARAMETERS], np.float32)
     scalars = step_scalars(spec, 0, STEPS, 1)
@@ -73,7 +74,7 @@ def train(spec: Spec, plan: Plan, weights: np.ndarray[Any, Any], gradients: np.n
     ids=lambda value: value.cpu if isinstance(value, Target) else str(value),
 )
 def test_updates_are_those_of_torch_optim(optimizer: str, decays: bool, momentum: bool, target: Target) -> None:
-    spec, plan = plan_of(settings_of(optimizer, decays, momentum), target)
+    spec, rule = rule_of(settings_of(optimizer, decays, momentum))
     generator = torch.Generator().manual_seed(0)
     gradients = torch.randn(STEPS, UNITS, generator=generator)
     gradients[:, :5] = 0  # a unit without a gradient: Lion's sign(0) is 0
@@ -84,7 +85,7 @@ def test_updates_are_those_of_torch_optim(optimizer: str, decays: bool, momentum
         reference.grad = gradient.double()
         torch_optimizer.step()
     ours = weights.numpy()
-    train(spec, plan, ours, gradients.numpy())
+    train(spec, rule, target, ours, gradients.numpy())
     np.testing.assert_allclose(ours, reference.detach().numpy(), rtol=0, atol=WEIGHT_TOLERANCE / 10)
 
 
@@ -92,10 +93,14 @@ def test_the_engine_declares_the_optimizers_it_has() -> None:
     """An optimizer that the emitter does not know raises; it never runs another one's arithmetic."""
 
     def has(name: str) -> bool:
-        _, plan = plan_of({}, host())
-        plan.settings = dataclasses.replace(plan.settings, optimizer=name)
+        rule = UpdateRule(name)
+
+        def emit(f: Function) -> None:
+            update = Update(f, rule, f["p"], f["p"])
+            update.apply(f.zero, update.copies(f["p"], f.i64(0)), 0)
+
         try:
-            Module(host()).function("f", "ptr %p", lambda f: Update(f, plan, f["p"], f["p"]).apply(f.zero, f["p"], 0))
+            Module(host()).function("f", "ptr %p", emit)
         except (AssertionError, KeyError):
             return False
         return True

@@ -11,6 +11,7 @@ import torch
 
 from onelaunch.engines.cpu.code import philox
 from onelaunch.engines.cpu.code.emit import Module
+from onelaunch.engines.cpu.code.kernel import STEP
 from onelaunch.engines.cpu.plan.target import Target, host
 from onelaunch.integers import round_up
 from onelaunch.rng import dropout_bits, permutation, permutation_bits, signed_seed
@@ -33,26 +34,24 @@ def test_row_order(target: Target) -> None:
 
 
 @functools.cache
-def compiled() -> tuple[Loaded, list[str]]:
-    """One function per region."""
-    module, names = Module(host()), []
-    for first_row, rows, first_column, columns in REGIONS:
-        region = {"first_row": first_row, "rows": rows, "first_column": first_column, "columns": columns}
-        names.append(philox.draw_bits(module, layer=2, **region))
-        module.functions[names[-1]].public = True
-    return Loaded(module), names
+def compiled() -> Loaded:
+    module = Module(host())
+    philox.emit_dropout(module)
+    return Loaded(module)
 
 
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("seed", [0, 2**64 - 1, 2**40 + 17])
 def test_dropout_bits(region: tuple[int, int, int, int], seed: int) -> None:
     first_row, rows, first_column, columns = region
-    loaded, names = compiled()
-    function = loaded.function(names[REGIONS.index(region)], ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-    pitch = round_up(columns, 8)
+    pitch, number = round_up(columns, 8), 2**32 - 2
     bits = np.zeros(rows * pitch + 8 * host().lanes, np.uint16)
-    step = 2**32 - 2
-    function(bits.ctypes.data, step, signed_seed(seed))
-    expected = dropout_bits(seed, 2, range(step, step + 1), first_row + rows, first_column + columns)[0]
+    fields = np.array(
+        [bits.ctypes.data, signed_seed(seed), 2, rows * pitch // 8, pitch // 8, first_row, first_column // 8], np.int64
+    )
+    step = np.zeros(len(STEP), np.int64)
+    step[list(STEP).index("step")] = number
+    compiled().function("draw_bits", ctypes.c_void_p, ctypes.c_void_p)(fields.ctypes.data, step.ctypes.data)
+    expected = dropout_bits(seed, 2, range(number, number + 1), first_row + rows, first_column + columns)[0]
     got = torch.from_numpy(bits[: rows * pitch].astype(np.int32)).view(rows, pitch)[:, :columns]
     assert torch.equal(got, expected[first_row:, first_column:])

@@ -1,6 +1,6 @@
-"""BatchNorm1d over one panel. A partition owns whole columns, so statistics need no exchange.
+"""BatchNorm1d over columns, one vector of them at a time. A partition owns whole columns: statistics need no exchange.
 
-The forward computes the mean, then the variance of the centred values, in two passes over a panel that is in L1. It
+The forward computes the mean, then the variance of the centred values, in two passes over columns that are in L1. It
 keeps the normalised values, mostly in their place; the backward needs only these and `deviation`, which is
 1 / sqrt(variance + eps). The formulas are PyTorch's: biased variance to normalise, unbiased for the running statistics.
 """
@@ -9,175 +9,178 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from onelaunch.engines.cpu.code import elementwise
+from onelaunch.engines.cpu.code.apply import bits_fields, load_bits
+from onelaunch.engines.cpu.code.elementwise import Group, Operations
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
-from onelaunch.engines.cpu.code.optimizer import Update
-from onelaunch.engines.cpu.plan.plan import Plan
-from onelaunch.engines.cpu.plan.stages import Stage
-from onelaunch.run.network import BatchNorm
+from onelaunch.engines.cpu.code.kernel import Kernel
+from onelaunch.engines.cpu.code.optimizer import Update, UpdateRule
+
+VECTORS = ("scale", "shift", "mean", "variance", "deviation")  # of a BatchNorm1d, one float per column each
 
 
-def row_vectors(f: Function, width: int) -> range:
-    """The first column of every vector of a row."""
-    return range(0, width, f.lanes)
+def forward_kernel(group: Group) -> Kernel:
+    """`all_rows` rows are written; `rows` of the step enter the statistics. `cumulative`: the running statistics are averages
+    over all batches, of which `batches` counts those before the run."""
+    vectors = ", ".join(f"ptr {name}" for name in VECTORS)
+    operations = f", {group.fields}" if group.names else ""
+    return Kernel(
+        "normalise",
+        f"ptr values, ptr normal, ptr output, ptr derivative, i64 all_rows, i64 columns, i64 pitch, {vectors}, float eps, "
+        f"float momentum, i64 cumulative, ptr batches{operations}{bits_fields(group)}",
+        "rows step",
+    )
 
 
-def column_sums(f: Function, rows: Int, width: int, term: Callable[[Int, int], Value]) -> list[Value]:
-    """Sum over rows of `term(row, column)`, one vector per `lanes` columns."""
-
-    def body(row: Int, *sums: Value) -> list[Value]:
-        return [f.fadd(so_far, term(row, c)) for so_far, c in zip(sums, row_vectors(f, width), strict=True)]
-
-    return f.loop(rows, body, carry=[f.zero] * len(row_vectors(f, width)), index="row")
-
-
-def load_bits(f: Function, pointers: Sequence[Value], row: Int, column: Int) -> list[Value]:
-    """The dropout bits of one vector, for each Dropout of a group, from bits `[row][bits_pitch]`."""
-    index = f.add(f.mul(row, f["bits_pitch"]), column)
-    return [f.load(f"<{f.lanes} x i16>", pointer, index, element="i16", hint="bits") for pointer in pointers]
-
-
-FORWARD_PARAMETERS = (
-    "ptr %values, ptr %normal, ptr %output, ptr %derivative, i64 %bits_pitch, ptr %scale, ptr %shift, ptr %mean, "
-    "ptr %variance, ptr %deviation, i64 %rows, float %factor"
+BACKWARD = Kernel(
+    "normalise_backward",
+    "ptr gradient, i64 panels, i64 width, i64 all_rows, ptr normal, ptr before, i64 pitch, ptr deviation, ptr scale, "
+    "ptr shift, i64 state_stride, ptr hyper",
+    "rows scalars",
 )
 
 
-def forward(module: Module, plan: Plan, stage: Stage, group: int, width: int, *, training: bool, all_rows: int) -> str:
-    """A function that normalises a panel by statistics over its first `rows` rows and applies the group's operations.
+def emit_forward(module: Module, group: Group, training: bool, tracks: bool, stores: bool) -> None:
+    """`tracks`: there are running statistics. `stores`: the derivative of the group is stored too."""
+    module.kernel(forward_kernel(group), lambda f: _Forward(f, group, training, tracks, stores).emit())
 
-    It writes `all_rows` rows.
-    """
-    layer = stage.groups[group].batch_norm
-    assert layer is not None
-    operations = stage.groups[group].operations
-    dropouts = stage.groups[group].dropouts if training else ()
-    parameters = FORWARD_PARAMETERS + "".join(f", ptr %bits{number}" for number in range(len(dropouts)))
-    name = f"normalise_{'train' if training else 'validate'}_{stage.index}_{group}_w{width}_r{all_rows}"
 
-    def make(f: Function) -> None:
-        pitch = plan.pitch(stage)
-        if training or not layer.tracks:
-            means, deviations = _batch_statistics(f, layer, pitch, width, update=training)
+def emit_backward(module: Module, rule: UpdateRule, affine: bool, has_before: bool) -> None:
+    """`has_before`: the group before the BatchNorm1d has a stored derivative."""
+    module.kernel(BACKWARD, lambda f: _Backward(f, rule, affine, has_before).emit())
+
+
+def column_sum(f: Function, rows: Int, term: Callable[[Int], Value]) -> Value:
+    """Sum over rows of `term(row)`."""
+    return f.loop(rows, lambda row, total: [f.fadd(total, term(row))], carry=[f.zero], index="row")[0]
+
+
+class _Forward:
+    def __init__(self, f: Function, group: Group, training: bool, tracks: bool, stores: bool) -> None:
+        self.f, self.group, self.training, self.tracks, self.stores = f, group, training, tracks, stores
+
+    def emit(self) -> None:
+        f = self.f
+        self.operations = Operations(f, self.group)
+        self.row_count = f.op("float", f"sitofp i64 {f['rows'].text} to float", "rows")
+        # Divide by it: multiplying by the rounded 1 / rows would shift every mean, and so the running mean, one way.
+        self.count = f.splat(self.row_count, "count")
+        if self.training and self.tracks:
+            self.factor = f.splat(self._running_factor(), "factor")
+        f.loop(f["columns"], self._column, step=f.lanes, index="column")
+
+    def _running_factor(self) -> Value:
+        """The weight of this batch in the running statistics: the momentum, or 1 / batches for a cumulative average."""
+        f = self.f
+        before = f.load("double", f["batches"], hint="batches")
+        step = f.op("double", f"sitofp i64 {f['step'].text} to double", "step")
+        count = f.fadd(f.fadd(before, step), Value("double", "1.0"), "batches")
+        average = f.op("float", f"fptrunc double {f.fdiv(Value('double', '1.0'), count).text} to float", "average")
+        return f.select(f.compare("ne", f["cumulative"], f.i64(0)), average, f["momentum"])
+
+    def _column(self, column: Int) -> None:
+        f = self.f
+
+        def value(row: Int) -> Value:
+            return f.vload(f["values"], f.add(f.mul(row, f["pitch"]), column))
+
+        if self.training or not self.tracks:
+            mean, deviation = self._statistics(column, value)
         else:
-            means = [f.vload(f["mean"], c, "mean") for c in row_vectors(f, width)]
-            deviations = [_deviation(f, f.vload(f["variance"], c), layer.eps) for c in row_vectors(f, width)]
-        scales = [f.vload(f["scale"], c, "scale") for c in row_vectors(f, width)]
-        shifts = [f.vload(f["shift"], c, "shift") for c in row_vectors(f, width)]
-        stores = training and stage.stores_derivative(group)
+            mean, deviation = f.vload(f["mean"], column), self._deviation(f.vload(f["variance"], column))
+        scale, shift = f.vload(f["scale"], column, "scale"), f.vload(f["shift"], column, "shift")
 
         def row(number: Int) -> None:
-            for v, c in enumerate(row_vectors(f, width)):
-                index = f.add(f.mul(number, pitch), c)
-                normal = f.fmul(f.fsub(f.vload(f["values"], index), means[v]), deviations[v], "normal")
-                if training:
-                    f.store(normal, f["normal"], index)
-                value = f.fma(normal, scales[v], shifts[v], "value")
-                bits = load_bits(f, [f[f"bits{n}"] for n in range(len(dropouts))], number, c)
-                if stores:
-                    value, derivative = elementwise.forward_with_derivative(f, value, operations, bits)
-                    f.store(derivative, f["derivative"], index)
-                else:
-                    value = elementwise.forward(f, value, operations, bits)
-                f.store(value, f["output"], index)
+            index = f.add(f.mul(number, f["pitch"]), column)
+            normal = f.fmul(f.fsub(f.vload(f["values"], index), mean), deviation, "normal")
+            if self.training:
+                f.store(normal, f["normal"], index)
+            result = f.fma(normal, scale, shift, "value")
+            bits: Sequence[Value] = load_bits(f, self.group, number, column) if self.training else ()
+            if self.stores:
+                result, derivative = self.operations.forward_with_derivative(result, bits)
+                f.store(derivative, f["derivative"], index)
+            else:
+                result = self.operations.forward(result, bits)
+            f.store(result, f["output"], index)
 
-        f.loop(all_rows, row, index="row")
+        f.loop(f["all_rows"], row, index="row")
 
-    return module.function(name, parameters, make)
+    def _deviation(self, variance: Value) -> Value:
+        f = self.f
+        sum_ = f.fadd(variance, f.splat(f["eps"], "eps"))
+        return f.fdiv(f.constant(1.0), f.intrinsic(f.vector, f"sqrt.v{f.lanes}f32", sum_, hint="root"), "deviation")
 
+    def _statistics(self, column: Int, value: Callable[[Int], Value]) -> tuple[Value, Value]:
+        f = self.f
+        mean = f.fdiv(column_sum(f, f["rows"], value), self.count, "mean")
 
-def _deviation(f: Function, variance: Value, eps: float) -> Value:
-    """1 / sqrt(variance + eps)."""
-    root = f.intrinsic(f.vector, f"sqrt.v{f.lanes}f32", f.fadd(variance, f.constant(eps)), hint="root")
-    return f.fdiv(f.constant(1.0), root, "deviation")
+        def squared(row: Int) -> Value:
+            gap = f.fsub(value(row), mean, "gap")
+            return f.fmul(gap, gap)
 
-
-def _batch_statistics(
-    f: Function, layer: BatchNorm, pitch: int, width: int, *, update: bool
-) -> tuple[list[Value], list[Value]]:
-    rows = f.op("float", f"sitofp i64 {f['rows'].text} to float", "rows")
-    # Divide: multiplying by the rounded 1 / rows would shift every mean, and so the running mean, in one direction.
-    count = f.splat(rows, "count")
-
-    def value(row: Int, c: int) -> Value:
-        return f.vload(f["values"], f.add(f.mul(row, pitch), c))
-
-    sums = column_sums(f, f["rows"], width, value)
-    means = [f.fdiv(total, count, "mean") for total in sums]
-
-    def squared(row: Int, c: int) -> Value:
-        gap = f.fsub(value(row, c), means[c // f.lanes], "gap")
-        return f.fmul(gap, gap)
-
-    squares = column_sums(f, f["rows"], width, squared)
-    variances = [f.fdiv(total, count, "variance") for total in squares]
-    deviations = [_deviation(f, variance, layer.eps) for variance in variances]
-    if update:
-        for v, c in enumerate(row_vectors(f, width)):
-            f.store(deviations[v], f["deviation"], c)
-        if layer.tracks:
-            fewer = f.fsub(rows, f.scalar(1.0))
-            unbiased = f.splat(f.fdiv(rows, fewer), "unbiased")
-            new = f.splat(f["factor"], "factor")
-            old = f.fsub(f.constant(1.0), new)
-            for v, c in enumerate(row_vectors(f, width)):
-                for running, now in (("mean", means[v]), ("variance", f.fmul(variances[v], unbiased))):
-                    kept = f.fmul(old, f.vload(f[running], c))
-                    f.store(f.fma(new, now, kept, running), f[running], c)
-    return means, deviations
+        variance = f.fdiv(column_sum(f, f["rows"], squared), self.count, "variance")
+        deviation = self._deviation(variance)
+        if self.training:
+            f.store(deviation, f["deviation"], column)
+        if self.training and self.tracks:
+            unbiased = f.splat(f.fdiv(self.row_count, f.fsub(self.row_count, f.scalar(1.0))), "unbiased")
+            old = f.fsub(f.constant(1.0), self.factor)
+            for running, now in (("mean", mean), ("variance", f.fmul(variance, unbiased))):
+                kept = f.fmul(old, f.vload(f[running], column))
+                f.store(f.fma(self.factor, now, kept, running), f[running], column)
+        return mean, deviation
 
 
-BACKWARD_PARAMETERS = (
-    "ptr %gradient, ptr %normal, ptr %before, ptr %deviation, ptr %scale, ptr %shift, i64 %rows, "
-    "ptr %scalars, ptr %hyper"
-)
+class _Backward:
+    """Takes the gradient in panels through BatchNorm1d, in place, and through the group before it. Scale and shift are
+    updated here too; the gradient uses their old values."""
 
+    def __init__(self, f: Function, rule: UpdateRule, affine: bool, has_before: bool) -> None:
+        self.f, self.rule, self.affine, self.has_before = f, rule, affine, has_before
 
-def backward(module: Module, plan: Plan, stage: Stage, group: int, width: int) -> str:
-    """A function that takes a panel's gradient through BatchNorm1d, in place, and through the group before it.
-
-    `gradient` is a panel `[batch][width]`, `normal` has the normalised values, `before` the stored derivative of the group
-    before, if any. Scale and shift are updated here too; the gradient uses their old values.
-    """
-    layer = stage.groups[group].batch_norm
-    assert layer is not None
-    has_before = stage.stores_derivative(group - 1) and not stage.groups[group - 1].tapped
-    name = f"normalise_backward_{stage.index}_{group}_w{width}"
-
-    def make(f: Function) -> None:
-        pitch = plan.pitch(stage)
-
-        def gradient(row: Int, c: int) -> Value:
-            return f.vload(f["gradient"], f.add(f.mul(row, width), c))
-
-        def normal(row: Int, c: int) -> Value:
-            return f.vload(f["normal"], f.add(f.mul(row, pitch), c))
-
-        shift_gradients = column_sums(f, f["rows"], width, gradient)
-        scale_gradients = column_sums(f, f["rows"], width, lambda r, c: f.fmul(gradient(r, c), normal(r, c)))
+    def emit(self) -> None:
+        f = self.f
+        self.update = Update(f, self.rule, f["scalars"], f["hyper"])
         rows = f.op("float", f"sitofp i64 {f['rows'].text} to float", "rows")
-        per_row = f.splat(f.fdiv(f.scalar(1.0), rows), "per_row")
-        factors = []
-        for c in row_vectors(f, width):
-            factors.append(f.fmul(f.vload(f["scale"], c), f.vload(f["deviation"], c), "factor"))
-        if layer.affine:
-            update = Update(f, plan, f["scalars"], f["hyper"])
-            for v, c in enumerate(row_vectors(f, width)):
-                update.apply(scale_gradients[v], f["scale"], c)
-                update.apply(shift_gradients[v], f["shift"], c)
-        mean_shift = [f.fmul(total, per_row) for total in shift_gradients]
-        mean_scale = [f.fmul(total, per_row) for total in scale_gradients]
+        self.per_row = f.splat(f.fdiv(f.scalar(1.0), rows), "per_row")
+
+        def panel(number: Int) -> None:
+            first = f.mul(number, f["width"])
+            start = f.at(f["gradient"], f.mul(first, f["all_rows"]), hint="panel")
+            f.loop(
+                f["width"], lambda half: self._column(f.at(start, half), f.add(first, half)), step=f.lanes, index="half"
+            )
+
+        f.loop(f["panels"], panel, index="panel")
+
+    def _column(self, start: Value, column: Int) -> None:
+        f = self.f
+
+        def gradient(row: Int) -> Value:
+            return f.vload(start, f.mul(row, f["width"]))
+
+        def position(row: Int) -> Int:
+            return f.add(f.mul(row, f["pitch"]), column)
+
+        def normal(row: Int) -> Value:
+            return f.vload(f["normal"], position(row))
+
+        shift_gradient = column_sum(f, f["rows"], gradient)
+        scale_gradient = column_sum(f, f["rows"], lambda row: f.fmul(gradient(row), normal(row)))
+        scale = f.at(f["scale"], column, hint="scale")
+        factor = f.fmul(f.vload(scale), f.vload(f["deviation"], column), "factor")
+        if self.affine:
+            for address, total in ((scale, scale_gradient), (f.at(f["shift"], column), shift_gradient)):
+                self.update.apply(total, self.update.copies(address, f["state_stride"]), 0)
+        mean_shift, mean_scale = f.fmul(shift_gradient, self.per_row), f.fmul(scale_gradient, self.per_row)
 
         def row(number: Int) -> None:
-            for v, c in enumerate(row_vectors(f, width)):
-                centred = f.fsub(gradient(number, c), mean_shift[v])
-                centred = f.fsub(centred, f.fmul(normal(number, c), mean_scale[v]))
-                result = f.fmul(centred, factors[v])
-                if has_before:
-                    result = f.fmul(result, f.vload(f["before"], f.add(f.mul(number, pitch), c)))
-                f.store(result, f["gradient"], f.add(f.mul(number, width), c))
+            centred = f.fsub(gradient(number), mean_shift)
+            centred = f.fsub(centred, f.fmul(normal(number), mean_scale))
+            result = f.fmul(centred, factor)
+            if self.has_before:
+                result = f.fmul(result, f.vload(f["before"], position(number)))
+            f.store(result, start, f.mul(number, f["width"]))
 
         f.loop(f["rows"], row, index="row")
-
-    return module.function(name, BACKWARD_PARAMETERS, make)

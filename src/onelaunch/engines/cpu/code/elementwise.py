@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from onelaunch.activations import ACTIVATIONS, GELU_CUBIC, SELU_ALPHA, SELU_SCALE, SOFTPLUS_THRESHOLD
 from onelaunch.engines.cpu.code import vector_math
@@ -17,6 +18,35 @@ from onelaunch.rng import keep_scale, keep_threshold
 from onelaunch.run.network import Activation, Dropout
 
 Operation = Activation | Dropout
+
+
+@dataclass(frozen=True)
+class Group:
+    """The names of a group's operations ("dropout" or an activation), which shape its code. Slopes and dropout rates do not:
+    each operation has a field `parameter<n>`, and a Dropout also `limit<n>`."""
+
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(operations: Sequence[Operation]) -> Group:
+        return Group(tuple("dropout" if isinstance(op, Dropout) else op.name for op in operations))
+
+    @property
+    def fields(self) -> str:
+        return ", ".join(f"float parameter{n}, i64 limit{n}" for n in range(len(self.names)))
+
+    @property
+    def dropouts(self) -> tuple[int, ...]:
+        return tuple(n for n, name in enumerate(self.names) if name == "dropout")
+
+
+def field_values(operations: Sequence[Operation]) -> dict[str, float | int]:
+    """The values of `Group.fields`."""
+    values: dict[str, float | int] = {}
+    for n, op in enumerate(operations):
+        values[f"parameter{n}"] = keep_scale(op.p) if isinstance(op, Dropout) else op.slope
+        values[f"limit{n}"] = keep_threshold(op.p) if isinstance(op, Dropout) else 0
+    return values
 
 
 def derivative_from_output(operations: Sequence[Operation]) -> bool:
@@ -31,86 +61,80 @@ def derivative_from_output(operations: Sequence[Operation]) -> bool:
     return False
 
 
-def is_cheap(operations: Sequence[Operation]) -> bool:
-    """Whether to apply the group to a tile's accumulators. Other groups run over the panel just written, in L1."""
-    return all(
-        isinstance(operation, Activation) and operation.name in ("relu", "leaky_relu") for operation in operations
-    )
+class Operations:
+    """Emits the operations of a group inside one function, which has the group's fields."""
+
+    def __init__(self, f: Function, group: Group) -> None:
+        self.f, self.group = f, group
+        self._parameters = [f.splat(f[f"parameter{n}"], "parameter") for n in range(len(group.names))]
+        self._limits = {}
+        for n in group.dropouts:
+            limit = f.op("i32", f"trunc i64 {f[f'limit{n}'].text} to i32", "limit")
+            self._limits[n] = f.splat(limit, "limit")
+
+    def forward(self, x: Value, bits: Sequence[Value] = ()) -> Value:
+        """The group's output. `bits` has 16 random bits per lane, one vector per Dropout; empty in evaluation."""
+        draws = iter(bits)
+        for n, name in enumerate(self.group.names):
+            if name != "dropout":
+                x, _ = _activate(self.f, x, name, self._parameters[n])
+            elif bits:
+                x = self.f.fmul(x, self._dropout_factor(n, next(draws)), "kept")
+        return x
+
+    def forward_with_derivative(self, x: Value, bits: Sequence[Value]) -> tuple[Value, Value]:
+        """(output, d output / d x)."""
+        f, draws = self.f, iter(bits)
+        derivative: Value | None = None
+        for n, name in enumerate(self.group.names):
+            if name != "dropout":
+                x, factor_of = _activate(f, x, name, self._parameters[n])
+                factor = factor_of()
+            else:
+                factor = self._dropout_factor(n, next(draws))
+                x = f.fmul(x, factor, "kept")
+            derivative = factor if derivative is None else f.fmul(derivative, factor, "derivative")
+        return x, derivative if derivative is not None else f.constant(1.0)
+
+    def _dropout_factor(self, n: int, bits: Value) -> Value:
+        """1 / (1 - p) where the unit is kept, else 0."""
+        f = self.f
+        wide = f.op(f.integers, f"zext {bits.type} {bits.text} to {f.integers}", "bits")
+        return f.select(f.compare("ult", wide, self._limits[n], "keep"), self._parameters[n], f.zero, "scale")
+
+    def backward_from_output(self, gradient: Value, output: Value) -> Value:
+        """gradient * derivative, for groups with `derivative_from_output`."""
+        f = self.f
+        match self.group.names:
+            case ():
+                return gradient
+            case ("relu", *dropouts):
+                for n, _ in enumerate(dropouts, 1):
+                    gradient = f.fmul(gradient, self._parameters[n])
+                # "ugt": PyTorch lets the gradient of a NaN through.
+                return f.select(f.compare("ugt", output, f.zero, "passes"), gradient, f.zero)
+            case ("leaky_relu",):
+                weaker = f.fmul(gradient, self._parameters[0])
+                return f.select(f.compare("ogt", output, f.zero, "passes"), gradient, weaker)
+            case ("sigmoid",):
+                return f.fmul(gradient, f.fmul(output, f.fsub(f.constant(1.0), output)))
+            case ("tanh",):
+                negated = f.op(f.vector, f"fneg {f.vector} {output.text}", "negated")
+                return f.fmul(gradient, f.fma(negated, output, f.constant(1.0)))
+            case ("elu",):
+                return f.fmul(gradient, _elu_derivative(f, output, 1.0, 1.0))
+            case ("selu",):
+                return f.fmul(gradient, _elu_derivative(f, output, SELU_ALPHA, SELU_SCALE))
+        raise AssertionError(self.group)
 
 
-def forward(f: Function, x: Value, operations: Sequence[Operation], bits: Sequence[Value] = ()) -> Value:
-    """The group's output. `bits` has 16 random bits per lane, one vector per Dropout; empty in evaluation."""
-    draws = iter(bits)
-    for operation in operations:
-        if isinstance(operation, Activation):
-            x, _ = _activate(f, x, operation)
-        elif bits:
-            x = f.fmul(x, _dropout_factor(f, operation, next(draws)), "kept")
-    return x
-
-
-def forward_with_derivative(
-    f: Function, x: Value, operations: Sequence[Operation], bits: Sequence[Value]
-) -> tuple[Value, Value]:
-    """(output, d output / d x)."""
-    draws = iter(bits)
-    derivative: Value | None = None
-    for operation in operations:
-        if isinstance(operation, Activation):
-            x, factor_of = _activate(f, x, operation)
-            factor = factor_of()
-        else:
-            factor = _dropout_factor(f, operation, next(draws))
-            x = f.fmul(x, factor, "kept")
-        derivative = factor if derivative is None else f.fmul(derivative, factor, "derivative")
-    return x, derivative if derivative is not None else f.constant(1.0)
-
-
-def backward_from_output(f: Function, gradient: Value, output: Value, operations: Sequence[Operation]) -> Value:
-    """gradient * derivative, for groups with `derivative_from_output`."""
-    match tuple(operations):
-        case ():
-            return gradient
-        case (Activation("relu"), *dropouts):
-            for dropout in dropouts:
-                assert isinstance(dropout, Dropout)
-                gradient = f.fmul(gradient, f.constant(keep_scale(dropout.p)))
-            # "ugt": PyTorch lets the gradient of a NaN through.
-            return f.select(f.compare("ugt", output, f.zero, "passes"), gradient, f.zero)
-        case (Activation("leaky_relu", slope),):
-            weaker = f.fmul(gradient, f.constant(slope))
-            return f.select(f.compare("ogt", output, f.zero, "passes"), gradient, weaker)
-        case (Activation("sigmoid"),):
-            return f.fmul(gradient, f.fmul(output, f.fsub(f.constant(1.0), output)))
-        case (Activation("tanh"),):
-            negated = f.op(f.vector, f"fneg {f.vector} {output.text}", "negated")
-            return f.fmul(gradient, f.fma(negated, output, f.constant(1.0)))
-        case (Activation("elu"),):
-            return f.fmul(gradient, _elu_derivative(f, output, 1.0, 1.0))
-        case (Activation("selu"),):
-            return f.fmul(gradient, _elu_derivative(f, output, SELU_ALPHA, SELU_SCALE))
-    raise AssertionError(operations)
-
-
-def _dropout_factor(f: Function, dropout: Dropout, bits: Value) -> Value:
-    """1 / (1 - p) where the unit is kept, else 0."""
-    threshold = keep_threshold(dropout.p)
-    if threshold == 65536:
-        return f.constant(keep_scale(dropout.p))
-    narrow = f"<{f.lanes} x i16>"
-    limit = f.op(narrow, f"trunc {f.integers} {f.integer(threshold).text} to {narrow}", "limit")
-    keep = f.compare("ult", bits, limit, "keep")
-    return f.select(keep, f.constant(keep_scale(dropout.p)), f.zero, "scale")
-
-
-def _activate(f: Function, x: Value, activation: Activation) -> tuple[Value, Callable[[], Value]]:
-    """The value, and a function that emits the derivative with respect to `x`."""
+def _activate(f: Function, x: Value, name: str, slope: Value) -> tuple[Value, Callable[[], Value]]:
+    """The value, and a function that emits the derivative with respect to `x`. `slope` is that of leaky_relu."""
     one = f.constant(1.0)
-    match activation.name:
+    match name:
         case "relu":
             return f.at_least(x, f.zero, "relu"), lambda: f.select(f.compare("ugt", x, f.zero), one, f.zero)
         case "leaky_relu":
-            slope = f.constant(activation.slope)
             y = f.select(f.compare("ogt", x, f.zero), x, f.fmul(x, slope), "leaky")
             return y, lambda: f.select(f.compare("ogt", x, f.zero), one, slope)
         case "sigmoid":
@@ -149,7 +173,7 @@ def _activate(f: Function, x: Value, activation: Activation) -> tuple[Value, Cal
         case "hardswish":
             gate = f.at_most(f.at_least(f.fadd(x, f.constant(3.0)), f.zero), f.constant(6.0))
             return f.fmul(x, f.fmul(gate, f.constant(1 / 6)), "hardswish"), lambda: _hardswish_derivative(f, x)
-    raise AssertionError(activation.name)
+    raise AssertionError(name)
 
 
 def _gelu_derivative(f: Function, x: Value, cdf: Value) -> Value:

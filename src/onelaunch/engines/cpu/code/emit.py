@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from onelaunch.engines.cpu.code.instructions import Instructions, Int, Value, int_text
+from onelaunch.engines.cpu.code.kernel import STEP, Kernel
 from onelaunch.engines.cpu.plan.target import Target
 
 
@@ -25,6 +26,18 @@ class Module:
             function = self.functions[name] = Function(self, name, parameters, public=public)
             make(function)
         return name
+
+    def kernel(self, kernel: Kernel, make: Callable[[Function], None]) -> None:
+        """A public function whose body finds the kernel's fields and step values by name, as if they were arguments."""
+
+        def body(f: Function) -> None:
+            f.load_fields(kernel, *kernel.fields)
+            for name in kernel.step:
+                position = list(STEP).index(name)
+                f.arguments[name] = f.load(STEP[name], f["step"], position, element="i64", hint=name)
+            make(f)
+
+        self.function(kernel.name, "ptr %fields, ptr %step", body, public=True)
 
     def text(self) -> str:
         width = self.target.lanes * 32
@@ -46,6 +59,13 @@ class Function(Instructions):
 
     def __getitem__(self, argument: str) -> Value:
         return self.arguments[argument]
+
+    def load_fields(self, kernel: Kernel, *names: str) -> None:
+        """Load fields of a kernel, whose address is the argument `fields`; they are then found by name."""
+        for name in names:
+            type_ = "ptr" if kernel.fields[name] == "list" else kernel.fields[name]
+            value = self.load(type_, self["fields"], kernel.position(name), element="i64", hint=name)
+            self.arguments[name] = value
 
     def text(self) -> str:
         kind = "" if self.public else "internal "
@@ -109,16 +129,26 @@ class Function(Instructions):
         self.emit(f"br label %{label}.end")
         self._open(f"{label}.end")
 
-    def wait_while(self, condition: Callable[[], Value], body: Callable[[Value], None]) -> None:
-        """`while condition(): body(count)`, where `count` starts at 0."""
-        label = self._fresh("wait")
+    def leave_when(self, condition: Value, label: str) -> None:
+        """Continue at `join(label)` where `condition` holds."""
+        following = self._fresh("stay")
+        self.emit(f"br i1 {condition.text}, label %{label}, label %{following}")
+        self._open(following)
+
+    def join(self, label: str) -> None:
+        self.emit(f"br label %{label}")
+        self._open(label)
+
+    def repeat_while(self, condition: Callable[[Value], Value], body: Callable[[Value], None]) -> None:
+        """`while condition(count): body(count)`, where `count` starts at 0."""
+        label = self._fresh("while")
         before = self.block
         self.emit(f"br label %{label}")
         self._open(label)
         count = Value("i64", f"%{label}.count")
         header = len(self.lines)
         self.lines.append("")
-        holds = condition()
+        holds = condition(count)
         self.emit(f"br i1 {holds.text}, label %{label}.body, label %{label}.end")
         self._open(f"{label}.body")
         body(count)

@@ -1,103 +1,75 @@
-"""Copy a batch's rows out of the data set (uint8 rows become floats), and prefetch the rows of the next batch."""
+"""Copy a batch's rows out of the data set; uint8 rows become floats."""
 
 from __future__ import annotations
 
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
-from onelaunch.engines.cpu.code.phase import Phase
-from onelaunch.engines.cpu.plan.plan import CACHE_LINE, Plan
-from onelaunch.integers import ceil_div
+from onelaunch.engines.cpu.code.kernel import Kernel
+from onelaunch.engines.cpu.code.product import by_parity
+
+# Rows [first, last) of the batch; rows past its end become zero. `ahead` is the batch size, to copy the next batch into the
+# other of two alternating buffers, or 0 to copy this one.
+GATHER = Kernel(
+    "gather",
+    "ptr x, ptr target, ptr odd_target, i64 width, i64 pitch, i64 first, i64 last, i64 ahead",
+    "j first_row rows next_rows order",
+)
 
 
-def gather(phase: Phase, target: Value, order: Value, first_row: Int, rows: Value) -> None:
-    """Copy a batch into `target`; rows past the end become zero. Where all partitions read one copy, each writes its rows."""
-    f, plan = phase.f, phase.plan
-    private = phase.training and plan.private_input
-    first, last = (0, phase.batch) if private else plan.owned_rows(phase.partition, phase.batch)
-    if first == last:
-        return
-    stage = plan.stages[0]
-    x = phase.control("x" if phase.training else "validation_x", "ptr")
-    copy = _copy_row(phase.module, plan)
-    clear = _clear_row(phase.module, plan)
-    stop = f.minimum(rows, last)
-    element = "i8" if plan.settings.uint8_rows else "float"
+def emit(module: Module, uint8_rows: bool, shuffled: bool) -> None:
+    """`shuffled`: the rows are those that `order` names, else consecutive ones (validation)."""
+    module.kernel(GATHER, lambda f: _gather(f, uint8_rows, shuffled))
+
+
+def _gather(f: Function, uint8_rows: bool, shuffled: bool) -> None:
+    this_batch = f.compare("eq", f["ahead"], f.i64(0), "this_batch")
+    rows = f.select(this_batch, f["rows"], f["next_rows"], "rows")
+    target = by_parity(f, f["target"], f["odd_target"])
+    order = f.at(f["order"], f["ahead"], "i32", "order")
+    element = "i8" if uint8_rows else "float"
 
     def one(row: Int) -> None:
-        if phase.training:
+        if shuffled:
             number = f.load("i32", order, row, element="i32", hint="sample")
             sample: Int = f.op("i64", f"zext i32 {number.text} to i64", "sample")
         else:
-            sample = f.add(first_row, row)
-        source = f.at(x, f.mul(sample, stage.width), element, "source")
-        f.call(copy, source, f.at(target, f.mul(row, plan.pitch(stage))))
+            sample = f.add(f["first_row"], row)
+        source = f.at(f["x"], f.mul(sample, f["width"]), element, "source")
+        _copy_row(f, source, f.at(target, f.mul(row, f["pitch"])), uint8_rows)
 
-    f.loop(stop, one, start=first, index="row")
-    begin = f.intrinsic("i64", "smax.i64", stop, f.i64(first), hint="missing")
-    f.loop(last, lambda row: f.call(clear, f.at(target, f.mul(row, plan.pitch(stage)))), start=begin, index="row")
+    def clear(row: Int) -> None:
+        at = f.at(target, f.mul(row, f["pitch"]))
+        f.loop(f["width"], lambda column: f.store(f.zero, at, column), step=f.lanes, index="column")
 
+    def copy() -> None:
+        stop = f.minimum(rows, f["last"])
+        f.loop(stop, one, start=f["first"], index="row")
+        f.loop(f["last"], clear, start=f.intrinsic("i64", "smax.i64", stop, f["first"], hint="missing"), index="row")
 
-class NextRows:
-    """Prefetches the next batch's rows piece by piece, between the tiles of dW: in random order they miss every cache."""
-
-    def __init__(self, phase: Phase, tiles: int) -> None:
-        f, plan = phase.f, phase.plan
-        self.f, self.phase = f, phase
-        following = f.i64(f.add(phase.first_row, plan.batch, "following"))
-        left = f.minimum(f.sub(phase.control("rows"), following), plan.batch)
-        more = f.compare("slt", f.i64(f.add(f["j"], 1)), phase.control("count"), "more")
-        self.rows = f.select(more, left, f.i64(0), "next_rows")
-        self.order = f.at(phase.order, plan.batch, "i32", "next_order")
-        self.x = phase.control("x", "ptr")
-        self.piece = f.op("ptr", "alloca i64", "piece")
-        f.store(f.i64(0), self.piece)
-        self.line = CACHE_LINE if plan.settings.uint8_rows else CACHE_LINE // 4
-        lines = ceil_div(plan.stages[0].width, self.line)
-        self.lines_each = min(lines, ceil_div(plan.batch * lines, max(1, tiles)))
-        self.pieces = ceil_div(lines, self.lines_each)
-
-    def prefetch_piece(self) -> None:
-        f, plan = self.f, self.phase.plan
-        piece = f.load("i64", self.piece, hint="piece")
-        f.store(f.i64(f.add(piece, 1)), self.piece)
-        kernel = self._kernel()
-        row = f.op("i64", f"udiv i64 {piece.text}, {self.pieces}", "row")
-
-        def prefetch() -> None:
-            number_in_row = f.sub(piece, f.mul(row, self.pieces))
-            number = f.load("i32", self.order, row, element="i32", hint="sample")
-            sample = f.op("i64", f"zext i32 {number.text} to i64", "sample")
-            at = f.add(f.mul(sample, plan.stages[0].width), f.mul(number_in_row, self.lines_each * self.line))
-            f.call(kernel, f.at(self.x, at, "i8" if plan.settings.uint8_rows else "float"))
-
-        f.when(f.compare("slt", row, self.rows), prefetch)
-
-    def _kernel(self) -> str:
-        def make(f: Function) -> None:
-            for line in range(self.lines_each):
-                f.prefetch(f["x"], line * CACHE_LINE // 4, locality=2)
-
-        return self.phase.module.function(f"prefetch_{self.lines_each}_lines", "ptr %x", make)
+    f.when(f.compare("ne", rows, f.i64(0), "any"), copy)
 
 
-def _copy_row(module: Module, plan: Plan) -> str:
-    width = plan.stages[0].width
+def _copy_row(f: Function, source: Value, target: Value, uint8_rows: bool) -> None:
+    element = "i8" if uint8_rows else "float"
 
-    def make(f: Function) -> None:
-        def vector(column: Int, count: int) -> None:
-            if not plan.settings.uint8_rows:
-                value = f.vload_first(f.at(f["source"], column), count)
-            else:
-                packed = f.vload_first(f.at(f["source"], column, "i8"), count, "i8", "bytes")
-                value = _divide_by_255(f, f.op(f.vector, f"uitofp {packed.type} {packed.text} to {f.vector}", "number"))
-            f.store(value, f["target"], column)
+    def convert(value: Value) -> Value:
+        if not uint8_rows:
+            return value
+        return _divide_by_255(f, f.op(f.vector, f"uitofp {value.type} {value.text} to {f.vector}", "number"))
 
-        whole = width // f.lanes * f.lanes
-        f.loop(whole, lambda column: vector(column, f.lanes), step=f.lanes, index="column")
-        if width > whole:
-            vector(whole, width - whole)
+    def vector(column: Int) -> None:
+        packed = f.load(f"<{f.lanes} x {element}>", source, column, element=element, hint="values")
+        f.store(convert(packed), target, column)
 
-    return module.function("copy_row", "ptr %source, ptr %target", make)
+    whole = f.op("i64", f"and i64 {f['width'].text}, {-f.lanes}", "whole")
+    rest = f.i64(f.sub(f["width"], whole, "rest"))
+    f.loop(whole, vector, step=f.lanes, index="column")
+
+    def part() -> None:
+        packed = f.vload_where(f.lanes_below(rest), f.at(source, whole, element), element)
+        f.store(convert(packed), target, whole)
+
+    f.when(f.compare("ne", rest, f.i64(0), "any"), part)
 
 
 def _divide_by_255(f: Function, x: Value) -> Value:
@@ -108,11 +80,3 @@ def _divide_by_255(f: Function, x: Value) -> Value:
     quotient = f.fmul(x, inverse, "quotient")
     remainder = f.intrinsic(f.vector, f"fma.v{f.lanes}f32", quotient, f.constant(-255.0), x, hint="remainder")
     return f.intrinsic(f.vector, f"fma.v{f.lanes}f32", remainder, inverse, quotient, hint="quotient")
-
-
-def _clear_row(module: Module, plan: Plan) -> str:
-    def make(f: Function) -> None:
-        width = plan.padded(plan.stages[0])
-        f.loop(width, lambda column: f.store(f.zero, f["target"], column), step=f.lanes, index="column")
-
-    return module.function("clear_row", "ptr %target", make)

@@ -6,12 +6,43 @@ derivative of the stage's last group, stored into the panel, and transposed back
 
 from __future__ import annotations
 
-from onelaunch.engines.cpu.code import elementwise
+from collections.abc import Callable
+from typing import Literal
+
+from onelaunch.engines.cpu.code.elementwise import Group, Operations
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
-from onelaunch.engines.cpu.code.optimizer import Update
-from onelaunch.engines.cpu.plan.plan import Plan
-from onelaunch.engines.cpu.plan.stages import Stage
+from onelaunch.engines.cpu.code.kernel import Kernel
+
+# How a gradient passes the last group of a stage: there is none, by the derivative that the forward stored, or by the output.
+Through = Literal["nothing", "derivative", "output"]
+# A command covers panels of one width and, of batch panels of one width, rows [first_block, last_block) of each;
+# `first_unit` and `first_row` are those of the first panel.
+BLOCKS = (
+    "i64 panels, i64 width, i64 batch_panels, i64 batch_width, i64 first_unit, i64 first_row, ptr panel, ptr transposed, "
+    "ptr saved, i64 padded, i64 all_rows, i64 pitch, i64 first_block, i64 last_block"
+)
+
+
+def reduce_kernel(group: Group) -> Kernel:
+    """`skip` has the gradient that reaches the stage's output through additions, in panels."""
+    return Kernel(
+        "reduce", f"list partials, i64 sources, i64 back, ptr skip, {BLOCKS}{', ' * bool(group.names)}{group.fields}"
+    )
+
+
+def transpose_kernel(group: Group) -> Kernel:
+    return Kernel("transpose", f"{BLOCKS}{', ' * bool(group.names)}{group.fields}")
+
+
+def emit_reduce(module: Module, group: Group, through: Through, skips: bool) -> None:
+    """`reduce`: a stage's gradient from the partial sums of dX; with the field `back`, also in the transposed layout."""
+    module.kernel(reduce_kernel(group), lambda f: _reduce(f, group, through, skips))
+
+
+def emit_transpose(module: Module, group: Group, through: Through) -> None:
+    """`transpose`: the same for a gradient already in the panels, from the loss or a BatchNorm1d."""
+    module.kernel(transpose_kernel(group), lambda f: _transpose(f, group, through))
 
 
 def transpose(f: Function, rows: list[Value]) -> list[Value]:
@@ -36,126 +67,145 @@ def transpose(f: Function, rows: list[Value]) -> list[Value]:
     return rows
 
 
-def _through_last_group(f: Function, stage: Stage, gradient: Value, output: Value, pitch: int, row: int) -> Value:
-    """`gradient` times the derivative of the stage's last group; `output` points at its output or its stored derivative."""
-    number = len(stage.groups) - 1
-    operations = stage.groups[number].operations
-    if not operations:
-        return gradient
-    saved = f.vload(output, row * pitch, "saved")
-    if stage.stores_derivative(number):
-        return f.fmul(gradient, saved)
-    return elementwise.backward_from_output(f, gradient, saved, operations)
+def _over_blocks(f: Function, block: Callable[[Value, Value, Value], None]) -> None:
+    """Call `block(position in a transposed layout, position in the panels, position in the activations)` for every block."""
+
+    def panel(number: Int) -> None:
+        column = f.add(f.mul(number, f["width"]), f["first_unit"], "column")
+
+        def half(inside: Int) -> None:
+            unit = f.add(column, inside, "unit")
+
+            def batch_panel(batch_number: Int) -> None:
+                first = f.add(f.mul(batch_number, f["batch_width"]), f["first_row"], "first")
+                start = f.add(f.mul(first, f["padded"]), f.mul(unit, f["batch_width"]))
+
+                def rows(offset: Int) -> None:
+                    row = f.add(first, offset, "row")
+                    in_panel = f.add(f.mul(column, f["all_rows"]), f.add(f.mul(row, f["width"]), inside))
+                    in_activations = f.add(f.mul(row, f["pitch"]), unit)
+                    block(f.i64(f.add(start, offset)), f.i64(in_panel), f.i64(in_activations))
+
+                f.loop(f["last_block"], rows, start=f["first_block"], step=f.lanes, index="block")
+
+            f.loop(f["batch_panels"], batch_panel, index="batch_panel")
+
+        f.loop(f["width"], half, step=f.lanes, index="half")
+
+    f.loop(f["panels"], panel, index="panel")
 
 
-def reduce_block(
-    module: Module, plan: Plan, stage: Stage, *, sources: int, partial_width: int, panel_width: int, back: bool
-) -> str:
-    """`(partial0, ..., skip, saved, panel, transposed)`: one block of a stage's gradient from the partial sums of dX.
+class _Block:
+    """Takes rows of a gradient through the last group, stores them into the panel and, transposed, for dX."""
 
-    `skip` has the gradient that reaches the stage's output through additions, if any.
-    """
-    name = f"reduce_{stage.index}_{sources}_partials_b{partial_width}_w{panel_width}" + "_back" * back
-    parameters = "".join(f"ptr %partial{n}, " for n in range(sources))
-    parameters += "ptr %skip, ptr %saved, ptr %panel, ptr %transposed"
+    def __init__(self, f: Function, group: Group, through: Through) -> None:
+        self.f, self.through = f, through
+        self.operations = Operations(f, group)
 
-    def make(f: Function) -> None:
-        columns = []
-        for unit in range(f.lanes):
-            total = f.vload(f["partial0"], unit * partial_width, "partial")
-            for n in range(1, sources):
-                total = f.fadd(total, f.vload(f[f"partial{n}"], unit * partial_width, "partial"))
-            columns.append(total)
-        rows = transpose(f, columns)
-        if stage.groups[-1].tapped:
-            rows = [f.fadd(row, f.vload(f["skip"], n * panel_width, "skip")) for n, row in enumerate(rows)]
-        _store_and_transpose(f, plan, stage, rows, panel_width, partial_width, back)
+    def rows(self, rows: list[Value], in_panel: Value, in_activations: Value) -> list[Value]:
+        f = self.f
+        done = []
+        for number, gradient in enumerate(rows):
+            result = gradient
+            if self.through != "nothing":
+                saved = f.vload(f["saved"], f.add(in_activations, f.mul(number, f["pitch"])), "saved")
+                if self.through == "derivative":
+                    result = f.fmul(gradient, saved)
+                else:
+                    result = self.operations.backward_from_output(gradient, saved)
+            f.store(result, f["panel"], f.add(in_panel, f.mul(number, f["width"])))
+            done.append(result)
+        return done
 
-    return module.function(name, parameters, make)
-
-
-def _store_and_transpose(
-    f: Function, plan: Plan, stage: Stage, rows: list[Value], panel_width: int, batch_width: int, back: bool
-) -> None:
-    pitch = plan.pitch(stage)
-    done = []
-    for row, gradient in enumerate(rows):
-        result = _through_last_group(f, stage, gradient, f["saved"], pitch, row)
-        f.store(result, f["panel"], row * panel_width)
-        done.append(result)
-    if back:
-        for unit, column in enumerate(transpose(f, done)):
-            f.store(column, f["transposed"], unit * batch_width)
+    def back(self, rows: list[Value], at: Value) -> None:
+        f = self.f
+        for unit, column in enumerate(transpose(f, rows)):
+            f.store(column, f["transposed"], f.add(at, f.mul(unit, f["batch_width"])))
 
 
-def transpose_block(
-    module: Module, plan: Plan, stage: Stage, *, panel_width: int, batch_width: int, derive: bool
-) -> str:
-    """`(saved, panel, transposed)`: the same for a gradient already in the panel, from the loss or a BatchNorm1d."""
-    name = f"transpose_{stage.index}_w{panel_width}_b{batch_width}" + "_derive" * derive
+def _reduce(f: Function, group: Group, through: Through, skips: bool) -> None:
+    work = _Block(f, group, through)
 
-    def make(f: Function) -> None:
-        rows = [f.vload(f["panel"], row * panel_width) for row in range(f.lanes)]
-        if derive:
-            _store_and_transpose(f, plan, stage, rows, panel_width, batch_width, back=True)
-        else:
-            for unit, column in enumerate(transpose(f, rows)):
-                f.store(column, f["transposed"], unit * batch_width)
+    def block(at: Value, in_panel: Value, in_activations: Value) -> None:
+        def columns(source: Int) -> list[Value]:
+            partial = f.at(f.load("ptr", f["partials"], source, element="i64", hint="partial"), at)
+            return [f.vload(partial, f.mul(unit, f["batch_width"]), "partial") for unit in range(f.lanes)]
 
-    return module.function(name, "ptr %saved, ptr %panel, ptr %transposed", make)
+        def add(source: Int, *totals: Value) -> list[Value]:
+            return [f.fadd(total, more) for total, more in zip(totals, columns(source), strict=True)]
+
+        totals = f.loop(f["sources"], add, start=1, carry=columns(0), index="source")
+        rows = transpose(f, totals)
+        if skips:
+            skip = f.at(f["skip"], in_panel)
+            rows = [f.fadd(row, f.vload(skip, f.mul(n, f["width"]), "skip")) for n, row in enumerate(rows)]
+        done = work.rows(rows, in_panel, in_activations)
+        f.when(f.compare("ne", f["back"], f.i64(0), "back"), lambda: work.back(done, at))
+
+    _over_blocks(f, block)
 
 
-def through_group(module: Module, plan: Plan, stage: Stage, group: int, width: int) -> str:
-    """`(gradient, added, skip, before, rows)`: take a panel's gradient from the head of a group that has no norm, or whose
-    norm is done, through the group before it, in place.
+def _transpose(f: Function, group: Group, through: Through) -> None:
+    work = _Block(f, group, through)
 
-    An addition at the head also sends the gradient to `added`. `skip` has what reaches the group before through additions,
-    `before` its stored derivative.
-    """
-    earlier, sends = stage.groups[group - 1], plan.sends_gradient(stage, group)
+    def block(at: Value, in_panel: Value, in_activations: Value) -> None:
+        rows = [f.vload(f["panel"], f.add(in_panel, f.mul(row, f["width"]))) for row in range(f.lanes)]
+        if through != "nothing":
+            rows = work.rows(rows, in_panel, in_activations)
+        work.back(rows, at)
 
-    def make(f: Function) -> None:
-        def row(number: Int) -> None:
-            for c in range(0, width, f.lanes):
-                place = f.add(f.mul(number, width), c)
-                g = f.vload(f["gradient"], place, "gradient")
-                if sends:
-                    first = plan.adds_first(stage, group)
-                    f.store(g if first else f.fadd(g, f.vload(f["added"], place)), f["added"], place)
-                if earlier.tapped:
-                    g = f.fadd(g, f.vload(f["skip"], place, "skip"))
-                if stage.stores_derivative(group - 1):
-                    g = f.fmul(g, f.vload(f["before"], f.add(f.mul(number, plan.pitch(stage)), c)))
-                f.store(g, f["gradient"], place)
+    _over_blocks(f, block)
+
+
+# A gradient in panels, from the head of a group that has no norm, or whose norm is done, through the group before it, in
+# place. `added` receives the gradient that an addition at the head sends to its source; `skip` has what reaches the group
+# before through additions, `before` its stored derivative.
+THROUGH_GROUP = Kernel(
+    "through_group",
+    "ptr gradient, ptr added, ptr skip, ptr before, i64 panels, i64 panel, i64 rows, i64 width, i64 pitch",
+)
+Sends = Literal[
+    "nothing", "first", "more"
+]  # what an addition sends: if it is not the first of its source, it adds to it
+
+
+def emit_through_group(module: Module, sends: Sends, skips: bool, has_before: bool) -> None:
+    module.kernel(THROUGH_GROUP, lambda f: _through_group(f, sends, skips, has_before))
+
+
+def _through_group(f: Function, sends: Sends, skips: bool, has_before: bool) -> None:
+    def vector(start: Int, number: Int, row: Int, column: Int) -> None:
+        place = f.add(start, f.add(f.mul(row, f["width"]), column))
+        g = f.vload(f["gradient"], place, "gradient")
+        if sends == "first":
+            f.store(g, f["added"], place)
+        elif sends == "more":
+            f.store(f.fadd(g, f.vload(f["added"], place)), f["added"], place)
+        if skips:
+            g = f.fadd(g, f.vload(f["skip"], place, "skip"))
+        if has_before:
+            in_activations = f.add(f.add(f.mul(row, f["pitch"]), column), f.mul(number, f["width"]))
+            g = f.fmul(g, f.vload(f["before"], in_activations))
+        f.store(g, f["gradient"], place)
+
+    def panel(number: Int) -> None:
+        start = f.mul(number, f["panel"])
+
+        def row(index: Int) -> None:
+            f.loop(f["width"], lambda column: vector(start, number, index, column), step=f.lanes, index="column")
 
         f.loop(f["rows"], row, index="row")
 
-    parameters = "ptr %gradient, ptr %added, ptr %skip, ptr %before, i64 %rows"
-    return module.function(f"through_group_{stage.index}_{group}_w{width}", parameters, make)
+    f.loop(f["panels"], panel, index="panel")
 
 
-def bias_update(module: Module, plan: Plan, width: int) -> str:
-    """`(panel, bias, scalars, hyper)`: sum a panel's gradient over the batch and update the bias."""
-
-    def make(f: Function) -> None:
-        vectors = width // f.lanes
-        lines = min(4, plan.batch)  # independent sums, to hide the latency of the addition
-        whole = plan.batch // lines * lines
-
-        def body(row: Int, *sums: Value) -> list[Value]:
-            at = f.at(f["panel"], f.mul(row, width))
-            return [f.fadd(sums[n], f.vload(at, n * f.lanes)) for n in range(lines * vectors)]
-
-        sums = f.loop(whole, body, step=lines, carry=[f.zero] * (lines * vectors), index="row")
-        for n in range((plan.batch - whole) * vectors):
-            sums[n] = f.fadd(sums[n], f.vload(f["panel"], whole * width + n * f.lanes))
-        update = Update(f, plan, f["scalars"], f["hyper"])
-        for v in range(vectors):
-            parts = sums[v::vectors]
-            while len(parts) > 1:
-                parts = [
-                    f.fadd(parts[i], parts[i + 1]) if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)
-                ]
-            update.apply(parts[0], f["bias"], v * f.lanes)
-
-    return module.function(f"bias_update_w{width}", "ptr %panel, ptr %bias, ptr %scalars, ptr %hyper", make)
+def position_in_panels(f: Function, row: Int, vector: Int) -> Int:
+    """The position of a vector of a row in panels, which have two vectors each, the last one or two. The fields `vectors`
+    and `all_rows` are the width and the height of all of them."""
+    number = f.i64(vector)
+    panel = f.op("i64", f"lshr i64 {number.text}, 1", "panel")
+    half = f.op("i64", f"and i64 {number.text}, 1", "half")
+    alone = f.compare("eq", f.i64(f.add(f.mul(panel, 2), 1)), f["vectors"], "alone")
+    width = f.select(alone, f.i64(f.lanes), f.i64(2 * f.lanes), "width")
+    start = f.mul(f.mul(panel, 2 * f.lanes), f["all_rows"])
+    return f.add(start, f.add(f.mul(row, width), f.mul(half, f.lanes)))

@@ -89,8 +89,9 @@ class Instructions:
     def mul(self, a: Int, b: Int, hint: str = "product") -> Int:
         if isinstance(a, int) and isinstance(b, int):
             return a * b
-        if isinstance(b, int) and b == 1:
-            return a
+        for constant, other in ((a, b), (b, a)):
+            if isinstance(constant, int) and constant in (0, 1):
+                return other if constant else 0
         return self.op("i64", f"mul i64 {int_text(a)}, {int_text(b)}", hint)
 
     def minimum(self, a: Int, b: Int, hint: str = "minimum") -> Value:
@@ -118,12 +119,9 @@ class Instructions:
     def vload(self, pointer: Value, index: Int = 0, hint: str = "v") -> Value:
         return self.load(self.vector, pointer, index, hint=hint)
 
-    def vload_first(self, pointer: Value, count: int, type_: str = "float", hint: str = "part") -> Value:
-        """The first `count` lanes, the rest zero; memory after them is not read."""
+    def vload_where(self, mask: Value, pointer: Value, type_: str = "float", hint: str = "part") -> Value:
+        """The lanes of `mask`, the rest zero; memory of the others is not read."""
         vector = f"<{self.lanes} x {type_}>"
-        if count >= self.lanes:
-            return self.load(vector, pointer, element=type_, hint=hint)
-        mask = self.lanes_below(count)
         suffix = {"float": "f32", "i8": "i8", "i32": "i32"}[type_]
         zero = Value(vector, "zeroinitializer")
         name = f"masked.load.v{self.lanes}{suffix}.p0"
@@ -166,6 +164,10 @@ class Instructions:
         zeros = f"<{self.lanes} x i32> zeroinitializer"
         return self.op(vector, f"shufflevector {vector} {first.text}, {vector} poison, {zeros}", hint)
 
+    def first(self, value: Value, hint: str = "first") -> Value:
+        """Lane 0 of a vector of floats."""
+        return self.op("float", f"extractelement {self.vector} {value.text}, i32 0", hint)
+
     def lane_numbers(self) -> Value:
         return Value(self.integers, self._list("i32", range(self.lanes)))
 
@@ -203,10 +205,10 @@ class Instructions:
     def at_most(self, x: Value, ceiling: Value, hint: str = "v") -> Value:
         return self.select(self.compare("olt", ceiling, x), ceiling, x, hint)
 
-    def lanes_below(self, count: int) -> Value:
-        return Value(
-            f"<{self.lanes} x i1>", self._list("i1", [str(lane < count).lower() for lane in range(self.lanes)])
-        )
+    def lanes_below(self, count: Int, hint: str = "mask") -> Value:
+        """The mask of the first `count` lanes."""
+        number = self.op("i32", f"trunc i64 {self.i64(count).text} to i32", hint)
+        return self.compare("slt", self.lane_numbers(), self.splat(number, hint), hint)
 
     def reduce(self, operation: str, value: Value, hint: str = "total") -> Value:
         """Sum ("add") or maximum ("max") over lanes, as a tree of fixed shape."""

@@ -2,244 +2,174 @@
 exchange; the gradients of scale and shift are summed over partitions in the next phase, by the owners of the columns.
 
 The forward computes the mean, then the variance of the centred values, as PyTorch does. It keeps the normalised values and,
-per row, `deviation` = 1 / sqrt(variance + eps); the backward needs no more. Rows of up to MAX_UNROLLED vectors stay in
-registers between the passes.
+per row, `deviation` = 1 / sqrt(variance + eps); the backward needs no more. Without parameters, scale is 1 and shift 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from onelaunch.engines.cpu.code import elementwise
-from onelaunch.engines.cpu.code.batch_norm import load_bits
+from onelaunch.engines.cpu.code.apply import bits_fields, load_bits
+from onelaunch.engines.cpu.code.elementwise import Group, Operations
 from onelaunch.engines.cpu.code.emit import Function, Module
+from onelaunch.engines.cpu.code.gradient import position_in_panels
 from onelaunch.engines.cpu.code.instructions import Int, Value
-from onelaunch.engines.cpu.code.optimizer import Update
-from onelaunch.engines.cpu.plan.plan import Plan
-from onelaunch.engines.cpu.plan.stages import Stage
-
-MAX_UNROLLED = 8  # vectors per row
+from onelaunch.engines.cpu.code.kernel import Kernel
+from onelaunch.engines.cpu.code.optimizer import Update, UpdateRule
 
 
-class Vector:
-    """One vector of a row: its column, its place in a gradient in panels, and how many of its lanes are units."""
-
-    def __init__(self, f: Function, plan: Plan, first: Int, half: int, width: int, lanes: int) -> None:
-        self.f, self.plan, self.first, self.half, self.width, self.lanes = f, plan, first, half, width, lanes
-        self.column = f.add(first, half)
-
-    def in_panels(self, row: Int) -> Int:
-        f = self.f
-        return f.add(f.add(f.mul(self.first, self.plan.rows), f.mul(row, self.width)), self.half)
-
-    def only(self, value: Value) -> Value:
-        """`value` with zero in the lanes past the last unit."""
-        if self.lanes == self.f.lanes:
-            return value
-        return self.f.select(self.f.lanes_below(self.lanes), value, self.f.zero)
-
-
-def over_vectors(
-    f: Function, plan: Plan, stage: Stage, body: Callable[..., Sequence[Value] | None], carry: Sequence[Value] = ()
-) -> list[Value]:
-    """Call `body(vector, *carry)` for every vector of a row; a run-time loop over whole panels if there are many."""
-    panels = plan.panels(stage)
-    wide = plan.padded(stage) > MAX_UNROLLED * f.lanes
-    whole = sum(panel.width == plan.panel_width and panel.first + panel.width <= stage.width for panel in panels)
-    looped = whole if wide else 0
-
-    def panel(first: Int, width: int, lanes: int, values: Sequence[Value]) -> list[Value]:
-        for half in range(0, width, f.lanes):
-            vector = Vector(f, plan, first, half, width, min(f.lanes, lanes - half))
-            values = list(body(vector, *values) or ())
-        return list(values)
-
-    width = plan.panel_width
-    values = f.loop(
-        looped, lambda number, *inner: panel(f.mul(number, width), width, width, inner), carry=carry, index="panel"
+def forward_kernel(group: Group) -> Kernel:
+    """A row has `units` values in `vectors` vectors; `unit_count` is their number as a float."""
+    operations = f", {group.fields}" if group.names else ""
+    return Kernel(
+        "layer_norm",
+        "ptr values, ptr normal, ptr output, ptr derivative, i64 rows, i64 pitch, i64 units, i64 vectors, "
+        f"float unit_count, float eps, ptr scale, ptr shift, ptr deviation{operations}{bits_fields(group)}",
     )
-    for rest in panels[looped:]:
-        values = panel(rest.first, rest.width, stage.width - rest.first, values)
-    return values
 
 
-def _sum(f: Function, plan: Plan, stage: Stage, terms: Callable[[Vector], Sequence[Value]], count: int) -> list[Value]:
-    """The sums over a row's units of `count` terms, each in all lanes."""
-
-    def add(vector: Vector, *so_far: Value) -> list[Value]:
-        return [f.fadd(a, vector.only(b)) for a, b in zip(so_far, terms(vector), strict=True)]
-
-    sums = over_vectors(f, plan, stage, add, [f.zero] * count)
-    return [f.reduce("add", total) for total in sums]
-
-
-class _Once:
-    """Remembers a vector's values between two passes over a row whose vectors are unrolled."""
-
-    def __init__(self, compute: Callable[[Vector], tuple[Value, ...]]) -> None:
-        self.compute = compute
-        self.kept: dict[int, tuple[Value, ...]] = {}
-
-    def __call__(self, vector: Vector) -> tuple[Value, ...]:
-        if not isinstance(vector.column, int):
-            return self.compute(vector)
-        if vector.column not in self.kept:
-            self.kept[vector.column] = self.compute(vector)
-        return self.kept[vector.column]
-
-
-FORWARD_PARAMETERS = (
-    "ptr %values, ptr %normal, ptr %output, ptr %derivative, i64 %bits_pitch, ptr %scale, ptr %shift, ptr %deviation, "
-    "i64 %rows"
+# Rows [first, last) of a gradient in panels, as far as the batch has them. `before` has the stored derivative of the group
+# before, `skip` the gradient that reaches its output through additions. The sums over these rows for scale and, `padded`
+# floats later, for shift are written to `sums`.
+BACKWARD = Kernel(
+    "layer_norm_backward",
+    "ptr gradient, ptr skip, ptr normal, ptr before, ptr deviation, ptr scale, ptr sums, i64 first, i64 last, i64 units, "
+    "i64 vectors, i64 pitch, i64 padded, i64 all_rows, float per_unit",
+    "rows",
+)
+UPDATE = Kernel(
+    "layer_norm_update", "list sums, i64 sources, ptr parameter, i64 columns, i64 state_stride, ptr hyper", "scalars"
 )
 
 
-def forward(module: Module, plan: Plan, stage: Stage, group: int, *, training: bool) -> str:
-    """A function that normalises `rows` rows and applies the group's operations."""
-    layer = stage.groups[group].layer_norm
-    assert layer is not None
-    operations = stage.groups[group].operations
-    dropouts = stage.groups[group].dropouts if training else ()
-    parameters = FORWARD_PARAMETERS + "".join(f", ptr %bits{number}" for number in range(len(dropouts)))
-    pitch = plan.pitch(stage)
+def emit_forward(module: Module, group: Group, training: bool, stores: bool) -> None:
+    module.kernel(forward_kernel(group), lambda f: _forward(f, group, training, stores))
 
-    def make(f: Function) -> None:
-        count = f.scalar(float(stage.width))
 
-        def row(number: Int) -> None:
-            start = f.mul(number, pitch)
-            value = _Once(lambda vector: (f.vload(f["values"], f.add(start, vector.column)),))
-            (total,) = _sum(f, plan, stage, value, 1)
-            mean = f.splat(f.fdiv(total, count), "mean")
-            gap = _Once(lambda vector: (vector.only(f.fsub(value(vector)[0], mean, "gap")),))
+def emit_backward(module: Module, trains: bool, needed: bool, skips: bool, has_before: bool) -> None:
+    """`trains`: there is a scale or a shift. `needed`: the gradient of the input is used."""
+    module.kernel(BACKWARD, lambda f: _backward(f, trains, needed, skips, has_before))
 
-            def square(vector: Vector) -> tuple[Value]:
-                (distance,) = gap(vector)
-                return (f.fmul(distance, distance),)
 
-            (squares,) = _sum(f, plan, stage, square, 1)
-            root = f.intrinsic("float", "sqrt.f32", f.fadd(f.fdiv(squares, count), f.scalar(layer.eps)), hint="root")
-            deviation = f.fdiv(f.scalar(1.0), root, "deviation")
+def emit_update(module: Module, rule: UpdateRule) -> None:
+    module.kernel(UPDATE, lambda f: _update(f, rule))
+
+
+def _over_vectors(f: Function, body: Callable[..., Sequence[Value] | None], carry: Sequence[Value] = ()) -> list[Value]:
+    """Call `body(number, column, mask of the lanes that are units, *carry)` for every vector of a row."""
+
+    def one(number: Int, *values: Value) -> list[Value]:
+        column = f.mul(number, f.lanes)
+        return list(body(number, column, f.lanes_below(f.sub(f["units"], column)), *values) or ())
+
+    return f.loop(f["vectors"], one, carry=carry, index="vector")
+
+
+def _forward(f: Function, group: Group, training: bool, stores: bool) -> None:
+    operations = Operations(f, group)
+
+    def row(number: Int) -> None:
+        start = f.mul(number, f["pitch"])
+
+        def add(_: Int, column: Int, mask: Value, so_far: Value) -> list[Value]:
+            return [f.fadd(so_far, f.select(mask, f.vload(f["values"], f.add(start, column)), f.zero))]
+
+        total = f.reduce("add", _over_vectors(f, add, [f.zero])[0])
+        mean = f.splat(f.fdiv(total, f["unit_count"]), "mean")
+
+        def gap(column: Int, mask: Value) -> Value:
+            return f.select(mask, f.fsub(f.vload(f["values"], f.add(start, column)), mean), f.zero, "gap")
+
+        def square(_: Int, column: Int, mask: Value, so_far: Value) -> list[Value]:
+            distance = gap(column, mask)
+            return [f.fadd(so_far, f.fmul(distance, distance))]
+
+        squares = f.reduce("add", _over_vectors(f, square, [f.zero])[0])
+        variance = f.fadd(f.fdiv(squares, f["unit_count"]), f["eps"])
+        deviation = f.fdiv(f.scalar(1.0), f.intrinsic("float", "sqrt.f32", variance, hint="root"), "deviation")
+        if training:
+            f.store(deviation, f["deviation"], number)
+        factor = f.splat(deviation, "deviation")
+
+        def finish(_: Int, column: Int, mask: Value) -> None:
+            index = f.add(start, column)
+            normal = f.fmul(gap(column, mask), factor, "normal")
             if training:
-                f.store(deviation, f["deviation"], number)
-            scale = f.splat(deviation, "deviation")
+                f.store(normal, f["normal"], index)
+            result = f.fma(normal, f.vload(f["scale"], column), f.vload(f["shift"], column))
+            bits: Sequence[Value] = load_bits(f, group, number, column) if training else ()
+            if stores:
+                result, derivative = operations.forward_with_derivative(result, bits)
+                f.store(derivative, f["derivative"], index)
+            else:
+                result = operations.forward(result, bits)
+            f.store(result, f["output"], index)
 
-            def finish(vector: Vector) -> None:
-                index = f.add(start, vector.column)
-                normal = f.fmul(gap(vector)[0], scale, "normal")
-                if training:
-                    f.store(normal, f["normal"], index)
-                result = normal
-                if layer.scale:
-                    result = f.fmul(normal, f.vload(f["scale"], vector.column))
-                if layer.shift:
-                    shift = f.vload(f["shift"], vector.column)
-                    weight = f.vload(f["scale"], vector.column)
-                    result = f.fma(normal, weight, shift) if layer.scale else f.fadd(normal, shift)
-                bits = load_bits(f, [f[f"bits{n}"] for n in range(len(dropouts))], number, vector.column)
-                if training and stage.stores_derivative(group):
-                    result, derivative = elementwise.forward_with_derivative(f, result, operations, bits)
-                    f.store(derivative, f["derivative"], index)
-                else:
-                    result = elementwise.forward(f, result, operations, bits)
-                f.store(result, f["output"], index)
+        _over_vectors(f, finish)
 
-            over_vectors(f, plan, stage, finish)
-
-        f.loop(f["rows"], row, index="row")
-
-    return module.function(f"layer_norm_{'train' if training else 'validate'}_{stage.index}_{group}", parameters, make)
+    f.loop(f["rows"], row, index="row")
 
 
-BACKWARD_PARAMETERS = (
-    "ptr %gradient, ptr %skip, ptr %normal, ptr %before, ptr %deviation, ptr %scale, ptr %sums, i64 %first, i64 %stop"
-)
+def _backward(f: Function, trains: bool, needed: bool, skips: bool, has_before: bool) -> None:
+    stop = f.minimum(f["rows"], f["last"], "stop")
+
+    def gradient(row: Int, vector: Int) -> Value:
+        return f.vload(f["gradient"], position_in_panels(f, row, vector), "gradient")
+
+    def normal(row: Int, column: Int) -> Value:
+        return f.vload(f["normal"], f.add(f.mul(row, f["pitch"]), column), "normal")
+
+    def parameter_sums(vector: Int, column: Int, _: Value) -> None:
+        def add(row: Int, scale: Value, shift: Value) -> list[Value]:
+            g = gradient(row, vector)
+            return [f.fma(g, normal(row, column), scale), f.fadd(shift, g)]
+
+        sums = f.loop(stop, add, start=f["first"], carry=[f.zero, f.zero], index="row")
+        for number, total in enumerate(sums):
+            f.store(total, f["sums"], f.add(column, f.mul(number, f["padded"])))
+
+    def row(number: Int) -> None:
+        def scaled(vector: Int, column: Int) -> Value:
+            return f.fmul(gradient(number, vector), f.vload(f["scale"], column))
+
+        def terms(vector: Int, column: Int, mask: Value, a: Value, b: Value) -> list[Value]:
+            g = f.select(mask, scaled(vector, column), f.zero)
+            return [f.fadd(a, g), f.fadd(b, f.select(mask, f.fmul(g, normal(number, column)), f.zero))]
+
+        sums = _over_vectors(f, terms, [f.zero, f.zero])
+        means = [f.splat(f.fmul(f.reduce("add", total), f["per_unit"])) for total in sums]
+        deviation = f.splat(f.load("float", f["deviation"], number, hint="deviation"))
+
+        def finish(vector: Int, column: Int, _: Value) -> None:
+            g = f.fsub(f.fsub(scaled(vector, column), means[0]), f.fmul(normal(number, column), means[1]))
+            g = f.fmul(g, deviation)
+            position = position_in_panels(f, number, vector)
+            if skips:
+                g = f.fadd(g, f.vload(f["skip"], position, "skip"))
+            if has_before:
+                g = f.fmul(g, f.vload(f["before"], f.add(f.mul(number, f["pitch"]), column)))
+            f.store(g, f["gradient"], position)
+
+        _over_vectors(f, finish)
+
+    if trains:
+        _over_vectors(f, parameter_sums)
+    if needed:
+        f.loop(stop, row, start=f["first"], index="row")
 
 
-def backward(module: Module, plan: Plan, stage: Stage, group: int) -> str:
-    """A function that takes rows `first` to `stop` of a gradient in panels through a LayerNorm and the group before it.
+def _update(f: Function, rule: UpdateRule) -> None:
+    """Add the partitions' sums and update scale or shift."""
+    update = Update(f, rule, f["scalars"], f["hyper"])
+    copies = update.copies(f["parameter"], f["state_stride"])
 
-    `before` has the stored derivative of the group before, `skip` the gradient that reaches its output through additions.
-    The sums over these rows for scale and shift are written to `sums`.
-    """
-    layer = stage.groups[group].layer_norm
-    assert layer is not None
-    pitch, before = plan.pitch(stage), stage.groups[group - 1]
-    needed = stage.needs_gradient(group - 1)
+    def vector(column: Int) -> None:
+        def part(source: Int) -> Value:
+            return f.vload(f.load("ptr", f["sums"], source, element="i64", hint="sums"), column)
 
-    def make(f: Function) -> None:
-        def gradient(row: Int, vector: Vector) -> Value:
-            return f.vload(f["gradient"], vector.in_panels(row), "gradient")
+        total = f.loop(
+            f["sources"], lambda n, so_far: [f.fadd(so_far, part(n))], start=1, carry=[part(0)], index="source"
+        )
+        update.apply(total[0], [f.at(copy, column) for copy in copies], 0)
 
-        def normal(row: Int, vector: Vector) -> Value:
-            return f.vload(f["normal"], f.add(f.mul(row, pitch), vector.column), "normal")
-
-        def parameter_sums(vector: Vector) -> None:
-            def add(row: Int, scale: Value, shift: Value) -> list[Value]:
-                g = gradient(row, vector)
-                return [f.fma(g, normal(row, vector), scale), f.fadd(shift, g)]
-
-            sums = f.loop(f["stop"], add, start=f["first"], carry=[f.zero, f.zero], index="row")
-            for number, total in enumerate(sums):
-                f.store(total, f["sums"], f.add(vector.column, number * plan.padded(stage)))
-
-        if layer.scale or layer.shift:
-            over_vectors(f, plan, stage, parameter_sums)
-        if not needed:
-            return
-        per_unit = f.scalar(1 / stage.width)
-
-        def row(number: Int) -> None:
-            def scaled(vector: Vector) -> tuple[Value, Value]:
-                g = gradient(number, vector)
-                if layer.scale:
-                    g = f.fmul(g, f.vload(f["scale"], vector.column))
-                return g, normal(number, vector)
-
-            known = _Once(scaled)
-
-            def terms(vector: Vector) -> tuple[Value, Value]:
-                g, x = known(vector)
-                return g, f.fmul(g, x)
-
-            means = [f.splat(f.fmul(total, per_unit)) for total in _sum(f, plan, stage, terms, 2)]
-            deviation = f.splat(f.load("float", f["deviation"], number, hint="deviation"))
-
-            def finish(vector: Vector) -> None:
-                g, x = known(vector)
-                g = f.fsub(f.fsub(g, means[0]), f.fmul(x, means[1]))
-                g = f.fmul(g, deviation)
-                if before.tapped:
-                    g = f.fadd(g, f.vload(f["skip"], vector.in_panels(number), "skip"))
-                if stage.stores_derivative(group - 1):
-                    g = f.fmul(g, f.vload(f["before"], f.add(f.mul(number, pitch), vector.column)))
-                f.store(g, f["gradient"], vector.in_panels(number))
-
-            over_vectors(f, plan, stage, finish)
-
-        f.loop(f["stop"], row, start=f["first"], index="row")
-
-    return module.function(f"layer_norm_backward_{stage.index}_{group}", BACKWARD_PARAMETERS, make)
-
-
-def update(module: Module, plan: Plan, stage: Stage, group: int, width: int, sources: int) -> str:
-    """`(sums0, ..., scale, shift, scalars, hyper)`: add the partitions' sums of a panel and update scale and shift."""
-    layer = stage.groups[group].layer_norm
-    assert layer is not None
-    parameters = "".join(f"ptr %sums{number}, " for number in range(sources))
-
-    def make(f: Function) -> None:
-        step = Update(f, plan, f["scalars"], f["hyper"])
-        for c in range(0, width, f.lanes):
-            for number, (name, exists) in enumerate((("scale", layer.scale), ("shift", layer.shift))):
-                if exists:
-                    place = c + number * plan.padded(stage)
-                    total = f.vload(f["sums0"], place)
-                    for source in range(1, sources):
-                        total = f.fadd(total, f.vload(f[f"sums{source}"], place))
-                    step.apply(total, f[name], c)
-
-    return module.function(
-        f"layer_norm_update_{stage.index}_{group}_w{width}_{sources}",
-        parameters + "ptr %scale, ptr %shift, ptr %scalars, ptr %hyper", make,
-    )  # fmt: skip
+    f.loop(f["columns"], vector, step=f.lanes, index="column")

@@ -1,13 +1,13 @@
 """The run's random numbers in native code, bit for bit those of `onelaunch.rng`.
 
-`draw_bits` fills a region with dropout bits, one Philox call per lane; `row_order` writes an epoch's permutation.
+The kernel `draw_bits` fills a region with dropout bits, one Philox call per lane; `row_order` writes an epoch's permutation.
 """
 
 from __future__ import annotations
 
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
-from onelaunch.integers import ceil_div
+from onelaunch.engines.cpu.code.kernel import Kernel
 from onelaunch.rng import (
     FEISTEL_MULTIPLIERS,
     FEISTEL_ROUNDS,
@@ -15,6 +15,10 @@ from onelaunch.rng import (
     PHILOX_KEY_STEPS,
     PHILOX_MULTIPLIERS,
     UNITS_PER_CALL,
+)
+
+DRAW_BITS = Kernel(
+    "draw_bits", "ptr bits, i64 seed, i64 layer, i64 calls, i64 groups, i64 first_row, i64 first_group", "step"
 )
 
 
@@ -56,32 +60,44 @@ def _low_and_high(f: Function, word: Value, hint: str) -> tuple[Value, Value]:
     return f.splat(low, hint), f.splat(high, hint)
 
 
-def draw_bits(module: Module, *, layer: int, first_row: int, rows: int, first_column: int, columns: int) -> str:
-    """A function `(bits, step, seed)` that writes the 16-bit values of a region, `columns` per row.
+def emit_dropout(module: Module) -> None:
+    module.kernel(DRAW_BITS, _draw_bits)
+
+
+def _draw_bits(f: Function) -> None:
+    """Write the 16-bit values of a region, `columns` per row, where a row has `groups` Philox calls.
 
     The calls of a region are numbered row by row and computed `lanes` at a time. The last vector may write values that
     are never read (`Plan.drawn_bits` leaves room for them).
     """
-    groups = ceil_div(columns, UNITS_PER_CALL)
-    name = f"draw_dropout_{layer}_rows_{first_row}_{rows}_columns_{first_column}_{columns}"
+    key = _low_and_high(f, f["seed"], "key")
 
-    def make(f: Function) -> None:
-        key = _low_and_high(f, f["seed"], "key")
-        step = f.splat(f.op("i32", f"trunc i64 {f['step'].text} to i32", "step"), "step")
+    def word(name: str) -> Value:
+        return f.splat(f.op("i32", f"trunc i64 {f[name].text} to i32", name), name)
 
-        def body(first: Int) -> None:
-            start = f.op("i32", f"trunc i64 {f.i64(first).text} to i32", "call")
-            call = f.binary("add", f.splat(start, "call"), f.lane_numbers(), "call")
-            row = f.binary("udiv", call, f.integer(groups), "row")
-            group = f.binary("sub", call, f.binary("mul", row, f.integer(groups)), "group")
-            row = f.binary("add", row, f.integer(first_row), "row")
-            group = f.binary("add", group, f.integer(first_column // UNITS_PER_CALL), "group")
-            words = philox(f, [group, row, step, f.integer(layer)], key)
-            _store_interleaved(f, words, f.at(f["bits"], f.mul(first, UNITS_PER_CALL), "i16", "bits"))
+    step, layer, groups, first_row, first_group = map(word, ("step", "layer", "groups", "first_row", "first_group"))
 
-        f.loop(rows * groups, body, step=f.lanes, index="call")
+    def body(first: Int) -> None:
+        start = f.op("i32", f"trunc i64 {f.i64(first).text} to i32", "call")
+        call = f.binary("add", f.splat(start, "call"), f.lane_numbers(), "call")
+        row = _quotient(f, call, groups)
+        group = f.binary("sub", call, f.binary("mul", row, groups), "group")
+        row, group = f.binary("add", row, first_row, "row"), f.binary("add", group, first_group, "group")
+        words = philox(f, [group, row, step, layer], key)
+        _store_interleaved(f, words, f.at(f["bits"], f.mul(first, UNITS_PER_CALL), "i16", "bits"))
 
-    return module.function(name, "ptr %bits, i64 %step, i64 %seed", make)
+    f.loop(f["calls"], body, step=f.lanes, index="call")
+
+
+def _quotient(f: Function, a: Value, b: Value) -> Value:
+    """a // b, for a quotient below 2**22: in floats, then corrected by one where the rounding went up or down."""
+    dividend, divisor = (f.op(f.vector, f"uitofp {f.integers} {v.text} to {f.vector}", "float") for v in (a, b))
+    guess = f.op(f.integers, f"fptoui {f.vector} {f.fdiv(dividend, divisor).text} to {f.integers}", "guess")
+    rest = f.binary("sub", a, f.binary("mul", guess, b), "rest")
+    too_high = f.compare("slt", rest, f.integer(0), "too_high")
+    too_low = f.compare("sge", rest, b, "too_low")
+    guess = f.select(too_high, f.binary("sub", guess, f.integer(1)), guess)
+    return f.select(too_low, f.binary("add", guess, f.integer(1)), guess, "quotient")
 
 
 def _store_interleaved(f: Function, words: list[Value], pointer: Value) -> None:
@@ -158,7 +174,7 @@ def row_order(module: Module) -> str:
             address = f.at(f["order"], first, "i32", "address")
             f.store(feistel(index), address)
 
-            def outside() -> Value:
+            def outside(_: Value) -> Value:
                 current = f.load(f.integers, address, hint="current")
                 beyond = f.compare("uge", current, limit, "beyond")
                 return f.intrinsic("i1", f"vector.reduce.or.v{f.lanes}i1", beyond, hint="outside")
@@ -168,7 +184,7 @@ def row_order(module: Module) -> str:
                 beyond = f.compare("uge", current, limit, "beyond")
                 f.store(f.select(beyond, feistel(current), current), address)
 
-            f.wait_while(outside, walk_on)
+            f.repeat_while(outside, walk_on)
 
         f.loop(f["rows"], body, step=f.lanes, index="row")
 

@@ -17,25 +17,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from onelaunch.engines.cpu.plan.settings import Settings
+from onelaunch.engines.cpu.plan.settings import CALL, CONTROL, HYPERPARAMETERS, SCALARS, Settings
 from onelaunch.engines.cpu.plan.stages import Add, Stage, stages_of
-from onelaunch.engines.cpu.plan.target import Target
+from onelaunch.engines.cpu.plan.target import CACHE_LINE, Target
 from onelaunch.integers import ceil_div, round_up
-from onelaunch.optimizers import CONSTANTS, OPTIMIZERS
+from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.run.network import Activation, BatchNorm, LayerNorm, tensor_name
 
-CACHE_LINE = 64
 MAX_CALL_STEPS = 4096  # steps per native call: the length of the loss and scalar buffers
 MAX_PROFILED_PHASES = 128
 # Up to this many partitions, each gathers the whole batch for itself. The rows then never travel between cores (the first
 # forward of 784-128-128-128-10, batch 32, two threads: 28 -> 18 µs), and a step needs no barrier at its end.
 MAX_PRIVATE_INPUTS = 4
-CONTROL = (
-    "x", "y", "order", "rows", "first_row", "first_step", "count", "validation_x", "validation_y", "validation_rows",
-    "yield_thread", "seed", "spins_before_yield", "abandoned", "weights",
-)  # fmt: skip
-HYPERPARAMETERS = (*CONSTANTS, "label_smoothing", "clip_norm")  # per run
-SCALARS = ("rate", "inverse_root", "decay", "row_weight")  # per step; see onelaunch.optimizers and loss.py
 TALLY = ("correct", "validation_loss", "validation_correct")  # per partition: int64, double, int64
 
 
@@ -204,7 +197,10 @@ class Plan:
 
     def _lay_out(self) -> None:
         end = self._place("control", 8 * len(CONTROL), 0)
+        for kind in ("train", "validate"):
+            end = self._place(f"call.{kind}", 8 * len(CALL), end)
         end = self._place("hyperparameters", 4 * len(HYPERPARAMETERS), end)
+        end = self._place("zeros", 4 * self.panel_width, end)
         for partition in range(self.partitions):
             end = self._place(
                 f"flag.{partition}", 8, end + CACHE_LINE
@@ -225,7 +221,12 @@ class Plan:
                 end = self._place(f"deviation.{stage.index}.{number}", 4 * self.padded(stage), end)
         # Training and validation never overlap in time, so they partition their scratch memory.
         scratch = round_up(end, 4096)
-        self.size = round_up(max(self._lay_out_training(scratch), self._lay_out_validation(scratch)), 4096)
+        used = max(self._lay_out_training(scratch), self._lay_out_validation(scratch))
+        # The last tile of a product reads up to its height in rows of whatever follows its operand.
+        slack = (
+            4 * max(*self.target.heights(1), *self.target.heights(2)) * max(self.pitch(stage) for stage in self.stages)
+        )
+        self.size = round_up(used + slack, 4096)
 
     def _lay_out_parameters(self, start: int) -> int:
         end = start

@@ -1,19 +1,24 @@
-"""What the native code of a run depends on, and into how many partitions its work is split."""
+"""What the program of a run depends on, and into how many partitions its work is split."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from onelaunch.integers import ceil_div
+from onelaunch.optimizers import CONSTANTS
 from onelaunch.run.network import Network
 
+CONTROL = ("spins_before_yield", "yield_thread", "abandoned")  # what a barrier reads, eight bytes each
+CALL = ("count", "first_row", "first_step")  # of a native call: steps, first row in the epoch, number of the first step
+HYPERPARAMETERS = (*CONSTANTS, "label_smoothing", "clip_norm")  # per run
+SCALARS = ("rate", "inverse_root", "decay", "row_weight")  # per step; see onelaunch.optimizers and loss.py
 MIN_VALIDATION_BATCH = 256  # as in the eager engine: BatchNorm1d without running statistics depends on it
 FLOPS_PER_PARTITION = 1.5e6  # per step; with less, a second thread costs more than it saves (barriers: 0.1-1 µs each)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything the code depends on; all other options are read from memory at run time."""
+    """Everything the program depends on; all other options are read from memory at run time."""
 
     network: Network
     batch: int
@@ -29,7 +34,7 @@ class Settings:
     weighted: bool = False  # rows have weights in the loss
     clips: bool = False  # by the global norm of the gradient
     validates: bool = False  # there is validation data
-    profile: bool = False  # count the clock ticks of every phase and barrier (see Program)
+    profile: bool = False  # count the clock ticks of every phase and barrier (see program.py)
 
 
 def useful_partitions(network: Network, batch: int, threads: int) -> int:

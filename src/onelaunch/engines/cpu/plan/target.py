@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+CACHE_LINE = 64  # bytes
+
 
 @dataclass(frozen=True)
 class Target:
@@ -21,15 +23,14 @@ class Target:
     splats: bool  # this LLVM parses "splat (float 1.0)" (version 19 and later)
     llvm: str  # version, part of the cache key
 
-    def max_rows(self, vectors: int) -> int:
-        """The most rows of a tile `vectors` registers wide whose accumulators fit into the registers,
-        beside one row of the vector operand and two broadcast values.
-
-        With 32 registers that is 13 x 2, which was fastest: more rows mean fewer loads of the vector operand.
+    def heights(self, vectors: int) -> tuple[int, ...]:
+        """The heights in rows of tiles that are `vectors` registers wide, in falling order. The accumulators of the tallest
+        fill the registers, beside one row of the vector operand and a broadcast value. The others serve what is left:
+        below about 8 accumulators a tile waits for the latency of its multiply-adds.
         """
         if vectors == 1:
-            return self.registers - 8 if self.registers >= 32 else self.registers - 4
-        return (self.registers - 4) // vectors - (self.registers >= 32)
+            return 12, 8
+        return (13, 8, 4) if self.registers >= 32 else (6, 4, 2)
 
     @property
     def has_estimates(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -11,10 +12,14 @@ import torch
 from torch import nn
 
 from onelaunch.engines.contract import Run
-from onelaunch.engines.cpu.code.program import Program
+from onelaunch.engines.cpu.code import product
+from onelaunch.engines.cpu.code.kernel import Unit
+from onelaunch.engines.cpu.code.tile import cover
+from onelaunch.engines.cpu.code.units import text_of
 from onelaunch.engines.cpu.native import machine_for, object_code
 from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.target import Target, host, named
+from onelaunch.engines.cpu.program.program import program_of
 from onelaunch.engines.cpu.session import settings_for
 from tests.engines.cpu.native_functions import runnable_targets
 from tests.engines.cpu.runs import assert_close, data, make, train_natively, train_plainly
@@ -53,32 +58,50 @@ def test_code_for_other_machines_compiles(triple: str, optimizer: str) -> None:
     x, y = data("cross_entropy", 16, 9, 3)
     run = make(model, x, y, steps=1, optimizer=optimizer)
     settings = dataclasses.replace(settings_for(run), partitions=2)
-    code = object_code(Program(Plan(settings, target)).text, machine_for(target, foreign=True))
-    assert len(code) > 10_000
+    for unit in program_of(Plan(settings, target)).units:
+        assert len(object_code(text_of(unit, target), machine_for(target, foreign=True))) > 500
 
 
 def test_no_call_leaves_the_program() -> None:
     """Neither libm nor memcpy: the object needs no library on any platform."""
-    declared = re.findall(r"^declare .*@([\w.]+)\(", Program(Plan(settings_for(everything()), host())).text, re.M)
-    assert declared
-    assert all(name.startswith("llvm.") for name in declared)
+    for unit in program_of(Plan(settings_for(everything()), host())).units:
+        declared = re.findall(r"^declare .*@([\w.]+)\(", text_of(unit, host()), re.M)
+        assert all(name.startswith("llvm.") for name in declared)
 
 
-def test_the_ir_of_a_small_network_is_readable() -> None:
+def test_the_program_of_a_small_network_is_readable() -> None:
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     x, y = data("cross_entropy", 64, 64, 10)
-    text = Program(Plan(settings_for(make(model, x, y, steps=1, batch_size=32)), host())).text
-    functions = re.findall(r"^define (?:internal )?void @(\w+)", text, re.M)
-    assert functions[0] == "row_order"
-    assert "train_alone" in functions
-    phases = [name for name in functions if name.startswith("train_") and name[-1].isdigit()]
-    assert phases == ["train_forward_1_0", "train_forward_2_loss_0", "train_backward_0_0"]
-    assert any(name.startswith("forward_relu_") for name in functions)
-    assert any(name.startswith("weight_update_") for name in functions)
-    body = text[text.index("@train_alone") :]
-    called = re.findall(r"call void @(\w+)\(ptr %arena", body[: body.index("ret void")])
-    assert called == ["gather_first_0", *phases]
+    program = program_of(Plan(settings_for(make(model, x, y, steps=1, batch_size=32)), host()))
+    before, commands = program.lists["train.alone"]
+    assert [command.kernel.name for command in before] == ["gather"]
+    names = [command.kernel.name.rstrip("_12") for command in commands]
+    assert names == [
+        "product", "product", "few_classes", "product", "weight_update", "bias_update", "reduce", "weight_update",
+        "bias_update", "gather",
+    ]  # fmt: skip
+    text = text_of(product.UNIT, host())
     # Results are named after their content, not numbered.
-    assert re.search(r"%bias_1\.\d+ = getelementptr", text)
+    assert re.search(r"%start_row\.\d+ = load", text)
     assert not re.search(r"^\s+%\d+ = ", text, re.M)
     assert max(map(len, text.splitlines())) < 700
+
+
+def test_a_new_width_depth_or_batch_needs_no_new_code() -> None:
+    def units(*widths: int, batch: int) -> set[Unit]:
+        layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+        x, y = data("cross_entropy", 64, widths[0], widths[-1])
+        run = make(nn.Sequential(*layers[:-1]), x, y, (x, y), steps=1, batch_size=batch)
+        return set(program_of(Plan(settings_for(run), host())).units)
+
+    assert units(64, 32, 10, batch=32) == units(21, 133, 57, 33, 2, batch=17)
+
+
+@pytest.mark.parametrize("rows", [*range(1, 60), 100, 784, 4096])
+@pytest.mark.parametrize("heights", [(13, 8, 4), (6, 4, 2), (12, 8)])
+def test_tiles_cover_every_row_once(rows: int, heights: tuple[int, ...]) -> None:
+    tiles = cover(rows, heights)
+    counts = [tiles["tall"], tiles["middle"], tiles["low"]]
+    used = [height for count, height in zip(counts, heights, strict=False) for _ in range(count)]
+    assert sum(used[:-1]) + tiles["last_rows"] == rows
+    assert 0 < tiles["last_rows"] <= used[-1]

@@ -1,0 +1,176 @@
+"""dW with the optimizer's update as its epilogue, and the bias. Weight gradients never reach memory.
+
+dW   a: activations, one row of the batch per term   b: panels of the gradient   c: panels of the weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from onelaunch.engines.cpu.code.emit import Function, Module
+from onelaunch.engines.cpu.code.instructions import Int, Value
+from onelaunch.engines.cpu.code.kernel import Kernel
+from onelaunch.engines.cpu.code.optimizer import Update, UpdateRule
+from onelaunch.engines.cpu.code.product import by_parity
+from onelaunch.engines.cpu.code.tile import TILE_FIELDS, accumulate, epilogue, over_tiles
+from onelaunch.engines.cpu.plan.target import CACHE_LINE
+
+FIELDS = (
+    "ptr a, ptr odd_a, ptr b, ptr c, i64 b_panel, i64 c_panel, i64 a_step, i64 length, i64 state_stride, ptr hyper, "
+    f"{TILE_FIELDS}, "
+    # The rows of the next batch are prefetched between the tiles, `lines` cache lines each time (0: none): in random order
+    # they miss every cache.
+    "ptr x, i64 row_bytes, i64 lines, i64 pieces"
+)
+WEIGHT_UPDATES = {
+    vectors: Kernel(f"weight_update_{vectors}", FIELDS, "j order next_rows scalars") for vectors in (1, 2)
+}
+BIAS_UPDATES = {
+    vectors: Kernel(
+        f"bias_update_{vectors}",
+        "ptr gradient, ptr bias, i64 panels, i64 gradient_panel, i64 length, i64 state_stride, ptr hyper",
+        "scalars",
+    )
+    for vectors in (1, 2)
+}
+
+
+def emit(module: Module, rule: UpdateRule) -> None:
+    for vectors in (1, 2):
+        module.kernel(WEIGHT_UPDATES[vectors], lambda f, v=vectors: _weight_update(f, v, rule))  # type: ignore[misc]
+        module.kernel(BIAS_UPDATES[vectors], lambda f, v=vectors: _bias_update(f, v, rule))  # type: ignore[misc]
+
+
+def _weight_update(f: Function, vectors: int, rule: UpdateRule) -> None:
+    width = vectors * f.lanes
+    a = by_parity(f, f["a"], f["odd_a"])
+    next_rows = _NextRows(f)
+
+    def panel(number: Int) -> None:
+        b = f.at(f["b"], f.mul(number, f["b_panel"]), hint="b")
+        c = f.at(f["c"], f.mul(number, f["c_panel"]), hint="c")
+
+        def tile(height: int, row: Value, valid: Value) -> None:
+            next_rows.prefetch_piece()
+            kernel = _tile(f.module, height, vectors, rule)
+            f.call(kernel, f.at(a, row), b, f.at(c, f.mul(row, width)), valid, f["fields"], f["scalars"])
+
+        over_tiles(f, vectors, tile)
+
+    f.loop(f["panels"], panel, index="panel")
+
+
+def _tile(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
+    def make(f: Function) -> None:
+        f.load_fields(WEIGHT_UPDATES[vectors], "a_step", "length", "state_stride", "hyper")
+        width = vectors * f.lanes
+        update = Update(f, rule, f["scalars"], f["hyper"])
+        copies = update.copies(f["c"], f["state_stride"])
+
+        def prefetch(position: Int) -> None:
+            for copy in copies:
+                f.prefetch(copy, position, write=True)
+
+        f.loop(rows * width, prefetch, step=CACHE_LINE // 4, index="line")
+
+        def inputs(k: Int) -> list[Value]:
+            start = f.at(f["a"], f.mul(k, f["a_step"]), hint="a")
+            return [f.at(start, m) for m in range(rows)]
+
+        carried = accumulate(f, rows, vectors, f["length"], f["b"], [f.zero] * (rows * vectors), inputs)
+        if rule.is_short:
+
+            def row(m: int, values: Sequence[Value]) -> None:
+                for v, value in enumerate(values):
+                    update.apply(value, copies, m * width + v * f.lanes)
+
+            epilogue(f, carried, vectors, row)
+            return
+        # A longer update is a loop over the rows: compiled once, and its time covers that of the store and the load.
+        gradient = f.op("ptr", f"alloca [{rows * width} x float], align 64", "gradient")
+        for n, value in enumerate(carried):
+            f.store(value, gradient, n * f.lanes)
+        f.call(_update_rows(module, vectors, rule), gradient, f["c"], f["valid"], f["fields"], f["scalars"])
+
+    parameters = "ptr %a, ptr %b, ptr %c, i64 %valid, ptr %fields, ptr %scalars"
+    return module.function(f"weight_update_tile_{rows}x{vectors}", parameters, make)
+
+
+def _update_rows(module: Module, vectors: int, rule: UpdateRule) -> str:
+    def make(f: Function) -> None:
+        f.load_fields(WEIGHT_UPDATES[vectors], "state_stride", "hyper")
+        update = Update(f, rule, f["scalars"], f["hyper"])
+        copies = update.copies(f["c"], f["state_stride"])
+
+        def row(start: Int) -> None:
+            for v in range(vectors):
+                at = [f.at(copy, f.add(start, v * f.lanes)) for copy in copies]
+                update.apply(f.vload(f["gradient"], f.add(start, v * f.lanes)), at, 0)
+
+        f.loop(f.mul(f["valid"], vectors * f.lanes), row, step=vectors * f.lanes, index="row")
+
+    return module.function(
+        f"update_rows_{vectors}", "ptr %gradient, ptr %c, i64 %valid, ptr %fields, ptr %scalars", make
+    )
+
+
+class _NextRows:
+    """Prefetches the next batch's rows, one piece of a row per call; its position is kept in memory."""
+
+    def __init__(self, f: Function) -> None:
+        self.f = f
+        self.row, self.piece = (f.op("ptr", "alloca i64", name) for name in ("row", "piece"))
+        for position in (self.row, self.piece):
+            f.store(f.i64(0), position)
+        self.rows = f.select(f.compare("eq", f["lines"], f.i64(0)), f.i64(0), f["next_rows"], "rows")
+        self.order = f.at(f["order"], f["length"], "i32", "next_order")
+        self.piece_bytes = f.i64(f.mul(f["lines"], CACHE_LINE))
+
+    def prefetch_piece(self) -> None:
+        f = self.f
+        row = f.load("i64", self.row, hint="row")
+
+        def prefetch() -> None:
+            piece = f.load("i64", self.piece, hint="piece")
+            number = f.load("i32", self.order, row, element="i32", hint="sample")
+            sample = f.op("i64", f"zext i32 {number.text} to i64", "sample")
+            offset = f.add(f.mul(sample, f["row_bytes"]), f.mul(piece, self.piece_bytes))
+            start = f.at(f["x"], offset, "i8", "start")
+            f.loop(f["lines"], lambda line: f.prefetch(start, f.mul(line, CACHE_LINE // 4), locality=2), index="line")
+            following = f.i64(f.add(piece, 1))
+            at_end = f.compare("eq", following, f["pieces"], "at_end")
+            f.store(f.select(at_end, f.i64(0), following), self.piece)
+            f.store(f.i64(f.add(row, f.op("i64", f"zext i1 {at_end.text} to i64"))), self.row)
+
+        f.when(f.compare("slt", row, self.rows), prefetch)
+
+
+def _bias_update(f: Function, vectors: int, rule: UpdateRule) -> None:
+    """Sum the gradient over the batch and update the bias."""
+    width, lines = vectors * f.lanes, 4  # independent sums, to hide the latency of the addition
+    update = Update(f, rule, f["scalars"], f["hyper"])
+    whole = f.op("i64", f"and i64 {f['length'].text}, {-lines}", "whole")
+
+    def panel(number: Int) -> None:
+        gradient = f.at(f["gradient"], f.mul(number, f["gradient_panel"]), hint="gradient")
+
+        def add(row: Int, sums: Sequence[Value]) -> list[Value]:
+            at = f.at(gradient, f.mul(row, width))
+            return [f.fadd(total, f.vload(at, n * f.lanes)) for n, total in enumerate(sums)]
+
+        zeros = [f.zero] * (lines * vectors)
+        sums = f.loop(whole, lambda row, *s: add(row, s), step=lines, carry=zeros, index="row")
+        # The rows left over are added to the first sums, one each.
+        left = f.sub(f["length"], whole)
+        for line in range(lines - 1):
+            exists = f.compare("slt", f.i64(line), f.i64(left), "exists")
+            at = f.at(gradient, f.mul(f.add(whole, line), width))
+            for v in range(vectors):
+                n = line * vectors + v
+                sums[n] = f.select(exists, f.fadd(sums[n], f.vload(at, v * f.lanes)), sums[n])
+        copies = update.copies(f.at(f["bias"], f.mul(number, width)), f["state_stride"])
+        for v in range(vectors):
+            first, second, third, fourth = sums[v::vectors]
+            update.apply(f.fadd(f.fadd(first, second), f.fadd(third, fourth)), copies, v * f.lanes)
+
+    f.loop(f["panels"], panel, index="panel")

@@ -1,0 +1,70 @@
+"""What a phase is about: one partition of a plan, in training or in validation, and where its operands are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from onelaunch.engines.cpu.code.kernel import Address
+from onelaunch.engines.cpu.code.optimizer import UpdateRule
+from onelaunch.engines.cpu.plan.plan import Panel, Plan
+from onelaunch.engines.cpu.plan.stages import Stage
+
+
+class Work:
+    """`training` is False for a batch of validation rows."""
+
+    def __init__(self, plan: Plan, partition: int, *, training: bool) -> None:
+        self.plan, self.partition, self.training = plan, partition, training
+        self.batch = plan.batch if training else plan.settings.validation_batch
+        self.hyper = Address("hyperparameters")
+
+    @property
+    def rule(self) -> UpdateRule:
+        settings = self.plan.settings
+        return UpdateRule(
+            settings.optimizer, settings.momentum, settings.nesterov, settings.weight_decay, settings.clips
+        )
+
+    def input_buffers(self) -> tuple[Address, Address]:
+        """The input buffers of even and odd steps: while one is read, the next batch is gathered into the other."""
+        copy = self.partition if self.plan.private_input else 0
+        return Address(f"input.0.{copy}"), Address(f"input.1.{copy}")
+
+    def output(self, stage: Stage) -> tuple[Address, Address]:
+        """The buffers of a stage's final activations in even and odd steps, which differ for a plain input only."""
+        if not self.training:
+            number = len(stage.groups) - 1
+            kept = stage.groups[number].tapped
+            buffer = Address(f"validation.kept.{stage.index}.{number}" if kept else f"validation.{stage.index % 2}")
+        elif stage.index == 0 and stage.is_plain:
+            return self.input_buffers()
+        else:
+            buffer = Address(f"output.{stage.index}")
+        return buffer, buffer
+
+    def result(self, stage: Stage, group: int) -> Address:
+        """The buffer that a group of a stage writes: one of its own if a later addition takes it, that of the next group's
+        norm, or the stage's output."""
+        if group < len(stage.groups) - 1:
+            if stage.groups[group].tapped:
+                return Address(f"{'' if self.training else 'validation.'}kept.{stage.index}.{group}")
+            after = stage.groups[group + 1]
+            if self.training and (after.batch_norm or after.layer_norm):
+                return Address(f"normalised.{stage.index}.{group + 1}")
+        return self.output(stage)[0]
+
+    def results(self, stage: Stage, group: int) -> tuple[Address, Address]:
+        """The same in even and odd steps, which differ for a plain input only."""
+        if group == len(stage.groups) - 1:
+            return self.output(stage)
+        return self.result(stage, group), self.result(stage, group)
+
+    def forward_by_rows(self, stage: Stage) -> bool:
+        statistics = self.training or any(group.batch_norm and not group.batch_norm.tracks for group in stage.groups)
+        return self.plan.forward_by_rows(stage, statistics=statistics)
+
+
+def of_one_width(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Consecutive panels, divided where their width changes."""
+    return [list(group) for _, group in groupby(panels, key=lambda panel: panel.width)]
