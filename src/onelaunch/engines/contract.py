@@ -11,12 +11,13 @@ only one engine needs is called `engine.<name>`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from onelaunch.run.network import Network
 from onelaunch.run.objective import has_accuracy, predictions_per_row, values_per_row
@@ -64,6 +65,8 @@ class Run:
     train_rows: torch.Tensor | None = None  # int64 `[spec.rows]`
     more_x: tuple[torch.Tensor, ...] = ()  # further inputs of the model, for a model with several
     more_validation_x: tuple[torch.Tensor, ...] = ()
+    loss_function: Callable[[Any, torch.Tensor], torch.Tensor] | None = None  # of the user, for Spec.loss "custom"
+    loader: DataLoader[Any] | None = None  # where batches come from; x and y are then its first batch
     classes: tuple[str, ...] | None = None  # their names by number, if the user passed names
     checkpoints: bool = False  # a snapshot follows each segment; without one an engine may run ahead between segments
 

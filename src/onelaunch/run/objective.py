@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from onelaunch.run.options import CUSTOM_LOSS
 from onelaunch.run.spec import Spec
 
 
@@ -32,8 +33,8 @@ def loss_of(
 
 
 def count_correct(spec: Spec, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    """The number of correct predictions in a batch, or None for mse: rows whose largest output is the class, or, for
-    bce_with_logits, outputs that are above 0 exactly if the target is above 0.5."""
+    """The number of correct predictions in a batch, or None without an accuracy: rows whose largest output is the class,
+    or, for bce_with_logits, outputs that are above 0 exactly if the target is above 0.5."""
     match spec.loss:
         case "cross_entropy":
             return (output.argmax(dim=1) == target).sum()
@@ -49,12 +50,12 @@ def predictions_per_row(spec: Spec, outputs: int) -> int:
 
 def values_per_row(spec: Spec, outputs: int) -> int:
     """Loss values per row: what a row adds to the denominator of the mean loss."""
-    return 1 if spec.loss == "cross_entropy" else outputs
+    return 1 if spec.loss in ("cross_entropy", CUSTOM_LOSS) else outputs
 
 
 def has_accuracy(spec: Spec) -> bool:
-    """Whether a prediction can be correct or wrong, which has no meaning for mse."""
-    return spec.loss != "mse"
+    """Whether a prediction can be correct or wrong, which has no meaning for mse or a function of the user's."""
+    return spec.loss not in ("mse", CUSTOM_LOSS)
 
 
 def as_features(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer,
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.run.early_stopping import EarlyStopping, make_early_stopping
 from onelaunch.run.metric_names import CLASS_METRICS, VALUE_METRICS, require_metric
-from onelaunch.run.options import ENGINES, LOSSES, MEMORY, OWN_BETAS, PRECISIONS, Options
+from onelaunch.run.options import CUSTOM_LOSS, ENGINES, LOSSES, MEMORY, OWN_BETAS, PRECISIONS, Options
 from onelaunch.run.schedule import SCHEDULES, learning_rate
 
 MAX_FLOAT32 = 3.4028234663852886e38
@@ -39,7 +39,8 @@ class Spec(Options):
             ("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("loss", LOSSES), ("precision", PRECISIONS),
             ("engine", ENGINES), ("memory", MEMORY),
         ):  # fmt: skip
-            require_option(argument, getattr(self, argument), options)
+            if argument != "loss" or self.loss != CUSTOM_LOSS:
+                require_option(argument, getattr(self, argument), options)
         if self.betas is OWN_BETAS:
             object.__setattr__(self, "betas", OPTIMIZERS[self.optimizer].default_betas)
         from onelaunch.rng import check_seed  # imports torch, which help texts must not wait for
@@ -64,8 +65,8 @@ class Spec(Options):
         object.__setattr__(self, "metrics", _metrics(self.metrics, self.loss))
         object.__setattr__(self, "early_stopping", make_early_stopping(self.early_stopping))
         followed = self.early_stopping.metric if self.early_stopping else "loss"
-        if followed == "accuracy" and self.loss == "mse":
-            raise OnelaunchError("early_stopping.metric='accuracy' has no meaning for loss='mse': pass 'loss' or 'r2'")
+        if followed == "accuracy" and self.loss in ("mse", CUSTOM_LOSS):
+            raise OnelaunchError(f"early_stopping.metric='accuracy' has no meaning for loss={self.loss!r}: pass 'loss'")
         if followed not in ("loss", "accuracy"):
             _metrics((followed,), self.loss)
         if self.steps_per_epoch == 0:
@@ -176,6 +177,8 @@ def _class_weight(weight: Any, loss: str) -> str | dict[Any, float] | None:
     """`weight` as "balanced", as {class: weight} with float weights, or as None."""
     if weight is None:
         return None
+    if loss == CUSTOM_LOSS:
+        raise OnelaunchError("class_weight does not go with a loss function of your own: weigh the rows inside it")
     if loss == "mse":
         raise OnelaunchError("class_weight needs classes, which loss='mse' has not: pass sample_weight instead")
     if isinstance(weight, str):
@@ -201,6 +204,10 @@ def _metrics(metrics: Any, loss: str) -> tuple[str, ...]:
         raise ArgumentTypeError(f"metrics={metrics!r:.60} is not a tuple: pass for example metrics=('f1', 'roc_auc')")
     known, other = (VALUE_METRICS, CLASS_METRICS) if loss == "mse" else (CLASS_METRICS, VALUE_METRICS)
     for name in (names := tuple(metrics)):
+        if loss == CUSTOM_LOSS:
+            raise OnelaunchError(
+                f"metrics={name!r} needs a named loss, to know what the outputs mean: compute it in a callback"
+            )
         if name in ("loss", "accuracy"):
             raise OnelaunchError(f"metrics={name!r} is always computed where it has a meaning: leave it out")
         if name in other:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.run.early_stopping import EarlyStopping
@@ -27,7 +27,7 @@ from onelaunch.train.progress import make_progress
 def fit(
     model: nn.Module,
     x: Any,
-    y: Any,
+    y: Any = None,
     *,
     epochs: int | None = None,
     steps: int | None = None,
@@ -40,7 +40,7 @@ def fit(
     betas: tuple[float, float] | None = None,
     eps: float = 1e-8,
     schedule: str = "constant",
-    loss: str = "cross_entropy",
+    loss: str | Callable[[Any, Any], Tensor] = "cross_entropy",
     label_smoothing: float = 0.0,
     class_weight: str | Mapping[Any, float] | Sequence[float] | None = None,
     sample_weight: Any = None,
@@ -60,9 +60,11 @@ def fit(
 ) -> History:
     """Train `model` in place and return its history.
 
-    x: rows of float features or of uint8 (meaning value / 255), as an array, a tensor or nested lists.
+    x: rows of float features or of uint8 (meaning value / 255), as an array, a tensor or nested lists; a tuple of them for a
+    model with several inputs; or a DataLoader of batches (x, y), which the seed shuffles anew in each epoch.
     y: class numbers, class names or one-hot rows for loss="cross_entropy", float targets for "mse", values in [0, 1] for
     "bce_with_logits".
+    loss: one of these names, or a function of (output, y) that returns the mean over the batch.
     epochs or steps: how long to train; pass one of the two.
     optimizer: "sgd" (takes momentum, nesterov), "adam", "adamw" (betas, eps), "rmsprop" (betas, eps, momentum), "lion" (betas).
     weight_decay: added to the gradient; decoupled for "adamw" and "lion".
@@ -117,7 +119,8 @@ def fit_with(
     path = None if checkpoint is None else _checked_path(Path(checkpoint))
     called = check_callbacks(callbacks)
     run = make_run(model, x, y, validation, options, sample_weight=sample_weight)
-    remember_task(run, flat=run.classes is not None or np.ndim(y) == 1)
+    if run.loss_function is None:
+        remember_task(run, flat=run.classes is not None or (y is not None and np.ndim(y) == 1))
     bar = make_progress(progress)
     told = WithCallbacks(listener or Listener(), called)
     return drive(run, checkpoint=path, resume=resume, progress=bar, listener=told, started=started)

@@ -11,15 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.run.network import BatchNorm, Network, NotAnMlpError
 from onelaunch.run.objective import as_features
+from onelaunch.run.options import CUSTOM_LOSS, LOSSES
 from onelaunch.run.parse import MisfitError, parse_network
 from onelaunch.run.spec import Spec
 from onelaunch.train.hold_out import hold_out
 from onelaunch.train.labels import Names, encode, targets_of
+from onelaunch.train.loaders import all_rows, open_loader
 from onelaunch.train.row_weights import row_weights_of
 
 MAX_COPIED_BYTES = 2**26  # of x: from a smaller one, the rows that are not held out are copied
@@ -37,38 +40,75 @@ def make_run(
         raise OnelaunchError("fit cannot train under torch.inference_mode(): call it outside")
     parameters = _trainable(model)
     device = parameters[0].device
+    loss = options.get("loss")
+    loss_function = loss if callable(loss) else None
+    if loss == CUSTOM_LOSS:
+        raise OnelaunchError(f"loss={loss!r} is not known: pass the function itself, or one of {', '.join(LOSSES)}")
+    options = {**options, "loss": CUSTOM_LOSS} if loss_function else options
+    loader, rows = x if isinstance(x, DataLoader) else None, None
+    if loader is not None:
+        x, y, options, rows = open_loader(loader, y, options)
+    if y is None:
+        raise ArgumentTypeError("y is missing: pass one target per row, or a DataLoader as x")
+    several = x[1:] if isinstance(x, tuple) else ()
     y, names = encode("y", y)
-    x, y = to_tensor("x", x), to_tensor("y", y)
+    x, y = to_tensor("x", x[0] if isinstance(x, tuple) and x else x), to_tensor("y", y)
+    more_x = tuple(to_tensor(f"x[{number}]", part) for number, part in enumerate(several, 1))
     _check_lengths("x", x, "y", y)
-    spec = Spec(rows=len(x), **options)
-    network, no_network_reason = _network(model, x, spec)
+    for number, part in enumerate(more_x, 1):
+        _check_lengths(f"x[{number}]", part, "y", y)
+    spec = Spec(rows=rows or len(x), **options)
+    if loader is not None or more_x or loss_function:
+        what = "x is a DataLoader" if loader is not None else "x has several inputs" if more_x else "loss is a function"
+        network, no_network_reason = None, what
+    else:
+        network, no_network_reason = _network(model, x, spec)
     dtype = torch.float32 if network else parameters[0].dtype
     x = _features("x", x, network, dtype)
-    output = _output_shape(model, network, x[:2].to(device), spec, dtype)
+    more_x = tuple(_features(f"x[{number}]", part, None, dtype) for number, part in enumerate(more_x, 1))
+    output = _output_shape(model, network, [part[:2].to(device) for part in (x, *more_x)], spec, dtype)
     y = targets_of("y", y, spec, output, dtype, names)
     weight = None if sample_weight is None else to_tensor("sample_weight", sample_weight)
+    if weight is not None and (loader is not None or loss_function):
+        other = "a DataLoader" if loader is not None else "a loss function of your own"
+        raise OnelaunchError(f"sample_weight does not go with {other}: weigh the rows in the loss function")
+    if spec.class_weight is not None and loader is not None:
+        raise OnelaunchError(
+            "class_weight does not go with a DataLoader: pass arrays, or a loss function that has weights"
+        )
     train_rows: torch.Tensor | None = None
+    more_validation: tuple[torch.Tensor, ...] = ()
     if isinstance(validation, float | np.floating):
+        if loader is not None:
+            raise OnelaunchError(
+                f"validation={validation} cannot hold rows out of a DataLoader: pass a pair (x, y) or a DataLoader"
+            )
         if weight is not None and len(weight) != len(x):
             raise OnelaunchError(f"sample_weight has {len(weight)} entries, x {len(x)} rows: pass one weight per row")
         train, held = hold_out(len(x), float(validation), spec.seed, y if spec.loss == "cross_entropy" else None)
         validation = (x[held].to(device), y[held].to(device))
+        more_validation = tuple(part[held].to(device) for part in more_x)
         spec = dataclasses.replace(spec, rows=len(train))
         if device.type == "cpu" and x.nbytes > MAX_COPIED_BYTES:
             train_rows = train  # x stays where it is
         else:
             x, y, weight = x[train], y[train], None if weight is None else weight[train]
+            more_x = tuple(part[train] for part in more_x)
     elif validation is not None:
-        validation = _validation(validation, x, spec, network, output, dtype, names)
+        validation, more_validation = _validation(validation, (x, *more_x), spec, network, output, dtype, names)
         validation = tuple(tensor.to(device) for tensor in validation)
+        more_validation = tuple(tensor.to(device) for tensor in more_validation)
     elif spec.metrics or spec.early_stopping:
         what = "early_stopping" if spec.early_stopping else "metrics"
         raise OnelaunchError(f"{what} needs validation rows: pass validation=0.1, or validation=(x, y)")
-    x, y = x.to(device), y.to(device)
+    x, y, more_x = x.to(device), y.to(device), tuple(part.to(device) for part in more_x)
     outputs = int(np.prod(output))
     weights = row_weights_of(spec, y, outputs, names, weight, train_rows)
     _check_batch_norm(network, spec)
-    return Run(spec, model, network, no_network_reason, x, y, validation, outputs, weights, train_rows, classes=names)
+    return Run(
+        spec, model, network, no_network_reason, x, y, validation, outputs, weights, train_rows, more_x, more_validation,
+        loss_function, loader, names,
+    )  # fmt: skip
 
 
 def _network(model: nn.Module, x: torch.Tensor, spec: Spec) -> tuple[Network | None, str]:
@@ -189,11 +229,15 @@ def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: to
 
 
 def _output_shape(
-    model: nn.Module, network: Network | None, x: torch.Tensor, spec: Spec, dtype: torch.dtype
+    model: nn.Module, network: Network | None, inputs: list[torch.Tensor], spec: Spec, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """The shape of one row of the model's output, from its layers or from a trial of two rows in evaluation mode."""
+    """The shape of one row of the model's output, from its layers or from a trial of two rows in evaluation mode.
+
+    With a loss function of the user's, the model may return anything, and the shape is empty.
+    """
     if network is not None:
         return (network.outputs,)
+    x = inputs[0]
     modes = {module: module.training for module in model.modules()}
     model.eval()
     devices = [x.device] if x.device.type == "cuda" else []
@@ -201,13 +245,16 @@ def _output_shape(
         # Lazy modules draw their weights here, from the run's seed; the state of the user's generator does not change.
         with torch.no_grad(), torch.random.fork_rng(devices), torch.autocast(x.device.type, enabled=False):
             torch.manual_seed(spec.seed)
-            output = model(as_features(x[:2], dtype))
+            output = model(*(as_features(part, dtype) for part in inputs))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise OnelaunchError(f"model cannot take x with rows of shape {tuple(x.shape[1:])}: {reason}") from error
+        shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
+        raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {reason}") from error
     finally:
         for module, mode in modes.items():
             module.training = mode
+    if spec.loss == CUSTOM_LOSS:
+        return ()
     if not isinstance(output, torch.Tensor) or output.shape[:1] != x[:2].shape[:1]:
         what = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
         raise OnelaunchError(f"model must return one tensor with one row per sample, not {what} for {len(x[:2])} rows")
@@ -217,9 +264,12 @@ def _output_shape(
 
 
 def _validation(
-    validation: Any, x: torch.Tensor, spec: Spec, network: Network | None, output: tuple[int, ...], dtype: torch.dtype,
-    known: Names | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    validation: Any, inputs: tuple[torch.Tensor, ...], spec: Spec, network: Network | None, output: tuple[int, ...],
+    dtype: torch.dtype, known: Names | None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]:  # fmt: skip
+    """((x, y), further inputs) of the validation rows."""
+    if isinstance(validation, DataLoader):
+        validation = all_rows(validation, spec.seed)
     if not isinstance(validation, tuple | list) or len(validation) != 2:
         raise ArgumentTypeError(
             "validation must be a fraction of the rows, such as 0.1, or a pair (x, y), such as (test_x, test_y)"
@@ -228,20 +278,27 @@ def _validation(
         raise ArgumentTypeError(
             "validation holds None: pass rows and their targets (onelaunch.data.split holds some out), or validation=None"
         )
+    parts = validation[0] if isinstance(validation[0], tuple) else (validation[0],)
+    if len(parts) != len(inputs):
+        raise OnelaunchError(f"validation[0] has {len(parts)} inputs, x has {len(inputs)}: pass the same number")
     names = ("validation[0]", "validation[1]")
     labels, found = encode(names[1], validation[1], known)
     if (found is None) != (known is None):
         raise ArgumentTypeError(f"{names[1]} and y must both hold class names, or both numbers")
-    validation_x, validation_y = to_tensor(names[0], validation[0]), to_tensor(names[1], labels)
-    _check_lengths(names[0], validation_x, names[1], validation_y)
-    validation_x = _features(names[0], validation_x, network, dtype)
-    if network is None and validation_x.shape[1:] != x.shape[1:]:
-        raise OnelaunchError(f"{names[0]} has rows of shape {tuple(validation_x.shape[1:])}, x of {tuple(x.shape[1:])}")
-    if (validation_x.dtype == torch.uint8) != (x.dtype == torch.uint8):
-        raise OnelaunchError(
-            f"{names[0]} is {validation_x.dtype} and x is {x.dtype}: uint8 means value / 255, so pass the same type for both"
-        )
-    return validation_x, targets_of(names[1], validation_y, spec, output, dtype, known)
+    y = to_tensor(names[1], labels)
+    checked = []
+    for given, x in zip(parts, inputs, strict=True):
+        part = to_tensor(names[0], given)
+        _check_lengths(names[0], part, names[1], y)
+        part = _features(names[0], part, network, dtype)
+        if network is None and part.shape[1:] != x.shape[1:]:
+            raise OnelaunchError(f"{names[0]} has rows of shape {tuple(part.shape[1:])}, x of {tuple(x.shape[1:])}")
+        if (part.dtype == torch.uint8) != (x.dtype == torch.uint8):
+            raise OnelaunchError(
+                f"{names[0]} is {part.dtype} and x is {x.dtype}: uint8 means value / 255, so pass the same type for both"
+            )
+        checked.append(part)
+    return (checked[0], targets_of(names[1], y, spec, output, dtype, known)), tuple(checked[1:])
 
 
 def _check_batch_norm(network: Network | None, spec: Spec) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, abbreviate_list, suggest
+from onelaunch.run.options import CUSTOM_LOSS
 from onelaunch.run.spec import Spec
 
 Names = tuple[str, ...]
@@ -47,6 +48,8 @@ def targets_of(
     """y as the engines take it (see Run), checked against the loss and the shape of an output row."""
     if spec.loss == "cross_entropy":
         return _classes(argument, y, output[0], names)
+    if spec.loss == CUSTOM_LOSS:  # what the user's function takes
+        return (y.to(dtype) if y.is_floating_point() else y).contiguous()
     if names is not None and (spec.loss == "mse" or len(names) > 2 or int(np.prod(output)) != 1):
         remedy = "pass numbers" if spec.loss == "mse" else "pass loss='cross_entropy' and one output per class"
         raise OnelaunchError(f"{argument} holds class names, which loss={spec.loss!r} does not take here: {remedy}")

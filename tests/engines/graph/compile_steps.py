@@ -136,7 +136,8 @@ def run_step(
     x = torch.empty(batch * 4, widths[0], dtype=torch.uint8, device="meta")
     classes = torch.empty(batch * 4, dtype=torch.int64, device="meta")
     y = classes if loss == "cross_entropy" else torch.empty(batch * 4, widths[-1], device="meta")
-    runner.train(Data(x, y, buffers.take("order"), buffers.take("control"), buffers.take("table"), ""), 2)
+    row_weights = torch.empty(batch * 4, device="meta") if optimizer in ("adamw", "lion", "rmsprop") else None
+    runner.train(Data(x, y, buffers.take("order"), buffers.take("control"), buffers.take("table"), "", row_weights), 2)
 
 
 def main() -> None:

@@ -63,10 +63,11 @@ def data(
 
 
 def session(model: nn.Module, x: torch.Tensor, y: torch.Tensor, options: dict[str, Any], **more: Any) -> Any:
-    """A session that launches kernel by kernel; `more`: validation, state."""
+    """A session that launches kernel by kernel; `more`: validation, state, sample_weight."""
     from onelaunch.engines.graph.session import GraphSession
 
-    run = make_run(model, x, y, more.get("validation"), {"precision": "fp32", "optimizer": "sgd", **options})
+    settings = {"precision": "fp32", "optimizer": "sgd", **options}
+    run = make_run(model, x, y, more.get("validation"), settings, sample_weight=more.get("sample_weight"))
     return GraphSession(run, more.get("state", {}), capture=False)
 
 

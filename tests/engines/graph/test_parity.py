@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from onelaunch.activations import ACTIVATIONS
 from onelaunch.optimizers import OPTIMIZERS as TABLE
 from tests import pairwise
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
-from tests.engines.graph.harness import DEVICE, SHAPES, assert_follows_eager, data, network, use_shape
+from tests.engines.graph.harness import DEVICE, SHAPES, assert_follows_eager, data, network, train, use_shape
 from tests.reference import LOSSES, OPTIMIZERS, assert_same_weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,3 +131,22 @@ def test_every_name_in_16_bits(shape, activation, optimizer, precision):
         torch.cat([parameter.detach().flatten() for parameter in one.parameters()]) for one in (model, twin, before)
     )
     assert (got - want).norm() <= 0.5 * (want - start).norm()
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_row_weights_follow_eager(shape, loss, monkeypatch):
+    use_shape(shape, monkeypatch)
+    torch.manual_seed(0)
+    widths = [9, 16, 16, 5]
+    x, y = data(widths, loss, 30)
+    weights = torch.rand(30) * (torch.rand(30) > 0.3)
+    model = network(widths, "relu")
+    twin = copy.deepcopy(model)
+    options = {"epochs": 2, "batch_size": 8, "lr": 0.1, "optimizer": "sgd", "loss": loss, "precision": "fp32"}
+    expected = ol.fit(twin, x, y, engine="eager", sample_weight=weights, progress=False, **options)
+    got, segments = train(model, x, y, options, sample_weight=weights)
+    torch.testing.assert_close(got, torch.tensor(expected.losses), rtol=LOSS_TOLERANCE, atol=LOSS_TOLERANCE)
+    assert_same_weights(model, twin, WEIGHT_TOLERANCE)
+    sums = torch.cat([weights[rows].double().sum()[None] for rows in ol.permutation(30, 0, 1).split(8)])
+    torch.testing.assert_close(segments[1].weights, sums)

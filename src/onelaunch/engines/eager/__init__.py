@@ -32,6 +32,8 @@ class EagerEngine:
                 "memory='stream' needs PyTorch's cudaMallocAsync backend: set "
                 "PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync before Python starts, or pass 'plan' or 'caching'"
             )
+        if run.loader is not None and world().size > 1:
+            return "several processes cannot share a DataLoader: pass arrays"
         if min(spec.batch_size, spec.rows) < world().size:
             return (
                 f"batch_size={spec.batch_size} leaves some of {world().size} processes without rows: pass a larger one"

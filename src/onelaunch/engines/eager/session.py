@@ -11,12 +11,14 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.engines.eager.captured import HostState, capture
 from onelaunch.engines.eager.dropout import RunDropout
+from onelaunch.engines.eager.loader import Batch, loader_batches
 from onelaunch.engines.eager.process_settings import ProcessSettings
 from onelaunch.engines.eager.torch_optimizer import make_optimizer, optimizer_state, restore_optimizer, set_step_counts
 from onelaunch.errors import OnelaunchError
@@ -58,6 +60,7 @@ class EagerSession:
         self.order = torch.empty(run.spec.rows, dtype=torch.int64, device=run.device)
         self.losses, self.rates = torch.empty(2, run.spec.steps_per_epoch, device=run.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=run.device)
+        self._batches: Iterator[Batch] = iter(())
         self._graph: torch.cuda.CUDAGraph | None = None
         self._host_state: HostState | None = None
         self._clock = torch.zeros(2, dtype=torch.int64, device=run.device)
@@ -69,6 +72,8 @@ class EagerSession:
             return "this is not a CUDA device"
         if self.world.size > 1:
             return "several processes share the step"
+        if self.run.loader is not None:
+            return "batches come from a DataLoader"
         return "" if self.spec.memory == "plan" else f"memory={self.spec.memory!r}"
 
     def _describe(self) -> str:
@@ -93,7 +98,7 @@ class EagerSession:
         spec, run = self.spec, self.run
         end, epoch = spec.epoch_end(first_step), spec.epoch_of(first_step)
         epoch_start = epoch * spec.steps_per_epoch
-        self._begin_epoch(epoch)
+        self._begin_epoch(epoch, first_step - epoch_start)
         counts = has_accuracy(spec)
         self.model.train()
         self._clock.copy_(torch.tensor([first_step - epoch_start, first_step]))
@@ -124,9 +129,17 @@ class EagerSession:
             weights = torch.from_numpy(sums[first_step - epoch_start : done - epoch_start])
         return Segment(first_step, losses, correct, validation, weights)
 
-    def _begin_epoch(self, epoch: int) -> None:
-        """Write the epoch's row order and learning rates, always to the same memory, from which a captured step reads."""
+    def _begin_epoch(self, epoch: int, done: int) -> None:
+        """Write the epoch's row order and learning rates, always to the same memory, from which a captured step reads.
+
+        `done`: the steps of the epoch that the run has taken already.
+        """
         spec = self.spec
+        if self.run.loader is not None:
+            self._batches = loader_batches(self.run.loader, spec.seed, epoch, done)
+            self.losses.fill_(math.nan)
+            self.correct.zero_()
+            return
         order = permutation(spec.rows, spec.seed, epoch, device=self.run.device)
         self.order.copy_(order if self.run.train_rows is None else self.run.train_rows[order])
         self.losses.fill_(math.nan)
@@ -149,7 +162,7 @@ class EagerSession:
         rows = self.order[self.spec.batch_slice(step)]
         part = self.world.part(len(rows))
         self.dropout.first_row = part.start
-        fraction: float | torch.Tensor = len(rows[part]) / len(rows)
+        fraction: float | torch.Tensor = len(rows[part]) / len(rows) if self.world.size > 1 else 1.0
         if self.run.weights is not None and self.world.size > 1:
             weights = self.run.weights[rows]
             fraction = weights[part].sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
@@ -160,6 +173,8 @@ class EagerSession:
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             if is_lost_rank(error):
                 raise lost_rank_error(error) from error
+            if isinstance(error, OnelaunchError):
+                raise
             reason = str(error).strip().split("\n")[0]
             raise OnelaunchError(f"model failed at step {step}, on a batch of {len(rows)} rows: {reason}") from error
         self._clock.copy_(torch.tensor([index + 1, step + 1]))
@@ -208,14 +223,15 @@ class EagerSession:
 
         `fraction`: the rows' part of the batch's rows, or of its weight.
         """
-        x, y = as_features(self.run.x[rows], self.dtype), self.run.y[rows]
+        x, y = self._batch(rows)
         self.optimizer.zero_grad(set_to_none=True)
         with self._autocast(), self.dropout.functions():
-            output = self.forward(x)
-        output = output.to(self.dtype)
+            output = self.forward(*x)
+        if isinstance(output, torch.Tensor):
+            output = output.to(self.dtype)
         # DDP averages over ranks, whose parts may differ in size; a part may even be empty.
         weights = None if self.run.weights is None else self.run.weights[rows].to(self.dtype)
-        loss = loss_of(self.spec, output, y, weights) if len(rows) else output.sum() * 0
+        loss = self._loss(output, y, weights) if len(y) else output.sum() * 0
         scaled = loss if self.world.size == 1 else loss * (fraction * self.world.size)
         if self.scaler is None:
             scaled.backward()
@@ -229,9 +245,27 @@ class EagerSession:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         loss_out.copy_(loss.detach() * fraction)
-        correct = count_correct(self.spec, output.detach(), y)
+        correct = count_correct(self.spec, output.detach(), y) if has_accuracy(self.spec) else None
         if correct is not None:
             self.correct += correct
+
+    def _batch(self, rows: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """The model's inputs and the targets: of these rows, or the next batch of the DataLoader."""
+        run = self.run
+        if run.loader is None:
+            return tuple(as_features(part[rows], self.dtype) for part in (run.x, *run.more_x)), run.y[rows]
+        inputs, y = next(self._batches)
+        y = y.to(run.device, run.y.dtype).reshape(len(y), *run.y.shape[1:])
+        return tuple(as_features(part.to(run.device), self.dtype) for part in inputs), y
+
+    def _loss(self, output: Any, y: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        if self.run.loss_function is None:
+            return loss_of(self.spec, output, y, weights)
+        value = self.run.loss_function(output, y)
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            what = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise OnelaunchError(f"loss must return a tensor with one number, the mean over the batch, not {what}")
+        return value
 
     def _clip(self) -> None:
         if self.spec.clip_norm is not None:
@@ -243,6 +277,7 @@ class EagerSession:
         all_rows = len(self.run.validation[0])
         part = self.world.part(all_rows)
         x, y = (tensor[part] for tensor in self.run.validation)
+        more = [tensor[part] for tensor in self.run.more_validation_x]
         rows = max(EVALUATION_ROWS, self.spec.batch_size)
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         correct = torch.zeros((), dtype=torch.int64, device=x.device)
@@ -251,10 +286,11 @@ class EagerSession:
             for first in range(0, len(x), rows):
                 part = slice(first, first + rows)
                 with self._autocast():
-                    output = self.model(as_features(x[part], self.dtype))
-                output = output.to(self.dtype)
-                total += loss_of(self.spec, output, y[part]) * len(output)
-                batch_correct = count_correct(self.spec, output, y[part])
+                    output = self.model(*(as_features(tensor[part], self.dtype) for tensor in (x, *more)))
+                if isinstance(output, torch.Tensor):
+                    output = output.to(self.dtype)
+                total += self._loss(output, y[part]) * len(y[part])
+                batch_correct = count_correct(self.spec, output, y[part]) if has_accuracy(self.spec) else None
                 if batch_correct is not None:
                     correct += batch_correct
         loss_sum = self.world.sum(total).item() * values_per_row(self.spec, self.run.outputs)

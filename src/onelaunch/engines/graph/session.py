@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +31,10 @@ from onelaunch.engines.graph.transfer import Pending, Progress, correct_predicti
 from onelaunch.integers import clamp
 from onelaunch.kernels.launch import compiling
 from onelaunch.optimizers import OPTIMIZERS
+from onelaunch.rng import permutation
 from onelaunch.run.objective import has_accuracy, predictions_per_row, values_per_row
 from onelaunch.run.spec import Spec
-from onelaunch.run.step_scalars import step_scalars
+from onelaunch.run.step_scalars import batch_weights, step_scalars
 
 REPLAY_SECONDS = 0.05  # of work between two reads of the losses
 GRAPH_STEPS = (64, 8, 1)  # steps per graph; the longest graph that still fits is replayed
@@ -85,7 +87,9 @@ class GraphSession:
         x = run.x.flatten(1)
         if "data" in self._step_plan.buffers:
             x = self.buffers.take("data").copy_(x)
-        self.data = self._data(x, run.y, "")
+        self.data = replace(self._data(x, run.y, ""), weights=run.weights)
+        self._weights = None if run.weights is None else run.weights.cpu().numpy()
+        self._sums: dict[int, np.ndarray[Any, Any]] = {}  # of the weights per batch, by epoch
         if run.validation is not None:
             self.validation = self._validation_data()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -127,7 +131,12 @@ class GraphSession:
         epoch = spec.epoch_of(step)
         fill_row_order(data.order, self.buffers.take("keys"), spec.seed, epoch)
         first, end = epoch * spec.steps_per_epoch, spec.epoch_end(step)
-        scalars = step_scalars(spec, first, end - first, self.run.outputs)
+        if self._weights is not None:
+            order = permutation(spec.rows, spec.seed, epoch).numpy()
+            self._sums = {**self._sums, epoch: batch_weights(spec, self._weights, order)}
+            self._sums.pop(epoch - 2, None)
+        sums = self._sums[epoch][: end - first] if epoch in self._sums else None
+        scalars = step_scalars(spec, first, end - first, self.run.outputs, sums)
         upload(make_table(spec, len(data.table), scalars), data.table)
         upload(torch.tensor([step - first, step, 0, 0]), data.control)  # as CONTROL; no correct predictions yet
 
@@ -211,7 +220,15 @@ class GraphSession:
             predictions = len(self.validation.x) * predictions_per_row(self.spec, self.run.outputs)
             metrics = Metrics(loss, correct_predictions(control) / predictions if counts else None)
         correct = correct_predictions(pending.control) if counts else None
-        return Segment(pending.first_step, pending.losses, correct, metrics)
+        return Segment(pending.first_step, pending.losses, correct, metrics, self._batch_weights(pending))
+
+    def _batch_weights(self, pending: Pending) -> torch.Tensor | None:
+        """The summed row weights of the steps that `pending` waits for, where rows are weighted."""
+        epoch = self.spec.epoch_of(pending.first_step)
+        if epoch not in self._sums:
+            return None
+        first = pending.first_step - epoch * self.spec.steps_per_epoch
+        return torch.from_numpy(self._sums[epoch][first : first + len(pending.losses)])
 
     def train_steps(self, count: int) -> None:
         """Queues the first `count` steps of an epoch again, for benchmarks; does not wait for the device."""

@@ -15,7 +15,7 @@ from onelaunch.engines.graph.kernels.output_layer import output_layer
 from onelaunch.engines.graph.kernels.output_layer_small_batch import output_layer_small_batch
 from onelaunch.engines.graph.kernels.row_segment import Segment as SegmentKernel
 from onelaunch.engines.graph.kernels.row_segment import segment_backward, segment_forward
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows, Weights
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows, Targets, Weights
 from onelaunch.engines.graph.kernels.run_state import sum_losses
 from onelaunch.engines.graph.kernels.split_k_update import split_k_update
 from onelaunch.engines.graph.kernels.weight_update import partial_products, weight_update
@@ -36,6 +36,11 @@ class Data:
     control: torch.Tensor
     table: torch.Tensor
     prefix: str  # of the names of its buffers: empty, or VALIDATION
+    weights: torch.Tensor | None = None  # of the rows
+
+    @property
+    def targets(self) -> Targets:
+        return Targets(self.y, self.weights)
 
 
 def _segment(stage: Stage, norm: Weights | None, seed: int) -> SegmentKernel:
@@ -119,7 +124,7 @@ class StepRunner:
                 before = self._before(stage, epilogues)
                 gathered = self._maybe(operation, data, "gathered")
                 output_layer_small_batch(
-                    self._input(data, stage), data.order, product, weights.bias, data.y,
+                    self._input(data, stage), data.order, product, weights.bias, data.targets,
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
                     self._into(operation, data), self._take(data, "loss_parts"), before, clock,
                     loss=self.loss, data=None if gathered is None else data.x, gathered=gathered,
@@ -163,7 +168,7 @@ class StepRunner:
         stage = operation.stage
         parts = self._take(data, "loss_parts")
         output_layer(
-            self._input(data, stage), data.order, weight, self.weights[stage].bias, data.y,
+            self._input(data, stage), data.order, weight, self.weights[stage].bias, data.targets,
             self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
             self._into(operation, data), self._maybe(operation, data, f"sums{stage}"),
             self._maybe(operation, data, f"sums{stage - 1}"), parts, self._before(stage, epilogues), clock,
@@ -227,7 +232,7 @@ class StepRunner:
         if operation.kind == "narrow_step":
             first = self.stages[0]
             narrow_step(
-                Rows(data.x, data.order), data.y, masters if copy is None else copy, masters, take("parts"),
+                Rows(data.x, data.order), data.targets, masters if copy is None else copy, masters, take("parts"),
                 take("loss_parts"), clock, batch=self.batch, units=narrow.units, widths=narrow.widths, loss=self.loss,
                 activation=first.activation, saves_input=first.saves_input, bias=first.linear.bias, rows=narrow.rows,
                 warps=narrow.warps, tf32=self.tf32,

@@ -40,8 +40,10 @@ class ResidentEngine:
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:
             return run.no_network_reason
-        if run.weights is not None or run.spec.clip_norm is not None:
-            return "this engine has neither row weights nor clip_norm"
+        if run.spec.clip_norm is not None:
+            return "its update follows each gradient at once, and clip_norm must wait for all of them"
+        if run.weights is not None:
+            return "it has no row weights (class_weight, sample_weight)"
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
         if run.spec.rows >= 2**31:

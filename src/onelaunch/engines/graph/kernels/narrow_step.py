@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.engines.graph.kernels.output_layer import loss_and_gradient
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Rows
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Rows, Targets
 from onelaunch.engines.graph.kernels.run_state import (
     CORRECT,
     EPOCH_STEP,
@@ -74,6 +74,7 @@ def narrow_step_kernel(
     x_ptr,
     order_ptr,
     target_ptr,
+    weight_ptr,
     w_ptr,
     master_ptr,
     parts_ptr,
@@ -148,7 +149,7 @@ def narrow_step_kernel(
             last = h3
         logits = tl.dot(last, tl.trans(w_out), input_precision=PRECISION) + b_out[None, :]
         loss, gradient, correct = loss_and_gradient(
-            logits, target_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), OUT, LOSS
+            logits, target_ptr, weight_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), OUT, LOSS
         )
         losses += loss  # summed over rows only once, after the last tile: a sum across warps is a barrier
         correct_rows += correct
@@ -194,7 +195,7 @@ def narrow_step_kernel(
 
 
 def narrow_step(
-    x: Rows, target: torch.Tensor, weights: torch.Tensor, masters: torch.Tensor, parts: torch.Tensor,
+    x: Rows, target: Targets, weights: torch.Tensor, masters: torch.Tensor, parts: torch.Tensor,
     loss_parts: torch.Tensor, clock: Clock, *, batch: int, units: tuple[int, ...], widths: tuple[int, ...], loss: str,
     activation: str | None, saves_input: bool, bias: bool, rows: int, warps: int, tf32: bool,
 ) -> None:  # fmt: skip
@@ -209,7 +210,7 @@ def narrow_step(
         clock,
         narrow_step_kernel,
         (len(parts),),
-        (x.values, x.order, target, weights, masters, parts, loss_parts, clock.control, clock.table),
+        (x.values, x.order, *target, weights, masters, parts, loss_parts, clock.control, clock.table),
         (clock.step,),
         (batch, units[0], units[-1]),
         (

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows, Targets
 from onelaunch.engines.graph.kernels.run_state import (
     CORRECT,
     EPOCH_STEP,
@@ -33,8 +33,13 @@ from onelaunch.kernels.gemm_tile import GemmTile
 
 
 @triton.jit
-def loss_and_gradient(logits, target_ptr, source, taken, outputs, smoothing, WIDTH: tl.constexpr, LOSS: tl.constexpr):
-    """(loss per row, gradient `[rows, WIDTH]`, correct predictions per row); zero where `taken` is false."""
+def loss_and_gradient(
+    logits, target_ptr, weight_ptr, source, taken, outputs, smoothing, WIDTH: tl.constexpr, LOSS: tl.constexpr
+):  # fmt: skip
+    """(loss per row, gradient `[rows, WIDTH]`, correct predictions per row); zero where `taken` is false.
+
+    `weight_ptr`: the weights of the data's rows, by which loss and gradient are multiplied; None without weights.
+    """
     output = tl.arange(0, WIDTH)
     real = (output < outputs)[None, :]
     if LOSS == "cross_entropy":
@@ -65,6 +70,10 @@ def loss_and_gradient(logits, target_ptr, source, taken, outputs, smoothing, WID
             loss = tl.sum(tl.where(real, each, 0.0), axis=1)
             gradient = tl.where(logits >= 0, 1.0, decay) / (1 + decay) - target
             correct = tl.sum((real & ((logits > 0) == (target > 0.5))).to(tl.int64), axis=1)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + source, mask=taken, other=0.0)
+        loss = loss * weight
+        gradient = gradient * weight[:, None]
     loss = tl.where(taken, loss, 0.0)
     correct = tl.where(taken, correct, 0)
     gradient = tl.where(taken[:, None] & real, gradient, 0.0)
@@ -78,6 +87,7 @@ def output_layer_kernel(
     w_ptr,
     bias_ptr,
     target_ptr,
+    weight_ptr,
     z_ptr,
     gradient_ptr,
     dx_ptr,
@@ -127,7 +137,7 @@ def output_layer_kernel(
         logits += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)[None, :]
 
     loss, gradient, correct = loss_and_gradient(
-        logits, target_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), WIDTH, LOSS
+        logits, target_ptr, weight_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), WIDTH, LOSS
     )
     tl.store(loss_parts_ptr + program, tl.sum(loss, axis=0))
     if LOSS != "mse":
@@ -168,7 +178,7 @@ def output_layer_kernel(
 
 
 def output_layer(
-    x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+    x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: Targets,
     z: torch.Tensor | None, gradient: torch.Tensor, dx: torch.Tensor | None, gradient_sums: torch.Tensor | None,
     dx_sums: torch.Tensor | None, loss_parts: torch.Tensor, before: Epilogue, clock: Clock, *, loss: str, tile: GemmTile,
     tf32: bool,
@@ -185,7 +195,7 @@ def output_layer(
         output_layer_kernel,
         (ceil_div(batch, tile.m),),
         (
-            x.values, order, weight, bias, target, z, gradient, dx, gradient_sums, dx_sums, loss_parts, clock.control,
+            x.values, order, weight, bias, *target, z, gradient, dx, gradient_sums, dx_sums, loss_parts, clock.control,
             clock.table,
         ),
         (seed, clock.step, threshold, layer, scale, 1 - before.p),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.engines.graph.kernels.output_layer import loss_and_gradient
-from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows, Targets
 from onelaunch.engines.graph.kernels.run_state import (
     CORRECT,
     EPOCH_STEP,
@@ -86,6 +86,7 @@ def output_layer_small_batch_kernel(
     w_ptr,
     bias_ptr,
     target_ptr,
+    weight_ptr,
     z_ptr,
     gradient_ptr,
     dx_ptr,
@@ -144,7 +145,7 @@ def output_layer_small_batch_kernel(
         sums += tl.load(bias_ptr + output, mask=output < outputs, other=0.0)
     allow_next_kernel(OVERLAP)
     loss, gradient, correct = loss_and_gradient(
-        sums[None, :], target_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), WIDTH, LOSS
+        sums[None, :], target_ptr, weight_ptr, source, taken, outputs, hyper(table_ptr, LABEL_SMOOTHING), WIDTH, LOSS
     )
     tl.store(loss_parts_ptr + program + tl.arange(0, 1), loss)
     if LOSS != "mse":
@@ -173,7 +174,7 @@ def output_layer_small_batch_kernel(
 
 
 def output_layer_small_batch(
-    x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor,
+    x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: Targets,
     z: torch.Tensor | None, gradient: torch.Tensor, dx: torch.Tensor | None, loss_parts: torch.Tensor, before: Epilogue,
     clock: Clock, *, loss: str, data: torch.Tensor | None = None, gathered: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
@@ -193,7 +194,7 @@ def output_layer_small_batch(
         clock,
         output_layer_small_batch_kernel,
         (batch,),
-        (x.values, order, weight, bias, target, z, gradient, dx, data, gathered, loss_parts, clock.control, clock.table),
+        (x.values, order, weight, bias, *target, z, gradient, dx, data, gathered, loss_parts, clock.control, clock.table),
         (seed, clock.step, threshold, layer, scale, 1 - before.p),
         (batch, outputs, k, features),
         (

@@ -37,6 +37,13 @@ class Rows(NamedTuple):
     order: torch.Tensor | None = None
 
 
+class Targets(NamedTuple):
+    """What the loss reads of the data's rows: their targets, and their weights where they have any."""
+
+    values: torch.Tensor
+    weights: torch.Tensor | None = None
+
+
 class Epilogue(NamedTuple):
     """What follows a Linear: an activation, then dropout with the run's masks."""
 

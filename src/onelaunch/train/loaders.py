@@ -1,0 +1,46 @@
+"""A DataLoader as the argument x of `fit`, or as `validation`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from onelaunch.engines.eager.loader import loader_batches
+from onelaunch.errors import OnelaunchError
+from onelaunch.rng import check_seed
+from onelaunch.run.options import Options
+
+
+def open_loader(
+    loader: DataLoader[Any], y: Any, options: dict[str, Any]
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, dict[str, Any], int]:
+    """(inputs and targets of the first batch, the options with the loader's batch size, rows per epoch)."""
+    if y is not None:
+        raise OnelaunchError("x is a DataLoader, which has the targets too: leave y out")
+    try:
+        batches, rows = len(loader), len(loader.sampler)  # type: ignore[arg-type]
+    except TypeError:
+        raise OnelaunchError("x is a DataLoader of unknown length: give its dataset or sampler a __len__") from None
+    inputs, targets = next(loader_batches(loader, check_seed(options.get("seed", 0)), 0))
+    size = loader.batch_size or len(targets)
+    passed = options.get("batch_size", size)
+    if passed not in (size, Options.batch_size):
+        raise OnelaunchError(
+            f"batch_size={passed} does not go with a DataLoader, whose batches have {size} rows: leave it out"
+        )
+    options = {**options, "batch_size": size, "drop_last": loader.drop_last}
+    whole, rest = divmod(rows, size)
+    if batches != whole + (rest > 0 and not loader.drop_last):
+        raise OnelaunchError(
+            f"x is a DataLoader of {batches} batches for {rows} rows: batches must have {size} rows each"
+        )
+    return inputs, targets, options, rows
+
+
+def all_rows(loader: DataLoader[Any], seed: int) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """The inputs and targets of all batches of a DataLoader, as one batch."""
+    batches = list(loader_batches(loader, seed, 0))
+    inputs = zip(*(batch[0] for batch in batches), strict=True)
+    return tuple(torch.cat(parts) for parts in inputs), torch.cat([batch[1] for batch in batches])
