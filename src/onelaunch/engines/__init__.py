@@ -12,7 +12,7 @@ from onelaunch.engines.contract import Engine, Run
 from onelaunch.errors import UnsupportedError
 from onelaunch.run.distributed import world
 
-FASTEST_FIRST = ("resident", "graph", "cpu", "eager")
+FASTEST_FIRST = ("resident", "graph", "compiled", "cpu", "eager")
 
 
 def engine_or_reason(name: str, device: torch.device) -> Engine | str:

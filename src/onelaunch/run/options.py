@@ -15,7 +15,7 @@ from onelaunch.run.schedule import SCHEDULES
 
 LOSSES = ("cross_entropy", "mse", "bce_with_logits")
 PRECISIONS = ("auto", "fp32", "tf32", "bf16", "fp16")
-ENGINES = ("auto", "resident", "graph", "cpu", "eager")
+ENGINES = ("auto", "resident", "graph", "compiled", "cpu", "eager")
 CUSTOM_LOSS = "custom"  # what Spec says of a loss that is a function
 MEMORY = ("plan", "caching", "stream")
 OWN_BETAS: Any = None  # passed as `betas`: replaced by the default of the optimizer

@@ -54,9 +54,7 @@ class EagerSession:
         self.forward: torch.nn.Module = run.model
         if self.world.size > 1:
             self.forward = torch.nn.parallel.DistributedDataParallel(run.model)
-        functional = run.network.functional_dropouts if run.network else 0
-        batch = min(run.spec.batch_size, run.spec.rows)
-        self.dropout = RunDropout(run.model, run.spec.seed, batch, run.device, functional)
+        self.dropout = self._make_dropout()
         self.order = torch.empty(run.spec.rows, dtype=torch.int64, device=run.device)
         self.losses, self.rates = torch.empty(2, run.spec.steps_per_epoch, device=run.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=run.device)
@@ -66,6 +64,11 @@ class EagerSession:
         self._clock = torch.zeros(2, dtype=torch.int64, device=run.device)
         self._batch_index = torch.arange(min(run.spec.batch_size, run.spec.rows), device=run.device)
         self._warm_steps = 0
+
+    def _make_dropout(self) -> RunDropout:
+        run = self.run
+        functional = run.network.functional_dropouts if run.network else 0
+        return RunDropout(run.model, run.spec.seed, min(run.spec.batch_size, run.spec.rows), run.device, functional)
 
     def _initial_uncaptured_reason(self) -> str:
         if self.run.device.type != "cuda":
@@ -196,7 +199,7 @@ class EagerSession:
         if not self._uncaptured_reason:
             self.optimizer.zero_grad(set_to_none=True)
             try:
-                self._graph = capture(self._captured_step, self._clock)
+                self._graph = self._capture()
             except Exception as error:  # a user's module may do anything that a capture forbids
                 torch.cuda.synchronize(self.run.device)
                 self._uncaptured_reason = f"not captured: {str(error).strip().splitlines()[0]}"
@@ -207,6 +210,9 @@ class EagerSession:
                     scaler.load_state_dict(self.scaler.state_dict())
                     self.scaler = scaler
         self.plan = self._describe()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        return capture(self._captured_step, self._clock)
 
     def _captured_step(self, clock: torch.Tensor) -> None:
         index = clock[:1]
@@ -223,20 +229,14 @@ class EagerSession:
 
         `fraction`: the rows' part of the batch's rows, or of its weight.
         """
-        x, y = self._batch(rows)
         self.optimizer.zero_grad(set_to_none=True)
-        with self._autocast(), self.dropout.functions():
-            output = self.forward(*x)
-        if isinstance(output, torch.Tensor):
-            output = output.to(self.dtype)
+        loss, correct = self._loss_and_correct(rows)
         # DDP averages over ranks, whose parts may differ in size; a part may even be empty.
-        weights = None if self.run.weights is None else self.run.weights[rows].to(self.dtype)
-        loss = self._loss(output, y, weights) if len(y) else output.sum() * 0
         scaled = loss if self.world.size == 1 else loss * (fraction * self.world.size)
         if self.scaler is None:
             scaled.backward()
             self._clip()
-            self.optimizer.step()
+            self._update()
         else:
             self.scaler.scale(scaled).backward()
             if self.spec.clip_norm is not None:
@@ -245,9 +245,22 @@ class EagerSession:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         loss_out.copy_(loss.detach() * fraction)
-        correct = count_correct(self.spec, output.detach(), y) if has_accuracy(self.spec) else None
         if correct is not None:
             self.correct += correct
+
+    def _loss_and_correct(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The mean loss of these training rows, and the number of correct predictions if they are counted."""
+        x, y = self._batch(rows)
+        with self._autocast(), self.dropout.functions():
+            output = self.forward(*x)
+        if isinstance(output, torch.Tensor):
+            output = output.to(self.dtype)
+        weights = None if self.run.weights is None else self.run.weights[rows].to(self.dtype)
+        loss = self._loss(output, y, weights) if len(y) else output.sum() * 0
+        return loss, count_correct(self.spec, output.detach(), y) if has_accuracy(self.spec) else None
+
+    def _update(self) -> None:
+        self.optimizer.step()
 
     def _batch(self, rows: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """The model's inputs and the targets: of these rows, or the next batch of the DataLoader."""
@@ -285,16 +298,22 @@ class EagerSession:
         with torch.no_grad():
             for first in range(0, len(x), rows):
                 part = slice(first, first + rows)
-                with self._autocast():
-                    output = self.model(*(as_features(tensor[part], self.dtype) for tensor in (x, *more)))
-                if isinstance(output, torch.Tensor):
-                    output = output.to(self.dtype)
-                total += self._loss(output, y[part]) * len(y[part])
-                batch_correct = count_correct(self.spec, output, y[part]) if has_accuracy(self.spec) else None
+                loss, batch_correct = self._evaluate_rows(tuple(one[part] for one in (x, *more)), y[part])
+                total += loss * len(y[part])
                 if batch_correct is not None:
                     correct += batch_correct
         loss_sum = self.world.sum(total).item() * values_per_row(self.spec, self.run.outputs)
         return Metrics.of(self.spec, loss_sum, int(self.world.sum(correct)), all_rows, self.run.outputs)
+
+    def _evaluate_rows(
+        self, x: tuple[torch.Tensor, ...], y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The mean loss of these validation rows, and the number of correct predictions if they are counted."""
+        with self._autocast():
+            output = self.model(*(as_features(one, self.dtype) for one in x))
+        if isinstance(output, torch.Tensor):
+            output = output.to(self.dtype)
+        return self._loss(output, y), count_correct(self.spec, output, y) if has_accuracy(self.spec) else None
 
     def snapshot(self) -> State:
         state = optimizer_state(self.optimizer, self.parameters)

@@ -1,0 +1,76 @@
+"""The compiled engine at work: the eager engine's step with its forward, loss and backward compiled."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from onelaunch.engines.compiled.dropout import CompiledDropout
+from onelaunch.engines.contract import Run
+from onelaunch.engines.eager.dropout import RunDropout
+from onelaunch.engines.eager.session import EVALUATION_ROWS, EagerSession
+from onelaunch.fuse.captured import first_line
+from onelaunch.fuse.decide import PROVEN, compiled
+from onelaunch.step.adam_update import AdamUpdate, adam_update
+
+log = logging.getLogger("onelaunch")
+Rows = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+class CompiledSession(EagerSession):
+    """Full batches and full blocks of validation rows run compiled; an epoch's last, partial batch runs as in eager.
+
+    A model that cannot be compiled trains as in the eager engine, and a log line says so.
+    """
+
+    def __init__(self, run: Run, state: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(run, state)
+        self._rows = torch.zeros_like(self._batch_index)  # one tensor for all steps, before and in the capture
+        train: Any = types.MethodType(EagerSession._loss_and_correct, self)
+        evaluate: Any = types.MethodType(EagerSession._evaluate_rows, self)
+        self._compiled_train: Rows | None = compiled(train, PROVEN)
+        self._compiled_evaluate: Rows | None = compiled(evaluate, PROVEN)
+        self._adam: AdamUpdate | None = None
+
+    def _make_dropout(self) -> RunDropout:
+        run = self.run
+        return CompiledDropout(run.model, run.spec.seed, min(run.spec.batch_size, run.spec.rows), run.device)
+
+    def _describe(self) -> str:
+        how = "captured as a CUDA graph and replayed" if not self._uncaptured_reason else self._uncaptured_reason
+        return f"torch.compile with our kernels: forward, loss and backward are compiled; the step is {how}"
+
+    def _loss_and_correct(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._compiled_train is None or len(rows) != len(self._rows):
+            return super()._loss_and_correct(rows)
+        self._rows.copy_(rows)
+        try:
+            return self._compiled_train(self._rows)
+        except Exception as error:
+            if self._warm_steps:  # the model itself failed, as it would in eager
+                raise
+            self._compiled_train = self._compiled_evaluate = None
+            log.warning("the model cannot be compiled, and trains as in eager: %s", first_line(error))
+            return super()._loss_and_correct(rows)
+
+    def _evaluate_rows(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._compiled_evaluate is None or len(x) != max(EVALUATION_ROWS, self.spec.batch_size):
+            return super()._evaluate_rows(x, y)
+        return self._compiled_evaluate(x, y)
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        self._adam = adam_update(self.optimizer, [self.lr], self.scaler)
+        graph = super()._capture()
+        if self._adam is not None:
+            self._adam.fill_tables()
+        return graph
+
+    def _update(self) -> None:
+        if self._adam is not None and torch.cuda.is_current_stream_capturing():
+            self._adam.launch()
+        else:
+            super()._update()
