@@ -21,8 +21,8 @@ from onelaunch.recorded_call import RecordedCall, is_fixed
 
 log = logging.getLogger("onelaunch")
 # A language model whose logits are not stored has its peak of memory in its activations. At this budget Inductor's partitioner
-# recomputes norms and gated products in the backward pass. H200: GPT-2 3836 -> 2962 MiB for 0.4 % more time, a Llama-like model
-# 3704 -> 3092 MiB for 3 %; at 0.6 it recomputes products too, for 30 to 60 %.
+# recomputes norms and gates in the backward pass. H200: GPT-2 3836 -> 2962 MiB for 0.4 % more time, a Llama-like model
+# 3704 -> 3092 MiB for 3 %; at 0.6 it recomputes products too, for 30 to 60 % more time.
 MEMORY_BUDGET = 0.8
 SAVES_MEMORY = ("linear_cross_entropy",)
 

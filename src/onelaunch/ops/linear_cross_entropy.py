@@ -2,8 +2,8 @@
 
 A language model's logits are its largest tensor: 8 x 1024 tokens of 50,257 classes are 0.8 GB in bf16, and their gradient as
 much again. Here a chunk's logits are multiplied, turned into their gradient, and multiplied into dx and dweight at once, so
-that two buffers of CHUNK_BYTES are enough. Forward computes the gradients of the summed loss; backward multiplies them by the
-upstream gradient and, for a mean, by one over the number of rows, so that fp16 gradients under a loss scale do not underflow.
+that one or two buffers of CHUNK_BYTES are enough. Forward computes the gradients of the summed loss; backward multiplies them
+by the upstream gradient and, for a mean, by one over the number of rows: fp16 gradients under a loss scale do not underflow.
 """
 
 from __future__ import annotations
@@ -65,10 +65,14 @@ def chunk_rows(classes: int, element_size: int) -> int:
 def _summed_loss(
     logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """The summed loss of some rows in fp32 (fp64 for fp64), and its gradient if asked for (else an empty tensor)."""
+    """The summed loss of some rows in fp32 (fp64 for fp64), and its gradient if asked for (else an empty tensor).
+
+    The gradient may take the memory of the logits.
+    """
     if logits.is_cuda and logits.dtype in KERNEL_DTYPES:
         loss = torch.empty((), dtype=torch.float32, device=logits.device)
-        dlogits = torch.empty_like(logits) if gradient else None
+        in_place = logits.shape[1] * logits.element_size() % 16 == 0  # no two rows share a 16-byte piece
+        dlogits = (logits if in_place else torch.empty_like(logits)) if gradient else None
         kernels("cross_entropy").cross_entropy_forward(
             logits, target, loss, lse=None, dx=dlogits, smoothing=smoothing, ignore_index=ignore_index, reduction="sum"
         )

@@ -26,12 +26,19 @@ class AdamUpdate:
         self.groups = [_Group(optimizer, *pair) for pair in zip(optimizer.param_groups, rates, strict=True)]
 
     def launch(self) -> None:
-        """Record the update. A parameter without a gradient is left as it is."""
+        """Update the parameters, as far as they have a gradient; in a recording the tables are filled after it.
+
+        Elsewhere they are filled first. Both compute the same bits.
+        """
+        recording = torch.cuda.is_current_stream_capturing()
         for group in self.groups:
+            group.collect()
+            if not recording:
+                group.fill_tables()
             group.launch()
 
     def fill_tables(self) -> None:
-        """Write the addresses that `launch` found to the device."""
+        """Write the addresses that a recorded `launch` found to the device."""
         for group in self.groups:
             group.fill_tables()
 
@@ -48,19 +55,23 @@ class _Group:
         self.settings = torch.tensor([float(value) for value in values], dtype=torch.float64, device=device)
         self.rows: list[list[int]] = []
         self.counts: list[int] = []
+        self.steps: list[torch.Tensor] = []
         with compiling():  # before a recording
             self._launch(1)
 
-    def launch(self) -> None:
+    def collect(self) -> None:
         updated = [parameter for parameter in self.group["params"] if parameter.grad is not None]
         states = [self.optimizer.state[parameter] for parameter in updated]
+        self.steps = [state["step"] for state in states]
         self.rows, self.counts = [], []
         for parameter, state in zip(updated, states, strict=True):
             tensors = parameter, _as_laid_out(parameter), state["exp_avg"], state["exp_avg_sq"], state["step"]
             self.rows.append([*(tensor.data_ptr() for tensor in tensors), parameter.numel()])
             self.counts.append(ceil_div(parameter.numel(), adam.CHUNK))
-        if updated:
-            torch._foreach_add_([state["step"] for state in states], 1)
+
+    def launch(self) -> None:
+        if self.steps:
+            torch._foreach_add_(self.steps, 1)
             self._launch(sum(self.counts))
 
     def _launch(self, programs: int) -> None:
@@ -75,6 +86,17 @@ class _Group:
             self.addresses[: len(self.rows)].copy_(torch.tensor(self.rows))
             chunks = [[row, chunk] for row, count in enumerate(self.counts) for chunk in range(count)]
             self.chunks[: len(chunks)].copy_(torch.tensor(chunks, dtype=torch.int32))
+
+
+def create_state(optimizer: Optimizer) -> None:
+    """The state that the first step of Adam or AdamW would create, where there is none: so that our update can be the first."""
+    if type(optimizer) in (Adam, AdamW):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if not optimizer.state[parameter]:
+                    count = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    optimizer.state[parameter].update({"step": count, **moments})
 
 
 def adam_update(

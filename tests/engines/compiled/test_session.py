@@ -16,7 +16,7 @@ from torch import nn
 import onelaunch as ol
 from onelaunch.engines.compiled import ENGINE
 from onelaunch.engines.compiled.dropout import run_dropout
-from onelaunch.rng import dropout_keep, keep_scale
+from onelaunch.rng import dropout_keep, keep_scale, signed_seed
 from tests.conftest import TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
 
@@ -26,7 +26,8 @@ ROWS = 330  # not a multiple of the batch
 class Net(nn.Module):
     def __init__(self, dropout: float = 0.25) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2)
+        # without a bias: its gradient before batch norm is rounding, which Adam makes large
+        self.first, self.second = nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.Conv2d(8, 16, 3, stride=2)
         self.norm, self.drop, self.head = nn.BatchNorm2d(8), nn.Dropout(dropout), nn.Linear(16 * 5 * 5, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ def test_the_eager_engine_gives_the_same(optimizer: str) -> None:
     assert "captured as a CUDA graph" in found.plan
     assert_same_course(found.losses, expected.losses, 1e-4)
     assert_same_weights(model, other, 1e-3)
-    assert found.epochs[-1]["validation_loss"] == pytest.approx(expected.epochs[-1]["validation_loss"], rel=1e-3)
+    assert found.epochs[-1]["validation"]["loss"] == pytest.approx(expected.epochs[-1]["validation"]["loss"], rel=1e-3)
 
 
 @pytest.mark.gpu
@@ -105,9 +106,10 @@ def test_a_model_that_cannot_be_compiled_trains_as_in_eager(caplog: pytest.LogCa
 def test_masks_are_those_of_the_run(shape: tuple[int, ...], device: str) -> None:
     x = torch.randn(shape, device=device, requires_grad=True)
     step = torch.tensor(17, device=device)
-    y = run_dropout(x, step, -(2**40) - 5, 3, 0.3)
+    seed = 2**63 + 2**40 + 5
+    y = run_dropout(x, step, signed_seed(seed), 3, 0.3)
     units = x[0].numel() if len(x) else 0
-    keep = dropout_keep(0.3, -(2**40) - 5, 3, 17, len(x), units, device=device).view(shape)
+    keep = dropout_keep(0.3, seed, 3, 17, len(x), units, device=device).view(shape)
     expected = torch.where(keep, x * keep_scale(0.3), 0)
     rtol, atol = TOLERANCE[torch.float32]
     torch.testing.assert_close(y, expected, rtol=rtol, atol=atol)

@@ -21,9 +21,9 @@ from onelaunch.rng import dropout_bits, keep_scale, keep_threshold, signed_seed
 
 @torch.library.custom_op("onelaunch::run_dropout", mutates_args=(), device_types="cpu")
 def run_dropout(x: Tensor, step: Tensor, seed: int, layer: int, p: float) -> Tensor:
-    """x with dropout of probability p; `step` is an int64 scalar, and rows are indices along the first dimension."""
+    """x with dropout of probability p. `step`: an int64 scalar; `seed`: as `signed_seed` gives it; rows: x's first axis."""
     units = x[0].numel() if len(x) else 0
-    bits = dropout_bits(seed, layer, step.view(1), len(x), units, device=x.device)[0]
+    bits = dropout_bits(seed % 2**64, layer, step.view(1), len(x), units, device=x.device)[0]
     keep = (bits < keep_threshold(p)).view(x.shape)
     return x * (keep.to(x.dtype) * keep_scale(p))
 

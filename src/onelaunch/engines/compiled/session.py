@@ -15,7 +15,7 @@ from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.engines.eager.session import EVALUATION_ROWS, EagerSession
 from onelaunch.fuse.captured import first_line
 from onelaunch.fuse.decide import PROVEN, compiled
-from onelaunch.step.adam_update import AdamUpdate, adam_update
+from onelaunch.step.adam_update import AdamUpdate, adam_update, create_state
 
 log = logging.getLogger("onelaunch")
 Rows = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -34,7 +34,8 @@ class CompiledSession(EagerSession):
         evaluate: Any = types.MethodType(EagerSession._evaluate_rows, self)
         self._compiled_train: Rows | None = compiled(train, PROVEN)
         self._compiled_evaluate: Rows | None = compiled(evaluate, PROVEN)
-        self._adam: AdamUpdate | None = None
+        self._adam: AdamUpdate | None = None  # of steps that are not replayed
+        self._captured_adam: AdamUpdate | None = None  # its tables hold the addresses of the captured gradients
 
     def _make_dropout(self) -> RunDropout:
         run = self.run
@@ -63,14 +64,22 @@ class CompiledSession(EagerSession):
         return self._compiled_evaluate(x, y)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        self._adam = adam_update(self.optimizer, [self.lr], self.scaler)
+        self._captured_adam = adam_update(self.optimizer, [self.lr], self.scaler)
         graph = super()._capture()
-        if self._adam is not None:
-            self._adam.fill_tables()
+        if self._captured_adam is not None:
+            self._captured_adam.fill_tables()
         return graph
 
     def _update(self) -> None:
-        if self._adam is not None and torch.cuda.is_current_stream_capturing():
-            self._adam.launch()
+        """With our kernel from the first step on: a resumed run must compute the same bits at other positions."""
+        if torch.cuda.is_current_stream_capturing():
+            update = self._captured_adam
+        else:
+            if self._adam is None:
+                create_state(self.optimizer)
+                self._adam = adam_update(self.optimizer, [self.lr], self.scaler)
+            update = self._adam
+        if update is not None:
+            update.launch()
         else:
             super()._update()
