@@ -33,8 +33,8 @@ class CompiledEngine:
             return reason
         if run.spec.memory != "plan":
             return f"memory={run.spec.memory!r}, and it has only 'plan'"
-        if run.more_x:
-            return "the model has several inputs"
+        if run.loader is not None:
+            return "batches come from a DataLoader"
         if run.network is not None and run.network.functional_dropouts:
             return "the model calls F.dropout, whose masks it cannot number"
         from onelaunch.engines.compiled.probe import probe_reason

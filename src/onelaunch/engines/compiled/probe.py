@@ -40,7 +40,7 @@ def _flops_per_row(run: Run, calls: Counter[torch.nn.Module]) -> float:
     """Floating-point operations of the forward pass per row, and the calls of each dropout module, on a few rows."""
     dtype = next(run.model.parameters()).dtype
     modes = {module: module.training for module in run.model.modules()}
-    rows = as_features(run.x[:PROBED_ROWS], dtype)
+    rows = [as_features(one[:PROBED_ROWS], dtype) for one in (run.x, *run.more_x)]
     counter = FlopCounterMode(display=False)
     hooks = [
         module.register_forward_hook(lambda module, inputs, output: calls.update([module]))
@@ -49,10 +49,10 @@ def _flops_per_row(run: Run, calls: Counter[torch.nn.Module]) -> float:
     try:
         run.model.eval()
         with torch.no_grad(), counter:
-            run.model(rows)
+            run.model(*rows)
     finally:
         for hook in hooks:
             hook.remove()
         for module, mode in modes.items():
             module.training = mode
-    return counter.get_total_flops() / len(rows)
+    return counter.get_total_flops() / len(rows[0])

@@ -58,8 +58,8 @@ class CompiledSession(EagerSession):
             log.warning("the model cannot be compiled, and trains as in eager: %s", first_line(error))
             return super()._loss_and_correct(rows)
 
-    def _evaluate_rows(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if self._compiled_evaluate is None or len(x) != max(EVALUATION_ROWS, self.spec.batch_size):
+    def _evaluate_rows(self, x: tuple[torch.Tensor, ...], y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if self._compiled_evaluate is None or len(y) != max(EVALUATION_ROWS, self.spec.batch_size):
             return super()._evaluate_rows(x, y)
         return self._compiled_evaluate(x, y)
 

@@ -305,9 +305,7 @@ class EagerSession:
         loss_sum = self.world.sum(total).item() * values_per_row(self.spec, self.run.outputs)
         return Metrics.of(self.spec, loss_sum, int(self.world.sum(correct)), all_rows, self.run.outputs)
 
-    def _evaluate_rows(
-        self, x: tuple[torch.Tensor, ...], y: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _evaluate_rows(self, x: tuple[torch.Tensor, ...], y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The mean loss of these validation rows, and the number of correct predictions if they are counted."""
         with self._autocast():
             output = self.model(*(as_features(one, self.dtype) for one in x))
