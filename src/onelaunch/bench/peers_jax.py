@@ -12,6 +12,7 @@ from torch import nn
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import UnsupportedError
+from onelaunch.run.network import Activation, Add, Flatten, LayerNorm, Linear, tensor_name
 
 MATMUL = {"fp32": "highest", "auto": "tensorfloat32", "tf32": "tensorfloat32", "bf16": None}
 
@@ -47,15 +48,33 @@ def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any
 
     tensors = (*rows_of(run.x, run.y), order.int(), *(rows_of(*run.validation) if run.validation else ()))
     data = tuple(jnp.asarray(tensor.cpu().numpy()) for tensor in tensors)
-    layers = [_arrays(jnp, layer) for layer in run.model.modules() if isinstance(layer, nn.Linear)]
+    layers = {name: jnp.asarray(tensor.detach().cpu().numpy()) for name, tensor in run.model.named_parameters()}
     spec = run.spec
     products = jnp.bfloat16 if spec.precision == "bf16" else jnp.float32
 
+    network = run.network
+    assert network is not None
+
     def forward(layers: Any, h: Any) -> Any:
-        for index, (weight, *bias) in enumerate(layers):
-            h = h.astype(products) @ weight.T.astype(products)
-            h = h + bias[0].astype(products) if bias else h
-            h = jax.nn.relu(h) if index + 1 < len(layers) else h
+        values = {-1: h}
+        for index, layer in enumerate(network.layers):
+            match layer:
+                case Linear():
+                    h = h.astype(products) @ layers[tensor_name(layer.path, "weight")].T.astype(products)
+                    h = h + layers[tensor_name(layer.path, "bias")].astype(products) if layer.bias else h
+                case LayerNorm():
+                    h = h.astype(jnp.float32)
+                    gap = h - h.mean(axis=1, keepdims=True)
+                    h = gap * jax.lax.rsqrt((gap * gap).mean(axis=1, keepdims=True) + layer.eps)
+                    h = h * layers[tensor_name(layer.path, "weight")] + layers[tensor_name(layer.path, "bias")]
+                case Activation():
+                    assert layer.name == "relu"
+                    h = jax.nn.relu(h)
+                case Add():
+                    h = h + values[layer.source]
+                case _:
+                    assert isinstance(layer, Flatten), layer
+            values[index] = h
         return h.astype(jnp.float32)
 
     def loss_of(layers: Any, features: Any, target: Any) -> Any:
@@ -90,11 +109,6 @@ def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any
         return jax.block_until_ready((losses, validation))
 
     return work
-
-
-def _arrays(jnp: Any, layer: nn.Linear) -> tuple[Any, ...]:
-    tensors = (layer.weight,) if layer.bias is None else (layer.weight, layer.bias)
-    return tuple(jnp.asarray(tensor.detach().cpu().numpy()) for tensor in tensors)
 
 
 def _optimizer(run: Run, layers: Any) -> tuple[Callable[[Any, Any, Any], Any], Any]:

@@ -17,6 +17,25 @@ from onelaunch.train.mlp import mlp
 LEARNING_RATE = {"sgd": 0.01, "adam": 1e-3}
 
 
+class Residual(nn.Module):
+    """x + inner(x)."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(*inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def residual_mlp(widths: tuple[int, ...], seed: int) -> nn.Sequential:
+    """Linear → ReLU, then x + ReLU(Linear(x)) for each further hidden width (all are equal), then Linear."""
+    plain = mlp(widths, seed=seed)
+    linears = [layer for layer in plain if isinstance(layer, nn.Linear)]
+    blocks = [Residual(linear, nn.ReLU()) for linear in linears[1:-1]]
+    return nn.Sequential(nn.Flatten(), linears[0], nn.ReLU(), *blocks, linears[-1])
+
+
 @dataclass(frozen=True)
 class Workload:
     widths: tuple[int, ...]
@@ -26,6 +45,12 @@ class Workload:
     loss: str = "cross_entropy"
     bias: bool = True
     uint8_rows: bool = False  # rows of bytes, like images, instead of floats
+    kind: str = "mlp"  # or "layer_norm" (before each ReLU), or "residual" (see residual_mlp)
+
+    @property
+    def engine(self) -> str:
+        """The engine that `fit` takes on a GPU."""
+        return "resident" if self.kind == "mlp" else "graph"
 
     @property
     def network(self) -> str:
@@ -36,7 +61,11 @@ class Workload:
 
         held_out: number of rows for validation; length: `epochs` or `steps`.
         """
-        model = mlp(self.widths, seed=int(torch.randint(2**31, ()))).to(device)
+        seed = int(torch.randint(2**31, ()))
+        if self.kind == "residual":
+            model = residual_mlp(self.widths, seed).to(device)
+        else:
+            model = mlp(self.widths, layer_norm=self.kind == "layer_norm", seed=seed).to(device)
         for layer in model.modules():
             if isinstance(layer, nn.Linear) and not self.bias:
                 layer.register_parameter("bias", None)

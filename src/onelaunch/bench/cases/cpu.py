@@ -63,16 +63,18 @@ def _trial(workload: Workload) -> Trial:
     peers: dict[str, Work] = {
         "torch eager": functools.partial(loop(run), steps),
         "torch.compile": functools.partial(loop(run, "default"), steps),
-        "scikit-learn": _scikit_learn_epoch(run, workload),
         SCAN: functools.partial(made_when_called(lambda: scan(run, steps, unroll=1)), steps),
     }
+    if workload.kind == "mlp":
+        peers["scikit-learn"] = _scikit_learn_epoch(run, workload)
     return Trial(_ours(run), lambda: _check(workload), peers, units=steps, floor_flops=ROWS * workload.flops_per_row)
 
 
 def _register(workload: Workload) -> None:
     network, batch, optimizer = workload.network, workload.batch, workload.optimizer
-    about = f"{network}, batch {batch}, {optimizer}, fp32: an epoch of {ROWS} rows"
-    case(f"cpu/{network}/{batch}/{optimizer}", "cpu", about)(lambda: _trial(workload))
+    kind = "" if workload.kind == "mlp" else f"{workload.kind}/"
+    about = f"{network}{' with ' * bool(kind)}{kind[:-1]}, batch {batch}, {optimizer}, fp32: an epoch of {ROWS} rows"
+    case(f"cpu/{kind}{network}/{batch}/{optimizer}", "cpu", about)(lambda: _trial(workload))
 
 
 for _workload in (
@@ -81,6 +83,11 @@ for _workload in (
     Workload((784, 784, 784, 784, 10), 64),
     Workload((784, 512, 512, 10), 128),
     Workload((784, 128, 128, 128, 10), 32, "adam"),
+    *(
+        Workload(widths, 128, kind=kind)
+        for kind in ("layer_norm", "residual")
+        for widths in ((30, 64, 64, 2), (784, 512, 512, 10))
+    ),
 ):
     _register(_workload)
 

@@ -89,7 +89,7 @@ def _peers(run: Run, *, thorough: bool) -> tuple[dict[str, Work], dict[str, str]
 
 
 def _step_trial(workload: Workload, thorough: bool) -> Trial:
-    fresh = functools.partial(workload.run, cuda_device(), rows=ROWS, engine="resident", steps=STEPS)
+    fresh = functools.partial(workload.run, cuda_device(), rows=ROWS, engine=workload.engine, steps=STEPS)
     run = fresh()
     peers, absent = _peers(run, thorough=thorough)
     if workload.loss == "mse":
@@ -107,6 +107,8 @@ def _register(workload: Workload, thorough: bool = False) -> None:
     rows = "uint8 rows" if workload.uint8_rows else "float rows"
     about = "{}, batch {}, {}, {}".format(*setting) + f", {workload.loss}, {rows}: one step of a long run"
     name = "train/pixels/{}/{}/{}/{}" if workload.uint8_rows else "train/{}/{}/{}/{}"
+    if workload.kind != "mlp":
+        name, about = name.replace("train/", f"train/{workload.kind}/"), f"{workload.kind}: {about}"
     case(name.format(*setting), "train", about)(lambda: _step_trial(workload, thorough))
 
 
@@ -122,6 +124,11 @@ _register(Workload((64, 64, 64, 16), 256, precision="bf16", loss="mse", bias=Fal
 _register(Workload(SMALL, 32, precision="bf16"))
 _register(Workload(CLASSIC, 64, precision="bf16"))
 _register(Workload(SMALL, 32, precision="auto"))
+# The resident engine refuses these, and the graph engine takes them.
+_register(Workload(MEDIUM, 64, precision="bf16", kind="layer_norm"))
+_register(Workload(MEDIUM, 64, precision="bf16", kind="residual"))
+_register(Workload(MEDIUM, 64, precision="auto", kind="layer_norm"))
+_register(Workload(MEDIUM, 64, precision="auto", kind="residual"))
 
 
 @case(
