@@ -159,7 +159,7 @@ def test_decisions_are_measured_once(
     monkeypatch.setattr(decide, "device_of", lambda *values: torch.device("cuda", 0))
     monkeypatch.setattr(decide, "_times_of", lambda device: times)
     monkeypatch.setattr(decide, "pays", lambda match: True)
-    monkeypatch.setattr(decide, "_program_seconds", program_seconds)
+    monkeypatch.setattr(decide, "program_times", program_seconds)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     x = torch.randn(3, 4, requires_grad=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def test_equal_blocks_are_shown_once(encoder: ol.Explanation) -> None:
     assert "linear + relu + dropout × 3" in text
     assert "layers.*.linear1" in text
     assert "symbolically traced" not in text
-    assert encoder.notes == []
+    assert encoder.notes == ["chains without a pattern of ours: multi_head_attention_forward → dropout × 3"]
 
 
 def test_who_runs_what(encoder: ol.Explanation) -> None:
@@ -96,7 +97,107 @@ def test_a_graph_break_is_a_plain_note() -> None:
 def test_operations_without_a_pattern_have_a_note() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4), nn.Softmax(1))
     explained = ol.explain(model, torch.randn(3, 4))
-    assert explained.notes == ["no pattern of ours covers softmax × 2: Inductor runs each by itself"]
+    assert explained.notes == ["chains without a pattern of ours: linear → softmax × 2"]
+    assert [group.reason for group in explained.groups] == [
+        "no pattern for linear → softmax", "alone beside linear (library)",
+        "no pattern for linear → softmax", "alone beside linear (library)",
+    ]  # fmt: skip
+
+
+def test_a_recurrent_model_says_why_it_is_not_captured() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x)[0]
+
+    explained = ol.explain(Recurrent(), torch.randn(3, 2, 4))
+    assert explained.notes == [
+        "Dynamo captured nothing (recurrent layers are not captured): the model runs as PyTorch operations"
+    ]
+    assert "0 operations" in str(explained)
+
+
+def test_evaluation_counts_no_backward_pass() -> None:
+    explained = ol.explain(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4))
+    assert explained.before.launches == 2
+    with_gradient = ol.explain(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(3, 4, requires_grad=True))
+    assert with_gradient.before.launches == 5
+
+
+@pytest.fixture
+def read(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: kernels are read from what Inductor generates, here for the CPU, with the patterns that would pay."""
+    monkeypatch.setattr(sys.modules["onelaunch.fuse.explain"], "is_read", lambda device: True)
+    for name in ("onelaunch.fuse.explain", "onelaunch.fuse.patterns"):
+        monkeypatch.setattr(sys.modules[name], "pays", lambda match: match.pattern.pays(match))
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(F.gelu(self.a(x)) + x)
+        return torch.tanh(self.b(y) * 2).exp()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_kernels_read_from_generated_code(training: bool, read: None) -> None:
+    explained = ol.explain(Small().train(training), torch.randn(4, 8))
+    assert explained.read
+    assert [(group.name, group.runs) for group in explained.groups] == [
+        ("linear + gelu", OURS), ("add + layer_norm", INDUCTOR), ("linear", LIBRARY), ("mul + tanh + exp", INDUCTOR),
+    ]  # fmt: skip
+    if not training:
+        assert [group.after.launches for group in explained.groups] == [1, 1, 1, 1]
+        assert explained.groups[1].reason == "one kernel for 2 operations"
+    else:
+        assert all(group.after.launches >= 2 for group in explained.groups)
+    assert explained.groups[2].reason == "no pattern for linear → mul"
+    assert "kernels as generated" in str(explained)
+    assert all(group.measured is None for group in explained.groups)  # of CUDA kernels alone
+
+
+def test_reading_follows_the_measured_decision(read: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"uncompiled": 3.0, "compiled": 1.0, "compiled as a CUDA graph": 2.0, "linear as a CUDA graph": 2.0}
+    monkeypatch.setattr(sys.modules["onelaunch.fuse.explain"], "known_seconds", lambda *args: times)
+    explained = ol.explain(Small().eval(), torch.randn(4, 8))
+    assert explained.groups[0].runs == LIBRARY
+    assert explained.groups[0].reason == "pattern linear was slower"
+    assert "compiled as a CUDA graph 2.00 s" in str(explained)
+
+
+def test_graph_breaks_are_read_graph_by_graph(read: None) -> None:
+    explained = ol.explain(Broken().eval(), torch.randn(3, 4))
+    assert [(group.name, group.runs) for group in explained.groups] == [
+        ("linear + relu", OURS), ("sum", INDUCTOR), ("linear + relu", OURS)
+    ]  # fmt: skip
+
+
+def test_a_compiler_that_fails_is_replaced_by_a_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise RuntimeError("no space left\nand more")
+
+    monkeypatch.setattr(sys.modules["onelaunch.fuse.explain"], "is_read", lambda device: True)
+    monkeypatch.setattr(sys.modules["onelaunch.fuse.explain"], "read_kernels", fail)
+    explained = ol.explain(Small(), torch.randn(4, 8))
+    assert not explained.read
+    assert explained.notes[0] == "predicted, since Inductor cannot compile the model: no space left"
+
+
+@pytest.mark.gpu
+def test_kernels_are_read_and_timed_on_a_gpu() -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 512)).cuda()
+    for training in (True, False):
+        explained = ol.explain(model.train(training), torch.randn(256, 512, device="cuda"))
+        assert explained.read
+        assert explained.notes == []
+        assert all(group.measured is not None and group.measured > 0 for group in explained.groups)
+        assert "measured" in str(explained)
 
 
 def test_what_does_not_pay_says_so() -> None:
@@ -126,7 +227,18 @@ def test_named_inputs_devices_and_dict(tmp_path: Path) -> None:
     explained = ol.explain(model, input=torch.randn(3, 4), device="A100")
     assert explained.device.name == "A100"
     read = json.loads(json.dumps(explained.to_dict()))
-    assert set(read) == {"model", "mode", "device", "before", "after", "measured", "groups", "operations", "notes"}
+    assert set(read) == {
+        "model",
+        "mode",
+        "device",
+        "before",
+        "after",
+        "measured",
+        "read",
+        "groups",
+        "operations",
+        "notes",
+    }
     assert set(read["groups"][0]) == {
         "name", "runs", "where", "operations", "fused", "reason", "bytes", "launches", "flops", "intensity", "bound",
         "predicted_seconds", "measured_seconds",

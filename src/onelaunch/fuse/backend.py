@@ -35,8 +35,10 @@ def onelaunch(
 
     With `recorded`, a graph on CUDA whose results have no gradients runs as a CUDA graph (`RecordedCall`).
     """
-    may_record = recorded and "cuda" in {one.device.type for one in example_inputs if isinstance(one, torch.Tensor)}
-    may_record = may_record and not has_gradients(example_inputs) and not changes_inputs(gm.graph, example_inputs)
+    tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    on_cuda = any(tensor.is_cuda for tensor in tensors)
+    may_record = recorded and on_cuda and not differentiated and not changes_inputs(gm.graph, example_inputs)
     replaced = rewrite(gm, patterns, forced=forced)
     log.debug("%d matches replaced: %s", len(replaced), ", ".join(match.title for match in replaced))
     devices = {tensor.device.type for tensor in map(tensor_of, gm.graph.nodes) if tensor is not None}
@@ -58,11 +60,6 @@ def _inductor(
 
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
-
-
-def has_gradients(inputs: list[Any]) -> bool:
-    """Whether a call with these inputs now is recorded by autograd."""
-    return torch.is_grad_enabled() and any(isinstance(one, torch.Tensor) and one.requires_grad for one in inputs)
 
 
 def changes_inputs(graph: fx.Graph, example_inputs: Sequence[Any]) -> bool:

@@ -27,6 +27,7 @@ BREAKS = (
     (r"torch\.compiler\.disable|_dynamo\.disable", "a function is excluded by torch.compiler.disable"),
     (r"graph_break\(", "the program asks for a break"),
     (r"\b(RNN|LSTM|GRU)\b", "recurrent layers are not captured"),
+    (r"step_unsupported", "Dynamo cannot follow the program here"),
 )
 _numbers = itertools.count()
 
@@ -40,8 +41,13 @@ class Captured:
 
 
 def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Captured]:
-    """Run `function` once, operation by operation, and return its graphs in the order in which they ran."""
+    """Run `function` once, operation by operation, and return its graphs in the order in which they ran.
+
+    Where Dynamo captures nothing, the only graph is empty and has the reason.
+    """
     found: list[Captured] = []
+    breaks = torch._dynamo.utils.counters["graph_break"]
+    before = dict(breaks)
 
     def record(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         reason = getattr(gm, "compile_subgraph_reason", None)
@@ -50,7 +56,8 @@ def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
     with without_log_breaks(), _without_dynamo_warnings():
         torch.compile(own_code(function), backend=record, dynamic=False)(*args, **kwargs)
-    return found
+    messages = [message for message, count in breaks.items() if count > before.get(message, 0)]
+    return found or [Captured(fx.Graph(), plain_break(messages[0]) if messages else "it has no operations of PyTorch")]
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:

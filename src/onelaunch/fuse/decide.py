@@ -13,21 +13,19 @@ import functools
 import hashlib
 import logging
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping
-from statistics import median
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from onelaunch.errors import first_line
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
 from onelaunch.fuse.captured import Captured, capture_graphs, own_code
 from onelaunch.fuse.patterns import BY_NAME, find_matches, pays
 from onelaunch.measured_times import MeasuredTimes
+from onelaunch.program_times import program_times
 
 log = logging.getLogger("onelaunch")
 Patterns = tuple[str, ...]
@@ -37,8 +35,6 @@ ALL: Patterns = tuple(BY_NAME)
 # (docs/lab-notebook/fusing.md). Measuring candidates would take several times as long as compiling.
 PROVEN: Patterns = ("linear", "relu_dropout", "parallel_linear", "attention", "linear_cross_entropy")
 UNCOMPILED, COMPILED, RECORDED = "uncompiled", "compiled", " as a CUDA graph"
-ROUNDS = 7  # every candidate once per round, so that a chip that warms up slows all of them alike
-CALLS = 5  # per round
 LEAD = 1.01  # by which a pattern must win: timings of one model differ by 0.3 to 2.4 % from run to run on an H200
 
 
@@ -82,9 +78,10 @@ def decide(
     if not candidates.keys() <= found.keys():
         with restored(model), torch.cuda.device(device), trial_mode(model, args, kwargs):
             runs = {
-                name: functools.partial(_run, candidate, model, args, kwargs) for name, candidate in functions.items()
+                name: functools.partial(run_once, candidate, model, args, kwargs)
+                for name, candidate in functions.items()
             }
-            found = _program_seconds(runs)
+            found = program_times(runs)
         times.add(key, found)
     best = fastest({name: found[name] for name in candidates})
     said = ", ".join(f"{name} {format_seconds(found[name])}" for name in candidates)
@@ -139,6 +136,12 @@ def fastest(times: dict[str, float]) -> str:
     return best if best == UNCOMPILED else next(plain, best)
 
 
+def chosen_patterns(times: dict[str, float]) -> Patterns:
+    """The patterns of the fastest candidate; none for an uncompiled one."""
+    names = fastest(times).removesuffix(RECORDED).split(" + ")
+    return tuple(name for name in names if name in BY_NAME)
+
+
 def graph_key(model: nn.Module, captured: list[Captured]) -> str:
     """Equal for models that would be compiled alike: same operations, shapes, types and mode."""
     digest = hashlib.sha256(f"{model.training} {torch.is_grad_enabled()}".encode())
@@ -161,42 +164,15 @@ def _name_of(node: fx.Node) -> str:
     return target if isinstance(target, str) else f"{target.__module__}.{getattr(target, '__qualname__', target)}"
 
 
-def _run(function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0) -> None:
+def run_once(
+    function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0
+) -> None:
     """One call, with its backward pass in training."""
     output = function(*args, **kwargs)
     results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if model.training and results:
         torch.autograd.backward([leaf.sum() for leaf in results])
         model.zero_grad(set_to_none=True)
-
-
-def _program_seconds(runs: Mapping[str, Callable[[int], None]]) -> dict[str, float]:
-    """Seconds of each run as a program sees them, launches included; infinite for one that fails."""
-    found: dict[str, float] = {}
-    samples: dict[str, list[float]] = {}
-    for name, run in runs.items():
-        try:
-            for number in range(3):
-                run(number)
-            samples[name] = []
-        except Exception as error:  # a candidate that cannot be compiled is not one
-            log.warning("fuse: %s cannot be run: %s", name, first_line(error))
-            found[name] = float("inf")
-    for _ in range(ROUNDS):
-        for name, taken in samples.items():
-            _synchronize()
-            begin = time.perf_counter()
-            for number in range(CALLS):
-                runs[name](number)
-            _synchronize()
-            taken.append((time.perf_counter() - begin) / CALLS)
-    return found | {name: median(taken) for name, taken in samples.items()}
-
-
-def _synchronize() -> None:
-    """Wait for all devices: a model may be on several."""
-    for index in range(torch.cuda.device_count()):
-        torch.cuda.synchronize(index)
 
 
 @contextlib.contextmanager

@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter
-from typing import Any
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
-from onelaunch.errors import OnelaunchError, abbreviate_list
+from onelaunch.errors import OnelaunchError, abbreviate_list, first_line
+from onelaunch.fuse.backend import no_code_generator_reason
 from onelaunch.fuse.captured import Captured, capture_graphs, uncompiled_call
 from onelaunch.fuse.costs import fused_cost, is_counter, is_library_call, is_view, unfused_cost
-from onelaunch.fuse.decide import copied, device_of, known_seconds, restored
+from onelaunch.fuse.decide import ALL, chosen_patterns, copied, device_of, known_seconds, restored, run_once, trial_mode
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
+from onelaunch.fuse.generated import Kernel, read_kernels
 from onelaunch.fuse.graph import module_of, operation_of, tensor_of
 from onelaunch.fuse.patterns import find_matches, pays
 from onelaunch.fuse.patterns.pattern import Match
 from onelaunch.fuse.roofline import Cost, DeviceModel, device_model, named_device
 
-NO_PATTERN = "no pattern for it"
+NO_PATTERN = "no pattern for "
 MAX_FUSED = 24  # operations that Inductor is predicted to put into one kernel
+
+
+class Unit(NamedTuple):
+    """Operations that run as one."""
+
+    runs: str  # OURS, INDUCTOR or LIBRARY
+    nodes: list[fx.Node]
+    kernels: list[Kernel]  # that Inductor made of them; none where that is predicted
 
 
 def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_inputs: Any) -> Explanation:
     """Capture the model's graph on these inputs, in the mode it is in, and say for each operation who runs it and why.
 
-    Times are predicted from bytes, arithmetic and launches for the device of the inputs (an H200 for a CPU), or for the one
-    that `device` names, such as "A100". The model runs once; its buffers and the random generators are restored.
+    On CUDA the kernels are read from what Inductor generates, and timed. Elsewhere they are predicted, as are times, from
+    bytes, arithmetic and launches: for the device of the inputs (an H200 for a CPU), or the one that `device` names, such as
+    "A100". Evaluation is explained without gradients. The model's buffers and the random generators are restored.
     """
     check_model(model)
     if not inputs and not named_inputs:
@@ -35,41 +50,126 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
     where = device_of(inputs, named_inputs) or torch.device("cpu")
     roof = named_device(device) if device is not None else device_model(where)
     args, kwargs = copied((inputs, named_inputs))
-    with restored(model):
-        captured = capture_graphs(uncompiled_call(model), args, kwargs)
+    call = uncompiled_call(model)
+    with restored(model), trial_mode(model, args, kwargs):
+        captured = capture_graphs(call, args, kwargs)
         measured = known_seconds(model, captured, where)
-    explanation = Explanation(type(model).__name__, model.training, roof, [], [], measured=measured)
+        chosen = chosen_patterns(measured) if measured else ALL
+        explanation = Explanation(type(model).__name__, model.training, roof, [], [], measured=measured)
+        kernels = None
+        if is_read(where):
+            try:
+                run = functools.partial(run_once, model=model, args=args, kwargs=kwargs)
+                kernels = read_kernels(call, run, chosen, where.type == "cuda")
+            except Exception as error:  # of a compiler
+                explanation.notes.append(f"predicted, since Inductor cannot compile the model: {first_line(error)}")
+    explanation.read = kernels is not None
     for number, one in enumerate(captured):
-        _add_graph(explanation, one, on_cuda=where.type == "cuda")
-        if one.break_reason:
+        mine = [kernel for kernel in kernels if kernel.graph == number] if kernels is not None else None
+        _add_graph(explanation, one, mine, chosen, on_cuda=where.type == "cuda")
+        if one.break_reason and explanation.operations:
             explanation.notes.append(f"graph {number + 1} of {len(captured)} ends here: {one.break_reason}")
-    if not captured:
-        explanation.notes.append("Dynamo captured no graph: the model runs as PyTorch operations")
-    alone = Counter(group.name for group in explanation.groups if group.reason.startswith(NO_PATTERN))
-    if alone:
-        said = [name if count == 1 else f"{name} × {count}" for name, count in alone.most_common()]
-        explanation.notes.append(f"no pattern of ours covers {abbreviate_list(said)}: Inductor runs each by itself")
+    if not explanation.operations:
+        reason = captured[0].break_reason or "it has no operations"
+        explanation.notes.append(f"Dynamo captured nothing ({reason}): the model runs as PyTorch operations")
+    chains = Counter(group.reason for group in explanation.groups if group.reason.startswith(NO_PATTERN))
+    if chains:
+        said = [f"{name.removeprefix(NO_PATTERN)}{f' × {n}' if n > 1 else ''}" for name, n in chains.most_common()]
+        explanation.notes.append(f"chains without a pattern of ours: {abbreviate_list(said)}")
     return explanation
 
 
-def _add_graph(explanation: Explanation, captured: Captured, *, on_cuda: bool) -> None:
+def is_read(device: torch.device) -> bool:
+    """Whether the kernels are read from generated code: it is the code that will run, and takes as long as compiling."""
+    return device.type == "cuda" and not no_code_generator_reason("cuda")
+
+
+def _add_graph(
+    explanation: Explanation,
+    captured: Captured,
+    kernels: list[Kernel] | None,
+    chosen: tuple[str, ...],
+    *,
+    on_cuda: bool,
+) -> None:
     calls = [node for node in captured.graph.nodes if node.op in ("call_function", "call_method")]
     nodes = [node for node in calls if not is_view(node) and not is_counter(node)]
     first = len(explanation.operations)
     index = {node: first + number for number, node in enumerate(nodes)}
-    for node in nodes:
-        explanation.operations.append(_operation(node, index, explanation.device))
-    taken: set[fx.Node] = set()
-    groups: list[tuple[int, Group]] = []
-    # Without CUDA the explanation is of the device it names: what would pay there.
-    for match in find_matches(captured.graph, pays if on_cuda else lambda match: match.pattern.pays(match)):
-        taken.update(match.nodes)
-        groups.append((index[match.nodes[0]], _our_group(match, index, explanation.device)))
-    unpaid = {node: match for match in find_matches(captured.graph) for node in match.nodes}
-    rest = [node for node in nodes if node not in taken]
-    for cluster in _inductor_kernels(rest, taken):
-        groups.append((index[cluster[0]], _other_group(cluster, unpaid, index, explanation.device)))
-    explanation.groups += [group for _, group in sorted(groups, key=lambda entry: entry[0])]
+    explanation.operations += [_operation(node, index, explanation.device) for node in nodes]
+
+    def accepted(match: Match) -> bool:  # without CUDA the explanation is of the device it names: what would pay there
+        return match.pattern.name in chosen and (pays(match) if on_cuda else match.pattern.pays(match))
+
+    ours = {match.nodes[0]: match for match in find_matches(captured.graph, accepted)}
+    taken = {node for match in ours.values() for node in match.nodes}
+    left = {node: match for match in find_matches(captured.graph) for node in match.nodes if node not in taken}
+    if kernels is not None:
+        units = _read_units(nodes, kernels, ours.values())
+    else:
+        units = [Unit(OURS, [node for node in match.nodes if node in index], []) for match in ours.values()]
+        for cluster in _inductor_kernels([node for node in nodes if node not in taken], taken):
+            units.append(Unit(LIBRARY if is_library_call(cluster[0]) else INDUCTOR, cluster, []))
+    runs = {node: unit.runs for unit in units for node in unit.nodes}
+    for unit in sorted(units, key=lambda unit: index[unit.nodes[0]]):
+        match = ours.get(unit.nodes[0]) if unit.runs == OURS else None
+        reason = (
+            f"pattern {match.pattern.name}"
+            if match is not None
+            else _reason(unit, left, runs, chosen, kernels is not None)
+        )
+        explanation.groups.append(_group(unit, match, reason, index, explanation.device, kernels is not None))
+
+
+def _read_units(nodes: list[fx.Node], kernels: list[Kernel], ours: Iterable[Match]) -> list[Unit]:
+    """Each operation with the first forward kernel that computes it; each kernel with the operations that it computes."""
+    by_name = {node.name: node for node in nodes}
+    units = [Unit(OURS, [node for node in match.nodes if node.name in by_name], []) for match in ours]
+    of = {node: unit for unit in units for node in unit.nodes}
+    waiting: list[Kernel] = []  # those of no operation, such as random seeds, count with the next kernel
+    for kernel in kernels:
+        sources = [by_name[name] for name in kernel.sources if name in by_name]
+        mine = [] if kernel.backward else sorted((node for node in sources if node not in of), key=nodes.index)
+        if mine:
+            units.append(Unit(kernel.runs, mine, []))
+            of |= dict.fromkeys(mine, units[-1])
+        elif not sources or not any(node in of for node in sources):
+            waiting.append(kernel)
+            continue
+        counts = Counter(units.index(of[node]) for node in sources if node in of)
+        unit = units[-1] if mine else units[counts.most_common(1)[0][0]]
+        unit.kernels.extend([*waiting, kernel])
+        waiting = []
+    units += [Unit(INDUCTOR, [node], []) for node in nodes if node not in of]
+    for number, unit in enumerate(units):
+        calls = any(kernel.runs == LIBRARY and kernel.sources and not kernel.backward for kernel in unit.kernels)
+        units[number] = unit._replace(runs=LIBRARY) if calls and unit.runs != OURS else unit
+    return units
+
+
+def _reason(
+    unit: Unit, left: dict[fx.Node, Match], runs: dict[fx.Node, str], chosen: tuple[str, ...], read: bool
+) -> str:
+    """Why a unit that no pattern took is as it is. `left`: matches that were not taken, by their nodes."""
+    found = next((left[node] for node in unit.nodes if node in left), None)
+    if found is not None and (unit.runs == LIBRARY or len(unit.nodes) == 1):
+        lost = "was slower" if found.pattern.name not in chosen else "does not pay for this size, type or mode"
+        return f"pattern {found.pattern.name} {lost}"
+    if read and not unit.kernels:
+        return "no kernel: the compiler has removed it, or computes it inside others"
+    forward = sum(not kernel.backward for kernel in unit.kernels) or 1
+    if len(unit.nodes) > 1 or forward > 1:
+        many = f"{len(unit.nodes)} operations" if len(unit.nodes) > 1 else "it"
+        return f"{'one kernel' if forward == 1 else f'{forward} kernels'} for {many}"
+    node = unit.nodes[0]
+    users = [user for user in runs if node in _sources(user, runs)]
+    if unit.runs == LIBRARY:
+        return f"{NO_PATTERN}{_name(node)} → {_name(users[0])}" if users and runs[users[0]] == INDUCTOR else ""
+    near = [*_sources(node, runs), *users]
+    if any(runs[other] == INDUCTOR for other in near):
+        return "not joined with its neighbours"
+    said = " and ".join(dict.fromkeys(f"{_name(other)} ({runs[other]})" for other in near))
+    return f"alone {'between' if ' and ' in said else 'beside'} {said}" if said else "no neighbours"
 
 
 def _operation(node: fx.Node, index: dict[fx.Node, int], roof: DeviceModel) -> Operation:
@@ -77,20 +177,21 @@ def _operation(node: fx.Node, index: dict[fx.Node, int], roof: DeviceModel) -> O
     tensor = tensor_of(node)
     dtype = tensor.dtype if tensor is not None else torch.float32
     shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
-    return Operation(_name(node), module_of(node), cost, roof.seconds(cost, dtype), dtype, shape, _sources(node, index))
+    return Operation(
+        _name(node),
+        module_of(node),
+        cost,
+        roof.seconds(cost, dtype),
+        dtype,
+        shape,
+        tuple(sorted(index[source] for source in _sources(node, index))),
+    )
 
 
-def _sources(node: fx.Node, index: dict[fx.Node, int]) -> tuple[int, ...]:
-    """The operations that `node` reads, through views."""
-    found: list[int] = []
-    open_nodes = list(node.all_input_nodes)
-    while open_nodes:
-        source = open_nodes.pop()
-        if source in index:
-            found.append(index[source])
-        else:
-            open_nodes += source.all_input_nodes
-    return tuple(sorted(set(found)))
+def _sources(node: fx.Node, among: Collection[fx.Node]) -> list[fx.Node]:
+    """The operations among these that `node` reads, through views, in the order of its arguments."""
+    found = ([source] if source in among else _sources(source, among) for source in node.all_input_nodes)
+    return list(dict.fromkeys(itertools.chain(*found)))
 
 
 def _name(node: fx.Node) -> str:
@@ -119,7 +220,7 @@ def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[
         if separate:
             clusters.append([node])
             continue
-        near = [source for source in _through_views(node) if source in of and depth[source] == depth[node]]
+        near = [source for source in _sources(node, of) if depth[source] == depth[node]]
         joined = next((of[source] for source in near if len(of[source]) < MAX_FUSED), None)
         if joined is None:
             joined = []
@@ -129,45 +230,23 @@ def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[
     return clusters
 
 
-def _through_views(node: fx.Node) -> list[fx.Node]:
-    found = []
-    for source in node.all_input_nodes:
-        while is_view(source) and source.op != "placeholder" and source.all_input_nodes:
-            source = source.all_input_nodes[0]
-        found.append(source)
-    return found
-
-
-def _our_group(match: Match, index: dict[fx.Node, int], roof: DeviceModel) -> Group:
-    before = sum((unfused_cost(node) for node in match.nodes), Cost())
-    after = match.pattern.cost(match)
-    return _group(match.title, OURS, list(match.nodes), index, roof, f"pattern {match.pattern.name}", before, after)
-
-
-def _other_group(
-    nodes: list[fx.Node], unpaid: dict[fx.Node, Match], index: dict[fx.Node, int], roof: DeviceModel
-) -> Group:
-    """`unpaid`: the matches that patterns found but did not take, by their nodes."""
-    before = sum((unfused_cost(node) for node in nodes), Cost())
-    found = next((unpaid[node] for node in nodes if node in unpaid), None)
-    said = f"pattern {found.pattern.name} does not pay for this size, type or mode" if found is not None else ""
-    if is_library_call(nodes[0]):
-        return _group(_name(nodes[0]), LIBRARY, nodes, index, roof, said, before, before)
-    after = fused_cost(nodes) if len(nodes) > 1 else before
-    if len(nodes) > 1:
-        reason = f"one kernel for {len(nodes)} operations"
-    else:
-        reason = said or f"{NO_PATTERN} and no neighbour to share a kernel with"
-    return _group(" + ".join(map(_name, nodes)), INDUCTOR, nodes, index, roof, reason, before, after)
-
-
 def _group(
-    name: str, runs: str, nodes: list[fx.Node], index: dict[fx.Node, int], roof: DeviceModel, reason: str, before: Cost,
-    after: Cost,
-) -> Group:  # fmt: skip
+    unit: Unit, match: Match | None, reason: str, index: dict[fx.Node, int], roof: DeviceModel, read: bool
+) -> Group:
+    nodes = unit.nodes if match is None else list(match.nodes)
     tensor = tensor_of(nodes[-1])
     dtype = tensor.dtype if tensor is not None else torch.float32
+    before = sum((unfused_cost(node) for node in nodes), Cost())
+    after = before if len(nodes) == 1 else replace(both := fused_cost(nodes), bytes=min(both.bytes, before.bytes))
+    after = match.pattern.cost(match) if match is not None else after
+    measured = None
+    if read:
+        after = replace(after, launches=len(unit.kernels)) if unit.kernels else Cost()
+        times = [kernel.seconds for kernel in unit.kernels]
+        measured = sum(filter(None, times)) if None not in times else None
     seconds = sum(roof.seconds(unfused_cost(node), dtype) for node in nodes)
-    where = next(filter(None, map(module_of, nodes)), "")
-    indices = tuple(index[node] for node in nodes if node in index)
-    return Group(name, runs, indices, where, reason, before, after, dtype, (seconds, roof.seconds(after, dtype)))
+    return Group(
+        match.title if match is not None else " + ".join(map(_name, nodes)), unit.runs,
+        tuple(index[node] for node in unit.nodes), next(filter(None, map(module_of, nodes)), ""), reason, before, after,
+        dtype, (seconds, roof.seconds(after, dtype)), measured,
+    )  # fmt: skip

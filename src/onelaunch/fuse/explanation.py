@@ -46,7 +46,7 @@ class Group:
     after: Cost
     dtype: torch.dtype
     predicted: tuple[float, float]  # seconds before and after
-    measured: tuple[float, float] | None = None
+    measured: float | None = None  # seconds after, on the device
 
     @property
     def fused(self) -> bool:
@@ -54,11 +54,8 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Totals:
-    bytes: float
-    flops: float
-    launches: int
-    seconds: float  # predicted
+class Totals(Cost):
+    seconds: float = 0.0  # predicted
 
 
 @dataclass(repr=False)
@@ -70,6 +67,7 @@ class Explanation:
     groups: list[Group]
     notes: list[str] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)  # seconds per call of each candidate, on CUDA
+    read: bool = False  # whether the kernels are read from what Inductor generated, or predicted
 
     @property
     def before(self) -> Totals:
@@ -89,7 +87,7 @@ class Explanation:
         return {
             "model": self.model, "mode": "training" if self.training else "evaluation",
             "device": asdict(self.device), "before": asdict(self.before), "after": asdict(self.after),
-            "measured": dict(self.measured), "groups": [self._group(group) for group in self.groups],
+            "measured": dict(self.measured), "read": self.read, "groups": [self._group(group) for group in self.groups],
             "operations": [self._operation(operation) for operation in self.operations], "notes": list(self.notes),
         }  # fmt: skip
 
@@ -100,7 +98,7 @@ class Explanation:
             "launches": [group.before.launches, group.after.launches], "flops": group.after.flops,
             "intensity": [group.before.intensity, group.after.intensity],
             "bound": self.device.bound(group.after, group.dtype), "predicted_seconds": list(group.predicted),
-            "measured_seconds": list(group.measured) if group.measured else None,
+            "measured_seconds": group.measured,
         }  # fmt: skip
 
     def _operation(self, operation: Operation) -> dict[str, Any]:
@@ -135,11 +133,13 @@ class Explanation:
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        title = f"{self.model}, {'training' if self.training else 'evaluation'}, {self.device.name}"
+        mode = "training" if self.training else "evaluation"
+        title = f"{self.model}, {mode}, {self.device.name}: kernels {'as generated' if self.read else 'predicted'}"
+        timed = any(group.measured is not None for group in self.groups)
         table = Table(title=title, title_justify="left", title_style="bold")
         for name in ("operations", "where", "runs as"):
             table.add_column(name, overflow="fold")
-        for name in ("bytes", "launches", "predicted"):
+        for name in ("bytes", "launches", "predicted", *(["measured"] if timed else [])):
             table.add_column(name, justify="right", no_wrap=True)
         for count, group in self.rows():
             many = f" × {count}" if count > 1 else ""
@@ -148,7 +148,7 @@ class Explanation:
                 f"{group.runs}: {group.reason}" if group.reason else group.runs,
                 _change(group.before.bytes, group.after.bytes, format_bytes),
                 _change(group.before.launches, group.after.launches, lambda n: str(int(n))),
-                _change(*group.predicted, format_seconds),
+                _change(*group.predicted, format_seconds), *([_time(group.measured)] if timed else []),
             )  # fmt: skip
         before, after = self.before, self.after
         table.add_section()
@@ -157,12 +157,13 @@ class Explanation:
             _change(before.bytes, after.bytes, format_bytes),
             _change(before.launches, after.launches, lambda n: str(int(n))),
             _change(before.seconds, after.seconds, format_seconds),
+            *([_time(sum(group.measured or 0.0 for group in self.groups))] if timed else []),
         )  # fmt: skip
-        if self.measured:
-            said = ", ".join(f"{name} {format_seconds(value)}" for name, value in self.measured.items())
-            table.caption = f"measured per call: {said}"
-        if self.notes:
-            table.caption = "\n".join([*([str(table.caption)] if table.caption else []), *self.notes])
+        said = ", ".join(f"{name} {format_seconds(value)}" for name, value in self.measured.items())
+        several = any(count > 1 for count, _ in self.rows())
+        lines = [*(["figures of a row with × n are for one of them"] if several else []), *self.notes]
+        table.caption = "\n".join([*([f"measured per call: {said}"] if said else []), *lines])
+        table.caption_justify = "left"
         return table
 
     def __str__(self) -> str:
@@ -179,6 +180,10 @@ class Explanation:
 def _without_numbers(where: str) -> str:
     """`encoder.layer.3.output` as `encoder.layer.*.output`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", where)
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else format_seconds(seconds)
 
 
 def _change(before: float, after: float, text: Any) -> str:

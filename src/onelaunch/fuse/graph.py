@@ -33,9 +33,7 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     torch.relu_: ("relu", _UNARY),
 } | {
     function: (entry.name, ("input", *entry.settings, "inplace"))
-    for entry in reversed(
-        tuple(ACTIVATIONS.values())
-    )  # so that F.gelu is "gelu", which `Operation.activation` tells apart
+    for entry in reversed([*ACTIVATIONS.values()])  # so that F.gelu is "gelu", which `Operation.activation` tells apart
     for function in entry.functions
 }
 FUNCTIONS[F.leaky_relu] = ("leaky_relu", ("input", "negative_slope", "inplace"))

@@ -28,6 +28,9 @@ PATTERNS: tuple[Pattern, ...] = (
     CrossEntropy(),
 )
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
+REPLACES = (
+    "onelaunch_replaces"  # in the metadata of a node that `rewrite` made: the names of the operations it stands for
+)
 
 
 def find_matches(graph: fx.Graph, accepted: Callable[[Match], bool] = lambda match: True) -> list[Match]:
@@ -84,7 +87,11 @@ def rewrite(module: fx.GraphModule, names: Collection[str], *, forced: bool = Fa
         # Before the first operation: what it reads may change afterwards, as may the running statistics that it writes.
         with module.graph.inserting_before(last if _late_arguments(match) else match.nodes[0]):
             replacement = match.pattern.replace(module.graph, match)
-        replacement.meta = dict(last.meta)
+        replaced_names = {REPLACES: [node.name for node in match.nodes]}
+        made = replacement.prev
+        while not made.meta:  # what else `replace` has inserted
+            made.meta, made = dict(replaced_names), made.prev
+        replacement.meta = last.meta | replaced_names
         last.replace_all_uses_with(replacement)
         replaced[last] = replacement
         for node in reversed(match.nodes):
