@@ -68,12 +68,12 @@ def test_the_cached_start_fails_with_a_cache_that_keeps_nothing(monkeypatch):
 def test_the_check_of_the_models_can_fail(monkeypatch):
     """On a CPU and uncompiled: the same steps agree, and a rate that is twice as large does not."""
     monkeypatch.setattr(model_zoo, "DEVICE", "cpu")
-    monkeypatch.setattr(models, "our_step", models.recorded_eager)
+    monkeypatch.setattr(models, "our_step", models.torch_step)
     models.check_losses(model_zoo.dqn)
 
     def wrong(workload: model_zoo.Workload, optimizer: torch.optim.Optimizer) -> models.Step:
         optimizer.param_groups[0]["lr"] *= 2
-        return models.recorded_eager(workload, optimizer)
+        return models.torch_step(workload, optimizer)
 
     monkeypatch.setattr(models, "our_step", wrong)
     with pytest.raises(AssertionError, match="losses differ"):

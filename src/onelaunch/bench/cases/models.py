@@ -13,15 +13,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from onelaunch.bench.case import OURS, Trial, Work, case
-from onelaunch.bench.contenders import EAGER
+from onelaunch.bench.contenders import COMPILED, EAGER
 from onelaunch.bench.measure import cuda_device
 from onelaunch.bench.model_zoo import Workload, bert, dqn, encoder, gpt2, llama, mixer, resnet, vit
 from onelaunch.bench.peers_torch import Steps
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, timed
+from onelaunch.capture import capturing
 from onelaunch.format import format_seconds
-from onelaunch.fuse.decide import compiled
 from onelaunch.step.train_step import TrainStep, train_step
 
 Make = Callable[[bool], Workload]
@@ -35,17 +36,6 @@ HOST_CALLS = 50  # few enough for the device's queue of launches
 
 def our_step(workload: Workload, optimizer: torch.optim.Optimizer) -> TrainStep:
     return train_step(workload.model, workload.loss, optimizer)
-
-
-def recorded_eager(workload: Workload, optimizer: torch.optim.Optimizer) -> TrainStep:
-    return train_step(workload.model, workload.loss, optimizer, compile=False)
-
-
-def recorded_inductor(workload: Workload, optimizer: torch.optim.Optimizer) -> TrainStep:
-    """Our recorded step with Inductor alone: no pattern is used, and nothing is measured."""
-    step = train_step(workload.model, workload.loss, optimizer)
-    step._forward = compiled(step._forward_and_loss, ())
-    return step
 
 
 def torch_step(workload: Workload, optimizer: torch.optim.Optimizer, mode: str | None = None) -> Step:
@@ -67,14 +57,40 @@ def torch_step(workload: Workload, optimizer: torch.optim.Optimizer, mode: str |
     return step
 
 
+def captured_step(workload: Workload, optimizer: torch.optim.Optimizer, mode: str | None = None) -> Step:
+    """The same step recorded as one CUDA graph by hand, as PyTorch's documentation shows it."""
+    step, stream = torch_step(workload, optimizer, mode), torch.cuda.Stream()
+    static = tree_leaves(workload.arguments)
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(*workload.arguments)
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, stream=stream):
+        loss = step(*workload.arguments)
+
+    def replay(*arguments: Any) -> torch.Tensor:
+        for target, source in zip(static, tree_leaves(arguments), strict=True):
+            target.copy_(source)
+        graph.replay()
+        return loss.clone()
+
+    return replay
+
+
+AUTOTUNE_MODE = "max-autotune-no-cudagraphs"
 PEERS: dict[str, Callable[..., Step]] = {
-    GRAPH: recorded_eager,
-    COMPILED_GRAPH: recorded_inductor,
+    GRAPH: captured_step,
+    COMPILED_GRAPH: functools.partial(captured_step, mode="default"),
     REDUCE_OVERHEAD: functools.partial(torch_step, mode="reduce-overhead"),
 }
 SLOW_PEERS: dict[str, Callable[..., Step]] = {
     EAGER: torch_step,
-    MAX_AUTOTUNE: functools.partial(torch_step, mode="max-autotune-no-cudagraphs"),
+    COMPILED: functools.partial(torch_step, mode="default"),
+    MAX_AUTOTUNE: functools.partial(torch_step, mode=AUTOTUNE_MODE),
+    f"{GRAPH}, max-autotune": functools.partial(captured_step, mode=AUTOTUNE_MODE),
 }
 
 
@@ -82,8 +98,8 @@ def _optimizer(workload: Workload, lr: float) -> torch.optim.Optimizer:
     parameters = workload.model.parameters()
     fused = next(iter(workload.model.parameters())).is_cuda
     if isinstance(workload.loss, torch.nn.MSELoss):  # the DQN network
-        return torch.optim.Adam(parameters, lr, fused=fused)
-    return torch.optim.AdamW(parameters, lr, fused=fused)
+        return torch.optim.Adam(parameters, lr, fused=fused, capturable=fused)
+    return torch.optim.AdamW(parameters, lr, fused=fused, capturable=fused)
 
 
 def _built(
@@ -91,18 +107,18 @@ def _built(
 ) -> tuple[Step, tuple[Any, ...]]:
     """A contender's step, compiled and recorded, and its arguments; its peak of memory is added to `peaks`.
 
-    A recorded step allocates while it is recorded only, in its third call. The first one compiles, and may try alternatives.
+    A recorded step allocates while it is recorded only: ours in its third call, PyTorch's in `captured_step`. The steps before,
+    which compile, are not counted.
     """
     gc.collect()
-    if contender in (our_step, recorded_eager, recorded_inductor):  # a recording needs no compiled code any more
-        torch.compiler.reset()
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     workload = make(False)
     step = contender(workload, _optimizer(workload, LR))
-    step(*workload.arguments)
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
+    if getattr(contender, "func", contender) is not captured_step:
+        step(*workload.arguments)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(3):
         step(*workload.arguments)
     torch.cuda.synchronize()
