@@ -305,7 +305,7 @@ def test_patterns_have_names_costs_and_conditions() -> None:
         rewritten(torch.randn(12, 6, dtype=dtype), torch.randn(12, 5000, dtype=dtype, requires_grad=True))
         matches = find_matches(rewritten.graphs[0].graph)
         names = {pattern.name for pattern in PATTERNS}
-        assert {match.pattern.name for match in matches} | {"convolution"} == set(BY_NAME) == names
+        assert {match.pattern.name for match in matches} | {"convolution", "layer_norm"} == set(BY_NAME) == names
         for match in matches:
             cost = match.pattern.cost(match)
             assert cost.bytes > 0
@@ -404,6 +404,31 @@ def test_attention_with_a_causal_mask_of_other_keys_keeps_it() -> None:
         return F.scaled_dot_product_attention(x[:, :3], x, x, attn_mask=mask)
 
     assert titles_of(forward, torch.randn(2, 5, 6)) == []
+
+
+@pytest.mark.parametrize("aot", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_norm_with_our_backward_pass(bias: bool, aot: bool) -> None:
+    def forward(model: Of, x: torch.Tensor) -> torch.Tensor:
+        x = x + model.a(x).transpose(0, 1).contiguous().transpose(0, 1)
+        return x + model.b(model.norm(x))
+
+    model = Of(forward, a=linear(), b=linear(), norm=nn.LayerNorm(6, bias=bias))
+    rewritten = assert_same_step(model, torch.randn(3, 4, 6), ["layer_norm"], aot=aot)
+    (match,) = rewritten.matches
+    assert match.pattern.cost(match).launches == 3
+    assert not match.pattern.pays(match)  # 12 rows
+
+
+def test_layer_norms_that_are_left_alone() -> None:
+    whole, narrow = nn.LayerNorm((4, 6)), nn.LayerNorm(6, elementwise_affine=False)
+    for norm in (whole, narrow):
+        assert titles_of(lambda x, norm=norm: norm(x), torch.randn(2, 4, 6, requires_grad=True)) == []
+    affine, layer = nn.LayerNorm(6), linear()
+    with torch.no_grad():
+        assert titles_of(lambda x: affine(x), torch.randn(2, 6)) == []
+    with torch.autocast("cpu", torch.bfloat16):
+        assert titles_of(lambda x: affine(layer(x)), torch.randn(2, 6)) == []
 
 
 STEPS = (

@@ -28,6 +28,7 @@ from onelaunch.kernels import (
     cross_entropy_backward,
     cross_entropy_long,
     dependent_launch,
+    layer_norm_backward,
     linear,
     relu_dropout,
 )
@@ -49,7 +50,7 @@ TYPES = {
 
 MODULES = (
     activation_dropout, adam, argument_ring, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward,
-    cross_entropy_long, linear, relu_dropout,
+    cross_entropy_long, layer_norm_backward, linear, relu_dropout,
 )  # fmt: skip
 
 
@@ -144,6 +145,10 @@ def run_launchers(dtype: torch.dtype) -> None:
         )  # fmt: skip
     argument_ring.copy_arguments(table, table[0], table, x.element_size(), 5000)
     argument_ring.write_loss(x[0, 0], table[0])
+
+    layer_norm_backward.layer_norm_backward(
+        x, x, statistics[0, :64], statistics[1, :64], bias, y, torch.empty(2, 256, dtype=dtype)
+    )
 
     target = torch.empty(2048, dtype=torch.int64)
     loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(2048, 2)

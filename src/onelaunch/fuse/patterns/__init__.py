@@ -11,6 +11,7 @@ from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.attention import MaskedAttention
 from onelaunch.fuse.patterns.batch_norm import BatchNormActivationDropout
 from onelaunch.fuse.patterns.convolution import ConvolutionBatchNormRelu
+from onelaunch.fuse.patterns.layer_norm import LayerNorm
 from onelaunch.fuse.patterns.linear import LinearActivationDropout
 from onelaunch.fuse.patterns.linear_cross_entropy import LinearCrossEntropy
 from onelaunch.fuse.patterns.parallel_linear import ParallelLinear
@@ -24,6 +25,7 @@ PATTERNS: tuple[Pattern, ...] = (
     BatchNormActivationDropout(),
     ReluDropout(),
     MaskedAttention(),
+    LayerNorm(),
 )
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
 REPLACES = (
