@@ -55,7 +55,7 @@ class _LayerNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         rows = (one.reshape(-1, x.shape[-1]).contiguous() for one in (dy, x))
         dx, sums = layer_norm_backward(*rows, mean.reshape(-1), rstd.reshape(-1), weight)
