@@ -10,7 +10,7 @@ from torch import fx
 
 from onelaunch.fuse.captured import capture_graphs
 from onelaunch.fuse.costs import flops_of, fused_cost, is_counter, is_library_call, is_view, unfused_cost
-from onelaunch.fuse.roofline import Cost
+from onelaunch.roofline import Cost
 
 
 def nodes_of(function: Any, *args: Any) -> dict[str, fx.Node]:

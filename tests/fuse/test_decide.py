@@ -13,7 +13,8 @@ from torch import nn
 
 from onelaunch.fuse import decide
 from onelaunch.fuse.captured import capture_graphs, uncompiled_call
-from onelaunch.fuse.decide import Choice, candidates_of, compiled, copied, fastest, graph_key, restored, trial_mode
+from onelaunch.fuse.decide import Choice, candidates_of, compiled, fastest, graph_key
+from onelaunch.trial_runs import copied, restored, trial_mode
 
 
 def test_candidates() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError, require_option, suggest
 from onelaunch.fuse import explain
-from onelaunch.fuse.roofline import DEVICES
+from onelaunch.roofline import DEVICES
 
 
 def run_explain(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from onelaunch.fuse.graph import storages_of, tensor_of, written_by
-from onelaunch.fuse.roofline import Cost
+from onelaunch.roofline import Cost
 
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, operator.matmul, torch.einsum)
 CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d)

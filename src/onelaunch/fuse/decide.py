@@ -8,17 +8,15 @@ decision is kept on disk by graph, shapes, chip, versions and sources.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
@@ -26,6 +24,7 @@ from onelaunch.fuse.captured import Captured, capture_graphs, own_code
 from onelaunch.fuse.patterns import BY_NAME, find_matches, pays
 from onelaunch.measured_times import MeasuredTimes
 from onelaunch.program_times import program_times
+from onelaunch.trial_runs import copied, device_of, restored, run_once, trial_mode
 
 log = logging.getLogger("onelaunch")
 Patterns = tuple[str, ...]
@@ -98,26 +97,6 @@ def _times_of(device: torch.device) -> MeasuredTimes:
     return MeasuredTimes.of_device(device.index or 0, "fuse", "fuse", "kernels", "ops")
 
 
-def device_of(*values: Any) -> torch.device | None:
-    """The device of the first tensor in `values`."""
-    return next((leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), None)
-
-
-def copied(values: Any) -> Any:
-    """`values` with copies of its tensors: a trial run may change its inputs in place, or add to their gradients."""
-
-    def copy(leaf: Any) -> Any:
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-    return tree_map(copy, values)
-
-
-def trial_mode(model: nn.Module, *values: Any) -> contextlib.AbstractContextManager[Any]:
-    """Without gradients in evaluation, unless an input requires them: what a model in that mode is called for."""
-    differentiated = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(values))
-    return contextlib.nullcontext() if model.training or differentiated else torch.no_grad()
-
-
 def candidates_of(kinds: list[str], forward_only: bool) -> dict[str, Choice]:
     """How each candidate runs, by its name. Where a CUDA graph is possible, patterns are tried inside one alone."""
     sets: dict[str, Patterns] = {" + ".join(kinds): tuple(kinds)} if len(kinds) > 1 else {}
@@ -162,33 +141,3 @@ def graph_key(model: nn.Module, captured: list[Captured]) -> str:
 def _name_of(node: fx.Node) -> str:
     target = node.target
     return target if isinstance(target, str) else f"{target.__module__}.{getattr(target, '__qualname__', target)}"
-
-
-def run_once(
-    function: Function, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], number: int = 0
-) -> None:
-    """One call, with its backward pass in training."""
-    output = function(*args, **kwargs)
-    results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if model.training and results:
-        torch.autograd.backward([leaf.sum() for leaf in results])
-        model.zero_grad(set_to_none=True)
-
-
-@contextlib.contextmanager
-def restored(model: nn.Module) -> Iterator[None]:
-    """A trial run leaves no trace: buffers, gradients and random generators are as before."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in gradients:
-        parameter.grad = None
-    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.is_cuda})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient

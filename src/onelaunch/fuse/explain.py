@@ -16,14 +16,15 @@ from onelaunch.errors import OnelaunchError, abbreviate_list, first_line
 from onelaunch.fuse.backend import no_code_generator_reason
 from onelaunch.fuse.captured import Captured, capture_graphs, uncompiled_call
 from onelaunch.fuse.costs import fused_cost, is_counter, is_library_call, is_view, unfused_cost
-from onelaunch.fuse.decide import ALL, chosen_patterns, copied, device_of, known_seconds, restored, run_once, trial_mode
+from onelaunch.fuse.decide import ALL, chosen_patterns, known_seconds
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
 from onelaunch.fuse.generated import Kernel, read_kernels
 from onelaunch.fuse.graph import module_of, operation_of, tensor_of
 from onelaunch.fuse.patterns import find_matches, pays
 from onelaunch.fuse.patterns.pattern import Match
-from onelaunch.fuse.roofline import Cost, DeviceModel, device_model, named_device
+from onelaunch.roofline import Cost, DeviceModel, device_model, named_device
+from onelaunch.trial_runs import copied, device_of, restored, run_once, trial_mode
 
 NO_PATTERN = "no pattern for "
 MAX_FUSED = 24  # operations that Inductor is predicted to put into one kernel

@@ -14,7 +14,7 @@ import torch
 
 from onelaunch.errors import ArgumentTypeError
 from onelaunch.format import format_bytes, format_seconds
-from onelaunch.fuse.roofline import Cost, DeviceModel
+from onelaunch.roofline import Cost, DeviceModel
 
 MIN_WIDTH = 150  # of the printed table, in characters: narrower, its columns break in the middle of words
 OURS, INDUCTOR, LIBRARY = "onelaunch", "Inductor", "library"

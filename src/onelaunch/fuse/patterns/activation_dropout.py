@@ -7,8 +7,8 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import next_operation, operation_of, tensor_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
-from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import relu_dropout
+from onelaunch.roofline import Cost
 
 
 class ReluDropout:

@@ -15,7 +15,7 @@ from torch import fx
 from onelaunch.fuse.costs import flops_of, size_of
 from onelaunch.fuse.graph import tensor_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated
-from onelaunch.fuse.roofline import Cost
+from onelaunch.roofline import Cost
 
 PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 MAX_OPERATIONS = 100  # that compute the mask

@@ -7,8 +7,8 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import operation_of, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, with_dtype
-from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import batch_norm
+from onelaunch.roofline import Cost
 
 
 class BatchNormActivationDropout:

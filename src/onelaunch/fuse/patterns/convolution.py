@@ -10,8 +10,8 @@ from torch import fx
 from onelaunch.fuse.costs import flops_of, size_of
 from onelaunch.fuse.graph import Operation, next_operation, operation_of, sole_user, tensor_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
-from onelaunch.fuse.roofline import Cost
 from onelaunch.ops.conv_batch_norm_relu import conv_batch_norm_relu
+from onelaunch.roofline import Cost
 
 CHANNEL_MULTIPLE = 8  # cuDNN's fused convolutions read 16 bytes of channels at once
 

@@ -15,8 +15,8 @@ from onelaunch.activations import saves_input
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import is_layer, operation_of, sole_user, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, with_dtype
-from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import linear
+from onelaunch.roofline import Cost
 
 
 class LinearActivationDropout:

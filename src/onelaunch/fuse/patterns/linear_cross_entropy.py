@@ -13,8 +13,8 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import Operation, is_layer, operation_of, sole_user, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
-from onelaunch.fuse.roofline import Cost
 from onelaunch.ops import linear_cross_entropy
+from onelaunch.roofline import Cost
 
 MIN_CLASSES = 4096  # below, the logits are small beside the activations
 MAX_BETWEEN = 6  # views and conversions between the two

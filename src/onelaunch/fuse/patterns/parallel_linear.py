@@ -15,7 +15,7 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import Operation, is_layer, operation_of, storages_of, tensor_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
-from onelaunch.fuse.roofline import Cost
+from onelaunch.roofline import Cost
 
 # Outputs of one layer. Larger products fill the device by themselves: a Llama-like model (8192 rows, 1024 wide) takes 18.0 ms
 # per step with its layers apart and 20.2 ms with them as one; BERT (4096 rows, 768 wide) takes 7.05 and 6.72 ms.

@@ -10,8 +10,8 @@ from torch import fx
 
 from onelaunch.fuse.graph import Operation, next_operation, tensor_of
 from onelaunch.fuse.handwritten import handwritten_activation
-from onelaunch.fuse.roofline import Cost
 from onelaunch.ops.arguments import KERNEL_DTYPES
+from onelaunch.roofline import Cost
 
 
 @dataclass(frozen=True)
