@@ -8,8 +8,8 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import tensor_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
-from onelaunch.fuse.roofline import Cost
 from onelaunch.ops.layer_norm import layer_norm
+from onelaunch.roofline import Cost
 
 PARAMETERS = ("input", "normalized_shape", "weight", "bias", "eps")
 MIN_ROWS = 1024  # below, the norm is small beside its launches
