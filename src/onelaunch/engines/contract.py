@@ -43,7 +43,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Run:
-    """A checked training request. `x` and `y` are on the model's device.
+    """A checked training request. `x` and `y` are on the model's device; an x that is too large for it stays on the host.
 
     `train_rows`: where x is too large to copy, the numbers of its `spec.rows` training rows (the others are held out); row i of
     the run is then row `train_rows[i]` of x, y and weights. None: all rows of x are training rows.
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        return self.x.device
+        return self.y.device
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from onelaunch.train.loaders import all_rows, open_loader
 from onelaunch.train.row_weights import row_weights_of
 
 MAX_COPIED_BYTES = 2**26  # of x: from a smaller one, the rows that are not held out are copied
+MAX_DEVICE_FRACTION = 0.6  # of the device's free memory that x may take: engines make copies in other layouts
 CHECKED_VALUES = 2**24  # values per piece of the check for NaN
 
 
@@ -101,7 +102,8 @@ def make_run(
     elif spec.metrics or spec.early_stopping:
         what = "early_stopping" if spec.early_stopping else "metrics"
         raise OnelaunchError(f"{what} needs validation rows: pass validation=0.1, or validation=(x, y)")
-    x, y, more_x = x.to(device), y.to(device), tuple(part.to(device) for part in more_x)
+    x, *others = (part if stays_on_host(part, device) else part.to(device) for part in (x, *more_x))
+    y, more_x = y.to(device), tuple(others)
     outputs = int(np.prod(output))
     weights = row_weights_of(spec, y, outputs, names, weight, train_rows)
     _check_batch_norm(network, spec)
@@ -167,6 +169,13 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
     if value.ndim == 0:
         raise OnelaunchError(f"{argument} is a single number: pass one row per sample")
     return value.detach()
+
+
+def stays_on_host(x: torch.Tensor, device: torch.device) -> bool:
+    """Whether rows on the host are too large for what is free of a CUDA device's memory, and are streamed from the host."""
+    if device.type != "cuda" or x.device.type != "cpu":
+        return False
+    return x.nbytes > MAX_DEVICE_FRACTION * torch.cuda.mem_get_info(device)[0]
 
 
 def first_row_not_finite(x: torch.Tensor) -> int | None:

@@ -77,6 +77,8 @@ class EagerSession:
             return "several processes share the step"
         if self.run.loader is not None:
             return "batches come from a DataLoader"
+        if any(part.device != self.run.device for part in (self.run.x, *self.run.more_x)):
+            return "rows are in host memory"
         return "" if self.spec.memory == "plan" else f"memory={self.spec.memory!r}"
 
     def _describe(self) -> str:
@@ -266,7 +268,8 @@ class EagerSession:
         """The model's inputs and the targets: of these rows, or the next batch of the DataLoader."""
         run = self.run
         if run.loader is None:
-            return tuple(as_features(part[rows], self.dtype) for part in (run.x, *run.more_x)), run.y[rows]
+            parts = [part[rows.to(part.device)].to(run.device) for part in (run.x, *run.more_x)]
+            return tuple(as_features(part, self.dtype) for part in parts), run.y[rows]
         inputs, y = next(self._batches)
         y = y.to(run.device, run.y.dtype).reshape(len(y), *run.y.shape[1:])
         return tuple(as_features(part.to(run.device), self.dtype) for part in inputs), y

@@ -41,6 +41,8 @@ class GraphEngine:
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:
             return run.no_network_reason
+        if run.x.device != run.device and run.x.dtype not in (torch.float32, torch.uint8):
+            return f"rows in host memory must be float32 or uint8, not {run.x.dtype}"
         if run.spec.clip_norm is not None:
             return "its update follows each gradient at once, and clip_norm must wait for all of them"
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
@@ -55,8 +57,9 @@ class GraphEngine:
 
     def start(self, run: Run, state: Mapping[str, torch.Tensor]) -> GraphSession:
         from onelaunch.engines.graph.session import GraphSession
+        from onelaunch.engines.graph.streamed import StreamedSession
 
-        return GraphSession(run, state)
+        return (GraphSession if run.x.device == run.device else StreamedSession)(run, state)
 
 
 ENGINE = GraphEngine()

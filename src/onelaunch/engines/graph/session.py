@@ -65,8 +65,9 @@ class GraphSession:
         self._state_names = OPTIMIZERS[spec.optimizer].state_names(spec.momentum)
         chip = chip_of(run.device)
         chip = replace(chip, tma=chip.tma and tma and memory != "stream")
+        rows, steps = self._window()
         self._step_plan = plan_step(
-            self.stages, batch=self.batch, rows=spec.rows, steps_per_epoch=spec.steps_per_epoch,
+            self.stages, batch=self.batch, rows=rows, steps_per_epoch=steps,
             precision=self.precision, validation_rows=0 if run.validation is None else len(run.validation[0]),
             states=len(self._state_names), uint8_rows=run.x.dtype == torch.uint8, chip=chip,
         )  # fmt: skip
@@ -84,15 +85,12 @@ class GraphSession:
             optimizer=optimizer_name(spec), loss=spec.loss, batch=self.batch, tf32=self.precision == "tf32", seed=spec.seed,
             norms=self.parameters.norms,
         )  # fmt: skip
-        x = run.x.flatten(1)
-        if "data" in self._step_plan.buffers:
-            x = self.buffers.take("data").copy_(x)
-        self.data = replace(self._data(x, run.y, ""), weights=run.weights)
+        self._banks, self._bank = self._make_banks(), 0
         self._weights = None if run.weights is None else run.weights.cpu().numpy()
         self._sums: dict[int, np.ndarray[Any, Any]] = {}  # of the weights per batch, by epoch
         if run.validation is not None:
             self.validation = self._validation_data()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by bank and number of steps
         self._graph_calls: dict[int, int] = {}
         self._capture = capture
         self._closed = False
@@ -101,6 +99,22 @@ class GraphSession:
         if capture:
             self._prepare()
         self._count(0)
+
+    @property
+    def data(self) -> Data:
+        """The rows that the next steps read."""
+        return self._banks[self._bank]
+
+    def _window(self) -> tuple[int, int]:
+        """Rows on the device, and steps until they have all been visited."""
+        return self.spec.rows, self.spec.steps_per_epoch
+
+    def _make_banks(self) -> list[Data]:
+        """The rows on the device, in one bank that never changes."""
+        x = self.run.x.flatten(1)
+        if "data" in self._step_plan.buffers:
+            x = self.buffers.take("data").copy_(x)
+        return [replace(self._data(x, self.run.y, ""), weights=self.run.weights)]
 
     def snapshot(self) -> State:
         self.parameters.write_back()
@@ -131,19 +145,23 @@ class GraphSession:
         epoch = spec.epoch_of(step)
         fill_row_order(data.order, self.buffers.take("keys"), spec.seed, epoch)
         first, end = epoch * spec.steps_per_epoch, spec.epoch_end(step)
-        if self._weights is not None:
-            order = permutation(spec.rows, spec.seed, epoch).numpy()
-            self._sums = {**self._sums, epoch: batch_weights(spec, self._weights, order)}
-            self._sums.pop(epoch - 2, None)
+        self._note_weights(epoch)
         sums = self._sums[epoch][: end - first] if epoch in self._sums else None
         scalars = step_scalars(spec, first, end - first, self.run.outputs, sums)
         upload(make_table(spec, len(data.table), scalars), data.table)
         upload(torch.tensor([step - first, step, 0, 0]), data.control)  # as CONTROL; no correct predictions yet
 
+    def _note_weights(self, epoch: int) -> None:
+        """Keep the summed row weights of the epoch's batches, where rows are weighted; the epoch before it may still run."""
+        if self._weights is not None:
+            order = permutation(self.spec.rows, self.spec.seed, epoch).numpy()
+            self._sums = {**self._sums, epoch: batch_weights(self.spec, self._weights, order)}
+            self._sums.pop(epoch - 2, None)
+
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
         step, ahead = first_step, None
         while step < self.spec.total_steps:
-            with torch.no_grad(), torch.cuda.device_of(self.run.x):
+            with torch.no_grad(), torch.cuda.device_of(self.run.y):
                 if ahead is None and not self._is_short(step):
                     segment = self._segment(step, monitor)
                 else:
@@ -245,14 +263,17 @@ class GraphSession:
 
     def _prepare(self) -> None:
         """Compiles the kernels and captures the graphs, so that their time counts as the start of the run."""
-        with torch.no_grad(), torch.cuda.device_of(self.run.x):
+        with torch.no_grad(), torch.cuda.device_of(self.run.y):
             with compiling():
                 self.runner.train(self.data, 0)
                 for steps in GRAPH_STEPS:  # a different kernel for each; none may be loaded during a capture
                     advance(self.data.control, steps)
-            for steps in GRAPH_STEPS:
-                if steps <= self.spec.steps_per_epoch:
-                    self._graph(steps)
+            for bank in range(len(self._banks)):
+                self._bank = bank
+                for steps in GRAPH_STEPS:
+                    if steps <= self._window()[1]:
+                        self._graph(steps)
+            self._bank = 0
 
     def _queue(self, count: int) -> None:
         while count:
@@ -266,14 +287,14 @@ class GraphSession:
             count -= steps
 
     def _graph(self, steps: int) -> torch.cuda.CUDAGraph:
-        if steps not in self._graphs:
+        if (self._bank, steps) not in self._graphs:
             graph = torch.cuda.CUDAGraph()
             with capturing(graph):
                 for number in range(steps):
                     self.runner.train(self.data, number)
                 advance(self.data.control, steps)
-            self._graphs[steps] = graph
-        return self._graphs[steps]
+            self._graphs[self._bank, steps] = graph
+        return self._graphs[self._bank, steps]
 
     def _queue_evaluation(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Queues the evaluation of the validation data; returns its losses and `control`, being copied to the host."""

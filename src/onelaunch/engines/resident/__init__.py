@@ -40,6 +40,8 @@ class ResidentEngine:
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:
             return run.no_network_reason
+        if run.x.device != run.device:
+            return "x is too large for the device's memory"
         if run.spec.clip_norm is not None:
             return "its update follows each gradient at once, and clip_norm must wait for all of them"
         if run.weights is not None:

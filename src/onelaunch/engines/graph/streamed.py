@@ -1,0 +1,197 @@
+"""A run whose rows stay in host memory: two chunks of rows on the device, one filled while the other is trained on.
+
+The device reads the rows from page-locked host memory itself, in the order of the epoch, on a stream of its own. Kernels see a
+chunk as a small epoch: its rows lie in the order in which they are visited. Row order and bits are those of rows on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from onelaunch.engines.contract import Monitor, Segment
+from onelaunch.engines.graph.kernels.run_state import fill_row_order
+from onelaunch.engines.graph.scalars import make_table
+from onelaunch.engines.graph.session import GraphSession
+from onelaunch.engines.graph.step import Data
+from onelaunch.engines.graph.transfer import Pending, correct_predictions, upload
+from onelaunch.errors import UnsupportedError
+from onelaunch.integers import clamp
+from onelaunch.run.objective import has_accuracy
+from onelaunch.run.step_scalars import step_scalars
+
+CHUNK_BYTES = 2**28  # of rows; there are two chunks
+READ_ONLY = 8  # cudaHostRegisterReadOnly, for a memory-mapped file
+
+
+class StreamedSession(GraphSession):
+    def _window(self) -> tuple[int, int]:
+        """Rows and steps of a chunk."""
+        run, spec = self.run, self.spec
+        batch_bytes = self.batch * run.x[0].numel() * run.x.element_size()
+        steps = clamp(1, CHUNK_BYTES // batch_bytes, spec.steps_per_epoch)
+        return steps * self.batch, steps
+
+    def _make_banks(self) -> list[Data]:
+        run, (rows, self._chunk_steps) = self.run, self._window()
+        device = run.device
+        self._host = HostRows(run.x.flatten(1), device)
+        self._order = torch.empty(self.spec.rows, dtype=torch.int32, device=device)
+        first = self._data(self._chunk(rows), self._like(run.y, rows), "")
+        first = replace(first, weights=None if run.weights is None else self._like(run.weights, rows))
+        first.order.copy_(torch.arange(rows, dtype=torch.int32))
+        copies = {name: getattr(first, name).clone() for name in ("x", "y", "order", "control", "table")}
+        second = replace(first, **copies, weights=None if first.weights is None else first.weights.clone())
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._fetched: list[Any] = [torch.cuda.Event() for _ in range(2 if self._side else 0)]  # the chunk's rows are there
+        self._trained: list[Any] = [torch.cuda.Event() for _ in range(2 if self._side else 0)]  # and no longer needed
+        self.plan += f"\nrows in host memory: two chunks of {self._chunk_steps} steps, one fetched while the other trains"
+        return [first, second]
+
+    def _chunk(self, rows: int) -> torch.Tensor:
+        if "data" in self._step_plan.buffers:
+            return self.buffers.take("data")
+        return torch.empty(rows, self._host.rows.shape[1], dtype=self.run.x.dtype, device=self.run.device)
+
+    def _like(self, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        return torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype, device=self.run.device)
+
+    def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
+        step = first_step
+        while step < self.spec.total_steps:
+            with torch.no_grad(), torch.cuda.device_of(self.run.y):
+                segment = self._stream(step, monitor)
+            yield segment
+            step += len(segment.losses)
+
+    def _stream(self, first_step: int, monitor: Monitor) -> Segment:
+        """One epoch, or the rest of it, chunk by chunk."""
+        spec, calls = self.spec, self.buffers.calls
+        end, epoch = spec.epoch_end(first_step), spec.epoch_of(first_step)
+        fill_row_order(self._order, self.buffers.take("keys"), spec.seed, epoch)
+        self._note_weights(epoch)
+        chunks = [
+            (first, min(first + self._chunk_steps, end)) for first in range(first_step, end, self._chunk_steps)
+        ]  # fmt: skip
+        if self._side:
+            self._side.wait_stream(torch.cuda.current_stream(self.run.device))
+        self._fetch(0, *chunks[0])
+        done: list[Pending] = []
+        for number, (first, last) in enumerate(chunks):
+            if number + 1 < len(chunks):
+                self._fetch((number + 1) % 2, *chunks[number + 1])
+            self._train(number % 2, first, last)
+            losses = self.buffers.take("losses")[: last - first]
+            done.append(Pending(first, last, losses, self.data.control))
+            if last == end and self.run.validation is not None:
+                done[-1].validation = self._queue_evaluation()
+            done[-1].close()
+            if number and self._ends(done[number - 1], done, monitor):  # while the device trains on
+                break
+        self._count(self.buffers.calls - calls)
+        for pending in done:
+            pending.wait()
+        parts = [self._result(pending) for pending in done]
+        correct = sum(correct_predictions(pending.control) for pending in done) if has_accuracy(spec) else None
+        losses = torch.cat([part.losses for part in parts])
+        monitor.report(done[-1].end, float(losses[-1]), correct)
+        weights = (
+            None
+            if parts[0].weights is None
+            else torch.cat([part.weights for part in parts if part.weights is not None])
+        )
+        return Segment(first_step, losses, correct, parts[-1].validation, weights)
+
+    def _ends(self, finished: Pending, done: list[Pending], monitor: Monitor) -> bool:
+        """Report a chunk's results; whether the run is to stop after the chunk that is queued."""
+        finished.wait()
+        loss = float(finished.losses[-1])
+        correct = sum(correct_predictions(pending.control) for pending in done[:-1])
+        monitor.report(finished.end, loss, correct if has_accuracy(self.spec) else None)
+        return monitor.stop or loss != loss
+
+    def _fetch(self, bank: int, first: int, last: int) -> None:
+        """Fill a chunk with the rows of steps [first, last) of the run, on a stream of its own."""
+        spec, run, data = self.spec, self.run, self._banks[bank]
+        begin = first % spec.steps_per_epoch * spec.batch_size
+        end = spec.batch_slice(last - 1).stop
+        with self._on_side():
+            if self._side:
+                self._side.wait_event(self._trained[bank])
+            rows = self._order[begin:end]
+            data.x[: end - begin].copy_(self._host.rows.index_select(0, rows))
+            data.y[: end - begin].copy_(run.y.index_select(0, rows))
+            if data.weights is not None and run.weights is not None:
+                data.weights[: end - begin].copy_(run.weights.index_select(0, rows))
+            if self._side:
+                self._fetched[bank].record(self._side)
+
+    def _on_side(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._side) if self._side else nullcontext()
+
+    def _train(self, bank: int, first: int, last: int) -> None:
+        """Queue the steps [first, last) of the run, whose rows are in a chunk."""
+        spec, self._bank = self.spec, bank
+        stream = torch.cuda.current_stream(self.run.device) if self._side else None
+        if stream:
+            stream.wait_event(self._fetched[bank])
+        inside = first % spec.steps_per_epoch
+        sums = self._sums.get(spec.epoch_of(first))
+        sums = None if sums is None else sums[inside : inside + last - first]
+        scalars = step_scalars(spec, first, last - first, self.run.outputs, sums)
+        upload(make_table(spec, len(self.data.table), scalars), self.data.table)
+        upload(torch.tensor([0, first, 0, 0]), self.data.control)  # as CONTROL
+        self._queue(last - first)
+        if stream:
+            self._trained[bank].record(stream)
+
+    def close(self) -> None:
+        if not self._closed and self._side:
+            torch.cuda.synchronize(self.run.device)
+        super().close()
+        self._host.close()
+
+
+class HostRows:
+    """Rows in page-locked host memory, as a tensor that the device reads without a copy."""
+
+    def __init__(self, x: torch.Tensor, device: torch.device) -> None:
+        self.rows, self._registered = x.contiguous(), 0
+        if device.type != "cuda":
+            return
+        if not self.rows.is_pinned():
+            self._register()
+        self._kept = self.rows
+        self.rows = torch.as_tensor(_HostMemory(self.rows), device=device)
+
+    def _register(self) -> None:
+        """Page-lock the rows where they are, or copy them into page-locked memory where the system refuses that."""
+        runtime, address, size = torch.cuda.cudart(), self.rows.data_ptr(), self.rows.nbytes
+        for flags in (0, READ_ONLY):
+            if int(runtime.cudaHostRegister(address, size, flags)) == 0:
+                self._registered = address
+                return
+        try:
+            self.rows = self.rows.pin_memory()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UnsupportedError(f"x cannot be page-locked for the device to read ({reason})") from error
+
+    def close(self) -> None:
+        if self._registered:
+            torch.cuda.cudart().cudaHostUnregister(self._registered)
+            self._registered = 0
+
+
+class _HostMemory:
+    """What PyTorch needs to wrap page-locked host memory in a tensor of the device."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        kind = "|u1" if x.dtype == torch.uint8 else "<f4"
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape), "typestr": kind, "data": (x.data_ptr(), False), "version": 3
+        }  # fmt: skip
