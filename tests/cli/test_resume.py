@@ -98,7 +98,7 @@ def test_a_finished_run_stays_as_it_is(cli, finished_run):
     before = {name: (finished_run / name).read_bytes() for name in FILES}
     result = cli("train", "--resume", "run")
     assert result.code == 0
-    assert "are done: nothing is left to train" in result.out
+    assert "is done: nothing is left to train" in result.out
     assert {name: (finished_run / name).read_bytes() for name in FILES} == before
 
 

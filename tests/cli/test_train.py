@@ -226,3 +226,37 @@ def test_full_mnist_default_passes_98(cli, full_mnist, tmp_path, seed):
     assert cli("train", "--data-dir", full_mnist, "--seed", seed, "--out", "run").code == 0
     last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
     assert last["validation"]["accuracy"] >= 0.98
+
+
+def test_the_options_of_fit_are_flags_and_keys(cli, blobs, tmp_path):
+    flags = ["--class-weight", "0=1,2=3", "--clip-norm", "1", "--metrics", "f1,roc_auc", "--early-stopping", "2"]
+    run = ["--hidden", "16", "--epochs", "60", "--schedule", "constant", "--lr", "0.05", "--out", "result"]
+    result = cli("train", "--data", blobs, *run, *flags)
+    assert result.code == 0, result.err
+    config = tomllib.loads((tmp_path / "result/config.toml").read_text())
+    assert config["class_weight"] == {"0": 1.0, "2": 3.0}
+    assert (config["clip_norm"], config["metrics"], config["early_stopping"]) == (1.0, ["f1", "roc_auc"], 2)
+    epochs = [json.loads(line) for line in (tmp_path / "result/metrics.jsonl").read_text().splitlines()]
+    losses = [epoch["validation"]["loss"] for epoch in epochs]
+    assert len(losses) < 60
+    assert f"best epoch {losses.index(min(losses)) + 1} of {len(losses)}: " in result.out
+    assert set(epochs[0]["validation"]) == {"loss", "accuracy", "f1", "roc_auc"}
+    (tmp_path / "rule.toml").write_text('early_stopping = {patience = 2, metric = "f1"}\nclass_weight = {0 = 1.0}\n')
+    again = cli("train", tmp_path / "rule.toml", "--data", blobs, *run[:-1], "other")
+    assert again.code == 0, again.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--class-weight", "7=1"], "class_weight names '7', which is not a class of blobs.npz: it has 0, 1, 2"),
+        (["--early-stopping", "0"], "early_stopping.patience=0 must be 1 or more"),
+        (["--clip-norm", "0"], "clip_norm=0 would remove every gradient"),
+        (["--metrics", "f1,auc"], "metrics='auc' is not known"),
+    ],
+)
+def test_bad_options_of_fit_get_one_line(cli, blobs, flags, message):
+    result = cli("train", "--data", blobs, *QUICK, *flags)
+    assert result.code == 2
+    assert message in result.err
+    assert len(result.err.splitlines()) == 1

@@ -41,6 +41,11 @@ MAX_SEEDS = 1000
 
 def run_compare(config: Path | None, sizes: list[int] | None, seeds: int, flags: dict[str, Any]) -> None:
     settings = make_config(read_config(config) if config else {}, flags)
+    for name in ("class_weight", "clip_norm", "metrics", "early_stopping"):
+        if getattr(settings, name) not in (None, (), []):
+            raise OnelaunchError(
+                f"{name} is for train, not for compare, whose contenders do not all have it: leave it out"
+            )
     hidden = sorted(set(sizes or []))
     if sizes is not None and not hidden:
         raise OnelaunchError("sizes=[] is empty: pass hidden sizes such as 128,256,512, or leave it out")

@@ -20,7 +20,7 @@ from onelaunch.bench.results import commit
 from onelaunch.cli.config import TrainConfig, make_config, read_config
 from onelaunch.data import Dataset, load, split
 from onelaunch.device import default_device, describe_machine, device_name
-from onelaunch.errors import DivergedError, OnelaunchError, is_out_of_memory
+from onelaunch.errors import DivergedError, OnelaunchError, abbreviate_list, is_out_of_memory
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.run.distributed import process_group, world
 from onelaunch.train.fit import fit_with
@@ -41,7 +41,7 @@ def run_train(config: Path | None, resume: Path | None, progress: bool, flags: d
         settings = make_config(read_config(config_of(resume)), flags)
     with process_group() as team:  # several processes if torchrun started this one
         if resume is not None and not flags and is_finished(resume):
-            say("finished", f"all {settings.epochs} epochs of {resume} are done: nothing is left to train")
+            say("finished", f"the run in {resume} is done: nothing is left to train")
         elif team.leads:
             _lead(settings, resume, progress)
         else:
@@ -55,7 +55,7 @@ def _follow(settings: TrainConfig, resume: Path | None) -> None:
     checkpoint = None if resume is None else resume / CHECKPOINT
     existing = checkpoint if checkpoint and checkpoint.exists() else None
     fit_with(
-        model, dataset.x, dataset.y, settings.fit_options(), validation=(dataset.test_x, dataset.test_y),
+        model, dataset.x, dataset.y, options_of(settings, dataset), validation=(dataset.test_x, dataset.test_y),
         checkpoint=existing, resume=existing is not None, progress=False,
     )  # fmt: skip
 
@@ -106,6 +106,20 @@ def load_data(settings: TrainConfig) -> Dataset:
         if array.dtype == np.float32 and (spread := float(array.std())) > MAX_DEVIATION:
             say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
     return dataset
+
+
+def options_of(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:
+    """The arguments of `fit` that describe the run, with classes by their numbers."""
+    options, weight = settings.fit_options(), settings.class_weight
+    if isinstance(weight, dict) and dataset.classes is not None:
+        for label in weight:
+            if str(label) not in dataset.classes:
+                known = abbreviate_list(dataset.classes)
+                raise OnelaunchError(
+                    f"class_weight names {str(label)!r}, which is not a class of {dataset.name}: it has {known}"
+                )
+        options["class_weight"] = {dataset.classes.index(str(label)): value for label, value in weight.items()}
+    return options
 
 
 def widths_of(settings: TrainConfig, dataset: Dataset) -> list[int]:
@@ -168,7 +182,7 @@ def _train(
     narrator = _Narrator(folder, resumes)
     try:
         history = fit_with(
-            model, dataset.x, dataset.y, settings.fit_options(), validation=(dataset.test_x, dataset.test_y),
+            model, dataset.x, dataset.y, options_of(settings, dataset), validation=(dataset.test_x, dataset.test_y),
             checkpoint=folder.checkpoint, resume=folder.checkpoint.exists(), progress=progress,
             listener=narrator,
         )  # fmt: skip
@@ -190,7 +204,9 @@ def _train(
         raise
     folder.finish(model, history)
     folder.describe(status="finished", **_outcome(history))
-    say("result", f"{summary(history.epochs[-1])}, in {history.seconds:.3g} s")
+    last = history.epochs[-1 if history.best_epoch is None else history.best_epoch]
+    best = "" if history.best_epoch is None else f"best epoch {last['epoch'] + 1} of {len(history.epochs)}: "
+    say("result", f"{best}{summary(last)}, in {history.seconds:.3g} s")
     _write_page(folder)
 
 

@@ -35,6 +35,8 @@ class CompiledEngine:
             return f"memory={run.spec.memory!r}, and it has only 'plan'"
         if run.loader is not None:
             return "batches come from a DataLoader"
+        if any(part.device != run.device for part in (run.x, *run.more_x)):
+            return "rows are in host memory"
         if run.network is not None and run.network.functional_dropouts:
             return "the model calls F.dropout, whose masks it cannot number"
         from onelaunch.engines.compiled.probe import probe_reason

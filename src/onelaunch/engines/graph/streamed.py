@@ -47,9 +47,13 @@ class StreamedSession(GraphSession):
         copies = {name: getattr(first, name).clone() for name in ("x", "y", "order", "control", "table")}
         second = replace(first, **copies, weights=None if first.weights is None else first.weights.clone())
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._fetched: list[Any] = [torch.cuda.Event() for _ in range(2 if self._side else 0)]  # the chunk's rows are there
+        self._fetched: list[Any] = [
+            torch.cuda.Event() for _ in range(2 if self._side else 0)
+        ]  # the chunk's rows are there
         self._trained: list[Any] = [torch.cuda.Event() for _ in range(2 if self._side else 0)]  # and no longer needed
-        self.plan += f"\nrows in host memory: two chunks of {self._chunk_steps} steps, one fetched while the other trains"
+        self.plan += (
+            f"\nrows in host memory: two chunks of {self._chunk_steps} steps, one fetched while the other trains"
+        )
         return [first, second]
 
     def _chunk(self, rows: int) -> torch.Tensor:
