@@ -105,7 +105,7 @@ def drive(
             history.engine = engine.name
             session = engine.start(run, state)
         try:
-            _say_fallback(run, history.engine)
+            _say_fallback(run, history)
             history.plan, history.precision = session.plan, session.precision
             listener.started(history)
             if written and not resumed:  # so that a run that is killed in its first epoch can be resumed too
@@ -148,11 +148,12 @@ def drive(
         return history
 
 
-def _say_fallback(run: Run, engine: str) -> None:
-    """Log one line where no native engine takes the model: what is in the way and what it costs. Each line is logged once."""
-    if engine != "eager" or run.spec.engine != "auto" or run.network is not None or world().size > 1:
+def _say_fallback(run: Run, history: History) -> None:
+    """Log one line where no native engine takes the run: what is in the way and what it costs. Each line is logged once."""
+    if history.engine != "eager" or run.spec.engine != "auto" or world().size > 1:
         return
-    line = f"fit runs the model with PyTorch, one operation after another: {run.no_network_reason}. {COST}"
+    reason = run.no_network_reason or history.reason
+    line = f"fit runs the model with PyTorch, one operation after another: {reason}. {COST}"
     if line not in _said:
         _said.add(line)
         log.warning(line)
