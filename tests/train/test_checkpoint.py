@@ -8,11 +8,11 @@ from torch import nn
 
 import onelaunch as ol
 from onelaunch.errors import OnelaunchError
-from onelaunch.train.checkpoint import _digest, load_checkpoint
+from onelaunch.train.checkpoint import _digest, load_checkpoint, save_checkpoint
 from onelaunch.train.fit import fit_with
 from onelaunch.train.loop import Listener
 from tests.reference import OPTIMIZERS
-from tests.train.checkpointed import data, network, run
+from tests.train.checkpointed import data, network, run, same
 
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -214,3 +214,21 @@ def test_a_checkpoint_that_is_a_link_to_itself_is_refused(tmp_path):
     path.symlink_to(path)
     with pytest.raises(OnelaunchError, match="checkpoint="):
         ol.fit(nn.Linear(3, 2), torch.randn(8, 3), torch.zeros(8, dtype=torch.int64), steps=2, checkpoint=path)
+
+
+def test_a_checkpoint_from_before_these_options_resumes(tmp_path):
+    path = tmp_path / "run.safetensors"
+    run(network(), epochs=2, checkpoint=path)
+    old = load_checkpoint(path)
+    for name in ("class_weight", "clip_norm", "metrics", "early_stopping"):
+        del old.about["spec"][name]
+    for name in ("weighted_loss", "weight"):
+        del old.about["partial"][name]
+    del old.about["best"]
+    save_checkpoint(path, old)
+    model, whole = network(), network()
+    assert run(model, checkpoint=path, resume=True).losses == run(whole).losses
+    assert same(model, whole)
+    save_checkpoint(path, old)
+    with pytest.raises(ol.CheckpointError, match=r"made with clip_norm=None, not 1.0"):
+        run(network(), checkpoint=path, resume=True, clip_norm=1.0)
