@@ -14,6 +14,7 @@ from onelaunch.engines.cpu import cache
 from onelaunch.engines.cpu.code import product
 from onelaunch.engines.cpu.code.kernel import Unit
 from onelaunch.engines.cpu.code.optimizer import UpdateRule
+from onelaunch.engines.cpu.native import library
 from onelaunch.engines.cpu.plan.target import host
 from onelaunch.engines.cpu.session import CpuSession
 from tests.engines.cpu.runs import data, make, train_natively
@@ -27,15 +28,25 @@ def run() -> Run:
 
 
 def started_from_cache(run: Run, cache_folder: Path) -> bool:
+    library.cache_clear()  # as in another process
     session = CpuSession(run, {}, cache_folder=cache_folder)
     session.close()
-    return not session.native.compiled
+    return not session.compiled
 
 
 def test_the_second_start_is_cached(run: Run, tmp_path: Path) -> None:
     assert not started_from_cache(run, tmp_path)
     assert started_from_cache(run, tmp_path)
     assert {path.suffix for path in tmp_path.iterdir()} == {".o"}
+
+
+def test_the_second_start_in_a_process_needs_no_disk(run: Run, tmp_path: Path) -> None:
+    assert not started_from_cache(run, tmp_path)
+    shutil.rmtree(tmp_path)
+    session = CpuSession(run, {}, cache_folder=tmp_path)
+    session.close()
+    assert not session.compiled
+    assert not tmp_path.exists()
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, "no header", "unreadable"])
@@ -51,6 +62,7 @@ def test_a_bad_entry_is_made_anew(damage: str, run: Run, cache_folder: Path, tmp
             entry.mkdir()
         case _:
             spoil(entry, damage)
+    library.cache_clear()
     assert train_natively(run, tmp_path).losses.equal(good.losses)
     if damage != "unreadable":
         assert entry.read_bytes() == (cache_folder / name).read_bytes()

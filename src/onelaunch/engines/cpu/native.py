@@ -8,6 +8,7 @@ the time to compile. llvmlite is imported inside the functions, when the first r
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,41 +53,59 @@ def object_code(text: str, machine: Any) -> bytes:
     return machine.emit_object(llvm.parse_assembly(text))
 
 
-class Native:
-    """The functions of units, loaded from the cache or compiled. The code stays in memory as long as this object lives."""
+class Library:
+    """Units in memory, loaded from the cache or compiled when they are first asked for. Their code stays until the library is
+    dropped. One library per process and target serves all sessions (`library`)."""
 
-    def __init__(self, units: Iterable[Unit], target: Target, cache_folder: Path | None) -> None:
+    def __init__(self, target: Target, cache_folder: Path | None) -> None:
         """`cache_folder`: None neither reads nor writes a cache."""
-        self.compiled: list[Unit] = []  # those that were not in the cache
-        self._engines = {unit: self._load(unit, target, cache_folder) for unit in units}
-        self._addresses: dict[tuple[Unit, str], int] = {}
-
-    def _load(self, unit: Unit, target: Target, cache_folder: Path | None) -> Any:
         import llvmlite.binding as llvm
 
-        machine = machine_for(target)
-        key = key_of(unit, target)
-        code = OBJECTS.load(cache_folder, key) if cache_folder else None
-        if code is None:
-            self.compiled.append(unit)
-            code = object_code(text_of(unit, target), machine)
-            if cache_folder:
-                OBJECTS.store(cache_folder, key, code)
-        # LLVM frees the target machine together with the engine, so every engine has its own.
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
-        engine.finalize_object()
-        return engine
+        self._target, self._cache_folder = target, cache_folder
+        self._machine = machine_for(target)
+        # LLVM frees the target machine of an engine together with it, so the engine has one of its own.
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine_for(target))
+        self._keys: dict[Unit, str] = {}  # of the units in memory
+        self._addresses: dict[tuple[Unit, str], int] = {}
+        self._lock = threading.Lock()
+
+    def load(self, units: Iterable[Unit]) -> list[Unit]:
+        """Bring units into memory. Returns those that had to be compiled."""
+        import llvmlite.binding as llvm
+
+        compiled = []
+        with self._lock:
+            for unit in units:
+                if unit in self._keys:
+                    continue
+                key = key_of(unit, self._target)
+                code = OBJECTS.load(self._cache_folder, key) if self._cache_folder else None
+                if code is None:
+                    compiled.append(unit)
+                    code = object_code(text_of(unit, self._target, f"_{key[:16]}"), self._machine)
+                    if self._cache_folder:
+                        OBJECTS.store(self._cache_folder, key, code)
+                self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+                self._keys[unit] = key
+            self._engine.finalize_object()
+        return compiled
 
     def address(self, unit: Unit, kernel: Kernel | str) -> int:
-        """The address of a public function of a unit."""
+        """The address of a public function of a loaded unit."""
         name = kernel if isinstance(kernel, str) else kernel.name
         found = self._addresses.get((unit, name))
         if found is None:
-            found = self._addresses[unit, name] = self._engines[unit].get_function_address(name)
-            assert found, name
+            symbol = f"{name}_{self._keys[unit][:16]}"
+            found = self._addresses[unit, name] = self._engine.get_function_address(symbol)
+            assert found, symbol
         return found
 
     def function(self, unit: Unit, kernel: Kernel | str, *argument_types: type) -> Any:
         """A public function as a Python function. Calling it releases the GIL."""
         return ctypes.CFUNCTYPE(None, *argument_types)(self.address(unit, kernel))
+
+
+@functools.cache
+def library(target: Target, cache_folder: Path | None) -> Library:
+    """The library of this process for a target and a cache folder; `library.cache_clear()` drops all."""
+    return Library(target, cache_folder)

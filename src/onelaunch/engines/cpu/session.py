@@ -21,7 +21,7 @@ from onelaunch.engines.cpu.arena import Arena
 from onelaunch.engines.cpu.cache import OBJECTS
 from onelaunch.engines.cpu.code import driver
 from onelaunch.engines.cpu.code.units import ROW_ORDER
-from onelaunch.engines.cpu.native import Native
+from onelaunch.engines.cpu.native import library
 from onelaunch.engines.cpu.plan.plan import MAX_CALL_STEPS, TALLY, Plan
 from onelaunch.engines.cpu.plan.settings import MIN_VALIDATION_BATCH, SCALARS, Settings, useful_partitions
 from onelaunch.engines.cpu.plan.target import Target, host
@@ -76,7 +76,8 @@ class CpuSession:
         self._plan = Plan(settings_for(run, partitions), target or host())
         self.plan = str(self._plan)
         self.program = program_of(self._plan)
-        self.native = Native(self.program.units, self._plan.target, cache_folder or OBJECTS.folder())
+        self.library = library(self._plan.target, cache_folder or OBJECTS.folder())
+        self.compiled = self.library.load(self.program.units)  # what was neither in memory nor on disk
         self.arena = Arena(self._plan, self.spec.rows, memory)
         self.allocations = {"arena": 1}
         self.team = Team(
@@ -113,10 +114,10 @@ class CpuSession:
         self.arena.set_hyperparameters(
             **constants(spec), label_smoothing=spec.label_smoothing, clip_norm=spec.clip_norm or 0.0
         )  # fmt: skip
-        self._table = Table(self.program, self.native.address, self.arena.address, outside)
-        enter = self.native.function(driver.UNIT, driver.RUN, ctypes.c_void_p, ctypes.c_void_p)
+        self._table = Table(self.program, self.library.address, self.arena.address, outside)
+        enter = self.library.function(driver.UNIT, driver.RUN, ctypes.c_void_p, ctypes.c_void_p)
         self._entries = {name: partial(enter, fields, None) for name, fields in self._table.entries.items()}
-        row_order = self.native.function(ROW_ORDER, "row_order", ctypes.c_void_p, *[ctypes.c_int64] * 4)
+        row_order = self.library.function(ROW_ORDER, "row_order", ctypes.c_void_p, *[ctypes.c_int64] * 4)
         self._row_order = partial(row_order, order, spec.rows, permutation_bits(spec.rows), signed_seed(spec.seed))
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:

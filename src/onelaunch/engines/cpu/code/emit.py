@@ -15,8 +15,9 @@ from onelaunch.engines.cpu.plan.target import Target
 class Module:
     """Functions by name, each built once: all callers that need the same kernel call the same function."""
 
-    def __init__(self, target: Target) -> None:
-        self.target = target
+    def __init__(self, target: Target, suffix: str = "") -> None:
+        """`suffix` is appended to the names of public functions."""
+        self.target, self.suffix = target, suffix
         self.declarations: dict[str, None] = {}
         self.functions: dict[str, Function] = {}
 
@@ -68,9 +69,9 @@ class Function(Instructions):
             self.arguments[name] = value
 
     def text(self) -> str:
-        kind = "" if self.public else "internal "
+        kind, suffix = ("", self.module.suffix) if self.public else ("internal ", "")
         body = "\n".join(self.lines)
-        return f"define {kind}void @{self.name}({self.parameters}) #0 {{\nentry:\n{body}\n  ret void\n}}\n"
+        return f"define {kind}void @{self.name}{suffix}({self.parameters}) #0 {{\nentry:\n{body}\n  ret void\n}}\n"
 
     def loop(
         self, stop: Int, body: Callable[..., Sequence[Value] | None], *, start: Int = 0, step: int = 1,

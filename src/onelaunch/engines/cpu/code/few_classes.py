@@ -7,6 +7,9 @@ an exponential is used. The gradient has the transposed layout that dX reads, an
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 from onelaunch.engines.cpu.code import vector_math
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.gradient import transpose
@@ -15,6 +18,7 @@ from onelaunch.engines.cpu.code.kernel import Kernel
 from onelaunch.engines.cpu.code.loss import LOSS_FIELDS, LOSS_STEP, loss_address, row_weight, smoothing
 from onelaunch.engines.cpu.plan.plan import Plan
 
+UNROLL = 4  # classes whose exponentials are computed side by side
 # From row `wide_rows` on, the batch panel has `lanes` rows instead of twice as many.
 FEW_CLASSES = Kernel("few_classes", f"{LOSS_FIELDS}, ptr transposed, i64 wide_rows", LOSS_STEP)
 
@@ -57,29 +61,51 @@ class _FewClasses:
         for number, z in enumerate(transpose(f, rows)):
             f.store(z, self.logits, number * f.lanes)
         labels, weights = self._labels_and_weights(row, valid)
-        peak = f.vload(self.logits, hint="peak")
-        peak = f.loop(
-            f["classes"], lambda number, peak: [f.at_least(self._logit(number), peak, "peak")], start=1, carry=[peak]
-        )[0]
+        # Classes are taken UNROLL at a time; those past the last have a logit of minus infinity.
+        lowest = f.constant(-math.inf)
+        self._past_the_last(lambda at: f.store(lowest, self.logits, at))
 
-        def one(number: Int, total: Value, chosen: Value, first: Value, gaps: Value) -> list[Value]:
-            z, index = self._logit(number), self._number(number)
-            gap = f.fsub(z, peak)
-            e = vector_math.exp_nonpositive(f, gap)
-            f.store(e, self.exponentials, f.mul(number, f.lanes))
-            chosen = f.select(f.compare("eq", labels, index), z, chosen, "chosen")
-            at_peak = f.select(f.compare("oeq", z, peak), index, f.integer(-1))
-            first = f.intrinsic(f.integers, f"umin.v{f.lanes}i32", first, at_peak, hint="first")
-            if self.smooths:
-                gaps = f.fsub(gaps, gap)
-            return [f.fadd(total, e, "sum"), chosen, first, gaps]
+        def higher(number: Int, peak: Value) -> list[Value]:
+            for n in range(UNROLL):
+                peak = f.at_least(self._logit(f.add(number, n)), peak, "peak")
+            return [peak]
 
-        carry = [f.zero, f.zero, f.integer(-1), f.zero]
-        total, chosen, first, gaps = f.loop(f["classes"], one, carry=carry, index="class")
+        peak = f.loop(f["classes"], higher, step=UNROLL, carry=[lowest], index="class")[0]
+
+        def some(number: Int, total: Value, chosen: Value, first: Value) -> list[Value]:
+            numbers = [f.add(number, n) for n in range(UNROLL)]
+            logits = [self._logit(n) for n in numbers]
+            exponentials = [vector_math.exp_nonpositive(f, f.fsub(z, peak)) for z in logits]
+            for n, z, e in zip(numbers, logits, exponentials, strict=True):
+                f.store(e, self.exponentials, f.mul(n, f.lanes))
+                index = self._number(n)
+                total = f.fadd(total, e, "sum")
+                chosen = f.select(f.compare("eq", labels, index), z, chosen, "chosen")
+                at_peak = f.select(f.compare("oeq", z, peak), index, f.integer(-1))
+                first = f.intrinsic(f.integers, f"umin.v{f.lanes}i32", first, at_peak, hint="first")
+            return [total, chosen, first]
+
+        total, chosen, first = f.loop(
+            f["classes"], some, step=UNROLL, carry=[f.zero, f.zero, f.integer(-1)], index="class"
+        )
+        gaps = f.zero
+        if self.smooths:
+            gaps = f.loop(
+                f["classes"],
+                lambda n, so_far: [f.fadd(so_far, f.fsub(peak, self._logit(n)))],
+                carry=[gaps],
+                index="class",
+            )[0]
         self._add_loss(f.fsub(peak, chosen, "term"), gaps, total, valid, weights)
         self._count_correct(first, labels, valid)
         if self.training:
             self._store_gradient(row, total, labels, valid, weights)
+
+    def _past_the_last(self, body: Callable[[Int], None]) -> None:
+        """Call `body(position of a class)` for the classes that only fill up the last group."""
+        f = self.f
+        end = f.op("i64", f"and i64 {f.i64(f.add(f['classes'], UNROLL - 1)).text}, {-UNROLL}", "end")
+        f.loop(end, lambda number: body(f.mul(number, f.lanes)), start=f["classes"], index="past")
 
     def _logit(self, number: Int) -> Value:
         return self.f.vload(self.logits, self.f.mul(number, self.f.lanes), "z")
@@ -159,6 +185,7 @@ class _FewClasses:
             f.store(gradient, self.exponentials, at)
 
         f.loop(f["classes"], one, index="class")
+        self._past_the_last(lambda at: f.store(f.zero, self.exponentials, at))
         columns = [f.vload(self.exponentials, number * f.lanes, "column") for number in range(f.lanes)]
         panel = f.at(f["gradient"], f.mul(row, f.lanes), hint="panel")
         for number, values in enumerate(transpose(f, columns)):

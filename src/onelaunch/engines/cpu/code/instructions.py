@@ -106,6 +106,10 @@ class Instructions:
             return pointer
         return self.op("ptr", f"getelementptr {element}, ptr {pointer.text}, i64 {int_text(index)}", hint)
 
+    def opaque(self, pointer: Value, hint: str) -> Value:
+        """The same address. LLVM does not know what it is computed from, and so keeps it in a register of its own."""
+        return self.op("ptr", f'call ptr asm "", "=r,0"(ptr {pointer.text})', hint)
+
     def load(self, type_: str, pointer: Value, index: Int = 0, *, element: str = "float", hint: str = "v") -> Value:
         align = {"i64": 8, "double": 8, "ptr": 8, "i8": 1}.get(type_, {"i8": 1, "i16": 2}.get(element, 4))
         address = self.at(pointer, index, element)

@@ -16,9 +16,9 @@ from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.kernel import Kernel, Unit
 from onelaunch.engines.cpu.code.tile import TILE_FIELDS, accumulate, epilogue, over_tiles
+from onelaunch.integers import ceil_div
 
 UNIT = Unit("product")
-UNROLL = 2  # terms of a tile that share the addresses of its rows
 FIELDS = (
     "ptr a, ptr odd_a, ptr b, ptr c, ptr start, i64 b_panel, i64 c_panel, i64 start_panel, i64 a_row, i64 c_row, "
     f"i64 start_row, i64 length, i64 repeats, i64 jump, float floor, {TILE_FIELDS}"
@@ -64,13 +64,20 @@ def _tile(module: Module, rows: int, vectors: int) -> str:
         carried = [f.vload(at, v * f.lanes, "start") for at in starts for v in range(vectors)]
         columns = f.mul(f["length"], width)
 
+        stride = f.i64(f.mul(f["a_row"], 4))  # bytes
+
         def repeat(number: Int, *values: Value) -> list[Value]:
-            a_rows = _row_addresses(f, f.at(f["a"], f.mul(number, f["jump"]), hint="a"), f["a_row"], rows)
+            every_third = _row_addresses(
+                f, f.at(f["a"], f.mul(number, f["jump"])), f.mul(f["a_row"], 3), ceil_div(rows, 3)
+            )
+            every_third = [f.opaque(address, "third") for address in every_third]
+
+            def addresses(k: Int) -> list[Value]:
+                firsts = [f.at(address, k) for address in every_third]
+                return [f.at(firsts[m // 3], f.mul(m % 3, stride), "i8") for m in range(rows)]
+
             b = f.at(f["b"], f.mul(number, columns), hint="b")
-            return accumulate(
-                f, rows, vectors, f["length"], b, values, lambda k: [f.at(at, k) for at in a_rows], unroll=UNROLL,
-                k_stride=1,
-            )  # fmt: skip
+            return accumulate(f, vectors, f["length"], b, values, addresses)
 
         carried = f.loop(f["repeats"], repeat, carry=carried, index="repeat")
         floor = f.splat(f["floor"], "floor")
@@ -86,7 +93,7 @@ def _tile(module: Module, rows: int, vectors: int) -> str:
     return module.function(f"product_tile_{rows}x{vectors}", parameters, make)
 
 
-def _row_addresses(f: Function, first: Value, stride: Value, rows: int) -> list[Value]:
+def _row_addresses(f: Function, first: Value, stride: Int, rows: int) -> list[Value]:
     found = [first]
     while len(found) < rows:
         found.append(f.at(found[-1], stride, hint="row"))

@@ -46,8 +46,8 @@ UNITS: dict[str, Callable[..., Any]] = {
 }
 
 
-def text_of(unit: Unit, target: Target) -> str:
-    """The IR of a unit."""
-    module = Module(target)
+def text_of(unit: Unit, target: Target, suffix: str = "") -> str:
+    """The IR of a unit; `suffix` is appended to the names of its public functions, so that units can be loaded together."""
+    module = Module(target, suffix)
     UNITS[unit.name](module, *unit.options)
     return module.text()

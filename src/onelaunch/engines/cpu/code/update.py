@@ -18,9 +18,11 @@ from onelaunch.engines.cpu.plan.target import CACHE_LINE
 FIELDS = (
     "ptr a, ptr odd_a, ptr b, ptr c, i64 b_panel, i64 c_panel, i64 a_step, i64 length, i64 state_stride, ptr hyper, "
     f"{TILE_FIELDS}, "
-    # The rows of the next batch are prefetched between the tiles, `lines` cache lines each time (0: none): in random order
-    # they miss every cache.
-    "ptr x, i64 row_bytes, i64 lines, i64 pieces"
+    # 1 to prefetch a tile's weights and states before the product, 0 where they are in L1 anyway.
+    "i64 far, "
+    # The rows of the next batch are prefetched between the tiles: in random order they miss every cache. A row has `pieces`
+    # pieces of `lines` cache lines; each tile prefetches `times` of them (0: none).
+    "ptr x, i64 row_bytes, i64 lines, i64 pieces, i64 times"
 )
 WEIGHT_UPDATES = {
     vectors: Kernel(f"weight_update_{vectors}", FIELDS, "j order next_rows scalars") for vectors in (1, 2)
@@ -51,7 +53,7 @@ def _weight_update(f: Function, vectors: int, rule: UpdateRule) -> None:
         c = f.at(f["c"], f.mul(number, f["c_panel"]), hint="c")
 
         def tile(height: int, row: Value, valid: Value) -> None:
-            next_rows.prefetch_piece()
+            f.loop(f["times"], lambda _: next_rows.prefetch_piece(), index="piece")
             kernel = _tile(f.module, height, vectors, rule)
             f.call(kernel, f.at(a, row), b, f.at(c, f.mul(row, width)), valid, f["fields"], f["scalars"])
 
@@ -62,7 +64,7 @@ def _weight_update(f: Function, vectors: int, rule: UpdateRule) -> None:
 
 def _tile(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
     def make(f: Function) -> None:
-        f.load_fields(WEIGHT_UPDATES[vectors], "a_step", "length", "state_stride", "hyper")
+        f.load_fields(WEIGHT_UPDATES[vectors], "a_step", "length", "state_stride", "hyper", "far")
         width = vectors * f.lanes
         update = Update(f, rule, f["scalars"], f["hyper"])
         copies = update.copies(f["c"], f["state_stride"])
@@ -71,13 +73,13 @@ def _tile(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
             for copy in copies:
                 f.prefetch(copy, position, write=True)
 
-        f.loop(rows * width, prefetch, step=CACHE_LINE // 4, index="line")
+        f.loop(f.mul(f["far"], rows * width), prefetch, step=CACHE_LINE // 4, index="line")
 
         def inputs(k: Int) -> list[Value]:
             start = f.at(f["a"], f.mul(k, f["a_step"]), hint="a")
             return [f.at(start, m) for m in range(rows)]
 
-        carried = accumulate(f, rows, vectors, f["length"], f["b"], [f.zero] * (rows * vectors), inputs)
+        carried = accumulate(f, vectors, f["length"], f["b"], [f.zero] * (rows * vectors), inputs)
         if rule.is_short:
 
             def row(m: int, values: Sequence[Value]) -> None:
@@ -122,7 +124,6 @@ class _NextRows:
         self.row, self.piece = (f.op("ptr", "alloca i64", name) for name in ("row", "piece"))
         for position in (self.row, self.piece):
             f.store(f.i64(0), position)
-        self.rows = f.select(f.compare("eq", f["lines"], f.i64(0)), f.i64(0), f["next_rows"], "rows")
         self.order = f.at(f["order"], f["length"], "i32", "next_order")
         self.piece_bytes = f.i64(f.mul(f["lines"], CACHE_LINE))
 
@@ -142,7 +143,7 @@ class _NextRows:
             f.store(f.select(at_end, f.i64(0), following), self.piece)
             f.store(f.i64(f.add(row, f.op("i64", f"zext i1 {at_end.text} to i64"))), self.row)
 
-        f.when(f.compare("slt", row, self.rows), prefetch)
+        f.when(f.compare("slt", row, f["next_rows"]), prefetch)
 
 
 def _bias_update(f: Function, vectors: int, rule: UpdateRule) -> None:

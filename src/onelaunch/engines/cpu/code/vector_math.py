@@ -14,6 +14,7 @@ from onelaunch.engines.cpu.code.instructions import Value
 LOG2_E = 1.44269504088896341
 # ln 2 as a sum: the first part has so few bits that its product with an exponent is exact.
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
+SHIFTER, SHIFTER_BITS = 1.5 * 2**23, 0x4B400000  # a float whose last bit is worth 1, and its bits
 # Polynomial of Cephes' expf: (exp(r) - 1 - r) / r**2 on [-ln2/2, ln2/2], highest power first.
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 EXP_MIN, EXP_MAX = -87.33654, 88.72283  # below, exp is no normal float; above, it is infinite
@@ -52,7 +53,11 @@ def _split_exponent(f: Function, x: Value) -> tuple[Value, Value]:
 
 
 def _to_integers(f: Function, n: Value) -> Value:
-    return f.intrinsic(f.integers, f"fptosi.sat.v{f.lanes}i32.v{f.lanes}f32", n, hint="exponent")
+    """A whole number below 2**22 as an integer; NaN gives any. Added to SHIFTER, it is in the low bits of the mantissa. LLVM
+    converts lane by lane where NaN must give a defined result (`fptosi.sat`)."""
+    shifted = f.fadd(n, f.constant(SHIFTER), "shifted")
+    bits = f.op(f.integers, f"bitcast {f.vector} {shifted.text} to {f.integers}", "bits")
+    return f.binary("sub", bits, f.integer(SHIFTER_BITS), "exponent")
 
 
 def exp(f: Function, x: Value) -> Value:

@@ -14,6 +14,7 @@ so that loss and gradient need no exchange. Results depend on the number of part
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -40,6 +41,11 @@ def split(units: int, partitions: int, partition: int) -> tuple[int, int]:
 class Panel(NamedTuple):
     first: int  # column
     width: int
+
+
+@functools.cache
+def _panels(columns: int, width: int) -> tuple[Panel, ...]:
+    return tuple(Panel(first, min(width, columns - first)) for first in range(0, columns, width))
 
 
 class Buffer(NamedTuple):
@@ -88,7 +94,7 @@ class Plan:
         return (round_up(stage.width, line) // line | 1) * line
 
     def panels_of(self, columns: int) -> list[Panel]:
-        return [Panel(first, min(self.panel_width, columns - first)) for first in range(0, columns, self.panel_width)]
+        return list(_panels(columns, self.panel_width))
 
     def panels(self, stage: Stage) -> list[Panel]:
         return self.panels_of(self.padded(stage))

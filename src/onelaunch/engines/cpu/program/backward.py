@@ -16,6 +16,8 @@ from onelaunch.engines.cpu.program.forward import prefetch
 from onelaunch.engines.cpu.program.work import Work, of_one_width
 from onelaunch.integers import ceil_div
 
+NEAR_BYTES = 2**16  # of weights and states that stay close to the core from one step to the next
+
 
 def loss_and_gradient(work: Work) -> list[Command]:
     """The loss of this partition's rows and, in training, the gradient of the last stage's product."""
@@ -309,6 +311,7 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
     panels = plan.panels(stage) if whole else plan.owned_panels(stage, work.partition)
     gradients, unit = Address(f"gradient.panels.{stage.index}"), Unit("update", (work.rule,))
     even, odd = (buffer + first for buffer in work.output(before))
+    far = 4 * (last - first) * sum(panel.width for panel in panels) * (1 + len(work.rule.state_names)) > NEAR_BYTES
     commands = []
     for number, run in enumerate(of_one_width(panels) if first < last else ()):
         column, width = run[0]
@@ -317,7 +320,7 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
         commands.append(update.WEIGHT_UPDATES[vectors].command(
             unit, a=even, odd_a=odd, b=gradients + column * plan.rows, length=plan.batch, b_panel=width * plan.rows,
             c=Address(f"weight.{stage.index}") + (column * inputs + first * width), c_panel=width * inputs,
-            a_step=plan.pitch(before), state_stride=plan.state_stride, hyper=work.hyper, panels=len(run), **tiles,
+            a_step=plan.pitch(before), state_stride=plan.state_stride, hyper=work.hyper, panels=len(run), far=int(far), **tiles,
             **_next_rows(work, len(run) * (tiles["tall"] + tiles["middle"] + tiles["low"]), stage.index == 1 and not number),
         ))  # fmt: skip
     for run in of_one_width(plan.owned_panels(stage, work.partition)) if stage.linear.bias else ():
@@ -331,9 +334,10 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
 
 
 def _next_rows(work: Work, tiles: int, wanted: bool) -> dict[str, FieldValue]:
-    """How many cache lines of the next batch each tile prefetches, and in how many pieces that divides a row."""
+    """How the tiles of dW prefetch the rows of the next batch between them: a piece of a row each, or several."""
     row_bytes = work.plan.stages[0].width * (1 if work.plan.settings.uint8_rows else 4)
     row_lines = ceil_div(row_bytes, CACHE_LINE)
-    lines = min(row_lines, ceil_div(work.plan.batch * row_lines, max(1, tiles))) if wanted else 0
-    pieces = ceil_div(row_lines, lines) if lines else 0
-    return {"x": Address("x"), "row_bytes": row_bytes, "lines": lines, "pieces": pieces}
+    lines = min(row_lines, ceil_div(work.plan.batch * row_lines, max(1, tiles)))
+    pieces = ceil_div(row_lines, lines)
+    times = ceil_div(work.plan.batch * pieces, max(1, tiles)) if wanted else 0
+    return {"x": Address("x"), "row_bytes": row_bytes, "lines": lines, "pieces": pieces, "times": times}
