@@ -15,7 +15,9 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.run.distributed import process_group
 
 ROWS, BATCH = 53, 16  # the last batch has five rows, which two ranks cannot share evenly
-OPTIONS = {"batch_size": BATCH, "optimizer": "adam", "lr": 1e-2, "weight_decay": 1e-3, "seed": 5, "progress": False}
+OPTIONS = {
+    "batch_size": BATCH, "optimizer": "adam", "lr": 1e-2, "weight_decay": 1e-3, "seed": 5, "engine": "eager", "progress": False,
+}  # fmt: skip
 
 
 def model_and_data(device: str = "cpu") -> tuple[nn.Sequential, torch.Tensor, torch.Tensor]:

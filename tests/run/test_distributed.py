@@ -12,14 +12,16 @@ import torch
 from safetensors.torch import load_file
 
 import onelaunch as ol
+from onelaunch.engines import choose
 from onelaunch.errors import UnsupportedError
 from onelaunch.run import distributed
 from onelaunch.run.distributed import World
+from onelaunch.train.inputs import make_run
 from tests import preloaded
 from tests.run.distributed_worker import OPTIONS, model_and_data, train
 
 FLAGS = (
-    "--data", "digits", "--hidden", "8", "--batch-size", "256", "--schedule", "constant", "--epochs", "1"
+    "--data", "digits", "--hidden", "8", "--batch-size", "256", "--schedule", "constant", "--epochs", "1", "--engine", "eager",
 )  # fmt: skip
 
 
@@ -46,7 +48,7 @@ def test_two_ranks_equal_one_process_also_after_a_resume(tmp_path, gpu):
         assert code == 0, output
     got = load_file(tmp_path / "result.safetensors")
     model, x, y = model_and_data("cuda" if gpu else "cpu")
-    history = ol.fit(model, x, y, epochs=4, validation=(x, y), engine="eager", **OPTIONS)
+    history = ol.fit(model, x, y, epochs=4, validation=(x, y), **OPTIONS)
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(got[name], tensor.cpu(), rtol=0, atol=1e-5)
     torch.testing.assert_close(got["losses"], torch.tensor(history.losses), rtol=1e-5, atol=1e-6)
@@ -65,7 +67,7 @@ def test_a_dead_rank_ends_the_job(tmp_path):
 def assert_one_rank_prints(ranks: list[tuple[int | None, str]]) -> None:
     (code, output), follower = ranks
     assert code == 0, output
-    assert "several processes train together" in output
+    assert "engine   eager" in output
     assert follower == (0, "")
 
 
@@ -96,3 +98,13 @@ def test_other_engines_refuse_several_processes(monkeypatch):
     model, x, y = model_and_data()
     with pytest.raises(UnsupportedError, match=r"engine='cpu' cannot run this: several processes train together"):
         ol.fit(model, x, y, epochs=1, engine="cpu", progress=False)
+
+
+def test_slower_processes_on_cpus_are_refused(monkeypatch):
+    """One process with the CPU engine is faster; a model that only the eager engine takes trains in several."""
+    monkeypatch.setattr("onelaunch.engines.world", lambda: World(0, 2))
+    model, x, y = model_and_data()
+    with pytest.raises(UnsupportedError, match=r"2 processes on CPUs .* pass engine='eager'"):
+        choose(make_run(model, x, y, None, {"epochs": 1, "batch_size": 4}))
+    softshrink = torch.nn.Sequential(model, torch.nn.Softshrink())
+    assert choose(make_run(softshrink, x, y, None, {"epochs": 1, "batch_size": 4}))[0].name == "eager"

@@ -38,6 +38,7 @@ def choose(run: Run, failed: Mapping[str, str] = MappingProxyType({})) -> tuple[
     several_processes = world().size > 1
     if several_processes and requested == "auto":
         names, passed_over = ["eager"], ["several processes train together"]
+        _refuse_slower_processes(run)
     for name in names:
         found = engine_or_reason(name, run.device)
         if several_processes and name != "eager":
@@ -50,6 +51,17 @@ def choose(run: Run, failed: Mapping[str, str] = MappingProxyType({})) -> tuple[
         raise UnsupportedError(f"engine={requested!r} cannot run this: {reason}; pass engine='auto'")
     # The eager engine comes last and runs every model: it can only have refused the requested precision or memory.
     raise UnsupportedError(reason)
+
+
+def _refuse_slower_processes(run: Run) -> None:
+    """Refuse several processes on CPUs where one process would be faster: the CPU engine has threads, and no processes."""
+    found = engine_or_reason("cpu", run.device)
+    if isinstance(found, str) or found.unsupported_reason(run):
+        return
+    raise UnsupportedError(
+        f"{world().size} processes on CPUs train with engine='eager', which takes several times as long as the threads of one "
+        "process with engine='cpu': start one process, or pass engine='eager'"
+    )
 
 
 def _choice_reason(name: str, requested: str, passed_over: list[str]) -> str:

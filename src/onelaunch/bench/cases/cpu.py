@@ -7,8 +7,10 @@ of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch
 from __future__ import annotations
 
 import functools
+import itertools
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from onelaunch.bench.peers_torch import loop, reference_losses, worst_relative
 from onelaunch.bench.step_peers import SCAN, made_when_called, scan
 from onelaunch.bench.workload import Workload
 from onelaunch.engines.contract import Run, Segment
+from onelaunch.engines.cpu.native import library
 from onelaunch.engines.cpu.session import CpuSession
 from onelaunch.train.loop import StopSwitch
 from onelaunch.train.progress import Progress
@@ -92,30 +95,41 @@ for _workload in (
     _register(_workload)
 
 
-def _start_trial(warm: bool) -> Trial:
+def _start_trial(starts: Sequence[Workload], seen: Sequence[Workload] = ()) -> Trial:
+    """The start of a session as in a new process, for each of `starts` in turn. Code on disk is that of the networks `seen`."""
     torch.manual_seed(0)
-    run = Workload((784, 128, 128, 128, 10), 32).run(CPU, rows=ROWS, epochs=1)
     keep = tempfile.TemporaryDirectory(prefix="onelaunch-bench-")
+    folder = Path(keep.name)
+    runs = itertools.cycle([workload.run(CPU, rows=ROWS, epochs=1) for workload in starts])
+
+    def session(run: Run) -> None:
+        CpuSession(run, {}, cache_folder=folder).close()
+
+    for workload in seen:
+        session(workload.run(CPU, rows=ROWS, epochs=1))
+    known = set(folder.iterdir())
 
     def start() -> None:
-        if warm:
-            CpuSession(run, {}, cache_folder=Path(keep.name)).close()
-            return
-        with tempfile.TemporaryDirectory(prefix="onelaunch-bench-") as fresh:
-            CpuSession(run, {}, cache_folder=Path(fresh)).close()
+        assert keep.name  # the folder exists as long as this function
+        for entry in set(folder.iterdir()) - known:
+            entry.unlink()
+        library.cache_clear()
+        session(next(runs))
 
     def check() -> None:
         start()
-        assert not warm or any(Path(keep.name).iterdir()), f"no code was kept in {keep.name}"
+        assert any(folder.iterdir()), f"no code was kept in {folder}"
 
     return Trial(ours=start, check=check)
 
 
-@case("cpu/start/new", "cpu", "784-128-128-128-10: code generated for a network not seen before", unit="start")
-def start_new() -> Trial:
-    return _start_trial(warm=False)
-
-
-@case("cpu/start/cached", "cpu", "784-128-128-128-10: code of an earlier run loaded from disk", unit="start")
-def start_cached() -> Trial:
-    return _start_trial(warm=True)
+_SEEN = Workload((784, 128, 128, 128, 10), 32)
+_STARTS: dict[str, tuple[str, list[Workload], list[Workload]]] = {
+    "first": ("784-128-128-128-10, no network seen before", [_SEEN], []),
+    "new-width": ("other widths than those seen", [Workload((784, w, w, 10), 32) for w in range(100, 116)], [_SEEN]),
+    "new-depth": ("other depths than those seen", [Workload((784, *[64] * n, 10), 32) for n in range(1, 6)], [_SEEN]),
+    "new-optimizer": ("784-128-128-128-10 with Adam, after SGD", [replace(_SEEN, optimizer="adam")], [_SEEN]),
+    "cached": ("784-128-128-128-10, seen before: its code is on disk", [_SEEN], [_SEEN]),
+}
+for _name, (_about, _starts, _seen) in _STARTS.items():
+    case(f"cpu/start/{_name}", "cpu", _about, unit="start")(functools.partial(_start_trial, _starts, _seen))
