@@ -62,12 +62,16 @@ class Library:
         import llvmlite.binding as llvm
 
         self._target, self._cache_folder = target, cache_folder
-        self._machine = machine_for(target)
         # LLVM frees the target machine of an engine together with it, so the engine has one of its own.
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine_for(target))
         self._keys: dict[Unit, str] = {}  # of the units in memory
         self._addresses: dict[tuple[Unit, str], int] = {}
         self._lock = threading.Lock()
+
+    @functools.cached_property
+    def _machine(self) -> Any:
+        """To compile with; a process that finds all code on disk makes none."""
+        return machine_for(self._target)
 
     def load(self, units: Iterable[Unit]) -> list[Unit]:
         """Bring units into memory. Returns those that had to be compiled."""
