@@ -14,7 +14,17 @@ from onelaunch.fuse import Explanation, explain, fuse
 from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
 from onelaunch.rng import permutation
 from onelaunch.step import train_step
-from onelaunch.train import CsvLogger, EarlyStopping, History, TensorBoardLogger, fit, lr_find, predict
+from onelaunch.train import (
+    CsvLogger,
+    EarlyStopping,
+    History,
+    Predictor,
+    TensorBoardLogger,
+    fit,
+    load,
+    lr_find,
+    predict,
+)
 from onelaunch.version import VERSION as __version__
 
 __all__ = [
@@ -26,6 +36,7 @@ __all__ = [
     "Explanation",
     "History",
     "OnelaunchError",
+    "Predictor",
     "TensorBoardLogger",
     "UnsupportedError",
     "__version__",
@@ -36,6 +47,7 @@ __all__ = [
     "fuse",
     "linear",
     "linear_cross_entropy",
+    "load",
     "lr_find",
     "nn",
     "permutation",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -14,9 +16,22 @@ def test_median_and_interquartile_range_then_a_smooth_clip():
     z = (x - middle) / (high - low)
     scaled = FeatureScaling.fit(x).transform(x)
     assert scaled.dtype == np.float32
-    np.testing.assert_allclose(scaled, z / np.sqrt(1 + (z / LIMIT) ** 2), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(scaled[:, :3], z / np.sqrt(1 + (z / LIMIT) ** 2), rtol=1e-5, atol=1e-6)
     assert np.abs(scaled).max() <= LIMIT
-    np.testing.assert_array_equal(np.argsort(scaled[:, 0], kind="stable"), np.argsort(scaled[:, 0]))
+
+
+def test_ramps_rise_over_one_octile_each():
+    x = np.random.default_rng(0).lognormal(size=(200, 2)) * [1, 0]
+    scaling = FeatureScaling.fit(x)
+    assert scaling.outputs == 2 + 8
+    edges = np.quantile(x[:, 0], np.arange(9) / 8, method="inverted_cdf")
+    edges[0] = x[:, 0].min()
+    expected = [np.interp(x[:, 0], (low, high), (-0.5, 0.5)) for low, high in itertools.pairwise(edges)]
+    np.testing.assert_allclose(scaling.transform(x)[:, 2:], np.stack(expected, 1), atol=1e-6)
+    assert FeatureScaling.fit(x[:49]).outputs == 2, "too few rows for ramps"
+    few_values = np.random.default_rng(0).integers(0, 4, (200, 1)).astype(float)
+    assert FeatureScaling.fit(few_values).outputs == 1
+    assert scaling.transform(np.full((1, 2), np.nan)).tolist() == [[0.0] * 10]
 
 
 def test_a_rare_flag_a_constant_and_an_empty_column():

@@ -31,7 +31,6 @@ def test_columns_of_numbers_and_of_text(tmp_path, monkeypatch, name, mark, chunk
     np.testing.assert_array_equal(table.column("size"), [1.5, np.nan, np.nan, -3])
     assert table.column("kind").tolist() == ["red", "blue", "", "None"], "None may be a name"
     assert table.column("code").tolist() == ["1", "x", "2", ""]
-    assert table.numbers_in_text == {1: 0, 2: 2, 3: 0}
     assert table.lines.tolist() == [2, 3, 4, 5]
     assert table.place(1, "code") == f"{tmp_path / name}: line 3, column 'code'"
     part = table.take(np.array([3, 0]))

@@ -15,7 +15,17 @@ from onelaunch.cli import commands
 from onelaunch.errors import DivergedError, OnelaunchError, reason_of
 from onelaunch.version import VERSION
 
-COMMANDS = (commands.train, commands.compare, commands.bench, commands.report, commands.explain, commands.info)
+COMMANDS = (
+    commands.train,
+    commands.predict,
+    commands.evaluate,
+    commands.export,
+    commands.compare,
+    commands.bench,
+    commands.report,
+    commands.explain,
+    commands.info,
+)
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer's own class, or click's in older versions
 
 

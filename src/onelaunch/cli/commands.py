@@ -76,6 +76,42 @@ def bench(
     run_bench(what or ["all"], filter, quick, limit, large, out)
 
 
+RUN = Annotated[Path, typer.Argument(help="The folder of a finished run.")]
+TABLE = Annotated[Path, typer.Argument(help="A table with the columns of training; .npy or .npz for runs on arrays.")]
+
+
+def predict(
+    run: RUN,
+    data: TABLE,
+    out: Annotated[Path | None, typer.Option(help="The .csv file to write; standard output if not given.")] = None,
+) -> None:
+    """Predict the target of each row of a file: one line per row, for classes with their probabilities."""
+    from onelaunch.cli.predict import run_predict
+
+    raise_on_interrupt()
+    run_predict(run, data, out)
+
+
+def evaluate(
+    run: RUN,
+    data: TABLE,
+    target: Annotated[str | None, typer.Option(help="Array of a .npz file or column of a .npy file.")] = None,
+) -> None:
+    """Compare the predictions of a run with the targets in a file, and with the best constant prediction."""
+    from onelaunch.cli.predict import run_evaluate
+
+    raise_on_interrupt()
+    run_evaluate(run, data, target)
+
+
+def export(run: RUN, path: Annotated[Path, typer.Argument(help="The file to write: model.onnx or model.pt2.")]) -> None:
+    """Write a run as one ONNX or PyTorch file, with its preprocessing inside."""
+    from onelaunch.cli.predict import run_export
+
+    raise_on_interrupt()
+    run_export(run, path)
+
+
 def report(
     inputs: Annotated[list[Path], typer.Argument(help="Run folders, results files, or folders of either.")],
     out: Annotated[Path | None, typer.Option(help="The page to write; report.html if not given.")] = None,

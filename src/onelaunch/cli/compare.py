@@ -55,7 +55,7 @@ def run_compare(config: Path | None, sizes: list[int] | None, seeds: int, flags:
         raise OnelaunchError(f"seed={settings.seed} and seeds={seeds} go beyond 64 bits: pass a smaller seed")
     if any(size < 1 for size in hidden):
         raise OnelaunchError(f"sizes={sizes} must be widths of 1 or more, such as 128,256,512")
-    dataset = load_data(settings)
+    dataset, settings = load_data(settings)
     widths = widths_of(settings, dataset)
     if hidden and len(widths) < 3:
         raise OnelaunchError(

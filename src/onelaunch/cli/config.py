@@ -6,17 +6,25 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from onelaunch.activation_names import ACTIVATION_NAMES
-from onelaunch.errors import OnelaunchError, reason_of, suggest
+from onelaunch.errors import OnelaunchError, reason_of, require_option, suggest
 from onelaunch.files import read_text
-from onelaunch.run.options import Options, one_of, option
+from onelaunch.run import table_defaults
+from onelaunch.run.options import LOSSES, Options, one_of, option
 from onelaunch.run.schedule import SCHEDULES
 from onelaunch.run.spec import Spec
+from onelaunch.table_names import TASKS, is_table_file
 
+TASK_OF_LOSS = {"cross_entropy": "classification", "mse": "regression"}
+TABLE_DEFAULTS: dict[str, Any] = {  # of tables, where the user does not say; None is decided by the number of rows
+    "dropout": table_defaults.DROPOUT, "optimizer": table_defaults.OPTIMIZER, "lr": table_defaults.LR,
+    "weight_decay": table_defaults.WEIGHT_DECAY, "betas": list(table_defaults.BETAS), "batch_size": None,
+    "eps": table_defaults.EPS,
+}  # fmt: skip
 IMAGE_SETS = ("mnist", "fashion-mnist")  # data that may come from a folder
 
 
@@ -24,9 +32,11 @@ IMAGE_SETS = ("mnist", "fashion-mnist")  # data that may come from a folder
 class TrainConfig(Options):
     """The defaults reach 98 % on the full MNIST; `configs/default.toml` spells them out."""
 
-    data: str = option("mnist", "mnist, fashion-mnist, digits, or a .csv, .npz or .npy file")
+    data: str = option("mnist", "mnist, fashion-mnist, digits, or a .csv, .tsv, .csv.gz, .parquet, .npz or .npy file")
     data_dir: str | None = option(None, "folder that holds the four MNIST or Fashion-MNIST files")
     target: str | None = option(None, "column or array of the file that holds the targets")
+    task: str | None = option(None, f"of a table: {one_of(TASKS)}; inferred from its target when not given")
+    categorical: tuple[str, ...] | list[str] = option((), "columns of a table whose numbers are names of categories")
     validation: float = option(0.2, "fraction of the rows held out, for data without a test set of its own")
     layers: list[int] | None = option(None, "all widths, such as 784,128,10; or give --hidden")
     hidden: list[int] = option([512, 512], "hidden widths, such as 128,128; the rest comes from the data")
@@ -34,8 +44,9 @@ class TrainConfig(Options):
     dropout: float = option(0.2, "probability to drop a hidden unit")
     batch_norm: bool = option(False, "normalise before each activation")
     epochs: int | None = option(8, "passes over the data; or give --steps")
-    batch_size: int = option(128, "rows per step")
+    batch_size: int | None = option(128, "rows per step")  # type: ignore[assignment]  # None until a table is read
     schedule: str = option("one_cycle", one_of(SCHEDULES))
+    loss: str | None = option(None, f"{one_of(LOSSES)}; by the targets when not given")  # type: ignore[assignment]
     early_stopping: int | dict[str, Any] | None = option(
         None, "stop after this many epochs without a better validation loss; keep the best"
     )
@@ -45,6 +56,13 @@ class TrainConfig(Options):
         """The arguments of `fit` that describe the run."""
         options = {name: getattr(self, name) for name in Options.__dataclass_fields__}
         return {**options, "betas": None if self.betas is None else tuple(self.betas)}
+
+    def resolved(self, rows: int, has_classes: bool) -> TrainConfig:
+        """The configuration with a loss, a batch size and a length, for data of this many training rows."""
+        loss = self.loss or ("cross_entropy" if has_classes else "mse")
+        batch_size = self.batch_size or table_defaults.table_batch_size(rows)
+        epochs = self.epochs if self.epochs or self.steps else table_defaults.table_epochs(rows, batch_size)
+        return replace(self, loss=loss, batch_size=batch_size, epochs=epochs)
 
     def to_toml(self) -> str:
         """All keys that describe the run, without `out`. Relative paths are made absolute, so that it runs from anywhere."""
@@ -86,8 +104,15 @@ def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig
             given.pop(other if one in flags else one)
     if "steps" in given:
         given["epochs"] = None
+    is_table = isinstance(given.get("data"), str) and is_table_file(Path(given["data"]))
+    if is_table:
+        length = {} if "steps" in given else {"epochs": None}
+        widths = {} if "layers" in given else {"hidden": list(table_defaults.HIDDEN)}
+        given = TABLE_DEFAULTS | length | widths | given
     config = TrainConfig(**_check_types(given))
-    Spec(rows=max(1, config.batch_size), **config.fit_options())  # checks every option before any data is read
+    trial = config.resolved(max(1, config.batch_size or 1), config.task != "regression")
+    Spec(rows=max(1, trial.batch_size or 1), **trial.fit_options())  # checks every option before any data is read
+    _check_table_options(config, is_table)
     if any(width < 1 for width in config.hidden):
         raise OnelaunchError(f"hidden={config.hidden} must be widths of 1 or more, such as 128,128")
     check_architecture(config.layers if config.layers is not None else [1, 1], config.activation, config.dropout)
@@ -99,6 +124,24 @@ def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig
         known = " or ".join(IMAGE_SETS)
         raise OnelaunchError(f"data_dir={config.data_dir!r} is for {known}, not for data={config.data!r}: leave it out")
     return config
+
+
+def _check_table_options(config: TrainConfig, is_table: bool) -> None:
+    for name in ("task", "categorical"):
+        if getattr(config, name) and not is_table:
+            raise OnelaunchError(
+                f"{name}={getattr(config, name)!r} is for tables, not for data={config.data!r}: leave it out"
+            )
+    if config.task is not None:
+        require_option("task", config.task, TASKS)
+    if is_table and config.loss == "bce_with_logits":
+        raise OnelaunchError(
+            "loss='bce_with_logits' is not for tables: leave it out, classes are learned by cross_entropy"
+        )
+    if config.task and config.loss and config.task != TASK_OF_LOSS[config.loss]:
+        raise OnelaunchError(
+            f"task={config.task!r} and loss={config.loss!r} contradict each other: pass one of the two"
+        )
 
 
 def _check_types(given: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def numbers(kind: type[int] | type[float]) -> Callable[[str], list[Any]]:
 
 def names(text: str) -> tuple[str, ...]:
     """A parser for lists such as `f1,roc_auc`."""
-    return tuple(part for part in text.replace(" ", "").split(",") if part)
+    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def class_weights(text: str) -> str | dict[str, float]:

@@ -17,17 +17,21 @@ import typer
 from torch import nn
 
 from onelaunch.bench.results import commit
-from onelaunch.cli.config import TrainConfig, make_config, read_config
+from onelaunch.cli.config import TASK_OF_LOSS, TrainConfig, make_config, read_config
 from onelaunch.data import Dataset, load, split
+from onelaunch.data.table_encoding import load_table
 from onelaunch.device import default_device, describe_machine, device_name
 from onelaunch.errors import DivergedError, OnelaunchError, abbreviate_list, is_out_of_memory
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.run.distributed import process_group, world
+from onelaunch.table_names import is_table_file
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
 from onelaunch.train.mlp import mlp
+from onelaunch.train.predictor import load as load_run
 from onelaunch.train.run_folder import CHECKPOINT, CURVES, RunFolder, config_of, is_finished
+from onelaunch.train.scores import describe
 
 MAX_DEVIATION = 30.0  # standard deviation above which the usual learning rates no longer fit
 
@@ -50,7 +54,7 @@ def run_train(config: Path | None, resume: Path | None, progress: bool, flags: d
 
 def _follow(settings: TrainConfig, resume: Path | None) -> None:
     """Train along with rank 0, which alone writes and prints."""
-    dataset = load_data(settings)
+    dataset, settings = load_data(settings)
     model = _build_and_announce(settings, dataset).to(default_device())
     checkpoint = None if resume is None else resume / CHECKPOINT
     existing = checkpoint if checkpoint and checkpoint.exists() else None
@@ -61,7 +65,7 @@ def _follow(settings: TrainConfig, resume: Path | None) -> None:
 
 
 def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
-    dataset = load_data(settings)
+    dataset, settings = load_data(settings)
     model = _build_and_announce(settings, dataset)
     folder = RunFolder.create(settings.out, Path(settings.data).stem) if resume is None else RunFolder.open(resume)
     try:
@@ -91,21 +95,37 @@ def fits_into_memory() -> Iterator[None]:
         ) from error
 
 
-def load_data(settings: TrainConfig) -> Dataset:
-    """The data of the run with a test part, announced on the terminal, with notes on what may surprise."""
-    values = settings.loss != "cross_entropy"
-    dataset = load(settings.data, data_dir=settings.data_dir, target=settings.target, values=values)
-    if dataset.test_x is None:
-        dataset = split(dataset, settings.validation, settings.seed)
+def load_data(settings: TrainConfig) -> tuple[Dataset, TrainConfig]:
+    """The data of the run with a test part, announced on the terminal, with notes on what may surprise; and the settings,
+    completed by what the data says."""
+    dataset = _load_table(settings) if is_table_file(Path(settings.data)) else _load_arrays(settings)
     say("data", dataset.source)
     if dataset.fallback:
         say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
-    if dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
+    if dataset.encoding is not None:
+        for name, reason in dataset.encoding.encoder.left_out.items():
+            say("note", f"column {name!r} is not used: it {reason}")
+        say("task", f"{dataset.encoding.target.task} of {dataset.encoding.target.name!r}")
+    elif dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
         say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
     for what, array in (("features", dataset.x), ("targets", dataset.y)):
         if array.dtype == np.float32 and (spread := float(array.std())) > MAX_DEVIATION:
             say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
-    return dataset
+    return dataset, settings.resolved(len(dataset.x), dataset.classes is not None)
+
+
+def _load_table(settings: TrainConfig) -> Dataset:
+    task = settings.task or (TASK_OF_LOSS[settings.loss] if settings.loss else None)
+    return load_table(
+        Path(settings.data).expanduser(), target=settings.target, task=task, categorical=tuple(settings.categorical),
+        fraction=settings.validation, seed=settings.seed,
+    )  # fmt: skip
+
+
+def _load_arrays(settings: TrainConfig) -> Dataset:
+    values = None if settings.loss is None else settings.loss != "cross_entropy"
+    dataset = load(settings.data, data_dir=settings.data_dir, target=settings.target, values=values)
+    return dataset if dataset.test_x is not None else split(dataset, settings.validation, settings.seed)
 
 
 def options_of(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:
@@ -172,6 +192,9 @@ def _train(
         {
             "data": dataset.source,
             "classes": dataset.classes,
+            "loss": settings.loss,
+            "network": _network(settings, dataset),
+            "baseline": _baseline(settings, dataset),
             "model": str(model),
             "device": device_name(next(model.parameters()).device),
             "machine": describe_machine(),
@@ -179,6 +202,8 @@ def _train(
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
     )
+    if dataset.encoding is not None:
+        folder.save_table(dataset.encoding.to_json())
     narrator = _Narrator(folder, resumes)
     try:
         history = fit_with(
@@ -207,7 +232,33 @@ def _train(
     last = history.epochs[-1 if history.best_epoch is None else history.best_epoch]
     best = "" if history.best_epoch is None else f"best epoch {last['epoch'] + 1} of {len(history.epochs)}: "
     say("result", f"{best}{summary(last)}, in {history.seconds:.3g} s")
+    _score(folder, settings, dataset)
     _write_page(folder)
+
+
+def _score(folder: RunFolder, settings: TrainConfig, dataset: Dataset) -> None:
+    """Print the scores of the held-out rows, computed by the Predictor that the folder gives, and add them to run.json."""
+    if settings.loss == "bce_with_logits" or dataset.test_x is None or dataset.test_y is None:
+        return
+    y = dataset.test_y if dataset.test_values is None else dataset.test_values
+    found = load_run(folder.path).evaluate_encoded(dataset.test_x, y)
+    folder.describe(scores=found)
+    say("scores", f"{describe(found['scores'], found['constant'])}")
+
+
+def _network(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:
+    """The arguments of `mlp`, from which `ol.load` builds the network."""
+    names = ("activation", "dropout", "batch_norm")
+    return {"widths": widths_of(settings, dataset), **{name: getattr(settings, name) for name in names}}
+
+
+def _baseline(settings: TrainConfig, dataset: Dataset) -> float:
+    """The best constant prediction: the most frequent class number, or the mean in the units of the targets."""
+    if settings.loss == "cross_entropy":
+        return float(np.bincount(dataset.y).argmax())
+    if dataset.encoding is not None:
+        return float(dataset.encoding.target.scaling.mean[0])
+    return float(dataset.y.mean())
 
 
 def _outcome(history: History | None) -> dict[str, Any]:

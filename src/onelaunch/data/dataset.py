@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,10 @@ class Dataset:
     """The name of each class, in the order of the labels; None if y holds values to regress."""
     fallback: bool = False
     """True if this is a small substitute for the full set; `source` says why."""
+    encoding: Any = None
+    """Of a table, its `table_encoding.TableEncoding`: how rows became inputs and targets."""
+    test_values: np.ndarray | None = None
+    """Of a table, the targets of its test part as the file has them: int64 class numbers, or float64 numbers."""
 
 
 def split(dataset: Dataset, fraction: float, seed: int) -> Dataset:
@@ -47,14 +52,19 @@ def split(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     rows = len(dataset.x)
     if rows < 2:
         raise DataError(f"{dataset.name}: {rows} row cannot be split into a training and a test part: pass 2 at least")
-    held_out = min(max(round(rows * fraction), 1), rows - 1)
-    order = permutation(rows, seed, SPLIT_EPOCH).numpy()
-    test, rest = order[:held_out], order[held_out:]
+    rest, test = held_out_rows(rows, fraction, seed)
     return replace(
         dataset,
-        source=f"{dataset.source}, split {len(rest):,}/{held_out:,}",
+        source=f"{dataset.source}, split {len(rest):,}/{len(test):,}",
         x=dataset.x[rest],
         y=dataset.y[rest],
         test_x=dataset.x[test],
         test_y=dataset.y[test],
     )
+
+
+def held_out_rows(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(training rows, test rows) of `split`, for 2 rows or more."""
+    held_out = min(max(round(rows * fraction), 1), rows - 1)
+    order = permutation(rows, seed, SPLIT_EPOCH).numpy()
+    return order[held_out:], order[:held_out]

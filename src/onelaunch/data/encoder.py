@@ -1,7 +1,7 @@
 """Turns the columns of a table into a network's inputs and back: scaled numbers, one-hot categories, imputed missing values.
 
-The inputs of a row are, in this order: the scaled numeric columns (a missing value is the median, which is 0), one 0/1 flag
-for each numeric column that had missing values in training, and the one-hot code of each text column. A missing text is a
+The inputs of a row are, in this order: the scaled numeric columns with their ramps (0 for a missing value), one 0/1 flag for
+each numeric column that had missing values in training, and the one-hot code of each text column. A missing text is a
 category of its own if training had one. A category that training did not have is encoded as zeros.
 
 Everything an encoder knows is plain data: `to_json` and `from_json`, never pickle.
@@ -10,9 +10,9 @@ Everything an encoder knows is plain data: `to_json` and `from_json`, never pick
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -44,7 +44,7 @@ class TableEncoder:
         Raises DataError for a repeated name, an infinite number, text in a numeric column, or no usable column.
         """
         columns = list(columns)
-        _check_names(table, columns)
+        check_columns(table, columns, categorical)
         numbers: list[str] = []
         flagged: list[int] = []
         categories: dict[str, tuple[str, ...]] = {}
@@ -52,8 +52,6 @@ class TableEncoder:
         for name in columns:
             column = table.column(name)
             if column.dtype == object:
-                if name not in categorical:
-                    _refuse_mistakes(table, name)
                 found = _categories(column)
                 if isinstance(found, str):
                     left_out[name] = found
@@ -67,19 +65,18 @@ class TableEncoder:
             if np.isnan(column).any():
                 flagged.append(len(numbers))
             numbers.append(name)
-        inputs = _inputs(numbers, flagged, categories)
-        if not 1 <= inputs <= MAX_INPUTS:
-            few = "no column that says anything (each is constant, empty or an identifier): add one"
-            many = f"{inputs:,} inputs after encoding, more than {MAX_INPUTS:,}: leave out columns"
-            raise DataError(f"{table.path}: has {many if inputs else few}")
-        return cls(
-            tuple(numbers), FeatureScaling.fit(_matrix(table, numbers)), tuple(flagged), categories, left_out
-        )  # fmt: skip
+        if len(numbers) > MAX_INPUTS:
+            _refuse_inputs(table, len(numbers))
+        scaling = FeatureScaling.fit(_matrix(table, numbers))
+        encoder = cls(tuple(numbers), scaling, tuple(flagged), categories, left_out)
+        if not 1 <= encoder.inputs <= MAX_INPUTS:
+            _refuse_inputs(table, encoder.inputs)
+        return encoder
 
     @property
     def inputs(self) -> int:
         """The number of inputs that a row has after encoding."""
-        return _inputs(self.numbers, self.flagged, self.categories)
+        return self.scaling.outputs + len(self.flagged) + sum(map(_width, self.categories.values()))
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -132,8 +129,7 @@ class TableEncoder:
         return {
             "format": FORMAT,
             "numbers": list(self.numbers),
-            "center": self.scaling.center.tolist(),
-            "factor": self.scaling.factor.tolist(),
+            "scaling": self.scaling.to_json(),
             "flagged": list(self.flagged),
             "categories": {name: list(found) for name, found in self.categories.items()},
             "left_out": dict(self.left_out),
@@ -144,13 +140,27 @@ class TableEncoder:
         """The encoder that `to_json` described; raises KeyError, TypeError or ValueError if it did not."""
         if content["format"] != FORMAT:
             raise ValueError(f"format {content['format']}, this version reads {FORMAT}")
-        center, factor = (np.array(content[name], np.float64) for name in ("center", "factor"))
+        scaling = FeatureScaling.from_json(content["scaling"])
         numbers = tuple(map(str, content["numbers"]))
         flagged = tuple(map(int, content["flagged"]))
-        if not center.shape == factor.shape == (len(numbers),) or not all(0 <= i < len(numbers) for i in flagged):
+        if len(scaling.center) != len(numbers) or not all(0 <= i < len(numbers) for i in flagged):
             raise ValueError("the lengths of its lists do not match")
         categories = {str(name): tuple(map(str, found)) for name, found in content["categories"].items()}
-        return cls(numbers, FeatureScaling(center, factor), flagged, categories, dict(content["left_out"]))
+        return cls(numbers, scaling, flagged, categories, dict(content["left_out"]))
+
+
+def check_columns(table: Table, columns: Iterable[str], categorical: Iterable[str] = ()) -> None:
+    """Raise DataError for a repeated name, an infinite number, and text in a numeric column.
+
+    Call it before a table is divided: one part may hold the only word in a column of numbers.
+    """
+    columns = list(columns)
+    _check_names(table, columns)
+    for name in columns:
+        if table.column(name).dtype != object:
+            _refuse_infinite(table, name)
+        elif name not in categorical:
+            _refuse_mistakes(table, name)
 
 
 def one_hot(codes: np.ndarray, width: int) -> np.ndarray:
@@ -160,8 +170,10 @@ def one_hot(codes: np.ndarray, width: int) -> np.ndarray:
     return (codes[:, None] == np.arange(width)).astype(np.float32)
 
 
-def _inputs(numbers: Sequence[str], flagged: Sequence[int], categories: Mapping[str, tuple[str, ...]]) -> int:
-    return len(numbers) + len(flagged) + sum(map(_width, categories.values()))
+def _refuse_inputs(table: Table, inputs: int) -> NoReturn:
+    few = "no column that says anything (each is constant, empty or an identifier): add one"
+    many = f"{inputs:,} inputs after encoding, more than {MAX_INPUTS:,}: leave out columns"
+    raise DataError(f"{table.path}: has {many if inputs else few}")
 
 
 def _width(categories: tuple[str, ...]) -> int:
@@ -194,7 +206,6 @@ def _categories(column: np.ndarray) -> tuple[str, ...] | str:
 
 
 def _unusable_reason(table: Table, name: str) -> str:
-    _refuse_infinite(table, name)
     column = table.column(name)
     present = column[~np.isnan(column)]
     if not len(present):
@@ -215,7 +226,7 @@ def _refuse_mistakes(table: Table, name: str) -> None:
     """Refuse a text column that is nearly all numbers: more likely a typing error than a set of categories."""
     column = table.column(name)
     present = sum(1 for text in column if text)
-    numeric = table.numbers_in_text.get(table.index[name], 0)
+    numeric = sum(map(is_number, column))
     if present > numeric >= MOSTLY_NUMBERS * present:
         row = next(row for row, text in enumerate(column) if text and not is_number(text))
         raise DataError(

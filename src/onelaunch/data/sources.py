@@ -9,8 +9,8 @@ import numpy as np
 
 from onelaunch.data import arrays, mnist, tables
 from onelaunch.data.dataset import Dataset
-from onelaunch.data.table_file import is_table_file
 from onelaunch.errors import ArgumentTypeError, DataError, suggest
+from onelaunch.table_names import is_table_file
 
 NAMES = ("mnist", "fashion-mnist", "digits")
 READERS = {".npz": arrays.read_npz, ".npy": arrays.read_npy}

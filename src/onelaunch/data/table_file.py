@@ -18,7 +18,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -27,8 +27,6 @@ import numpy as np
 from onelaunch.errors import DataError, reason_of
 
 TARGET_NAMES = ("target", "label", "y", "class")
-TEXT_SUFFIXES = (".csv", ".tsv", ".txt")
-SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), ".parquet")
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # compared in lower case
 MISSING_NUMBERS = MISSING | {"none"}  # which may be a name in a text column
 CHUNK_CELLS = 1 << 18
@@ -44,7 +42,6 @@ class Table:
     columns: tuple[np.ndarray, ...]
     lines: np.ndarray  # for messages: the line of the file that each row was read from, or the row's number from 0
     header: bool = True
-    numbers_in_text: dict[int, int] = field(default_factory=dict)  # by text column: how many of its fields are numbers
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -64,10 +61,6 @@ class Table:
     def place(self, row: int, name: str) -> str:
         """`houses.csv: line 7, column 'rooms'`, for a message."""
         return f"{self.path}: {'row' if self.path.endswith('.parquet') else 'line'} {self.lines[row]}, column {name!r}"
-
-
-def is_table_file(path: Path) -> bool:
-    return path.name.lower().endswith(SUFFIXES)
 
 
 class TableFile:
@@ -113,7 +106,6 @@ class TableFile:
                 if index not in words and not _add_numbers(numbers[index], fields):
                     words.add(index)
         columns: list[np.ndarray] = [np.frombuffer(values, np.float64) if values else np.empty(0) for values in numbers]
-        numeric: dict[int, int] = {}
         if words:
             texts: dict[int, list[str]] = {index: [] for index in words}
             for _, fields_of in self._chunks():
@@ -121,8 +113,7 @@ class TableFile:
                     texts[index] += map(_text, fields_of[index])
             for index, values in texts.items():
                 columns[index] = np.array([*values, None], object)[:-1]  # None: NumPy must not look into the strings
-                numeric[index] = sum(map(is_number, values))
-        return Table(str(self.path), self.names, tuple(columns), np.frombuffer(lines, np.int64), self.header, numeric)
+        return Table(str(self.path), self.names, tuple(columns), np.frombuffer(lines, np.int64), self.header)
 
     def _chunks(self) -> Iterator[tuple[list[int], list[tuple[str, ...]]]]:
         """(line numbers, columns of fields) of some rows at a time."""
@@ -238,7 +229,6 @@ def _read_parquet(path: Path, names: tuple[str, ...], text_columns: set[int]) ->
 
     content = _parquet(path).read()
     columns: list[np.ndarray] = []
-    numeric: dict[int, int] = {}
     for index, column in enumerate(content.columns):
         kind = column.type
         is_numeric = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind) or pyarrow.types.is_boolean(kind)
@@ -248,5 +238,4 @@ def _read_parquet(path: Path, names: tuple[str, ...], text_columns: set[int]) ->
         else:
             texts = ["" if value is None else _text(str(value)) for value in values]
             columns.append(np.array([*texts, None], object)[:-1])
-            numeric[index] = sum(map(is_number, texts))
-    return Table(str(path), names, tuple(columns), np.arange(content.num_rows), True, numeric)
+    return Table(str(path), names, tuple(columns), np.arange(content.num_rows))

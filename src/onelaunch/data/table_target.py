@@ -17,7 +17,6 @@ from onelaunch.data.scaling import TargetScaling
 from onelaunch.data.table_file import Table, is_number
 from onelaunch.errors import DataError, abbreviate_list
 
-TASKS = ("classification", "regression")
 MAX_NUMBERED_CLASSES = 20  # with more different whole numbers, a column is a quantity
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
 

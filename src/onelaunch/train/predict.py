@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from onelaunch.train.inputs import to_tensor
 
 TASK = "_onelaunch_task"  # the attribute of a model that `fit` has trained; copies and pickles of the model keep it
 BATCH_VALUES = 2**22  # input values per batch, where the user names no batch size
+PREDICTED_ROWS = 8192  # per batch of `float64_outputs`
 MAX_SCALED = 2.0  # above this, floats are not value / 255
 
 
@@ -113,6 +115,15 @@ def outputs_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], batch_size: i
                 raise OnelaunchError("model must return one tensor with one row per sample")
             outputs.append(output.cpu())
     return torch.cat(outputs)
+
+
+def float64_outputs(model: nn.Module, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The outputs for the rows x, float64 [rows, …], from a float64 copy of the model on the CPU.
+
+    In float64 a row's outputs do not depend on the batch it is in, up to 1e-15.
+    """
+    network = copy.deepcopy(model).to("cpu", torch.float64)
+    return outputs_of(network, (to_tensor("x", x),), PREDICTED_ROWS).numpy()
 
 
 def _predictions(outputs: torch.Tensor, task: Task | None) -> np.ndarray[Any, Any]:

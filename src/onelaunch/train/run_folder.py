@@ -6,6 +6,7 @@ metrics.jsonl            one line per epoch: metrics, and under "losses" the los
 curves.png               a figure of the metrics
 checkpoint.safetensors   to resume from
 model.safetensors        the trained weights, by the names of the model's state_dict
+table.json               of a run on a table: how its columns are encoded, its target and its classes
 
 Every file is replaced atomically, except metrics.jsonl, which grows. After a kill, a resume drops its incomplete or surplus
 lines.
@@ -31,7 +32,7 @@ from onelaunch.train.history import History, json_ready
 from onelaunch.train.loop import Listener
 
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
-CHECKPOINT, MODEL, LOCK = "checkpoint.safetensors", "model.safetensors", ".lock"
+CHECKPOINT, MODEL, TABLE, LOCK = "checkpoint.safetensors", "model.safetensors", "table.json", ".lock"
 COMPARE_FILE = "compare.json"  # written by `onelaunch compare`, whose folder is not that of a run
 
 
@@ -126,6 +127,10 @@ class RunFolder(Listener):
 
         self._write(MODEL, save(cpu_copies(model.state_dict())))
 
+    def save_table(self, content: dict[str, Any]) -> None:
+        """Write how the columns of the run's table are encoded."""
+        self._write(TABLE, json.dumps(content, indent=1) + "\n")
+
     def _write(self, name: str, content: bytes | str) -> None:
         with self._writing(name) as path:
             write_atomic(path, content)
@@ -149,7 +154,7 @@ class RunFolder(Listener):
         if self.checkpoint.exists():
             return
         with suppress(OSError):
-            for name in (CONFIG, ABOUT, METRICS, LOCK):
+            for name in (CONFIG, ABOUT, METRICS, TABLE, LOCK):
                 (self.path / name).unlink(missing_ok=True)
             self.path.rmdir()
 

@@ -1,0 +1,118 @@
+"""A table as a Dataset: encoded by what its training rows alone say, together with the means to encode new rows alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onelaunch.data.dataset import Dataset, held_out_rows
+from onelaunch.data.encoder import TableEncoder, check_columns
+from onelaunch.data.table_file import MISSING, Table, TableFile
+from onelaunch.data.table_target import TableTarget
+from onelaunch.data.tables import target_column
+from onelaunch.errors import ArgumentTypeError, DataError, suggest
+
+
+@dataclass(frozen=True)
+class TableEncoding:
+    """How the rows of a table become inputs, and its target column becomes targets."""
+
+    encoder: TableEncoder
+    target: TableTarget
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """The columns that must be read as text, if a file has them."""
+        return (*self.encoder.categories, self.target.name)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"encoder": self.encoder.to_json(), "target": self.target.to_json()}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> TableEncoding:
+        """The encoding that `to_json` described; raises KeyError, TypeError or ValueError if it did not."""
+        return cls(TableEncoder.from_json(content["encoder"]), TableTarget.from_json(content["target"]))
+
+
+def load_table(
+    path: Path, *, target: str | None, task: str | None, categorical: Sequence[str], fraction: float, seed: int
+) -> Dataset:
+    """The rows of the file, encoded, with `fraction` of them held out as its test part, the same ones as `split` holds out.
+
+    target: name or index of the target column; None finds a column called target, label, y or class.
+    task: "classification", "regression", or None to infer it from the target. categorical: columns of numbers that are names.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: {'is not a file' if path.exists() else 'no such file'}: check the path")
+    file = TableFile(path, target)
+    name = file.names[target_column(file, target)]
+    for column in categorical:
+        if column not in file.names:
+            raise DataError(f"categorical={column!r}: {path} has no such column{suggest(column, file.names)}")
+    table = file.read(as_text=(name, *categorical))
+    return encode_table(table, name, task, categorical, fraction, seed)
+
+
+def encode_table(
+    table: Table, name: str, task: str | None, categorical: Sequence[str], fraction: float, seed: int
+) -> Dataset:
+    """See `load_table`."""
+    if len(table) < 2:
+        raise DataError(f"{table.path}: has 1 row, which cannot be split into a training and a test part: add rows")
+    columns = [column for column in table.names if column != name]
+    check_columns(table, columns, categorical)
+    goal = TableTarget.fit(table, name, task)
+    rest, test = held_out_rows(len(table), fraction, seed)
+    training = table.take(rest)
+    if goal.scaling is not None:  # its mean and deviation are those of the training rows
+        goal = TableTarget.fit(training, name, "regression")
+    encoder = TableEncoder.fit(training, columns, categorical)
+    y = goal.values(table)
+    what = f"{len(goal.classes):,} classes" if goal.classes else "values"
+    heading = "" if table.header else ", no header line"
+    text = f" ({len(encoder.categories)} of text)" if encoder.categories else ""
+    source = (
+        f"{table.path}, {len(table):,} rows of {len(columns):,} columns{text}, {what} in column {name!r}{heading}, "
+        f"split {len(rest):,}/{len(test):,}"
+    )
+    return Dataset(
+        Path(table.path).name, source, encoder.transform(training), goal.encode(y[rest]),
+        encoder.transform(table.take(test)), goal.encode(y[test]), goal.classes,
+        encoding=TableEncoding(encoder, goal), test_values=y[test],
+    )  # fmt: skip
+
+
+def as_table(data: Any, text_columns: Sequence[str]) -> Table:
+    """A Table from the path of a file, a pandas or polars DataFrame, a dict of columns, or a Table.
+
+    text_columns: the columns to read as text, where the data has them. Raises ArgumentTypeError for anything else.
+    """
+    if isinstance(data, Table):
+        return data
+    if isinstance(data, str | Path):
+        path = Path(data).expanduser()
+        if not path.is_file():
+            raise DataError(f"{path}: {'is not a file' if path.exists() else 'no such file'}: check the path")
+        return TableFile(path).read(as_text=text_columns)
+    if not isinstance(data, Mapping) and not hasattr(data, "columns"):
+        kind = type(data).__name__
+        raise ArgumentTypeError(f"x is of type {kind}: pass the path of a file, a DataFrame, or a dict of columns")
+    names = [str(name) for name in (data if isinstance(data, Mapping) else data.columns)]
+    columns = [_column(data[name]) for name in (data if isinstance(data, Mapping) else data.columns)]
+    lengths = {len(column) for column in columns}
+    if len(lengths) != 1:
+        raise DataError(f"x has columns of {sorted(lengths)} rows: pass columns of the same length")
+    return Table("x", tuple(names), tuple(columns), np.arange(lengths.pop()))
+
+
+def _column(values: Any) -> np.ndarray:
+    """float64 with NaN, or an object array of str with "" for a missing value."""
+    array = np.asarray(values)
+    if array.dtype.kind in "buif":
+        return array.astype(np.float64)
+    texts = ["" if value is None or value != value else str(value).strip() for value in array.tolist()]
+    return np.array([*("" if text.lower() in MISSING else text for text in texts), None], object)[:-1]

@@ -1,0 +1,15 @@
+"""scikit-learn estimators that train on onelaunch's engines: `from onelaunch.sklearn import MLPClassifier, MLPRegressor`.
+
+They have the parameters and attributes of scikit-learn's own classes of these names. scikit-learn itself is the optional
+extra `onelaunch[sklearn]`.
+"""
+
+try:
+    import sklearn as _sklearn  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"onelaunch.sklearn needs scikit-learn ({error}): pip install 'onelaunch[sklearn]'") from None
+
+from onelaunch.sklearn.classifier import MLPClassifier
+from onelaunch.sklearn.regressor import MLPRegressor
+
+__all__ = ["MLPClassifier", "MLPRegressor"]

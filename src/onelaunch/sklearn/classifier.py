@@ -1,0 +1,176 @@
+"""`onelaunch.sklearn.MLPClassifier`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy.special import expit, softmax
+from sklearn.base import ClassifierMixin
+from sklearn.utils import column_or_1d, compute_sample_weight
+from sklearn.utils.multiclass import check_classification_targets, type_of_target, unique_labels
+from sklearn.utils.validation import _check_sample_weight, validate_data
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.run import table_defaults as defaults
+from onelaunch.sklearn.estimator import BaseMLP, dense
+from onelaunch.sklearn.rows import make_rows
+
+
+class MLPClassifier(ClassifierMixin, BaseMLP):
+    """A neural network for classification, trained by onelaunch's engines; scikit-learn's MLPClassifier with more options.
+
+    It takes binary, multiclass and multilabel targets, dense or sparse rows, and labels of any type.
+
+    Parameters of scikit-learn's class, with other defaults:
+    hidden_layer_sizes: widths of the hidden layers.
+    activation: one of `onelaunch.activations`, or "logistic" or "identity".
+    alpha: weight decay, decoupled for optimizer="adamw" (the default), else an L2 penalty.
+    batch_size: rows per step; "auto" chooses by the number of rows.
+    learning_rate_init: the largest learning rate of the schedule.
+    max_iter: the number of epochs; "auto" chooses by the number of rows.
+    early_stopping: hold out `validation_fraction` of the rows, stop after `n_iter_no_change` epochs in which the validation
+    loss has not improved by `tol`, and keep the best epoch's weights. "auto": with more than 10,000 rows.
+    random_state, warm_start, verbose: as in scikit-learn.
+
+    Further parameters:
+    dropout, batch_norm, layer_norm: in each hidden layer.
+    schedule, optimizer, label_smoothing, precision, engine: as in `ol.fit`.
+    class_weight: None, "balanced", or {label: weight} (a list of such dicts for multilabel targets).
+    scale: "robust" scales features by their quartiles and clips them smoothly to (-3, 3); None takes them as they are.
+    n_estimators: train this many networks from different seeds and average their probabilities.
+    device: "auto" (a GPU if there is one), "cpu" or "cuda".
+
+    Attributes: `classes_`, `models_`, `model_`, `history_`, and those of scikit-learn's class. `coefs_` apply to scaled rows.
+    """
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = defaults.HIDDEN,
+        activation: str = "relu",
+        *,
+        alpha: float = defaults.WEIGHT_DECAY,
+        batch_size: int | str = "auto",
+        learning_rate_init: float = defaults.LR,
+        max_iter: int | str = "auto",
+        early_stopping: bool | str = "auto",
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 1e-4,
+        random_state: Any = None,
+        warm_start: bool = False,
+        verbose: bool = False,
+        dropout: float = defaults.DROPOUT,
+        batch_norm: bool = False,
+        layer_norm: bool = False,
+        class_weight: Any = None,
+        label_smoothing: float = 0.0,
+        schedule: str = defaults.SCHEDULE,
+        optimizer: str = defaults.OPTIMIZER,
+        scale: str | None = "robust",
+        n_estimators: int = 1,
+        precision: str = "auto",
+        engine: str = "auto",
+        device: str = "auto",
+    ) -> None:
+        super().__init__(
+            hidden_layer_sizes, activation, alpha=alpha, batch_size=batch_size, learning_rate_init=learning_rate_init,
+            max_iter=max_iter, early_stopping=early_stopping, validation_fraction=validation_fraction,
+            n_iter_no_change=n_iter_no_change, tol=tol, random_state=random_state, warm_start=warm_start,
+            verbose=verbose, dropout=dropout, batch_norm=batch_norm, layer_norm=layer_norm, schedule=schedule,
+            optimizer=optimizer, scale=scale, n_estimators=n_estimators, precision=precision, engine=engine,
+            device=device,
+        )  # fmt: skip
+        self.class_weight = class_weight
+        self.label_smoothing = label_smoothing
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_label = True
+        return tags
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> MLPClassifier:
+        """Train on the rows of X [rows, features] with labels y [rows], or [rows, labels] of 0 and 1; returns self.
+
+        sample_weight: one number per row, 0 or more; a row of weight 2 counts as two rows.
+        """
+        continues = bool(self.warm_start) and hasattr(self, "models_")
+        return self._fit(X, y, sample_weight, continues=continues)
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> MLPClassifier:
+        """Train one epoch on these rows; returns self. The first call fixes the scaling of the features.
+
+        classes: all labels that later calls may have, in the first call. The optimizer starts afresh in each call.
+        """
+        if not hasattr(self, "models_"):
+            if classes is None and type_of_target(y) != "multilabel-indicator":
+                raise ValueError("classes must be passed on the first call to partial_fit")
+            return self._fit(X, y, sample_weight, continues=False, classes=classes, epochs=1)
+        if classes is not None and not np.array_equal(self.classes_, np.unique(classes)):
+            raise ValueError(f"classes={classes!r} is not the same as on the last call to partial_fit: {self.classes_}")
+        return self._fit(X, y, sample_weight, continues=True, epochs=1)
+
+    def _fit(
+        self, X: Any, y: Any, sample_weight: Any, *, continues: bool, classes: Any = None, epochs: int | None = None
+    ) -> MLPClassifier:
+        X, y = validate_data(
+            self, X, y, accept_sparse="csr", multi_output=True, dtype=(np.float64, np.float32), reset=not continues
+        )
+        if sample_weight is not None:
+            sample_weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        check_classification_targets(y)
+        multilabel = type_of_target(y, input_name="y") == "multilabel-indicator"
+        if multilabel:
+            y = dense(y)
+            found = np.arange(y.shape[1])
+        else:
+            y = column_or_1d(y, warn=True)
+            found = unique_labels(y)
+        if continues:
+            self._check_labels(found, multilabel, all_of_them=epochs is None)
+        else:
+            self.classes_ = found if classes is None else unique_labels(classes)
+            self._multilabel = multilabel
+            self._check_labels(found, multilabel, all_of_them=False)
+        if self.class_weight is not None:
+            by_class = compute_sample_weight(self.class_weight, y)
+            sample_weight = by_class if sample_weight is None else by_class * sample_weight
+        targets = y.astype(np.float32) if multilabel else np.searchsorted(self.classes_, y)
+        loss = "bce_with_logits" if multilabel else "cross_entropy"
+        rows = make_rows(dense(X), targets, sample_weight)
+        if not multilabel and len(self.classes_) < 2:
+            raise OnelaunchError(f"y has 1 class, {self.classes_[0]!r}, in the rows of positive weight: pass 2 or more")
+        self._fit_rows(rows, len(self.classes_), loss, continues=continues, epochs=epochs)
+        self.out_activation_ = "logistic" if multilabel else "softmax"
+        return self
+
+    def _check_labels(self, found: np.ndarray, multilabel: bool, *, all_of_them: bool) -> None:
+        """Raise ValueError for labels of another kind, and for labels that are not in `classes_`."""
+        unknown = np.setdiff1d(found, self.classes_)
+        differ = len(found) != len(self.classes_) and (all_of_them or multilabel)
+        if multilabel != self._multilabel or len(unknown) or differ:
+            raise ValueError(f"y has the classes {found}, which are not those of the fitted estimator: {self.classes_}")
+
+    def _options(self, rows: int, loss: str, epochs: int | None) -> dict[str, Any]:
+        options = super()._options(rows, loss, epochs)
+        if loss == "cross_entropy":
+            options["label_smoothing"] = self.label_smoothing
+        return options
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """The probability of each class, float64 [rows, classes]; of each label, for multilabel targets."""
+        outputs = self._outputs(X)
+        of_one = expit if self._multilabel else lambda output: softmax(output, axis=1)
+        return np.mean([of_one(output) for output in outputs], axis=0)
+
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """The logarithm of `predict_proba`."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable label of each row; 0 or 1 for each label of multilabel targets."""
+        probabilities = self.predict_proba(X)
+        if self._multilabel:
+            return (probabilities > 0.5).astype(np.int64)
+        return self.classes_[probabilities.argmax(axis=1)]

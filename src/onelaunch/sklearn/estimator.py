@@ -1,0 +1,222 @@
+"""What the classifier and the regressor share: parameters, the network, training on the engines, and its record.
+
+A fit goes through these stages: check and weight the rows (`sklearn/rows.py`), scale them (`onelaunch.data.scaling`), build
+the networks (`onelaunch.train.mlp`), train each with `ol.fit`, and keep the networks on the CPU for predictions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import nn
+
+from onelaunch.data.scaling import FeatureScaling
+from onelaunch.device import default_device
+from onelaunch.errors import OnelaunchError, require_integer, require_option
+from onelaunch.run import table_defaults as defaults
+from onelaunch.run.early_stopping import EarlyStopping
+from onelaunch.sklearn.rows import Rows
+from onelaunch.train.fit import fit as train
+from onelaunch.train.history import History
+from onelaunch.train.mlp import mlp
+from onelaunch.train.predict import float64_outputs
+
+MIN_ROWS_TO_STOP_EARLY = 10_000  # with early_stopping="auto"
+SCALES = ("robust",)
+ACTIVATION_ALIASES = {"logistic": "sigmoid", "identity": None}  # scikit-learn's names
+
+
+class BaseMLP(BaseEstimator):
+    """The parameters of `MLPClassifier` and `MLPRegressor`, and their common methods."""
+
+    models_: list[nn.Sequential]
+    loss_curve_: list[float]
+    t_: int
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = defaults.HIDDEN,
+        activation: str = "relu",
+        *,
+        alpha: float = defaults.WEIGHT_DECAY,
+        batch_size: int | str = "auto",
+        learning_rate_init: float = defaults.LR,
+        max_iter: int | str = "auto",
+        early_stopping: bool | str = "auto",
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 1e-4,
+        random_state: Any = None,
+        warm_start: bool = False,
+        verbose: bool = False,
+        dropout: float = defaults.DROPOUT,
+        batch_norm: bool = False,
+        layer_norm: bool = False,
+        schedule: str = defaults.SCHEDULE,
+        optimizer: str = defaults.OPTIMIZER,
+        scale: str | None = "robust",
+        n_estimators: int = 1,
+        precision: str = "auto",
+        engine: str = "auto",
+        device: str = "auto",
+    ) -> None:
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.activation = activation
+        self.alpha = alpha
+        self.batch_size = batch_size
+        self.learning_rate_init = learning_rate_init
+        self.max_iter = max_iter
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.n_iter_no_change = n_iter_no_change
+        self.tol = tol
+        self.random_state = random_state
+        self.warm_start = warm_start
+        self.verbose = verbose
+        self.dropout = dropout
+        self.batch_norm = batch_norm
+        self.layer_norm = layer_norm
+        self.schedule = schedule
+        self.optimizer = optimizer
+        self.scale = scale
+        self.n_estimators = n_estimators
+        self.precision = precision
+        self.engine = engine
+        self.device = device
+
+    @property
+    def model_(self) -> nn.Sequential:
+        """The trained network, a PyTorch module on the CPU that takes scaled rows; the first of several."""
+        check_is_fitted(self)
+        return self.models_[0]
+
+    @property
+    def coefs_(self) -> list[np.ndarray]:
+        """The weights of each Linear of `model_`, [inputs, outputs]."""
+        return [layer.weight.detach().numpy().T.copy() for layer in self.model_ if isinstance(layer, nn.Linear)]
+
+    @property
+    def intercepts_(self) -> list[np.ndarray]:
+        """The bias of each Linear of `model_`, [outputs]."""
+        return [layer.bias.detach().numpy().copy() for layer in self.model_ if isinstance(layer, nn.Linear)]
+
+    @property
+    def n_layers_(self) -> int:
+        """The number of layers of `model_`, with its input and output."""
+        return len(self.coefs_) + 1
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return hasattr(self, "models_")
+
+    def _fit_rows(self, rows: Rows, outputs: int, loss: str, *, continues: bool, epochs: int | None = None) -> None:
+        """Train the networks on checked rows and set the attributes of the fit.
+
+        continues: start from the networks of the last fit, and keep its scaling. epochs: instead of `max_iter`.
+        """
+        self._check_parameters()
+        if not continues:
+            self._scaling = FeatureScaling.fit(rows.x, rows.weight) if self.scale else None
+        x = rows.x.astype(np.float32) if self._scaling is None else self._scaling.transform(rows.x)
+        device = default_device() if self.device == "auto" else torch.device(self.device)
+        random = check_random_state(self.random_state)
+        seeds = [int(random.randint(2**31 - 1)) for _ in range(self.n_estimators)]
+        if continues:
+            models = self.models_
+        else:
+            models = [self._network(x.shape[1], outputs, seed) for seed in seeds]
+        options = self._options(len(x), loss, epochs)
+        if rows.weight is not None:
+            options["sample_weight"] = rows.weight.astype(np.float32)
+        histories = []
+        for model, seed in zip(models, seeds, strict=True):
+            model.to(device)
+            try:
+                histories.append(train(model, x, rows.y, **options, seed=seed, progress=bool(self.verbose)))
+            finally:
+                model.to("cpu").eval()
+        self.models_ = models
+        self.n_outputs_ = outputs
+        self._record(histories, len(x), continues)
+
+    def _record(self, histories: list[History], rows: int, continues: bool) -> None:
+        """The record of training, as scikit-learn names it; of several networks, the first one's."""
+        epochs = histories[0].epochs
+        before = self.loss_curve_ if continues else []
+        self.loss_curve_ = before + [epoch["loss"] for epoch in epochs]
+        self.loss_ = self.loss_curve_[-1]
+        self.n_iter_ = len(self.loss_curve_)
+        self.t_ = (self.t_ if continues else 0) + rows * len(epochs)
+        validation = [epoch["validation"] for epoch in epochs if epoch["validation"]]
+        scores = [-found["loss"] if found["accuracy"] is None else found["accuracy"] for found in validation]
+        self.validation_scores_ = scores or None
+        self.best_validation_score_ = max(scores) if scores else None
+        self.best_loss_ = None if scores else min(self.loss_curve_)
+        self.history_ = histories[0]
+
+    def _check_parameters(self) -> None:
+        require_option("device", self.device, ("auto", "cpu", "cuda"))
+        if self.scale is not None:
+            require_option("scale", self.scale, SCALES, or_else="None")
+        if require_integer("n_estimators", self.n_estimators, "a number of networks, 1 or more") < 1:
+            raise OnelaunchError(f"n_estimators={self.n_estimators} must be 1 or more")
+        if self.batch_norm and self.layer_norm:
+            raise OnelaunchError("batch_norm=True and layer_norm=True: pass one of the two")
+
+    def _network(self, inputs: int, outputs: int, seed: int) -> nn.Sequential:
+        sizes = self.hidden_layer_sizes
+        hidden = [int(size) for size in np.atleast_1d(np.asarray(sizes, int))]
+        if any(size < 1 for size in hidden):
+            raise OnelaunchError(f"hidden_layer_sizes={sizes!r} must be widths of 1 or more, such as (128, 128)")
+        return mlp(
+            [inputs, *hidden, outputs], activation=ACTIVATION_ALIASES.get(self.activation, self.activation),
+            dropout=self.dropout, batch_norm=self.batch_norm, layer_norm=self.layer_norm, seed=seed,
+        )  # fmt: skip
+
+    def _options(self, rows: int, loss: str, epochs: int | None) -> dict[str, Any]:
+        """The arguments of `ol.fit` for this many rows."""
+        batch_size = defaults.table_batch_size(rows) if self.batch_size == "auto" else self.batch_size
+        batch_size = min(require_integer("batch_size", batch_size, "'auto' or rows per step, 1 or more"), rows)
+        wanted: Any = self.max_iter if epochs is None else epochs
+        wanted = defaults.table_epochs(rows, batch_size) if wanted == "auto" else wanted
+        options: dict[str, Any] = {
+            "epochs": require_integer("max_iter", wanted, "'auto' or a number of epochs, 1 or more"),
+            "batch_size": batch_size, "optimizer": self.optimizer, "lr": self.learning_rate_init,
+            "weight_decay": self.alpha, "schedule": self.schedule, "loss": loss, "precision": self.precision,
+            "engine": self.engine,
+            "drop_last": bool(self.batch_norm) and rows % batch_size == 1,  # BatchNorm1d cannot normalise one row
+        }  # fmt: skip
+        if self.optimizer in ("adam", "adamw"):
+            options |= {"betas": defaults.BETAS, "eps": defaults.EPS}
+        if epochs is None and self._stops_early(rows):
+            options["validation"] = self.validation_fraction
+            options["early_stopping"] = EarlyStopping(self.n_iter_no_change, min_delta=self.tol)
+        return options
+
+    def _stops_early(self, rows: int) -> bool:
+        if isinstance(self.early_stopping, str):
+            require_option("early_stopping", self.early_stopping, ("auto",), or_else="True or False")
+            return rows > MIN_ROWS_TO_STOP_EARLY
+        return bool(self.early_stopping)
+
+    def _outputs(self, X: Any) -> list[np.ndarray]:
+        """The float64 outputs of each network for the rows of X; in float64 they do not depend on the batch they are in."""
+        check_is_fitted(self)
+        X = dense(validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False))
+        x = X if self._scaling is None else self._scaling.transform(X)
+        return [float64_outputs(model, x) for model in self.models_]
+
+
+def dense(X: Any) -> np.ndarray:
+    """X as an array; a sparse matrix is expanded."""
+    found: np.ndarray = X.toarray() if hasattr(X, "toarray") else X
+    return found

@@ -1,0 +1,67 @@
+"""`onelaunch.sklearn.MLPRegressor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import RegressorMixin
+from sklearn.utils import column_or_1d
+from sklearn.utils.validation import _check_sample_weight, validate_data
+
+from onelaunch.data.scaling import TargetScaling
+from onelaunch.sklearn.estimator import BaseMLP, dense
+from onelaunch.sklearn.rows import make_rows
+
+
+class MLPRegressor(RegressorMixin, BaseMLP):
+    """A neural network for regression, trained by onelaunch's engines; scikit-learn's MLPRegressor with more options.
+
+    It takes one or several targets and dense or sparse rows. The parameters are those of `MLPClassifier`, without
+    class_weight and label_smoothing. With scale="robust" the targets are standardised for training as well; predictions are
+    in the units of y.
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> MLPRegressor:
+        """Train on the rows of X [rows, features] with targets y [rows] or [rows, targets]; returns self.
+
+        sample_weight: one number per row, 0 or more; a row of weight 2 counts as two rows.
+        """
+        return self._fit(X, y, sample_weight, continues=bool(self.warm_start) and hasattr(self, "models_"))
+
+    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> MLPRegressor:
+        """Train one epoch on these rows; returns self. The first call fixes the scaling of features and targets.
+
+        The optimizer starts afresh in each call.
+        """
+        return self._fit(X, y, sample_weight, continues=hasattr(self, "models_"), epochs=1)
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any, *, continues: bool, epochs: int | None = None) -> MLPRegressor:
+        X, y = validate_data(
+            self, X, y, accept_sparse="csr", multi_output=True, y_numeric=True, dtype=(np.float64, np.float32),
+            reset=not continues,
+        )  # fmt: skip
+        if sample_weight is not None:
+            sample_weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+        if y.ndim == 2 and y.shape[1] == 1:
+            y = column_or_1d(y, warn=True)
+        flat = y.ndim == 1
+        targets = np.asarray(y, np.float64).reshape(len(y), -1)
+        if continues and targets.shape[1] != self.n_outputs_:
+            raise ValueError(f"y has {targets.shape[1]} targets, the fitted estimator {self.n_outputs_}: pass as many")
+        rows = make_rows(dense(X), targets, sample_weight)
+        if not continues:
+            self._target_scaling = TargetScaling.fit(rows.y, rows.weight) if self.scale else None
+            self._flat = flat
+        scaled = rows.y.astype(np.float32) if self._target_scaling is None else self._target_scaling.transform(rows.y)
+        rows = type(rows)(rows.x, scaled, rows.weight)
+        self._fit_rows(rows, targets.shape[1], "mse", continues=continues, epochs=epochs)
+        self.out_activation_ = "identity"
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The predicted targets, float64 [rows], or [rows, targets] if y had two dimensions; the mean of the networks'."""
+        outputs = np.mean(self._outputs(X), axis=0)
+        if self._target_scaling is not None:
+            outputs = self._target_scaling.inverse(outputs)
+        return outputs[:, 0] if self._flat else outputs

@@ -1,0 +1,40 @@
+"""The rows of a fit with their weights, in a form that makes an integer weight and a repeated row the same thing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from onelaunch.errors import OnelaunchError
+
+MAX_MERGED_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Rows:
+    x: np.ndarray  # [rows, features]
+    y: np.ndarray  # int64 [rows], or floats [rows, outputs]
+    weight: np.ndarray | None  # float64 [rows], all above 0; None means 1 each
+
+
+def make_rows(x: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> Rows:
+    """The rows without those of weight 0. Up to 1,024 rows are sorted, and equal ones merged into one with their weight.
+
+    So small tables give the same bits in any order of their rows, and a row of weight 2 is the same as two equal rows. In
+    larger ones, where batches are random parts of the table, that holds for the expectation only.
+    Raises OnelaunchError if no row is left.
+    """
+    if weight is not None:
+        kept = weight > 0
+        if not kept.any():
+            raise OnelaunchError("sample_weight has no value above 0: give at least one row a weight")
+        x, y, weight = x[kept], y[kept], weight[kept]
+    if len(x) <= MAX_MERGED_ROWS:
+        columns = np.column_stack([x, y]).astype(np.float64)
+        _, first, place = np.unique(columns, axis=0, return_index=True, return_inverse=True)
+        weight = np.bincount(place.ravel(), weight, minlength=len(first)).astype(np.float64)
+        x, y = x[first], y[first]
+    if weight is not None and (weight == weight[0]).all():
+        weight = None
+    return Rows(x, y, weight)
