@@ -48,18 +48,20 @@ def _weight_update(f: Function, vectors: int, rule: UpdateRule) -> None:
     a = by_parity(f, f["a"], f["odd_a"])
     next_rows = _NextRows(f)
 
-    def panel(number: Int) -> None:
-        b = f.at(f["b"], f.mul(number, f["b_panel"]), hint="b")
-        c = f.at(f["c"], f.mul(number, f["c_panel"]), hint="c")
+    # All panels per tile of inputs: a tile's columns of the activations lie a row apart and stay in L1, while panels of the
+    # gradient are read in order. The other way round took 5 to 9 % longer (batch 32 and 128).
+    def tile(height: int, row: Value, valid: Value) -> None:
+        a_at, place = f.at(a, row), f.mul(row, width)
 
-        def tile(height: int, row: Value, valid: Value) -> None:
+        def panel(number: Int) -> None:
             f.loop(f["times"], lambda _: next_rows.prefetch_piece(), index="piece")
-            kernel = _tile(f.module, height, vectors, rule)
-            f.call(kernel, f.at(a, row), b, f.at(c, f.mul(row, width)), valid, f["fields"], f["scalars"])
+            b = f.at(f["b"], f.mul(number, f["b_panel"]), hint="b")
+            c = f.at(f["c"], f.add(f.mul(number, f["c_panel"]), place), hint="c")
+            f.call(_tile(f.module, height, vectors, rule), a_at, b, c, valid, f["fields"], f["scalars"])
 
-        over_tiles(f, vectors, tile)
+        f.loop(f["panels"], panel, index="panel")
 
-    f.loop(f["panels"], panel, index="panel")
+    over_tiles(f, vectors, tile)
 
 
 def _tile(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
