@@ -14,7 +14,7 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 @pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2000, 768), (17, 5, 129), (5, 8192), (0, 6)])
+@pytest.mark.parametrize("shape", [(1, 5), (3, 7), (2000, 768), (17, 5, 129), (5, 8192), (0, 6)])
 def test_gradients_are_those_of_float64(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(2)
     x = (torch.randn(shape, device=device) * 2 + 1).to(dtype).requires_grad_()

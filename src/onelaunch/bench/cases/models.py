@@ -58,7 +58,10 @@ def torch_step(workload: Workload, optimizer: torch.optim.Optimizer, mode: str |
 
 
 def captured_step(workload: Workload, optimizer: torch.optim.Optimizer, mode: str | None = None) -> Step:
-    """The same step recorded as one CUDA graph by hand, as PyTorch's documentation shows it."""
+    """The same step recorded as one CUDA graph by hand, as PyTorch's documentation shows it.
+
+    The result keeps the model and the optimizer alive: the graph holds their addresses only.
+    """
     step, stream = torch_step(workload, optimizer, mode), torch.cuda.Stream()
     static = tree_leaves(workload.arguments)
     with torch.cuda.stream(stream):
@@ -71,7 +74,7 @@ def captured_step(workload: Workload, optimizer: torch.optim.Optimizer, mode: st
     with capturing(graph, stream=stream):
         loss = step(*workload.arguments)
 
-    def replay(*arguments: Any) -> torch.Tensor:
+    def replay(*arguments: Any, kept: object = step) -> torch.Tensor:
         for target, source in zip(static, tree_leaves(arguments), strict=True):
             target.copy_(source)
         graph.replay()

@@ -7,7 +7,7 @@ chunk as a small epoch: its rows lie in the order in which they are visited. Row
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -168,17 +168,19 @@ class HostRows:
         if device.type != "cuda":
             return
         if not self.rows.is_pinned():
-            self._register()
+            self._register(device)
         self._kept = self.rows
         self.rows = torch.as_tensor(_HostMemory(self.rows), device=device)
 
-    def _register(self) -> None:
+    def _register(self, device: torch.device) -> None:
         """Page-lock the rows where they are, or copy them into page-locked memory where the system refuses that."""
         runtime, address, size = torch.cuda.cudart(), self.rows.data_ptr(), self.rows.nbytes
         for flags in (0, READ_ONLY):
             if int(runtime.cudaHostRegister(address, size, flags)) == 0:
                 self._registered = address
                 return
+        with suppress(RuntimeError):  # the next launch would report the refusal as an error of its own
+            torch.zeros((), device=device)
         try:
             self.rows = self.rows.pin_memory()
         except RuntimeError as error:
