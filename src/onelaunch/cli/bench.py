@@ -16,12 +16,13 @@ from onelaunch.bench.diff import NOISY, compare_results, differences
 from onelaunch.bench.results import check_writable, load_results, new_path, only_writer, save_results
 from onelaunch.bench.run import check_limit, failures, run_cases, select
 from onelaunch.cli.table import print_line, print_table
+from onelaunch.cli.tabular import run_tabular
 from onelaunch.errors import OnelaunchError, abbreviate_list
 from onelaunch.format import format_bytes, format_joules, format_seconds
 from onelaunch.report.benchmark import undecided
 from onelaunch.report.remarks import not_run
 
-DIFF, LARGE = "diff", "train/large/"
+DIFF, TABULAR, LARGE = "diff", "tabular", "train/large/"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")
 
 
@@ -32,6 +33,13 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
             if value not in (None, "", False):
                 raise OnelaunchError(f"{name}={str(value)!r}: diff measures and saves nothing; leave out --{name}")
         _diff(what[1:])
+        return
+    if TABULAR in what:
+        if len(what) > 1 or large or limit is not None:
+            raise OnelaunchError(
+                f"{TABULAR} is run by itself, without --large and --limit: pass --filter for some tables"
+            )
+        run_tabular(filter, quick, out, _command(what, filter, quick, limit, large))
         return
     console = Console()
     chosen = [one for one in select(what, filter) if one.group != "train" or (LARGE in one.name) == large]

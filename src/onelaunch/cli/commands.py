@@ -54,7 +54,8 @@ def compare(
 
 def bench(
     what: Annotated[
-        list[str] | None, typer.Argument(help=f"Groups ({', '.join(GROUPS)}; all if none), or: diff OLD.json NEW.json")
+        list[str] | None,
+        typer.Argument(help=f"Groups ({', '.join(GROUPS)}; all if none), or: tabular, or: diff OLD.json NEW.json"),
     ] = None,
     filter: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     quick: Annotated[bool, typer.Option(help="Fewer repeats: one second per contender.")] = False,
