@@ -50,7 +50,8 @@ def test_compare_prints_saves_and_draws(cli, blobs, tmp_path):
     assert saved["seeds"] == [0, 1]
     assert saved["finished"]
     assert saved["sizes"]["hidden"] == [8, 16]
-    assert saved["command"].startswith("onelaunch compare --data")
+    assert saved["command"].startswith("onelaunch compare --")
+    assert " --data " in saved["command"]
     assert "--seeds 2" in saved["command"]
     page = (tmp_path / "both" / "report.html").read_text()
     for title in ("Loss curves", "Time of a step over hidden size", "Speed-up over hidden size", "Memory over a step"):
