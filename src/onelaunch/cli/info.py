@@ -13,7 +13,7 @@ NEEDS = {
     "resident": f"{GPU}, cuda-core and NVRTC (pip install 'onelaunch[gpu]')",
     "graph": f"{GPU}, triton",
     "cpu": "llvmlite, no GPU",
-    "compiled": "any model on a GPU, compiled by torch.compile with our kernels",
+    "compiled": "a CUDA GPU, triton",
     "eager": "PyTorch alone, with a GPU or without",
 }
 
