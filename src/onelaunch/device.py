@@ -14,6 +14,7 @@ import torch
 from onelaunch.version import VERSION
 
 PACKAGES = ("torch", "triton", "llvmlite", "cuda-core", "numpy", "safetensors")
+AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the name of the precision
 BUSY_SHARE = 0.25  # of the cores: when other programs use more, measured times mean little
 
 

@@ -43,6 +43,25 @@ def run_once(
 
 
 @contextlib.contextmanager
+def kept_modes(model: nn.Module) -> Iterator[None]:
+    """Each module's mode (`training`) is afterwards what it was before."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode without gradients; each module's mode is restored."""
+    with kept_modes(model), torch.no_grad():
+        model.eval()
+        yield
+
+
+@contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """A trial run leaves no trace: buffers, gradients and random generators are as before."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

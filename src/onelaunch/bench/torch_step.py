@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from onelaunch.device import AUTOCAST_DTYPES
 from onelaunch.engines.contract import Run
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.run.objective import as_features, loss_of
-
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TorchStep:
@@ -25,7 +24,7 @@ class TorchStep:
 
     def __init__(self, run: Run, mode: str | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.model, self.spec, self.dtype = copy.deepcopy(run.model).to(dtype), run.spec, dtype
-        self.autocast = AUTOCAST.get(run.spec.precision) if dtype == torch.float32 else None
+        self.autocast = AUTOCAST_DTYPES.get(run.spec.precision) if dtype == torch.float32 else None
         self.loss = self._plain_loss if mode is None else torch.compile(self._plain_loss, mode=mode, dynamic=False)
         self.begin(run)
 

@@ -139,8 +139,8 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     operation = operation_of(node)
     name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
     inplace = operation.arguments.get("inplace") if operation is not None else node.kwargs.get("inplace")
-    is_method = name.endswith("_") and not name.endswith("__")  # also functions such as torch.relu_
-    is_method = is_method and node.target not in (operator.and_, operator.or_)
+    # Also functions such as torch.relu_; the underscore of operator.and_ only keeps it from being a keyword.
+    is_method = bool(re.search("[^_]_$", name)) and node.target not in (operator.and_, operator.or_)
     written = list(node.args[:1]) if inplace or is_method or node.target in INPLACE_OPERATORS else []
     written.append(node.kwargs.get("out"))
     return [one for one in written if isinstance(one, fx.Node)]

@@ -16,7 +16,6 @@ from onelaunch.integers import next_power_of_2
 from onelaunch.kernels.activation_dropout import column_sums
 from onelaunch.kernels.launch import launch
 
-MAX_UNITS = 8192  # a row is held in registers
 PROGRAMS = 1056  # eight per multiprocessor of an H200
 
 

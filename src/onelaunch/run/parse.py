@@ -21,6 +21,7 @@ from onelaunch.fuse.fuse import FusedCall
 from onelaunch.rng import numpy_random_state
 from onelaunch.run.network import Network, NotAnMlpError, without_dropout
 from onelaunch.run.recorder import KNOWN_MODULES, MisfitError, Recorder, require_shapes
+from onelaunch.trial_runs import kept_modes
 
 GLOBAL_HOOKS = (  # of `register_module_forward_hook` and its siblings
     every_module._global_forward_hooks, every_module._global_forward_pre_hooks, every_module._global_backward_hooks,
@@ -66,22 +67,17 @@ def _agreed(
     """The network that every pass records, and the names of the tensors it uses."""
     recorder = Recorder(model, names, next(model.parameters()).device)
     first: Network | None = None
-    modes = {module: module.training for module in model.modules()}
     generators = _generators()
-    try:
-        with _recorded(model, recorder):
-            for training in (True, False):
-                model.train(training)
-                for rows in batches:
-                    network = recorder.record(rows, shape)
-                    first = first or network
-                    if network != (first if training else Network(without_dropout(first.layers))):
-                        raise NotAnMlpError(
-                            "forward depends on the number of rows, or computes something else in evaluation"
-                        )
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with kept_modes(model), _recorded(model, recorder):
+        for training in (True, False):
+            model.train(training)
+            for rows in batches:
+                network = recorder.record(rows, shape)
+                first = first or network
+                if network != (first if training else Network(without_dropout(first.layers))):
+                    raise NotAnMlpError(
+                        "forward depends on the number of rows, or computes something else in evaluation"
+                    )
     if _generators() != generators:
         raise NotAnMlpError("forward draws random numbers on the host")
     assert first is not None

@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from onelaunch.capture import capturing
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer
-from onelaunch.fuse.captured import first_line, without_log_breaks
+from onelaunch.device import AUTOCAST_DTYPES
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, first_line, require_integer
+from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.fuse.fuse import check_model
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
@@ -31,7 +32,6 @@ if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per shape: the first compiles, the second finds all state in place
 MAX_RECORDINGS = 3  # after settings of the optimizer have changed; then the step is no longer recorded
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -324,11 +324,11 @@ def _check(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -
 def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
     if autocast is None or isinstance(autocast, torch.dtype):
         return autocast
-    if not isinstance(autocast, str) or autocast not in AUTOCAST:
+    if not isinstance(autocast, str) or autocast not in AUTOCAST_DTYPES:
         raise OnelaunchError(
             f"autocast={abbreviate(autocast)} is not known: pass 'bf16', 'fp16', a torch.dtype or None"
         )
-    return AUTOCAST[autocast]
+    return AUTOCAST_DTYPES[autocast]
 
 
 def _parameter_names(model: nn.Module) -> set[str]:

@@ -24,6 +24,7 @@ from onelaunch.train.hold_out import hold_out
 from onelaunch.train.labels import Names, encode, targets_of
 from onelaunch.train.loaders import all_rows, open_loader
 from onelaunch.train.row_weights import row_weights_of
+from onelaunch.trial_runs import evaluation
 
 MAX_COPIED_BYTES = 2**26  # of x: from a smaller one, the rows that are not held out are copied
 MAX_DEVICE_FRACTION = 0.6  # of the device's free memory that x may take: engines make copies in other layouts
@@ -247,21 +248,16 @@ def _output_shape(
     if network is not None:
         return (network.outputs,)
     x = inputs[0]
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     devices = [x.device] if x.device.type == "cuda" else []
     try:
         # Lazy modules draw their weights here, from the run's seed; the state of the user's generator does not change.
-        with torch.no_grad(), torch.random.fork_rng(devices), torch.autocast(x.device.type, enabled=False):
+        with evaluation(model), torch.random.fork_rng(devices), torch.autocast(x.device.type, enabled=False):
             torch.manual_seed(spec.seed)
             output = model(*(as_features(part, dtype) for part in inputs))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0]
         shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
         raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {reason}") from error
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     if spec.loss == CUSTOM_LOSS:
         return ()
     if not isinstance(output, torch.Tensor) or output.shape[:1] != x[:2].shape[:1]:

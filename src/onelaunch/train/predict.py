@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +11,11 @@ import torch
 from torch import nn
 
 from onelaunch.engines.contract import Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, require_integer
 from onelaunch.run.objective import as_features
 from onelaunch.train.argument_names import advise
 from onelaunch.train.inputs import to_tensor
+from onelaunch.trial_runs import evaluation
 
 TASK = "_onelaunch_task"  # the attribute of a model that `fit` has trained; copies and pickles of the model keep it
 BATCH_VALUES = 2**22  # input values per batch, where the user names no batch size
@@ -83,19 +82,6 @@ def predict(
     return _probabilities(outputs, task) if probabilities else _predictions(outputs, task)
 
 
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode without gradients; each module's mode is restored."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
 def outputs_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], batch_size: int) -> torch.Tensor:
     """The model's outputs for all rows in evaluation mode, on the CPU; raises OnelaunchError if it cannot take them."""
     parameter = next(model.parameters(), torch.empty(0))
@@ -109,8 +95,7 @@ def outputs_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], batch_size: i
                 output = model(*batch)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
-                reason = str(error).strip().split("\n")[0]
-                raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {reason}") from error
+                raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {first_line(error)}") from error
             if not isinstance(output, torch.Tensor) or len(output) != len(batch[0]):
                 raise OnelaunchError("model must return one tensor with one row per sample")
             outputs.append(output.cpu())

@@ -15,7 +15,7 @@ from torch import nn
 
 from onelaunch.data.table_encoding import TableEncoding, as_table
 from onelaunch.data.table_file import Table
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, reason_of
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 from onelaunch.train.run_folder import ABOUT, MODEL, TABLE
@@ -146,6 +146,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     try:
         model.load_state_dict(load_tensors(path.read_bytes()))
     except (SafetensorError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise OnelaunchError(f"{path} is damaged or of another network ({reason}): train it again") from error
+        raise OnelaunchError(
+            f"{path} is damaged or of another network ({first_line(error)}): train it again"
+        ) from error
     model.eval()

@@ -15,7 +15,8 @@ from torch import nn
 
 import onelaunch as ol
 from onelaunch.engines.compiled import ENGINE
-from onelaunch.engines.compiled.dropout import run_dropout
+from onelaunch.engines.compiled.dropout import CompiledDropout, run_dropout
+from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.rng import dropout_keep, keep_scale, signed_seed
 from tests.conftest import TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
@@ -118,6 +119,21 @@ def test_masks_are_those_of_the_run(shape: tuple[int, ...], device: str) -> None
     upstream = torch.randn_like(y)
     (got,), (right,) = torch.autograd.grad(y, x, upstream), torch.autograd.grad(expected, x, upstream)
     torch.testing.assert_close(got, right, rtol=rtol, atol=atol)
+
+
+def test_dropout_modules_are_captured_in_one_graph() -> None:
+    """Each kind of module that drops, inside `torch.compile` without a graph break, draws what it draws in eager."""
+    kinds = ol.nn.Linear(6, 8, activation="gelu", dropout=0.3), ol.nn.ReLUDropout(0.4), nn.Dropout(0.5)
+    model = nn.Sequential(*kinds, ol.nn.BatchNorm1d(8, activation="relu", dropout=0.2))
+    x, device = torch.randn(5, 6), torch.device("cpu")
+    outputs = []
+    for make, run in ((RunDropout, model), (CompiledDropout, torch.compile(model, backend="eager", fullgraph=True))):
+        dropout = make(model, 3, 5, device)
+        dropout.begin_step(7)
+        outputs.append(run(x))
+        dropout.release()
+    rtol, atol = TOLERANCE[torch.float32]
+    torch.testing.assert_close(*outputs, rtol=rtol, atol=atol)
 
 
 def test_the_op_follows_the_rules_of_custom_ops() -> None:

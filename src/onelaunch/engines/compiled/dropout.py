@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onelaunch import nn as fused
-from onelaunch.engines.eager.dropout import RunDropout
-from onelaunch.ops.batch_norm import batch_norm_of
-from onelaunch.ops.linear import linear
+from onelaunch.engines.eager.dropout import RunDropout, before_dropout
 from onelaunch.rng import dropout_bits, keep_scale, keep_threshold, signed_seed
 
 
@@ -62,37 +59,18 @@ class CompiledDropout(RunDropout):
     """
 
     def __init__(self, model: nn.Module, seed: int, batch_size: int, device: torch.device) -> None:
-        super().__init__(model, seed, batch_size, device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
-        for number, module in enumerate(self.modules):
-            module.forward = masked_forward(module, number, self)
+        super().__init__(model, seed, batch_size, device)
 
     def begin_step(self, step: int | Tensor) -> None:
         super().begin_step(step)
         self.step.copy_(step if isinstance(step, Tensor) else torch.tensor(step))
 
+    def _masked(self, module: nn.Module, number: int) -> Callable[[Tensor], Tensor]:
+        seed = signed_seed(self.seed)
 
-def masked_forward(module: nn.Module, number: int, owner: CompiledDropout) -> Callable[[Tensor], Tensor]:
-    """The forward of one dropout module during the run."""
-    seed = signed_seed(owner.seed)
-    before, p = _before_dropout(module)
+        def forward(x: Tensor) -> Tensor:
+            x, p = before_dropout(module, x)
+            return run_dropout(x, self.step, seed, number, p) if module.training and p else x
 
-    def forward(x: Tensor) -> Tensor:
-        x = before(x)
-        return run_dropout(x, owner.step, seed, number, p) if module.training and p else x
-
-    return forward
-
-
-def _before_dropout(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], float]:
-    """What the module does before it drops, and its probability."""
-    if isinstance(module, fused.Linear):
-        layer = module
-        return lambda x: linear(x, layer.weight, layer.bias, activation=layer.activation), layer.dropout
-    if isinstance(module, fused.BatchNorm1d | fused.BatchNorm2d | fused.BatchNorm3d):
-        norm = module
-        return lambda x: batch_norm_of(norm, x, norm.activation, 0.0), norm.dropout
-    if isinstance(module, fused.ReLUDropout):
-        return torch.relu, module.p
-    assert isinstance(module, nn.Dropout)
-    return lambda x: x, module.p
+        return forward

@@ -14,6 +14,7 @@ from onelaunch.engines.contract import Run
 from onelaunch.format import format_seconds
 from onelaunch.run.objective import as_features
 from onelaunch.run.recorder import dropout_modules
+from onelaunch.trial_runs import evaluation
 
 COMPILE_SECONDS = 20.0  # of a ResNet-18 on an H200's host; the second time, from PyTorch's caches, a quarter
 FLOPS_PER_SECOND = 3e13  # of an eager step of convolutions
@@ -39,7 +40,6 @@ def probe_reason(run: Run) -> str:
 def _flops_per_row(run: Run, calls: Counter[torch.nn.Module]) -> float:
     """Floating-point operations of the forward pass per row, and the calls of each dropout module, on a few rows."""
     dtype = next(run.model.parameters()).dtype
-    modes = {module: module.training for module in run.model.modules()}
     rows = [as_features(one[:PROBED_ROWS], dtype) for one in (run.x, *run.more_x)]
     counter = FlopCounterMode(display=False)
     hooks = [
@@ -47,12 +47,9 @@ def _flops_per_row(run: Run, calls: Counter[torch.nn.Module]) -> float:
         for module in dropout_modules(run.model)
     ]
     try:
-        run.model.eval()
-        with torch.no_grad(), counter:
+        with evaluation(run.model), counter:
             run.model(*rows)
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
     return counter.get_total_flops() / len(rows[0])

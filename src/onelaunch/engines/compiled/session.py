@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from onelaunch.engines.compiled.dropout import CompiledDropout
 from onelaunch.engines.contract import Run
 from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.engines.eager.session import EVALUATION_ROWS, EagerSession
-from onelaunch.fuse.captured import first_line
+from onelaunch.errors import first_line
 from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.adam_update import AdamUpdate, adam_update, create_state
 
@@ -34,7 +35,6 @@ class CompiledSession(EagerSession):
         evaluate: Any = types.MethodType(EagerSession._evaluate_rows, self)
         self._compiled_train: Rows | None = compiled(train, PROVEN)
         self._compiled_evaluate: Rows | None = compiled(evaluate, PROVEN)
-        self._adam: AdamUpdate | None = None  # of steps that are not replayed
         self._captured_adam: AdamUpdate | None = None  # its tables hold the addresses of the captured gradients
 
     def _make_dropout(self) -> RunDropout:
@@ -70,15 +70,15 @@ class CompiledSession(EagerSession):
             self._captured_adam.fill_tables()
         return graph
 
+    @functools.cached_property
+    def _adam(self) -> AdamUpdate | None:
+        """The update of steps that are not replayed, made in the first one: a resumed run has its state by then."""
+        create_state(self.optimizer)
+        return adam_update(self.optimizer, [self.lr], self.scaler)
+
     def _update(self) -> None:
         """With our kernel from the first step on: a resumed run must compute the same bits at other positions."""
-        if torch.cuda.is_current_stream_capturing():
-            update = self._captured_adam
-        else:
-            if self._adam is None:
-                create_state(self.optimizer)
-                self._adam = adam_update(self.optimizer, [self.lr], self.scaler)
-            update = self._adam
+        update = self._captured_adam if torch.cuda.is_current_stream_capturing() else self._adam
         if update is not None:
             update.launch()
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -48,7 +48,16 @@ class RunDropout:
             # `apply` has state that a trace would freeze, and inductor (2.13, CPU) computes its integers wrongly.
             self.apply = torch.compiler.disable(self.apply)  # type: ignore[method-assign]
         for number, module in enumerate(self.modules):
-            module.forward = _Masked(self, module, number)
+            module.forward = self._masked(module, number)
+
+    def _masked(self, module: nn.Module, number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The forward of one dropout module during the run."""
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            x, p = before_dropout(module, x)
+            return self.apply(x, p, number) if module.training and p else x
+
+        return forward
 
     def begin_step(self, step: int | torch.Tensor) -> None:
         """Set the step of the masks. It may be an int64 scalar on the device, which a captured graph reads at each replay."""
@@ -87,26 +96,16 @@ class RunDropout:
         return chunk[self._step - first, self.first_row : end]
 
 
-class _Masked:
-    """The forward of one dropout module during the run."""
-
-    def __init__(self, owner: RunDropout, module: nn.Module, number: int) -> None:
-        self.owner, self.module, self.number = owner, module, number
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        match self.module:
-            case fused.Linear() as layer:
-                x, p = linear(x, layer.weight, layer.bias, activation=layer.activation), layer.dropout
-            case fused.BatchNorm1d() | fused.BatchNorm2d() | fused.BatchNorm3d() as layer:
-                x, p = batch_norm_of(layer, x, layer.activation, 0.0), layer.dropout
-            case fused.ReLUDropout() as layer:
-                x, p = torch.relu(x), layer.p
-            case layer:
-                assert isinstance(layer, nn.Dropout)
-                p = layer.p
-        if not self.module.training or p == 0:
-            return x
-        return self.owner.apply(x, p, self.number)
+def before_dropout(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """What a dropout module computes of x before it drops, and its probability."""
+    if isinstance(module, fused.Linear):
+        return linear(x, module.weight, module.bias, activation=module.activation), module.dropout
+    if isinstance(module, fused.BatchNorm1d | fused.BatchNorm2d | fused.BatchNorm3d):
+        return batch_norm_of(module, x, module.activation, 0.0), module.dropout
+    if isinstance(module, fused.ReLUDropout):
+        return torch.relu(x), module.p
+    assert isinstance(module, nn.Dropout)
+    return x, module.p
 
 
 class _MaskedFunctions(TorchFunctionMode):

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from onelaunch.device import AUTOCAST_DTYPES
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.engines.eager.captured import HostState, capture
 from onelaunch.engines.eager.dropout import RunDropout
@@ -32,7 +33,6 @@ EVALUATION_ROWS = 256
 REPORT_SECONDS = 0.05
 AGREE_STEPS = 8  # steps between two checks whether some rank wants to stop
 WARM_UP_STEPS = 3  # before a capture: libraries allocate their workspaces, optimizers their state
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class EagerSession:
@@ -331,7 +331,7 @@ class EagerSession:
             self.scaler.load_state_dict({**self.scaler.state_dict(), "scale": scale, "_growth_tracker": int(growth)})
 
     def _autocast(self) -> contextlib.AbstractContextManager[None]:
-        dtype = AUTOCAST.get(self.precision)
+        dtype = AUTOCAST_DTYPES.get(self.precision)
         # No cache of cast weights: it lives as long as the outermost autocast, that of a segment; a step changes the weights.
         return torch.autocast(self.run.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 

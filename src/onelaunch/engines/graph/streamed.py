@@ -19,7 +19,7 @@ from onelaunch.engines.graph.scalars import make_table
 from onelaunch.engines.graph.session import GraphSession
 from onelaunch.engines.graph.step import Data
 from onelaunch.engines.graph.transfer import Pending, correct_predictions, upload
-from onelaunch.errors import UnsupportedError
+from onelaunch.errors import UnsupportedError, first_line
 from onelaunch.integers import clamp
 from onelaunch.run.objective import has_accuracy
 from onelaunch.run.step_scalars import step_scalars
@@ -184,8 +184,7 @@ class HostRows:
         try:
             self.rows = self.rows.pin_memory()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise UnsupportedError(f"x cannot be page-locked for the device to read ({reason})") from error
+            raise UnsupportedError(f"x cannot be page-locked for the device to read ({first_line(error)})") from error
 
     def close(self) -> None:
         if self._registered:

@@ -47,12 +47,7 @@ def _apply(f: Function, group: Group, draws: bool, stores: bool, adds: bool) -> 
         if adds:
             value = f.fadd(value, f.vload(added, position), "sum")
         bits: Sequence[Value] = load_bits(f, group, row, column) if draws else ()
-        if stores:
-            value, derivative = operations.forward_with_derivative(value, bits)
-            f.store(derivative, f["derivative"], position)
-        else:
-            value = operations.forward(value, bits)
-        f.store(value, f["output"], position)
+        operations.store_forward(value, bits, position, stores=stores)
 
     def row(number: Int) -> None:
         f.loop(f["columns"], lambda column: vector(number, column), step=f.lanes, index="column")

@@ -97,12 +97,7 @@ class _Forward:
                 f.store(normal, f["normal"], index)
             result = f.fma(normal, scale, shift, "value")
             bits: Sequence[Value] = load_bits(f, self.group, number, column) if self.training else ()
-            if self.stores:
-                result, derivative = self.operations.forward_with_derivative(result, bits)
-                f.store(derivative, f["derivative"], index)
-            else:
-                result = self.operations.forward(result, bits)
-            f.store(result, f["output"], index)
+            self.operations.store_forward(result, bits, index, stores=self.stores)
 
         f.loop(f["all_rows"], row, index="row")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from onelaunch.activations import ACTIVATIONS, GELU_CUBIC, SELU_ALPHA, SELU_SCALE, SOFTPLUS_THRESHOLD
 from onelaunch.engines.cpu.code import vector_math
 from onelaunch.engines.cpu.code.emit import Function
-from onelaunch.engines.cpu.code.instructions import Value
+from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.rng import keep_scale, keep_threshold
 from onelaunch.run.network import Activation, Dropout
 
@@ -95,6 +95,16 @@ class Operations:
                 x = f.fmul(x, factor, "kept")
             derivative = factor if derivative is None else f.fmul(derivative, factor, "derivative")
         return x, derivative if derivative is not None else f.constant(1.0)
+
+    def store_forward(self, x: Value, bits: Sequence[Value], position: Int, *, stores: bool) -> None:
+        """Write the group's output to the field `output` and, if `stores`, the derivative to `derivative`."""
+        f = self.f
+        if stores:
+            x, derivative = self.forward_with_derivative(x, bits)
+            f.store(derivative, f["derivative"], position)
+        else:
+            x = self.forward(x, bits)
+        f.store(x, f["output"], position)
 
     def _dropout_factor(self, n: int, bits: Value) -> Value:
         """1 / (1 - p) where the unit is kept, else 0."""

@@ -98,12 +98,7 @@ def _forward(f: Function, group: Group, training: bool, stores: bool) -> None:
                 f.store(normal, f["normal"], index)
             result = f.fma(normal, f.vload(f["scale"], column), f.vload(f["shift"], column))
             bits: Sequence[Value] = load_bits(f, group, number, column) if training else ()
-            if stores:
-                result, derivative = operations.forward_with_derivative(result, bits)
-                f.store(derivative, f["derivative"], index)
-            else:
-                result = operations.forward(result, bits)
-            f.store(result, f["output"], index)
+            operations.store_forward(result, bits, index, stores=stores)
 
         _over_vectors(f, finish)
 

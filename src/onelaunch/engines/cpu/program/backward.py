@@ -263,8 +263,7 @@ def input_gradient(work: Work, stage: Stage) -> list[Command]:
     before = plan.stages[stage.index - 1]
     assert stage.linear is not None
     inputs, whole = stage.linear.inputs, stage is plan.last
-    first, last = plan.owned_columns(before, work.partition) if whole else (0, inputs)
-    panels = plan.panels(stage) if whole else plan.owned_panels(stage, work.partition)
+    first, last, panels = _owned_weights(work, stage)
     if first == last or not panels:
         return []
     complete = [p for p in panels if p.width == plan.panel_width and p.first + p.width <= stage.width]
@@ -306,9 +305,8 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
     plan = work.plan
     before = plan.stages[stage.index - 1]
     assert stage.linear is not None
-    inputs, whole = stage.linear.inputs, stage is plan.last
-    first, last = plan.owned_columns(before, work.partition) if whole else (0, inputs)
-    panels = plan.panels(stage) if whole else plan.owned_panels(stage, work.partition)
+    inputs = stage.linear.inputs
+    first, last, panels = _owned_weights(work, stage)
     gradients, unit = Address(f"gradient.panels.{stage.index}"), Unit("update", (work.rule,))
     even, odd = (buffer + first for buffer in work.output(before))
     far = 4 * (last - first) * sum(panel.width for panel in panels) * (1 + len(work.rule.state_names)) > NEAR_BYTES
@@ -331,6 +329,18 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
             hyper=work.hyper,
         ))  # fmt: skip
     return commands
+
+
+def _owned_weights(work: Work, stage: Stage) -> tuple[int, int, Sequence[Panel]]:
+    """This partition's part of a stage's weights: input rows [first, last) and panels of columns.
+
+    It has columns of its own, with all input rows; of the last stage, which has few columns, input rows with all columns.
+    """
+    plan = work.plan
+    assert stage.linear is not None
+    if stage is plan.last:
+        return *plan.owned_columns(plan.stages[stage.index - 1], work.partition), plan.panels(stage)
+    return 0, stage.linear.inputs, plan.owned_panels(stage, work.partition)
 
 
 def _next_rows(work: Work, tiles: int, wanted: bool) -> dict[str, FieldValue]:
