@@ -1,7 +1,8 @@
 """Records every benchmark of this machine's GPU: `python benchmarks/record.py [--folder benchmarks/results] [--only ops]`.
 
 Peers that compile first (torch.compile, JAX) take most of the time. So all groups first run once side by side, with every cache
-on disk and their figures thrown away, and then one after another with the machine to themselves. Each writes
+on disk and their figures thrown away, and then one after another with the machine to themselves. The real models are compiled
+in a process each, a few at a time, and timed under a lock, one after another. Each group writes
 `GROUP-CHIP-DATE.json`; `make readme` puts the newest recording of each case into the README and docs. A group that fails does
 not stop the others.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import os
 import shutil
 import subprocess
@@ -22,8 +24,10 @@ from pathlib import Path
 
 import torch
 
+from onelaunch.bench.alone import LOCK
 from onelaunch.bench.case import GROUPS as BENCH_GROUPS
-from onelaunch.files import cache_folder
+from onelaunch.bench.results import load_results
+from onelaunch.files import cache_folder, write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 ONELAUNCH = (sys.executable, "-m", "onelaunch")
@@ -57,6 +61,35 @@ class Recording:
         return done.returncode == 0
 
 
+@dataclass(frozen=True)
+class SideBySide:
+    """A group of `onelaunch bench` whose cases are built in a process each, some at a time, and timed one after another."""
+
+    group: str
+    filters: tuple[str, ...]  # one case each
+    alone: tuple[str, ...]  # cases built and timed afterwards, when no other process is left
+    processes: int
+
+    def record(self, out: Path) -> bool:
+        with tempfile.TemporaryDirectory() as folder:
+            paths = {name: Path(folder) / f"{number}.json" for number, name in enumerate((*self.filters, *self.alone))}
+            variables = {**environment(), LOCK: str(Path(folder) / "lock")}
+
+            def run(name: str) -> bool:
+                command = (*ONELAUNCH, "bench", self.group, "--filter", name, "--out", str(paths[name]))
+                return subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode == 0
+
+            with ThreadPoolExecutor(self.processes) as pool:
+                done = list(pool.map(run, self.filters))
+            done += map(run, self.alone)
+            found = [load_results(path) for path in paths.values() if path.exists()]
+        if found:
+            joined = {key: [entry for one in found for entry in one[key]] for key in ("planned", "left_out", "cases")}
+            whole = {**found[-1], **joined, "command": f"onelaunch bench {self.group}", "finished": all(done)}
+            write_atomic(out, json.dumps(whole, indent=1) + "\n")
+        return all(done)
+
+
 def bench(*words: str, parts: tuple[str, ...] = ("",)) -> Recording:
     return Recording((*ONELAUNCH, "bench", *words, "--quick", "--out"), tuple(("--filter", part) for part in parts))
 
@@ -68,13 +101,19 @@ def script(name: str) -> Recording:
 WARM_UP_FILTERS = {
     "train": ("sgd/bf16", "adam", "sgd/auto", "sgd/fp32", "train/epoch", "mnist-98"),
     "ops": ("relu_dropout", "batch_norm", "cross_entropy", "linear"),
-    "models": ("bert", "gpt2", "vit", "resnet", "llama", "mixer", "encoder", "dqn"),
 }
-RECORDINGS = {
+# In this order four of them at a time fit into 140 GB of device memory. Of those alone, the host's time or `fuse`'s choice
+# between candidates counts.
+MODELS = tuple(f"models/{name}" for name in ("llama", "gpt2", "bert", "encoder", "vit", "mixer", "resnet"))
+MODELS_ALONE = tuple(
+    f"models/{name}" for name in ("dqn", "eval-mlp", "eval-bert", "eval-resnet", "fuse-bert", "fuse-resnet")
+)
+RECORDINGS: dict[str, Recording | SideBySide] = {
     **{
         name: bench(name, parts=WARM_UP_FILTERS.get(name, ("",)))
         for name, group in BENCH_GROUPS.items() if group.on_gpu is not False
     },
+    "models": SideBySide("models", MODELS, MODELS_ALONE, processes=4),
     "large": bench("train", "--large", parts=("2048", "8192", "4096", "262144")),
     "sizes": Recording(
         (*ONELAUNCH, "compare", "configs/classic-hidden.toml", "--precision", "bf16", "--epochs", "1",
@@ -86,9 +125,9 @@ RECORDINGS = {
 }  # fmt: skip
 
 
-def warm_up(recordings: list[Recording], seconds: float) -> None:
+def warm_up(recordings: list[Recording | SideBySide], seconds: float) -> None:
     """Run every part once, side by side, so that compiled code is on disk. The times are thrown away."""
-    commands = [(recording.command, part) for recording in recordings for part in recording.parts]
+    commands = [(one.command, part) for one in recordings if isinstance(one, Recording) for part in one.parts]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
 
         def run(number: int) -> None:
@@ -127,8 +166,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device: `onelaunch bench cpu` times its CPU")
     recordings = dict(RECORDINGS)
-    if options.data_dir:
-        sizes = recordings["sizes"]
+    sizes = recordings["sizes"]
+    if options.data_dir and isinstance(sizes, Recording):
         recordings["sizes"] = replace(
             sizes, command=(*sizes.command[:-1], "--data-dir", options.data_dir, sizes.command[-1])
         )

@@ -128,3 +128,10 @@ def dqn(small: bool) -> Workload:
     layers = nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
     arguments = torch.randn(256, 8, device=DEVICE), torch.randn(256, 4, device=DEVICE)
     return Workload(nn.Sequential(*layers).to(DEVICE), nn.MSELoss(), arguments)
+
+
+def mlp(small: bool) -> Workload:
+    """Six layers of 1024."""
+    layers = [module for _ in range(2 if small else 6) for module in (nn.Linear(1024, 1024), nn.ReLU())]
+    x = torch.randn(64, 1024, device=DEVICE, dtype=DTYPE)
+    return Workload(nn.Sequential(*layers).to(DEVICE, DTYPE), nn.MSELoss(), (x, torch.randn_like(x)))

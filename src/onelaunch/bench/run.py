@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from onelaunch.bench.alone import alone, build
 from onelaunch.bench.busy import Watch
 from onelaunch.bench.case import FLOOR, GROUPS, OURS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
@@ -125,13 +126,16 @@ def run_case(
     gpu = current_gpu() if trial.cuda else None
     contenders = {OURS: trial.ours, **trial.peers, **({} if quick else trial.slow_peers)}
     left_out = dict.fromkeys(trial.slow_peers, "left out by --quick: long to compile") if quick else {}
-    before = gpu.state() if gpu else None
     seconds, repeats = (1.0, 20) if quick else (6.0, 200)
-    times, failed = measure(
-        contenders, units=trial.units, cuda=trial.cuda, seconds=seconds, repeats=min(repeats, trial.repeats or repeats),
-        self_timed=trial.self_timed, check_interrupts=check_interrupts,
-    )  # fmt: skip
-    after = gpu.state() if gpu else None
+    build(contenders)
+    with alone():
+        before = gpu.state() if gpu else None
+        times, failed = measure(
+            contenders, units=trial.units, cuda=trial.cuda, seconds=seconds,
+            repeats=min(repeats, trial.repeats or repeats), self_timed=trial.self_timed, check_interrupts=check_interrupts,
+        )  # fmt: skip
+        after = gpu.state() if gpu else None
+        used = _energy(contenders, times, trial, quick)
     if OURS in failed:
         return result | {"check": f"failed: {failed[OURS]}", "times": {}}
     ours = times[OURS].median
@@ -144,7 +148,7 @@ def run_case(
         **_floor(trial, times, ceilings),
         "notes": dict(trial.notes),
         "gpu": {"before": before, "after": after} if gpu else None,
-        "joules": _energy(contenders, times, trial, quick),
+        "joules": used,
     }
 
 

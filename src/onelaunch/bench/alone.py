@@ -1,0 +1,38 @@
+"""One measurement at a time: processes may build their cases side by side, and time them one after another.
+
+Compiling the contenders of a real model takes minutes, timing them seconds. `benchmarks/record.py` therefore starts a process
+per case and gives all of them the same lock file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+from onelaunch.bench.case import Work
+
+LOCK = (
+    "ONELAUNCH_BENCH_LOCK"  # the environment variable with the path of the lock file; not set for a process by itself
+)
+
+
+def build(contenders: Mapping[str, Work]) -> None:
+    """Call each contender once where other processes may be timing, so that it compiles before it is this one's turn."""
+    if LOCK in os.environ:
+        for work in contenders.values():
+            with contextlib.suppress(Exception, SystemExit):  # `measure` says why a contender fails
+                work()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Wait until no other process with the same lock file times anything."""
+    if LOCK not in os.environ:
+        yield
+        return
+    import fcntl  # not on Windows, where benchmarks are not recorded
+
+    with open(os.environ[LOCK], "w", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
