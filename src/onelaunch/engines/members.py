@@ -16,7 +16,10 @@ from onelaunch.engines.contract import Run, Segment, State
 
 @dataclass(frozen=True)
 class MemberTask:
-    """Steps `first_step` to `last_step` of one member's run. Its model holds the weights of `first_step`."""
+    """Steps `first_step` to `last_step` of one member's run. Its model holds the weights of `first_step`.
+
+    Both steps are ends of epochs, or of the run. Runs that train on the same rows share the tensors `x` and `y`.
+    """
 
     index: int  # the member's number in the sweep
     run: Run
@@ -31,7 +34,7 @@ class MemberResult:
 
     index: int
     segments: tuple[Segment, ...]  # the last is shorter than its epoch if the loss stopped being finite
-    state: State
+    state: State  # the optimizer's; empty where the task ends its run
 
 
 class MembersMonitor(Protocol):

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from onelaunch.engines.contract import Run
+from onelaunch.engines.members import MemberResult, MembersMonitor, MemberTask
 from onelaunch.engines.stages import UnsupportedNetworkError, unsupported_names
 
 if TYPE_CHECKING:
@@ -58,6 +59,16 @@ class CpuEngine:
         from onelaunch.engines.cpu.session import CpuSession
 
         return CpuSession(run, state)
+
+    def members_plan(self, runs: Sequence[Run]) -> str:
+        from onelaunch.engines.cpu.members import members_plan
+
+        return members_plan(runs)
+
+    def train_members(self, tasks: Sequence[MemberTask], monitor: MembersMonitor) -> Iterator[MemberResult]:
+        from onelaunch.engines.cpu.members import train_members
+
+        return train_members(tasks, monitor)
 
 
 ENGINE = CpuEngine()

@@ -22,10 +22,10 @@ from onelaunch.engines.cpu.cache import OBJECTS
 from onelaunch.engines.cpu.code import driver
 from onelaunch.engines.cpu.code.units import ROW_ORDER
 from onelaunch.engines.cpu.native import library
-from onelaunch.engines.cpu.plan.plan import MAX_CALL_STEPS, TALLY, Plan
-from onelaunch.engines.cpu.plan.settings import MIN_VALIDATION_BATCH, SCALARS, Settings, useful_partitions
+from onelaunch.engines.cpu.plan.plan import MAX_CALL_STEPS
+from onelaunch.engines.cpu.plan.settings import MIN_VALIDATION_BATCH, SCALARS, TALLY, Settings, useful_partitions
 from onelaunch.engines.cpu.plan.target import Target, host
-from onelaunch.engines.cpu.program.program import program_of
+from onelaunch.engines.cpu.program.program import program_for
 from onelaunch.engines.cpu.program.table import Table
 from onelaunch.engines.cpu.threads import SPINS_BEFORE_YIELD, Team, yield_address
 from onelaunch.integers import ceil_div, clamp
@@ -73,9 +73,9 @@ class CpuSession:
         """The keyword arguments are for tests: the number of partitions, target, cache folder and memory of the arena."""
         self.run, self.spec = run, run.spec
         self.precision = "fp32"
-        self._plan = Plan(settings_for(run, partitions), target or host())
+        self.program = program_for(settings_for(run, partitions), target or host())
+        self._plan = self.program.plan
         self.plan = str(self._plan)
-        self.program = program_of(self._plan)
         self.library = library(self._plan.target, cache_folder or OBJECTS.folder())
         self.compiled = self.library.load(self.program.units)  # what was neither in memory nor on disk
         self.arena = Arena(self._plan, self.spec.rows, memory)
@@ -89,9 +89,13 @@ class CpuSession:
         self._step_seconds = 0.0
         self._weight_sums: np.ndarray[Any, Any] | None = None  # of each batch of the epoch, where rows are weighted
         self._load(state)
-        self._set_up_calls()
+        self._table = Table(self.program, self.library.address, self.arena.address, self._outside())
+        enter = self.library.function(driver.UNIT, driver.RUN, ctypes.c_void_p, ctypes.c_void_p)
+        self._entries = {name: partial(enter, fields, None) for name, fields in self._table.entries.items()}
+        self._row_order = self.library.function(ROW_ORDER, "row_order", ctypes.c_void_p, *[ctypes.c_int64] * 4)
 
-    def _set_up_calls(self) -> None:
+    def _outside(self) -> dict[str, int]:
+        """The addresses and numbers of the run that its program reads outside the arena. Also sets its constants inside."""
         spec, run, order = self.spec, self.run, self.arena.order.ctypes.data
         x, y = run.x.contiguous(), run.y.contiguous()
         self._kept = [x, y]  # kept alive: the native code has their addresses
@@ -114,11 +118,7 @@ class CpuSession:
         self.arena.set_hyperparameters(
             **constants(spec), label_smoothing=spec.label_smoothing, clip_norm=spec.clip_norm or 0.0
         )  # fmt: skip
-        self._table = Table(self.program, self.library.address, self.arena.address, outside)
-        enter = self.library.function(driver.UNIT, driver.RUN, ctypes.c_void_p, ctypes.c_void_p)
-        self._entries = {name: partial(enter, fields, None) for name, fields in self._table.entries.items()}
-        row_order = self.library.function(ROW_ORDER, "row_order", ctypes.c_void_p, *[ctypes.c_int64] * 4)
-        self._row_order = partial(row_order, order, spec.rows, permutation_bits(spec.rows), signed_seed(spec.seed))
+        return outside
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
         plan, arena = self._plan, self.arena
@@ -166,11 +166,14 @@ class CpuSession:
                     found[stage.index, number] = self._tensors[tensor_name(layer.path, "num_batches_tracked")]
         return found
 
-    def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
+    def _set_counters(self, first_step: int) -> None:
         self._done = first_step
         for (stage, number), tensor in self._counters().items():
             # Native code adds the step: `batches + step` is what the BatchNorm1d has seen.
             self.arena.view(f"batches.{stage}.{number}", np.float64)[0] = int(tensor) - first_step
+
+    def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
+        self._set_counters(first_step)
         while self._done < self.spec.total_steps:
             yield self._segment(self._done, monitor)
 
@@ -230,9 +233,12 @@ class CpuSession:
         return clamp(1, int(seconds / self._step_seconds), MAX_CALL_STEPS)
 
     def _fill_order(self, epoch: int) -> None:
-        self._row_order(epoch)
+        rows = self.spec.rows
+        self._row_order(
+            self.arena.order.ctypes.data, rows, permutation_bits(rows), signed_seed(self.spec.seed), epoch
+        )  # fmt: skip
         if self.run.train_rows is not None:
-            order = self.arena.order[: self.spec.rows]
+            order = self.arena.order[:rows]
             order[:] = self.run.train_rows.numpy()[order]
 
     def _train(self, step: int, count: int) -> None:

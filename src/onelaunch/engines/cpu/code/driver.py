@@ -1,6 +1,7 @@
 """The loop over the steps of a native call: it executes a list of commands per step. Also the barrier between phases.
 
-    run(...)   for every step: compute the values of STEP, then call every command's kernel with its fields
+    run(...)      for every step: compute the values of STEP, then call every command's kernel with its fields
+    epochs(...)   for every epoch: its row order, its steps and its validation, all on the calling thread
 
 A list of commands is in memory as pairs (kernel, fields), ended by a null pointer.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.kernel import STEP, Kernel, Unit
-from onelaunch.engines.cpu.plan.settings import CALL, CONTROL, SCALARS
+from onelaunch.engines.cpu.plan.settings import CALL, CONTROL, SCALARS, TALLY
 
 UNIT = Unit("driver")
 # `before` is executed once, with the values of step 0. The number of steps and their first row and number are read from
@@ -21,11 +22,20 @@ RUN = Kernel("run", "ptr before, ptr commands, ptr call, i64 all_rows, i64 batch
 # Returns when every partition has passed as often. `flags` has the counter of every partition.
 BARRIER = Kernel("barrier", "ptr own, list flags, i64 partitions, ptr control")
 TICK = Kernel("tick", "ptr ticks, i64 counter")
+# Whole epochs of one run, from number `first_epoch` on. `train` and `validate` are fields of RUN (validate may be null),
+# `call` is what `train` reads. `scalars` has those of all steps. `losses` and `tallies` have the buffers of each partition;
+# their content after each epoch goes to `all_losses` [partition][epoch][step] and `all_tallies` [epoch][partition][entry].
+EPOCHS = Kernel(
+    "epochs",
+    "ptr train, ptr validate, ptr call, ptr row_order, ptr order, i64 rows, i64 bits, i64 seed, i64 steps, ptr scalars, "
+    "i64 first_epoch, i64 count, i64 partitions, ptr losses, ptr tallies, ptr all_losses, ptr all_tallies",
+)
 FLUSH_BITS = 0x8040  # flush-to-zero and denormals-are-zero of x86's MXCSR
 
 
 def emit(module: Module) -> None:
     module.kernel(RUN, _run)
+    module.kernel(EPOCHS, _epochs)
     module.kernel(BARRIER, _barrier)
     module.kernel(TICK, _tick)
 
@@ -61,6 +71,53 @@ def _run(f: Function) -> None:
 
     f.loop(count, one, index="step")
     restore()
+
+
+def _epochs(f: Function) -> None:
+    steps, null = f["steps"], Value("ptr", "null")
+    run = f"run{f.module.suffix}"
+    place = RUN.position("scalars")
+    scalars_before = f.load("ptr", f["train"], place, element="i64", hint="scalars_before")
+
+    def each_tally(body: Callable[[Int, Value, int], None]) -> None:
+        def one(partition: Int) -> None:
+            tally = f.load("ptr", f["tallies"], partition, element="i64", hint="tally")
+            for entry in range(len(TALLY)):
+                body(partition, tally, entry)
+
+        f.loop(f["partitions"], one, index="partition")
+
+    def epoch(number: Int) -> None:
+        count = f.i64(f.add(f["first_epoch"], number, "epoch"))
+        arguments = ", ".join(f"i64 {value.text}" for value in (f["rows"], f["bits"], f["seed"], count))
+        f.emit(f"call void {f['row_order'].text}(ptr {f['order'].text}, {arguments})")
+        for position, value in enumerate((steps, f.i64(0), f.i64(f.mul(count, steps)))):
+            f.store(value, f["call"], position, element="i64")
+        first = f.mul(number, steps, "first")
+        f.store(f.at(f["scalars"], f.mul(first, len(SCALARS)), hint="scalars"), f["train"], place, element="i64")
+        each_tally(lambda _, tally, entry: f.store(f.i64(0), tally, entry, element="i64"))
+        f.call(run, f["train"], null)
+        f.when(f.compare("ne", f["validate"], null), lambda: f.call(run, f["validate"], null))
+
+        def keep(partition: Int, tally: Value, entry: int) -> None:
+            position = f.add(f.mul(f.add(f.mul(number, f["partitions"]), partition), len(TALLY)), entry)
+            f.store(f.load("i64", tally, entry, element="i64"), f["all_tallies"], position, element="i64")
+
+        each_tally(keep)
+
+        def keep_losses(partition: Int) -> None:
+            losses = f.load("ptr", f["losses"], partition, element="i64", hint="losses")
+            to = f.at(f["all_losses"], f.mul(f.add(f.mul(partition, f["count"]), number), steps), "double", "to")
+
+            def one(step: Int) -> None:
+                f.store(f.load("double", losses, step, element="double"), to, step, element="double")
+
+            f.loop(steps, one, index="step")
+
+        f.loop(f["partitions"], keep_losses, index="partition")
+
+    f.loop(f["count"], epoch, index="epoch")
+    f.store(scalars_before, f["train"], place, element="i64")
 
 
 def _execute(f: Function, commands: Value, step: Value) -> None:

@@ -18,7 +18,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from onelaunch.engines.cpu.plan.settings import CALL, CONTROL, HYPERPARAMETERS, SCALARS, Settings
+from onelaunch.engines.cpu.plan.settings import CALL, CONTROL, HYPERPARAMETERS, SCALARS, TALLY, Settings
 from onelaunch.engines.cpu.plan.stages import Add, Stage, stages_of
 from onelaunch.engines.cpu.plan.target import CACHE_LINE, Target
 from onelaunch.integers import ceil_div, round_up
@@ -30,7 +30,6 @@ MAX_PROFILED_PHASES = 128
 # Up to this many partitions, each gathers the whole batch for itself. The rows then never travel between cores (the first
 # forward of 784-128-128-128-10, batch 32, two threads: 28 -> 18 µs), and a step needs no barrier at its end.
 MAX_PRIVATE_INPUTS = 4
-TALLY = ("correct", "validation_loss", "validation_correct")  # per partition: int64, double, int64
 
 
 def split(units: int, partitions: int, partition: int) -> tuple[int, int]:

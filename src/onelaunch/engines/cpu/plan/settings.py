@@ -12,6 +12,7 @@ CONTROL = ("spins_before_yield", "yield_thread", "abandoned")  # what a barrier 
 CALL = ("count", "first_row", "first_step")  # of a native call: steps, first row in the epoch, number of the first step
 HYPERPARAMETERS = (*CONSTANTS, "label_smoothing", "clip_norm")  # per run
 SCALARS = ("rate", "inverse_root", "decay", "row_weight")  # per step; see onelaunch.optimizers and loss.py
+TALLY = ("correct", "validation_loss", "validation_correct")  # per partition: int64, double, int64
 MIN_VALIDATION_BATCH = 256  # as in the eager engine: BatchNorm1d without running statistics depends on it
 FLOPS_PER_PARTITION = 1.5e6  # per step; with less, a second thread costs more than it saves (barriers: 0.1-1 µs each)
 

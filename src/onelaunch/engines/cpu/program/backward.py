@@ -9,7 +9,8 @@ from onelaunch.engines.cpu.code.elementwise import Group, field_values
 from onelaunch.engines.cpu.code.gradient import Sends, Through
 from onelaunch.engines.cpu.code.kernel import Address, Command, FieldValue, Unit
 from onelaunch.engines.cpu.code.tile import cover
-from onelaunch.engines.cpu.plan.plan import TALLY, Panel
+from onelaunch.engines.cpu.plan.plan import Panel
+from onelaunch.engines.cpu.plan.settings import TALLY
 from onelaunch.engines.cpu.plan.stages import Add, Stage
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
 from onelaunch.engines.cpu.program.forward import prefetch

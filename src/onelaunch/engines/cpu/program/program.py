@@ -10,6 +10,7 @@ into memory that native code reads (table.py). Nothing here is compiled: a new n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,12 @@ from onelaunch.engines.cpu.code import driver
 from onelaunch.engines.cpu.code.kernel import Address, Command, Unit
 from onelaunch.engines.cpu.code.units import ROW_ORDER
 from onelaunch.engines.cpu.plan.plan import Plan
+from onelaunch.engines.cpu.plan.settings import Settings
+from onelaunch.engines.cpu.plan.target import Target
 from onelaunch.engines.cpu.program import backward, clip, forward
 from onelaunch.engines.cpu.program.work import Work
 
+MAX_PROGRAMS = 64  # kept for further runs of equal settings
 Build = Callable[[Work], list[Command]]
 
 
@@ -106,6 +110,12 @@ def program_of(plan: Plan) -> Program:
     if plan.settings.validates:
         _add_entry_points(program, "validate", validation_phases(plan), training=False)
     return program
+
+
+@functools.lru_cache(MAX_PROGRAMS)
+def program_for(settings: Settings, target: Target) -> Program:
+    """The program of a run with these settings. It is pure data: runs of equal settings share it."""
+    return program_of(Plan(settings, target))
 
 
 def _add_entry_points(program: Program, kind: str, phases: list[tuple[str, Build]], *, training: bool) -> None:

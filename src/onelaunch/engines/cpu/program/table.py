@@ -28,7 +28,7 @@ class Table:
     ) -> None:
         """`function`: the address of a kernel. `arena`: that of the arena. `outside`: addresses and numbers that commands name
         and the arena does not have: x, y, order, rows, seed, and those of the validation data."""
-        self._function, self._outside = function, outside
+        self._function = function
         self._offsets = {name: arena + buffer.offset for name, buffer in program.plan.buffers.items()}
         self._written: dict[int, int] = {}  # by id of the command: entry points share commands
         commands = [command for lists in program.lists.values() for each in lists for command in each]
@@ -41,7 +41,14 @@ class Table:
         size += len(program.lists) * round_up(len(driver.RUN.fields), LINE) + LINE
         self._memory = np.zeros(size, np.int64)
         self._next = -self._memory.ctypes.data % CACHE_LINE // WORD
+        self._outside_words: list[tuple[int, Address]] = []  # position of each word that `outside` determines
         self.entries = {name: self._entry(program, name, *lists) for name, lists in program.lists.items()}
+        self.bind(outside)
+
+    def bind(self, outside: Mapping[str, int]) -> None:
+        """Set the addresses and numbers that are outside the arena. Entry points keep their addresses."""
+        for position, address in self._outside_words:
+            self._memory[position] = outside[address.buffer] + address.offset
 
     def _entry(self, program: Program, name: str, before: list[Command], commands: list[Command]) -> int:
         kind = name.split(".")[0]
@@ -55,7 +62,7 @@ class Table:
         ))  # fmt: skip
 
     def _list(self, commands: list[Command]) -> int:
-        words = []
+        words: list[int | Address] = []
         for command in commands:
             if id(command) not in self._written:
                 self._written[id(command)] = self._fields(command)
@@ -66,22 +73,24 @@ class Table:
         values = command.values
         return self._write([self._word(values[name], type_) for name, type_ in command.kernel.fields.items()])
 
-    def _word(self, value: FieldValue, type_: str) -> int:
+    def _word(self, value: FieldValue, type_: str) -> int | Address:
         if type_ == "float":
             assert isinstance(value, float)
             return int(struct.unpack("<i", struct.pack("<f", value))[0])
         if type_ == "list":
             assert isinstance(value, tuple)
-            return self._write([self._address(item) for item in value if isinstance(item, Address)])
-        return self._address(value) if isinstance(value, Address) else int(value)  # type: ignore[arg-type]
+            return self._write([item for item in value if isinstance(item, Address)])
+        return value if isinstance(value, Address) else int(value)  # type: ignore[arg-type]
 
-    def _address(self, address: Address) -> int:
-        found = self._offsets.get(address.buffer)
-        return (self._outside[address.buffer] if found is None else found) + address.offset
-
-    def _write(self, words: Sequence[int]) -> int:
+    def _write(self, words: Sequence[int | Address]) -> int:
         """Store words at the next cache line and return their address."""
         start = self._next
-        self._memory[start : start + len(words)] = words
+        for position, word in enumerate(words, start):
+            if not isinstance(word, Address):
+                self._memory[position] = word
+            elif (found := self._offsets.get(word.buffer)) is not None:
+                self._memory[position] = found + word.offset
+            else:
+                self._outside_words.append((position, word))
         self._next = start + round_up(len(words), LINE)
         return int(self._memory.ctypes.data) + WORD * start
