@@ -91,6 +91,25 @@ def test_random_numbers_can_be_drawn_after_a_failed_capture():
     assert not second.equal(drawn)
 
 
+@pytest.mark.gpu
+def test_a_graph_survives_that_others_free_the_workspaces_of_cublas():
+    """As a model compiled with "reduce-overhead" does in the same process."""
+    a, b = (torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        expected = a @ b  # before the capture, on its stream: a workspace outside of the graph's memory
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph, stream=stream):
+        product = a @ b
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    taken = [torch.full((2**20,), 7, dtype=torch.int32, device="cuda") for _ in range(32)]
+    for _ in range(3):
+        graph.replay()
+    assert product.equal(expected)
+    assert all(bool((one == 7).all()) for one in taken)
+
+
 def test_with_several_devices_a_capture_has_a_stream_of_its_device(entered, monkeypatch):
     """PyTorch's capture stream belongs to the first device: work on another device would run and not be captured."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -19,9 +19,13 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     While a stream is captured, a CUDA call that frees memory or synchronises ends the capture with an error. Another thread
     (JAX's, a data loader's) may make such a call at any time; with "thread_local" it does not affect this capture. The garbage
     collector may make one in this very thread, when it frees another library's arrays; it is disabled during the capture.
+
+    The graph has cuBLAS workspaces of its own. PyTorch keeps one per stream and frees all of them whenever it records a model
+    compiled with "reduce-overhead": a graph that had recorded the address of such a workspace would write to freed memory.
     """
     if torch.cuda.device_count() > 1:  # PyTorch's own capture stream belongs to the device of the first capture
         options.setdefault("stream", _stream_on(torch.cuda.current_device()))
+    _clear_workspaces()
     try:
         with _disabled_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
             yield
@@ -31,6 +35,14 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
         raise
+    finally:
+        _clear_workspaces()  # no other work uses the graph's
+
+
+def _clear_workspaces() -> None:
+    """Let cuBLAS allocate workspaces anew: inside a capture, in the graph's own memory."""
+    if torch.cuda.is_initialized():
+        torch._C._cuda_clearCublasWorkspaces()
 
 
 @functools.cache

@@ -26,7 +26,7 @@ class Recording(NamedTuple):
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]  # copies, which the graph reads
     outputs: list[Any]
-    numbers: list[Any]  # arguments that are not tensors, such as sizes
+    numbers: list[Any]  # the values of arguments that are numbers, such as sizes
     addresses: list[int]  # of parameters and buffers
 
     def fits(self, inputs: list[torch.Tensor], numbers: list[Any]) -> bool:
@@ -43,7 +43,7 @@ class RecordedCall:
         self._called = False
         self._fixed: list[int] = []  # positions of parameters and buffers among the arguments
         self._copied: list[int] = []  # of other tensors
-        self._numbers: list[int] = []  # of what is not a tensor
+        self._numbers: list[int] = []  # of numbers
         self._device = torch.device("cuda")
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None  # of the last replay
@@ -55,7 +55,7 @@ class RecordedCall:
         with self._lock:  # threads share the recording's memory
             if not self._called:
                 return self._first_call(args)
-            inputs, numbers = [args[i] for i in self._copied], [args[i] for i in self._numbers]
+            inputs, numbers = [args[i] for i in self._copied], [_number(args[i]) for i in self._numbers]
             addresses = list(map(torch.Tensor.data_ptr, map(args.__getitem__, self._fixed)))
             for recording in self._recordings:
                 if recording.addresses == addresses and recording.fits(inputs, numbers):
@@ -65,7 +65,7 @@ class RecordedCall:
 
     def _first_call(self, args: tuple[Any, ...]) -> Sequence[Any]:
         """An ordinary call, in which libraries and kernels prepare themselves, and which shows what the function does."""
-        tensors = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        tensors = [i for i, arg in enumerate(args) if not is_number(arg)]
         self._fixed = [i for i in tensors if is_fixed(args[i])]
         self._copied = [i for i in tensors if not is_fixed(args[i])]
         self._numbers = [i for i in range(len(args)) if i not in tensors]
@@ -126,12 +126,21 @@ def is_fixed(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter) or hasattr(tensor, "_dynamo_static_input_type")
 
 
+def is_number(argument: Any) -> bool:
+    """Whether it is not a tensor, or one that stands for a number, as Dynamo passes a float that has changed between calls."""
+    return not isinstance(argument, torch.Tensor) or (argument.device.type == "cpu" and not argument.dim())
+
+
+def _number(argument: Any) -> Any:
+    return argument.item() if isinstance(argument, torch.Tensor) else argument
+
+
 def unrecordable_reason(args: Sequence[Any], outputs: Any, changed: bool) -> str:
     """Why a replay would differ from a call with these arguments and results; empty where it would not.
 
     changed: whether the call changed an input that is neither a parameter nor a buffer.
     """
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    tensors = [arg for arg in args if not is_number(arg)]
     if not all(isinstance(arg, torch.Tensor | int | float) for arg in args):
         return "it has arguments that are neither tensors nor numbers"
     if not tensors or not all(tensor.is_cuda and tensor.device == tensors[0].device for tensor in tensors):

@@ -20,7 +20,7 @@ from onelaunch.bench.results import note_cores_taken, provenance
 from onelaunch.errors import OnelaunchError, UnsupportedError, abbreviate_list, require_option
 from onelaunch.train.interrupts import reraise_interrupts
 
-ENERGY_SECONDS = {True: 0.3, False: 1.0}  # of work back to back, for each contender; by `quick`
+ENERGY_SECONDS = {True: 0.3, False: 0.5}  # of work back to back, for each contender; by `quick`
 
 
 def select(groups: str | Iterable[str], name_contains: str = "") -> list[Case]:
