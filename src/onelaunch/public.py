@@ -14,6 +14,7 @@ from onelaunch.fuse import Explanation, explain, fuse
 from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
 from onelaunch.rng import permutation
 from onelaunch.step import train_step
+from onelaunch.sweep import Sweep, sweep
 from onelaunch.train import (
     CsvLogger,
     EarlyStopping,
@@ -37,6 +38,7 @@ __all__ = [
     "History",
     "OnelaunchError",
     "Predictor",
+    "Sweep",
     "TensorBoardLogger",
     "UnsupportedError",
     "__version__",
@@ -53,6 +55,7 @@ __all__ = [
     "permutation",
     "predict",
     "relu_dropout",
+    "sweep",
     "train_step",
 ]
 

@@ -112,7 +112,7 @@ def test_a_run_that_diverges_late_has_its_curves(cli, blobs, tmp_path, monkeypat
         if first_step:
             raise DivergedError("the loss is nan at step 4: pass a smaller lr", 4)
 
-    monkeypatch.setattr("onelaunch.train.loop._raise_if_diverged", diverges)
+    monkeypatch.setattr("onelaunch.train.loop.raise_if_diverged", diverges)
     result = cli("train", "--data", blobs, *QUICK, "--out", "bad")
     assert (result.code, "at step 4" in result.err) == (1, True)
     assert visible(tmp_path / "bad") == [name for name in FILES if name != "model.safetensors"]

@@ -131,12 +131,13 @@ class Recorder:
 
     def _record(self, done: int, validation: Metrics | None) -> dict[str, Any]:
         spec, epoch = self.spec, self.spec.epoch_of(done - 1)
-        steps = range(epoch * spec.steps_per_epoch, done)
-        rows = [spec.rows_of(step) for step in steps]
-        loss = math.fsum(self.history.losses[step] * count for step, count in zip(steps, rows, strict=True)) / sum(rows)
+        losses = self.history.losses[epoch * spec.steps_per_epoch : done]
+        full, last = min(spec.batch_size, spec.rows), spec.rows_of(done - 1)  # only the last batch may be smaller
+        rows = full * (len(losses) - 1) + last
+        loss = math.fsum([*(value * full for value in losses[:-1]), losses[-1] * last]) / rows
         if self.weight:
             loss = self.weighted_loss / self.weight
-        predictions = sum(rows) * predictions_per_row(spec, self.outputs)
+        predictions = rows * predictions_per_row(spec, self.outputs)
         return {
             "epoch": epoch,
             "step": done,

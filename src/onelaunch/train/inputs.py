@@ -32,11 +32,13 @@ CHECKED_VALUES = 2**24  # values per piece of the check for NaN
 
 
 def make_run(
-    model: nn.Module, x: Any, y: Any, validation: Any, options: dict[str, Any], *, sample_weight: Any = None
-) -> Run:
+    model: nn.Module, x: Any, y: Any, validation: Any, options: dict[str, Any], *, sample_weight: Any = None,
+    names: Names | None = None,
+) -> Run:  # fmt: skip
     """The Run of these arguments, with everything checked that can be checked before the first step.
 
-    `options` are the fields of Spec except `rows`. Raises OnelaunchError for a mistake.
+    `options` are the fields of Spec except `rows`. `names`: those of the classes, where y and the validation targets are
+    their numbers already. Raises OnelaunchError for a mistake.
     """
     if torch.is_inference_mode_enabled():
         raise OnelaunchError("fit cannot train under torch.inference_mode(): call it outside")
@@ -53,7 +55,9 @@ def make_run(
     if y is None:
         raise ArgumentTypeError("y is missing: pass one target per row, or a DataLoader as x")
     several = x[1:] if isinstance(x, tuple) else ()
-    y, names = encode("y", y)
+    y, found_names = encode("y", y)
+    known = found_names  # the names that the validation targets must have too
+    names = names or found_names
     x, y = to_tensor("x", x[0] if isinstance(x, tuple) and x else x), to_tensor("y", y)
     more_x = tuple(to_tensor(f"x[{number}]", part) for number, part in enumerate(several, 1))
     _check_lengths("x", x, "y", y)
@@ -97,7 +101,7 @@ def make_run(
             x, y, weight = x[train], y[train], None if weight is None else weight[train]
             more_x = tuple(part[train] for part in more_x)
     elif validation is not None:
-        validation, more_validation = _validation(validation, (x, *more_x), spec, network, output, dtype, names)
+        validation, more_validation = _validation(validation, (x, *more_x), spec, network, output, dtype, known)
         validation = tuple(tensor.to(device) for tensor in validation)
         more_validation = tuple(tensor.to(device) for tensor in more_validation)
     elif spec.metrics or spec.early_stopping:
@@ -107,7 +111,7 @@ def make_run(
     y, more_x = y.to(device), tuple(others)
     outputs = int(np.prod(output))
     weights = row_weights_of(spec, y, outputs, names, weight, train_rows)
-    _check_batch_norm(network, spec)
+    check_batch_norm(network, spec)
     return Run(
         spec, model, network, no_network_reason, x, y, validation, outputs, weights, train_rows, more_x, more_validation,
         loss_function, loader, names,
@@ -306,7 +310,7 @@ def _validation(
     return (checked[0], targets_of(names[1], y, spec, output, dtype, known)), tuple(checked[1:])
 
 
-def _check_batch_norm(network: Network | None, spec: Spec) -> None:
+def check_batch_norm(network: Network | None, spec: Spec) -> None:
     """Raise if a batch has one row, which BatchNorm1d cannot normalise: PyTorch would fail in the middle of the run."""
     last = min(spec.steps_per_epoch, spec.total_steps) - 1
     normalises = network is not None and any(isinstance(layer, BatchNorm) for layer in network.layers)

@@ -117,7 +117,7 @@ def drive(
                 for segment in () if epoch_end.stopped else session.segments(len(history.losses), switch):
                     seconds = time.perf_counter() - clock
                     clock += seconds  # a GPU trains on while a segment is recorded: that time counts for the next one
-                    _raise_if_diverged(segment.first_step, segment.losses, checkpoint)
+                    raise_if_diverged(segment.first_step, segment.losses, checkpoint)
                     record = recorder.add(segment, seconds)
                     history.plan, history.allocations = session.plan, dict(session.allocations)
                     completes = record is not None and epoch_end.needs_weights
@@ -209,7 +209,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(tensor.sum(dtype=torch.float64).item())
 
 
-def _raise_if_diverged(first_step: int, losses: torch.Tensor, checkpoint: Path | None) -> None:
+def raise_if_diverged(first_step: int, losses: torch.Tensor, checkpoint: Path | None) -> None:
     finite = torch.isfinite(losses)
     if not finite.all():
         offset = int((~finite).nonzero()[0, 0])

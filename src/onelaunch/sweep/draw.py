@@ -1,0 +1,95 @@
+"""The figure of a sweep: the metric over each parameter, and the curves of the best candidates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from onelaunch.integers import ceil_div
+from onelaunch.sweep.member import Record
+from onelaunch.sweep.ranking import Row
+from onelaunch.sweep.table import Table
+from onelaunch.train.curves import save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CURVES = 5  # candidates whose curves are drawn
+COLUMNS = 3
+MAX_NAMES = 8  # of a scale with names, before they are turned
+
+
+Records = Mapping[int, Record]
+
+
+def draw_sweep(table: Table, records: Records, path: Path) -> Path:
+    """Write the figure to `path`, whose suffix (.png, .svg or .pdf) selects the format, and return `path`."""
+    from matplotlib.figure import Figure  # no pyplot: no backend, no global state, safe in threads
+
+    names = [name for name in table.names if len({repr(row.parameters.get(name)) for row in table}) > 1]
+    rows = ceil_div(len(names) + 1, COLUMNS)
+    columns = min(COLUMNS, len(names) + 1)
+    figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained", dpi=150)
+    figure.suptitle(f"{len(table):,} candidates, {len(records):,} members", fontsize=10)
+    for number, name in enumerate(names, 1):
+        _draw_parameter(figure.add_subplot(rows, columns, number), table, name)
+    _draw_curves(figure.add_subplot(rows, columns, len(names) + 1), table, records)
+    return save_figure(figure, path)
+
+
+def scale_of(values: list[Any]) -> str:
+    """ "log", "linear" or "names": the scale that suits a parameter's values."""
+    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+        return "names"
+    positive = [value for value in values if value > 0]
+    if len(positive) == len(values) and max(positive) >= 20 * min(positive):
+        return "log"
+    # Zero beside values of several magnitudes has no place on either scale.
+    return "names" if len(set(values)) <= MAX_NAMES and positive and max(positive) >= 20 * min(positive) else "linear"
+
+
+def _draw_parameter(axes: Axes, table: Table, name: str) -> None:
+    rows = [row for row in table if name in row.parameters and not math.isnan(row.mean)]
+    values = [row.parameters[name] for row in rows]
+    scale = scale_of(values)
+    places: list[Any] = values
+    if scale == "names":
+        known = {text: position for position, text in enumerate(dict.fromkeys(map(str, _in_order(values))))}
+        places = [known[str(value)] for value in values]
+        axes.set_xticks(list(known.values()), list(known), rotation=45 if len(known) > MAX_NAMES else 0)
+    elif scale == "log":
+        axes.set_xscale("log")
+    axes.plot(places, [row.mean for row in rows], "o", markersize=4, alpha=0.6, linestyle="none")
+    best = table.rows[0]
+    if rows and best is rows[0]:
+        axes.plot(places[0], best.mean, "*", markersize=12, label="best")
+        axes.legend(frameon=False)
+    axes.set_xlabel(name)
+    axes.set_ylabel(table.heading)
+
+
+def _in_order(values: list[Any]) -> list[Any]:
+    try:
+        return sorted(values)
+    except TypeError:
+        return values
+
+
+def mean_curve(records: Records, row: Row, metric: str) -> np.ndarray[Any, Any]:
+    """The metric after every epoch, the mean over the row's members without failures; empty if there are none."""
+    curves = [records[index].curve(metric) for index in row.members if not records[index].error]
+    shortest = min(map(len, curves), default=0)
+    return np.mean([curve[:shortest] for curve in curves], axis=0) if shortest else np.empty(0)
+
+
+def _draw_curves(axes: Axes, table: Table, records: Records) -> None:
+    for number, row in enumerate(table.rows[:CURVES], 1):
+        curve = mean_curve(records, row, table.metric)
+        axes.plot(np.arange(1, len(curve) + 1), curve, label=f"{number}")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(table.heading)
+    axes.legend(title="rank", frameon=False)

@@ -1,0 +1,140 @@
+"""The driver of a sweep: which members to train next, their records and weights, progress, Ctrl-C and the checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from onelaunch.run.metric_names import is_loss
+from onelaunch.sweep.halving import parts_of, survivors
+from onelaunch.sweep.kept_weights import KeptWeights, weights_of
+from onelaunch.sweep.member import Member, Record
+from onelaunch.sweep.progress import SweepProgress
+from onelaunch.sweep.result import Sweep
+from onelaunch.sweep.runs import MemberRuns, random_state_kept
+from onelaunch.sweep.store import Store
+from onelaunch.sweep.table import Table
+from onelaunch.sweep.trainer import Job, Outcome, Switch, shared_fields, train
+from onelaunch.train.callbacks import Callback
+from onelaunch.train.interrupts import on_interrupt
+
+MAX_STORED_BYTES = 2**31  # of all members' weights: where they would be more, the checkpoint has none
+MAX_EPOCHS = 3**20
+MAX_PAUSED_BYTES = 2**30  # of weights and optimizer states that wait for the next rung of successive halving
+
+
+class Driver:
+    def __init__(
+        self, members: Sequence[Member], runs: MemberRuns, metric: str, store: Store, progress: SweepProgress,
+        callbacks: tuple[Callback, ...] = (),
+    ) -> None:  # fmt: skip
+        self.members, self.runs, self.metric, self.store, self.progress = members, runs, metric, store, progress
+        self.callbacks = callbacks
+        self.shared: dict[tuple[str, ...], dict[str, Any]] = {}
+        self.records: dict[int, Record] = store.load(self.shared)
+        self.weights = KeptWeights(metric)
+        self.switch = Switch()
+        self._paused: dict[int, Outcome] = {}  # members that wait for the next rung
+        self._done = 0  # members that are finished
+        self._table = Table((), metric, runs.validates, 0, 0)  # to format values
+        self._best: tuple[float, str] | None = None
+
+    def run(self, *, halving: bool) -> Sweep:
+        """Train the members that have no record yet. After Ctrl-C the result has those that are finished."""
+        begin = time.perf_counter()
+        self._done = sum(record.finished for record in self.records.values())
+        with (
+            random_state_kept(), on_interrupt(self.switch.interrupt),
+            self.progress.running(len(self.members), self._done),
+        ):  # fmt: skip
+            if halving:
+                self._halve()
+            else:
+                self._train([member for member in self.members if member.index not in self.records], 1.0)
+        self._paused = {}
+        if self.switch.stop and not self.records:
+            raise KeyboardInterrupt
+        plan = "\n".join(f"{group}: {text}" for group, text in self.switch.plans.items())
+        return Sweep(
+            self.members, self.records, self.metric, self.runs.validates, plan, time.perf_counter() - begin,
+            self.switch.stop, self.trained,
+        )  # fmt: skip
+
+    def _halve(self) -> None:
+        alive = list(dict.fromkeys(member.candidate for member in self.members))
+        lengths = [self.runs.options_of(member).get("epochs") for member in self.members]
+        epochs = max((length for length in lengths if length), default=MAX_EPOCHS)  # of runs that count steps: unknown
+        for part in parts_of(len(alive), epochs):
+            chosen = set(alive)
+            waiting = [
+                member for member in self.members
+                if member.candidate in chosen
+                and not (member.index in self.records and self.records[member.index].reaches(part))
+            ]  # fmt: skip
+            self._train(waiting, part)
+            if self.switch.stop:
+                return
+            if part < 1:
+                alive = survivors(alive, self.members, self.records, self.metric, part)
+                for member in self.members:
+                    if member.candidate not in alive:
+                        self._paused.pop(member.index, None)
+        self.progress.update(len(self.members), self._best[1] if self._best else "")
+
+    def _train(self, members: Sequence[Member], part: float) -> None:
+        for outcome in train(self._jobs(members, part), self.switch, self.callbacks):
+            self._add(outcome)
+
+    def _jobs(self, members: Iterable[Member], part: float) -> Iterator[Job]:
+        for member in members:
+            yield Job(member.index, self._maker(member), part, self._paused.pop(member.index, None))
+
+    def _maker(self, member: Member) -> Callable[[], Any]:
+        return lambda: self.runs.run(member)
+
+    def _add(self, outcome: Outcome) -> None:
+        shared = shared_fields(outcome.history, self.shared)
+        record = Record.of(
+            outcome.index, outcome.history, shared, outcome.run.spec, error=outcome.error, finished=outcome.finished
+        )
+        self.records[outcome.index] = record
+        value = record.value(self.metric)
+        weights = weights_of(outcome.run.model)
+        self.weights.add(outcome.index, value, weights)
+        size = sum(tensor.nbytes for tensor in weights.values())
+        stored = size * len(self.members) <= MAX_STORED_BYTES and not outcome.error
+        self.store.add(record, weights if stored else {})
+        if not outcome.finished:
+            self._pause(outcome, 3 * size)
+        self._note_best(value)
+        self._done += outcome.finished
+        self.progress.update(self._done, self._best[1] if self._best else "")
+
+    def _pause(self, outcome: Outcome, size: int) -> None:
+        """Keep what is needed to go on. Without room, the member starts again from its first step, to the same bits."""
+        if (len(self._paused) + 1) * size <= MAX_PAUSED_BYTES:
+            self._paused[outcome.index] = outcome
+
+    def _note_best(self, value: float) -> None:
+        if value != value:
+            return
+        signed = value if is_loss(self.metric) else -value
+        if self._best is None or signed < self._best[0]:
+            self._best = signed, f"{self._table.heading} {self._table.format_value(value)}"
+
+    def trained(self, member: Member) -> nn.Module:
+        """The member's network with its trained weights: kept in memory, in the checkpoint, or trained again."""
+        found = self.weights.get(member.index) or self.store.weights(member.index)
+        with random_state_kept():
+            run = self.runs.run(member)
+            if found is not None:
+                run.model.load_state_dict(found)
+                return run.model
+            record = self.records[member.index]
+            part = 1.0 if record.finished else record.steps / record.total
+            for outcome in train([Job(member.index, lambda: run, part)], Switch(), self.callbacks):
+                return outcome.run.model
+        raise KeyboardInterrupt

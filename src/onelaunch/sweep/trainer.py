@@ -1,0 +1,321 @@
+"""Trains members: groups them, chooses an engine per group, and yields each member when it is done.
+
+A group has members of one network, batch size, optimizer, precision and loss. An engine with `train_members` trains a group
+together; any other trains one member after another, through the driver of `fit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from onelaunch.device import device_name
+from onelaunch.engines import choose
+from onelaunch.engines.contract import Engine, Run, State
+from onelaunch.engines.members import MemberResult, MembersEngine, MembersMonitor, MemberTask
+from onelaunch.errors import DivergedError, UnsupportedError, first_line, is_out_of_memory
+from onelaunch.sweep.member import SHARED, steps_of_part
+from onelaunch.train.best_weights import EpochEnd
+from onelaunch.train.callbacks import Callback, WithCallbacks
+from onelaunch.train.history import History, Recorder
+from onelaunch.train.loop import Listener, Saver, drive, raise_if_diverged
+from onelaunch.train.progress import Progress
+
+log = logging.getLogger("onelaunch")
+CPU_CHUNK = 256  # members whose models exist at once
+GPU_CHUNK = 4096  # of one launch: enough to fill every multiprocessor several times
+PRECISIONS = {"cpu": "fp32"}  # what precision="auto" is on a CPU
+
+
+@dataclass(frozen=True)
+class Job:
+    """A member to train from its first step, or from where a rung of successive halving has left it."""
+
+    index: int
+    make: Callable[[], Run]  # called shortly before the member trains
+    part: float = 1.0  # of its epochs to train
+    continues: Outcome | None = None  # what an earlier part came to
+
+
+@dataclass
+class Outcome:
+    """A member that has been trained as far as its job says. The run's model holds its weights."""
+
+    index: int
+    run: Run
+    history: History
+    error: str = ""
+    finished: bool = True  # False: trained to a rung, and can go on
+    active: ActiveMember | None = None  # what is needed to go on
+
+
+@dataclass
+class Switch:
+    """The request to stop, and what the trainer tells about itself. Also the MembersMonitor of the engines."""
+
+    stop: bool = False
+    plans: dict[str, str] = field(default_factory=dict)  # by group, for people
+    steps: int = 0
+
+    def report(self, steps: int) -> None:
+        self.steps = steps
+
+    def interrupt(self) -> None:
+        """The first Ctrl-C requests a stop, a second one does not wait for it."""
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+
+
+class ActiveMember:
+    """A member in training: its history, and what follows each epoch."""
+
+    def __init__(self, index: int, run: Run, engine: str, reason: str) -> None:
+        self.index = index
+        self.epoch_end = EpochEnd(run)
+        self.run = dataclasses.replace(run, checkpoints=True) if self.epoch_end.needs_weights else run
+        self.history = History(engine=engine, reason=reason, device=device_name(run.device))
+        self.recorder = Recorder(run.spec, run.outputs, self.history)
+        self.saver = Saver(run, self.recorder, self.epoch_end, None, "")
+        self.state: State = {}
+        self.target = run.spec.total_steps
+        self.error = ""
+
+    @property
+    def step(self) -> int:
+        return len(self.history.losses)
+
+    def aim(self, part: float) -> None:
+        """Train this part of the epochs, rounded to whole epochs, at least one."""
+        self.target = steps_of_part(part, self.run.spec.total_steps, self.run.spec.steps_per_epoch)
+
+    @property
+    def done(self) -> bool:
+        return bool(self.error) or self.epoch_end.stopped or self.step >= self.target
+
+    def task(self) -> MemberTask:
+        """The next steps: up to the target, or one epoch where something has to follow each epoch."""
+        last = min(self.target, self.run.spec.epoch_end(self.step)) if self.epoch_end.needs_weights else self.target
+        return MemberTask(self.index, self.run, self.step, last, self.state)
+
+    def add(self, result: MemberResult, seconds: float) -> None:
+        self.state = result.state
+        try:
+            for segment in result.segments:
+                raise_if_diverged(segment.first_step, segment.losses, None)
+                record = self.recorder.add(segment, seconds / len(result.segments))
+                if record is not None and self.epoch_end.needs_weights:
+                    self.epoch_end.complete(record)
+            self.saver.raise_on_bad_weights()
+        except DivergedError as error:
+            self.error = str(error)
+
+    def outcome(self) -> Outcome:
+        whole = bool(self.error) or self.epoch_end.stopped or self.step >= self.run.spec.total_steps
+        if whole:
+            self.epoch_end.finish()
+            if self.epoch_end.best is not None:
+                self.history.best_epoch = self.epoch_end.best.epoch
+        return Outcome(self.index, self.run, self.history, self.error, whole, None if whole else self)
+
+
+def group_of(run: Run) -> tuple[Any, ...]:
+    """Equal for members that an engine may train together."""
+    spec = run.spec
+    return (
+        run.network, run.no_network_reason, spec.batch_size, spec.optimizer, spec.precision, spec.loss, spec.engine,
+        spec.memory, run.x.dtype, run.x.shape[1:], run.device, run.outputs, run.validation is None, run.weights is None,
+    )  # fmt: skip
+
+
+def train(jobs: Iterable[Job], switch: Switch, callbacks: tuple[Callback, ...] = ()) -> Iterator[Outcome]:
+    """Train every job and yield its outcome when it is done, in any order. Ends early when the switch says stop."""
+    source = iter(jobs)
+    at_once = 0  # members whose models exist at once; 0 until the first run says where it trains
+    while not switch.stop:
+        first = list(itertools.islice(source, 1))
+        if not first:
+            return
+        run = _make(first[0])
+        at_once = at_once or (GPU_CHUNK if run.device.type == "cuda" else CPU_CHUNK)
+        chunk = {first[0].index: (first[0], run)}
+        chunk |= {job.index: (job, _make(job)) for job in itertools.islice(source, at_once - 1)}
+        while chunk and not switch.stop:
+            try:
+                for outcome in _train_chunk(chunk, switch, callbacks):
+                    del chunk[outcome.index]
+                    yield outcome
+                break
+            except Exception as error:
+                out_of_memory = is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)
+                if not out_of_memory or len(chunk) < 2:
+                    raise
+                at_once = max(1, len(chunk) // 2)
+                log.warning("out of device memory: %d members at once (%s)", at_once, first_line(error))
+                left = list(chunk.values())
+                chunk = {}  # frees the models
+                source = itertools.chain([job for job, _ in left], source)
+
+
+def _make(job: Job) -> Run:
+    return job.make() if job.continues is None else job.continues.run
+
+
+def _train_chunk(
+    chunk: dict[int, tuple[Job, Run]], switch: Switch, callbacks: tuple[Callback, ...]
+) -> Iterator[Outcome]:
+    groups: dict[Any, list[tuple[Job, Run]]] = {}
+    for job, run in chunk.values():
+        groups.setdefault(group_of(run), []).append((job, run))
+    for members in groups.values():
+        if switch.stop:
+            return
+        yield from _train_group(members, switch, callbacks)
+
+
+def _train_group(
+    members: Sequence[tuple[Job, Run]], switch: Switch, callbacks: tuple[Callback, ...]
+) -> Iterator[Outcome]:
+    left = {job.index: (job, run) for job, run in members}
+    refused: dict[str, str] = {}  # engines that refused the group only when they started, and their reasons
+    while left and not switch.stop:
+        engine, reason = choose(members[0][1], refused)
+        try:
+            for outcome in _train_with(engine, reason, list(left.values()), switch, callbacks):
+                del left[outcome.index]
+                yield outcome
+            return
+        except UnsupportedError as refusal:
+            if members[0][1].spec.engine != "auto" or engine.name in refused:
+                raise
+            refused[engine.name] = str(refusal)
+
+
+def _train_with(
+    engine: Engine, reason: str, members: Sequence[tuple[Job, Run]], switch: Switch, callbacks: tuple[Callback, ...]
+) -> Iterator[Outcome]:
+    run = members[0][1]
+    together = hasattr(engine, "train_members") and not callbacks and run.loader is None
+    parts = any(job.part < 1 or job.continues is not None for job, _ in members)
+    if not together and not parts:
+        switch.plans[_group_name(run)] = f"{engine.name}: one member after another"
+        yield from _one_after_another(members, switch, callbacks)
+        return
+    many = cast(MembersEngine, engine) if together else OneByOne(engine)
+    switch.plans[_group_name(run)] = f"{engine.name}: {many.members_plan([run for _, run in members])}"
+    active = []
+    for job, own in members:
+        found = job.continues.active if job.continues else None
+        found = found or ActiveMember(job.index, own, engine.name, reason)
+        found.history.precision = PRECISIONS.get(run.device.type, run.spec.compiled_precision)
+        found.aim(job.part)
+        active.append(found)
+    yield from _together(many, active, switch)
+
+
+def _group_name(run: Run) -> str:
+    network = str(run.network) if run.network is not None else type(run.model).__name__
+    return f"{network}, batch {run.spec.batch_size}, {run.spec.optimizer}"
+
+
+def _together(engine: MembersEngine, active: list[ActiveMember], switch: Switch) -> Iterator[Outcome]:
+    """Train members with one call per round; a member leaves when it is done. Most need one round, up to their target."""
+    by_index = {member.index: member for member in active}
+    clock = time.perf_counter()
+    while by_index and not switch.stop:
+        returned = 0
+        for result in engine.train_members([member.task() for member in by_index.values()], switch):
+            now = time.perf_counter()
+            member = by_index[result.index]
+            member.add(result, now - clock)  # its share of the sweep's time
+            clock = now
+            returned += 1
+            if member.done:
+                del by_index[result.index]
+                yield member.outcome()
+        assert returned or switch.stop, "an engine must return the results of its tasks"
+
+
+class OneByOne:
+    """Any engine as one that trains members: one after another, each in a session of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def members_plan(self, runs: Sequence[Run]) -> str:
+        return "one member after another"
+
+    def train_members(self, tasks: Sequence[MemberTask], monitor: MembersMonitor) -> Iterator[MemberResult]:
+        for task in tasks:
+            if monitor.stop:
+                return
+            session = self.engine.start(dataclasses.replace(task.run, checkpoints=True), cast(State, task.state))
+            found, state = [], {}
+            try:
+                for segment in session.segments(task.first_step, _Quiet(monitor)):
+                    found.append(segment)
+                    if segment.first_step + len(segment.losses) >= task.last_step or monitor.stop:
+                        break
+                state = session.snapshot()
+            finally:
+                session.close()
+            if not monitor.stop:
+                yield MemberResult(task.index, tuple(found), state)
+
+
+class _Quiet:
+    """The Monitor of one session, which has nothing to show."""
+
+    def __init__(self, monitor: MembersMonitor) -> None:
+        self._monitor = monitor
+
+    @property
+    def stop(self) -> bool:
+        return self._monitor.stop
+
+    def report(self, step: int, loss: float, correct: int | None) -> None: ...
+
+
+def _one_after_another(
+    members: Sequence[tuple[Job, Run]], switch: Switch, callbacks: tuple[Callback, ...]
+) -> Iterator[Outcome]:
+    for job, run in members:
+        if switch.stop:
+            return
+        error = ""
+        history = History()
+        listener = _Kept(callbacks)
+        try:
+            history = drive(
+                run, checkpoint=None, resume=False, progress=Progress(), listener=listener, started=time.perf_counter()
+            )
+        except DivergedError as reason:
+            error, history = str(reason), listener.history
+        except KeyboardInterrupt:
+            switch.stop = True
+            return
+        yield Outcome(job.index, run, history, error)
+
+
+class _Kept(WithCallbacks):
+    """Keeps the History, which `drive` does not return if the run diverges."""
+
+    def __init__(self, callbacks: tuple[Callback, ...]) -> None:
+        super().__init__(Listener(), callbacks)
+        self.history = History()
+
+    def started(self, history: History) -> None:
+        self.history = history
+
+
+def shared_fields(history: History, known: dict[tuple[str, ...], dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a History that many members have in common, as one dict for all that have the same."""
+    values = tuple(getattr(history, name) for name in SHARED)
+    return known.setdefault(values, dict(zip(SHARED, values, strict=True)))

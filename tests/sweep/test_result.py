@@ -1,0 +1,200 @@
+"""What a sweep returns: table, page, figure, DataFrame; and the checkpoint folder from which it continues."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onelaunch as ol
+from onelaunch.sweep import driver
+from onelaunch.sweep.kept_weights import KeptWeights
+from onelaunch.sweep.member import Member, Record
+from onelaunch.sweep.page import page
+from onelaunch.sweep.progress import LineSweepProgress
+from tests.conftest import ROOT
+from tests.sweep.models import make_model, rows, same_weights
+
+X, Y = rows()
+GRID = {"lr": [1e-3, 1e-2, 1e30], "width": [4, 8], "optimizer": ["sgd"], "seed": [0, 1]}
+
+
+def page_of(sweep: ol.Sweep) -> str:
+    return page(sweep.table, sweep.records, {"members": len(sweep.members), "seconds": 1.0, "plan": ""})
+
+
+@pytest.fixture(scope="module")
+def result() -> ol.Sweep:
+    return ol.sweep(make_model, X, Y, grid=GRID, folds=2, epochs=2, progress=False)
+
+
+def test_the_table_is_sorted_and_has_mean_and_deviation(result):
+    means = [row.mean for row in result.table if not math.isnan(row.mean)]
+    assert means == sorted(means, reverse=True)
+    best = result.best
+    values = [result.records[index].value("accuracy") for index in best.members]
+    assert best.mean == pytest.approx(np.mean(values))
+    assert best.std == pytest.approx(np.std(values))
+    assert len(best.members) == 4
+    text = str(result.table)
+    assert "validation accuracy" in text
+    assert "±" in text
+    assert "4 of 4 failed" in text
+    assert "6 candidates" in text
+
+
+def test_pandas_has_candidates_and_members(result):
+    table = result.to_pandas()
+    assert list(table.columns[:3]) == ["lr", "width", "optimizer"]
+    assert len(table) == 6
+    members = result.to_pandas(members=True)
+    assert len(members) == 24
+    assert {"seed", "split", "accuracy", "error"} <= set(members.columns)
+
+
+def test_histories_have_all_members(result):
+    assert len(result.histories) == 24
+    assert result.histories[-1].losses[:1] == result.histories[23].losses[:1]
+    assert len(result.histories[:3]) == 3
+    with pytest.raises(IndexError):
+        _ = result.histories[24]
+
+
+def test_the_plan_names_the_engine(result):
+    assert "5-4-3, batch 32, sgd: cpu" in result.plan
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_figure(result, tmp_path, suffix):
+    assert result.plot(tmp_path / f"sweep.{suffix}").stat().st_size > 1000
+
+
+def test_the_page_holds_everything_and_fetches_nothing(result, tmp_path):
+    text = result.html(tmp_path / "folder" / "sweep.html").read_text()
+    assert not re.search(r"(src|href)=\"(?!data:)", text)
+    data = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.S)[0])
+    assert [entry["name"] for entry in data["parameters"]] == ["lr", "width"]
+    assert len(data["rows"]) == 6
+    assert data["rows"][-1]["mean"] is None
+    assert "prefers-color-scheme: dark" in text
+    assert "width=device-width" in text
+
+
+def test_text_from_the_grid_cannot_leave_its_place_in_the_page():
+    result = ol.sweep(
+        lambda name: make_model(), X, Y, grid={"name": ["</script><script>alert(1)", "b"]}, epochs=1, progress=False
+    )
+    assert "<script>alert" not in page_of(result)
+
+
+def test_the_page_of_ten_thousand_candidates_is_small():
+    members = [Member(i, i, {"lr": 10 ** -(1 + i % 500 / 100), "width": i % 7}, 0, 0) for i in range(10_000)]
+    epochs = np.array([[0, 3, 0.5, 0.9, 1e-3, 0.1, 0.4, 0.8]])
+    records = {
+        i: Record(i, np.zeros(3, np.float32), epochs, ("loss", "accuracy"), {}, 0.1, None, total=3, per_epoch=3)
+        for i in range(10_000)
+    }
+    sweep = ol.Sweep(members, records, "accuracy", True, "", 1.0)
+    assert len(page_of(sweep)) < 3_000_000
+    assert "and 9,980 more" in str(sweep.table)
+
+
+def test_weights_of_the_worst_are_dropped_first():
+    import torch
+
+    kept = KeptWeights("loss", limit=4000)
+    for index in range(20):
+        kept.add(index, float(index), {"w": torch.zeros(100)})
+    assert kept.get(0) is not None
+    assert kept.get(10) is None
+
+
+def test_lines_say_how_far_a_sweep_is():
+    import io
+
+    out = io.StringIO()
+    shown = LineSweepProgress(out, seconds=0.0)
+    with shown.running(10, 0):
+        for done in range(1, 11):
+            shown.update(done, "accuracy 90 %")
+    lines = out.getvalue().splitlines()
+    assert re.fullmatch(r"sweep 1/10 members, best accuracy 90 %, .* left", lines[0])
+    assert lines[-1] == "sweep 10/10 members, best accuracy 90 %"
+
+
+def test_a_model_whose_weights_were_dropped_is_trained_again(result, monkeypatch):
+    expected = result.best_model
+    again = ol.sweep(make_model, X, Y, grid=GRID, folds=2, epochs=2, progress=False)
+    monkeypatch.setattr(KeptWeights, "get", lambda self, index: None)
+    assert same_weights(again.best_model, expected)
+
+
+SCRIPT = """
+import sys
+import onelaunch as ol
+from tests.sweep.models import make_model, rows
+x, y = rows()
+result = ol.sweep(make_model, x, y, grid={"lr": [1e-3, 1e-2, 0.1], "seed": range(%d)}, folds=2, epochs=%d,
+                  strategy="%s", checkpoint=sys.argv[1], progress=False)
+print(len(result.records), result.seconds)
+print(result.table)
+print([record.losses.tolist() for _, record in sorted(result.records.items())])
+"""
+
+
+@pytest.mark.parametrize("strategy", ["grid", "halving"])
+def test_a_killed_sweep_continues_to_the_same_table(tmp_path, strategy):
+    script = SCRIPT % (60, 9, strategy)
+    environment = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
+
+    def start(folder: str) -> subprocess.Popen[str]:
+        slow = "from onelaunch.sweep import store as s; s.MIN_SECONDS = 0.01; s.SHARE_OF_TIME = 0\n"
+        command = [sys.executable, "-c", slow + script, str(tmp_path / folder)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+    killed = start("a")
+    while not list((tmp_path / "a").glob("part-*")) and killed.poll() is None:
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.communicate()
+    resumed, whole = (process.communicate()[0] for process in (start("a"), start("b")))
+    assert "candidates" in whole
+    assert resumed.splitlines()[1:] == whole.splitlines()[1:]
+
+
+def arguments(folder: Path) -> dict[str, Any]:
+    return {"grid": {"lr": [1e-3, 1e-2]}, "epochs": 1, "checkpoint": folder, "progress": False}
+
+
+def test_a_finished_checkpoint_is_read_and_nothing_trained(tmp_path, monkeypatch):
+    first = ol.sweep(make_model, X, Y, **arguments(tmp_path / "a"))
+    monkeypatch.setattr(driver, "train", lambda jobs, *rest: [pytest.fail("trained again") for _ in jobs])
+    second = ol.sweep(make_model, X, Y, **arguments(tmp_path / "a"))
+    assert str(first.table) == str(second.table)
+    assert same_weights(first.best_model, second.best_model)
+    assert second.histories[1].epochs == first.histories[1].epochs
+
+
+def test_another_sweep_does_not_continue(tmp_path):
+    ol.sweep(make_model, X, Y, **arguments(tmp_path / "a"))
+    with pytest.raises(ol.CheckpointError, match=r"holds another sweep.*data"):
+        ol.sweep(make_model, X + 1, Y, **arguments(tmp_path / "a"))
+    with pytest.raises(ol.CheckpointError, match=r"holds another sweep.*grid"):
+        ol.sweep(make_model, X, Y, **{**arguments(tmp_path / "a"), "grid": {"lr": [1e-3]}})
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "mine.txt").write_text("mine")
+    with pytest.raises(ol.CheckpointError, match="is not empty"):
+        ol.sweep(make_model, X, Y, **arguments(tmp_path / "b"))
+    part = next((tmp_path / "a").glob("part-*"))
+    part.write_bytes(part.read_bytes()[:50])
+    with pytest.raises(ol.CheckpointError, match="damaged"):
+        ol.sweep(make_model, X, Y, **arguments(tmp_path / "a"))
