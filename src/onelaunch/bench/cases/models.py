@@ -23,6 +23,7 @@ from onelaunch.bench.peers_torch import Steps
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, timed
 from onelaunch.capture import capturing
 from onelaunch.format import format_seconds
+from onelaunch.integers import clamp
 from onelaunch.step.train_step import TrainStep, train_step
 
 Make = Callable[[bool], Workload]
@@ -31,7 +32,10 @@ REDUCE_OVERHEAD, MAX_AUTOTUNE = "torch.compile reduce-overhead", "torch.compile 
 LR = 1e-5
 CHECKED_STEPS, CHECKED_LR, SLACK, FP32_SLACK = 6, 1e-3, 0.02, 1e-4
 SAMPLES = 8
-HOST_CALLS = 50  # few enough for the device's queue of launches
+HOST_CALLS, HOST_SECONDS = (
+    50,
+    5e-3,
+)  # at most, of calls and of the device's work: its queue of launches must not fill up
 
 
 def our_step(workload: Workload, optimizer: torch.optim.Optimizer) -> TrainStep:
@@ -174,13 +178,17 @@ def _in_fp32(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _host_seconds(step: Step, arguments: tuple[Any, ...]) -> float:
     """Seconds of the host per call of our step, while the device works."""
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        step(*arguments)
-    taken = (time.perf_counter() - begin) / HOST_CALLS
-    torch.cuda.synchronize()
-    return taken
+
+    def seconds(calls: int, wait: bool) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            step(*arguments)
+        if wait:
+            torch.cuda.synchronize()
+        return (time.perf_counter() - begin) / calls
+
+    return seconds(clamp(1, int(HOST_SECONDS / seconds(1, True)), HOST_CALLS), False)
 
 
 def _trial(make: Make, steps: int) -> Trial:

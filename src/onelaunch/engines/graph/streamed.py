@@ -179,8 +179,8 @@ class HostRows:
             if int(runtime.cudaHostRegister(address, size, flags)) == 0:
                 self._registered = address
                 return
-        with suppress(RuntimeError):  # the next kernel would report the refusal as an error of its own
-            torch.ones((), device=device)
+            with suppress(RuntimeError):  # the next kernel would report the refusal as an error of its own
+                torch.ones((), device=device)
         try:
             self.rows = self.rows.pin_memory()
         except RuntimeError as error:
