@@ -28,10 +28,8 @@ ALL, MEASURING = "docs/results.md", "docs/measuring.md"
 HEADLINES = {
     "train/pixels/784-128-128-128-10/32/sgd/bf16": "train MLP 784-128-128-128-10, batch 32, bf16",
     "train/mnist-98": "train on full MNIST to 98 % test accuracy, whole run",
-    "train/large/784-2048-2048-2048-10/32": "train MLP 784-2048-2048-2048-10, batch 32, bf16",
     "cpu/784-128-128-128-10/32/sgd": "train MLP 784-128-128-128-10, batch 32, fp32",
     "ops/relu_dropout-fp32-training": "ReLU + Dropout of 50·2²⁰ fp32 values, forward + backward",
-    "models/bert": "`ol.train_step` of BERT-base, 32×128 tokens, bf16, AdamW",
     "models/gpt2": "`ol.train_step` of GPT-2 small, 8×1024 tokens, bf16, AdamW",
     "models/dqn": "`ol.train_step` of an MLP 8-64-64-4, batch 256, fp32, Adam",
 }
