@@ -18,7 +18,7 @@ HUGE_PAGE = 2**21
 
 def _memory(size: int) -> np.ndarray[Any, Any]:
     """Zeroed bytes, on huge pages where the system provides them: wide products then have fewer TLB misses."""
-    if size < HUGE_PAGE:
+    if size < HUGE_PAGE // 8:
         raw = np.zeros(size + 4096, np.uint8)
         start = -raw.ctypes.data % 4096
         return raw[start : start + size]
@@ -37,6 +37,7 @@ class Arena:
         """`memory`: used instead of fresh memory (tests put guard pages around it)."""
         self.plan = plan
         size = self.size_for(plan, rows)
+        self.is_zero = memory is None  # as the operating system provides it, until a run begins
         self.memory = _memory(size) if memory is None else memory
         assert len(self.memory) == size
         assert self.memory.ctypes.data % CACHE_LINE == 0
@@ -64,7 +65,8 @@ class Arena:
     def write(self, buffer: str, tensor: np.ndarray[Any, Any], shift: int = 0) -> None:
         """Store a vector, or a matrix `[outputs, inputs]` of PyTorch in panels."""
         view = self.view(buffer, shift=shift)
-        view[:] = 0
+        if not self.is_zero:
+            view[:] = 0
         if tensor.ndim == 1:
             view[: len(tensor)] = tensor
             return

@@ -122,9 +122,10 @@ class CpuSession:
 
     def _load(self, state: Mapping[str, torch.Tensor]) -> None:
         plan, arena = self._plan, self.arena
-        for name in plan.buffers:
-            if name.split(".")[0] in ZEROED:
-                arena.view(name, np.uint8)[:] = 0
+        if not arena.is_zero:
+            for name in plan.buffers:
+                if name.split(".")[0] in ZEROED:
+                    arena.view(name, np.uint8)[:] = 0
         for stage in plan.stages:
             for number in (*stage.batch_norms, *stage.layer_norms):
                 arena.view(f"scale.{stage.index}.{number}")[: stage.width] = 1  # for a norm without a weight
@@ -134,6 +135,7 @@ class CpuSession:
                 saved = state.get(f"{kind}.{parameter.name}")
                 if saved is not None:
                     arena.write(parameter.buffer, saved.detach().cpu().float().numpy(), self._shift(number))
+        arena.is_zero = False
 
     def _shift(self, state: int) -> int:
         return (state + 1) * self._plan.state_stride

@@ -33,9 +33,7 @@ class Module:
 
         def body(f: Function) -> None:
             f.load_fields(kernel, *kernel.fields)
-            for name in kernel.step:
-                position = list(STEP).index(name)
-                f.arguments[name] = f.load(STEP[name], f["step"], position, element="i64", hint=name)
+            f.load_step(*kernel.step)
             make(f)
 
         self.function(kernel.name, "ptr %fields, ptr %step", body, public=True)
@@ -67,6 +65,12 @@ class Function(Instructions):
             type_ = "ptr" if kernel.fields[name] == "list" else kernel.fields[name]
             value = self.load(type_, self["fields"], kernel.position(name), element="i64", hint=name)
             self.arguments[name] = value
+
+    def load_step(self, *names: str) -> None:
+        """Load values of the step, whose address is the argument `step`; they are then found by name."""
+        for name in names:
+            position = list(STEP).index(name)
+            self.arguments[name] = self.load(STEP[name], self["step"], position, element="i64", hint=name)
 
     def text(self) -> str:
         kind, suffix = ("", self.module.suffix) if self.public else ("internal ", "")
@@ -130,15 +134,15 @@ class Function(Instructions):
         self.emit(f"br label %{label}.end")
         self._open(f"{label}.end")
 
-    def leave_when(self, condition: Value, label: str) -> None:
-        """Continue at `join(label)` where `condition` holds."""
-        following = self._fresh("stay")
-        self.emit(f"br i1 {condition.text}, label %{label}, label %{following}")
-        self._open(following)
-
-    def join(self, label: str) -> None:
-        self.emit(f"br label %{label}")
-        self._open(label)
+    def either(self, condition: Value, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """`first()` where the condition holds, `second()` where it does not."""
+        label = self._fresh("either")
+        self.emit(f"br i1 {condition.text}, label %{label}, label %{label}.else")
+        for name, body in ((label, first), (f"{label}.else", second)):
+            self._open(name)
+            body()
+            self.emit(f"br label %{label}.end")
+        self._open(f"{label}.end")
 
     def repeat_while(self, condition: Callable[[Value], Value], body: Callable[[Value], None]) -> None:
         """`while condition(count): body(count)`, where `count` starts at 0."""

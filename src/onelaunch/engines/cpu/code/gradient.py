@@ -6,6 +6,7 @@ derivative of the stage's last group, stored into the panel, and transposed back
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal
 
@@ -24,6 +25,7 @@ BLOCKS = (
 )
 
 
+@functools.cache
 def reduce_kernel(group: Group) -> Kernel:
     """`skip` has the gradient that reaches the stage's output through additions, in panels."""
     return Kernel(
@@ -31,6 +33,7 @@ def reduce_kernel(group: Group) -> Kernel:
     )
 
 
+@functools.cache
 def transpose_kernel(group: Group) -> Kernel:
     return Kernel("transpose", f"{BLOCKS}{', ' * bool(group.names)}{group.fields}")
 
@@ -62,6 +65,9 @@ def transpose(f: Function, rows: list[Value]) -> list[Value]:
                         f"<{f.lanes} x i32> <{indices}>",
                         "swap",
                     )
+        if distance == f.lanes // 4:
+            # LLVM looks for one instruction in place of several shuffles; here it finds none, and the search takes long.
+            swapped = [f.opaque_vector(row) for row in swapped]
         rows = swapped
         distance //= 2
     return rows
@@ -105,22 +111,25 @@ class _Block:
     def rows(self, rows: list[Value], in_panel: Value, in_activations: Value) -> list[Value]:
         f = self.f
         done = []
+        saved_at = f.rows(f.at(f["saved"], in_activations), f["pitch"], len(rows)) if self.through != "nothing" else []
+        panel_at = f.rows(f.at(f["panel"], in_panel), f["width"], len(rows))
         for number, gradient in enumerate(rows):
             result = gradient
             if self.through != "nothing":
-                saved = f.vload(f["saved"], f.add(in_activations, f.mul(number, f["pitch"])), "saved")
+                saved = f.vload(saved_at[number], hint="saved")
                 if self.through == "derivative":
                     result = f.fmul(gradient, saved)
                 else:
                     result = self.operations.backward_from_output(gradient, saved)
-            f.store(result, f["panel"], f.add(in_panel, f.mul(number, f["width"])))
+            f.store(result, panel_at[number])
             done.append(result)
         return done
 
     def back(self, rows: list[Value], at: Value) -> None:
         f = self.f
-        for unit, column in enumerate(transpose(f, rows)):
-            f.store(column, f["transposed"], f.add(at, f.mul(unit, f["batch_width"])))
+        places = f.rows(f.at(f["transposed"], at), f["batch_width"], len(rows))
+        for place, column in zip(places, transpose(f, rows), strict=True):
+            f.store(column, place)
 
 
 def _reduce(f: Function, group: Group, through: Through, skips: bool) -> None:
@@ -129,7 +138,7 @@ def _reduce(f: Function, group: Group, through: Through, skips: bool) -> None:
     def block(at: Value, in_panel: Value, in_activations: Value) -> None:
         def columns(source: Int) -> list[Value]:
             partial = f.at(f.load("ptr", f["partials"], source, element="i64", hint="partial"), at)
-            return [f.vload(partial, f.mul(unit, f["batch_width"]), "partial") for unit in range(f.lanes)]
+            return [f.vload(place, hint="partial") for place in f.rows(partial, f["batch_width"], f.lanes)]
 
         def add(source: Int, *totals: Value) -> list[Value]:
             return [f.fadd(total, more) for total, more in zip(totals, columns(source), strict=True)]
@@ -149,7 +158,7 @@ def _transpose(f: Function, group: Group, through: Through) -> None:
     work = _Block(f, group, through)
 
     def block(at: Value, in_panel: Value, in_activations: Value) -> None:
-        rows = [f.vload(f["panel"], f.add(in_panel, f.mul(row, f["width"]))) for row in range(f.lanes)]
+        rows = [f.vload(place) for place in f.rows(f.at(f["panel"], in_panel), f["width"], f.lanes)]
         if through != "nothing":
             rows = work.rows(rows, in_panel, in_activations)
         work.back(rows, at)

@@ -110,6 +110,28 @@ class Instructions:
         """The same address. LLVM does not know what it is computed from, and so keeps it in a register of its own."""
         return self.op("ptr", f'call ptr asm "", "=r,0"(ptr {pointer.text})', hint)
 
+    def opaque_vector(self, value: Value) -> Value:
+        """The same vector. LLVM does not know what it is computed from."""
+        constraint = self.target.vector_constraint
+        if not constraint:
+            return value
+        return self.op(value.type, f'call {value.type} asm "", "={constraint},0"({value.type} {value.text})', "opaque")
+
+    def rows(self, first: Value, stride: Value, count: int) -> list[Value]:
+        """Addresses of `count` rows that are `stride` floats apart. Four at a time have one base, so that each address is the
+        operand of one instruction; LLVM would compute every one from the stride."""
+        found: list[Value] = []
+        step = self.i64(self.mul(stride, 4))
+        while len(found) < count:
+            found += [self.at(first, self.mul(m, step), "i8", "row") for m in range(min(4, count - len(found)))]
+            if len(found) < count:
+                first = self.opaque(self.at(first, self.mul(4, step), "i8"), "fourth")
+        return found
+
+    def keep_order(self) -> None:
+        """No load or store is moved across this point."""
+        self.emit('call void asm sideeffect "", "~{memory}"()')
+
     def load(self, type_: str, pointer: Value, index: Int = 0, *, element: str = "float", hint: str = "v") -> Value:
         align = {"i64": 8, "double": 8, "ptr": 8, "i8": 1}.get(type_, {"i8": 1, "i16": 2}.get(element, 4))
         address = self.at(pointer, index, element)

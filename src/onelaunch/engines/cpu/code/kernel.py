@@ -50,6 +50,7 @@ class Kernel:
         for field in filter(None, (part.strip() for part in fields.split(","))):
             type_, variable = field.split()
             self.fields[variable] = type_
+        self.has_lists = "list" in self.fields.values()
         self.step = tuple(step.replace(",", " ").split())
 
     def position(self, field: str) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from onelaunch.engines.cpu.code import vector_math
 from onelaunch.engines.cpu.code.emit import Function
-from onelaunch.engines.cpu.code.instructions import Value
+from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.plan.settings import HYPERPARAMETERS, SCALARS
 from onelaunch.optimizers import OPTIMIZERS
 
@@ -65,14 +65,14 @@ class Update:
             found.append(self.f.at(found[-1], state_stride, "i8", name))
         return found
 
-    def apply(self, gradient: Value, copies: Sequence[Value], index: int) -> None:
+    def apply(self, gradient: Value, copies: Sequence[Value], index: Int) -> None:
         """Update the vector at `index` of `copies`, or store its gradient where it must be clipped first."""
         if self.rule.clips:
             self.f.store(gradient, copies[-1], index)
         else:
             self.step(gradient, copies, index)
 
-    def step(self, gradient: Value, copies: Sequence[Value], index: int) -> None:
+    def step(self, gradient: Value, copies: Sequence[Value], index: Int) -> None:
         """Update the vector at `index` of `copies`: the parameters and their states."""
         f, rule = self.f, self.rule
         copies = copies[: 1 + len(rule.state_names)]

@@ -30,8 +30,6 @@ def signed(word: int) -> int:
 def philox(f: Function, counter: list[Value], key: tuple[Value, Value]) -> list[Value]:
     """Four vectors of 32-bit words, one Philox4x32-10 call per lane."""
     wide = f"<{f.lanes} x i64>"
-    c0, c1, c2, c3 = counter
-    key0, key1 = key
     multipliers = [f.splat(Value("i64", str(number)), "multiplier") for number in PHILOX_MULTIPLIERS]
     thirty_two = f.splat(Value("i64", "32"), "bits")
 
@@ -42,14 +40,16 @@ def philox(f: Function, counter: list[Value], key: tuple[Value, Value]) -> list[
         high = f.op(f.integers, f"trunc {wide} {high.text} to {f.integers}", "high")
         return high, f.op(f.integers, f"trunc {wide} {product.text} to {f.integers}", "low")
 
-    for _ in range(10):
+    def one_round(_: Int, c0: Value, c1: Value, c2: Value, c3: Value, key0: Value, key1: Value) -> list[Value]:
         high0, low0 = multiply(c0, multipliers[0])
         high1, low1 = multiply(c2, multipliers[1])
-        c0, c1 = f.binary("xor", f.binary("xor", high1, c1), key0, "word"), low1
-        c2, c3 = f.binary("xor", f.binary("xor", high0, c3), key1, "word"), low0
+        first = f.binary("xor", f.binary("xor", high1, c1), key0, "word")
+        third = f.binary("xor", f.binary("xor", high0, c3), key1, "word")
         key0 = f.binary("add", key0, f.integer(signed(PHILOX_KEY_STEPS[0])), "key")
         key1 = f.binary("add", key1, f.integer(signed(PHILOX_KEY_STEPS[1])), "key")
-    return [c0, c1, c2, c3]
+        return [first, low1, third, low0, key0, key1]
+
+    return f.loop(10, one_round, carry=[*counter, *key], index="round")[:4]
 
 
 def _low_and_high(f: Function, word: Value, hint: str) -> tuple[Value, Value]:

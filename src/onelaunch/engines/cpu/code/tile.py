@@ -12,85 +12,146 @@ left: it computes them from whatever memory follows (`Plan.slack` leaves room) a
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 
 from onelaunch.engines.cpu.code.emit import Function
 from onelaunch.engines.cpu.code.instructions import Int, Value
-from onelaunch.integers import ceil_div
 
 Accumulators = list[list[Value]]  # [row][vector]
-TILE_FIELDS = "i64 panels, i64 tall, i64 middle, i64 low, i64 last_rows"
+COUNTS = ("tall", "middle", "low")  # fields: how many tiles of each height
+TILE_FIELDS = f"i64 panels, i64 first, {', '.join(f'i64 {name}' for name in COUNTS)}, i64 last_rows"
+UNROLL = 4  # terms per iteration
+TILES = "i64 %tiles, i64 %first_row, i64 %last_rows"  # parameters of a function for tiles of one height
 TILE_OVERHEAD = 0.5  # of a tile, in rows: its start and its epilogue
 
 
 @functools.cache
-def cover(rows: int, heights: tuple[int, ...]) -> dict[str, int]:
-    """The tiles that cover `rows` rows at the least cost: how many are tall, middle and low, and the rows of the last one."""
-    best: tuple[float, tuple[int, ...]] = (float("inf"), ())
-    first = range(max(0, rows // heights[0] - 3), ceil_div(rows, heights[0]) + 1)
-    for counts in itertools.product(first, *[range(5)] * (len(heights) - 1)):
-        covered, smallest = _covered(counts, heights)
-        if rows <= covered < rows + max(smallest, 1):
-            best = min(best, (covered + TILE_OVERHEAD * sum(counts), counts))
-    covered, smallest = _covered(best[1], heights)
-    tall, middle, low = (*best[1], 0)[:3]
-    return {"tall": tall, "middle": middle, "low": low, "last_rows": smallest - (covered - rows)}
+def cover(first: int, last: int, heights: tuple[int, ...]) -> dict[str, int]:
+    """The fields of tiles that cover the rows [first, last) at the least cost: how many there are of each height, and the rows
+    of the last one."""
+    rows = last - first
+    # A long way from the end, tall tiles are best.
+    tall = max(0, rows // heights[0] - heights[0])
+    counts = list(_cheapest(heights)[rows - tall * heights[0]])
+    counts[0] += tall
+    covered = sum(count * height for count, height in zip(counts, heights, strict=True))
+    lowest = min((height for count, height in zip(counts, heights, strict=True) if count), default=0)
+    named = dict.fromkeys(COUNTS, 0) | dict(zip(COUNTS, counts, strict=False))
+    return {"first": first, **named, "last_rows": lowest - (covered - rows)}
 
 
-def _covered(counts: tuple[int, ...], heights: tuple[int, ...]) -> tuple[int, int]:
-    """(rows that so many tiles of these heights cover, the lowest height used)."""
-    used = [(count, height) for count, height in zip(counts, heights, strict=True) if count]
-    return sum(count * height for count, height in used), min((height for _, height in used), default=0)
+@functools.cache
+def _cheapest(heights: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """By a number of rows: the counts of tiles that cover so many at the least cost."""
+    best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,) * len(heights))]
+    for rows in range(1, heights[0] * (heights[0] + 1)):
+        choices = []
+        for position, height in enumerate(heights):
+            cost, counts = best[max(0, rows - height)]
+            more = (*counts[:position], counts[position] + 1, *counts[position + 1 :])
+            choices.append((cost + height + TILE_OVERHEAD, more))
+        best.append(min(choices))
+    return [counts for _, counts in best]
 
 
-def over_tiles(f: Function, vectors: int, tile: Callable[[int, Value, Value], None]) -> None:
-    """Call `tile(height, first row, valid rows)` for every tile of the fields `tall`, `middle`, `low` and `last_rows`."""
-    first: Int = 0
-    following = [f.i64(f.add(f["middle"], f["low"])), f["low"], f.i64(0)]
-    # There may be no low tiles.
-    for height, field, rest in zip(f.target.heights(vectors), ("tall", "middle", "low"), following, strict=False):
+def over_heights(f: Function, vectors: int, call: Callable[[int, Sequence[Int]], None]) -> None:
+    """Call `call(height, arguments)` for the heights of the fields COUNTS that have tiles. The arguments are those of TILES:
+    how many tiles, the first row, and the rows of the last one."""
+    first: Int = f["first"]
+    heights = f.target.heights(vectors)
+    following: list[Value] = [f.i64(0)]  # tiles after those of each height
+    for field in reversed(COUNTS[1 : len(heights)]):
+        following.insert(0, f.i64(f.add(f[field], following[0])))
+    for height, field, rest in zip(heights, COUNTS, following, strict=False):
         count, begin = f[field], first
-        whole = f.compare("ne", rest, f.i64(0), "more")  # tiles of other heights follow
-        last = f.select(whole, f.i64(-1), f.i64(f.sub(count, 1)), "last")
-
-        def body(number: Int, height: int = height, begin: Int = begin, last: Value = last) -> None:
-            is_last = f.compare("eq", f.i64(number), last, "is_last")
-            valid = f.select(is_last, f["last_rows"], f.i64(height), "valid")
-            tile(height, f.i64(f.add(f.mul(number, height), begin, "row")), valid)
-
-        f.loop(count, body, index="tile")
+        is_last = f.compare("eq", rest, f.i64(0), "is_last")
+        last_rows = f.select(is_last, f["last_rows"], f.i64(height), "last_rows")
+        f.when(
+            f.compare("ne", count, f.i64(0), "any"),
+            lambda height=height, arguments=(count, begin, last_rows): call(height, arguments),  # type: ignore[misc]
+        )
         first = f.add(f.mul(count, height), first)
 
 
-def accumulate(
-    f: Function, vectors: int, length: Value, b: Value, carried: Sequence[Value], a: Callable[[Int], list[Value]]
-) -> list[Value]:
-    """Add `length` terms to the accumulators `carried`; `a(k)` has the addresses of a[0, k], a[1, k], ...
+def over_tiles(f: Function, height: int, tile: Callable[[Value, Value], None]) -> None:
+    """Call `tile(first row, valid rows)` for the tiles of the arguments TILES."""
+    last = f.sub(f["tiles"], 1)
 
-    One term per iteration: with 26 accumulators it has 47 instructions of which the processor issues four per cycle, and the
-    multiply-adds take 13 cycles. More terms would only give LLVM loads to move ahead, for which there are no registers.
+    def body(number: Int) -> None:
+        is_last = f.compare("eq", f.i64(number), f.i64(last), "is_last")
+        valid = f.select(is_last, f["last_rows"], f.i64(height), "valid")
+        tile(f.i64(f.add(f.mul(number, height), f["first_row"], "row")), valid)
+
+    f.loop(f["tiles"], body, index="tile")
+
+
+def accumulate(
+    f: Function, vectors: int, length: Value, b: Value, carried: Sequence[Value], a: Sequence[Value], step: Int,
+    rows: Callable[[Sequence[Value]], list[Value]],
+) -> list[Value]:  # fmt: skip
+    """Add `length` terms to the accumulators `carried`.
+
+    `a` has addresses that advance by `step` bytes per term; `rows` computes those of a[0, k], a[1, k], ... from them. Each is
+    one instruction's operand (base, index, displacement). LLVM must not know how the addresses advance, or it would keep one
+    per row, for which there are no registers. Nor may it move loads of one term into another, for the same reason.
     """
     width = vectors * f.lanes
+    ahead = 2 if f.target.registers >= 32 else 1  # terms whose row of b is loaded at a time: b comes from L2
 
-    def term(k: Int, *values: Value) -> list[Value]:
-        b_row = [f.vload(b, f.add(f.mul(k, width), v * f.lanes), "b") for v in range(vectors)]
+    def term(number: int, a_now: Sequence[Value], b_row: Sequence[Value], values: Sequence[Value]) -> list[Value]:
         total = list(values)
-        for m, address in enumerate(a(k)):
+        at = [f.at(pointer, f.mul(number, step), "i8", "term") for pointer in a_now]
+        for m, address in enumerate(rows(at)):
             a_all = f.splat(f.load("float", address, hint="a"), "a")
             for v in range(vectors):
                 total[m * vectors + v] = f.fma(a_all, b_row[v], total[m * vectors + v], "acc")
         return total
 
-    return f.loop(length, term, carry=carried, index="k")
+    def terms(count: int, moving: Sequence[Value]) -> list[Value]:
+        pointers, total = moving[: len(a) + 1], list(moving[len(a) + 1 :])
+        *a_now, b_now = pointers
+        b_rows: list[list[Value]] = []
+        for number in range(count):
+            f.keep_order()
+            while len(b_rows) < min(count, number + ahead):
+                b_rows.append([f.vload(b_now, len(b_rows) * width + v * f.lanes, "b") for v in range(vectors)])
+            f.keep_order()
+            total = term(number, a_now, b_rows[number], total)
+        following = [f.at(pointer, f.mul(count, step), "i8", "next") for pointer in a_now]
+        following.append(f.at(b_now, count * width))
+        return [f.opaque(pointer, "a") for pointer in following] + total
+
+    whole = f.op("i64", f"and i64 {length.text}, {-UNROLL}", "whole")
+    moving = f.loop(whole, lambda _, *now: terms(UNROLL, now), step=UNROLL, carry=[*a, b, *carried], index="k")
+    moving = f.loop(length, lambda _, *now: terms(1, now), start=whole, carry=moving, index="k")
+    return moving[len(a) + 1 :]
 
 
-def epilogue(f: Function, carried: Sequence[Value], vectors: int, row: Callable[[int, Sequence[Value]], None]) -> None:
-    """Call `row(m, vectors of the row)` for the rows below the argument `valid`."""
-    rows = len(carried) // vectors
-    label = f._fresh("done")
-    for m in range(rows):
-        row(m, carried[m * vectors : (m + 1) * vectors])
-        if m + 1 < rows:
-            f.leave_when(f.compare("eq", f["valid"], f.i64(m + 1), "done"), label)
-    f.join(label)
+def epilogue(
+    f: Function, carried: Sequence[Value], vectors: int, valid: Value, spare: Value,
+    row: Callable[[Int, Sequence[Value]], None], *, straight: bool = True,
+) -> None:  # fmt: skip
+    """Call `row(m, vectors of the row)` for the first `valid` rows; `spare` is memory for the accumulators.
+
+    A tile with all its rows is straight-line code; a loop covers the rows of others. If what `row` emits is long, all tiles
+    take the loop (not `straight`): compiled once, and its time covers that of the store and the load.
+    """
+    rows, width = len(carried) // vectors, vectors * f.lanes
+
+    def whole() -> None:
+        for m in range(rows):
+            row(m, carried[m * vectors : (m + 1) * vectors])
+
+    def part() -> None:
+        for n, value in enumerate(carried):
+            f.store(value, spare, n * f.lanes)
+
+        def one(m: Int) -> None:
+            row(m, [f.vload(spare, f.add(f.mul(m, width), v * f.lanes)) for v in range(vectors)])
+
+        f.loop(valid, one, index="row")
+
+    if not straight:
+        part()
+        return
+    f.either(f.compare("eq", valid, f.i64(rows), "whole"), whole, part)

@@ -12,7 +12,7 @@ from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.kernel import Kernel
 from onelaunch.engines.cpu.code.optimizer import Update, UpdateRule
 from onelaunch.engines.cpu.code.product import by_parity
-from onelaunch.engines.cpu.code.tile import TILE_FIELDS, accumulate, epilogue, over_tiles
+from onelaunch.engines.cpu.code.tile import TILE_FIELDS, TILES, accumulate, epilogue, over_heights, over_tiles
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
 
 FIELDS = (
@@ -44,88 +44,76 @@ def emit(module: Module, rule: UpdateRule) -> None:
 
 
 def _weight_update(f: Function, vectors: int, rule: UpdateRule) -> None:
-    width = vectors * f.lanes
     a = by_parity(f, f["a"], f["odd_a"])
-    next_rows = _NextRows(f)
-
-    # All panels per tile of inputs: a tile's columns of the activations lie a row apart and stay in L1, while panels of the
-    # gradient are read in order. The other way round took 5 to 9 % longer (batch 32 and 128).
-    def tile(height: int, row: Value, valid: Value) -> None:
-        a_at, place = f.at(a, row), f.mul(row, width)
-
-        def panel(number: Int) -> None:
-            f.loop(f["times"], lambda _: next_rows.prefetch_piece(), index="piece")
-            b = f.at(f["b"], f.mul(number, f["b_panel"]), hint="b")
-            c = f.at(f["c"], f.add(f.mul(number, f["c_panel"]), place), hint="c")
-            f.call(_tile(f.module, height, vectors, rule), a_at, b, c, valid, f["fields"], f["scalars"])
-
-        f.loop(f["panels"], panel, index="panel")
-
-    over_tiles(f, vectors, tile)
+    position = f.op("ptr", "alloca [2 x i64], align 8", "position")
+    for number in range(2):
+        f.store(f.i64(0), position, number, element="i64")
+    over_heights(
+        f, vectors,
+        lambda height, tiles: f.call(_tiles(f.module, height, vectors, rule), a, position, f["fields"], f["step"], *tiles),
+    )  # fmt: skip
 
 
-def _tile(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
+def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
+    """Tiles of one height, in all panels."""
+    kernel = WEIGHT_UPDATES[vectors]
+
     def make(f: Function) -> None:
-        f.load_fields(WEIGHT_UPDATES[vectors], "a_step", "length", "state_stride", "hyper", "far")
+        f.load_fields(
+            kernel, "b", "c", "b_panel", "c_panel", "panels", "a_step", "length", "state_stride", "hyper", "far"
+        )
+        f.load_fields(kernel, "x", "row_bytes", "lines", "pieces", "times")
+        f.load_step("order", "next_rows", "scalars")
         width = vectors * f.lanes
+        spare = f.op("ptr", f"alloca [{rows * width} x float], align 64", "spare")
+        next_rows = _NextRows(f)
         update = Update(f, rule, f["scalars"], f["hyper"])
-        copies = update.copies(f["c"], f["state_stride"])
+        zeros, step = [f.zero] * (rows * vectors), f.i64(f.mul(f["a_step"], 4))
+        prefetched = f.i64(f.mul(f["far"], rows * width))
 
-        def prefetch(position: Int) -> None:
-            for copy in copies:
-                f.prefetch(copy, position, write=True)
+        def inputs(first: Sequence[Value]) -> list[Value]:
+            return [f.at(first[0], m) for m in range(rows)]
 
-        f.loop(f.mul(f["far"], rows * width), prefetch, step=CACHE_LINE // 4, index="line")
+        # All panels per tile of inputs: a tile's columns of the activations lie a row apart and stay in L1, while panels of
+        # the gradient are read in order. The other way round took 5 to 9 % longer (batch 32 and 128).
+        def tile(first: Value, valid: Value) -> None:
+            a_at, place = f.at(f["a"], first), f.mul(first, width)
 
-        def inputs(k: Int) -> list[Value]:
-            start = f.at(f["a"], f.mul(k, f["a_step"]), hint="a")
-            return [f.at(start, m) for m in range(rows)]
+            def panel(number: Int) -> None:
+                f.loop(f["times"], lambda _: next_rows.prefetch_piece(), index="piece")
+                b = f.at(f["b"], f.mul(number, f["b_panel"]), hint="b")
+                c = f.at(f["c"], f.add(f.mul(number, f["c_panel"]), place), hint="c")
+                copies = update.copies(c, f["state_stride"])
 
-        carried = accumulate(f, vectors, f["length"], f["b"], [f.zero] * (rows * vectors), inputs)
-        if rule.is_short:
+                def prefetch(position: Int) -> None:
+                    for copy in copies:
+                        f.prefetch(copy, position, write=True)
 
-            def row(m: int, values: Sequence[Value]) -> None:
-                for v, value in enumerate(values):
-                    update.apply(value, copies, m * width + v * f.lanes)
+                f.loop(prefetched, prefetch, step=CACHE_LINE // 4, index="line")
+                carried = accumulate(f, vectors, f["length"], b, zeros, [a_at], step, inputs)
 
-            epilogue(f, carried, vectors, row)
-            return
-        # A longer update is a loop over the rows: compiled once, and its time covers that of the store and the load.
-        gradient = f.op("ptr", f"alloca [{rows * width} x float], align 64", "gradient")
-        for n, value in enumerate(carried):
-            f.store(value, gradient, n * f.lanes)
-        f.call(_update_rows(module, vectors, rule), gradient, f["c"], f["valid"], f["fields"], f["scalars"])
+                def row(m: Int, values: Sequence[Value]) -> None:
+                    for v, value in enumerate(values):
+                        update.apply(value, copies, f.add(f.mul(m, width), v * f.lanes))
 
-    parameters = "ptr %a, ptr %b, ptr %c, i64 %valid, ptr %fields, ptr %scalars"
-    return module.function(f"weight_update_tile_{rows}x{vectors}", parameters, make)
+                epilogue(f, carried, vectors, valid, spare, row, straight=rule.is_short)
 
+            f.loop(f["panels"], panel, index="panel")
 
-def _update_rows(module: Module, vectors: int, rule: UpdateRule) -> str:
-    def make(f: Function) -> None:
-        f.load_fields(WEIGHT_UPDATES[vectors], "state_stride", "hyper")
-        update = Update(f, rule, f["scalars"], f["hyper"])
-        copies = update.copies(f["c"], f["state_stride"])
-
-        def row(start: Int) -> None:
-            for v in range(vectors):
-                at = [f.at(copy, f.add(start, v * f.lanes)) for copy in copies]
-                update.apply(f.vload(f["gradient"], f.add(start, v * f.lanes)), at, 0)
-
-        f.loop(f.mul(f["valid"], vectors * f.lanes), row, step=vectors * f.lanes, index="row")
+        over_tiles(f, rows, tile)
 
     return module.function(
-        f"update_rows_{vectors}", "ptr %gradient, ptr %c, i64 %valid, ptr %fields, ptr %scalars", make
+        f"weight_update_tiles_{rows}x{vectors}", f"ptr %a, ptr %position, ptr %fields, ptr %step, {TILES}", make
     )
 
 
 class _NextRows:
-    """Prefetches the next batch's rows, one piece of a row per call; its position is kept in memory."""
+    """Prefetches the next batch's rows, one piece of a row per call. The argument `position` points at the next piece: its row,
+    and its number in the row."""
 
     def __init__(self, f: Function) -> None:
         self.f = f
-        self.row, self.piece = (f.op("ptr", "alloca i64", name) for name in ("row", "piece"))
-        for position in (self.row, self.piece):
-            f.store(f.i64(0), position)
+        self.row, self.piece = f["position"], f.at(f["position"], 1, "i64", "piece")
         self.order = f.at(f["order"], f["length"], "i32", "next_order")
         self.piece_bytes = f.i64(f.mul(f["lines"], CACHE_LINE))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from onelaunch.engines import stages
 from onelaunch.engines.cpu.code.elementwise import Operation, derivative_from_output
@@ -55,12 +56,12 @@ class Stage:
     width: int
     groups: tuple[Group, ...]
 
-    @property
+    @cached_property
     def batch_norms(self) -> tuple[int, ...]:
         """The groups that begin with a BatchNorm1d, by number."""
         return tuple(number for number, group in enumerate(self.groups) if group.batch_norm)
 
-    @property
+    @cached_property
     def layer_norms(self) -> tuple[int, ...]:
         """The groups that begin with a LayerNorm, by number."""
         return tuple(number for number, group in enumerate(self.groups) if group.layer_norm)

@@ -25,12 +25,21 @@ class Target:
 
     def heights(self, vectors: int) -> tuple[int, ...]:
         """The heights in rows of tiles that are `vectors` registers wide, in falling order. The accumulators of the tallest
-        fill the registers, beside one row of the vector operand and a broadcast value. The others serve what is left:
-        below about 8 accumulators a tile waits for the latency of its multiply-adds.
+        fill the registers, beside two rows of the vector operand and a broadcast value; with tiles one row lower they cover
+        most numbers of rows exactly. The last serves what is left: below about 8 accumulators a tile waits for the latency of
+        its multiply-adds.
         """
         if vectors == 1:
             return 12, 8
-        return (13, 8, 4) if self.registers >= 32 else (6, 4, 2)
+        return (13, 12, 8) if self.registers >= 32 else (6, 5, 2)
+
+    @property
+    def vector_constraint(self) -> str:
+        """The constraint of inline assembly for a vector register; empty on architectures without one here."""
+        architecture = self.triple.split("-")[0]
+        if architecture == "x86_64":
+            return "v" if self.registers >= 32 else "x"
+        return "w" if architecture in ("aarch64", "arm64") else ""
 
     @property
     def has_estimates(self) -> bool:

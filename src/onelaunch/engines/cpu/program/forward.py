@@ -94,14 +94,14 @@ def _product(work: Work, stage: Stage, panels: Sequence[Panel], rows: tuple[int,
     assert stage.linear is not None
     inputs, pitch = stage.linear.inputs, plan.pitch(stage)
     column, width = panels[0]
-    even, odd = (buffer + rows[0] * plan.pitch(before) for buffer in work.output(before))
+    even, odd = work.output(before)
     vectors = width // plan.lanes
     return product.PRODUCTS[vectors].command(
         product.UNIT, a=even, odd_a=odd, b=Address(f"weight.{stage.index}") + column * inputs,
-        c=work.result(stage, 0) + (rows[0] * pitch + column), start=Address(f"bias.{stage.index}") + column,
-        b_panel=width * inputs, c_panel=width, start_panel=width, a_row=plan.pitch(before), c_row=pitch, start_row=0,
-        length=inputs, repeats=1, jump=0, floor=floor, panels=len(panels),
-        **cover(rows[1] - rows[0], plan.target.heights(vectors)),
+        c=work.result(stage, 0) + column, start=Address(f"bias.{stage.index}") + column,
+        b_panel=width * inputs, c_panel=width, start_panel=width, a_row=plan.pitch(before), c_row=pitch,
+        length=inputs, repeats=1, jump=0, last_row=plan.pitch(before), last_length=inputs, floor=floor, panels=len(panels),
+        **cover(*rows, plan.target.heights(vectors)),
     )  # fmt: skip
 
 

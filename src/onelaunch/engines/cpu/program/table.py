@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -11,7 +11,6 @@ from onelaunch.engines.cpu.code import driver
 from onelaunch.engines.cpu.code.kernel import Address, Command, FieldValue, Kernel, Unit
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
 from onelaunch.engines.cpu.program.program import Program
-from onelaunch.integers import round_up
 
 WORD = 8  # bytes per field
 LINE = CACHE_LINE // WORD
@@ -31,24 +30,28 @@ class Table:
         self._function = function
         self._offsets = {name: arena + buffer.offset for name, buffer in program.plan.buffers.items()}
         self._written: dict[int, int] = {}  # by id of the command: entry points share commands
-        commands = [command for lists in program.lists.values() for each in lists for command in each]
-        distinct = {id(command): command for command in commands}.values()
-        size = sum(round_up(len(command.values), LINE) for command in distinct)
-        size += sum(
-            round_up(len(value), LINE) for c in distinct for value in c.values.values() if isinstance(value, tuple)
-        )
-        size += sum(round_up(2 * len(each) + 2, LINE) for lists in program.lists.values() for each in lists)
-        size += len(program.lists) * round_up(len(driver.RUN.fields), LINE) + LINE
-        self._memory = np.zeros(size, np.int64)
-        self._next = -self._memory.ctypes.data % CACHE_LINE // WORD
-        self._outside_words: list[tuple[int, Address]] = []  # position of each word that `outside` determines
+        self._memory = np.zeros(self._max_words(program), np.int64)
+        skipped = -self._memory.ctypes.data % CACHE_LINE // WORD
+        self._words: list[int] = [0] * skipped
+        self._outside: list[tuple[int, Address]] = []  # the position of each word that `bind` sets
         self.entries = {name: self._entry(program, name, *lists) for name, lists in program.lists.items()}
+        self._memory[: len(self._words)] = self._words
         self.bind(outside)
 
     def bind(self, outside: Mapping[str, int]) -> None:
         """Set the addresses and numbers that are outside the arena. Entry points keep their addresses."""
-        for position, address in self._outside_words:
+        for position, address in self._outside:
             self._memory[position] = outside[address.buffer] + address.offset
+
+    @staticmethod
+    def _max_words(program: Program) -> int:
+        lists = [each for lists in program.lists.values() for each in lists]
+        commands = {id(command): command for each in lists for command in each}.values()
+        size = sum(len(command.values) + LINE for command in commands) + sum(2 * len(each) + 2 + LINE for each in lists)
+        size += sum(
+            len(v) + LINE for c in commands if c.kernel.has_lists for v in c.values.values() if isinstance(v, tuple)
+        )
+        return size + len(program.lists) * (len(driver.RUN.fields) + LINE) + LINE
 
     def _entry(self, program: Program, name: str, before: list[Command], commands: list[Command]) -> int:
         kind = name.split(".")[0]
@@ -71,26 +74,25 @@ class Table:
 
     def _fields(self, command: Command) -> int:
         values = command.values
-        return self._write([self._word(values[name], type_) for name, type_ in command.kernel.fields.items()])
+        return self._write([self._word(values[name]) for name in command.kernel.fields])
 
-    def _word(self, value: FieldValue, type_: str) -> int | Address:
-        if type_ == "float":
-            assert isinstance(value, float)
-            return int(struct.unpack("<i", struct.pack("<f", value))[0])
-        if type_ == "list":
-            assert isinstance(value, tuple)
-            return self._write([item for item in value if isinstance(item, Address)])
-        return value if isinstance(value, Address) else int(value)  # type: ignore[arg-type]
+    def _word(self, value: FieldValue) -> int | Address:
+        match value:
+            case int():
+                return value
+            case Address(buffer, offset):
+                found = self._offsets.get(buffer)
+                return value if found is None else found + offset
+            case float():
+                return int(struct.unpack("<i", struct.pack("<f", value))[0])
+        return self._write([self._word(item) for item in value])
 
-    def _write(self, words: Sequence[int | Address]) -> int:
+    def _write(self, words: list[int | Address]) -> int:
         """Store words at the next cache line and return their address."""
-        start = self._next
-        for position, word in enumerate(words, start):
-            if not isinstance(word, Address):
-                self._memory[position] = word
-            elif (found := self._offsets.get(word.buffer)) is not None:
-                self._memory[position] = found + word.offset
-            else:
-                self._outside_words.append((position, word))
-        self._next = start + round_up(len(words), LINE)
+        start = len(self._words)
+        for word in words:
+            if isinstance(word, Address):
+                self._outside.append((len(self._words), word))
+            self._words.append(0 if isinstance(word, Address) else word)
+        self._words += [0] * (-len(words) % LINE)
         return int(self._memory.ctypes.data) + WORD * start
