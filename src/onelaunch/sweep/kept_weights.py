@@ -16,7 +16,7 @@ State = dict[str, torch.Tensor]
 def weights_of(model: nn.Module) -> State:
     """Copies of the model's parameters and buffers, on the CPU."""
     return {
-        name: tensor.detach().to("cpu", copy=True).contiguous()
+        name: tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in model.state_dict().items()
         if isinstance(tensor, torch.Tensor)
     }

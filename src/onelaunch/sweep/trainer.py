@@ -77,11 +77,11 @@ class Switch:
 class ActiveMember:
     """A member in training: its history, and what follows each epoch."""
 
-    def __init__(self, index: int, run: Run, engine: str, reason: str) -> None:
+    def __init__(self, index: int, run: Run, engine: str, reason: str, device: str) -> None:
         self.index = index
         self.epoch_end = EpochEnd(run)
         self.run = dataclasses.replace(run, checkpoints=True) if self.epoch_end.needs_weights else run
-        self.history = History(engine=engine, reason=reason, device=device_name(run.device))
+        self.history = History(engine=engine, reason=reason, device=device)
         self.recorder = Recorder(run.spec, run.outputs, self.history)
         self.saver = Saver(run, self.recorder, self.epoch_end, None, "")
         self.state: State = {}
@@ -210,10 +210,11 @@ def _train_with(
         return
     many = cast(MembersEngine, engine) if together else OneByOne(engine)
     switch.plans[_group_name(run)] = f"{engine.name}: {many.members_plan([run for _, run in members])}"
+    device = device_name(run.device)
     active = []
     for job, own in members:
         found = job.continues.active if job.continues else None
-        found = found or ActiveMember(job.index, own, engine.name, reason)
+        found = found or ActiveMember(job.index, own, engine.name, reason, device)
         found.history.precision = PRECISIONS.get(run.device.type, run.spec.compiled_precision)
         found.aim(job.part)
         active.append(found)

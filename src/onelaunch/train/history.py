@@ -134,7 +134,9 @@ class Recorder:
         losses = self.history.losses[epoch * spec.steps_per_epoch : done]
         full, last = min(spec.batch_size, spec.rows), spec.rows_of(done - 1)  # only the last batch may be smaller
         rows = full * (len(losses) - 1) + last
-        loss = math.fsum([*(value * full for value in losses[:-1]), losses[-1] * last]) / rows
+        weighted = [value * full for value in losses]
+        weighted[-1] = losses[-1] * last
+        loss = math.fsum(weighted) / rows
         if self.weight:
             loss = self.weighted_loss / self.weight
         predictions = rows * predictions_per_row(spec, self.outputs)
@@ -143,7 +145,7 @@ class Recorder:
             "step": done,
             "loss": loss,
             "accuracy": self.correct / predictions if has_accuracy(spec) else None,
-            "validation": dataclasses.asdict(validation) if validation else None,
+            "validation": {"loss": validation.loss, "accuracy": validation.accuracy} if validation else None,
             "lr": spec.lr_at(done - 1),
             "seconds": self.epoch_seconds,
         }

@@ -7,8 +7,8 @@ steps and validation, without the Python interpreter in between.
 
 from __future__ import annotations
 
+import copy
 import ctypes
-import dataclasses
 import queue
 import threading
 import time
@@ -192,9 +192,7 @@ class MemberSession(CpuSession):
         first_epoch = first_step // steps
         losses = np.empty((partitions, count, steps), np.float64)
         tallies = np.empty((count, partitions, len(TALLY)), np.int64)
-        # What the scalars do not depend on is left out, so that members of all seeds share them.
-        schedule = dataclasses.replace(spec, seed=0, class_weight=None, metrics=(), early_stopping=None)
-        scalars = _scalars(schedule, first_step, count, self.run.outputs)
+        scalars = _scalars(_schedule_of(spec), first_step, count, self.run.outputs)
         validates = self.run.validation is not None
         fields = {
             "train": self._table.entries["train.alone"],
@@ -217,19 +215,32 @@ class MemberSession(CpuSession):
         each = torch.from_numpy(means.astype(np.float32))
         accurate = has_accuracy(spec)
         correct = tallies[:, :, TALLY.index("correct")].sum(axis=1).tolist()
-        found = []
-        for number in range(count):
-            metrics = self._metrics(tallies[number]) if validates else None
-            found.append(Segment(
-                first_step + number * steps, each[number], correct[number] if accurate else None, metrics
-            ))  # fmt: skip
-        return found
+        metrics = self._metrics(tallies) if validates else [None] * count
+        return [
+            Segment(first_step + number * steps, each[number], correct[number] if accurate else None, metrics[number])
+            for number in range(count)
+        ]
 
-    def _metrics(self, tally: np.ndarray[Any, Any]) -> Metrics:
+    def _metrics(self, tallies: np.ndarray[Any, Any]) -> list[Metrics | None]:
+        """The validation of each epoch, from tallies int64 [epochs, partitions, entries]."""
         assert self.run.validation is not None
-        loss = sum(tally[:, TALLY.index("validation_loss")].view(np.float64).tolist())
-        correct = int(tally[:, TALLY.index("validation_correct")].sum())
-        return Metrics.of(self.spec, loss, correct, len(self.run.validation[0]), self.run.outputs)
+        rows, outputs = len(self.run.validation[0]), self.run.outputs
+        losses = np.zeros(len(tallies))
+        for partition in range(tallies.shape[1]):  # in the order in which a single run adds them
+            losses += tallies[:, partition, TALLY.index("validation_loss")].view(np.float64)
+        correct = tallies[:, :, TALLY.index("validation_correct")].sum(axis=1).tolist()
+        return [
+            Metrics.of(self.spec, loss, hits, rows, outputs)
+            for loss, hits in zip(losses.tolist(), correct, strict=True)
+        ]
+
+
+def _schedule_of(spec: Spec) -> Spec:
+    """The Spec without what the per-step scalars do not depend on, so that members of all seeds share them."""
+    found = copy.copy(spec)
+    for name, value in (("seed", 0), ("class_weight", None), ("metrics", ()), ("early_stopping", None)):
+        object.__setattr__(found, name, value)
+    return found
 
 
 @lru_cache(MAX_SCALARS)

@@ -12,6 +12,7 @@ time per step with and without them, and probes again when the machine seems to 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import queue
 import sys
@@ -26,6 +27,7 @@ MAX_PROBE_INTERVAL = {True: 512, False: 16}  # by whether threads are in use
 PROBE_CALLS = 2  # with threads, and as many without
 
 
+@functools.cache
 def yield_address() -> int:
     """The address of the operating system's function that yields the processor."""
     if sys.platform == "win32":
