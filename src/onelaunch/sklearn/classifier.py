@@ -15,6 +15,7 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.run import table_defaults as defaults
 from onelaunch.sklearn.estimator import BaseMLP, dense
 from onelaunch.sklearn.rows import make_rows
+from onelaunch.sklearn.training import Prepared
 
 
 class MLPClassifier(ClassifierMixin, BaseMLP):
@@ -113,6 +114,15 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
     def _fit(
         self, X: Any, y: Any, sample_weight: Any, *, continues: bool, classes: Any = None, epochs: int | None = None
     ) -> MLPClassifier:
+        prepared = self._prepare(X, y, sample_weight, continues=continues, classes=classes, all_labels=epochs is None)
+        self._fit_prepared(prepared, continues=continues, epochs=epochs)
+        return self
+
+    def _prepare(
+        self, X: Any, y: Any, sample_weight: Any = None, *, continues: bool = False, classes: Any = None,
+        all_labels: bool = True,
+    ) -> Prepared:  # fmt: skip
+        """The checked and scaled rows of a fit. Sets the attributes that follow from the data."""
         X, y = validate_data(
             self, X, y, accept_sparse="csr", multi_output=True, dtype=(np.float64, np.float32), reset=not continues
         )
@@ -127,7 +137,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
             y = column_or_1d(y, warn=True)
             found = unique_labels(y)
         if continues:
-            self._check_labels(found, multilabel, all_of_them=epochs is None)
+            self._check_labels(found, multilabel, all_of_them=all_labels)
         else:
             self.classes_ = found if classes is None else unique_labels(classes)
             self._multilabel = multilabel
@@ -140,9 +150,8 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         rows = make_rows(dense(X), targets, sample_weight)
         if not multilabel and len(self.classes_) < 2:
             raise OnelaunchError(f"y has 1 class, {self.classes_[0]!r}, in the rows of positive weight: pass 2 or more")
-        self._fit_rows(rows, len(self.classes_), loss, continues=continues, epochs=epochs)
         self.out_activation_ = "logistic" if multilabel else "softmax"
-        return self
+        return Prepared(self._scaled(rows, continues=continues), rows.y, rows.weight, len(self.classes_), loss)
 
     def _check_labels(self, found: np.ndarray, multilabel: bool, *, all_of_them: bool) -> None:
         """Raise ValueError for labels of another kind, and for labels that are not in `classes_`."""

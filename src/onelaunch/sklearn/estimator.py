@@ -1,7 +1,7 @@
 """What the classifier and the regressor share: parameters, the network, training on the engines, and its record.
 
 A fit goes through these stages: check and weight the rows (`sklearn/rows.py`), scale them (`onelaunch.data.scaling`), build
-the networks (`onelaunch.train.mlp`), train each with `ol.fit`, and keep the networks on the CPU for predictions.
+the networks (`onelaunch.train.mlp`), train them together (`sklearn/training.py`), and keep them on the CPU for predictions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onelaunch.errors import OnelaunchError, require_integer, require_option
 from onelaunch.run import table_defaults as defaults
 from onelaunch.run.early_stopping import EarlyStopping
 from onelaunch.sklearn.rows import Rows
-from onelaunch.train.fit import fit as train
+from onelaunch.sklearn.training import Network, Prepared, train_networks
 from onelaunch.train.history import History
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
@@ -118,35 +118,48 @@ class BaseMLP(BaseEstimator):
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "models_")
 
-    def _fit_rows(self, rows: Rows, outputs: int, loss: str, *, continues: bool, epochs: int | None = None) -> None:
-        """Train the networks on checked rows and set the attributes of the fit.
-
-        continues: start from the networks of the last fit, and keep its scaling. epochs: instead of `max_iter`.
-        """
+    def _scaled(self, rows: Rows, *, continues: bool) -> np.ndarray:
+        """The features of checked rows as the networks take them, float32. `continues`: with the scaling of the last fit."""
         self._check_parameters()
         if not continues:
             self._scaling = FeatureScaling.fit(rows.x, rows.weight) if self.scale else None
-        x = rows.x.astype(np.float32) if self._scaling is None else self._scaling.transform(rows.x)
-        device = default_device() if self.device == "auto" else torch.device(self.device)
+        return rows.x.astype(np.float32) if self._scaling is None else self._scaling.transform(rows.x)
+
+    def _fit_prepared(self, prepared: Prepared, *, continues: bool, epochs: int | None = None) -> None:
+        """Train the networks together and set the attributes of the fit.
+
+        continues: start from the networks of the last fit. epochs: instead of `max_iter`.
+        """
+        networks = self._networks(prepared, continues=continues, epochs=epochs)
+        try:
+            histories = train_networks(networks, verbose=bool(self.verbose))
+        finally:
+            for network in networks:
+                network.model.to("cpu").eval()
+        self._finish(prepared, [network.model for network in networks], histories, continues)
+
+    def _networks(self, prepared: Prepared, *, continues: bool = False, epochs: int | None = None) -> list[Network]:
+        """The networks to train, each with the arguments of its `ol.fit`."""
         random = check_random_state(self.random_state)
         seeds = [int(random.randint(2**31 - 1)) for _ in range(self.n_estimators)]
+        device = default_device() if self.device == "auto" else torch.device(self.device)
+        options = self._options(len(prepared.x), prepared.loss, epochs)
         if continues:
             models = self.models_
         else:
-            models = [self._network(x.shape[1], outputs, seed) for seed in seeds]
-        options = self._options(len(x), loss, epochs)
-        if rows.weight is not None:
-            options["sample_weight"] = rows.weight.astype(np.float32)
-        histories = []
-        for model, seed in zip(models, seeds, strict=True):
-            model.to(device)
-            try:
-                histories.append(train(model, x, rows.y, **options, seed=seed, progress=bool(self.verbose)))
-            finally:
-                model.to("cpu").eval()
+            models = [self._network(prepared.x.shape[1], prepared.outputs, seed) for seed in seeds]
+        return [
+            Network(model.to(device), prepared.x, prepared.y, prepared.weight, {**options, "seed": seed})
+            for model, seed in zip(models, seeds, strict=True)
+        ]
+
+    def _finish(
+        self, prepared: Prepared, models: list[nn.Sequential], histories: list[History], continues: bool
+    ) -> None:
+        """Set the attributes of a fit whose networks are trained."""
         self.models_ = models
-        self.n_outputs_ = outputs
-        self._record(histories, len(x), continues)
+        self.n_outputs_ = prepared.outputs
+        self._record(histories, len(prepared.x), continues)
 
     def _record(self, histories: list[History], rows: int, continues: bool) -> None:
         """The record of training, as scikit-learn names it; of several networks, the first one's."""

@@ -12,6 +12,7 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 from onelaunch.data.scaling import TargetScaling
 from onelaunch.sklearn.estimator import BaseMLP, dense
 from onelaunch.sklearn.rows import make_rows
+from onelaunch.sklearn.training import Prepared
 
 
 class MLPRegressor(RegressorMixin, BaseMLP):
@@ -37,6 +38,11 @@ class MLPRegressor(RegressorMixin, BaseMLP):
         return self._fit(X, y, sample_weight, continues=hasattr(self, "models_"), epochs=1)
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, *, continues: bool, epochs: int | None = None) -> MLPRegressor:
+        self._fit_prepared(self._prepare(X, y, sample_weight, continues=continues), continues=continues, epochs=epochs)
+        return self
+
+    def _prepare(self, X: Any, y: Any, sample_weight: Any = None, *, continues: bool = False) -> Prepared:
+        """The checked and scaled rows of a fit. Sets the attributes that follow from the data."""
         X, y = validate_data(
             self, X, y, accept_sparse="csr", multi_output=True, y_numeric=True, dtype=(np.float64, np.float32),
             reset=not continues,
@@ -54,10 +60,8 @@ class MLPRegressor(RegressorMixin, BaseMLP):
             self._target_scaling = TargetScaling.fit(rows.y, rows.weight) if self.scale else None
             self._flat = flat
         scaled = rows.y.astype(np.float32) if self._target_scaling is None else self._target_scaling.transform(rows.y)
-        rows = type(rows)(rows.x, scaled, rows.weight)
-        self._fit_rows(rows, targets.shape[1], "mse", continues=continues, epochs=epochs)
         self.out_activation_ = "identity"
-        return self
+        return Prepared(self._scaled(rows, continues=continues), scaled, rows.weight, targets.shape[1], "mse")
 
     def predict(self, X: Any) -> np.ndarray:
         """The predicted targets, float64 [rows], or [rows, targets] if y had two dimensions; the mean of the networks'."""
