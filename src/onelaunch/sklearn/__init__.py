@@ -1,4 +1,4 @@
-"""scikit-learn estimators that train on onelaunch's engines: `from onelaunch.sklearn import MLPClassifier, MLPRegressor`.
+"""scikit-learn estimators that train on onelaunch's engines: `MLPClassifier`, `MLPRegressor`, and the search `SweepCV`.
 
 They have the parameters and attributes of scikit-learn's own classes of these names. scikit-learn itself is the optional
 extra `onelaunch[sklearn]`.
@@ -11,5 +11,6 @@ except ImportError as error:
 
 from onelaunch.sklearn.classifier import MLPClassifier
 from onelaunch.sklearn.regressor import MLPRegressor
+from onelaunch.sklearn.search import SweepCV
 
-__all__ = ["MLPClassifier", "MLPRegressor"]
+__all__ = ["MLPClassifier", "MLPRegressor", "SweepCV"]

@@ -1,0 +1,283 @@
+"""`onelaunch.sklearn.SweepCV`: a grid or random search with cross-validation whose fits train together."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from sklearn.base import clone, is_classifier
+from sklearn.model_selection import ParameterGrid, ParameterSampler, check_cv
+from sklearn.model_selection._search import BaseSearchCV
+from sklearn.utils import _safe_indexing, indexable
+from sklearn.utils.validation import _check_method_params, _num_samples
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.sklearn.estimator import BaseMLP
+from onelaunch.sklearn.training import NetworkRuns, Prepared
+from onelaunch.sweep.spread import in_chunks
+from onelaunch.sweep.trainer import Job, Switch, train
+from onelaunch.train.history import History
+from onelaunch.train.interrupts import on_interrupt
+
+OF_THE_ROWS = ("scale", "class_weight")  # the parameters on which the prepared rows depend
+
+Parameters = dict[str, Any]
+
+
+class SweepCV(BaseSearchCV):
+    """Search for the best parameters of an `MLPClassifier` or `MLPRegressor` of this package by cross-validation.
+
+    It has the interface and attributes of scikit-learn's GridSearchCV, and with `n_iter` those of RandomizedSearchCV. All
+    candidates and folds are one sweep: on a CPU they train on all threads, on a GPU many in one launch.
+
+    estimator: the estimator to search with; it is not changed.
+    param_grid: {name: list of values}, or a list of such dicts. With n_iter, values may be distributions with `rvs`.
+    n_iter: the number of random candidates; None tries every combination.
+    scoring, refit, cv, error_score, return_train_score: as in GridSearchCV.
+    n_jobs: how many chunks of fits joblib runs at a time (in its active backend, such as Dask); None trains here.
+    random_state: of the random candidates.
+
+    Attributes: `cv_results_`, `best_estimator_`, `best_params_`, `best_score_`, `best_index_`, `scorer_`, `n_splits_`,
+    `refit_time_`, `multimetric_`, and those of the best estimator.
+    """
+
+    def __init__(
+        self,
+        estimator: BaseMLP,
+        param_grid: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        n_iter: int | None = None,
+        scoring: Any = None,
+        n_jobs: int | None = None,
+        refit: Any = True,
+        cv: Any = None,
+        verbose: int = 0,
+        random_state: Any = None,
+        error_score: Any = np.nan,
+        return_train_score: bool = False,
+    ) -> None:
+        super().__init__(
+            estimator=estimator, scoring=scoring, n_jobs=n_jobs, refit=refit, cv=cv, verbose=verbose,
+            error_score=error_score, return_train_score=return_train_score,
+        )  # fmt: skip
+        self.param_grid = param_grid
+        self.n_iter = n_iter
+        self.random_state = random_state
+
+    def _run_search(self, evaluate_candidates: Any) -> None:
+        raise NotImplementedError("SweepCV trains its candidates together")
+
+    def _candidates(self) -> list[Parameters]:
+        if self.n_iter is None:
+            return list(ParameterGrid(self.param_grid))
+        return list(ParameterSampler(self.param_grid, self.n_iter, random_state=self.random_state))
+
+    def fit(self, X: Any, y: Any, *, groups: Any = None, sample_weight: Any = None) -> SweepCV:
+        """Train and score every candidate on every fold, then the best one on all rows; returns self.
+
+        groups: passed to the splitter of `cv`. sample_weight: one number per row, for training, and for scores where
+        GridSearchCV of the installed scikit-learn weighs them.
+        """
+        if not isinstance(self.estimator, BaseMLP):
+            raise ArgumentTypeError(
+                f"estimator={self.estimator!r:.60} is not an estimator of onelaunch.sklearn: pass MLPClassifier or "
+                "MLPRegressor, or use scikit-learn's GridSearchCV"
+            )
+        scorers, refit_metric = self._get_scorers()
+        X, y, groups = indexable(X, y, groups)
+        given = {} if sample_weight is None else _check_method_params(X, {"sample_weight": sample_weight})
+        weighs_scores = "sample_weight" in self._get_routed_params_for_fit(given).scorer.score
+        splitter = check_cv(self.cv, y, classifier=is_classifier(self.estimator))
+        splits = list(splitter.split(X, y, groups))
+        candidates = self._candidates()
+        if not candidates or not splits:
+            raise OnelaunchError("param_grid and cv leave nothing to train: pass at least one candidate and one fold")
+        self.n_splits_ = len(splits)
+        if self.verbose:
+            total = len(candidates) * len(splits)
+            print(f"Fitting {len(splits)} folds for each of {len(candidates)} candidates, totalling {total} fits")
+        task = Task(
+            self.estimator, X, y, given.get("sample_weight"), splits, scorers, weighs_scores, self.return_train_score,
+            self.error_score,
+        )  # fmt: skip
+        pairs = [(candidate, split) for candidate in candidates for split in range(len(splits))]
+        out = in_chunks(evaluate, task, pairs, self.n_jobs)
+        failed = [entry["fit_error"] for entry in out if entry["fit_error"]]
+        if failed:
+            message = f"{len(failed)} of {len(out)} fits failed and have error_score={self.error_score}: {failed[0]}"
+            if len(failed) == len(out):
+                raise ValueError(f"all {len(out)} fits failed: {failed[0]}")
+            warnings.warn(message, FitFailedWarning, stacklevel=2)
+        self._set_results(candidates, out, refit_metric)
+        if self.refit:
+            self.best_estimator_ = clone(self.estimator).set_params(**clone(self.best_params_, safe=False))
+            begin = time.time()
+            self.best_estimator_.fit(X, y, sample_weight)
+            self.refit_time_ = time.time() - begin
+            if hasattr(self.best_estimator_, "feature_names_in_"):
+                self.feature_names_in_ = self.best_estimator_.feature_names_in_
+        self.scorer_ = getattr(scorers, "_scorers", scorers)
+        return self
+
+    def _set_results(self, candidates: list[Parameters], out: list[dict[str, Any]], refit_metric: Any) -> None:
+        first = next(entry["test_scores"] for entry in out if not entry["fit_error"])
+        self.multimetric_ = isinstance(first, dict)
+        if callable(self.scoring) and self.multimetric_:
+            self._check_refit_for_multimetric(first)
+            refit_metric = self.refit
+        for entry in out:  # a fit that failed has the error score for every metric
+            for name in ("test_scores", "train_scores"):
+                if entry.get(name, 0) is None:
+                    entry[name] = dict.fromkeys(first, self.error_score) if self.multimetric_ else self.error_score
+        results = self._format_results(candidates, self.n_splits_, out)
+        if self.refit or not self.multimetric_:
+            self.best_index_ = self._select_best_index(self.refit, refit_metric, results)
+            if not callable(self.refit):
+                self.best_score_ = results[f"mean_test_{refit_metric}"][self.best_index_]
+            self.best_params_ = results["params"][self.best_index_]
+        self.cv_results_ = results
+
+
+class FitFailedWarning(RuntimeWarning):
+    """Some fits of a search failed; their scores are `error_score`."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the fits of a search have in common; it travels to other processes."""
+
+    estimator: BaseMLP
+    X: Any
+    y: Any
+    weights: Any
+    splits: list[tuple[np.ndarray, np.ndarray]]
+    scorers: Any
+    weighs_scores: bool
+    train_scores: bool
+    error_score: Any
+
+    def rows(self, chosen: np.ndarray) -> tuple[Any, Any, Any]:
+        weights = None if self.weights is None else _safe_indexing(self.weights, chosen)
+        return _safe_indexing(self.X, chosen), _safe_indexing(self.y, chosen), weights
+
+    def score(self, estimator: BaseMLP, rows: tuple[Any, Any, Any]) -> Any:
+        """One number, or a dict of them for several metrics."""
+        X, y, weights = rows
+        return self.scorers(estimator, X, y, **({"sample_weight": weights} if self.weighs_scores else {}))
+
+
+@dataclass
+class Fit:
+    """One candidate on one fold: its estimator, and what is left to train of its networks."""
+
+    number: int
+    split: int
+    estimator: BaseMLP
+    prepared: Prepared
+    models: list[Any]
+    histories: dict[int, History] = field(default_factory=dict)
+    error: str = ""
+    left: int = 0
+    begin: float = 0.0
+
+
+def evaluate(task: Task, pairs: Sequence[tuple[Parameters, int]]) -> list[dict[str, Any]]:
+    """Train all pairs of candidate and fold together, and score each. Returns what `_format_results` of scikit-learn takes."""
+    return _Evaluation(task, pairs).run()
+
+
+class _Evaluation:
+    def __init__(self, task: Task, pairs: Sequence[tuple[Parameters, int]]) -> None:
+        self.task, self.pairs = task, pairs
+        self.runs = NetworkRuns()
+        self.fits: dict[int, Fit] = {}  # by the number of each of its networks, until all of them are trained
+        self.out: list[dict[str, Any]] = [{} for _ in pairs]
+        self._prepared: dict[Any, tuple[Prepared, dict[str, Any]]] = {}
+        self._rows: dict[int, tuple[Any, Any, Any]] = {}
+
+    def run(self) -> list[dict[str, Any]]:
+        switch = Switch()
+        with on_interrupt(switch.interrupt):
+            for outcome in train(self._jobs(), switch):
+                fit = self.fits.pop(outcome.index)
+                fit.histories[outcome.index] = outcome.history
+                fit.error = fit.error or outcome.error
+                fit.left -= 1
+                if not fit.left:
+                    self._score(fit)
+        if switch.stop:
+            raise KeyboardInterrupt
+        return self.out
+
+    def _jobs(self) -> Iterator[Job]:
+        index = 0
+        for number, (parameters, split) in enumerate(self.pairs):
+            begin = time.time()
+            try:
+                estimator = clone(self.task.estimator).set_params(**clone(parameters, safe=False))
+                prepared = self._prepare(estimator, split)
+                networks = estimator._networks(prepared)
+                runs = [self.runs.run(network) for network in networks]
+            except ValueError as error:
+                if self.task.error_score == "raise":
+                    raise
+                self._fail(number, str(error), begin)
+                continue
+            models = [network.model for network in networks]
+            fit = Fit(number, split, estimator, prepared, models, left=len(networks), begin=begin)
+            for run in runs:
+                self.fits[index] = fit
+                yield Job(index, lambda run=run: run)  # type: ignore[misc]
+                index += 1
+
+    def _prepare(self, estimator: BaseMLP, split: int) -> Prepared:
+        """The rows of a fold, prepared once for all candidates that scale and weigh them alike."""
+        settings = estimator.get_params(deep=False)
+        key = (split, *(repr(settings.get(name)) for name in OF_THE_ROWS))
+        if key not in self._prepared:
+            before = set(vars(estimator))
+            prepared = estimator._prepare(*self.task.rows(self.task.splits[split][0]))
+            learned = {name: value for name, value in vars(estimator).items() if name not in before}
+            self._prepared[key] = prepared, learned
+        prepared, learned = self._prepared[key]
+        estimator._check_parameters()
+        estimator.__dict__.update(learned)
+        return prepared
+
+    def _fail(self, number: int, error: str, begin: float) -> None:
+        self.out[number] = {
+            "test_scores": None, "fit_time": time.time() - begin, "score_time": 0.0, "n_test_samples": 0, "fit_error": error
+        }  # fmt: skip
+        if self.task.train_scores:
+            self.out[number]["train_scores"] = None
+
+    def _score(self, fit: Fit) -> None:
+        if fit.error:
+            if self.task.error_score == "raise":
+                raise ValueError(fit.error)
+            self._fail(fit.number, fit.error, fit.begin)
+            return
+        for model in fit.models:
+            model.to("cpu").eval()
+        histories = [history for _, history in sorted(fit.histories.items())]
+        fit.estimator._finish(fit.prepared, fit.models, histories, continues=False)
+        train_rows, test_rows = self.task.splits[fit.split]
+        trained = time.time()
+        rows = self._test_rows(fit.split, test_rows)
+        entry = {"test_scores": self.task.score(fit.estimator, rows)}
+        if self.task.train_scores:
+            entry["train_scores"] = self.task.score(fit.estimator, self.task.rows(train_rows))
+        # Fits train together: a fit's time is its share of the seconds since it began.
+        self.out[fit.number] = {
+            **entry, "fit_time": sum(history.seconds for history in histories), "score_time": time.time() - trained,
+            "n_test_samples": _num_samples(rows[0]), "fit_error": "",
+        }  # fmt: skip
+
+    def _test_rows(self, split: int, chosen: np.ndarray) -> tuple[Any, Any, Any]:
+        if split not in self._rows:
+            self._rows[split] = self.task.rows(chosen)
+        return self._rows[split]

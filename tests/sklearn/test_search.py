@@ -1,0 +1,122 @@
+"""SweepCV agrees with GridSearchCV over the same estimator: the same scores, to the same bits, and the same attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.datasets import load_diabetes, load_iris
+from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, RandomizedSearchCV
+from sklearn.svm import SVC
+
+from onelaunch.errors import OnelaunchError
+from onelaunch.sklearn import MLPClassifier, MLPRegressor, SweepCV
+
+X, Y = load_iris(return_X_y=True)
+NAMES = np.array(["setosa", "versicolor", "virginica"])[Y]
+ESTIMATOR = MLPClassifier((6,), max_iter=3, random_state=0)
+GRID: dict[str, Any] = {"learning_rate_init": [1e-3, 3e-2], "hidden_layer_sizes": [(4,), (6, 5)], "dropout": [0.0, 0.2]}
+
+
+def scores(search: Any, name: str = "score", splits: int = 3) -> np.ndarray:
+    return np.array([search.cv_results_[f"split{split}_test_{name}"] for split in range(splits)])
+
+
+def test_scores_and_attributes_are_those_of_grid_search():
+    ours = SweepCV(ESTIMATOR, GRID, cv=3, return_train_score=True).fit(X, NAMES)
+    theirs = GridSearchCV(ESTIMATOR, GRID, cv=3, return_train_score=True).fit(X, NAMES)
+    np.testing.assert_array_equal(scores(ours), scores(theirs))
+    assert set(theirs.cv_results_) == set(ours.cv_results_)
+    np.testing.assert_array_equal(ours.cv_results_["mean_train_score"], theirs.cv_results_["mean_train_score"])
+    assert ours.best_params_ == theirs.best_params_
+    assert (ours.best_index_, ours.best_score_, ours.n_splits_) == (theirs.best_index_, theirs.best_score_, 3)
+    np.testing.assert_array_equal(ours.predict_proba(X), theirs.predict_proba(X))
+    assert list(ours.classes_) == list(theirs.classes_)
+    assert ours.score(X, NAMES) == theirs.score(X, NAMES)
+    assert not hasattr(ESTIMATOR, "models_")
+
+
+def test_parameters_of_the_rows_and_ensembles_may_differ():
+    grid = {
+        "scale": [None, "robust"],
+        "class_weight": [None, {"setosa": 3.0}],
+        "n_estimators": [1, 2],
+        "batch_size": [16],
+    }
+    ours = SweepCV(ESTIMATOR, grid, cv=3).fit(X, NAMES)
+    theirs = GridSearchCV(ESTIMATOR, grid, cv=3).fit(X, NAMES)
+    np.testing.assert_array_equal(scores(ours), scores(theirs))
+
+
+def test_several_metrics_a_regressor_and_weights():
+    x, y = load_diabetes(return_X_y=True)
+    weights = np.linspace(0.1, 2, len(y))
+    estimator = MLPRegressor((5,), max_iter=2, random_state=1)
+    arguments: dict[str, Any] = {"scoring": ["r2", "neg_mean_absolute_error"], "refit": "r2", "cv": KFold(3)}
+    ours = SweepCV(estimator, {"alpha": [0.0, 0.1]}, **arguments).fit(x, y, sample_weight=weights)
+    theirs = GridSearchCV(estimator, {"alpha": [0.0, 0.1]}, **arguments).fit(x, y, sample_weight=weights)
+    for name in arguments["scoring"]:
+        np.testing.assert_array_equal(scores(ours, name), scores(theirs, name))
+    assert ours.multimetric_
+    np.testing.assert_array_equal(ours.predict(x), theirs.predict(x))
+
+
+def test_random_candidates_and_groups():
+    groups = np.arange(len(X)) % 7
+    arguments: dict[str, Any] = {"n_iter": 3, "random_state": 4, "cv": GroupKFold(3)}
+    ours = SweepCV(ESTIMATOR, GRID, **arguments).fit(X, Y, groups=groups)
+    theirs = RandomizedSearchCV(ESTIMATOR, GRID, **arguments).fit(X, Y, groups=groups)
+    assert ours.cv_results_["params"] == theirs.cv_results_["params"]
+    np.testing.assert_array_equal(scores(ours), scores(theirs))
+
+
+def test_early_stopping_is_that_of_a_single_fit():
+    estimator = clone(ESTIMATOR).set_params(early_stopping=True, max_iter=6)
+    ours = SweepCV(estimator, {"alpha": [0.0, 0.1]}, cv=2, refit=False).fit(X, Y)
+    theirs = GridSearchCV(estimator, {"alpha": [0.0, 0.1]}, cv=2, refit=False).fit(X, Y)
+    np.testing.assert_array_equal(scores(ours, splits=2), scores(theirs, splits=2))
+    assert not hasattr(ours, "best_estimator_")
+
+
+def test_a_failing_candidate_gets_the_error_score():
+    grid = {"learning_rate_init": [1e-3, 1e30], "optimizer": ["sgd"], "scale": [None]}
+    search = SweepCV(ESTIMATOR, grid, cv=2)
+    with pytest.warns(RuntimeWarning, match="2 of 4 fits failed"), pytest.warns(UserWarning, match="non-finite"):
+        search.fit(X * 100, Y)
+    assert np.isnan(search.cv_results_["mean_test_score"][1])
+    assert search.best_index_ == 0
+    with pytest.raises(ValueError, match="smaller lr"):
+        SweepCV(ESTIMATOR, grid, cv=2, error_score="raise").fit(X * 100, Y)
+    with pytest.raises(ValueError, match="all 2 fits failed"):
+        SweepCV(ESTIMATOR, {"optimizer": ["nothing"]}, cv=2).fit(X, Y)
+
+
+def test_other_estimators_are_refused():
+    with pytest.raises(OnelaunchError, match="use scikit-learn's GridSearchCV"):
+        SweepCV(SVC(), {"C": [1]}).fit(X, Y)
+
+
+@pytest.mark.parametrize("backend", ["threading", "loky"])
+def test_chunks_through_joblib_have_the_same_scores(backend):
+    from joblib import parallel_config
+
+    grid = {"alpha": [0.0, 0.1, 0.2]}
+    with parallel_config(backend):
+        ours = SweepCV(ESTIMATOR, grid, cv=2, n_jobs=2).fit(X, Y)
+    np.testing.assert_array_equal(scores(ours, splits=2), scores(SweepCV(ESTIMATOR, grid, cv=2).fit(X, Y), splits=2))
+
+
+def test_a_local_dask_cluster():
+    distributed = pytest.importorskip("distributed")
+    from joblib import parallel_config
+
+    grid = {"alpha": [0.0, 0.1, 0.2]}
+    with (
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
+        distributed.Client(cluster),
+        parallel_config("dask"),
+    ):
+        ours = SweepCV(ESTIMATOR, grid, cv=2, n_jobs=2).fit(X, Y)
+    np.testing.assert_array_equal(scores(ours, splits=2), scores(SweepCV(ESTIMATOR, grid, cv=2).fit(X, Y), splits=2))
