@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,6 +29,37 @@ def resident(place: str) -> None:
         options = {"precision": precision, "optimizer": optimizer, "batch_size": 24, "epochs": 1, "lr": 0.01}
         run = make_run(network(WIDTHS, "relu", 0.3), x, y, (x[:30], y[:30]), options)
         assert all(0 < loss < 10 for loss in losses_of(placed(run, place, patience=200.0)))
+
+
+def members(blocks: int, by_rows: bool) -> None:
+    """More members than the launch has places, in one block or a cluster each, with a diverging one among them."""
+    from onelaunch.engines.members import MemberTask
+    from onelaunch.engines.resident.members import train
+    from onelaunch.engines.resident.members.placement import Forced
+
+    forced, places = Forced(blocks=blocks, by_rows=by_rows), 2
+    x, y = rows_of(WIDTHS, rows=70)
+    for precision, optimizer in PRECISIONS.items():
+        tasks = []
+        for number in range(5):
+            options = {"precision": precision, "optimizer": optimizer, "batch_size": 24, "epochs": 2, "lr": 0.01, "seed": number}
+            run = make_run(network(WIDTHS, "relu", 0.1 + 0.1 * number), x, y, (x[:30], y[:30]), options)
+            tasks.append(MemberTask(number, run, 0, run.spec.total_steps))
+        runs = [task.run for task in tasks]
+        found, kernel = train.prepare(train.settings_of(runs), runs[0].device, len(runs), forced)
+        launch = train.Launch(tasks, replace(found, places=places), kernel, train.SharedRows(found.plan))
+        results = launch.run(Unattended())
+        assert all(0 < loss < 10 for result in results for segment in result.segments for loss in segment.losses)
+        assert len(results) == 5
+
+
+class Unattended:
+    """A monitor of members that stops nothing."""
+
+    stop = False
+
+    def report(self, steps: int) -> None:
+        """Ignore the progress."""
 
 
 def graph() -> None:
@@ -81,6 +113,9 @@ def hopper() -> None:
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     **{f"resident-{place.replace(' ', '-')}": partial(resident, place) for place in PLACEMENTS},
+    "members-one-block": partial(members, 1, by_rows=True),
+    "members-cluster-by-rows": partial(members, 2, by_rows=True),
+    "members-cluster-by-units": partial(members, 2, by_rows=False),
     "graph": graph,
     "ops": ops,
     "hopper": hopper,

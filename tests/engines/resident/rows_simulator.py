@@ -150,6 +150,17 @@ class RowsBlock(Runner):
         self.add_scores()
         yield from self.wait(COPIES, self.step + 1, layer)
 
+    def gradient_and_update(self, layer: Layer) -> Iterator[Ready | None]:
+        """One block, one pass per step. With one buffer of rows, the first layer's gradient comes in a phase of its own."""
+        yield from self.sum_biases(layer)
+        if "first gradient and update" not in self.phases:
+            yield from self.gradient(layer)
+        yield from self.update(layer)
+
+    def first_gradient_and_update(self, layer: Layer) -> Iterator[None]:
+        """The only reader of the rows, before the next ones are fetched over them. The other gradients are independent."""
+        yield from self.gradient(layer)
+
     # Partial gradients go to their owners, sums of biases to all blocks, losses to block 0.
 
     def part_offset(self, slot: int, warp: int, sender: int) -> int:

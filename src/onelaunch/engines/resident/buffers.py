@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -13,6 +13,37 @@ from onelaunch.engines.resident.plan.settings import K_TILE
 from onelaunch.errors import OnelaunchError
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.run.network import tensor_name
+
+
+def rows_as_fetched(x: torch.Tensor, plan: Plan, precision: str) -> torch.Tensor:
+    """Rows as the kernel fetches them: uint8, or planes of 16-bit numbers that add up to the value; whole k tiles."""
+    x = x.reshape(len(x), -1)
+    width = plan.layers[0].k_tiles * K_TILE
+    if x.dtype == torch.uint8:
+        x = torch.nn.functional.pad(x, (0, width - x.shape[1])).contiguous()
+        return x if x.data_ptr() % 16 == 0 else x.clone()  # rows are fetched 16 bytes at a time
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+    rest, planes = torch.nn.functional.pad(x.float(), (0, width - x.shape[1])), []
+    for _ in range(plan.input_planes):
+        planes.append(rest.to(dtype))
+        rest = rest - planes[-1].float()
+    return torch.stack(planes).contiguous()
+
+
+def targets_as_fetched(y: torch.Tensor, loss: str) -> torch.Tensor:
+    """int32 classes `[rows]` for cross_entropy, else floats `[rows, outputs]`."""
+    return y.to(torch.int32).contiguous() if loss == "cross_entropy" else y.reshape(len(y), -1).float().contiguous()
+
+
+def parameter_shapes(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the parameters, in the order of the flat arrays."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for layer in plan.layers:
+        linear = layer.stage.linear
+        found.append((tensor_name(linear.path, "weight"), (linear.outputs, linear.inputs)))
+        if linear.bias:
+            found.append((tensor_name(linear.path, "bias"), (linear.outputs,)))
+    return found
 
 
 class Buffers:
@@ -33,8 +64,8 @@ class Buffers:
     def _fill(self, state: Mapping[str, torch.Tensor]) -> None:
         run, plan = self.run, self.plan
         self.by_name: dict[str, torch.Tensor] = {
-            "x": self._rows(run.x),
-            "y": self._targets(run.y),
+            "x": rows_as_fetched(run.x, plan, self.precision),
+            "y": targets_as_fetched(run.y, run.spec.loss),
             "weights": self._flat(self.tensors),
             "exchange": torch.zeros(max(plan.exchange.size // 4, 1), dtype=torch.int32, device=run.device),
             "flags": torch.zeros(plan.flag_words, dtype=torch.int32, device=run.device),
@@ -42,47 +73,20 @@ class Buffers:
         }
         if run.validation:
             x, y = run.validation
-            self.by_name |= {"validation_x": self._rows(x), "validation_y": self._targets(y)}
+            self.by_name |= {"validation_x": rows_as_fetched(x, plan, self.precision), "validation_y": targets_as_fetched(y, run.spec.loss)}
         for number, kind in enumerate(self.state_kinds):
             self.by_name[f"state{number}"] = self._flat({name: state.get(f"{kind}.{name}") for name in self.tensors})
 
-    def _rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows as the kernel fetches them: uint8, or planes of 16-bit numbers that add up to the value; whole k tiles."""
-        x = x.reshape(len(x), -1)
-        width = self.plan.layers[0].k_tiles * K_TILE
-        if x.dtype == torch.uint8:
-            x = torch.nn.functional.pad(x, (0, width - x.shape[1])).contiguous()
-            return x if x.data_ptr() % 16 == 0 else x.clone()  # rows are fetched 16 bytes at a time
-        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        rest, planes = torch.nn.functional.pad(x.float(), (0, width - x.shape[1])), []
-        for _ in range(self.plan.input_planes):
-            planes.append(rest.to(dtype))
-            rest = rest - planes[-1].float()
-        return torch.stack(planes).contiguous()
-
-    def _targets(self, y: torch.Tensor) -> torch.Tensor:
-        if self.run.spec.loss == "cross_entropy":
-            return y.to(torch.int32).contiguous()
-        return y.reshape(len(y), -1).float().contiguous()
-
-    def _names(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of the parameters, in the order of the flat arrays."""
-        for layer in self.plan.layers:
-            linear = layer.stage.linear
-            yield tensor_name(linear.path, "weight"), (linear.outputs, linear.inputs)
-            if linear.bias:
-                yield tensor_name(linear.path, "bias"), (linear.outputs,)
-
     def _flat(self, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         parts, device = [], self.run.device
-        for name, shape in self._names():
+        for name, shape in parameter_shapes(self.plan):
             tensor = tensors.get(name)
             values = torch.zeros(shape, device=device) if tensor is None else tensor.detach().to(device).float()
             parts.append(values.reshape(-1))
         return torch.cat(parts)
 
     def _unflat(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        names = list(self._names())
+        names = parameter_shapes(self.plan)
         parts = flat.split([math.prod(shape) for _, shape in names])
         return {name: part.reshape(shape) for (name, shape), part in zip(names, parts, strict=True)}
 

@@ -23,7 +23,7 @@ from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.engines.resident.buffers import Buffers
 from onelaunch.engines.resident.plan.placement import choose_plan
 from onelaunch.engines.resident.plan.plan import Plan
-from onelaunch.engines.resident.plan.settings import THREADS, Settings
+from onelaunch.engines.resident.plan.settings import MAX_DROPOUTS, THREADS, Settings
 from onelaunch.engines.resident.plan.stages import stages_of
 from onelaunch.engines.resident.source.source_common import HEADERS
 from onelaunch.engines.resident.uint8_rows import with_uint8_rows
@@ -44,7 +44,7 @@ CLOCK_HZ = 2e9  # roughly, of a multiprocessor
 MAX_LOSSES = 2**22  # per launch: 16 MB of host memory
 CONTROL = np.dtype(
     [("stop", "<u4"), ("done", "<u4"), ("epochs", "<u4"), ("fault", "<u4"), ("fault_block", "<u4"), ("fault_step", "<u4"),
-     ("loss", "<f4"), ("correct", "<u4")]
+     ("loss", "<f4"), ("correct", "<u4"), ("finished", "<u4")]
 )  # fmt: skip
 RECORD = np.dtype([("validation_loss", "<f8"), ("validation_correct", "<u8"), ("correct", "<u8")])
 POINTERS = (
@@ -53,12 +53,13 @@ POINTERS = (
 )  # fmt: skip
 COUNTS = (
     "rows", "validation_rows", "seed", "first_step", "last_step", "steps_per_epoch", "total_steps", "patience", "fault_step",
-    "fault_block",
+    "fault_block", "all_rows",
 )  # fmt: skip
 NUMBERS = (
     "lr", "momentum", "weight_decay", "log_beta1", "log_beta2", "new_mean", "new_square", "beta2", "eps", "label_smoothing"
 )  # fmt: skip
-PARAMS = np.dtype([(name, "<u8") for name in POINTERS + COUNTS] + [(name, "<f8") for name in NUMBERS])
+OF_MEMBERS = [("row_numbers", "<u8"), ("permutation_bits", "<u8"), ("keep", "<u4", (2 * MAX_DROPOUTS,))]
+PARAMS = np.dtype([(name, "<u8") for name in POINTERS + COUNTS] + [(name, "<f8") for name in NUMBERS] + OF_MEMBERS)
 
 
 def settings_for(run: Run, precision: str) -> Settings:
@@ -70,6 +71,18 @@ def settings_for(run: Run, precision: str) -> Settings:
         schedule=spec.schedule, loss=spec.loss, label_smoothing=spec.label_smoothing > 0,
         uint8_rows=run.x.dtype == torch.uint8, validates=run.validation is not None,
     )  # fmt: skip
+
+
+def set_run(params: np.ndarray | np.void, run: Run) -> None:
+    """Write what follows from the run itself into its parameters: counts, seed, rates."""
+    spec = run.spec
+    params["rows"], params["all_rows"], params["seed"] = spec.rows, len(run.x), spec.seed
+    params["validation_rows"] = len(run.validation[0]) if run.validation else 0
+    params["steps_per_epoch"], params["total_steps"] = spec.steps_per_epoch, spec.total_steps
+    for name, value in {"lr": spec.lr, "label_smoothing": spec.label_smoothing, **constants(spec)}.items():
+        params[name] = value
+    for name, beta in zip(("log_beta1", "log_beta2"), spec.betas, strict=True):
+        params[name] = math.log(beta) if beta else -1e300
 
 
 def architecture(device: torch.device) -> str:
@@ -158,21 +171,14 @@ class ResidentSession:
     # Parameters of the kernel.
 
     def _parameters(self, fault: tuple[int, int] | None, patience: float) -> np.ndarray:
-        spec, run = self.spec, self.run
+        run = self.run
         params = np.zeros(1, PARAMS)
         for name, tensor in self._buffers.by_name.items():
             params[name] = tensor.data_ptr()
         params["control"], params["records"] = self._control.address, self._records.address
-        params["rows"], params["seed"] = spec.rows, spec.seed
-        params["validation_rows"] = len(run.validation[0]) if run.validation else 0
-        params["steps_per_epoch"], params["total_steps"] = spec.steps_per_epoch, spec.total_steps
+        set_run(params, run)
         params["patience"] = int(patience * CLOCK_HZ)
         params["fault_step"], params["fault_block"] = fault if fault else (2**63, 0)
-        for name, value in {"lr": spec.lr, "label_smoothing": spec.label_smoothing, **constants(spec)}.items():
-            params[name] = value
-        betas = spec.betas
-        params["log_beta1"] = math.log(betas[0]) if betas[0] else -1e300
-        params["log_beta2"] = math.log(betas[1]) if betas[1] else -1e300
         return params
 
     # Training.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from onelaunch.device import H200
 from tests.engines.resident.fragments import RaceError
 from tests.engines.resident.planning import rows_plan
 from tests.engines.resident.rows_simulator import RowsBlock
@@ -32,6 +35,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_follows_pytorch(widths, blocks, rows, batch, precision, order):
     plan = rows_plan(widths, blocks, rows, batch=batch, precision=precision, activation="tanh")
     assert_follows(plan, ORDERS[order](), rows=100, steps=3, validation_passes=2, momentum=0.9)
+
+
+def test_one_buffer_of_rows_follows_pytorch():
+    """The first layer's gradient is computed before the next rows are fetched over its inputs."""
+    whole = rows_plan([40, 24, 3], 1, 32, batch=30)
+    chip = dataclasses.replace(H200, shared_bytes=whole.shared.size - 1)
+    plan = rows_plan([40, 24, 3], 1, 32, batch=30, activation="tanh", chip=chip)
+    while plan.input_buffers == 2:
+        chip = dataclasses.replace(chip, shared_bytes=plan.shared.size - 1)
+        plan = rows_plan([40, 24, 3], 1, 32, batch=30, activation="tanh", chip=chip)
+    assert plan.fits
+    assert "first gradient and update" in plan.phase_names()
+    assert_follows(plan, ORDERS["at random"](), rows=100, steps=3, validation_passes=2, momentum=0.9)
 
 
 @pytest.mark.parametrize("blocks", [2, 8])  # all blocks own weights, or some

@@ -125,6 +125,7 @@ INLINE void copies_done() { asm volatile("cp.async.wait_group 0;" ::: "memory");
 
 #if BULK
 INLINE void make_barrier(u32 barrier, u32 arrivals) { asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory"); }
+INLINE void end_barrier(u32 barrier) { asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barrier) : "memory"); }
 INLINE void expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -144,6 +145,17 @@ INLINE u32 block_number() {  // read once and kept: reading it takes tens of clo
   u32 number;
   asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(number));
   return number;
+}
+INLINE u32 rank_of_block() {  // in its cluster, or in the grid of a single run
+#if MEMBERS
+  if constexpr (BLOCKS == 1) return 0;
+#if __CUDA_ARCH__ >= 900
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+#endif
+#endif
+  return block_number();
 }
 INLINE u64 clock_now() {
   u64 now;

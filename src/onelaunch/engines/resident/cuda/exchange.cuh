@@ -16,6 +16,7 @@ struct Control {  // in host memory
   u32 fault_block, fault_step;
   float loss;     // of the last step before `done`
   u32 correct;  // correct predictions so far in this epoch
+  u32 finished;  // of a member: its weights, losses and records are in device memory
 };
 struct Record {  // of an epoch
   double validation_loss;
@@ -30,8 +31,12 @@ struct Params {
   float* losses;
   Record* records;
   u32* stamps;  // clocks spent in each phase, if STAMPS
-  u64 rows, validation_rows, seed, first_step, last_step, steps_per_epoch, total_steps, patience, fault_step, fault_block;
+  u64 rows, validation_rows, seed, first_step, last_step, steps_per_epoch, total_steps, patience, fault_step, fault_block, all_rows;
   double lr, momentum, weight_decay, log_beta1, log_beta2, new_mean, new_square, beta2, eps, label_smoothing;
+  // Of a member. Its rows are `row_numbers[i]` of x and y (i itself if null); `keep`: threshold and scale of every dropout.
+  const u32* row_numbers;
+  u64 permutation_bits;
+  u32 keep[2 * MAX_DROPOUTS];
 };
 
 struct Context {

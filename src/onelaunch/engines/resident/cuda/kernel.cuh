@@ -8,6 +8,9 @@
 #else
 #include "train.cuh"
 #endif
+#if MEMBERS
+#include "members.cuh"
+#endif
 
 #if STAMPS  // clocks that thread 0 of block 0 spends in each phase
 #define STAMP(i) if (threadIdx.x == 0) { const u32 now = (u32)clock_now(); spent[i] += now - stamped; stamped = now; }
@@ -15,14 +18,13 @@
 #define STAMP(i)
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_constant__ Params params) {
-  extern __shared__ __align__(1024) u8 memory[];
-  const Params* p = &params;
+// One run, by all threads of a block or of a cluster; returns whether it ended without a fault.
+INLINE bool train_run(const Params* p, u32 shared) {
   Context c;
   c.p = p, c.lane = threadIdx.x & 31, c.warp = threadIdx.x >> 5, c.g = c.lane >> 2, c.q = c.lane & 3;
-  c.rank = block_number(), c.shared = shared_address(memory);
+  c.rank = rank_of_block(), c.shared = shared;
   c.passes = c.backs = c.step = c.turn = 0, c.dead = false;
-  for (u32 i = threadIdx.x; i < SHARED_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
+  for (u32 i = threadIdx.x; i < RUN_BYTES / 4; i += THREADS) store_word(c.shared + i * 4, 0);
   Inputs<Layer0>::clear_is_done();
 #if STAMPS
   __shared__ u32 spent[PHASES];
@@ -53,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
   auto other = [&]() { return ~c.passes & (X_BUFFERS - 1); };
   auto fetch_into = [&](u32 where, u32 later, u32 micro) {
     const u32 table = row_table(c, (u32)step() + later, micro);
-    Inputs<Layer0>::fetch(c, where, p->x, p->y, p->rows * X_PITCH, [&](u32 row) { return (u64)load_word(table + row * 4); });
+    Inputs<Layer0>::fetch(c, where, p->x, p->y, p->all_rows * X_PITCH, [&](u32 row) { return (u64)load_word(table + row * 4); });
   };
   auto fetch = [&](u32 later, u32 micro) { fetch_into(other(), later, micro); };
   auto validation_rows = [&](u32 part) {
@@ -95,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       constexpr u32 trained = 0;
       const bool last = micro + 1 == count;
       const u32 part = micro * ROW_PARTITIONS + partition;
-      const Draw draw = {p->seed, (u32)step(), part * ROWS, true};
+      const Draw draw = {p->seed, (u32)step(), part * ROWS, true, p->keep};
       const Tally tally = {micro_rows(rows, part), rates.row_weight * LOSS_SCALE, smoothing, Inputs<Layer0>::targets_at(c, buffer())};
       auto fetch_next = [&]() {
         if (!last) fetch(0, micro + 1);
@@ -121,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
       if (threadIdx.x == 0) begin_record(c, epoch());
       for (u32 part = 0; VALIDATES && (u64)part * ROWS < p->validation_rows; ++part) {
         constexpr u32 trained = 1;  // the update of this step has been made
-        const Draw draw = {p->seed, 0, 0, false};
+        const Draw draw = {p->seed, 0, 0, false, p->keep};
         const Tally tally = {validation_rows(part), 0.f, smoothing, Inputs<Layer0>::targets_at(c, buffer())};
         auto fetch_next = [&]() {
           if ((u64)(part + 1) * ROWS < p->validation_rows) fetch_validation(part + 1);
@@ -170,7 +172,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_cons
     __threadfence_system();
     control->done = (u32)step();
   }
-#if IS_CLUSTER
+#if MEMBERS
+  AWAIT_LAST_SENDS
+  end_member(c);
+#elif IS_CLUSTER
   sync_cluster();  // no block exits while another may still send to it
 #endif
+  return !c.dead;
 }
+
+#if MEMBERS
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR) train(const __grid_constant__ Queue queue) {
+  extern __shared__ __align__(1024) u8 memory[];
+  const u32 shared = shared_address(memory);
+  const Params* member = (const Params*)(memory + AT_MEMBER + 16);
+  while (take_member(queue, shared))
+    if (!train_run(member, shared)) close_queue(queue);
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1) train(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) u8 memory[];
+  train_run(&params, shared_address(memory));
+}
+#endif

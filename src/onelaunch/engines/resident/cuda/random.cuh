@@ -20,9 +20,9 @@ INLINE void permutation_keys(u64 seed, u64 epoch, u32 half, u32 (&keys)[4]) {
   philox(keys, seed);
 }
 // The rows at N positions of an epoch, computed together so that their latencies overlap. `value[i]` is a position (or ~0 for
-// none) and becomes the row number. `keys`: the shared address of the epoch's round keys.
-template <int N> INLINE void permute_rows(u32 (&value)[N], u32 keys, u32 rows) {
-  constexpr u32 RIGHT = PERMUTATION_BITS - PERMUTATION_BITS / 2, LEFT = PERMUTATION_BITS / 2;
+// none) and becomes the row number. `keys`: the shared address of the epoch's round keys. `bits`: of the Feistel network.
+template <int N> INLINE void permute_rows(u32 (&value)[N], u32 keys, u32 rows, u32 bits) {
+  const u32 RIGHT = bits - bits / 2, LEFT = bits / 2;
   u32 words[8];
   bool walking[N];
 #pragma unroll
@@ -58,6 +58,7 @@ struct Draw {  // the state that dropout depends on
   u64 seed;
   u32 step, row;
   bool training;
+  const u32* keep;  // threshold and scale of each dropout of a member
 };
 
 // Applies dropout to z and slope: N / 2 rows (`row`, `row + 8`, …) by two units, `unit + 2q` and the next, with q = lane % 4 and

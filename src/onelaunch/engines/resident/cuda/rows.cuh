@@ -36,7 +36,7 @@ template <class L> INLINE void store_unit_tile(const Context& c, int at, int m, 
 // The right operands of TILES tiles over K_TILES k tiles. Few of them are all read ahead and kept: before a barrier, so that they are
 // ready at once after it.
 template <class Source, int TILES, int K_TILES> struct Rights {
-  static constexpr bool KEPT = TILES * K_TILES * PLANES <= 16;
+  static constexpr bool KEPT = TILES * K_TILES * PLANES <= 16 && ALL_SLOTS < 20;
   u32 kept[KEPT ? PLANES : 1][KEPT ? TILES : 1][KEPT ? K_TILES : 1][2];
   INLINE void prepare(const Context& c) {
     if constexpr (KEPT)
@@ -112,8 +112,25 @@ template <class L> INLINE void finish_tile(const Context& c, const Draw& draw, u
     if (n * 8 + c.q * 2 + (e & 1) >= L::OUT) z[e] = slope[e] = 0.f;
 }
 
+// The slopes of the warp's tiles, for the backward pass. Those of ReLU, alone or before dropout, follow from the stored values.
+template <class L> struct KeptSlopes : Tiles<L::N_TILES_PER_WARP, L::SLOPES_SHARED> {
+  INLINE void get(const Context&, const Draw&, int, int i, float (&slope)[4]) const { Tiles<L::N_TILES_PER_WARP, L::SLOPES_SHARED>::get(i, slope); }
+};
+template <class L> struct SlopesOfValues {
+  INLINE void place(const Context&, u32) {}
+  INLINE void set(int, const float (&)[4]) {}
+  INLINE void get(const Context& c, const Draw& draw, int m, int i, float (&slope)[4]) const {
+    const u32 at = unit_tile_at<L>(c, L::AT_VALUES, 0, m, first_tile<L>(c) + i) + c.lane * 4, upper = load_word(at), lower = load_word(at + 128);
+    const float kept = L::slope_of_kept(draw);
+    slope[0] = low_of(upper) > 0.f ? kept : 0.f, slope[1] = high_of(upper) > 0.f ? kept : 0.f;
+    slope[2] = low_of(lower) > 0.f ? kept : 0.f, slope[3] = high_of(lower) > 0.f ? kept : 0.f;
+  }
+};
+template <class L, bool OF_VALUES> struct ChosenSlopes { using Type = KeptSlopes<L>; };
+template <class L> struct ChosenSlopes<L, true> { using Type = SlopesOfValues<L>; };
+template <class L> using Slopes = typename ChosenSlopes<L, L::SLOPES_OF_VALUES>::Type;
+
 // Takes a row tile through the warp's tiles of a hidden layer.
-template <class L> using Slopes = Tiles<L::N_TILES_PER_WARP, L::SLOPES_SHARED>;
 template <class L, class Read> INLINE void tile_forward(const Context& c, const Draw& draw, int m, const ForwardWeights<L>& weights, Slopes<L>& slopes, Read read) {
   constexpr int TILES = L::N_TILES_AT_ONCE;
 #pragma unroll
@@ -180,7 +197,7 @@ template <class L, class Read> INLINE void tile_outputs(const Context& c, const 
   }
 }
 // From a layer's deltas to the warp's tiles of the deltas of the layer before. `read` gives the deltas as left operands.
-template <class L, class Previous, class Read> INLINE void tile_backward(const Context& c, int m, const BackwardWeights<L, Previous>& weights, const Slopes<Previous>& slopes, Read read) {
+template <class L, class Previous, class Read> INLINE void tile_backward(const Context& c, const Draw& draw, int m, const BackwardWeights<L, Previous>& weights, const Slopes<Previous>& slopes, Read read) {
   constexpr int TILES = Previous::N_TILES_AT_ONCE;
 #pragma unroll
   for (int from = 0; from < Previous::N_TILES_PER_WARP; from += TILES) {
@@ -192,7 +209,7 @@ template <class L, class Previous, class Read> INLINE void tile_backward(const C
       if (has_tile<Previous>(first + i)) {
         float slope[4];
         u32 upper[PLANES], lower[PLANES];
-        slopes.get(from + i, slope);
+        slopes.get(c, draw, m, from + i, slope);
 #pragma unroll
         for (int e = 0; e < 4; ++e) d[i][e] *= slope[e];
         split(d[i][0], d[i][1], upper);

@@ -40,9 +40,9 @@ template <class L> INLINE void read_values_transposed(const Context& c, int m, i
 
 struct OwnWeights {  // tiles of slots rank, rank + BLOCKS, …
   static constexpr int N = (ALL_SLOTS + BLOCKS - 1) / BLOCKS;
-  Tiles<N, false> master;
-  Tiles<(STATES > 0 ? N : 1), STATES_SHARED> state0;
-  Tiles<(STATES > 1 ? N : 1), STATES_SHARED> state1;
+  Tiles<N, IN_REGISTERS> master;
+  Tiles<(STATES > 0 ? N : 1), STATE0_MEMORY> state0;
+  Tiles<(STATES > 1 ? N : 1), STATE1_MEMORY> state1;
 };
 template <class L, bool LOAD> INLINE void move_tile(const Context& c, int slot, float (&t)[4], float* flat) {
   const int tile = tile_of<L>(c, slot), k_tile = tile / L::N_TILES, n = tile % L::N_TILES;
@@ -72,8 +72,8 @@ template <class L> INLINE void copy_tile(const Context& c, u32 count, int slot, 
 
 template <bool LOAD> INLINE void move_weights(const Context& c, OwnWeights& w) {
   if (LOAD) {
-    w.state0.place(c, AT_STATES);
-    w.state1.place(c, AT_STATES + OwnWeights::N * THREADS * 16);
+    w.state0.place(c, AT_STATE0);
+    w.state1.place(c, AT_STATE1);
   }
 #pragma unroll
   for (int kind = 0; kind <= STATES; ++kind) {
@@ -103,6 +103,67 @@ INLINE void copy_all(const Context& c, const OwnWeights& w, u32 count) {
     float t[4];
     w.master.get(i, t);
     WITH_LAYER_OF(slot, (copy_tile<L>(c, count, slot - L::FIRST_SLOT, t)))
+  }
+}
+
+// With one block and one pass per step, a tile is updated as soon as its gradient is complete. A group of tiles is computed
+// together, so that their latencies overlap; its optimizer state is read before the products.
+template <class L, class Read> INLINE void update_layer(const Context& c, OwnWeights& w, const Rates& rates, const Rule& rule, Read read) {
+  constexpr bool SAME_K_TILE = L::N_TILES % L::SLOTS == 0;  // all tiles of the warp have the same inputs
+  constexpr int TILES = L::SLOTS < TILES_AT_ONCE ? L::SLOTS : TILES_AT_ONCE, PAIR = SAME_K_TILE && L::SLOTS % 2 == 0 && TILES % 2 == 0 ? 2 : 1;  // neighbours, read at once
+  States<TILES> states, next;
+  states.read(w, L::FIRST_SLOT, L::SLOTS);
+#pragma unroll
+  for (int first = 0; first < L::SLOTS; first += TILES) {
+    float gradient[TILES][4];
+    if (first + TILES < L::SLOTS) next.read(w, L::FIRST_SLOT + first + TILES, L::SLOTS - first - TILES);
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) clear(gradient[i]);
+#pragma unroll(ROW_TILES <= 4 ? ROW_TILES : 2)
+    for (int m = 0; m < ROW_TILES; ++m) {
+      u32 left[L::IN_PLANES][4];
+#pragma unroll
+      for (int i = 0; i < TILES; i += PAIR) {
+        const int tile = tile_of<L>(c, first + i), k_tile = tile / L::N_TILES, n = tile % L::N_TILES;
+        if (first + i >= L::SLOTS || tile >= L::K_TILES * L::N_TILES) break;
+        if (i == 0 || !SAME_K_TILE)
+#pragma unroll
+          for (int plane = 0; plane < L::IN_PLANES; ++plane) read(m, k_tile, plane, left[plane]);
+#pragma unroll
+        for (int right = 0; right < PLANES; ++right) {
+          u32 delta[PAIR * 2];
+          load_transposed(unit_tile_at<L>(c, L::AT_DELTA, right, m, n) + (c.lane & (PAIR * 16 - 1)) * 16, delta);
+#pragma unroll
+          for (int plane = 0; plane < L::IN_PLANES; ++plane)
+#pragma unroll
+            for (int j = 0; j < PAIR; ++j)
+              if (plane + right < PLANES) multiply_add(gradient[i + j], left[plane], delta[j * 2], delta[j * 2 + 1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; ++i)
+      if (first + i < L::SLOTS) {
+        float weight[4];
+        step_tile(w, L::FIRST_SLOT + first + i, states, i, gradient[i], L::GRADIENT_SCALE, weight, rates, rule);
+        copy_tile<L>(c, 0, first + i, weight);
+      }
+    states = next;
+  }
+}
+INLINE void update_biases(const Context& c, const Rates& rates, const Rule& rule) {
+  for (u32 unit = THREADS - 1 - threadIdx.x; unit < ALL_UNITS * HAS_BIASES; unit += THREADS) {
+    if (!has_bias(unit)) continue;
+    const u32 at = c.shared + AT_BIAS + unit * 4;
+    float sum = 0.f, bias = load_float(at), s0 = 0.f, s1 = 0.f;
+#pragma unroll 8
+    for (int m = 0; m < ROW_TILES; ++m) sum += load_float(c.shared + AT_BIAS_SUMS + (m * ALL_UNITS + unit) * 4);
+    if constexpr (STATES > 0) s0 = load_float(at + ALL_UNITS * 4);
+    if constexpr (STATES > 1) s1 = load_float(at + 2 * ALL_UNITS * 4);
+    step_weight(bias, sum * BIAS_SCALE, s0, s1, rates, rule);
+    store_float(at, bias);
+    if constexpr (STATES > 0) store_float(at + ALL_UNITS * 4, s0);
+    if constexpr (STATES > 1) store_float(at + 2 * ALL_UNITS * 4, s1);
   }
 }
 

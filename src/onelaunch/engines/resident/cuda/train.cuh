@@ -169,7 +169,11 @@ INLINE void find_rows(const Context& c, u64 step) {
       const u32 in_batch = ROW_PARTITIONS == 1 ? row + k : ((row + k) / ROWS * ROW_PARTITIONS + c.rank) * ROWS + (row + k) % ROWS;
       value[k] = in_batch < BATCH ? (first + of) % each * BATCH + in_batch : ~0u;
     }
-    permute_rows(value, c.shared + AT_KEYS + of * 32, (u32)c.p->rows);
+    permute_rows(value, c.shared + AT_KEYS + of * 32, (u32)c.p->rows, PERMUTATION_BITS ? PERMUTATION_BITS : (u32)c.p->permutation_bits);
+    if constexpr (MEMBERS)
+      if (c.p->row_numbers)
+#pragma unroll
+        for (int k = 0; k < ROWS_AT_ONCE; ++k) value[k] = c.p->row_numbers[value[k]];
 #pragma unroll
     for (int k = 0; k < ROWS_AT_ONCE; ++k) store_word(row_table(c, (u32)step, 0) + (i + k) * 4, value[k]);
   }

@@ -7,18 +7,29 @@
 #pragma once
 #include "exchange.cuh"
 
-template <int N, bool SHARED> struct Tiles;
-template <int N> struct Tiles<N, false> {
+enum { IN_REGISTERS, IN_SHARED, IN_DEVICE };  // where tiles are; device memory that only this thread uses stays in L2
+template <int N, int MEMORY> struct Tiles;
+template <int N> struct Tiles<N, IN_REGISTERS> {
   float v[N][4];
   INLINE void place(const Context&, u32) {}
   INLINE void get(int i, float (&t)[4]) const { t[0] = v[i][0], t[1] = v[i][1], t[2] = v[i][2], t[3] = v[i][3]; }
   INLINE void set(int i, const float (&t)[4]) { v[i][0] = t[0], v[i][1] = t[1], v[i][2] = t[2], v[i][3] = t[3]; }
 };
-template <int N> struct Tiles<N, true> {
+template <int N> struct Tiles<N, IN_SHARED> {
   u32 base;
   INLINE void place(const Context& c, u32 at) { base = c.shared + at + threadIdx.x * 16; }
   INLINE void get(int i, float (&t)[4]) const { load_shared(base + i * (THREADS * 16), t); }
   INLINE void set(int i, const float (&t)[4]) { store_shared(base + i * (THREADS * 16), t); }
+};
+template <int N> struct Tiles<N, IN_DEVICE> {
+  float* base;
+  INLINE void place(const Context& c, u32 at) { base = (float*)c.p->exchange + (at / 4 + threadIdx.x * 4); }
+  INLINE void get(int i, float (&t)[4]) const {
+    asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4];" : "=f"(t[0]), "=f"(t[1]), "=f"(t[2]), "=f"(t[3]) : "l"(base + i * (THREADS * 4)));
+  }
+  INLINE void set(int i, const float (&t)[4]) {
+    asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(base + i * (THREADS * 4)), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
+  }
 };
 
 struct Rates {
@@ -87,14 +98,14 @@ template <class L, bool LOAD> INLINE void move_bias(const Context& c) {
 // N accumulator tiles of weights with their optimizer state and gradient.
 template <class L, int N> struct Masters {
   Tiles<N, L::MASTERS_SHARED> master;
-  Tiles<(STATES > 0 ? N : 1), (STATES > 0 && L::STATES_SHARED)> state0;
-  Tiles<(STATES > 1 ? N : 1), (STATES > 1 && L::STATES_SHARED)> state1;
+  Tiles<(STATES > 0 ? N : 1), L::STATE0_MEMORY> state0;
+  Tiles<(STATES > 1 ? N : 1), L::STATE1_MEMORY> state1;
   Tiles<(MICRO_BATCHES > 1 ? N : 1), (MICRO_BATCHES > 1)> gradient;
 
   INLINE void place(const Context& c) {
     master.place(c, L::AT_MASTERS);
-    state0.place(c, L::AT_STATES);
-    state1.place(c, L::AT_STATES + N * THREADS * 16);
+    state0.place(c, L::AT_STATE0);
+    state1.place(c, L::AT_STATE1);
     gradient.place(c, L::AT_GRADIENTS);
   }
 };
@@ -183,17 +194,31 @@ template <class L> INLINE void read_delta(const Context& c, int plane, int m, in
   load_transposed(c.shared + L::AT_DELTA + ((plane * ROW_TILES + m) * L::N_TILES + n) * 256 + (c.lane & 15) * 16, w);
 }
 
-// Updates one tile of weights by its finished gradient; returns the new weights in `weight`.
-template <class W> INLINE void step_tile(W& w, int i, const float (&gradient)[4], float scale, float (&weight)[4], const Rates& rates, const Rule& rule) {
-  float s0[4] = {0.f, 0.f, 0.f, 0.f}, s1[4] = {0.f, 0.f, 0.f, 0.f};
-  w.master.get(i, weight);
-  if constexpr (STATES > 0) w.state0.get(i, s0);
-  if constexpr (STATES > 1) w.state1.get(i, s1);
+// The optimizer state of N neighbouring tiles, read before their gradient is computed.
+template <int N> struct States {
+  float state0[N][4], state1[N][4];
+  template <class W> INLINE void read(const W& w, int first, int count = N) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) step_weight(weight[e], gradient[e] * scale, s0[e], s1[e], rates, rule);
+    for (int i = 0; i < N; ++i) {
+      if (i >= count) break;
+      if constexpr (STATES > 0) w.state0.get(first + i, state0[i]);
+      if constexpr (STATES > 1) w.state1.get(first + i, state1[i]);
+    }
+  }
+};
+// Updates tile `i`, the `place`-th of those in `states`, by its finished gradient; returns the new weights in `weight`.
+template <class W, int N> INLINE void step_tile(W& w, int i, States<N>& states, int place, const float (&gradient)[4], float scale, float (&weight)[4], const Rates& rates, const Rule& rule) {
+  w.master.get(i, weight);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) step_weight(weight[e], gradient[e] * scale, states.state0[place][e], states.state1[place][e], rates, rule);
   w.master.set(i, weight);
-  if constexpr (STATES > 0) w.state0.set(i, s0);
-  if constexpr (STATES > 1) w.state1.set(i, s1);
+  if constexpr (STATES > 0) w.state0.set(i, states.state0[place]);
+  if constexpr (STATES > 1) w.state1.set(i, states.state1[place]);
+}
+template <class W> INLINE void step_tile(W& w, int i, const float (&gradient)[4], float scale, float (&weight)[4], const Rates& rates, const Rule& rule) {
+  States<1> states;
+  states.read(w, i);
+  step_tile(w, i, states, 0, gradient, scale, weight, rates, rule);
 }
 template <class L> INLINE void step_bias(const Context& c, const Rates& rates, const Rule& rule, bool first, bool last) {
   const u32 unit = THREADS - 1 - threadIdx.x;  // the last warp has the fewest tiles
@@ -228,10 +253,17 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
   if constexpr (KEEP)
 #pragma unroll
     for (int i = 0; i < ROW_TILES * L::N_TILES * PLANES; ++i) read_delta<L>(c, 0, 0, i, kept[i]);
+  // The state of a k tile is read while the one before is computed, as far as there are registers.
+  constexpr bool AHEAD = L::N_TILES * STATES <= 4 && MICRO_BATCHES == 1;
+  States<L::N_TILES> states, next;
+  if constexpr (AHEAD) next.read(w, 0);
 #pragma unroll
   for (int k = 0; k < L::K_TILES_PER_WARP; ++k)
     if (Weights<L>::mine(c, k)) {
       float gradient[L::N_TILES][4], weights[L::N_TILES][4];
+      states = next;
+      if constexpr (!AHEAD) states.read(w, k * L::N_TILES);
+      else if (k + 1 < L::K_TILES_PER_WARP) next.read(w, (k + 1) * L::N_TILES);
 #pragma unroll
       for (int n = 0; n < L::N_TILES; ++n) {
         clear(gradient[n]);
@@ -260,7 +292,7 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
         continue;
       }
 #pragma unroll
-      for (int n = 0; n < L::N_TILES; ++n) step_tile(w, k * L::N_TILES + n, gradient[n], L::GRADIENT_SCALE, weights[n], rates, rule);
+      for (int n = 0; n < L::N_TILES; ++n) step_tile(w, k * L::N_TILES + n, states, n, gradient[n], L::GRADIENT_SCALE, weights[n], rates, rule);
       send_back<L>(c, count, k * WARPS + c.warp, weights);
     }
   step_bias<L>(c, rates, rule, first, last);

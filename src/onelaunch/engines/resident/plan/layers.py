@@ -25,6 +25,7 @@ class Layer:
     input_tiles: int  # of N_TILE inputs that a block owns as units of the layer before
     masters_shared: bool = False
     states_shared: bool = True
+    streamed_states: int = 0  # of its optimizer states, the last ones, in device memory
 
     @property
     def k_tiles_per_warp(self) -> int:

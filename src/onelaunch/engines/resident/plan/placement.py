@@ -39,9 +39,9 @@ def choose_plan(
         raise UnsupportedNetworkError(f"batch_size={settings.batch} is above the {MAX_BATCH} rows this engine takes")
     kinds: list[Iterator[Iterator[Plan]]] = []
     if by_rows in (None, True):
-        kinds.append(_by_rows(settings, chip))
+        kinds.append(plans_by_rows(settings, chip))
     if by_rows in (None, False):
-        kinds.append(_by_units(settings, chip, reserved_registers))
+        kinds.append(plans_by_units(settings, chip, reserved_registers))
     fitting, reason = list[Plan](), "too wide for its blocks"
     for kind in kinds:
         refused = []
@@ -59,14 +59,14 @@ def choose_plan(
     return min(fitting, key=lambda plan: plan.predicted_microseconds)
 
 
-def _by_rows(settings: Settings, chip: Chip) -> Iterator[Iterator[Plan]]:
+def plans_by_rows(settings: Settings, chip: Chip) -> Iterator[Iterator[Plan]]:
     """Per number of blocks, plans with ever fewer rows per pass: the first that fits is the best of them."""
     for blocks in _cluster_sizes(chip):
         batch = ceil_div(settings.batch, blocks)
         yield (RowsPlan(settings, chip, blocks, rows) for rows in _rows_per_pass(batch, MAX_ROWS_PER_BLOCK))
 
 
-def _by_units(settings: Settings, chip: Chip, reserved_registers: int) -> Iterator[Iterator[Plan]]:
+def plans_by_units(settings: Settings, chip: Chip, reserved_registers: int) -> Iterator[Iterator[Plan]]:
     """The same for plans by units, per placement."""
     for blocks, cluster in _placements(settings, chip):
         yield (

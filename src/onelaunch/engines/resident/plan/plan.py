@@ -10,7 +10,19 @@ from abc import ABC, abstractmethod
 
 from onelaunch.device import Chip
 from onelaunch.engines.resident.plan.layers import Layer, Memory
-from onelaunch.engines.resident.plan.settings import FLAG_STRIDE, INTERVAL, K_TILE, PLANES, ROW_TILE, WARPS, Settings
+from onelaunch.engines.resident.plan.settings import (
+    ALL_REGISTERS,
+    FLAG_STRIDE,
+    INTERVAL,
+    K_TILE,
+    MEMBER_BYTES,
+    PLANES,
+    REGISTERS,
+    ROW_TILE,
+    THREADS,
+    WARPS,
+    Settings,
+)
 from onelaunch.integers import ceil_div, clamp
 from onelaunch.optimizers import OPTIMIZERS
 
@@ -36,6 +48,7 @@ class Plan(ABC):
         self.micro_batches = ceil_div(settings.batch, rows * row_partitions)
         self.input_planes = 1 if settings.uint8_rows else self.planes
         self.input_bytes = 1 if settings.uint8_rows else 2  # per number
+        self.registers_per_thread = min(REGISTERS, ALL_REGISTERS // (THREADS * settings.per_multiprocessor) // 8 * 8)
 
     # What differs between the two kinds.
 
@@ -146,6 +159,8 @@ class Plan(ABC):
         shared.add("row numbers", 8 * self.steps_per_row_table * self.table_rows)
         shared.add("barriers", 16 * self.exchanges)
         shared.add("row barriers", 8 * self.input_buffers)
+        if self.settings.members:  # the last region: it outlives a member
+            shared.add("member", MEMBER_BYTES)
 
     @property
     def fits(self) -> bool:

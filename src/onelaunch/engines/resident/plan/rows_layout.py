@@ -12,7 +12,6 @@ from onelaunch.engines.resident.plan.layers import Layer, Memory
 from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.settings import (
     K_TILE,
-    REGISTERS,
     RIGHT_BYTES,
     SCORE_BYTES,
     THREADS,
@@ -21,10 +20,13 @@ from onelaunch.engines.resident.plan.settings import (
     Settings,
 )
 from onelaunch.integers import ceil_div
+from onelaunch.run.network import Activation, Dropout
 
 PARTS, COPIES = 0, 1  # the numbers of the exchanges; the decision is the third
 MAX_WIDTH = 128  # units of a layer: a warp holds a row tile's values of one layer in registers
 MAX_REGISTER_TILES = 30  # of masters and gradients per thread: ptxas spills from 32 on, kilobytes at 100
+WORKING_REGISTERS = 96  # per thread, beside masters, where a tile is updated at once
+BUFFERS = ((2, 1024), (2, 256), (1, 1024), (1, 256))  # of rows, and row numbers computed at once: the first that fits
 CLOCKS_PER_MICROSECOND = 1755
 
 
@@ -38,14 +40,20 @@ class RowsLayout(Plan):
         """`rows`: of one block in one pass."""
         super().__init__(settings, chip, blocks, blocks > 1, rows, row_partitions=blocks)
         self.layers = self._whole_layers()
-        registers = 4 * (self.own_slots * (1 + self.states) + self.slots)
-        self.states_shared = self.states > 0 and registers > REGISTERS - 150
-        self.row_numbers_at_once = 1024
-        self.input_buffers = 2
-        self._add_regions()
-        if not self.fits:
-            self.input_buffers = 1
-            self._add_regions()
+        self._place_states()
+
+    def _place_states(self) -> None:
+        """Put each optimizer state where there is room, registers first, and lay out the memory with the most buffers."""
+        registers = 4 * (self.own_slots * (1 + self.states) + (0 if self.updates_at_once else self.slots))
+        roomy = registers <= self.registers_per_thread - 150
+        places = [("registers",) * 2] if roomy else []
+        places += [("shared memory",) * 2]
+        places += [("shared memory", "device memory"), ("device memory",) * 2] if self.updates_at_once else []
+        for self.state_places in places if self.states else [("registers",) * 2]:
+            for self.input_buffers, self.row_numbers_at_once in BUFFERS:
+                self._add_regions()
+                if self.fits:
+                    return
 
     def _whole_layers(self) -> tuple[Layer, ...]:
         layers, stages = [], self.settings.stages
@@ -67,11 +75,28 @@ class RowsLayout(Plan):
     def n_tiles_at_once(self, layer: Layer) -> int:
         """Of these, the ones whose sums the warp holds at once: an equal part, or all."""
         each = self.n_tiles_per_warp(layer)
-        return max(some for some in range(1, 1 + 8 // min(self.planes, 2)) if each % some == 0)
+        most = 4 if self.own_slots >= 20 else 8 // min(self.planes, 2)
+        return max(some for some in range(1, 1 + most) if each % some == 0)
 
     def slopes_shared(self, layer: Layer) -> bool:
         """Whether slopes wait for the backward pass in shared memory; a few stay in registers."""
         return self.n_tiles_per_warp(layer) > 2
+
+    def slopes_of_values(self, layer: Layer) -> bool:
+        """Whether the slopes follow from the stored values: those of ReLU, alone or before a dropout."""
+        chain = layer.stage.chain
+        relu = bool(chain) and isinstance(chain[0], Activation) and chain[0].name == "relu"
+        return relu and (len(chain) == 1 or (len(chain) == 2 and isinstance(chain[1], Dropout)))
+
+    @property
+    def updates_at_once(self) -> bool:
+        """Whether a tile is updated as soon as its gradient is computed: nothing is added to it by others or later."""
+        return self.blocks == 1 and self.micro_batches == 1
+
+    @property
+    def tiles_at_once(self) -> int:
+        """Tiles of weights that a warp updates together."""
+        return 4 if self.planes == 1 and self.registers_per_thread > 128 and self.own_slots < 20 else 2
 
     # Slots: a warp computes the gradient of one tile of weights per slot. Slot s belongs to block s % blocks.
 
@@ -131,18 +156,22 @@ class RowsLayout(Plan):
             shared.add(name + "deltas", values)
             if not layer.last:
                 shared.add(name + "values", values)
-                if self.slopes_shared(layer):
+                if self.slopes_shared(layer) and not self.slopes_of_values(layer):
                     shared.add(name + "slopes", self.n_tiles_per_warp(layer) * WARPS * TILE_BYTES)
         shared.add("bias", 4 * self.all_units * (1 + self.states))
         shared.add("bias sums", 4 * self.all_units * self.row_tiles)
         shared.add("bias totals", 4 * self.all_units)
-        shared.add("parts", self.own_slots * WARPS * self.blocks * TILE_BYTES if self.blocks > 1 else 16)
-        # Two each, used in turn: a block that has all new copies may send its next parts while another still reads.
-        shared.add("bias parts", 2 * self.blocks * self.all_units * 4)
+        if self.blocks > 1:
+            shared.add("parts", self.own_slots * WARPS * self.blocks * TILE_BYTES)
+            # Two each, used in turn: a block that has all new copies may send its next parts while another still reads.
+            shared.add("bias parts", 2 * self.blocks * self.all_units * 4)
         shared.add("scores", 2 * self.blocks * self.row_tiles * SCORE_BYTES)
-        shared.add("states", self.own_slots * THREADS * 16 * self.states if self.states_shared else 16)
-        self._add_bookkeeping(shared)
         self.shared, self.exchange = shared, Memory()
+        for number in range(self.states):
+            memory = {"shared memory": shared, "device memory": self.exchange}.get(self.state_places[number])
+            if memory is not None:
+                memory.add(f"state {number}", self.own_slots * THREADS * 16)
+        self._add_bookkeeping(shared)
 
     @property
     def refusal(self) -> str:
@@ -151,8 +180,11 @@ class RowsLayout(Plan):
             return f"a layer of {widest} units is too wide to divide rows, {MAX_WIDTH} are the most"
         if self.planes * max(layer.n_tiles for layer in self.layers) > 24:
             return f"{self.settings.precision} values of a layer of {widest} units do not fit in registers"
-        if (tiles := self.own_slots + self.slots) > MAX_REGISTER_TILES:
-            return f"{tiles} tiles of weights and gradients do not fit in a thread's registers, {MAX_REGISTER_TILES} do"
+        tiles, most = self.own_slots + self.slots, MAX_REGISTER_TILES
+        if self.updates_at_once:
+            tiles, most = self.own_slots, (self.registers_per_thread - WORKING_REGISTERS) // 4
+        if tiles > most:
+            return f"{tiles} tiles of weights and gradients do not fit in a thread's registers, {most} do"
         return super().refusal
 
     @property

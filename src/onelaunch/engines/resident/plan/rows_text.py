@@ -7,7 +7,7 @@ from functools import partial
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.rows_layout import RowsLayout
 from onelaunch.engines.resident.plan.settings import ROW_TILE, WARPS
-from onelaunch.engines.resident.plan.text import MEMORIES, describe
+from onelaunch.engines.resident.plan.text import describe
 
 PHASES = {
     "rows arrive": "waits for their copy",
@@ -16,6 +16,8 @@ PHASES = {
     "meet": "the barrier of the block",
     "sum biases": "adds up the deltas of each unit; after the last pass of a step, sends the sums to all",
     "gradient": "reads the block's values and deltas; a warp sums the gradient of its tiles and sends it to their owners",
+    "gradient and update": "a warp sums the gradient of a few of its tiles, writes their masters and copies, and goes on",
+    "first gradient and update": "the same for the first layer, which alone reads the rows",
     "fetch the next rows": "starts their copy",
     "update": "the owners add up the gradients of all blocks, write their masters and send copies to all",
 }
@@ -35,6 +37,7 @@ def rows_text(plan: RowsLayout) -> str:
 def _ownership(plan: RowsLayout, layer: Layer) -> str:
     first, last = plan.first_slot(layer), plan.first_slot(layer) + plan.layer_slots(layer) - 1
     slots = f"slots {first} to {last}, of which block s % {plan.blocks} owns slot s"
-    states = f", optimizer state in {MEMORIES[plan.states_shared]}" if plan.states else ""
+    places = dict.fromkeys(plan.state_places[: plan.states])
+    states = f", optimizer state in {' and '.join(places)}" if places else ""
     tiles = f"{layer.k_tiles * layer.n_tiles} tiles over {WARPS} warps in {slots}"
     return f"{tiles}; masters in registers, a copy in every block's shared memory{states}"

@@ -18,6 +18,9 @@ SCORE_BYTES = 16  # a loss and its correct predictions, as sent to block 0
 FLAG_STRIDE = 8  # words: each flag has a 32-byte sector to itself
 INTERVAL = 128  # steps whose learning rates are computed at once
 REGISTERS = 255  # per thread
+ALL_REGISTERS = 65536  # of a multiprocessor
+MAX_DROPOUTS = 16  # of a member, whose probabilities are in its parameters
+MEMBER_BYTES = 640  # of shared memory: a member's number and parameters
 RESERVED_REGISTERS = (
     112  # for addresses, operands and partial sums; measured with ptxas over the compiled plans of the tests
 )
@@ -41,3 +44,5 @@ class Settings:
     label_smoothing: bool
     uint8_rows: bool
     validates: bool
+    members: bool = False  # one launch trains many networks, which blocks (or clusters) take from a queue
+    per_multiprocessor: int = 1  # blocks that share a multiprocessor, each of another member

@@ -16,6 +16,11 @@ class Stage:
     chain: tuple[Activation | Dropout, ...]
 
 
+def dropouts_of(stages: tuple[Stage, ...]) -> list[Dropout]:
+    """The dropouts of all stages, in their order."""
+    return [part for stage in stages for part in stage.chain if isinstance(part, Dropout)]
+
+
 def stages_of(network: Network) -> tuple[Stage, ...]:
     """The network's stages; UnsupportedNetworkError where a layer is not in this engine."""
     before, *cut = cut_into_stages(network)

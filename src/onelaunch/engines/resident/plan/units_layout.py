@@ -52,8 +52,14 @@ class UnitsLayout(Plan):
         crowded = reserved_registers > RESERVED_REGISTERS or (
             settings.validates and sum(layer.weight_tiles for layer in layers) > CROWDED_TILES
         )
-        if not (crowded and self._lay_out(self._place_weights(layers, crowded=True))):
-            self._lay_out(self._place_weights(layers, crowded=False))
+        if crowded and self._lay_out(self._place_weights(layers, crowded=True)):
+            return
+        if self._lay_out(self._place_weights(layers, crowded=False)) or not settings.members:
+            return
+        # Members are placed on fewer blocks than a single run, for which more of the state may leave the chip.
+        for streamed in range(self.states + 1):
+            if self._lay_out(self._place_weights(layers, crowded=False, largest_first=True, streamed=streamed)):
+                return
 
     def _cut_layers(self) -> Iterator[Layer]:
         stages, n_tiles = self.settings.stages, 0
@@ -64,21 +70,28 @@ class UnitsLayout(Plan):
             n_tiles = ceil_div(outputs, K_TILE) * 2 if last else ceil_div(outputs, N_TILE * self.blocks)
             yield Layer(index, stage, first, last, k_tiles, n_tiles, self.blocks, input_tiles)
 
-    def _place_weights(self, layers: list[Layer], *, crowded: bool) -> list[Layer]:
+    def _place_weights(
+        self, layers: list[Layer], *, crowded: bool, largest_first: bool = False, streamed: int = 0
+    ) -> list[Layer]:
         """Masters in registers as far as there is room, the smallest layer first, with their optimizer state if it fits too.
 
         `crowded`: the compiler runs out of registers. In a grid the last layer has tiles for a few warps only, but all warps
-        reserve registers for them, so it moves to shared memory first.
+        reserve registers for them, so it moves to shared memory first. `streamed`: optimizer states of the largest layer that
+        are in device memory.
         """
         room = max(0, REGISTERS - self.reserved_registers - 24 * (self.planes - 1)) // 4
+        largest = max(layers, key=lambda layer: layer.weight_tiles)
         placed: dict[int, Any] = {}
-        for layer in sorted(layers, key=lambda layer: layer.weight_tiles):
+        for layer in sorted(layers, key=lambda layer: layer.weight_tiles, reverse=largest_first):
             moves = crowded and layer.owned_by_input and not self.cluster
             fits = layer.weight_tiles <= room and not moves
             room -= layer.weight_tiles if fits else 0
-            with_states = fits and self.states > 0 and layer.weight_tiles * self.states <= room
-            room -= layer.weight_tiles * self.states if with_states else 0
-            placed[layer.index] = {"masters_shared": not fits, "states_shared": not with_states}
+            on_chip = self.states - (streamed if layer is largest else 0)
+            with_states = fits and on_chip > 0 and layer.weight_tiles * on_chip <= room
+            room -= layer.weight_tiles * on_chip if with_states else 0
+            placed[layer.index] = {
+                "masters_shared": not fits, "states_shared": not with_states, "streamed_states": self.states - on_chip
+            }  # fmt: skip
         return [dataclasses.replace(layer, **placed[layer.index]) for layer in layers]
 
     def _lay_out(self, layers: list[Layer]) -> bool:
@@ -275,8 +288,11 @@ class UnitsLayout(Plan):
             tiles = TILE_BYTES * WARPS * layer.weight_tiles
             if layer.masters_shared:
                 shared.add(name + "masters", tiles)
-            if layer.states_shared and self.states:
-                shared.add(name + "states", tiles * self.states)
+            on_chip = self.states - layer.streamed_states
+            if layer.states_shared and on_chip:
+                shared.add(name + "states", tiles * on_chip)
+            if layer.streamed_states:
+                exchange.add(name + "streamed states", tiles * layer.streamed_states)
             if self.micro_batches > 1:
                 shared.add(name + "gradients", tiles)
             shared.add(name + "bias", 4 * layer.units * (1 + self.states))

@@ -43,6 +43,7 @@ def _ownership(plan: UnitsLayout, layer: Layer) -> str:
     masters = f"masters in {MEMORIES[layer.masters_shared]} ({layer.weight_tiles * 4} floats per thread)"
     if states:
         masters += f", optimizer state ({layer.weight_tiles * 4 * states}) in {MEMORIES[layer.states_shared]}"
+        masters += f", {layer.streamed_states} of its {states} parts in device memory" if layer.streamed_states else ""
     return f"{_owned(plan, layer)}; {masters}"
 
 

@@ -6,7 +6,7 @@ from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.plan import Phases
 from onelaunch.engines.resident.plan.rows_layout import COPIES, PARTS, RowsLayout
 from onelaunch.engines.resident.plan.settings import SCORE_BYTES, TILE_BYTES, WARPS
-from onelaunch.engines.resident.source.source_common import layer_struct, source_text
+from onelaunch.engines.resident.source.source_common import MEMORIES, layer_struct, source_text
 
 
 def rows_source(plan: RowsLayout, *, faults: bool, stamps: bool) -> str:
@@ -16,14 +16,20 @@ def rows_source(plan: RowsLayout, *, faults: bool, stamps: bool) -> str:
         "LOSS_WARPS": WARPS, "PARTIALS_BYTES": 0, "PARTIAL_BUFFERS": 1, "AT_PARTIALS": 0, "AT_STAGING": 0,
         "PARTS": PARTS, "COPIES": COPIES, "TEAM": plan.team, "ALL_SLOTS": plan.slots, "ALL_UNITS": plan.all_units,
         "AT_BIAS": shared["bias"], "AT_BIAS_SUMS": shared["bias sums"], "AT_BIAS_TOTALS": shared["bias totals"],
-        "AT_SCORES": shared["scores"], "AT_PARTS": shared["parts"], "AT_BIAS_PARTS": shared["bias parts"],
-        "AT_STATES": shared["states"], "STATES_SHARED": int(plan.states_shared), "HAS_BIASES": int(plan.has_biases),
+        "AT_SCORES": shared["scores"], "AT_PARTS": shared["parts"] if plan.blocks > 1 else 0,
+        "AT_BIAS_PARTS": shared["bias parts"] if plan.blocks > 1 else 0, "TILES_AT_ONCE": plan.tiles_at_once,
+        "HAS_BIASES": int(plan.has_biases),
     }  # fmt: skip
+    for number, place in enumerate(plan.state_places):
+        memory = {"shared memory": shared, "device memory": plan.exchange}.get(place)
+        own[f"STATE{number}_MEMORY"] = MEMORIES.index(place)
+        own[f"AT_STATE{number}"] = 0 if memory is None or number >= plan.states else memory[f"state {number}"]
     weights = {
         "DECLARE_WEIGHTS": "OwnWeights w;",
         "LOAD_WEIGHTS": "move_weights<true>(c, w);",
         "SEND_WEIGHTS": "copy_all(c, w, 0); wait_for<COPIES>(c, 0, 0, 1);",
         "LATE_UPDATE": "",
+        "AWAIT_LAST_SENDS": "",  # a step ends when all new copies have arrived
         "SAVE_WEIGHTS": "move_weights<false>(c, w);",
     }
     return source_text(
@@ -53,7 +59,10 @@ def _layer(plan: RowsLayout, layer: Layer) -> str:
         "AT_VALUES": 0 if layer.last else shared[name + "values"], "N_TILES_PER_WARP": plan.n_tiles_per_warp(layer),
         "N_TILES_AT_ONCE": plan.n_tiles_at_once(layer),
     }  # fmt: skip
-    return layer_struct(plan, layer, numbers, {"SLOPES_SHARED": plan.slopes_shared(layer)})
+    flags = {
+        "SLOPES_SHARED": plan.slopes_shared(layer), "SLOPES_OF_VALUES": plan.slopes_of_values(layer) and not layer.last
+    }  # fmt: skip
+    return layer_struct(plan, layer, numbers, flags)
 
 
 def _each_layer(plan: RowsLayout) -> str:
@@ -77,7 +86,8 @@ def _forward(plan: RowsLayout) -> Phases:
     lines = [" ".join([*weights, f"OutwardWeights<Layer{last}> w{last};"]), "w0.prepare(c);"]
     for layer in hidden:
         i = layer.index
-        place = plan.shared[f"layer {i}: slopes"] if plan.slopes_shared(layer) else 0
+        region = f"layer {i}: slopes"
+        place = plan.shared[region] if region in plan.shared.regions else 0
         lines.append(f"Slopes<Layer{i}> slopes{i}; slopes{i}.place(c, {place});")
         lines.append(
             f"tile_forward<Layer{i}>(c, draw, m, w{i}, slopes{i}, {source}); w{i + 1}.prepare(c); sync_team(c);"
@@ -91,12 +101,14 @@ def _forward(plan: RowsLayout) -> Phases:
         back.append(
             f"BackwardWeights<Layer{i}, Layer{i - 1}> b{i}; b{i}.prepare(c);{'' if i == last else ' sync_team(c);'}"
         )
-        back.append(f"tile_backward<Layer{i}, Layer{i - 1}>(c, m, b{i}, slopes{i - 1}, {source});")
+        back.append(f"tile_backward<Layer{i}, Layer{i - 1}>(c, draw, m, b{i}, slopes{i - 1}, {source});")
         source = read.format(f"read_deltas<Layer{i - 1}>(c, m, k_tile, plane, left);")
     lines.append(f"if (draw.training) {{ {' '.join(back)} }}")
     fetch = [("fetch validation rows", "if (!draw.training) fetch_next();")] if plan.input_buffers == 2 else []
     body = " \\\n    ".join(lines)
     tiles = f"for (int m = c.warp / TEAM; m < ROW_TILES; m += WARPS / TEAM) {{ {body} }}"
+    if plan.updates_at_once:
+        tiles += " if (draw.training) send_score(c, score);"
     return [
         ("rows arrive", "Inputs<Layer0>::arrive(c, buffer());"),
         *fetch,
@@ -106,15 +118,13 @@ def _forward(plan: RowsLayout) -> Phases:
 
 
 def _backward(plan: RowsLayout) -> Phases:
+    if plan.updates_at_once:
+        return _update_at_once(plan)
     sums = []
     for layer in plan.layers:
         i = layer.index
-        read = f"read_values_transposed<Layer{i - 1}>(c, m, k_tile, plane, left);"
-        if layer.first:
-            read = "Inputs<Layer0>::read_k_tile_transposed(c, buffer(), m, k_tile, plane, left);"
         sums.append(
-            f"add_gradient<Layer{i}>(c, gradient, [&](int m, int k_tile, int plane, u32 (&left)[4]) {{ {read} }}); "
-            f"if (last) send_parts<Layer{i}>(c, gradient);"
+            f"add_gradient<Layer{i}>(c, gradient, {_read_transposed(layer)}); if (last) send_parts<Layer{i}>(c, gradient);"
         )
     clear = "if (micro == 0) for (int i = 0; i < ALL_SLOTS; ++i) clear(gradient[i]);"
     fetch = "fetch_next();" if plan.input_buffers == 2 else "__syncthreads(); fetch_next();"
@@ -124,3 +134,24 @@ def _backward(plan: RowsLayout) -> Phases:
         ("fetch the next rows", fetch),  # while the parts are in flight
         ("update", "if (last) { send_score(c, score); finish_step(c, w, gradient, rates, rule, total); }"),
     ]
+
+
+def _read_transposed(layer: Layer) -> str:
+    """How a warp reads the inputs of a layer as the left operand whose k are the rows."""
+    read = f"read_values_transposed<Layer{layer.index - 1}>(c, m, k_tile, plane, left);"
+    if layer.first:
+        read = "Inputs<Layer0>::read_k_tile_transposed(c, buffer(), m, k_tile, plane, left);"
+    return f"[&](int m, int k_tile, int plane, u32 (&left)[4]) {{ {read} }}"
+
+
+def _update_at_once(plan: RowsLayout) -> Phases:
+    """One block, one pass per step: the barrier with which the next rows arrive also ends the update."""
+    updates = [
+        f"update_layer<Layer{layer.index}>(c, w, rates, rule, {_read_transposed(layer)});" for layer in plan.layers
+    ]
+    others = f"{' '.join(updates[1:])} update_biases(c, rates, rule); if (threadIdx.x == 0) total = add_scores(c);"
+    if plan.input_buffers == 2:
+        return [("fetch the next rows", "fetch_next();"), ("gradient and update", f"{updates[0]} {others}")]
+    # Only the first layer's gradient reads the rows, so the others hide the fetch.
+    fetch = ("fetch the next rows", "__syncthreads(); fetch_next();")
+    return [("first gradient and update", updates[0]), fetch, ("gradient and update", others)]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.plan import Phases, Plan
-from onelaunch.engines.resident.plan.settings import FLAG_STRIDE, INTERVAL, THREADS, WARPS
+from onelaunch.engines.resident.plan.settings import FLAG_STRIDE, INTERVAL, MAX_DROPOUTS, THREADS, WARPS
+from onelaunch.engines.resident.plan.stages import dropouts_of
 from onelaunch.nvrtc import activations
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import keep_scale, keep_threshold, permutation_bits
@@ -21,6 +22,7 @@ UINT8_SCALE = {
     "fp16": 1 / 255,
 }  # a byte u is multiplied as u / 64 or as u: what the format holds exactly
 FLOAT_MIN = 2.0**-150  # half of the smallest float32
+MEMORIES = ("registers", "shared memory", "device memory")  # of tiles, as cuda/weights.cuh numbers them
 PREPROCESSOR = ("BY_ROWS", "SUMS_OUTPUTS")  # constants that choose which headers are included
 
 
@@ -67,10 +69,12 @@ def _constants(
         "X_SHARED_PITCH": plan.shared_pitch, "X_BUFFERS": plan.input_buffers, "X_BUFFER_BYTES": plan.input_buffer_bytes,
         "INTERVAL": INTERVAL, "TABLES_PER_HOST_POLL": plan.tables_per_host_poll,
         "STEPS_PER_ROW_TABLE": plan.steps_per_row_table, "TABLE_ROWS": plan.table_rows, "STATES": plan.states,
-        "PERMUTATION_BITS": permutation_bits(settings.rows), "OUTPUTS": settings.stages[-1].linear.outputs,
+        "PERMUTATION_BITS": 0 if settings.members else permutation_bits(settings.rows), "OUTPUTS": settings.stages[-1].linear.outputs,
         "TARGET_WORDS": plan.target_words, "LOSS_UNITS": plan.target_words, "EXCHANGES": plan.exchanges,
         "DECISION": plan.decision, "PHASES": 1 + phases, "FLAG_STRIDE": FLAG_STRIDE,
-        "SHARED_BYTES": shared.size, "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"],
+        "RUN_BYTES": shared["member"] if settings.members else shared.size, "EXCHANGE_BYTES": plan.exchange.size,
+        "AT_MEMBER": shared["member"] if settings.members else 0, "MAX_DROPOUTS": MAX_DROPOUTS,
+        "BLOCKS_PER_MULTIPROCESSOR": settings.per_multiprocessor, "AT_X": shared["inputs"], "AT_TARGETS": shared["targets"],
         "AT_LOSSES": shared["losses"], "AT_CORRECT": shared["correct"], "AT_BROKEN": shared["broken"],
         "AT_VALIDATION_LOSS": shared["validation loss"], "AT_DECISION": shared["decision"],
         "AT_RATES": shared["rates"], "AT_ROWS": shared["row numbers"], "AT_KEYS": shared["round keys"],
@@ -83,6 +87,7 @@ def _constants(
         "MULTICASTS_ROWS": plan.multicasts_rows, "BIAS_CORRECTION": OPTIMIZERS[settings.optimizer].bias_correction,
     }  # fmt: skip
     lines = [f"#define IS_CLUSTER {int(plan.cluster)}", f"#define STAMPS {int(stamps)}"]
+    lines.append(f"#define MEMBERS {int(settings.members)}")
     lines += [f"#define {name} {own[name]}" for name in PREPROCESSOR]
     lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
@@ -101,7 +106,15 @@ def _constants(
     return lines
 
 
-def _chain(layer: Layer) -> list[str]:
+def _keep(plan: Plan, dropout: Dropout) -> tuple[str, str]:
+    """The threshold and the scale of a dropout: constants, or in the parameters of a member."""
+    if not plan.settings.members:
+        return f"{keep_threshold(dropout.p)}u", _float(keep_scale(dropout.p))
+    number = [part.layer for part in dropouts_of(plan.settings.stages)].index(dropout.layer)
+    return f"draw.keep[{2 * number}]", f"__uint_as_float(draw.keep[{2 * number + 1}])"
+
+
+def _chain(plan: Plan, layer: Layer) -> list[str]:
     """The function that applies the elementwise layers after a Linear to N values and multiplies their slopes."""
     values = "float (&z)[N], float (&slope)[N]"
     lines = [f"template <int N> INLINE static void chain({values}, const Draw& draw, u32 row, u32 unit) {{"]
@@ -111,9 +124,11 @@ def _chain(layer: Layer) -> list[str]:
                 below_zero = f", {_float(operation.slope)}" if operation.name == "leaky_relu" else ""
                 lines.append(f"  differentiate<{operation.name.upper()}>(z, slope{below_zero});")
             case Dropout() if operation.p > 0:
-                numbers = f"{keep_threshold(operation.p)}u, {_float(keep_scale(operation.p))}"
+                numbers = ", ".join(_keep(plan, operation))
                 lines.append(f"  dropout(z, slope, draw, {operation.layer}, row, unit, {numbers});")
-    return [*lines, "}"]
+    scales = [_keep(plan, part)[1] for part in layer.stage.chain if isinstance(part, Dropout) and part.p > 0]
+    kept = f"INLINE static float slope_of_kept(const Draw& draw) {{ return {scales[-1] if scales else '1.f'}; }}"
+    return [*lines, "}", kept]
 
 
 def layer_struct(plan: Plan, layer: Layer, numbers: Mapping[str, int], flags: Mapping[str, bool]) -> str:
@@ -135,7 +150,7 @@ def layer_struct(plan: Plan, layer: Layer, numbers: Mapping[str, int], flags: Ma
     lines += [f"  static constexpr int {key} = {value};" for key, value in numbers.items()]
     lines += [f"  static constexpr bool {key} = {str(value).lower()};" for key, value in flags.items()]
     lines += [f"  static constexpr float {key} = {_float(value)};" for key, value in floats.items()]
-    lines += [f"  {line}" for line in _chain(layer)]
+    lines += [f"  {line}" for line in _chain(plan, layer)]
     return "\n".join([*lines, "};"])
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.plan import Phases
-from onelaunch.engines.resident.plan.settings import WARPS
+from onelaunch.engines.resident.plan.settings import TILE_BYTES, WARPS
 from onelaunch.engines.resident.plan.units_layout import UnitsLayout
-from onelaunch.engines.resident.source.source_common import layer_struct, source_text
+from onelaunch.engines.resident.source.source_common import MEMORIES, layer_struct, source_text
 
 
 def units_source(plan: UnitsLayout, *, faults: bool, stamps: bool) -> str:
@@ -48,7 +48,7 @@ def _layer(plan: UnitsLayout, layer: Layer) -> str:
     numbers = {
         "K_TILES_PER_WARP": layer.k_tiles_per_warp, "UNITS": layer.units, "SPLIT_K": layer.split_k,
         "NEXT_K_TILES": layer.next_k_tiles, "IN_TILES": layer.input_tiles, "AT_MASTERS": at("masters"),
-        "AT_STATES": at("states"), "AT_GRADIENTS": at("gradients"), "AT_BIAS": at("bias"), "AT_BIAS_SUMS": at("bias sums"),
+        "AT_GRADIENTS": at("gradients"), "AT_BIAS": at("bias"), "AT_BIAS_SUMS": at("bias sums"),
         "AT_DELTA": at("deltas"), "AT_SLOPE": at("slopes"), "AT_OUT": at("values of all"),
         "AT_ALL_DELTAS": at("deltas of all"), "AT_BACK": at("weights back"),
         "OUT_STRIDE": (plan.out_buffers(layer) - 1) * plan.out_bytes(layer),
@@ -58,9 +58,16 @@ def _layer(plan: UnitsLayout, layer: Layer) -> str:
         "AT_OWN": at("own values"), "AT_COPIES": at("weights of all"), "AT_PARTS": at("partial outputs"),
         "COPIES_BYTES": plan.copies_bytes(),
     }  # fmt: skip
+    on_chip = plan.states - layer.streamed_states
+    for number in range(2):
+        streamed = on_chip <= number < plan.states
+        memory = "device memory" if streamed else "shared memory" if layer.states_shared else "registers"
+        first = at("streamed states" if streamed else "states")
+        tiles = number - on_chip if streamed else number
+        numbers[f"STATE{number}_MEMORY"] = MEMORIES.index(memory if number < plan.states else "registers")
+        numbers[f"AT_STATE{number}"] = first + tiles * TILE_BYTES * WARPS * layer.weight_tiles
     flags = {
-        "REPLICATED": layer.last, "MASTERS_SHARED": layer.masters_shared, "STATES_SHARED": layer.states_shared,
-        "KEEPS_VALUES": plan.keeps_values(layer),
+        "REPLICATED": layer.last, "MASTERS_SHARED": layer.masters_shared, "KEEPS_VALUES": plan.keeps_values(layer)
     }  # fmt: skip
     return layer_struct(plan, layer, numbers, flags)
 
@@ -179,7 +186,9 @@ def _weights(plan: UnitsLayout) -> dict[str, str]:
     types.append(f"LastWeights<Layer{last}, Layer{last - 1}>" if last else "Weights<Layer0>")
     sent = [f"send_all_back<Layer{i}>(c, w{i}, 0);" for i in range(1, last)]
     sent += [f"send_all_copies<Layer{last}, Layer{last - 1}>(c, w{last}, 0);"] if last else []
+    drains = [f"wait_for<Layer{i}::BACK_EXCHANGE>(c, c.step, 0, 1);" for i in range(1, last) if plan.cluster]
     return {
+        "AWAIT_LAST_SENDS": " ".join(drains),  # the weights of the last step, which no pass reads
         "LATE_UPDATE": _late_update(plan),
         "DECLARE_WEIGHTS": " ".join(f"{name} w{i};" for i, name in enumerate(types)),
         "LOAD_WEIGHTS": " ".join(f"w{i}.move_all<true>(c);" for i in range(last + 1)),

@@ -1,0 +1,112 @@
+"""Where members are placed: the blocks of each, how many run at once, and the steps per second that this should give."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from onelaunch.device import Chip
+from onelaunch.engines.resident.plan.placement import plans_by_rows, plans_by_units
+from onelaunch.engines.resident.plan.plan import Plan
+from onelaunch.engines.resident.plan.rows_plan import RowsPlan
+from onelaunch.engines.resident.plan.settings import MAX_BATCH, MAX_OUTPUTS, RESERVED_REGISTERS, Settings
+from onelaunch.engines.stages import UnsupportedNetworkError
+from onelaunch.integers import ceil_div
+
+RESERVED_BYTES = 1024  # of shared memory, which the device keeps for itself per block
+MAX_PER_MULTIPROCESSOR = 2  # blocks: three would leave 80 registers per thread
+BLOCKS_PER_PROCESSING_CLUSTER = 16  # multiprocessors at least that the blocks of a cluster can be placed on
+
+
+@dataclass(frozen=True)
+class MembersPlan:
+    """The plan of each member, and how many run at once."""
+
+    plan: Plan
+    places: int
+
+    @property
+    def microseconds(self) -> float:
+        """Predicted time of a step while all places are taken."""
+        return self.plan.predicted_microseconds
+
+    def steps_per_second(self, members: int) -> float:
+        """Predicted, of all members together, if all take the same number of steps."""
+        rounds = ceil_div(members, self.places)
+        return members / (rounds * self.microseconds) * 1e6
+
+    def describe(self, members: int) -> str:
+        plan, rate = self.plan, self.steps_per_second(members)
+        by = "rows" if isinstance(plan, RowsPlan) else "units"
+        where = f"a cluster of {plan.blocks} blocks, divided by {by}," if plan.blocks > 1 else "one block"
+        per = plan.settings.per_multiprocessor
+        shared = f", {per} members per multiprocessor" if per > 1 else ""
+        head = f"{members} members, {min(members, self.places)} at once: {where} for each{shared}"
+        return f"{head}; predicted {rate / 1e6:.2f} million steps per second\n{plan.describe()}"
+
+
+@dataclass(frozen=True)
+class Forced:
+    """A placement for tests and measurements; None leaves the choice."""
+
+    blocks: int | None = None
+    by_rows: bool | None = None
+    per_multiprocessor: int | None = None
+
+    def allows(self, plan: Plan) -> bool:
+        found = (plan.blocks, isinstance(plan, RowsPlan), plan.settings.per_multiprocessor)
+        return all(value in (None, of) for value, of in zip(dataclasses.astuple(self), found, strict=True))
+
+
+FREE = Forced()
+
+
+def choose_members_plan(
+    settings: Settings, chip: Chip, members: int, *, reserved_registers: int = RESERVED_REGISTERS, forced: Forced = FREE
+) -> MembersPlan:
+    """The placement with the most predicted steps per second; UnsupportedNetworkError with the reason where none fits."""
+    outputs = settings.stages[-1].linear.outputs
+    if outputs > MAX_OUTPUTS:
+        raise UnsupportedNetworkError(f"the model has {outputs} outputs, this engine takes up to {MAX_OUTPUTS}")
+    if settings.batch > MAX_BATCH:
+        raise UnsupportedNetworkError(f"batch_size={settings.batch} is above the {MAX_BATCH} rows this engine takes")
+    refused = list[Plan]()
+    fitting = list[MembersPlan]()
+    for plan in _candidates(settings, chip, reserved_registers):
+        if not forced.allows(plan):
+            continue
+        if plan.refusal:
+            refused.append(plan)
+        else:
+            fitting.append(MembersPlan(plan, places(plan, chip)))
+    if not fitting:
+        reason = min(refused, key=lambda plan: plan.shared.size).refusal if refused else "too wide for its blocks"
+        raise UnsupportedNetworkError(f"the network does not fit on the chip: {reason}")
+    return max(fitting, key=lambda found: found.steps_per_second(members))
+
+
+def places(plan: Plan, chip: Chip) -> int:
+    """Members at once, before the device is asked."""
+    if plan.blocks == 1:
+        return chip.multiprocessors * plan.settings.per_multiprocessor
+    return max(1, chip.multiprocessors // BLOCKS_PER_PROCESSING_CLUSTER) * (BLOCKS_PER_PROCESSING_CLUSTER // plan.blocks)
+
+
+def _candidates(settings: Settings, chip: Chip, reserved_registers: int) -> Iterator[Plan]:
+    """Per placement, the plan with the most rows per pass that fits, or one that does not."""
+    for per in range(1, MAX_PER_MULTIPROCESSOR + 1):
+        each = (chip.shared_bytes + RESERVED_BYTES) // per - RESERVED_BYTES
+        narrow = dataclasses.replace(chip, shared_bytes=each)
+        shared = dataclasses.replace(settings, per_multiprocessor=per)
+        for plans in plans_by_rows(shared, narrow):
+            yield from _first_that_fits(plan for plan in plans if per == 1 or plan.blocks == 1)
+    for plans in plans_by_units(settings, chip, reserved_registers):
+        yield from _first_that_fits(plan for plan in plans if plan.blocks == 1 or plan.cluster)
+
+
+def _first_that_fits(plans: Iterator[Plan]) -> Iterator[Plan]:
+    for plan in plans:
+        yield plan
+        if not plan.refusal:
+            return

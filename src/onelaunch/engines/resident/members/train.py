@@ -1,0 +1,230 @@
+"""Training many members: launches whose blocks take members from a queue, and a host that watches and reads the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from onelaunch.device import Chip, chip_of
+from onelaunch.engines.contract import Metrics, Run, Segment
+from onelaunch.engines.members import MemberResult, MembersMonitor, MemberTask
+from onelaunch.engines.resident.members.group import members_settings
+from onelaunch.engines.resident.members.memory import MembersMemory, SharedRows, all_uint8
+from onelaunch.engines.resident.members.placement import FREE, Forced, MembersPlan, choose_members_plan
+from onelaunch.engines.resident.plan.settings import THREADS, Settings
+from onelaunch.engines.resident.session import CONTROL, POLL_SECONDS, REGISTER_RESERVES, architecture, spilled_bytes
+from onelaunch.engines.resident.source.source_common import HEADERS
+from onelaunch.engines.stages import UnsupportedNetworkError
+from onelaunch.errors import OnelaunchError, UnsupportedError
+from onelaunch.nvrtc.compile import Cubin, compile_cubin
+from onelaunch.nvrtc.launch import LoadedKernel, load
+from onelaunch.optimizers import OPTIMIZERS
+from onelaunch.run.objective import has_accuracy
+
+MAX_SPILLED_BYTES = 400  # per thread: the few that remain are in rare code
+LAUNCH_BYTES = 2**28  # of weights, state and losses
+LAUNCH_SECONDS = 5.0  # predicted: results come after each launch
+LARGEST_CLUSTERS = (16, 8, 4, 2, 1)
+QUEUE = np.dtype([("members", "<u8"), ("next", "<u8"), ("scratch", "<u8"), ("count", "<u8")])
+
+
+def settings_of(runs: Sequence[Run]) -> Settings:
+    return members_settings(runs, uint8_rows=all_uint8(runs))
+
+
+def members_unsupported_reason(runs: Sequence[Run]) -> str:
+    """Why the engine cannot train these runs together, though it may train each alone; empty when it can."""
+    try:
+        choose_members_plan(settings_of(runs), chip_of(runs[0].device), len(runs))
+    except UnsupportedNetworkError as reason:
+        return str(reason)
+    return ""
+
+
+def members_plan(runs: Sequence[Run]) -> str:
+    """For people: how many members run at once, where each is placed, and the predicted steps per second of all."""
+    return choose_members_plan(settings_of(runs), chip_of(runs[0].device), len(runs)).describe(len(runs))
+
+
+def prepare(
+    settings: Settings, device: torch.device, members: int, forced: Forced = FREE
+) -> tuple[MembersPlan, LoadedKernel]:
+    """The plan, its kernel, and the number of places that the device really has."""
+    chip = chip_of(device)
+    for largest in LARGEST_CLUSTERS if chip.clusters else (1,):
+        possible = dataclasses.replace(chip, clusters=chip.clusters and largest > 1, largest_cluster=largest)
+        try:
+            found, cubin = _compile(settings, possible, device, members, forced)
+        except UnsupportedNetworkError as reason:
+            raise UnsupportedError(f"engine='resident' cannot train these members together: {reason}") from None
+        kernel, plan = load(cubin, "train", device), found.plan
+        places = kernel.max_active_clusters(block=THREADS, cluster=plan.blocks, shared_bytes=plan.shared.size)
+        if places:
+            return dataclasses.replace(found, places=places), kernel
+    raise UnsupportedError(f"{device} has no room for a block of this plan: pass engine='auto'")
+
+
+def _compile(
+    settings: Settings, chip: Chip, device: torch.device, members: int, forced: Forced
+) -> tuple[MembersPlan, Cubin]:
+    """The chosen plan, compiled. Where the compiler spills registers, more weights move to shared memory."""
+    tried: list[tuple[int, MembersPlan, Cubin]] = []
+    for reserved in REGISTER_RESERVES:
+        try:
+            found = choose_members_plan(settings, chip, members, reserved_registers=reserved, forced=forced)
+        except UnsupportedNetworkError:
+            if not tried:
+                raise
+            break
+        cubin = compile_cubin(found.plan.source(), architecture(device), headers=HEADERS)
+        tried.append((spilled_bytes(cubin), found, cubin))
+        if tried[-1][0] <= MAX_SPILLED_BYTES:
+            break
+    return min(tried, key=lambda entry: entry[0])[1:]
+
+
+def train_members(
+    tasks: Sequence[MemberTask], monitor: MembersMonitor, forced: Forced = FREE
+) -> Iterator[MemberResult]:
+    """Train every task, and yield the results of a launch when it ends. `forced`: a placement, for tests."""
+    if not tasks:
+        return
+    runs = [task.run for task in tasks]
+    found, kernel = prepare(settings_of(runs), runs[0].device, len(tasks), forced)
+    rows, done = SharedRows(found.plan), 0
+    for part in _launches(tasks, found):
+        launch = Launch(part, found, kernel, rows)
+        yield from launch.run(monitor, done)
+        done += launch.steps
+        if launch.stopped:
+            return
+
+
+def _launches(tasks: Sequence[MemberTask], found: MembersPlan) -> Iterator[Sequence[MemberTask]]:
+    """The tasks in parts whose memory and predicted time are bounded: whole rounds of the places."""
+    first, settings = 0, found.plan.settings
+    parameters = sum(stage.linear.outputs * (stage.linear.inputs + 1) for stage in settings.stages)
+    states = len(OPTIMIZERS[settings.optimizer].state_names(float(settings.momentum)))
+    while first < len(tasks):
+        last, size, steps = first, 0, 0
+        while last < len(tasks):
+            count = tasks[last].last_step - tasks[last].first_step
+            size += 4 * (parameters * (1 + states) + count)
+            steps += count
+            seconds = steps / found.places * found.microseconds / 1e6
+            if last - first >= found.places and (size > LAUNCH_BYTES or seconds > LAUNCH_SECONDS):
+                last -= (last - first) % found.places
+                break
+            last += 1
+        yield tasks[first:last]
+        first = last
+
+
+class Launch:
+    """One launch over some of the members."""
+
+    def __init__(self, tasks: Sequence[MemberTask], found: MembersPlan, kernel: LoadedKernel, rows: SharedRows) -> None:
+        from onelaunch.engines.resident.pinned import MappedArray
+
+        self.tasks, self.found, self.kernel = tasks, found, kernel
+        self.device = tasks[0].run.device
+        self.stopped = False
+        self.grid = min(found.places, len(tasks)) * found.plan.blocks
+        self._control = MappedArray(len(tasks), CONTROL, self.device)
+        self._first = np.array([task.first_step for task in tasks], np.int64)
+        self._control.array["done"] = self._first
+        self._memory = MembersMemory(tasks, found.plan, rows, found.places)
+        self._table = self._memory.table(self._control.address, CONTROL.itemsize)
+
+    def run(self, monitor: MembersMonitor, before: int = 0) -> list[MemberResult]:
+        """Train, and return the results. `before`: steps of earlier launches, for the report."""
+        self.start()
+        self.watch(monitor, before)
+        return list(self.results())
+
+    def start(self) -> None:
+        plan, queue = self.found.plan, np.zeros(1, QUEUE)
+        queue["members"], queue["next"] = self._table.data_ptr(), self._memory.next.data_ptr()
+        queue["scratch"], queue["count"] = self._memory.scratch.data_ptr(), len(self.tasks)
+        stream = torch.cuda.current_stream(self.device)
+        self.kernel.launch(
+            stream, grid=self.grid, block=THREADS, cluster=plan.blocks, shared_bytes=plan.shared.size,
+            args=[queue.tobytes()],
+        )  # fmt: skip
+        self._ended = torch.cuda.Event()
+        self._ended.record(stream)
+
+    def watch(self, monitor: MembersMonitor, before: int) -> None:
+        """Report progress, `before` steps of earlier launches included, and pass a stop on until the launch has ended."""
+        control, reported = self._control.array, 0.0
+        try:
+            while not self._ended.query():
+                now = time.perf_counter()
+                if now - reported > 0.05:
+                    reported = now
+                    monitor.report(before + self.steps)
+                if monitor.stop:
+                    self.stopped, control["stop"] = True, 1
+                time.sleep(POLL_SECONDS)
+        finally:  # the memory of a running kernel must not be freed
+            if not self._ended.query():
+                control["stop"] = 1
+                self._ended.synchronize()
+        self._raise_on_fault()
+        monitor.report(before + self.steps)
+
+    @property
+    def steps(self) -> int:
+        """Steps done so far by all members of the launch."""
+        return int((self._control.array["done"].astype(np.int64) - self._first).sum())
+
+    def _raise_on_fault(self) -> None:
+        faults = np.flatnonzero(self._control.array["fault"])
+        if not len(faults):
+            return
+        control = self._control.array[faults[0]]
+        what = self.found.plan.exchange_names().get(int(control["fault"]) - 1, "its rows")
+        raise OnelaunchError(
+            f"engine='resident' stopped: member {self.tasks[faults[0]].index} timed out waiting for {what} at step "
+            f"{control['fault_step']}; another program may hold the GPU: try again, or pass engine='eager'"
+        )
+
+    def results(self) -> Iterator[MemberResult]:
+        """The results of the members that have finished, or whose loss stopped being finite."""
+        losses, records = self._memory.losses(), self._memory.records()
+        done = [number for number in range(len(self.tasks)) if self._is_done(number, losses[number])]
+        self._memory.write_back(done)
+        for number in done:
+            segments = tuple(self._segments(number, losses[number], records[number]))
+            yield MemberResult(self.tasks[number].index, segments, self._memory.state(number))
+
+    def _is_done(self, number: int, losses: torch.Tensor) -> bool:
+        control, task = self._control.array[number], self.tasks[number]
+        if not control["finished"]:
+            return False
+        steps = int(control["done"]) - task.first_step
+        return int(control["done"]) == task.last_step or not bool(losses[:steps].isfinite().all())
+
+    def _segments(self, number: int, losses: torch.Tensor, records: np.ndarray) -> Iterator[Segment]:
+        task, control = self.tasks[number], self._control.array[number]
+        run, spec = task.run, task.run.spec
+        step, end = task.first_step, int(control["done"])
+        broken = torch.nonzero(~losses[: end - step].isfinite()).flatten()
+        if len(broken):  # nothing after the first such loss means anything
+            end = task.first_step + int(broken[0]) + 1
+        epoch = 0
+        while step < end:
+            until = min(spec.epoch_end(step), end)
+            record = records[epoch] if until == spec.epoch_end(step) and epoch < int(control["epochs"]) else None
+            part = losses[step - task.first_step : until - task.first_step].clone()
+            correct = int(control["correct"] if record is None else record["correct"])
+            validation = None
+            if record is not None and run.validation is not None:
+                hits, rows = int(record["validation_correct"]), len(run.validation[0])
+                validation = Metrics.of(spec, float(record["validation_loss"]), hits, rows, run.outputs)
+            yield Segment(step, part, correct if has_accuracy(spec) else None, validation)
+            step, epoch = until, epoch + 1

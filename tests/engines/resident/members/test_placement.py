@@ -1,0 +1,83 @@
+"""Where members are placed, without a device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from onelaunch.device import A100, H200
+from onelaunch.engines.resident.members.placement import Forced, choose_members_plan
+from onelaunch.engines.resident.plan.rows_plan import RowsPlan
+from onelaunch.engines.stages import UnsupportedNetworkError
+from tests.engines.resident.planning import LAYERS, settings_of
+
+
+def chosen(widths, members=512, chip=H200, forced=None, **changes):
+    settings = settings_of(widths, members=True, **changes)
+    return choose_members_plan(settings, chip, members, **({"forced": forced} if forced else {}))
+
+
+def test_small_networks_share_multiprocessors():
+    found = chosen([16, 64, 64, 2], optimizer="adam")
+    assert found.plan.blocks == 1
+    assert found.places == 2 * H200.multiprocessors
+    assert found.plan.shared.size <= (H200.shared_bytes + 1024) // 2 - 1024
+
+
+def test_few_members_have_a_multiprocessor_each():
+    assert chosen([16, 64, 64, 2], members=64, optimizer="adam").plan.settings.per_multiprocessor == 1
+
+
+def test_a_network_whose_state_does_not_fit_streams_it():
+    found = chosen([54, 128, 128, 7], batch=128, optimizer="adam")
+    assert found.plan.blocks == 1
+    assert set(found.plan.state_places) == {"device memory"}
+    assert found.plan.exchange.size == 2 * found.plan.own_slots * 4096  # two states
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_a_large_network_has_a_cluster(optimizer):
+    found = chosen(LAYERS, optimizer=optimizer)
+    assert found.plan.cluster
+    assert not isinstance(found.plan, RowsPlan)
+    assert found.places == 8 * 16 // found.plan.blocks
+
+
+def test_more_members_than_places_take_several_rounds():
+    found = chosen([16, 64, 64, 2], optimizer="adam")
+    full = found.steps_per_second(found.places)
+    assert found.steps_per_second(2 * found.places) == pytest.approx(full)
+    assert found.steps_per_second(found.places + 1) < 0.51 * full
+
+
+def test_the_description_names_places_and_prediction():
+    text = chosen([16, 64, 64, 2], optimizer="adam").describe(512)
+    assert "512 members, 264 at once: one block for each, 2 members per multiprocessor; predicted" in text
+    assert "million steps per second" in text
+
+
+def test_a_chip_without_clusters_takes_what_fits_in_a_block():
+    assert chosen([16, 64, 64, 2], chip=A100).plan.blocks == 1
+    with pytest.raises(UnsupportedNetworkError, match="does not fit on the chip"):
+        chosen(LAYERS, chip=A100, optimizer="adam")
+
+
+def test_too_many_outputs_are_refused():
+    with pytest.raises(UnsupportedNetworkError, match="100 outputs"):
+        chosen([16, 64, 100])
+
+
+def test_a_placement_can_be_forced():
+    found = chosen([16, 64, 64, 2], forced=Forced(blocks=2, by_rows=True))
+    assert found.plan.blocks == 2
+    assert isinstance(found.plan, RowsPlan)
+
+
+def test_the_source_of_a_member_reads_dropout_from_its_parameters():
+    settings = settings_of([5, 8, 8, 3], members=True, dropout=0.5)
+    found = choose_members_plan(settings, dataclasses.replace(H200), 10)
+    source = found.plan.source()
+    assert "draw.keep[0]" in source
+    assert "draw.keep[2]" in source
+    assert "#define MEMBERS 1" in source

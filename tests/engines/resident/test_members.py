@@ -1,0 +1,220 @@
+"""Many members in one launch on a GPU: each follows a run of its own, whatever the others do."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from onelaunch.engines.contract import Run
+from onelaunch.engines.members import MemberResult, MemberTask
+from onelaunch.engines.resident import ENGINE
+from onelaunch.train.inputs import make_run
+from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+from tests.engines.graph.harness import DEVICE, network
+from tests.engines.resident.gpu_runs import fit, losses_of, placed, rows_of
+from tests.reference import assert_same_course, assert_same_weights
+
+pytestmark = pytest.mark.gpu
+WIDTHS, STEPS = [20, 40, 24, 5], 60
+BF16_TOLERANCE = 2e-2  # relative, of losses: the effect of rounded operands
+PLACES: dict[str, dict[str, Any]] = {
+    "one block": {"blocks": 1, "by_rows": True, "per_multiprocessor": 1},
+    "two blocks per multiprocessor": {"blocks": 1, "by_rows": True, "per_multiprocessor": 2},
+    "cluster by rows": {"blocks": 2, "by_rows": True},
+    "cluster by units": {"blocks": 2, "by_rows": False},
+}
+
+
+class Quiet:
+    """A monitor that stops after some reports."""
+
+    def __init__(self, reports: int = 10**9) -> None:
+        self.left, self.steps = reports, 0
+
+    @property
+    def stop(self) -> bool:
+        return self.left <= 0
+
+    def report(self, steps: int) -> None:
+        self.left, self.steps = self.left - 1, steps
+
+
+def grid(count: int, *, precision: str = "fp32", seed: int = 0, **common: Any) -> list[Run]:
+    """Runs that differ in all that members may differ in; the rows of every second one are a part of x."""
+    draw = random.Random(seed)
+    x, y = rows_of(WIDTHS, rows=300)
+    held = (x[:77], y[:77])
+    runs = []
+    for number in range(count):
+        torch.manual_seed(number)
+        rows = draw.choice([300, 251])
+        options = {
+            "steps": STEPS, "batch_size": 32, "optimizer": "adam", "lr": draw.choice([1e-3, 3e-3]), "precision": precision,
+            "weight_decay": draw.choice([0.0, 1e-3]), "label_smoothing": draw.choice([0.0, 0.1]),
+            "betas": draw.choice([(0.9, 0.999), (0.8, 0.99)]), "seed": draw.randrange(2**63), **common,
+        }  # fmt: skip
+        model = network(WIDTHS, "relu", draw.choice([0.1, 0.3]))
+        runs.append(make_run(model, x[:rows], y[:rows], held, options))
+    return runs
+
+
+def train(runs: list[Run], *, steps: int = STEPS, forced: dict[str, Any] | None = None) -> list[MemberResult]:
+    from onelaunch.engines.resident.members.placement import Forced
+    from onelaunch.engines.resident.members.train import train_members
+
+    tasks = [MemberTask(number, run, 0, steps) for number, run in enumerate(runs)]
+    found = {result.index: result for result in train_members(tasks, Quiet(), Forced(**(forced or {})))}
+    assert len(found) == len(runs)
+    return [found[number] for number in range(len(runs))]
+
+
+def losses(result: MemberResult) -> list[float]:
+    return torch.cat([segment.losses for segment in result.segments]).tolist()
+
+
+def alone(run: Run, model: Any) -> Any:
+    """The eager engine's history of the run, for a copy of its first weights."""
+    spec = run.spec
+    options = {
+        name: getattr(spec, name)
+        for name in ("steps", "batch_size", "optimizer", "lr", "weight_decay", "label_smoothing", "betas", "seed", "schedule")
+    }
+    return fit(model, run.x, run.y, "eager", validation=run.validation, **options)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", LOSS_TOLERANCE), ("bf16", BF16_TOLERANCE)])
+def test_every_member_follows_its_own_run(place, precision, tolerance):
+    runs = grid(6, precision=precision)
+    twins = [copy.deepcopy(run.model) for run in runs]
+    for run, twin, result in zip(runs, twins, train(runs, forced=PLACES[place]), strict=True):
+        history = alone(run, twin)
+        assert_same_course(losses(result), history.losses, tolerance)
+        assert [segment.first_step + len(segment.losses) for segment in result.segments] == [e["step"] for e in history.epochs]
+        for segment, epoch in zip(result.segments, history.epochs, strict=True):
+            assert segment.validation.loss == pytest.approx(epoch["validation"]["loss"], rel=10 * tolerance)
+        if precision == "fp32":
+            assert_same_weights(run.model, twin, WEIGHT_TOLERANCE)
+
+
+@pytest.mark.parametrize("place", ["one block", "cluster by units"])
+def test_a_member_has_the_bits_of_a_single_run_in_the_same_placement(place):
+    forced = PLACES[place]
+    runs = grid(3, precision="bf16")
+    twins = [copy.deepcopy(run.model) for run in runs]
+    results = train(runs, forced=forced)
+    for run, twin, result in zip(runs, twins, results, strict=True):
+        single = make_run(twin, run.x, run.y, run.validation, _options(run))
+        where = {"blocks": forced["blocks"], "cluster": forced["blocks"] > 1, "by_rows": forced["by_rows"]}
+        assert losses_of(placed(single, where)) == losses(result)
+        assert_same_weights(run.model, twin, 0)
+
+
+def _options(run: Run) -> dict[str, Any]:
+    names = ("steps", "batch_size", "optimizer", "lr", "precision", "weight_decay", "label_smoothing", "betas", "seed")
+    return {name: getattr(run.spec, name) for name in names}
+
+
+def test_a_queue_longer_than_the_places_gives_the_same_bits():
+    """With more members than places, each block trains several; equal members must end equal."""
+    count = 2 * torch.cuda.get_device_properties(DEVICE).multi_processor_count + 40
+    x, y = rows_of(WIDTHS, rows=300)
+    runs = []
+    for number in range(count):
+        torch.manual_seed(number % 3)
+        options = {"steps": STEPS, "batch_size": 32, "optimizer": "adam", "precision": "bf16", "seed": number % 3}
+        runs.append(make_run(network(WIDTHS, "relu", 0.2), x, y, None, options))
+    results = train(runs, forced=PLACES["one block"])
+    for number, (run, result) in enumerate(zip(runs, results, strict=True)):
+        assert losses(result) == losses(results[number % 3])
+        assert_same_weights(run.model, runs[number % 3].model, 0)
+
+
+@pytest.mark.parametrize("place", ["one block", "cluster by units"])
+def test_a_task_goes_on_from_the_state_of_another(place):
+    """Successive halving: the first steps of all members, then the rest of some, with the bits of one whole run."""
+    from onelaunch.engines.resident.members.placement import Forced
+    from onelaunch.engines.resident.members.train import train_members
+
+    forced, spe = Forced(**PLACES[place]), 10
+    runs, whole = grid(4, precision="bf16", steps=6 * spe), grid(4, precision="bf16", steps=6 * spe)
+    first = {r.index: r for r in train_members([MemberTask(i, run, 0, 23) for i, run in enumerate(runs)], Quiet(), forced)}
+    tasks = [MemberTask(i, runs[i], 23, 6 * spe, first[i].state) for i in (1, 3)]
+    rest = {r.index: r for r in train_members(tasks, Quiet(), forced)}
+    results = train(whole, steps=6 * spe, forced=PLACES[place])
+    for number in (1, 3):
+        assert losses(first[number]) + losses(rest[number]) == losses(results[number])
+        assert_same_weights(runs[number].model, whole[number].model, 0)
+    assert set(first[0].state) == set(results[0].state)
+
+
+def test_rows_may_be_chosen_by_number():
+    """A member whose rows are listed (a fold) trains as on these rows alone."""
+    import dataclasses
+
+    x, y = rows_of(WIDTHS, rows=300)
+    rows = torch.randperm(300, generator=torch.Generator().manual_seed(0))[:200]
+    options = {"steps": STEPS, "batch_size": 32, "optimizer": "adam", "precision": "fp32"}
+    model = network(WIDTHS, "relu")
+    twin = copy.deepcopy(model)
+    run = make_run(model, x, y, None, options)
+    fold = dataclasses.replace(run, spec=dataclasses.replace(run.spec, rows=200), train_rows=rows.to(DEVICE))
+    plain = make_run(twin, x[rows.to(DEVICE)], y[rows.to(DEVICE)], None, options)
+    got, expected = train([fold, plain])
+    assert losses(got) == losses(expected)
+
+
+def test_a_diverging_member_ends_alone():
+    runs = grid(4, precision="bf16", optimizer="sgd", steps=2000, betas=(0.9, 0.999))
+    x, y = rows_of(WIDTHS, rows=300)
+    wild = make_run(
+        network(WIDTHS, "relu", 0.1), x, y, None, {**_options(runs[0]), "lr": 1e30, "label_smoothing": 0.0}
+    )  # fmt: skip
+    results = train([*runs[:2], wild, *runs[2:]], steps=2000)
+    for number, result in enumerate(results):
+        found = torch.tensor(losses(result))
+        assert bool(found.isfinite().all()) == (number != 2)
+        assert (len(found) == 2000) == (number != 2)
+    assert not torch.tensor(losses(results[2])[-1]).isfinite()
+    assert torch.tensor(losses(results[2])[:-1]).isfinite().all()
+
+
+def test_a_stop_ends_the_launch_and_keeps_what_is_finished():
+    import time
+
+    x, y = rows_of(WIDTHS, rows=300)
+    options = {"steps": 20_000_000, "batch_size": 32, "optimizer": "sgd", "lr": 1e-4, "precision": "bf16"}
+    runs = [make_run(network(WIDTHS, "relu"), x, y, None, {**options, "seed": seed}) for seed in range(3)]
+    tasks = [MemberTask(n, run, 0, 100 if n == 1 else 20_000_000) for n, run in enumerate(runs)]
+    begin = time.perf_counter()
+    results = list(ENGINE.train_members(tasks, Quiet(reports=4)))
+    assert time.perf_counter() - begin < 30  # a compilation, and a second at most
+    assert [result.index for result in results] == [1]
+
+
+def test_uint8_rows_and_other_options():
+    widths = [784, 32, 10]
+    x, y = rows_of(widths, rows=300, uint8_rows=True)
+    runs = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        options = {"steps": STEPS, "batch_size": 48, "optimizer": "sgd", "momentum": 0.9, "nesterov": True, "lr": 0.005,
+                   "schedule": "cosine", "precision": "fp32", "seed": seed}  # fmt: skip
+        runs.append(make_run(network(widths, "tanh"), x, y, (x[:50], y[:50]), options))
+    twins = [copy.deepcopy(run.model) for run in runs]
+    for run, twin, result in zip(runs, twins, train(runs), strict=True):
+        history = fit(twin, x, y, "eager", steps=STEPS, batch_size=48, momentum=0.9, nesterov=True, lr=0.005,
+                      schedule="cosine", seed=run.spec.seed, validation=run.validation)  # fmt: skip
+        assert_same_course(losses(result), history.losses, LOSS_TOLERANCE)
+        assert_same_weights(run.model, twin, WEIGHT_TOLERANCE)
+
+
+def test_progress_counts_the_steps_of_all_members():
+    runs = grid(5, precision="bf16")
+    monitor = Quiet()
+    list(ENGINE.train_members([MemberTask(n, run, 0, STEPS) for n, run in enumerate(runs)], monitor))
+    assert monitor.steps == 5 * STEPS
