@@ -42,7 +42,14 @@ def members(blocks: int, by_rows: bool) -> None:
     for precision, optimizer in PRECISIONS.items():
         tasks = []
         for number in range(5):
-            options = {"precision": precision, "optimizer": optimizer, "batch_size": 24, "epochs": 2, "lr": 0.01, "seed": number}
+            options = {
+                "precision": precision,
+                "optimizer": optimizer,
+                "batch_size": 24,
+                "epochs": 2,
+                "lr": 0.01,
+                "seed": number,
+            }
             run = make_run(network(WIDTHS, "relu", 0.1 + 0.1 * number), x, y, (x[:30], y[:30]), options)
             tasks.append(MemberTask(number, run, 0, run.spec.total_steps))
         runs = [task.run for task in tasks]

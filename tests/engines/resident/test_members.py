@@ -81,7 +81,17 @@ def alone(run: Run, model: Any) -> Any:
     spec = run.spec
     options = {
         name: getattr(spec, name)
-        for name in ("steps", "batch_size", "optimizer", "lr", "weight_decay", "label_smoothing", "betas", "seed", "schedule")
+        for name in (
+            "steps",
+            "batch_size",
+            "optimizer",
+            "lr",
+            "weight_decay",
+            "label_smoothing",
+            "betas",
+            "seed",
+            "schedule",
+        )
     }
     return fit(model, run.x, run.y, "eager", validation=run.validation, **options)
 
@@ -94,8 +104,11 @@ def test_every_member_follows_its_own_run(place, precision, tolerance):
     for run, twin, result in zip(runs, twins, train(runs, forced=PLACES[place]), strict=True):
         history = alone(run, twin)
         assert_same_course(losses(result), history.losses, tolerance)
-        assert [segment.first_step + len(segment.losses) for segment in result.segments] == [e["step"] for e in history.epochs]
+        assert [segment.first_step + len(segment.losses) for segment in result.segments] == [
+            e["step"] for e in history.epochs
+        ]
         for segment, epoch in zip(result.segments, history.epochs, strict=True):
+            assert segment.validation is not None
             assert segment.validation.loss == pytest.approx(epoch["validation"]["loss"], rel=10 * tolerance)
         if precision == "fp32":
             assert_same_weights(run.model, twin, WEIGHT_TOLERANCE)
@@ -142,7 +155,9 @@ def test_a_task_goes_on_from_the_state_of_another(place):
 
     forced, spe = Forced(**PLACES[place]), 10
     runs, whole = grid(4, precision="bf16", steps=6 * spe), grid(4, precision="bf16", steps=6 * spe)
-    first = {r.index: r for r in train_members([MemberTask(i, run, 0, 23) for i, run in enumerate(runs)], Quiet(), forced)}
+    first = {
+        r.index: r for r in train_members([MemberTask(i, run, 0, 23) for i, run in enumerate(runs)], Quiet(), forced)
+    }
     tasks = [MemberTask(i, runs[i], 23, 6 * spe, first[i].state) for i in (1, 3)]
     rest = {r.index: r for r in train_members(tasks, Quiet(), forced)}
     results = train(whole, steps=6 * spe, forced=PLACES[place])

@@ -73,7 +73,10 @@ class Buffers:
         }
         if run.validation:
             x, y = run.validation
-            self.by_name |= {"validation_x": rows_as_fetched(x, plan, self.precision), "validation_y": targets_as_fetched(y, run.spec.loss)}
+            self.by_name |= {
+                "validation_x": rows_as_fetched(x, plan, self.precision),
+                "validation_y": targets_as_fetched(y, run.spec.loss),
+            }
         for number, kind in enumerate(self.state_kinds):
             self.by_name[f"state{number}"] = self._flat({name: state.get(f"{kind}.{name}") for name in self.tensors})
 

@@ -26,7 +26,9 @@ def members_settings(runs: Sequence[Run], *, uint8_rows: bool) -> Settings:
     first, specs = runs[0].spec, [run.spec for run in runs]
     stages = _stages(runs)
     if (count := len(dropouts_of(stages))) > MAX_DROPOUTS:
-        raise UnsupportedNetworkError(f"the model has {count} dropout layers, {MAX_DROPOUTS} at most can differ by member")
+        raise UnsupportedNetworkError(
+            f"the model has {count} dropout layers, {MAX_DROPOUTS} at most can differ by member"
+        )
     return Settings(
         stages=stages, batch=min(first.batch_size, first.rows), rows=max(spec.rows for spec in specs),
         precision=first.compiled_precision, optimizer=first.optimizer, momentum=any(spec.momentum > 0 for spec in specs),

@@ -85,7 +85,9 @@ class MembersMemory:
         self._losses = torch.zeros(max(1, self._first_loss[-1]), device=self.device)
         words = RECORD.itemsize // 8
         self._records = torch.zeros(int(self._first_record[-1]) * words, dtype=torch.int64, device=self.device)
-        self.scratch = torch.empty(max(16, plan.exchange.size * plan.blocks * places), dtype=torch.uint8, device=self.device)
+        self.scratch = torch.empty(
+            max(16, plan.exchange.size * plan.blocks * places), dtype=torch.uint8, device=self.device
+        )
         self.next = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._rows = rows
 
@@ -114,7 +116,10 @@ class MembersMemory:
             set_run(entry, run)
             entry["x"], entry["y"] = self._rows.x(run.x), self._rows.y(run.y)
             if run.validation:
-                entry["validation_x"], entry["validation_y"] = self._rows.x(run.validation[0]), self._rows.y(run.validation[1])
+                entry["validation_x"], entry["validation_y"] = (
+                    self._rows.x(run.validation[0]),
+                    self._rows.y(run.validation[1]),
+                )
             if run.train_rows is not None:
                 entry["row_numbers"] = self._rows.numbers(run.train_rows, self.device)
             entry["weights"] = self.weights[number].data_ptr()
@@ -150,7 +155,9 @@ class MembersMemory:
         found: State = {}
         for kind, flat in zip(self._kinds, self.states, strict=True):
             parts = flat[member].clone().split(self._sizes)
-            found |= {f"{kind}.{name}": part.view(shape) for (name, shape), part in zip(self._shapes, parts, strict=True)}
+            found |= {
+                f"{kind}.{name}": part.view(shape) for (name, shape), part in zip(self._shapes, parts, strict=True)
+            }
         return found
 
     def losses(self) -> list[torch.Tensor]:

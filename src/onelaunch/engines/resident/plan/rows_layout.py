@@ -7,6 +7,8 @@ owners send the new weights back.
 
 from __future__ import annotations
 
+from itertools import product
+
 from onelaunch.device import Chip
 from onelaunch.engines.resident.plan.layers import Layer, Memory
 from onelaunch.engines.resident.plan.plan import Plan
@@ -49,11 +51,12 @@ class RowsLayout(Plan):
         places = [("registers",) * 2] if roomy else []
         places += [("shared memory",) * 2]
         places += [("shared memory", "device memory"), ("device memory",) * 2] if self.updates_at_once else []
-        for self.state_places in places if self.states else [("registers",) * 2]:
-            for self.input_buffers, self.row_numbers_at_once in BUFFERS:
-                self._add_regions()
-                if self.fits:
-                    return
+        for state_places, buffers in product(places if self.states else [("registers",) * 2], BUFFERS):
+            self.state_places = state_places
+            self.input_buffers, self.row_numbers_at_once = buffers
+            self._add_regions()
+            if self.fits:
+                return
 
     def _whole_layers(self) -> tuple[Layer, ...]:
         layers, stages = [], self.settings.stages
