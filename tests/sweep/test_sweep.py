@@ -250,6 +250,21 @@ def test_the_generator_of_the_user_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("strategy", ["grid", "halving"])
+def test_chunks_through_joblib_have_the_same_bits(strategy):
+    joblib = pytest.importorskip("joblib")
+    arguments: dict[str, Any] = {"grid": {"lr": [1e-3, 1e-2, 0.1], "seed": [0, 1]}, "folds": 2, "epochs": 3}
+    arguments |= {"strategy": strategy, **QUIET}
+    here = ol.sweep(make_model, X, Y, **arguments)
+    with joblib.parallel_config("loky"):
+        there = ol.sweep(make_model, X, Y, **arguments, n_jobs=2)
+    assert str(there.table) == str(here.table)
+    assert [record.losses.tolist() for _, record in sorted(there.records.items())] == [
+        record.losses.tolist() for _, record in sorted(here.records.items())
+    ]
+    assert same_weights(there.best_model, here.best_model)
+
+
 def test_a_module_and_its_copies():
     model = make_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from onelaunch.run.metric_names import is_loss
 from onelaunch.sweep.halving import parts_of, survivors
-from onelaunch.sweep.kept_weights import KeptWeights, weights_of
+from onelaunch.sweep.kept_weights import KeptWeights, State, weights_of
 from onelaunch.sweep.member import Member, Record
 from onelaunch.sweep.progress import SweepProgress
 from onelaunch.sweep.result import Sweep
 from onelaunch.sweep.runs import MemberRuns, random_state_kept
+from onelaunch.sweep.spread import in_chunks
 from onelaunch.sweep.store import Store
 from onelaunch.sweep.table import Table
 from onelaunch.sweep.trainer import Job, Outcome, Switch, shared_fields, train
@@ -23,16 +25,17 @@ from onelaunch.train.interrupts import on_interrupt
 
 MAX_STORED_BYTES = 2**31  # of all members' weights: where they would be more, the checkpoint has none
 MAX_EPOCHS = 3**20
+BATCH = 4096  # members per call of joblib
 MAX_PAUSED_BYTES = 2**30  # of weights and optimizer states that wait for the next rung of successive halving
 
 
 class Driver:
     def __init__(
         self, members: Sequence[Member], runs: MemberRuns, metric: str, store: Store, progress: SweepProgress,
-        callbacks: tuple[Callback, ...] = (),
+        callbacks: tuple[Callback, ...] = (), n_jobs: int | None = None,
     ) -> None:  # fmt: skip
         self.members, self.runs, self.metric, self.store, self.progress = members, runs, metric, store, progress
-        self.callbacks = callbacks
+        self.callbacks, self.n_jobs = callbacks, n_jobs
         self.shared: dict[tuple[str, ...], dict[str, Any]] = {}
         self.records: dict[int, Record] = store.load(self.shared)
         self.weights = KeptWeights(metric)
@@ -85,6 +88,9 @@ class Driver:
         self.progress.update(len(self.members), self._best[1] if self._best else "")
 
     def _train(self, members: Sequence[Member], part: float) -> None:
+        if self.n_jobs is not None:
+            self._train_elsewhere(members, part)
+            return
         for outcome in train(self._jobs(members, part), self.switch, self.callbacks):
             self._add(outcome)
 
@@ -95,22 +101,32 @@ class Driver:
     def _maker(self, member: Member) -> Callable[[], Any]:
         return lambda: self.runs.run(member)
 
+    def _train_elsewhere(self, members: Sequence[Member], part: float) -> None:
+        """Through joblib, a batch at a time, so that progress and checkpoint follow. Paused members start again there."""
+        for first in range(0, len(members), BATCH):
+            if self.switch.stop:
+                return
+            task = Elsewhere(self.runs, part, self.callbacks)
+            for record, weights in in_chunks(train_elsewhere, task, members[first : first + BATCH], self.n_jobs):
+                self.shared.setdefault(tuple(record.shared.values()), record.shared)
+                self._keep(record, weights)
+        self.switch.plans["joblib"] = f"chunks of members, {self.n_jobs} jobs at a time"
+
     def _add(self, outcome: Outcome) -> None:
         shared = shared_fields(outcome.history, self.shared)
-        record = Record.of(
-            outcome.index, outcome.history, shared, outcome.run.spec, error=outcome.error, finished=outcome.finished
-        )
-        self.records[outcome.index] = record
-        value = record.value(self.metric)
         weights = weights_of(outcome.run.model)
-        self.weights.add(outcome.index, value, weights)
-        size = sum(tensor.nbytes for tensor in weights.values())
-        stored = size * len(self.members) <= MAX_STORED_BYTES and not outcome.error
-        self.store.add(record, weights if stored else {})
+        self._keep(record_of(outcome, shared), weights)
         if not outcome.finished:
-            self._pause(outcome, 3 * size)
+            self._pause(outcome, 3 * _bytes(weights))
+
+    def _keep(self, record: Record, weights: State) -> None:
+        self.records[record.index] = record
+        value = record.value(self.metric)
+        self.weights.add(record.index, value, weights)
+        stored = _bytes(weights) * len(self.members) <= MAX_STORED_BYTES and not record.error
+        self.store.add(record, weights if stored else {})
         self._note_best(value)
-        self._done += outcome.finished
+        self._done += record.finished
         self.progress.update(self._done, self._best[1] if self._best else "")
 
     def _pause(self, outcome: Outcome, size: int) -> None:
@@ -138,3 +154,38 @@ class Driver:
             for outcome in train([Job(member.index, lambda: run, part)], Switch(), self.callbacks):
                 return outcome.run.model
         raise KeyboardInterrupt
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What the members of a chunk have in common; it travels to other processes."""
+
+    runs: MemberRuns
+    part: float
+    callbacks: tuple[Callback, ...]
+
+
+def train_elsewhere(task: Elsewhere, members: Sequence[Member]) -> list[tuple[Record, State]]:
+    """Train a chunk of members, in a process of joblib."""
+    shared: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def jobs() -> Iterator[Job]:
+        for member in members:
+            yield Job(member.index, lambda member=member: task.runs.run(member), task.part)  # type: ignore[misc]
+
+    with random_state_kept():
+        found = {
+            outcome.index: (record_of(outcome, shared_fields(outcome.history, shared)), weights_of(outcome.run.model))
+            for outcome in train(jobs(), Switch(), task.callbacks)
+        }
+    return [found[member.index] for member in members]
+
+
+def record_of(outcome: Outcome, shared: dict[str, Any]) -> Record:
+    return Record.of(
+        outcome.index, outcome.history, shared, outcome.run.spec, error=outcome.error, finished=outcome.finished
+    )
+
+
+def _bytes(weights: State) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())

@@ -94,6 +94,10 @@ class MemberRuns:
         self._views: OrderedDict[Any, View] = OrderedDict()
         self._classes: torch.Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what another process can make itself: joblib sends members to others in chunks."""
+        return {**vars(self), "_bases": {}, "_views": OrderedDict(), "_seeded": False}
+
     @property
     def validates(self) -> bool:
         return self._validation is not None or self.splits.validates

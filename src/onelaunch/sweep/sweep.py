@@ -49,6 +49,7 @@ def sweep(
     sample_weight: Any = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
+    n_jobs: int | None = None,
     progress: bool = True,
     **options: Any,
 ) -> Sweep:
@@ -68,6 +69,8 @@ def sweep(
     bootstrap: each member draws its training rows with replacement, by its seed.
     metric: what candidates are compared by: "accuracy" (the default where there are classes), "loss", or one of `metrics`.
     checkpoint: a folder that keeps finished members; the same call continues there after a stop or a crash.
+    n_jobs: how many chunks of members joblib runs at a time, in its active backend (processes, Dask, Ray, Spark); each GPU of
+    a machine takes a chunk. None trains here.
     **options: everything else that `fit` accepts, the same for all members: epochs, batch_size, optimizer, engine, ….
 
     A member is the run `torch.manual_seed(seed); model = make_model(…); ol.fit(model, …, seed=seed)`, to the same bits on a
@@ -106,7 +109,7 @@ def sweep(
         "data": fingerprint(trial),
     } if checkpoint is not None else {}  # fmt: skip
     with open_store(checkpoint, about) as store:
-        driver = Driver(members, runs, metric, store, make_sweep_progress(progress), called)
+        driver = Driver(members, runs, metric, store, make_sweep_progress(progress), called, n_jobs)
         return driver.run(halving=strategy == "halving")
 
 
