@@ -2,6 +2,7 @@
 # make test      install the test tools too, run the linters and the test suite
 # make test-all  the same, with full products of test parameters instead of pairs
 # make bench     run the benchmarks
+# make dist      build the wheel and the source distribution into dist/
 # make readme    write the results in benchmarks/results/ into README.md and docs/
 # Pass flags with ARGS, for example: make train ARGS="--data-dir ~/mnist --epochs 2"
 
@@ -9,33 +10,37 @@ SHELL := bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV := .venv
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 TRAIN_READY := $(VENV)/.train-ready
 TEST_READY := $(VENV)/.test-ready
 
-.PHONY: train test test-all lint bench readme clean
+.PHONY: train test test-all lint bench dist readme clean
 
 train: $(TRAIN_READY)
-	$(VENV)/bin/onelaunch train $(ARGS)
+	$(BIN)/onelaunch train $(ARGS)
 
 test: lint
-	$(VENV)/bin/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 test-all: ARGS += --all-cases
 test-all: test
 
 lint: $(TEST_READY)
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 bench: $(TRAIN_READY)
-	$(VENV)/bin/onelaunch bench $(ARGS)
+	$(BIN)/onelaunch bench $(ARGS)
+
+dist: $(TEST_READY)
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 readme: $(TRAIN_READY)
-	$(VENV)/bin/python -m onelaunch.report.readme
+	$(BIN)/python -m onelaunch.report.readme
 
 # Of pip's output, the downloads of 10 MB and more and the number of packages; errors go to stderr and are always shown.
-INSTALL = $(VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable
 BRIEFLY = | awk '/Downloading .*\(([0-9]+[0-9]\.[0-9]+ MB|.* GB)\)/ { print "download", $$2, $$3, $$4; fflush() } \
 	/^Installing collected packages/ { print "install ", split($$0, names, ","), "packages"; fflush() }'
 

@@ -1,3 +1,3 @@
 """The version of the package; pyproject.toml reads it from here."""
 
-VERSION = "0.1.0"
+VERSION = "1.0.0"

@@ -24,6 +24,7 @@ COMMANDS = (
     commands.bench,
     commands.report,
     commands.explain,
+    commands.examples,
     commands.info,
 )
 USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]  # typer's own class, or click's in older versions

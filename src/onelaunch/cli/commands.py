@@ -145,6 +145,18 @@ def explain(
     run_explain(model, input, device, dtype, eval, html, as_json)
 
 
+def examples(
+    out: Annotated[
+        Path | None, typer.Argument(help="The folder to write them to; if not given, they are listed.")
+    ] = None,
+) -> None:
+    """List the configurations and example scripts that come with onelaunch, or copy them into a folder."""
+    from onelaunch.shipped import copy_shipped, shipped_files
+
+    for name in shipped_files() if out is None else copy_shipped(out):
+        typer.echo(str(name))
+
+
 def info() -> None:
     """Show versions, devices, and which engines can run here and why the others cannot."""
     from onelaunch.cli.info import run_info

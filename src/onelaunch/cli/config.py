@@ -17,6 +17,7 @@ from onelaunch.run import table_defaults
 from onelaunch.run.options import LOSSES, Options, one_of, option
 from onelaunch.run.schedule import SCHEDULES
 from onelaunch.run.spec import Spec
+from onelaunch.shipped import find_config
 from onelaunch.table_names import TASKS, is_table_file
 
 TASK_OF_LOSS = {"cross_entropy": "classification", "mse": "regression"}
@@ -79,9 +80,9 @@ class TrainConfig(Options):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The keys of a TOML file, not checked yet."""
+    """The keys of a TOML file, or of the shipped configuration of that name; not checked yet."""
     try:
-        return tomllib.loads(read_text(path))
+        return tomllib.loads(read_text(find_config(path)))
     except OSError as error:
         from onelaunch.data import NAMES
 
