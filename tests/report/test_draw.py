@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onelaunch.colours import DARK, LIGHT, OWN_COLOUR, SERIES
 from onelaunch.report.draw import WIDTH, Bar, Line, _tick, bar_chart, line_chart
 from onelaunch.report.palette import Palette
 from onelaunch.report.standalone import standalone
@@ -85,14 +86,46 @@ def test_x_ticks_are_sorted_and_unique():
 
 
 def test_more_lines_than_colours_look_different():
-    palette = Palette()
-    looks = [palette.look(f"name {number}") for number in range(40)]
-    assert len(set(looks)) == 40
-    assert palette.look("name 3") == looks[3]
-    lines = [Line(f"name {number}", [1, 2], [1.0, 2.0]) for number in range(12)]
-    svg = line_chart("c", "t", lines, x_label="x", y_label="y", palette=palette)
-    drawn = re.findall(r'<path class="(l\d d\d)" [^>]*><title>', svg)
-    assert drawn == [f"l{look.colour} d{look.form}" for look in looks[:12]]
+    names = [f"name {number}" for number in range(30)]
+    palette = Palette(names)
+    looks = [palette.look(name) for name in names]
+    assert len(set(looks)) == 30
+    svg = line_chart("c", "t", [Line(n, [1, 2], [1.0, 2.0]) for n in names], x_label="x", y_label="y", palette=palette)
+    drawn = re.findall(r'<path class="(l\d+(?: d\d)?)" [^>]*><title>', svg)
+    assert len(set(drawn)) == 30
+    assert drawn[:SERIES] == [f"l{number}" for number in range(SERIES)], "dashes only where the colours are used up"
+
+
+def test_a_name_has_its_own_colour_whoever_is_drawn_before():
+    contenders = [name for name in OWN_COLOUR if name not in ("training", "validation")]
+    palette = Palette([f"run {number}" for number in range(5)], ["validation", "training"], ["x", *contenders])
+    assert [palette.look(name).colour for name in ("training", "validation")] == [0, 1]
+    assert {name: palette.look(name).colour for name in contenders} == {name: OWN_COLOUR[name] for name in contenders}
+    assert palette.look("x").colour not in OWN_COLOUR.values()
+
+
+def lab(colour: str) -> tuple[float, ...]:
+    """CIELAB, in which a distance of 2 is just visible."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    xyz = (
+        0.4339 * r + 0.3762 * g + 0.1899 * b,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        0.0177 * r + 0.1095 * g + 0.8729 * b,
+    )
+    x, y, z = (t ** (1 / 3) if t > 0.008856 else 7.787 * t + 16 / 116 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+def test_no_two_series_have_similar_colours(colours):
+    series = [lab(colours[f"s{number}"]) for number in range(SERIES)]
+    assert min(math.dist(one, other) for one, other in itertools.combinations(series, 2)) > 29
+
+
+def test_a_long_line_has_a_few_markers():
+    svg = line_chart("c", "t", [Line("a", range(300), range(300))], x_label="x", y_label="y")
+    assert 4 <= svg.count('<path class="m0"') - 1 <= 6  # without that of the legend
 
 
 def test_every_dot_has_its_number():

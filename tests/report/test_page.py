@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from onelaunch.colours import DARK, LIGHT, SERIES
 from onelaunch.report.comparison import agreement, noise
-from onelaunch.report.theme import DARK, LIGHT, SERIES
 from onelaunch.report.write import write_report
 from onelaunch.train.run_folder import METRICS
 from tests.report.outline import Outline
@@ -118,18 +118,33 @@ def test_a_name_looks_the_same_in_every_figure(tmp_path, inputs):
     markers: dict[str, set[str]] = {}
     figures: dict[str, int] = {}
     for colour, shape, name in re.findall(
-        r'<path class="m(\d)" [^>]*d="([^"]*)"></path><text [^>]*>([^<]*)</text>', html
+        r'<path class="m(\d+)" [^>]*d="([^"]*)"></path><text [^>]*>([^<]*)</text>', html
     ):
         colours.setdefault(name, set()).add(colour)
         markers.setdefault(name, set()).add(shape)
         figures[name] = figures.get(name, 0) + 1
-    for kind, colour, name in re.findall(r'class="([lm])(\d)(?: d\d)?" [^>]*><title>([^<:]*)[:<]', html):
+    for kind, colour, name in re.findall(r'class="([lm])(\d+)(?: d\d)?" [^>]*><title>([^<:]*)[:<]', html):
         assert kind
         colours.setdefault(name, set()).add(colour)
     assert figures["torch eager"] >= 6
     assert figures["onelaunch resident"] >= 4
     assert all(len(found) == 1 for found in (*colours.values(), *markers.values()))
-    assert {name for name, found in colours.items() if found <= {"0", "1"}} >= {"onelaunch", "onelaunch resident"}
+    assert colours["onelaunch"] == {"0"}
+
+
+def test_contenders_of_a_whole_page_differ(tmp_path):
+    one, other = compare_results(), compare_results()
+    for number, name in enumerate(
+        ["onelaunch eager", "onelaunch cpu", "onelaunch graph", "JAX scan", "peer 1", "peer 2"]
+    ):
+        (one if number % 2 else other)["contenders"][name] = one["contenders"]["torch.compile"]
+    for number, results in enumerate((one, other)):
+        (tmp_path / f"{number}.json").write_text(json.dumps(results))
+    html = write_report([tmp_path], tmp_path / "page.html").read_text()
+    names = {*one["contenders"], *other["contenders"]}
+    found = set(re.findall(r'<path class="(l\d+(?: d\d)?)" [^>]*><title>([^<:]*)<', html))
+    assert {name for _, name in found} >= names
+    assert len({look for look, name in found if name in names}) == len(names)
 
 
 def test_the_section_of_a_run(tmp_path):

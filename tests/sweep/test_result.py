@@ -85,7 +85,7 @@ def test_the_page_holds_everything_and_fetches_nothing(result, tmp_path):
     assert [entry["name"] for entry in data["parameters"]] == ["lr", "width"]
     assert len(data["rows"]) == 6
     assert data["rows"][-1]["mean"] is None
-    assert "prefers-color-scheme: dark" in text
+    assert "prefers-color-scheme:dark" in text
     assert "width=device-width" in text
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from onelaunch.colours import colour_rules
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
 
@@ -30,4 +31,5 @@ def page(explanation: dict[str, Any]) -> str:
     template = importlib.resources.files("onelaunch.fuse").joinpath("page.html").read_text(encoding="utf-8")
     # A label may hold anything, "</script>" too.
     data = json.dumps(explanation).replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    template = template.replace("{{colours}}", colour_rules(":root"))
     return template.replace("{{title}}", html.escape(explanation["model"])).replace("{{data}}", data)

@@ -16,9 +16,11 @@ from html import escape
 from itertools import pairwise
 from typing import Protocol
 
+from onelaunch.colours import SERIES
 from onelaunch.format import format_number, replace_control_characters
 from onelaunch.report.palette import Look, Palette
 from onelaunch.report.scale import Scale, fitted
+from onelaunch.report.theme import DASHES
 
 WIDTH, HEIGHT = 330, 250
 LEFT, RIGHT, BOTTOM = 62, 14, 44
@@ -26,7 +28,7 @@ CHARACTER, BOLD_CHARACTER = 6.9, 7.8  # width in units of a character of 12.5-un
 MAX_WHISKER = 2.0  # times the bar's length
 CLUSTER = 7.0  # dots closer than this share a label
 MIN_BAR = 50  # units that the words beside the longest bar leave for it
-MAX_MARKERS = 14  # a line with more points has no markers
+MAX_MARKERS, MARKERS_ALONG = 14, 5  # a line with more points than the first has markers at a few of them
 MARKERS = ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0", "M-3.5-3.5h7v7h-7z", "M0-4.6L4.4 3.4H-4.4z", "M0-5L5 0L0 5L-5 0z",
            "M0 4.6L4.4-3.4H-4.4z", "M-1.5-4.5h3v9h-3z", "M-4.5-1.5h9v3h-9z")  # fmt: skip
 
@@ -101,6 +103,7 @@ def line_chart(
     """Lines, with a legend. `x_ticks` marks the x axis at values that suit it better than round numbers. `palette` is the
     page's, so that a name looks the same in all figures."""
     palette = palette or Palette()
+    palette.add(line.name for line in lines)
     looks = [palette.look(line.name) for line in lines]
     legend, top = _legend(lines, looks)
     top += 22  # for the name of the y axis
@@ -164,12 +167,12 @@ def _legend(lines: Sequence[Line], looks: Sequence[Look]) -> tuple[str, float]:
 
 
 def _stroke(look: Look) -> str:
-    return f"l{look.colour} d{look.form}"
+    return f"l{look.colour}" + (f" d{1 + (look.turn - 1) % (len(DASHES) - 1)}" if look.turn else "")
 
 
 def _marker(look: Look, x: float, y: float, words: str = "") -> str:
     title = f"<title>{escape(words)}</title>" if words else ""
-    shape = MARKERS[look.form]
+    shape = MARKERS[look.form % len(MARKERS)]
     return f'<path class="m{look.colour}" transform="translate({coordinate(x)} {coordinate(y)})" d="{shape}">{title}</path>'
 
 
@@ -199,8 +202,13 @@ def _line(line: Line, look: Look, x: Scale, y: Scale, write_x: Write, write_y: W
         parts.append(
             f'<path class="{_stroke(look)}" d="M{coordinate(first[0])} {coordinate(first[1])}{course}">{words}</path>'
         )
-    if line.dots or len(points) <= MAX_MARKERS:
-        parts += [_marker(look, px, py, words) for px, py, words, _ in points]
+    marked = points
+    if (
+        not line.dots and len(points) > MAX_MARKERS
+    ):  # each line at other places, so that lines on top of each other show
+        offset = (look.form + 1) * len(points) // (MARKERS_ALONG * (SERIES + 1)) % len(points)
+        marked = points[offset :: max(1, len(points) // MARKERS_ALONG)]
+    parts += [_marker(look, px, py, words) for px, py, words, _ in marked]
     if line.dots:
         parts.append(_numbers([(px, py, number) for px, py, _, number in points]))
     return "".join(parts)

@@ -1,24 +1,47 @@
-"""The colour, dashes and marker of each name, which are the same in every figure of a page."""
+"""The colour and marker of each name, which are the same in every figure of a page."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import count
 from typing import NamedTuple
 
-from onelaunch.report.theme import SERIES
+from onelaunch.colours import OWN_COLOUR, SERIES
 
 
 class Look(NamedTuple):
     colour: int
-    form: int  # index of the dashes and of the marker
+    turn: int = 0  # above 0 the line has dashes: the figure has more names than there are colours
+
+    @property
+    def form(self) -> int:
+        """A number for its marker."""
+        return self.colour + 3 * self.turn
 
 
 class Palette:
-    """Names get their looks in the order in which they are first drawn. When the colours are used up, the forms are shifted by
-    one, so that names of the same colour differ in dashes and marker."""
+    """A name keeps the look that it gets first. No two names of one group look alike."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
+    def __init__(self, *groups: Iterable[str]) -> None:
+        self._looks: dict[str, Look] = {}
+        for group in groups:
+            self.add(group)
+
+    def add(self, group: Iterable[str]) -> None:
+        """Give a look to each name that has none: its own colour, or the first one that nobody in the group has or owns."""
+        names = list(dict.fromkeys(group))
+        taken = {self._looks[name] for name in names if name in self._looks}
+        owned = {OWN_COLOUR[name] for name in names if name in OWN_COLOUR}
+        for name in names:
+            if name in self._looks:
+                continue
+            look = Look(OWN_COLOUR.get(name, -1))
+            if look.colour < 0 or look in taken:
+                free = (Look(n % SERIES, n // SERIES) for n in count() if n >= SERIES or n not in owned)
+                look = next(look for look in free if look not in taken)
+            self._looks[name] = look
+            taken.add(look)
 
     def look(self, name: str) -> Look:
-        number = self._numbers.setdefault(name, len(self._numbers))
-        return Look(number % SERIES, (number + number // SERIES) % SERIES)
+        self.add([name])
+        return self._looks[name]

@@ -1,39 +1,10 @@
-"""Colours and type, for the page and for each figure in a file of its own.
-
-Series differ in colour, in dashes and in marker. Words have a contrast of at least 4.5 against their background, shapes of at
-least 3.
-"""
+"""Type and layout, for the page and for each figure in a file of its own. The colours are those of `onelaunch.colours`."""
 
 from __future__ import annotations
 
-LIGHT = {
-    "ground": "#ffffff", "panel": "#f6f7f9", "text": "#1b1f24", "soft": "#57606a", "line": "#d0d7de", "link": "#0a58ca",
-    "shade": "#1b1f2459",
-    "s0": "#0b57d0", "s1": "#b3450a", "s2": "#176f3c", "s3": "#7a2aa8", "s4": "#b0215c", "s5": "#0d6b7d", "s6": "#5c5650",
-    "other": "#7b8794", "good": "#176f3c", "bad": "#b42318",
-}  # fmt: skip
-DARK = {
-    "ground": "#0f1318", "panel": "#181d24", "text": "#e6eaf0", "soft": "#a3adba", "line": "#38414d", "link": "#8ab8ff",
-    "shade": "#e6eaf059",
-    "s0": "#7db1ff", "s1": "#ffa361", "s2": "#6fd694", "s3": "#cf9bff", "s4": "#ff8fb8", "s5": "#5fd4e6", "s6": "#bdb5aa",
-    "other": "#8793a1", "good": "#6fd694", "bad": "#ff8a80",
-}  # fmt: skip
-SERIES = 7
-DASHES = ("", "7 3", "2 3", "9 3 2 3", "5 5", "1 4", "12 4")
+from onelaunch.colours import SERIES, colour_rules
 
-
-def _variables(colours: dict[str, str]) -> str:
-    return "".join(f"--{name}:{value};" for name, value in colours.items())
-
-
-def colour_rules(where: str) -> str:
-    """CSS variables of the selector `where` for the colours: light or dark as the reader's system is, light in print."""
-    return (
-        f"{where}{{{_variables(LIGHT)}color-scheme:light dark}}"
-        f"@media (prefers-color-scheme:dark){{{where}{{{_variables(DARK)}}}}}"
-        f"@media print{{{where}{{{_variables(LIGHT)}}}}}"
-    )
-
+DASHES = ("", "7 3", "2 3")  # by the turn of a look
 
 FIGURE = (
     "svg.chart{font:12.5px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
@@ -44,10 +15,10 @@ FIGURE = (
     ".chart .dot{font-size:11.5px;paint-order:stroke;stroke:var(--panel);stroke-width:3px}"
     + "".join(
         f".chart .l{i}{{stroke:var(--s{i});stroke-width:2;fill:none;stroke-linejoin:round}}"
-        + (f".chart .d{i}{{stroke-dasharray:{DASHES[i]}}}" if DASHES[i] else "")
         + f".chart .m{i}{{fill:var(--s{i})}}.chart .b{i}{{fill:var(--s{i});opacity:.18}}"
         for i in range(SERIES)
     )
+    + "".join(f".chart .d{turn}{{stroke-dasharray:{dashes}}}" for turn, dashes in enumerate(DASHES) if dashes)
 )
 
 PAGE = """

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
@@ -65,13 +66,16 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
 
 
 def _palette(sources: Iterable[Source]) -> Palette:
-    """A palette whose first colours are for ours, whatever is drawn first."""
-    palette = Palette()
-    for source in sources:
-        names = {"bench": [OURS], "compare": source.content.get("contenders", ())}.get(source.kind, ())
-        for name in filter(is_ours, names):
-            palette.look(name)
-    return palette
+    """Contenders are told apart on the whole page, whichever of its figures they are in."""
+    names = [name for source in sources if source.kind == "compare" for name in _contenders(source.content)]
+    return Palette([OURS, *sorted(dict.fromkeys(names), key=lambda name: not is_ours(name))])
+
+
+def _contenders(content: dict[str, Any]) -> list[str]:
+    """All names that the figures of a comparison may show; a damaged file has none."""
+    sizes = content.get("sizes")
+    parts = (content.get("contenders"), content.get("memory"), isinstance(sizes, dict) and sizes.get("step_seconds"))
+    return [name for part in parts if isinstance(part, dict) for name in part]
 
 
 def _sections(source: Source, identity: str, palette: Palette) -> list[Section]:

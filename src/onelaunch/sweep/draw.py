@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from onelaunch.colours import LIGHT
 from onelaunch.integers import ceil_div
 from onelaunch.sweep.member import Record
 from onelaunch.sweep.ranking import Row
 from onelaunch.sweep.table import Table
-from onelaunch.train.curves import save_figure
+from onelaunch.train.figure_style import add_axes, add_legend, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,16 +29,14 @@ Records = Mapping[int, Record]
 
 def draw_sweep(table: Table, records: Records, path: Path) -> Path:
     """Write the figure to `path`, whose suffix (.png, .svg or .pdf) selects the format, and return `path`."""
-    from matplotlib.figure import Figure  # no pyplot: no backend, no global state, safe in threads
-
     names = [name for name in table.names if len({repr(row.parameters.get(name)) for row in table}) > 1]
     rows = ceil_div(len(names) + 1, COLUMNS)
     columns = min(COLUMNS, len(names) + 1)
-    figure = Figure(figsize=(4.2 * columns, 3.4 * rows), layout="constrained", dpi=150)
-    figure.suptitle(f"{len(table):,} candidates, {len(records):,} members", fontsize=10)
+    figure = new_figure(f"{len(table):,} candidates, {len(records):,} members", 4.2 * columns, 3.4 * rows)
     for number, name in enumerate(names, 1):
-        _draw_parameter(figure.add_subplot(rows, columns, number), table, name)
-    _draw_curves(figure.add_subplot(rows, columns, len(names) + 1), table, records)
+        _draw_parameter(add_axes(figure, rows, columns, number, x=name, y=table.heading), table, name)
+    axes = add_axes(figure, rows, columns, len(names) + 1, x="epoch", y=table.heading)
+    _draw_curves(axes, table, records)
     return save_figure(figure, path)
 
 
@@ -63,13 +62,11 @@ def _draw_parameter(axes: Axes, table: Table, name: str) -> None:
         axes.set_xticks(list(known.values()), list(known), rotation=45 if len(known) > MAX_NAMES else 0)
     elif scale == "log":
         axes.set_xscale("log")
-    axes.plot(places, [row.mean for row in rows], "o", markersize=4, alpha=0.6, linestyle="none")
+    axes.plot(places, [row.mean for row in rows], "o", markersize=5, alpha=0.6, linestyle="none", markeredgewidth=0)
     best = table.rows[0]
     if rows and best is rows[0]:
-        axes.plot(places[0], best.mean, "*", markersize=12, label="best")
-        axes.legend(frameon=False)
-    axes.set_xlabel(name)
-    axes.set_ylabel(table.heading)
+        axes.plot(places[0], best.mean, "*", markersize=13, label="best", color=LIGHT["pick"])
+        add_legend(axes)
 
 
 def _in_order(values: list[Any]) -> list[Any]:
@@ -89,7 +86,5 @@ def mean_curve(records: Records, row: Row, metric: str) -> np.ndarray[Any, Any]:
 def _draw_curves(axes: Axes, table: Table, records: Records) -> None:
     for number, row in enumerate(table.rows[:CURVES], 1):
         curve = mean_curve(records, row, table.metric)
-        axes.plot(np.arange(1, len(curve) + 1), curve, label=f"{number}")
-    axes.set_xlabel("epoch")
-    axes.set_ylabel(table.heading)
-    axes.legend(title="rank", frameon=False)
+        axes.plot(np.arange(1, len(curve) + 1), curve, linewidth=2, label=f"{number}")
+    add_legend(axes, title="rank")

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from onelaunch.colours import colour_rules
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
 from onelaunch.run.metric_names import is_loss
@@ -36,7 +37,8 @@ def page(table: Table, records: Records, about: dict[str, Any]) -> str:
     template = importlib.resources.files("onelaunch.sweep").joinpath("page.html").read_text(encoding="utf-8")
     # A value may hold anything, "</script>" too.
     data = json.dumps(content(table, records, about), allow_nan=False).replace("<", "\\u003c")
-    return template.replace("{{data}}", data.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
+    data = data.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    return template.replace("{{colours}}", colour_rules(":root")).replace("{{data}}", data)
 
 
 def content(table: Table, records: Records, about: dict[str, Any]) -> dict[str, Any]:

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from onelaunch.colours import LIGHT
 from onelaunch.engines import choose, engine_or_reason
 from onelaunch.engines.contract import Engine, Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer, suggest
 from onelaunch.run.options import Options
 from onelaunch.run.spec import Spec
-from onelaunch.train.curves import new_axes, save_figure
+from onelaunch.train.figure_style import add_axes, add_legend, new_figure, save_figure
 from onelaunch.train.inputs import make_run
 
 SMOOTHING = 0.9  # of the running mean over the losses
@@ -52,13 +53,13 @@ class LrRange:
 
     def plot(self, path: str | Path) -> Path:
         """Draw loss over learning rate into an image file (.png, .svg or .pdf) and return its path."""
-        figure, axes = new_axes(f"suggested learning rate: {self.suggestion:.2g}")
-        axes.plot(self.lrs, self.losses, color="0.75", linewidth=0.8, label="each step")
-        axes.plot(self.lrs, self.smoothed, label="running mean")
-        axes.axvline(self.suggestion, color="C3", linestyle="--", linewidth=1, label="steepest descent")
-        axes.set(xlabel="learning rate", ylabel="loss", xscale="log")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        figure = new_figure(f"suggested learning rate: {self.suggestion:.2g}", 5.2, 3.8)
+        axes = add_axes(figure, 1, 1, 1, x="learning rate", y="loss")
+        axes.plot(self.lrs, self.losses, color=LIGHT["low"], linewidth=1, label="each step")
+        axes.plot(self.lrs, self.smoothed, linewidth=2, label="running mean")
+        axes.axvline(self.suggestion, color=LIGHT["pick"], linestyle="--", linewidth=1.2, label="steepest descent")
+        axes.set_xscale("log")
+        add_legend(axes)
         return save_figure(figure, Path(path))
 
     def __repr__(self) -> str:
