@@ -17,6 +17,7 @@ from onelaunch.version import VERSION
 
 COMMANDS = (
     commands.train,
+    commands.sweep,
     commands.predict,
     commands.evaluate,
     commands.export,

@@ -33,6 +33,25 @@ def train(
 
 
 @with_flags(TrainConfig)
+def sweep(
+    config: Annotated[Path, typer.Argument(help="A TOML file, as for `onelaunch train`, with lists of values to try.")],
+    strategy: Annotated[str | None, typer.Option(help="grid, random (with --n) or halving; default: grid.")] = None,
+    n: Annotated[int | None, typer.Option(help="Number of random candidates.")] = None,
+    folds: Annotated[int | None, typer.Option(help="Validate by cross-validation instead of on the test rows.")] = None,
+    metric: Annotated[str | None, typer.Option(help="Compare by this: accuracy, loss or one of --metrics.")] = None,
+    n_jobs: Annotated[int | None, typer.Option(help="Chunks of members that joblib runs at a time.")] = None,
+    progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
+    flags: dict[str, Any] | None = None,
+) -> None:
+    """Train every combination of the lists in a config together, and the best one into a run folder of its own."""
+    from onelaunch.cli.sweep import run_sweep
+
+    raise_on_interrupt()
+    own = {"strategy": strategy, "n": n, "folds": folds, "metric": metric, "n_jobs": n_jobs}
+    run_sweep(config, {name: value for name, value in own.items() if value is not None}, progress, flags or {})
+
+
+@with_flags(TrainConfig)
 def compare(
     config: Annotated[Path | None, typer.Argument(help="A TOML file, as for `onelaunch train`.")] = None,
     sizes: Annotated[

@@ -71,7 +71,7 @@ def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
     try:
         folder.refuse_lost_checkpoint()
         with fits_into_memory():
-            _train(folder, settings, dataset, model, progress, resumes=resume is not None)
+            train_into(folder, settings, dataset, model, progress, resumes=resume is not None)
     except (OnelaunchError, KeyboardInterrupt):
         if resume is None:
             folder.discard()  # keeps a folder that has a checkpoint
@@ -182,9 +182,10 @@ class _Narrator(Listener):
         self.folder.epoch(history, record)
 
 
-def _train(
+def train_into(
     folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn.Module, progress: bool, *, resumes: bool
 ) -> None:
+    """Train `model` and keep everything about the run in `folder`."""
     device = "cpu" if settings.engine == "cpu" else default_device()
     model = model.to(device)
     folder.begin(

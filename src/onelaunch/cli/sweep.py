@@ -1,0 +1,175 @@
+"""`onelaunch sweep CONFIG`: trains every combination of the lists in a config, and keeps table, page and best model."""
+
+from __future__ import annotations
+
+import csv
+import io
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from rich.console import Console
+from torch import nn
+
+from onelaunch.cli.config import TrainConfig, make_config, read_config
+from onelaunch.cli.train import build, fits_into_memory, load_data, options_of, say, train_into, widths_of
+from onelaunch.data import Dataset
+from onelaunch.device import default_device
+from onelaunch.errors import OnelaunchError, abbreviate, reason_of
+from onelaunch.files import write_atomic
+from onelaunch.run.options import Options
+from onelaunch.sweep import Sweep, sweep
+from onelaunch.train.run_folder import CONFIG, RunFolder
+
+OWN = {"strategy": str, "n": int, "folds": int, "metric": str, "n_jobs": int}  # keys of the file that `train` has not
+ARCHITECTURE = ("hidden", "layers", "activation", "dropout", "batch_norm")
+MEMBERS, TABLE, PAGE, FIGURE, BEST = "members", "table.csv", "sweep.html", "sweep.png", "best"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked config: the settings that all members share, the lists, and the arguments of `ol.sweep` alone."""
+
+    settings: TrainConfig
+    grid: dict[str, list[Any]]
+    own: dict[str, Any]
+
+
+def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str, Any]) -> None:
+    plan = make_plan(read_config(config), own, flags)
+    dataset, settings = load_data(plan.settings)
+    folder = _folder(settings.out, config)
+    say("sweep", ", ".join(f"{name}: {len(values)} values" for name, values in plan.grid.items()))
+    _write(folder / CONFIG, config.read_text(encoding="utf-8"))
+    options = {name: value for name, value in options_of(settings, dataset).items() if name not in plan.grid}
+    validation: dict[str, Any] = {} if "folds" in plan.own else {"validation": (dataset.test_x, dataset.test_y)}
+    with fits_into_memory():
+        result = sweep(
+            Maker(settings, dataset), dataset.x, dataset.y, grid=plan.grid, checkpoint=folder / MEMBERS, progress=progress,
+            **plan.own, **validation, **options,
+        )  # fmt: skip
+    _report(folder, result)
+    if result.interrupted:
+        say(
+            "stopped",
+            f"saved; continue with: onelaunch sweep {shlex.quote(str(config))} --out {shlex.quote(str(folder))}",
+        )
+        raise KeyboardInterrupt("announced")
+    _train_best(folder / BEST, plan, settings, dataset, result, progress)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes the network of a member. Its parameters are keys of the config."""
+
+    settings: TrainConfig
+    dataset: Dataset
+
+    def __call__(
+        self, seed: int, hidden: Any = None, layers: Any = None, activation: Any = None, dropout: Any = None,
+        batch_norm: Any = None,
+    ) -> nn.Module:  # fmt: skip
+        given = {
+            "hidden": hidden,
+            "layers": layers,
+            "activation": activation,
+            "dropout": dropout,
+            "batch_norm": batch_norm,
+        }
+        changed = {name: value for name, value in given.items() if value is not None}
+        settings = replace(self.settings, seed=seed, **changed)
+        if hidden is not None:
+            settings = replace(settings, layers=None)
+        model = build(settings, widths_of(settings, self.dataset))
+        return model.to("cpu" if settings.engine == "cpu" else default_device())
+
+
+def make_plan(from_file: dict[str, Any], own: dict[str, Any], flags: dict[str, Any]) -> Plan:
+    """Tell lists of values from values, and check both. A flag replaces the file's key, and its list."""
+    given = dict(from_file)
+    found_own = {name: given.pop(name) for name in OWN if name in given} | own
+    for name, value in found_own.items():
+        if isinstance(value, bool) or not isinstance(value, OWN[name]):
+            raise OnelaunchError(f"{name}={abbreviate(value)} has the wrong type: expected {OWN[name].__name__}")
+    types = get_type_hints(TrainConfig)
+    grid = {name: value for name, value in given.items() if name not in flags and _is_grid(value, types.get(name))}
+    for name, values in grid.items():
+        if name in types and name not in Options.__dataclass_fields__ and name not in ARCHITECTURE:
+            raise OnelaunchError(f"{name}={abbreviate(values)} cannot be a list: it is the same for all members")
+        if not values:
+            raise OnelaunchError(f"{name}=[] is empty: pass at least one value")
+    base = {name: value for name, value in given.items() if name not in grid}
+    checked: dict[str, list[Any]] = {name: [] for name in grid}
+    settings = make_config({**base, **{name: values[0] for name, values in grid.items()}}, flags)
+    for name, values in grid.items():
+        others = {other: choices[0] for other, choices in grid.items() if other != name}
+        for value in values:
+            found = getattr(make_config({**base, **others, name: value}, flags), name)
+            checked[name].append(tuple(found) if name == "betas" else found)
+    if not checked:
+        raise OnelaunchError("config has no list of values to try: write for example lr = [0.001, 0.01]")
+    return Plan(settings, checked, found_own)
+
+
+def _is_grid(value: Any, annotation: Any) -> bool:
+    """Whether a value of the file is a list of values, for a key of this type."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    takes_list = any(get_origin(kind) in (list, tuple) for kind in kinds)
+    return isinstance(value, list) and (not takes_list or any(isinstance(entry, list) for entry in value))
+
+
+def _folder(out: str | None, config: Path) -> Path:
+    """A new folder, or that of an earlier start of a sweep, which continues there."""
+    if out is not None and (Path(out).expanduser() / MEMBERS).is_dir():
+        return Path(out).expanduser()
+    folder = RunFolder.create(out, config.stem)
+    folder.close()
+    return folder.path
+
+
+def _report(folder: Path, result: Sweep) -> None:
+    text = io.StringIO()
+    rows = result.table.to_dicts()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    _write(folder / TABLE, text.getvalue())
+    result.plot(folder / FIGURE)
+    result.html(folder / PAGE)
+    Console().print(result.table)
+    for index, reason in list(result.failures.items())[:3]:
+        say("failed", f"{result.members[index]}: {reason}")
+    say("table", str(folder / TABLE))
+    say("page", str(folder / PAGE))
+
+
+def _train_best(path: Path, plan: Plan, settings: TrainConfig, dataset: Dataset, result: Sweep, progress: bool) -> None:
+    """Train the best candidate on all training rows into a run folder of its own, which `ol.load` and `predict` take."""
+    row = result.best
+    assert row.best_member is not None
+    best = result.members[row.best_member]
+    changed: dict[str, Any] = {
+        name: list(value) if name == "betas" else value for name, value in row.parameters.items()
+    }
+    if "hidden" in changed:
+        changed["layers"] = None
+    settings = replace(settings, **changed, seed=best.seed, out=None)
+    say("best", f"{best}, {result.table.heading} {result.table.format_value(row.mean)}; trained on all training rows:")
+    if (path / CONFIG).exists():
+        folder = RunFolder.open(path)
+    else:
+        folder = RunFolder.create(str(path), "best")
+    try:
+        model = build(settings, widths_of(settings, dataset))
+        train_into(folder, settings, dataset, model, progress, resumes=folder.checkpoint.exists())
+    finally:
+        folder.close()
+
+
+def _write(path: Path, content: str) -> None:
+    try:
+        write_atomic(path, content)
+    except OSError as error:
+        raise OnelaunchError(f"{str(path)!r} cannot be written: {reason_of(error)}; pass another --out") from error

@@ -1,0 +1,94 @@
+"""`onelaunch sweep`: lists in a config, the folder it leaves, and the best model as a run of its own."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import onelaunch as ol
+
+CONFIG = """
+data = "blobs.npz"
+hidden = [[4], [6, 5]]
+lr = [0.001, 0.03]
+seed = [0, 1]
+dropout = 0.0
+epochs = 2
+batch_size = 64
+"""
+
+
+@pytest.fixture
+def config(tmp_path, blobs):
+    path = tmp_path / "grid.toml"
+    path.write_text(CONFIG)
+    return path
+
+
+def table(folder):
+    return list(csv.DictReader((folder / "table.csv").read_text().splitlines()))
+
+
+def test_the_folder_has_table_page_and_best_model(cli, config, tmp_path):
+    outcome = cli("sweep", config, "--out", "found", "--no-progress")
+    assert outcome.code == 0, outcome.err
+    assert "4 candidates" in outcome.out
+    folder = tmp_path / "found"
+    rows = table(folder)
+    assert len(rows) == 4
+    assert rows[0]["hidden"] in ("[4]", "[6, 5]")
+    assert float(rows[0]["mean"]) >= float(rows[-1]["mean"])
+    assert (folder / "sweep.html").stat().st_size > 5000
+    assert (folder / "sweep.png").exists()
+    best = ol.load(folder / "best")
+    assert best.predict(np.zeros((2, 5), np.float32)).shape == (2,)
+    again = cli("sweep", config, "--out", "found", "--no-progress")
+    assert again.code == 0, again.err
+    assert table(folder) == rows
+
+
+def test_folds_and_flags(cli, config, tmp_path):
+    outcome = cli("sweep", config, "--out", "found", "--folds", 2, "--lr", 0.01, "--strategy", "random", "--n", 1)
+    assert outcome.code == 0, outcome.err
+    rows = table(tmp_path / "found")
+    assert [row["members"] for row in rows] == ["4"]
+    assert "lr" not in rows[0]
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("lr = [0.1, -1.0]", "lr=-1.0 must be a finite number"),
+    ('optimizer = ["adam", "sdg"]', "optimizer='sdg' is not known"),
+    ("lrr = [0.1]", "config key 'lrr' is not known; did you mean 'lr'?"),
+    ('data = ["a.npz", "b.npz"]', "cannot be a list: it is the same for all members"),
+    ("lr = []", "lr=[] is empty"),
+    ("folds = [2, 3]", "folds=[2, 3] has the wrong type"),
+])  # fmt: skip
+def test_mistakes_are_one_line(cli, tmp_path, blobs, line, message):
+    path = tmp_path / "bad.toml"
+    path.write_text(line + ("" if line.startswith("data") else '\ndata = "blobs.npz"') + "\nepochs = 1\n")
+    outcome = cli("sweep", path, "--out", "found")
+    assert outcome.code == 2
+    assert message in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_config_without_lists(cli, tmp_path, blobs):
+    path = tmp_path / "one.toml"
+    path.write_text('data = "blobs.npz"\n')
+    assert "no list of values" in cli("sweep", path).err
+
+
+def test_ctrl_c_keeps_what_is_finished(start, config, tmp_path):
+    config.write_text(CONFIG.replace("[0, 1]", str(list(range(3000)))))
+    process = start("sweep", config, "--out", "found", "--no-progress")
+    while not list((tmp_path / "found" / "members").glob("part-*")) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert "continue with: onelaunch sweep" in out
+    assert (tmp_path / "found" / "table.csv").exists()
