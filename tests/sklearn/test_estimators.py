@@ -61,10 +61,25 @@ def test_every_parameter_of_scikit_learn_that_is_promised():
     ours = set(MLPClassifier().get_params())
     assert {
         "hidden_layer_sizes", "activation", "alpha", "batch_size", "learning_rate_init", "max_iter", "early_stopping",
-        "validation_fraction", "n_iter_no_change", "tol", "random_state", "warm_start", "verbose",
+        "validation_fraction", "n_iter_no_change", "tol", "random_state", "warm_start", "verbose", "solver", "learning_rate",
+        "shuffle", "momentum", "nesterovs_momentum", "beta_1", "beta_2", "epsilon",
     } <= ours & set(sklearn.neural_network.MLPClassifier().get_params())  # fmt: skip
     assert {"dropout", "batch_norm", "layer_norm", "schedule", "optimizer", "precision", "engine", "device"} <= ours
     assert ours - set(MLPRegressor().get_params()) == {"class_weight", "label_smoothing"}
+
+
+def test_solvers_of_scikit_learn():
+    """What they mean is what `optimizer` and `schedule` mean."""
+    sgd, constant = {"solver": "sgd", "learning_rate": "constant"}, {"optimizer": "sgd", "schedule": "constant"}
+    for theirs, ours in (({"solver": "adam"}, {"optimizer": "adam"}), (sgd, constant)):
+        one, other = (MLPClassifier(**QUICK, **given).fit(IRIS_X, IRIS_Y) for given in (theirs, ours))
+        assert one.loss_curve_ == other.loss_curve_
+    sgd = {"solver": "sgd", "momentum": 0.5, "nesterovs_momentum": False}
+    plain, heavy = (MLPRegressor(**QUICK, **sgd | more) for more in ({"momentum": 0.0}, {}))
+    assert plain._optimizer_options() == {"optimizer": "sgd", "momentum": 0.0, "nesterov": False}
+    assert plain.fit(IRIS_X, IRIS_Y).loss_curve_ != heavy.fit(IRIS_X, IRIS_Y).loss_curve_
+    adam = MLPRegressor(solver="adam", beta_1=0.8, epsilon=1e-7)
+    assert adam._optimizer_options() == {"optimizer": "adam", "betas": (0.8, 0.95), "eps": 1e-7}
 
 
 def test_the_same_seed_gives_the_same_bits_in_any_order_of_the_rows(fitted):
@@ -234,6 +249,9 @@ def test_activations(activation):
         ({"device": "tpu"}, "device='tpu' is not known"),
         ({"n_estimators": 0}, "n_estimators=0 must be 1 or more"),
         ({"early_stopping": "sometimes"}, "early_stopping='sometimes' is not known"),
+        ({"solver": "lbfgs"}, "solver='lbfgs' is not one of adam, sgd: leave it out"),
+        ({"learning_rate": "adaptive"}, "learning_rate='adaptive' is not offered: pass 'constant', or schedule"),
+        ({"shuffle": False}, "shuffle=False: rows are always visited in random order"),
         ({"batch_norm": True, "layer_norm": True}, "pass one of the two"),
     ],
 )

@@ -33,6 +33,9 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
     early_stopping: hold out `validation_fraction` of the rows, stop after `n_iter_no_change` epochs in which the validation
     loss has not improved by `tol`, and keep the best epoch's weights. "auto": with more than 10,000 rows.
     random_state, warm_start, verbose: as in scikit-learn.
+    solver: "adam" or "sgd", instead of `optimizer`; momentum, nesterovs_momentum: of "sgd".
+    beta_1, beta_2, epsilon: of "adam" and "adamw"; None for our own.
+    learning_rate: "constant", instead of `schedule`. shuffle: True; rows are always visited in random order.
 
     Further parameters:
     dropout, batch_norm, layer_norm: in each hidden layer.
@@ -68,6 +71,14 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         label_smoothing: float = 0.0,
         schedule: str = defaults.SCHEDULE,
         optimizer: str = defaults.OPTIMIZER,
+        solver: str | None = None,
+        learning_rate: str | None = None,
+        shuffle: bool = True,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        beta_1: float | None = None,
+        beta_2: float | None = None,
+        epsilon: float | None = None,
         scale: str | None = "robust",
         n_estimators: int = 1,
         precision: str = "auto",
@@ -79,8 +90,9 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
             max_iter=max_iter, early_stopping=early_stopping, validation_fraction=validation_fraction,
             n_iter_no_change=n_iter_no_change, tol=tol, random_state=random_state, warm_start=warm_start,
             verbose=verbose, dropout=dropout, batch_norm=batch_norm, layer_norm=layer_norm, schedule=schedule,
-            optimizer=optimizer, scale=scale, n_estimators=n_estimators, precision=precision, engine=engine,
-            device=device,
+            optimizer=optimizer, solver=solver, learning_rate=learning_rate, shuffle=shuffle, momentum=momentum,
+            nesterovs_momentum=nesterovs_momentum, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, scale=scale,
+            n_estimators=n_estimators, precision=precision, engine=engine, device=device,
         )  # fmt: skip
         self.class_weight = class_weight
         self.label_smoothing = label_smoothing

@@ -28,6 +28,7 @@ from onelaunch.train.predict import float64_outputs
 
 MIN_ROWS_TO_STOP_EARLY = 10_000  # with early_stopping="auto"
 SCALES = ("robust",)
+SOLVERS = ("adam", "sgd")  # scikit-learn's, but for lbfgs
 ACTIVATION_ALIASES = {"logistic": "sigmoid", "identity": None}  # scikit-learn's names
 
 
@@ -59,6 +60,14 @@ class BaseMLP(BaseEstimator):
         layer_norm: bool = False,
         schedule: str = defaults.SCHEDULE,
         optimizer: str = defaults.OPTIMIZER,
+        solver: str | None = None,
+        learning_rate: str | None = None,
+        shuffle: bool = True,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        beta_1: float | None = None,
+        beta_2: float | None = None,
+        epsilon: float | None = None,
         scale: str | None = "robust",
         n_estimators: int = 1,
         precision: str = "auto",
@@ -83,6 +92,14 @@ class BaseMLP(BaseEstimator):
         self.layer_norm = layer_norm
         self.schedule = schedule
         self.optimizer = optimizer
+        self.solver = solver
+        self.learning_rate = learning_rate
+        self.shuffle = shuffle
+        self.momentum = momentum
+        self.nesterovs_momentum = nesterovs_momentum
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
         self.scale = scale
         self.n_estimators = n_estimators
         self.precision = precision
@@ -182,6 +199,14 @@ class BaseMLP(BaseEstimator):
             require_option("scale", self.scale, SCALES, or_else="None")
         if require_integer("n_estimators", self.n_estimators, "a number of networks, 1 or more") < 1:
             raise OnelaunchError(f"n_estimators={self.n_estimators} must be 1 or more")
+        if self.solver is not None and self.solver not in SOLVERS:
+            raise OnelaunchError(f"solver={self.solver!r} is not one of {', '.join(SOLVERS)}: leave it out")
+        if self.learning_rate not in (None, "constant"):
+            raise OnelaunchError(
+                f"learning_rate={self.learning_rate!r} is not offered: pass 'constant', or schedule='cosine' instead"
+            )
+        if not self.shuffle:
+            raise OnelaunchError("shuffle=False: rows are always visited in random order; leave it out")
         if self.batch_norm and self.layer_norm:
             raise OnelaunchError("batch_norm=True and layer_norm=True: pass one of the two")
 
@@ -203,17 +228,27 @@ class BaseMLP(BaseEstimator):
         wanted = defaults.table_epochs(rows, batch_size) if wanted == "auto" else wanted
         options: dict[str, Any] = {
             "epochs": require_integer("max_iter", wanted, "'auto' or a number of epochs, 1 or more"),
-            "batch_size": batch_size, "optimizer": self.optimizer, "lr": self.learning_rate_init,
-            "weight_decay": self.alpha, "schedule": self.schedule, "loss": loss, "precision": self.precision,
-            "engine": self.engine,
+            "batch_size": batch_size, "lr": self.learning_rate_init, "weight_decay": self.alpha,
+            "schedule": self.learning_rate or self.schedule, "loss": loss, "precision": self.precision,
+            "engine": self.engine, **self._optimizer_options(),
             "drop_last": bool(self.batch_norm) and rows % batch_size == 1,  # BatchNorm1d cannot normalise one row
         }  # fmt: skip
-        if self.optimizer in ("adam", "adamw"):
-            options |= {"betas": defaults.BETAS, "eps": defaults.EPS}
         if epochs is None and self._stops_early(rows):
             options["validation"] = self.validation_fraction
             options["early_stopping"] = EarlyStopping(self.n_iter_no_change, min_delta=self.tol)
         return options
+
+    def _optimizer_options(self) -> dict[str, Any]:
+        """The optimizer and what it takes of `momentum`, `beta_1`, `beta_2` and `epsilon`."""
+        name = self.solver or self.optimizer
+        if name == "sgd":
+            nesterov = bool(self.nesterovs_momentum) and self.momentum > 0
+            return {"optimizer": name, "momentum": self.momentum, "nesterov": nesterov}
+        if name not in ("adam", "adamw"):
+            return {"optimizer": name}
+        given = zip((self.beta_1, self.beta_2), defaults.BETAS, strict=True)
+        betas = tuple(default if beta is None else beta for beta, default in given)
+        return {"optimizer": name, "betas": betas, "eps": defaults.EPS if self.epsilon is None else self.epsilon}
 
     def _stops_early(self, rows: int) -> bool:
         if isinstance(self.early_stopping, str):
