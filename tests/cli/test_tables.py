@@ -126,6 +126,18 @@ def test_load_takes_data_frames_and_dicts(trained):
         predictor.predict([[1, 2]])
 
 
+@pytest.mark.parametrize("kind", ["None", "NaN", "NA", "empty text"])
+def test_rows_in_memory_may_lack_a_number(trained, kind):
+    pandas = pytest.importorskip("pandas")
+    missing = {"None": None, "NaN": float("nan"), "NA": pandas.NA, "empty text": ""}[kind]
+    predictor = ol.load(trained["price"])
+    columns: dict[str, list[object]] = {name: [row[name] for row in rows_of(2, 7)] for name in rows_of(1, 7)[0]}
+    number = predictor.encoding.encoder.numbers[0]
+    columns[number][0] = missing
+    expected = pandas.DataFrame(columns | {number: [float("nan"), *columns[number][1:]]})
+    np.testing.assert_array_equal(predictor.predict(columns), predictor.predict(expected))
+
+
 @pytest.mark.parametrize("target", ["price", "kind"])
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
 @pytest.mark.filterwarnings("ignore")  # PyTorch's exporters warn about their own future

@@ -11,7 +11,7 @@ import numpy as np
 
 from onelaunch.data.dataset import Dataset, held_out_rows
 from onelaunch.data.encoder import TableEncoder, check_columns
-from onelaunch.data.table_file import MISSING, Table, TableFile
+from onelaunch.data.table_file import MISSING, Table, TableFile, is_number
 from onelaunch.data.table_target import TableTarget
 from onelaunch.data.tables import target_column
 from onelaunch.errors import ArgumentTypeError, DataError, suggest
@@ -101,18 +101,27 @@ def as_table(data: Any, text_columns: Sequence[str]) -> Table:
     if not isinstance(data, Mapping) and not hasattr(data, "columns"):
         kind = type(data).__name__
         raise ArgumentTypeError(f"x is of type {kind}: pass the path of a file, a DataFrame, or a dict of columns")
-    names = [str(name) for name in (data if isinstance(data, Mapping) else data.columns)]
-    columns = [_column(data[name]) for name in (data if isinstance(data, Mapping) else data.columns)]
+    keys = list(data if isinstance(data, Mapping) else data.columns)
+    names = [str(key) for key in keys]
+    columns = [_column(data[key], as_text=str(key) in text_columns) for key in keys]
     lengths = {len(column) for column in columns}
     if len(lengths) != 1:
         raise DataError(f"x has columns of {sorted(lengths)} rows: pass columns of the same length")
     return Table("x", tuple(names), tuple(columns), np.arange(lengths.pop()))
 
 
-def _column(values: Any) -> np.ndarray:
-    """float64 with NaN, or an object array of str with "" for a missing value."""
+def _column(values: Any, as_text: bool) -> np.ndarray:
+    """float64 with NaN, or an object array of str with "" for a missing value: of a text column, or if a value is text."""
     array = np.asarray(values)
     if array.dtype.kind in "buif":
         return array.astype(np.float64)
-    texts = ["" if value is None or value != value else str(value).strip() for value in array.tolist()]
-    return np.array([*("" if text.lower() in MISSING else text for text in texts), None], object)[:-1]
+    texts = ["" if _is_missing(value) else str(value).strip() for value in array.tolist()]
+    texts = ["" if text.lower() in MISSING else text for text in texts]
+    if not as_text and all(not text or is_number(text) for text in texts):  # [1.5, None] is an array of objects
+        return np.array([float(text) if text else np.nan for text in texts])
+    return np.array([*texts, None], object)[:-1]
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether it is None, NaN or pandas' NA, whose comparison with itself is no bool."""
+    return value is None or (value != value) is not False
