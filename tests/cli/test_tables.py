@@ -132,6 +132,7 @@ def test_rows_in_memory_may_lack_a_number(trained, kind):
     missing = {"None": None, "NaN": float("nan"), "NA": pandas.NA, "empty text": ""}[kind]
     predictor = ol.load(trained["price"])
     columns: dict[str, list[object]] = {name: [row[name] for row in rows_of(2, 7)] for name in rows_of(1, 7)[0]}
+    assert predictor.encoding is not None
     number = predictor.encoding.encoder.numbers[0]
     columns[number][0] = missing
     expected = pandas.DataFrame(columns | {number: [float("nan"), *columns[number][1:]]})
