@@ -3,6 +3,7 @@
 # make test-all  the same, with full products of test parameters instead of pairs
 # make bench     run the benchmarks
 # make dist      build the wheel and the source distribution into dist/
+# make docs      write the documentation site to build/docs/; a warning is an error
 # make readme    write the results in benchmarks/results/ into README.md and docs/
 # Pass flags with ARGS, for example: make train ARGS="--data-dir ~/mnist --epochs 2"
 
@@ -13,8 +14,9 @@ VENV := .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 TRAIN_READY := $(VENV)/.train-ready
 TEST_READY := $(VENV)/.test-ready
+DOCS_READY := $(VENV)/.docs-ready
 
-.PHONY: train test test-all lint bench dist readme clean
+.PHONY: train test test-all lint bench dist docs readme clean
 
 train: $(TRAIN_READY)
 	$(BIN)/onelaunch train $(ARGS)
@@ -36,6 +38,10 @@ bench: $(TRAIN_READY)
 dist: $(TEST_READY)
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "wrote build/docs/index.html"
+
 readme: $(TRAIN_READY)
 	$(BIN)/python -m onelaunch.report.readme
 
@@ -55,6 +61,11 @@ $(TRAIN_READY): pyproject.toml constraints.txt
 $(TEST_READY): $(TRAIN_READY)
 	@echo "install  what the tests need"
 	@$(INSTALL) ".[dev]" $(BRIEFLY)
+	@touch $@
+
+$(DOCS_READY): $(TRAIN_READY)
+	@echo "install  what the documentation needs"
+	@$(INSTALL) ".[docs]" $(BRIEFLY)
 	@touch $@
 
 clean:
