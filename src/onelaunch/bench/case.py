@@ -25,6 +25,7 @@ GROUPS: Mapping[str, Group] = {
     for group in (
         Group("train", "Training runs", None),
         Group("cpu", "Training on a CPU", False),
+        Group("sweep", "Many networks at once", None),
         Group("ops", "Fused ops", True),
         Group("models", "Real models", True),
         Group("memory", "Memory", True),

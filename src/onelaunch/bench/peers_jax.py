@@ -49,6 +49,36 @@ def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any
     tensors = (*rows_of(run.x, run.y), order.int(), *(rows_of(*run.validation) if run.validation else ()))
     data = tuple(jnp.asarray(tensor.cpu().numpy()) for tensor in tensors)
     layers = {name: jnp.asarray(tensor.detach().cpu().numpy()) for name, tensor in run.model.named_parameters()}
+    loss_of = jax_loss(run)
+    update, state = jax_optimizer(run, layers)
+
+    def train(carry: Any, x: Any, y: Any, order: Any, *validation: Any) -> Any:
+        def step(carry: Any, rows: Any) -> Any:
+            layers, state = carry
+            loss, gradients = jax.value_and_grad(loss_of)(layers, features(x[rows]), y[rows])
+            return update(layers, gradients, state), loss
+
+        carry, losses = jax.lax.scan(step, carry, order, unroll=unroll)
+        if not validation:
+            return carry, losses, None
+        return carry, losses, loss_of(carry[0], features(validation[0]), validation[1])
+
+    with jax.default_matmul_precision(MATMUL[run.spec.precision]):
+        compiled = jax.jit(train).lower((layers, state), *data).compile()
+    carried = [(layers, state)]
+
+    def work() -> Any:
+        carried[0], losses, validation = compiled(carried[0], *data)
+        return jax.block_until_ready((losses, validation))
+
+    return work
+
+
+def jax_loss(run: Run) -> Callable[[Any, Any, Any], Any]:
+    """The mean loss of a batch, from (parameters by name, features, targets)."""
+    import jax
+    import jax.numpy as jnp
+
     spec = run.spec
     products = jnp.bfloat16 if spec.precision == "bf16" else jnp.float32
 
@@ -84,34 +114,17 @@ def jax_scan(run: Run, order: torch.Tensor, unroll: int = 1) -> Callable[[], Any
         assert spec.loss == "cross_entropy", spec.loss
         return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(output), target[:, None], axis=1))
 
-    update, state = _optimizer(run, layers)
-
-    def features(rows: Any) -> Any:
-        return rows.astype(jnp.float32) / 255 if rows.dtype == jnp.uint8 else rows
-
-    def train(carry: Any, x: Any, y: Any, order: Any, *validation: Any) -> Any:
-        def step(carry: Any, rows: Any) -> Any:
-            layers, state = carry
-            loss, gradients = jax.value_and_grad(loss_of)(layers, features(x[rows]), y[rows])
-            return update(layers, gradients, state), loss
-
-        carry, losses = jax.lax.scan(step, carry, order, unroll=unroll)
-        if not validation:
-            return carry, losses, None
-        return carry, losses, loss_of(carry[0], features(validation[0]), validation[1])
-
-    with jax.default_matmul_precision(MATMUL[spec.precision]):
-        compiled = jax.jit(train).lower((layers, state), *data).compile()
-    carried = [(layers, state)]
-
-    def work() -> Any:
-        carried[0], losses, validation = compiled(carried[0], *data)
-        return jax.block_until_ready((losses, validation))
-
-    return work
+    return loss_of
 
 
-def _optimizer(run: Run, layers: Any) -> tuple[Callable[[Any, Any, Any], Any], Any]:
+def features(rows: Any) -> Any:
+    """Rows as the network takes them: bytes mean value / 255."""
+    import jax.numpy as jnp
+
+    return rows.astype(jnp.float32) / 255 if rows.dtype == jnp.uint8 else rows
+
+
+def jax_optimizer(run: Run, layers: Any) -> tuple[Callable[[Any, Any, Any], Any], Any]:
     """The update, from (layers, gradients, state) to (layers, state), and the initial state."""
     import jax
     import jax.numpy as jnp
