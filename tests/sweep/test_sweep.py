@@ -302,3 +302,16 @@ def test_mistakes_are_one_line(arguments, message):
         ol.sweep(make_model, X, Y, **{"grid": {"lr": [1e-3]}, "epochs": 1, **QUIET, **arguments})
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_engine_that_refuses_members_together_trains_them_one_by_one(monkeypatch):
+    from onelaunch.engines.cpu import ENGINE
+
+    def refuse(tasks, monitor):
+        raise ol.UnsupportedError("no room for two")
+
+    expected = ol.sweep(make_model, X, Y, grid={"dropout": [0.0, 0.2]}, epochs=1, **QUIET)
+    monkeypatch.setattr(ENGINE, "train_members", refuse, raising=False)
+    result = ol.sweep(make_model, X, Y, grid={"dropout": [0.0, 0.2]}, epochs=1, **QUIET)
+    assert "cpu: one member after another" in result.plan
+    assert [history.losses for history in result.histories] == [history.losses for history in expected.histories]

@@ -7,6 +7,7 @@ together; any other trains one member after another, through the driver of `fit`
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import time
@@ -20,7 +21,9 @@ from onelaunch.device import device_name
 from onelaunch.engines import choose
 from onelaunch.engines.contract import Engine, Run, State
 from onelaunch.engines.members import MemberResult, MembersEngine, MembersMonitor, MemberTask
+from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.errors import DivergedError, UnsupportedError, first_line, is_out_of_memory
+from onelaunch.run.network import Dropout, Network
 from onelaunch.sweep.member import SHARED, steps_of_part
 from onelaunch.train.best_weights import EpochEnd
 from onelaunch.train.callbacks import Callback, WithCallbacks
@@ -130,9 +133,19 @@ def group_of(run: Run) -> tuple[Any, ...]:
     """Equal for members that an engine may train together."""
     spec = run.spec
     return (
-        run.network, run.no_network_reason, spec.batch_size, spec.optimizer, spec.precision, spec.loss, spec.engine,
-        spec.memory, run.x.dtype, run.x.shape[1:], run.device, run.outputs, run.validation is None, run.weights is None,
+        _shape_of(run.network), run.no_network_reason, min(spec.batch_size, spec.rows), spec.optimizer, spec.nesterov,
+        spec.schedule, spec.precision, spec.loss, spec.engine, spec.memory, run.x.dtype, run.x.shape[1:], run.device,
+        run.outputs, run.validation is None, run.weights is None, spec.clip_norm is None,
     )  # fmt: skip
+
+
+@functools.cache
+def _shape_of(network: Network | None) -> Network | None:
+    """The network without the probabilities of its dropout, which may differ between members."""
+    if network is None:
+        return None
+    layers = tuple(dataclasses.replace(each, p=0.0) if isinstance(each, Dropout) else each for each in network.layers)
+    return dataclasses.replace(network, layers=layers)
 
 
 def train(jobs: Iterable[Job], switch: Switch, callbacks: tuple[Callback, ...] = ()) -> Iterator[Outcome]:
@@ -185,31 +198,46 @@ def _train_group(
 ) -> Iterator[Outcome]:
     left = {job.index: (job, run) for job, run in members}
     refused: dict[str, str] = {}  # engines that refused the group only when they started, and their reasons
+    together = True
     while left and not switch.stop:
         engine, reason = choose(members[0][1], refused)
+        many = _together_or_none(engine, [run for _, run in left.values()]) if together else None
         try:
-            for outcome in _train_with(engine, reason, list(left.values()), switch, callbacks):
+            for outcome in _train_with(engine, many, reason, list(left.values()), switch, callbacks):
                 del left[outcome.index]
                 yield outcome
             return
-        except UnsupportedError as refusal:
-            if members[0][1].spec.engine != "auto" or engine.name in refused:
+        except (UnsupportedError, UnsupportedNetworkError) as refusal:
+            if many is not None:  # it may still train one member after another
+                together = False
+            elif members[0][1].spec.engine != "auto" or engine.name in refused:
                 raise
-            refused[engine.name] = str(refusal)
+            else:
+                refused[engine.name] = str(refusal)
+
+
+def _together_or_none(engine: Any, runs: Sequence[Run]) -> Any:
+    """The engine, if it can train these runs together."""
+    if not hasattr(engine, "train_members"):
+        return None
+    reason = getattr(engine, "members_unsupported_reason", lambda runs: "")(runs)
+    return None if reason else engine
 
 
 def _train_with(
-    engine: Engine, reason: str, members: Sequence[tuple[Job, Run]], switch: Switch, callbacks: tuple[Callback, ...]
-) -> Iterator[Outcome]:
+    engine: Engine, many: Any, reason: str, members: Sequence[tuple[Job, Run]], switch: Switch,
+    callbacks: tuple[Callback, ...],
+) -> Iterator[Outcome]:  # fmt: skip
+    """`many`: the engine, if it trains members together."""
     run = members[0][1]
-    together = hasattr(engine, "train_members") and not callbacks and run.loader is None
+    together = many is not None and not callbacks and run.loader is None
     parts = any(job.part < 1 or job.continues is not None for job, _ in members)
     if not together and not parts:
         switch.plans[_group_name(run)] = f"{engine.name}: one member after another"
         yield from _one_after_another(members, switch, callbacks)
         return
-    many = cast(MembersEngine, engine) if together else OneByOne(engine)
-    switch.plans[_group_name(run)] = f"{engine.name}: {many.members_plan([run for _, run in members])}"
+    trainer = cast(MembersEngine, many) if together else OneByOne(engine)
+    switch.plans[_group_name(run)] = f"{engine.name}: {trainer.members_plan([run for _, run in members])}"
     device = device_name(run.device)
     active = []
     for job, own in members:
@@ -218,7 +246,7 @@ def _train_with(
         found.history.precision = PRECISIONS.get(run.device.type, run.spec.compiled_precision)
         found.aim(job.part)
         active.append(found)
-    yield from _together(many, active, switch)
+    yield from _together(trainer, active, switch)
 
 
 def _group_name(run: Run) -> str:
