@@ -11,6 +11,7 @@ FILES = [
     "curves.png",
     "metrics.jsonl",
     "model.safetensors",
+    "predictions.json",
     "report.html",
     "run.json",
 ]

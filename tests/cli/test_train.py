@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 import json
 import os
 import re
@@ -19,8 +20,10 @@ from onelaunch.cli import main
 from onelaunch.cli.app import make_app
 from onelaunch.device import usable_cores
 from onelaunch.errors import DivergedError
+from onelaunch.report.write import write_report
 from onelaunch.train.checkpoint import load_checkpoint
 from onelaunch.train.mlp import mlp
+from onelaunch.train.predictor import load
 from tests import pairwise
 from tests.cli.quick_run import FILES, QUICK, visible
 
@@ -31,7 +34,13 @@ def test_a_run_leaves_its_folder(cli, blobs, tmp_path):
     result = cli("train", "--data", blobs, *QUICK, "--out", "result")
     assert result.code == 0
     assert [line[:9] for line in result.err.splitlines()] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
-    assert result.out.splitlines()[-2:] == ["run      result", "report   result/report.html"]
+    assert result.out.splitlines()[-3:] == [
+        "run      result", "report   result/report.html", "predict  onelaunch predict result rows.npy"
+    ]  # fmt: skip
+    assert re.search(
+        r"\n\d+\.\d\d %  accuracy on 80 held-out rows \(always the most frequent class: .*\)\n[▁-█]{9}  loss ",
+        result.out,
+    )
     assert "blobs.npz, 400 rows of 5, 3 classes" in result.out
     folder = tmp_path / "result"
     assert visible(folder) == FILES
@@ -50,6 +59,17 @@ def test_a_run_leaves_its_folder(cli, blobs, tmp_path):
     assert "commit" in about
     model = mlp([5, 16, 3], dropout=0.2)
     model.load_state_dict(load_file(folder / "model.safetensors"))
+
+
+def test_the_page_says_how_to_load_the_model(finished_run, monkeypatch, tmp_path, capsys):
+    """The program on the page runs as it stands, in the folder where the page was made."""
+    monkeypatch.chdir(tmp_path)
+    write_report([Path("run")], Path("page.html"))
+    program, _ = re.findall(r"<pre[^>]*><code>(.*?)</code>", Path("page.html").read_text(), re.DOTALL)
+    rows = np.random.default_rng(0).normal(size=(4, 5)).astype(np.float32)
+    np.save("rows.npy", rows)
+    exec(html.unescape(program), {})
+    assert capsys.readouterr().out == f"{load(finished_run).predict(rows)}\n"
 
 
 def test_a_dated_folder_under_runs_by_default(cli, blobs, tmp_path):
@@ -115,7 +135,9 @@ def test_a_run_that_diverges_late_has_its_curves(cli, blobs, tmp_path, monkeypat
     monkeypatch.setattr("onelaunch.train.loop.raise_if_diverged", diverges)
     result = cli("train", "--data", blobs, *QUICK, "--out", "bad")
     assert (result.code, "at step 4" in result.err) == (1, True)
-    assert visible(tmp_path / "bad") == [name for name in FILES if name != "model.safetensors"]
+    assert visible(tmp_path / "bad") == [
+        name for name in FILES if name not in ("model.safetensors", "predictions.json")
+    ]
     assert json.loads((tmp_path / "bad/run.json").read_text())["engine"]
 
 

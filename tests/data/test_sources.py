@@ -15,7 +15,7 @@ from onelaunch.errors import ArgumentTypeError, DataError
 
 def test_digits() -> None:
     data = load("digits")
-    assert data.x.shape == (1797, 64)
+    assert data.x.shape == (1797, 8, 8)
     assert data.x.dtype == np.float32
     assert data.x.min() == 0
     assert data.x.max() == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 
-VOID = {"meta", "link", "br", "path", "rect"}
+VOID = {"meta", "link", "br", "path", "rect", "img"}
 
 
 class Outline(HTMLParser):

@@ -18,6 +18,7 @@ from torch import nn
 
 from onelaunch.bench.results import commit
 from onelaunch.cli.config import TASK_OF_LOSS, TrainConfig, make_config, read_config
+from onelaunch.cli.summary import next_step, summary_lines
 from onelaunch.data import Dataset, load, split
 from onelaunch.data.table_encoding import load_table
 from onelaunch.device import default_device, describe_machine, device_name
@@ -29,6 +30,8 @@ from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
 from onelaunch.train.mlp import mlp
+from onelaunch.train.predict import float64_outputs
+from onelaunch.train.predictions import describe_predictions
 from onelaunch.train.predictor import load as load_run
 from onelaunch.train.run_folder import CHECKPOINT, CURVES, RunFolder, config_of, is_finished
 from onelaunch.train.scores import describe
@@ -197,6 +200,7 @@ def train_into(
             "network": _network(settings, dataset),
             "baseline": _baseline(settings, dataset),
             "model": str(model),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
             "device": device_name(next(model.parameters()).device),
             "machine": describe_machine(),
             "commit": commit(),
@@ -234,7 +238,10 @@ def train_into(
     best = "" if history.best_epoch is None else f"best epoch {last['epoch'] + 1} of {len(history.epochs)}: "
     say("result", f"{best}{summary(last)}, in {history.seconds:.3g} s")
     _score(folder, settings, dataset)
+    for line in summary_lines(folder.path, history):
+        _echo(line)
     _write_page(folder)
+    say("predict", next_step(folder.path, dataset.encoding is not None))
 
 
 def _score(folder: RunFolder, settings: TrainConfig, dataset: Dataset) -> None:
@@ -242,8 +249,11 @@ def _score(folder: RunFolder, settings: TrainConfig, dataset: Dataset) -> None:
     if settings.loss == "bce_with_logits" or dataset.test_x is None or dataset.test_y is None:
         return
     y = dataset.test_y if dataset.test_values is None else dataset.test_values
-    found = load_run(folder.path).evaluate_encoded(dataset.test_x, y)
+    predictor = load_run(folder.path)
+    outputs = float64_outputs(predictor.model, dataset.test_x)
+    found = predictor.scores_of(outputs, y)
     folder.describe(scores=found)
+    folder.save_predictions(describe_predictions(predictor, outputs, y, dataset))
     say("scores", f"{describe(found['scores'], found['constant'])}")
 
 
@@ -287,9 +297,13 @@ def _write_page(folder: RunFolder) -> None:
 
 def say(what: str, text: str) -> None:
     """Print one line, on rank 0 only."""
+    _echo(f"{what:<8} {text}")
+
+
+def _echo(line: str) -> None:
     if not world().leads:
         return
     try:
-        typer.echo(f"{what:<8} {text}")
+        typer.echo(line)
     except OSError:  # the reader of a pipe is gone (`| head -1`); the run goes on
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -67,7 +67,7 @@ def encode_table(
     check_columns(table, columns, categorical)
     goal = TableTarget.fit(table, name, task)
     rest, test = held_out_rows(len(table), fraction, seed)
-    training = table.take(rest)
+    training, testing = table.take(rest), table.take(test)
     if goal.scaling is not None:  # its mean and deviation are those of the training rows
         goal = TableTarget.fit(training, name, "regression")
     encoder = TableEncoder.fit(training, columns, categorical)
@@ -81,8 +81,8 @@ def encode_table(
     )
     return Dataset(
         Path(table.path).name, source, encoder.transform(training), goal.encode(y[rest]),
-        encoder.transform(table.take(test)), goal.encode(y[test]), goal.classes,
-        encoding=TableEncoding(encoder, goal), test_values=y[test],
+        encoder.transform(testing), goal.encode(y[test]), goal.classes,
+        encoding=TableEncoding(encoder, goal), test_values=y[test], test_table=testing,
     )  # fmt: skip
 
 

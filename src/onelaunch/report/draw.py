@@ -111,14 +111,14 @@ def line_chart(
     everything = (v for line in lines for part in (line.y, line.low, line.high) for v in part)
     y = fitted(everything, HEIGHT + top - BOTTOM, top, log=log_y, from_zero=from_zero)
     parts = [legend, text(0, top - 10, y_label, "soft")]
-    for tick, words in _labels(y.ticks(), write_y):
+    for tick, words in labels(y.ticks(), write_y):
         at = coordinate(y(tick))
         parts.append(f'<path class="grid" d="M{LEFT} {at}H{WIDTH - RIGHT}"/>')
         parts.append(text(LEFT - 6, y(tick) + 4, words, "end soft"))
     ticks = sorted(set(x_ticks)) or x.ticks()
     if all(value == round(value) for line in lines for value in line.x if math.isfinite(value)):
         ticks = [tick for tick in ticks if tick == round(tick)]  # there is nothing between two steps
-    parts.append(_x_axis(x, y.start, x_label, _labels(ticks, write_x)))
+    parts.append(x_axis(x, y.start, x_label, labels(ticks, write_x)))
     for line, look in sorted(zip(lines, looks, strict=True), key=lambda entry: bool(entry[0].dots)):  # dots on top
         parts.append(_line(line, look, x, y, write_x, write_y))
     ends = ", ".join(f"{line.name} ends at {write_y(line.y[-1])}" for line in lines if len(line.y) and not line.dots)
@@ -130,7 +130,7 @@ def _tick(words: str) -> str:
     return re.sub(r"(\.\d*?)0+(?!\d)", lambda found: "" if found[1] == "." else found[1], words)
 
 
-def _labels(ticks: Sequence[float], write: Write) -> list[tuple[float, str]]:
+def labels(ticks: Sequence[float], write: Write) -> list[tuple[float, str]]:
     """Each tick with its text, in as many significant figures as its position needs."""
     nearest = min((after - before for before, after in pairwise(ticks)), default=math.inf)
     exact = (n for n in range(3, 12) if all(abs(float(f"{tick:.{n}g}") - tick) <= nearest / 100 for tick in ticks))
@@ -138,10 +138,10 @@ def _labels(ticks: Sequence[float], write: Write) -> list[tuple[float, str]]:
     return [(tick, _tick(write(tick, figures))) for tick in ticks]
 
 
-def _x_axis(x: Scale, bottom: float, label: str, labels: Sequence[tuple[float, str]]) -> str:
+def x_axis(x: Scale, bottom: float, label: str, ticks: Sequence[tuple[float, str]]) -> str:
     parts = [f'<path class="axis" d="M{LEFT} {coordinate(bottom)}H{WIDTH - RIGHT}"/>']
     taken = -math.inf
-    for tick, words in labels:
+    for tick, words in ticks:
         half = len(words) * CHARACTER / 2
         if x(tick) - half > taken + 4:  # otherwise it would overlap its neighbour
             middle = min(x(tick), WIDTH - half)

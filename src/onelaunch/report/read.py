@@ -11,7 +11,7 @@ from typing import Any
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import read_text
-from onelaunch.train.run_folder import ABOUT, COMPARE_FILE, CONFIG, METRICS
+from onelaunch.train.run_folder import ABOUT, COMPARE_FILE, CONFIG, METRICS, MODEL, PREDICTIONS, TABLE
 
 Complain = Callable[[str], None]  # called with one line for each part that cannot be shown
 
@@ -137,4 +137,18 @@ def _run(path: Path, complain: Complain) -> Source:
         config = tomllib.loads(read_text(path / CONFIG))
     except (OSError, ValueError):
         config = {}
-    return Source("run", path, path.resolve().name, {"about": about, "epochs": epochs, "config": config})
+    content = {"about": about, "epochs": epochs, "config": config, "predictions": _predictions(path, complain)}
+    content |= {"has_model": (path / MODEL).is_file(), "is_table": (path / TABLE).is_file()}
+    return Source("run", path, path.resolve().name, content)
+
+
+def _predictions(path: Path, complain: Complain) -> dict[str, Any]:
+    """The content of a run's predictions.json; empty for a run without one, and for one that cannot be read."""
+    if not (path / PREDICTIONS).is_file():
+        return {}
+    try:
+        found = read_json(path / PREDICTIONS)
+    except OnelaunchError as error:
+        complain(str(error))
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -10,6 +10,7 @@ FIGURE = (
     "svg.chart{font:12.5px system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif}"
     ".chart text{fill:var(--text)}.chart .soft{fill:var(--soft)}.chart .mid{text-anchor:middle}.chart .end{text-anchor:end}"
     ".chart .grid{stroke:var(--line);stroke-width:1}.chart .axis{stroke:var(--soft);stroke-width:1}"
+    ".chart .frame{fill:none;stroke:var(--line)}.chart .rest{fill:var(--line);opacity:.55}"
     ".chart .bar{fill:var(--other)}.chart .ours{fill:var(--s0)}.chart .floor{fill:none;stroke:var(--soft);stroke-dasharray:4 3}"
     ".chart .whisker{stroke:var(--text);stroke-width:1.5;fill:none}.chart .strong{font-weight:600}"
     ".chart .dot{font-size:11.5px;paint-order:stroke;stroke:var(--panel);stroke-width:3px}"
@@ -41,6 +42,29 @@ code{font:.86em ui-monospace,'SF Mono',Menlo,Consolas,'DejaVu Sans Mono',monospa
 .note{color:var(--soft)}
 .good{color:var(--good);font-weight:600}
 .bad{color:var(--bad);font-weight:600}
+.result{margin:.4rem 0 .2rem;max-width:none}
+.result strong{font-size:clamp(2.8rem,9vw,4.6rem);line-height:1.05;font-weight:700;letter-spacing:-.02em;margin-right:.5rem}
+.result strong{color:var(--s0);font-variant-numeric:tabular-nums}
+.result span{font-size:1.15rem;color:var(--soft)}
+dl.beside{display:flex;flex-wrap:wrap;gap:.5rem 2rem;margin:.5rem 0 1rem}
+dl.beside dt{font-size:.85rem}
+dl.beside dd{font-size:1.1rem;font-weight:600;font-variant-numeric:tabular-nums}
+.about{margin:1.2rem 0;border-top:1px solid var(--line);padding-top:.6rem}
+.gallery{display:grid;grid-template-columns:repeat(auto-fill,minmax(6.2rem,1fr));gap:.8rem}
+.gallery{padding:0;margin:.6rem 0;list-style:none}
+.gallery li{font-size:.9rem;overflow-wrap:anywhere}
+.gallery img{display:block;width:5.5rem;height:5.5rem;object-fit:contain;image-rendering:pixelated;background:#000}
+.gallery img{border-radius:6px;margin-bottom:.25rem}
+.gallery span{color:var(--soft)}
+.code{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,24rem),1fr));gap:0 1.1rem}
+.code div{min-width:0}
+pre{background:var(--panel);border:1px solid var(--line);border-radius:10px;padding:.7rem .9rem;overflow-x:auto;margin:.3rem 0}
+pre code{overflow-wrap:normal}
+th button{font:inherit;color:inherit;background:none;border:0;padding:0;cursor:pointer;text-align:inherit}
+th button::after{content:" ↕";opacity:.6}
+th[aria-sort=descending] button::after{content:" ↓";opacity:1}
+th[aria-sort=ascending] button::after{content:" ↑";opacity:1}
+section>h3{font-size:1.05rem;margin:1.4rem 0 .2rem}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:.7rem 0}
 dt{color:var(--soft)}
 dd{margin:0;overflow-wrap:anywhere}
@@ -75,7 +99,10 @@ tbody th{white-space:normal;min-width:7rem;max-width:9rem;overflow-wrap:anywhere
 @media print{
 body{font-size:10.5pt}
 nav,.skip,details:not([open]){display:none}
-figure,tr{break-inside:avoid}
+figure,tr,pre,.gallery li{break-inside:avoid}
+th button::after{content:none}
+.gallery img,.chart rect,.chart circle{print-color-adjust:exact;-webkit-print-color-adjust:exact}
+pre{white-space:pre-wrap}
 h2,h3{break-after:avoid}
 .scroll{overflow:visible;break-inside:avoid;background:none}
 table{font-size:8.5pt}

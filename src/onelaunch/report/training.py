@@ -1,30 +1,44 @@
-"""The section of a training run: what was trained, where, and its curves."""
+"""The section of a training run: its result, curves and predictions, how to use the model, and what was trained where."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from typing import Any
+from typing import Any, NamedTuple
 
 from onelaunch.format import NONE, format_count, format_number, format_percent, format_seconds
 from onelaunch.integers import ceil_div
 from onelaunch.report.draw import Line, line_chart, nan_for_null
-from onelaunch.report.figure import Figure, Section, Table
+from onelaunch.report.figure import Code, Figure, Headline, Section, Table
 from onelaunch.report.machine import machine_facts
 from onelaunch.report.palette import Palette
+from onelaunch.report.predictions import mistakes, prediction_figures
 from onelaunch.report.read import Source
 from onelaunch.report.scale import is_wide
 from onelaunch.train.run_folder import CONFIG
 
-POINTS = 300
+POINTS = 120
 SHOWN = ("batch_size", "loss", "optimizer", "lr", "schedule", "precision", "seed")
+
+
+class Result(NamedTuple):
+    """The figure that a run is judged by."""
+
+    name: str
+    value: float
+    held_out: bool  # by the Predictor on the held-out rows; otherwise by the last epoch
+    higher_is_better: bool
+
+    def __str__(self) -> str:
+        return format_percent(self.value, 2) if self.name == "accuracy" else format_number(self.value)
 
 
 def run_section(source: Source, identity: str, palette: Palette) -> Section:
     about, epochs, config = (source.content[key] for key in ("about", "epochs", "config"))
+    predictions = source.content.get("predictions") or {}
     command = f"onelaunch train {shlex.quote(str(source.path / CONFIG))}"
     facts = [
-        ("network", _network(about, config)),
+        ("network", network_of(source.content)),
         ("data", about.get("data", "")),
         ("run", _run_words(epochs, config)),
         ("status", about.get("status", "")),
@@ -38,16 +52,75 @@ def run_section(source: Source, identity: str, palette: Palette) -> Section:
         figures.append(_loss(epochs, identity, command, palette))
         if any(epoch.get("accuracy") is not None for epoch in epochs):
             figures.append(_accuracy(epochs, identity, command, palette))
+    figures += prediction_figures(predictions, identity, command)
     statements = [] if epochs else [("note", "No epoch is finished yet.")]
     running = about.get("status") == "running"
     if running:
         statements.append(("bad", "Unfinished: this run had not ended when the page was made. This is what was done."))
     title = f"Training run {source.name}{' (unfinished)' if running else ''}"
-    return Section(identity, title, facts, [], figures, statements)
+    parts = [*mistakes(predictions), *([_usage(source)] if source.content.get("has_model") else [])]
+    return Section(identity, title, facts, [], figures, statements, headline(source.content), parts)
 
 
-def _network(about: dict[str, Any], config: dict[str, Any]) -> str:
+def result_of(content: dict[str, Any]) -> Result | None:
+    """The accuracy or R² of the held-out rows, else the last validation accuracy or loss, else the last training loss."""
+    scores = (content["about"].get("scores") or {}).get("scores") or {}
+    for name, higher in (("accuracy", True), ("R²", True), ("RMSE", False)):
+        if scores.get(name) is not None:
+            return Result(name, scores[name], True, higher)
+    if not content["epochs"]:
+        return None
+    last = content["epochs"][-1]
+    found = {f"validation {name}": value for name, value in (last.get("validation") or {}).items()} | {
+        "loss": last["loss"]
+    }
+    names = [name for name in ("validation accuracy", "validation loss", "loss") if found.get(name) is not None]
+    if not names:
+        return None
+    accuracy = names[0] == "validation accuracy"
+    return Result("accuracy" if accuracy else names[0], found[names[0]], False, accuracy)
+
+
+def headline(content: dict[str, Any]) -> Headline | None:
+    """The result of a run with what belongs beside it; None for a run without a finished epoch."""
+    result, about = result_of(content), content["about"]
+    if result is None:
+        return None
+    scores, constant = ((about.get("scores") or {}).get(key) or {} for key in ("scores", "constant"))
+    rows = (content.get("predictions") or {}).get("rows")
+    where = (
+        (f"on {rows:,} held-out rows" if rows else "on the held-out rows")
+        if result.held_out
+        else "after the last epoch"
+    )
+    more = []
+    if constant.get(result.name) is not None:
+        always = "the most frequent class" if result.name == "accuracy" else "the mean"
+        more.append((f"always {always}", str(result._replace(value=constant[result.name]))))
+    more += [(name, format_number(value)) for name, value in scores.items() if name != result.name]
+    more += [("training", format_seconds(about.get("seconds"))), ("engine", about.get("engine", ""))]
+    more += [("parameters", f"{about['parameters']:,}")] if "parameters" in about else []
+    return Headline(str(result), f"{result.name} {where}", more)
+
+
+def _usage(source: Source) -> Code:
+    """How to load the model and predict with it."""
+    run = str(source.path)
+    quoted, file = shlex.quote(run), "new.csv" if source.content.get("is_table") else "rows.npy"
+    rows = repr(file) if source.content.get("is_table") else f"numpy.load({file!r})"
+    lines = ["import onelaunch as ol", "", f"model = ol.load({run!r})", f"print(model.predict({rows}))"]
+    if source.content.get("is_table"):
+        what = "In Python; the file has the columns of training, the target may be missing"
+    else:
+        lines.insert(0, "import numpy")
+        what = "In Python; rows have the shape of training"
+    shell = [f"onelaunch predict {quoted} {file} --out predictions.csv", f"onelaunch export {quoted} model.onnx"]
+    return Code("Use this model", [(what, "\n".join(lines)), ("On the command line", "\n".join(shell))])
+
+
+def network_of(content: dict[str, Any]) -> str:
     """`784-512-10, relu, dropout 0.2`. The widths are the model's, or else those that the configuration names."""
+    about, config = content["about"], content["config"]
     linears = re.findall(r"in_features=(\d+), out_features=(\d+)", about.get("model") or "")
     widths = [linears[0][0], *(out for _, out in linears)] if linears else config.get("layers") or config.get("hidden")
     parts = ["-".join(map(str, widths))] if widths else []

@@ -6,6 +6,7 @@ import errno
 import os
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from onelaunch.format import replace_control_characters
 from onelaunch.report.benchmark import bench_sections
 from onelaunch.report.comparison import compare_section
 from onelaunch.report.figure import Section
+from onelaunch.report.leaderboard import leaderboard
 from onelaunch.report.page import page
 from onelaunch.report.palette import Palette
 from onelaunch.report.read import Complain, Source, read_sources
@@ -40,11 +42,14 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
                 sources.setdefault(source.path.resolve(), source)
         except OnelaunchError as error:
             left_out.append(str(error))
+    _tell_apart(sources)
     palette = _palette(sources.values())
+    runs: list[tuple[Source, str]] = []
     for source in sources.values():
         try:
             sections = _sections(source, f"part{len(drawn) + 1}", palette)
             drawn += [(section, section.html()) for section in sections]
+            runs += [(source, sections[0].identity)] if source.kind == "run" else []
         except Exception as error:  # a file may hold anything; the other inputs are still drawn
             left_out.append(_unreadable_reason(source, error))
     if not drawn:
@@ -53,6 +58,9 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
     for words in left_out:
         complain(words)
     command = shlex.join(["onelaunch", "report", *map(str, inputs)])
+    if len(runs) > 1:
+        board = leaderboard(runs, "runs", command, palette)
+        drawn.insert(0, (board, board.html()))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         target = Path(os.path.realpath(out))  # write through a link to its file
@@ -65,10 +73,20 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
     return out
 
 
+def _tell_apart(sources: dict[Path, Source]) -> None:
+    """Name runs by their paths where their folders have the same name."""
+    names = [source.name for source in sources.values()]
+    for path, source in sources.items():
+        if names.count(source.name) > 1:
+            sources[path] = replace(source, name=str(source.path))
+
+
 def _palette(sources: Iterable[Source]) -> Palette:
-    """Contenders are told apart on the whole page, whichever of its figures they are in."""
+    """Contenders, and runs, are told apart on the whole page, whichever of its figures they are in."""
+    sources = list(sources)
     names = [name for source in sources if source.kind == "compare" for name in _contenders(source.content)]
-    return Palette([OURS, *sorted(dict.fromkeys(names), key=lambda name: not is_ours(name))])
+    runs = [source.name for source in sources if source.kind == "run"]
+    return Palette([OURS, *sorted(dict.fromkeys(names), key=lambda name: not is_ours(name))], runs)
 
 
 def _contenders(content: dict[str, Any]) -> list[str]:

@@ -39,13 +39,16 @@ class Predictor:
         outputs = self._outputs(x)
         if self.classes is not None:
             return np.array(self.classes)[outputs.argmax(axis=1)]
-        return self._values(outputs)
+        return self.values_of(outputs)
 
     def predict_proba(self, x: Any) -> np.ndarray:
         """The probability of each class, float64 [rows, classes]; raises OnelaunchError for a regression."""
         if self.classes is None:
             raise OnelaunchError(f"{self.path} is a regression, which has no probabilities: call predict")
-        outputs = self._outputs(x)
+        return self.probabilities_of(self._outputs(x))
+
+    def probabilities_of(self, outputs: np.ndarray) -> np.ndarray:
+        """The softmax of the network's outputs [rows, classes]."""
         exponentials = np.exp(outputs - outputs.max(axis=1, keepdims=True))
         return exponentials / exponentials.sum(axis=1, keepdims=True)
 
@@ -62,12 +65,15 @@ class Predictor:
         """`evaluate` for encoded inputs, and for targets as class numbers or in their own units."""
         if len(y) != len(x):
             raise OnelaunchError(f"y has {len(y)} rows and x has {len(x)}: pass the same number")
-        outputs = float64_outputs(self.model, x)
+        return self.scores_of(float64_outputs(self.model, x), y)
+
+    def scores_of(self, outputs: np.ndarray, y: np.ndarray) -> dict[str, Scores]:
+        """`evaluate` for the network's outputs, and for targets as class numbers or in their own units."""
         if self.classes is not None:
             chosen = outputs.argmax(axis=1)
             scores, constant = class_scores(y, chosen, len(self.classes), int(self.baseline))
         else:
-            scores, constant = value_scores(y, self._values(outputs), self.baseline)
+            scores, constant = value_scores(y, self.values_of(outputs), self.baseline)
         return {"scores": scores, "constant": constant}
 
     def _as_input(self, x: Any) -> Any:
@@ -88,7 +94,8 @@ class Predictor:
             raise OnelaunchError(f"x has shape {list(rows.shape)}: pass rows of {inputs} values, at least one")
         return rows
 
-    def _values(self, outputs: np.ndarray) -> np.ndarray:
+    def values_of(self, outputs: np.ndarray) -> np.ndarray:
+        """The network's outputs in the units of the targets: [rows], or [rows, targets] for several."""
         if self.encoding is not None and self.encoding.target.scaling is not None:
             outputs = self.encoding.target.scaling.inverse(outputs)
         return outputs[:, 0] if outputs.shape[1] == 1 else outputs

@@ -7,6 +7,7 @@ curves.png               a figure of the metrics
 checkpoint.safetensors   to resume from
 model.safetensors        the trained weights, by the names of the model's state_dict
 table.json               of a run on a table: how its columns are encoded, its target and its classes
+predictions.json         how the held-out rows are predicted, and the worst mistakes (see `predictions.py`)
 
 Every file is replaced atomically, except metrics.jsonl, which grows. After a kill, a resume drops its incomplete or surplus
 lines.
@@ -33,6 +34,7 @@ from onelaunch.train.loop import Listener
 
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
 CHECKPOINT, MODEL, TABLE, LOCK = "checkpoint.safetensors", "model.safetensors", "table.json", ".lock"
+PREDICTIONS = "predictions.json"
 COMPARE_FILE = "compare.json"  # written by `onelaunch compare`, whose folder is not that of a run
 
 
@@ -130,6 +132,9 @@ class RunFolder(Listener):
     def save_table(self, content: dict[str, Any]) -> None:
         """Write how the columns of the run's table are encoded."""
         self._write(TABLE, json.dumps(content, indent=1) + "\n")
+
+    def save_predictions(self, content: dict[str, Any]) -> None:
+        self._write(PREDICTIONS, json.dumps(json_ready(content)) + "\n")
 
     def _write(self, name: str, content: bytes | str) -> None:
         with self._writing(name) as path:

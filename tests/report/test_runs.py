@@ -1,0 +1,125 @@
+"""The page of a run opens with its result and ends with how to use it; several runs make a leaderboard."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onelaunch.report.write import write_report
+from tests.report.conftest import EPOCHS
+from tests.report.outline import Outline
+
+PNG = base64.b64encode(b"an image").decode()
+IMAGES = {
+    "rows": 30, "classes": ["cat", "dog <1>"], "confusion": [[0, 0, 9], [0, 1, 1], [1, 1, 20]],
+    "mistakes": [{"true": "cat", "predicted": "dog <1>", "probability": 0.93, "image": PNG}],
+}  # fmt: skip
+VALUES = {
+    "rows": 900, "classes": None, "values": [[1.0, 1.5], [2.0, 2.0]],
+    "mistakes": [{"true": 10.25, "predicted": 31.0, "line": 17, "row": {"size": "3", "colour": "<red>"}}],
+}  # fmt: skip
+
+
+def make_run(folder: Path, name: str, score: float, predictions: Any = None, **about: Any) -> Path:
+    run = folder / name
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in EPOCHS))
+    kind = "R²" if predictions is VALUES else "accuracy"
+    scores = {"scores": {kind: score, "F1": 0.5}, "constant": {kind: 0.125, "F1": 0.1}}
+    content = {"status": "finished", "engine": "cpu", "seconds": 2.0, "parameters": 1234, "scores": scores, **about}
+    (run / "run.json").write_text(json.dumps(content))
+    (run / "config.toml").write_text('optimizer = "adam"\nlr = 0.1\n')
+    (run / "model.safetensors").write_text("")
+    if predictions is not None:
+        (run / "predictions.json").write_text(json.dumps(predictions))
+    return run
+
+
+def test_the_result_comes_first_and_the_machine_last(tmp_path):
+    run = make_run(tmp_path, "run", 0.9625, IMAGES)
+    page = write_report([run], tmp_path / "page.html").read_text()
+    words = ["96.25 %", "accuracy on 30 held-out rows", "always the most frequent class", "12.50 %", "<h3>Loss</h3>",
+             "<h3>Confusion matrix</h3>", "<h3>Accuracy by class</h3>", "<h3>Worst mistakes</h3>", "ol.load(",
+             "onelaunch predict", '<details class="about">', "<dt>status</dt>"]  # fmt: skip
+    places = [page.index(word) for word in words]
+    assert places == sorted(places)
+    outline = Outline(page)
+    assert outline.open == []
+    assert [image["src"] for image in outline.all("img")] == [f"data:image/png;base64,{PNG}"]
+    assert "cat → dog <1>" in outline.text
+    assert "cat predicted as dog <1>: 1" in outline.text
+    assert "90.0 %" in outline.text  # of the class cat
+    assert not outline.all("script")
+
+
+def test_a_regression_shows_predicted_against_true_and_rows(tmp_path):
+    outline = Outline(write_report([make_run(tmp_path, "run", 0.5, VALUES)], tmp_path / "page.html").read_text())
+    assert "R² on 900 held-out rows" in outline.text
+    assert "2 of 900 held-out rows. A perfect prediction lies on the line." in outline.text
+    assert len(outline.all("circle")) == 2
+    words = "|".join(outline.text)
+    assert "line|true|predicted|size|colour|17|10.25|31.00|3|<red>" in words
+
+
+def test_many_classes_are_shown_by_their_mistakes(tmp_path):
+    classes = [f"class {number}" for number in range(50)]
+    confusion = [[n, n, 100 - n] for n in range(50)] + [[n, 0, n] for n in range(1, 50)]
+    found = {"rows": 5000, "classes": classes, "confusion": confusion, "mistakes": []}
+    words = Outline(write_report([make_run(tmp_path, "run", 0.5, found)], tmp_path / "page.html").read_text()).text
+    assert "Confusion matrix" not in words
+    assert "The 20 classes with the lowest accuracy, of 50." in words
+    assert "class 49|class 0|49" in "|".join(words)
+
+
+NO_IMAGE = {"image": '"><script>', "true": "", "predicted": "", "probability": 1}
+
+
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"mistakes": [NO_IMAGE]})])
+def test_damaged_predictions_cost_the_page_only_their_figures(tmp_path, content):
+    run = make_run(tmp_path, "run", 0.5)
+    (run / "predictions.json").write_text(content)
+    outline = Outline(write_report([run], tmp_path / "page.html").read_text())
+    assert "50.00 %" in outline.text
+    assert not outline.all("script")
+    assert not outline.all("img")
+
+
+def test_a_run_without_scores_opens_with_its_last_epoch(tmp_path):
+    run = make_run(tmp_path, "run", 0.0, scores=None)
+    words = Outline(write_report([run], tmp_path / "page.html").read_text()).text
+    assert words[words.index("65.00 %") + 2] == "accuracy after the last epoch"
+
+
+def test_several_runs_make_a_leaderboard(tmp_path):
+    scores = {"a": 0.7, "b": 0.9, "c": 0.8}
+    runs = [make_run(tmp_path, name, score, IMAGES, seconds=10 * score) for name, score in scores.items()]
+    runs.append(make_run(tmp_path, "values", 0.99, VALUES))
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    board = page.split("<h2")[1]
+    assert "Leaderboard of 4 runs" in board
+    assert re.findall(r'<a href="#part\d">(\w+)</a>', board) == ["b", "c", "a", "values"]
+    assert re.findall(r"<td data-key=\"([\d.]*)\">(?:\d\d\.\d\d %|0.990 R²)</td>", board) == ["0.9", "0.8", "0.7", ""]
+    assert len(re.findall(r'<th scope="col"><button type="button">', board)) == 6
+    lines = re.findall(r'<path class="l(\d+)" [^>]*><title>(\w+)</title>', board)
+    assert len(set(lines)) == 4  # the same colour in both figures, and no two alike
+    assert len({colour for colour, _ in lines}) == 4
+
+
+def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
+    runs = [make_run(tmp_path / parent, "run", 0.5) for parent in ("one", "two")]
+    words = Outline(write_report(runs, tmp_path / "page.html").read_text()).text
+    assert all(f"Training run {run}" in words for run in runs)
+
+
+def test_the_only_script_is_the_one_that_the_policy_names(tmp_path):
+    runs = [make_run(tmp_path, name, 0.5) for name in ("a", "b")]
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
