@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # repository → site
 FOLDERS = {"benchmarks/results": "recordings", "examples": "examples", "docs": ""}
-LINK = re.compile(r"(?<=\]\()(?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?(?=\))")
+LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 HEADLINES = "<!-- headlines of the README -->"  # replaced by the README's table of results
 README_RESULTS = re.compile(r"<!-- results:.*?-->\n(.*?)<!-- end of results -->", re.DOTALL)
 
@@ -45,14 +45,26 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def with_site_links(markdown: str, origin: str, place: str) -> str:
-    """The text of the repository's file `origin` with its links changed to those of the site's page `place`."""
+    """The text of the repository's file `origin` with its links changed to those of the site's page `place`.
+
+    A link whose text is the name of a page's file gets the page's title as text.
+    """
 
     def moved(link: re.Match[str]) -> str:
         target = site_place(posixpath.normpath(posixpath.join(posixpath.dirname(origin), link["path"])))
-        relative = posixpath.relpath(target, posixpath.dirname(place) or ".") if target else link["path"]
-        return relative + (link["anchor"] or "")
+        path = posixpath.relpath(target, posixpath.dirname(place) or ".") if target else link["path"]
+        text = title_of(target) if target and link["text"] == posixpath.basename(link["path"]) else link["text"]
+        return f"[{text}]({path}{link['anchor'] or ''})"
 
     return LINK.sub(moved, markdown)
+
+
+def title_of(place: str) -> str:
+    """The name of a page in a sentence: its heading up to the first colon or comma; of another file, the file's name."""
+    page = ROOT / "docs" / place
+    if page.suffix != ".md" or not page.is_file():
+        return posixpath.basename(place)
+    return re.split("[:,]", page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# "))[0]
 
 
 def site_place(path: str) -> str | None:

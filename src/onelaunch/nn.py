@@ -15,7 +15,11 @@ __all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "CrossEntropyLoss", "Lin
 
 
 class ReLUDropout(nn.Module):
-    """Replaces `nn.Sequential(nn.ReLU(), nn.Dropout(p))`."""
+    """Replaces `nn.Sequential(nn.ReLU(), nn.Dropout(p))`: one kernel that saves one bit per element for the backward pass.
+
+    p: the probability to drop an element while training.
+    inplace: whether to write over the input, under the rules of `F.relu(x, inplace=True)`.
+    """
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
@@ -36,7 +40,12 @@ def _fused_repr(operation: str, activation: str | None, dropout: float) -> str:
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` with the activation and the dropout that follow it."""
+    """`nn.Linear` with the activation and the dropout that follow it, applied before the product is stored.
+
+    in_features, out_features, bias, device, dtype: as in `nn.Linear`, whose `state_dict` it has.
+    activation: a name such as "relu" or "gelu", or None.
+    dropout: the probability to drop an element while training.
+    """
 
     def __init__(
         self,
@@ -95,19 +104,38 @@ class _BatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class BatchNorm1d(_BatchNorm, nn.BatchNorm1d):
-    """`nn.BatchNorm1d` with the activation and the dropout that follow it."""
+    """`nn.BatchNorm1d` with the activation and the dropout that follow it, applied while it normalises.
+
+    num_features, eps, momentum, affine, track_running_stats, device, dtype: as in `nn.BatchNorm1d`.
+    activation: a name such as "relu" or "gelu", or None.
+    dropout: the probability to drop an element while training.
+    """
 
 
 class BatchNorm2d(_BatchNorm, nn.BatchNorm2d):
-    """`nn.BatchNorm2d` with the activation and the dropout that follow it."""
+    """`nn.BatchNorm2d` with the activation and the dropout that follow it, applied while it normalises.
+
+    num_features, eps, momentum, affine, track_running_stats, device, dtype: as in `nn.BatchNorm2d`.
+    activation: a name such as "relu" or "gelu", or None.
+    dropout: the probability to drop an element while training.
+    """
 
 
 class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
-    """`nn.BatchNorm3d` with the activation and the dropout that follow it."""
+    """`nn.BatchNorm3d` with the activation and the dropout that follow it, applied while it normalises.
+
+    num_features, eps, momentum, affine, track_running_stats, device, dtype: as in `nn.BatchNorm3d`.
+    activation: a name such as "relu" or "gelu", or None.
+    dropout: the probability to drop an element while training.
+    """
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """Replaces `nn.CrossEntropyLoss` without class weights."""
+    """Replaces `nn.CrossEntropyLoss` without class weights: loss and gradient in one pass over the logits.
+
+    weight: must be None; pass class weights to `torch.nn.CrossEntropyLoss`.
+    ignore_index, reduction, label_smoothing: as in `nn.CrossEntropyLoss`.
+    """
 
     def __init__(
         self, weight: None = None, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0

@@ -60,22 +60,25 @@ class Totals(Cost):
 
 @dataclass(repr=False)
 class Explanation:
-    model: str
-    training: bool
-    device: DeviceModel
-    operations: list[Operation]
-    groups: list[Group]
-    notes: list[str] = field(default_factory=list)
+    """What `explain` returns: every operation of a model, and the groups in which they run. `print` shows it as a table."""
+
+    model: str  # the name of its class
+    training: bool  # whether the model was in training mode
+    device: DeviceModel  # the device that times are predicted for
+    operations: list[Operation]  # each by itself, in the order of the captured graph
+    groups: list[Group]  # operations that run as one kernel or library call
+    notes: list[str] = field(default_factory=list)  # what else a reader should know, such as graph breaks
     measured: dict[str, float] = field(default_factory=dict)  # seconds per call of each candidate, on CUDA
     read: bool = False  # whether the kernels are read from what Inductor generated, or predicted
 
     @property
     def before(self) -> Totals:
-        """Every operation by itself."""
+        """Every operation by itself: bytes, FLOPs, launches and predicted seconds."""
         return self._totals([(group.before, group.predicted[0]) for group in self.groups])
 
     @property
     def after(self) -> Totals:
+        """As it runs: bytes, FLOPs, launches and predicted seconds of all groups."""
         return self._totals([(group.after, group.predicted[1]) for group in self.groups])
 
     def _totals(self, parts: list[tuple[Cost, float]]) -> Totals:

@@ -238,7 +238,16 @@ def batch_norm(
     activation: str | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are updated as PyTorch updates them."""
+    """`F.dropout(act(F.batch_norm(x, ...)))`; in training the running statistics are updated as PyTorch updates them.
+
+    x: `[batch, channels, ...]`, also channels-last. The result has its shape and dtype.
+    running_mean, running_var: `[channels]`, updated in training, where they may be None.
+    weight, bias: `[channels]`, or None for a batch norm without them.
+    training: whether to use the statistics of the batch, and to apply dropout.
+    momentum, eps: as in `F.batch_norm`.
+    activation: a name such as "relu" or "gelu", or None.
+    dropout: the probability to drop an element while training.
+    """
     if not isinstance(x, Tensor):
         named = {"momentum": momentum, "eps": eps, "activation": activation, "dropout": dropout}
         return dispatch_override(

@@ -246,7 +246,12 @@ def linear(
     dropout: float = 0.0,
     training: bool = True,
 ) -> Tensor:
-    """`F.dropout(act(F.linear(x, weight, bias)), dropout, training)`."""
+    """`F.dropout(act(F.linear(x, weight, bias)), dropout, training)`, `[..., out_features]`.
+
+    x: `[..., in_features]`; weight: `[out_features, in_features]`; bias: `[out_features]` or None.
+    activation: a name such as "relu" or "gelu", or None.
+    dropout: the probability to drop an element, if `training` is True. A module passes `self.training`.
+    """
     if not isinstance(x, Tensor):
         return dispatch_override(
             linear, "x", x, weight, bias, activation=activation, dropout=dropout, training=training

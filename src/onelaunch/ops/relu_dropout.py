@@ -154,7 +154,9 @@ _apply = direct_apply(_EagerReluDropout)
 def relu_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """`F.dropout(F.relu(x), p, training)` in one kernel that saves one bit per element for the backward pass.
 
-    `inplace` writes over x, under the rules of `F.relu(x, inplace=True)`.
+    x: a tensor of any shape; the result has its shape and dtype.
+    p: the probability to drop an element, if `training` is True.
+    inplace: whether to write over x, under the rules of `F.relu(x, inplace=True)`.
     """
     if not isinstance(x, Tensor):
         return dispatch_override(relu_dropout, "x", x, p, training, inplace)

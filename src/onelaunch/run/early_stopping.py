@@ -15,7 +15,9 @@ from onelaunch.run.metric_names import VALIDATION_METRICS, is_loss, require_metr
 class EarlyStopping:
     """Stop after `patience` epochs without an improvement of a validation metric by more than `min_delta`.
 
+    patience: the number of epochs to wait for an improvement, 1 or more.
     metric: "loss", "accuracy", or one of the metrics that `fit` can compute; validation data is needed.
+    min_delta: the smallest change of the metric that counts as an improvement.
     restore_best: the model gets the weights of its best epoch at the end, also if the run was not stopped early.
     """
 

@@ -27,14 +27,14 @@ class History:
     seconds     time it took
     """
 
-    losses: list[float] = field(default_factory=list)
-    epochs: list[dict[str, Any]] = field(default_factory=list)
-    engine: str = ""
-    reason: str = ""
-    precision: str = ""
-    device: str = ""
-    plan: str = ""
-    allocations: dict[str, int] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # the loss of every step, before its update
+    epochs: list[dict[str, Any]] = field(default_factory=list)  # one dict per epoch, as above
+    engine: str = ""  # the engine that ran: resident, graph, cpu, compiled or eager
+    reason: str = ""  # why this engine, and why not a faster one
+    precision: str = ""  # of the matrix products, such as fp32
+    device: str = ""  # the name of the device
+    plan: str = ""  # for people: how the engine lays out the run, where it says so
+    allocations: dict[str, int] = field(default_factory=dict)  # allocator calls, of an engine that counts them
     seconds: float = 0.0  # training and validation, without start-up
     startup_seconds: float = 0.0  # from the call of fit to the first step
     best_epoch: int | None = None  # with early stopping: the epoch (from 0) with the best metric

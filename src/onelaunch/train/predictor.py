@@ -27,9 +27,9 @@ class Predictor:
     """A trained network. For a run on a table, x is the path of a file, a DataFrame or a dict of columns, found by name;
     for other runs, an array of rows as in training."""
 
-    path: Path
-    model: nn.Sequential
-    loss: str
+    path: Path  # the run folder
+    model: nn.Sequential  # the network, which takes encoded rows
+    loss: str  # the loss that it was trained with
     classes: tuple[str, ...] | None  # None for a regression
     encoding: TableEncoding | None  # None for a run on arrays
     baseline: float  # the most frequent class number, or the mean, of the training targets
