@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.run.options import CUSTOM_LOSS
 from onelaunch.run.spec import Spec
 from onelaunch.sweep.grid import OPTIONS, model_parameters
 from onelaunch.sweep.member import Member
@@ -90,6 +91,7 @@ class MemberRuns:
             raise OnelaunchError("folds and validation both say which rows to validate on: pass one of the two")
         self._sample_weight = None if sample_weight is None else to_tensor("sample_weight", sample_weight)
         self._seeded = False
+        self._specs: dict[tuple[int, int], Spec] = {}
         self._bases: dict[Any, Run] = {}
         self._views: OrderedDict[Any, View] = OrderedDict()
         self._classes: torch.Tensor | None = None
@@ -106,6 +108,17 @@ class MemberRuns:
         """The fields of Options for a member."""
         own = {name: value for name, value in member.parameters.items() if name in OPTIONS}
         return {**self.options, **own, "seed": member.seed}
+
+    def spec(self, member: Member, rows: int) -> Spec:
+        """The Spec of a member with this many training rows. Its checks are made once per candidate and number of rows."""
+        key = (member.candidate, rows)
+        if key not in self._specs:
+            options = self.options_of(member)
+            options["loss"] = CUSTOM_LOSS if callable(options["loss"]) else options["loss"]
+            self._specs[key] = Spec(rows=rows, **options)
+        found = copy.copy(self._specs[key])
+        object.__setattr__(found, "seed", member.seed)  # checked when the member was made
+        return found
 
     def model_arguments(self, member: Member) -> dict[str, Any]:
         own = {name: value for name, value in member.parameters.items() if name not in OPTIONS}
@@ -132,12 +145,11 @@ class MemberRuns:
     def run(self, member: Member) -> Run:
         """The checked Run of a member, with a new model. Raises OnelaunchError for a mistake."""
         options, model = self.options_of(member), self.model(member)
-        if self._loader:
+        if self._loader:  # its length and batch size are those of the loader
             return make_run(model, self.x, self.y, self._validation, options, sample_weight=self._sample_weight)
         base = self._base(member, model, options)
         view = self._view(member, base)
-        options["loss"] = base.spec.loss
-        spec = Spec(rows=len(view.y), **options)
+        spec = self.spec(member, len(view.y))
         check_batch_norm(base.network, spec)
         weights_key = repr(spec.class_weight)
         if weights_key not in view.weights:

@@ -13,8 +13,7 @@ from torch import nn
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, suggest
 from onelaunch.rng import check_seed
 from onelaunch.run.metric_names import VALIDATION_METRICS, require_metric
-from onelaunch.run.options import CUSTOM_LOSS, Options
-from onelaunch.run.spec import Spec
+from onelaunch.run.options import Options
 from onelaunch.sweep.driver import Driver
 from onelaunch.sweep.grid import OPTIONS, Candidate, Grid, candidates_of, make_grid
 from onelaunch.sweep.member import Member
@@ -98,7 +97,7 @@ def sweep(
     metric = metric or _default_metric(given, runs.validates)
     members = members_of(candidates, checked.seeds or (seed,), runs.splits.count)
     for first in {member.candidate: member for member in reversed(members)}.values():
-        _check_candidate(runs, first)
+        runs.spec(first, runs.count)  # raises for an option that is not valid
     if strategy == "halving" and not runs.validates:
         raise OnelaunchError("strategy='halving' compares candidates on validation rows: pass folds= or validation=")
     with random_state_kept():
@@ -165,10 +164,3 @@ def _add_metric(metric: Any, options: dict[str, Any], grid: Grid) -> str | None:
 def _default_metric(options: dict[str, Any], validates: bool) -> str:
     loss = options.get("loss", "cross_entropy")
     return "accuracy" if validates and loss in ("cross_entropy", "bce_with_logits") else "loss"
-
-
-def _check_candidate(runs: MemberRuns, member: Member) -> None:
-    options = runs.options_of(member)
-    if callable(options["loss"]):
-        options["loss"] = CUSTOM_LOSS
-    Spec(rows=runs.count, **options)  # raises for an option that is not valid

@@ -64,7 +64,7 @@ class Table:
         if has_notes:
             table.add_column("note")
         for number, row in enumerate(self.rows[:SHOWN_ROWS], 1):
-            cells = [str(row.parameters.get(name, "")) for name in self.names]
+            cells = [_short(row.parameters.get(name, "")) for name in self.names]
             notes = [self._note(row)] if has_notes else []
             table.add_row(str(number), *cells, self._score(row), str(len(row.members)), *notes)
         more = len(self.rows) - SHOWN_ROWS
@@ -91,3 +91,8 @@ class Table:
             }
             for row in self.rows
         ]  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    """A value for a printed table: numbers with four digits."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

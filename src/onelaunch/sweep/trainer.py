@@ -80,13 +80,16 @@ class Switch:
 class ActiveMember:
     """A member in training: its history, and what follows each epoch."""
 
-    def __init__(self, index: int, run: Run, engine: str, reason: str, device: str) -> None:
+    def __init__(
+        self, index: int, run: Run, engine: str, reason: str, device: str, finite_before: frozenset[str] | None = None
+    ) -> None:
+        """`finite_before`: as in Saver; it is the same for all members of a group."""
         self.index = index
         self.epoch_end = EpochEnd(run)
         self.run = dataclasses.replace(run, checkpoints=True) if self.epoch_end.needs_weights else run
         self.history = History(engine=engine, reason=reason, device=device)
         self.recorder = Recorder(run.spec, run.outputs, self.history)
-        self.saver = Saver(run, self.recorder, self.epoch_end, None, "")
+        self.saver = Saver(run, self.recorder, self.epoch_end, None, "", finite_before)
         self.state: State = {}
         self.target = run.spec.total_steps
         self.error = ""
@@ -239,10 +242,11 @@ def _train_with(
     trainer = cast(MembersEngine, many) if together else OneByOne(engine)
     switch.plans[_group_name(run)] = f"{engine.name}: {trainer.members_plan([run for _, run in members])}"
     device = device_name(run.device)
-    active = []
+    active: list[ActiveMember] = []
     for job, own in members:
         found = job.continues.active if job.continues else None
-        found = found or ActiveMember(job.index, own, engine.name, reason, device)
+        known = active[0].saver.finite_before if active else None
+        found = found or ActiveMember(job.index, own, engine.name, reason, device, known)
         found.history.precision = PRECISIONS.get(run.device.type, run.spec.compiled_precision)
         found.aim(job.part)
         active.append(found)

@@ -173,10 +173,16 @@ def _choose(run: Run, resumed: Checkpoint | None) -> tuple[Engine, str]:
 class Saver:
     """Writes the checkpoint of a run, unless its weights are no longer finite."""
 
-    def __init__(self, run: Run, recorder: Recorder, epoch_end: EpochEnd, path: Path | None, data: str) -> None:
-        """`data` is the fingerprint of the run's rows."""
+    def __init__(
+        self, run: Run, recorder: Recorder, epoch_end: EpochEnd, path: Path | None, data: str,
+        finite_before: frozenset[str] | None = None,
+    ) -> None:  # fmt: skip
+        """`data` is the fingerprint of the run's rows. `finite_before`: the names of the tensors whose values are finite at
+        the start, where they are known; a mask may contain -inf."""
         self.run, self.recorder, self.epoch_end, self.path, self._data = run, recorder, epoch_end, path, data
-        self._finite_before = {name for name, tensor in self._floats() if _is_finite(tensor)}  # a mask may contain -inf
+        if finite_before is None:
+            finite_before = frozenset(name for name, tensor in self._floats() if _is_finite(tensor))
+        self.finite_before = finite_before
 
     def _floats(self) -> list[tuple[str, torch.Tensor]]:
         state = self.run.model.state_dict()
@@ -202,7 +208,7 @@ class Saver:
         """
         step = len(self.recorder.history.losses) - 1
         for name, tensor in self._floats():
-            if name in self._finite_before and not _is_finite(tensor):
+            if name in self.finite_before and not _is_finite(tensor):
                 raise _diverged(f"{name} is no longer finite after step {step}", step, self.path)
 
 
