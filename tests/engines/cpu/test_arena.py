@@ -34,6 +34,10 @@ NETWORKS: dict[str, tuple[tuple[nn.Module, ...], dict[str, Any]]] = {
     ),
     "plain": ((nn.Linear(21, 50), nn.ReLU(), nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 5)), {}),
     "many outputs": ((nn.Linear(21, 3), nn.Sigmoid(), nn.Linear(3, 70)), {"momentum": 0.9}),
+    "tiles": (
+        (nn.Linear(21, 80), nn.ReLU(), nn.Linear(80, 70), nn.GELU(), nn.Linear(70, 64), nn.ReLU(), nn.Linear(64, 5)),
+        {"precision": "tf32", "optimizer": "adam", "batch_size": 17},
+    ),
     "mse": ((nn.Linear(21, 1, bias=False), nn.SiLU(), nn.Linear(1, 19)), {"loss": "mse"}),
 }  # fmt: skip
 
@@ -76,11 +80,12 @@ def test_poisoned_memory_between_guard_pages(name: str, uint8_rows: bool, partit
     assert run.validation is not None
     x, y = run.validation
     fenced = dataclasses.replace(run, x=guarded(run.x), y=guarded(run.y), validation=(guarded(x), guarded(y)))
-    plan = Plan(settings_for(fenced, partitions), host())
+    target = dataclasses.replace(host(), tiles="emulated" if host().lanes == 16 else "")
+    plan = Plan(settings_for(fenced, partitions), target)
     memory = guarded_bytes(Arena.size_for(plan, run.spec.rows))
     memory[:] = 0xFF
-    poisoned = train_natively(fenced, cache_folder, partitions=partitions, memory=memory)
-    assert_same_bits(poisoned, train_natively(run, cache_folder, partitions=partitions))
+    poisoned = train_natively(fenced, cache_folder, partitions=partitions, memory=memory, target=target)
+    assert_same_bits(poisoned, train_natively(run, cache_folder, partitions=partitions, target=target))
     assert poisoned.losses.isfinite().all()
     used = np.zeros(len(memory), bool)
     for buffer in plan.buffers.values():

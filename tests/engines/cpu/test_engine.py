@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from onelaunch.engines import cpu
+from onelaunch.engines.cpu.plan.target import host
 from onelaunch.train.inputs import make_run
 
 OPTIONS = {"epochs": 1, "batch_size": 4}
@@ -23,7 +24,8 @@ def unsupported_reason(model: nn.Module, **options: object) -> str:
 def test_refusals_say_why() -> None:
     plain = nn.Sequential(nn.Linear(4, 2))
     assert unsupported_reason(plain) == ""
-    assert "bf16" in unsupported_reason(plain, precision="bf16")
+    assert "fp16" in unsupported_reason(plain, precision="fp16")
+    assert ("needs a CPU with AMX" in unsupported_reason(plain, precision="bf16")) == (not host().tiles)
     assert "Softshrink" in unsupported_reason(nn.Sequential(nn.Linear(4, 2), nn.Softshrink()))
 
 

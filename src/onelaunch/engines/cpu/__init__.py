@@ -50,7 +50,12 @@ class CpuEngine:
         except UnsupportedNetworkError as reason:
             return str(reason)
         if run.spec.precision not in ("auto", "fp32"):
-            return f"precision={run.spec.precision!r} is not in this engine, which computes in fp32"
+            from onelaunch.engines.cpu.plan.target import host
+
+            if run.spec.precision not in ("bf16", "tf32"):
+                return f"precision={run.spec.precision!r} is not in this engine: pass 'fp32'"
+            if not host().tiles:
+                return f"precision={run.spec.precision!r} needs a CPU with AMX; this one computes in fp32"
         if len(run.x) >= 2**31:
             return f"x has {len(run.x)} rows, this engine counts to 2**31 - 1"
         return ""

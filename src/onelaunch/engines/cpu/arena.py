@@ -46,8 +46,8 @@ class Arena:
 
     @staticmethod
     def size_for(plan: Plan, rows: int) -> int:
-        # One vector more than the rows: the row indices of a batch are read one vector at a time.
-        return plan.size + round_up(4 * (round_up(rows, plan.lanes) + plan.lanes), CACHE_LINE)
+        # The row indices of a batch are read one vector at a time, also those past the end of the last batch.
+        return plan.size + round_up(4 * (round_up(rows, plan.lanes) + plan.rows), CACHE_LINE)
 
     def view(self, name: str, dtype: Any = np.float32, shift: int = 0) -> np.ndarray[Any, Any]:
         """A buffer by name. `shift` is added to its offset in bytes: an optimizer state is stored that far behind."""

@@ -39,6 +39,7 @@ CALL_SECONDS = 0.05  # target duration of a native call: Python serves signals a
 PROBE_SECONDS = 0.005  # of a probe, which compares one thread with several: short, since half of the probes are slower
 # Buffers that are zero at first; a partition without rows never writes its losses.
 ZEROED = ("parameters", "flag", "tally", "losses", "mean", "variance", "ticks", "zeros", "squares")
+PLANES = {"bf16": 1, "tf32": 2}  # of operands in bf16, by precision
 FIRST_STEPS = 8  # in the first call, before the time per step is known
 
 
@@ -62,6 +63,7 @@ def settings_for(run: Run, partitions: int | None = None) -> Settings:
         weighted=run.weights is not None,
         clips=spec.clip_norm is not None,
         validates=validates,
+        planes=PLANES.get(spec.precision, 0),
     )
 
 
@@ -72,8 +74,8 @@ class CpuSession:
     ) -> None:  # fmt: skip
         """The keyword arguments are for tests: the number of partitions, target, cache folder and memory of the arena."""
         self.run, self.spec = run, run.spec
-        self.precision = "fp32"
         self.program = program_for(settings_for(run, partitions), target or host())
+        self.precision = run.spec.precision if self.program.plan.settings.planes else "fp32"
         self._plan = self.program.plan
         self.plan = str(self._plan)
         self.library = library(self._plan.target, cache_folder or OBJECTS.folder())

@@ -17,6 +17,7 @@ from onelaunch.engines.cpu.code import (
     loss,
     philox,
     product,
+    tile_products,
     update,
 )
 from onelaunch.engines.cpu.code.emit import Module
@@ -41,6 +42,8 @@ UNITS: dict[str, Callable[..., Any]] = {
     "reduce": gradient.emit_reduce,
     "row_order": philox.row_order,
     "through_group": gradient.emit_through_group,
+    "tile_products": tile_products.emit,
+    "tile_update": tile_products.emit_update,
     "transpose": gradient.emit_transpose,
     "update": update.emit,
 }

@@ -15,14 +15,14 @@ from onelaunch.engines.cpu.code.product import by_parity
 from onelaunch.engines.cpu.code.tile import TILE_FIELDS, TILES, accumulate, epilogue, over_heights, over_tiles
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
 
+# The rows of the next batch are prefetched between the tiles: in random order they miss every cache. A row has `pieces` pieces
+# of `lines` cache lines; each tile prefetches `times` of them (0: none). `length` is the batch size.
+NEXT_ROWS = "ptr x, i64 row_bytes, i64 lines, i64 pieces, i64 times"
 FIELDS = (
     "ptr a, ptr odd_a, ptr b, ptr c, i64 b_panel, i64 c_panel, i64 a_step, i64 length, i64 state_stride, ptr hyper, "
     f"{TILE_FIELDS}, "
     # 1 to prefetch a tile's weights and states before the product, 0 where they are in L1 anyway.
-    "i64 far, "
-    # The rows of the next batch are prefetched between the tiles: in random order they miss every cache. A row has `pieces`
-    # pieces of `lines` cache lines; each tile prefetches `times` of them (0: none).
-    "ptr x, i64 row_bytes, i64 lines, i64 pieces, i64 times"
+    f"i64 far, {NEXT_ROWS}"
 )
 WEIGHT_UPDATES = {
     vectors: Kernel(f"weight_update_{vectors}", FIELDS, "j order next_rows scalars") for vectors in (1, 2)
@@ -45,9 +45,7 @@ def emit(module: Module, rule: UpdateRule) -> None:
 
 def _weight_update(f: Function, vectors: int, rule: UpdateRule) -> None:
     a = by_parity(f, f["a"], f["odd_a"])
-    position = f.op("ptr", "alloca [2 x i64], align 8", "position")
-    for number in range(2):
-        f.store(f.i64(0), position, number, element="i64")
+    position = first_position(f)
     over_heights(
         f, vectors,
         lambda height, tiles: f.call(_tiles(f.module, height, vectors, rule), a, position, f["fields"], f["step"], *tiles),
@@ -66,7 +64,7 @@ def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
         f.load_step("order", "next_rows", "scalars")
         width = vectors * f.lanes
         spare = f.op("ptr", f"alloca [{rows * width} x float], align 64", "spare")
-        next_rows = _NextRows(f)
+        next_rows = NextRows(f)
         update = Update(f, rule, f["scalars"], f["hyper"])
         zeros, step = [f.zero] * (rows * vectors), f.i64(f.mul(f["a_step"], 4))
         prefetched = f.i64(f.mul(f["far"], rows * width))
@@ -80,7 +78,7 @@ def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
             a_at, place = f.at(f["a"], first), f.mul(first, width)
 
             def panel(number: Int) -> None:
-                f.loop(f["times"], lambda _: next_rows.prefetch_piece(), index="piece")
+                next_rows.prefetch_pieces()
                 b = f.at(f["b"], f.mul(number, f["b_panel"]), hint="b")
                 c = f.at(f["c"], f.add(f.mul(number, f["c_panel"]), place), hint="c")
                 copies = update.copies(c, f["state_stride"])
@@ -107,7 +105,15 @@ def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
     )
 
 
-class _NextRows:
+def first_position(f: Function) -> Value:
+    """Memory for the argument `position` of NextRows."""
+    position = f.op("ptr", "alloca [2 x i64], align 8", "position")
+    for number in range(2):
+        f.store(f.i64(0), position, number, element="i64")
+    return position
+
+
+class NextRows:
     """Prefetches the next batch's rows, one piece of a row per call. The argument `position` points at the next piece: its row,
     and its number in the row."""
 
@@ -117,7 +123,11 @@ class _NextRows:
         self.order = f.at(f["order"], f["length"], "i32", "next_order")
         self.piece_bytes = f.i64(f.mul(f["lines"], CACHE_LINE))
 
-    def prefetch_piece(self) -> None:
+    def prefetch_pieces(self) -> None:
+        """Prefetch the field `times` of pieces."""
+        self.f.loop(self.f["times"], lambda _: self._prefetch_piece(), index="piece")
+
+    def _prefetch_piece(self) -> None:
         f = self.f
         row = f.load("i64", self.row, hint="row")
 

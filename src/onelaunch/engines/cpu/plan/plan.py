@@ -25,6 +25,8 @@ from onelaunch.integers import ceil_div, round_up
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.run.network import Activation, BatchNorm, LayerNorm, tensor_name
 
+# Products in tiles: layers at least so wide and batches at least so large. TERMS is the length of a step.
+MIN_TILE_WIDTH, MIN_TILE_BATCH, TERMS = 64, 16, 32
 MAX_CALL_STEPS = 4096  # steps per native call: the length of the loss and scalar buffers
 MAX_PROFILED_PHASES = 128
 # Up to this many partitions, each gathers the whole batch for itself. The rows then never travel between cores (the first
@@ -143,8 +145,24 @@ class Plan:
             return True
         if stage.batch_norms and statistics:
             return False
-        panels = len(self.panels(stage))
-        return stage is self.last or (panels % self.partitions != 0 and panels < 4 * self.partitions)
+        panels, blocks = len(self.panels(stage)), ceil_div(self.batch, self.lanes)
+        uneven = panels % self.partitions != 0 and panels < 4 * self.partitions
+        return stage is self.last or (uneven and self._largest_part(blocks) < self._largest_part(panels))
+
+    def _largest_part(self, units: int) -> float:
+        """The part of the work that the busiest partition has, if `units` are divided."""
+        return ceil_div(units, self.partitions) / units
+
+    def in_tiles(self, stage: Stage) -> bool:
+        """Whether a stage's products in training are computed in tiles from bf16 operands. The last layer stays in fp32."""
+        if not self.settings.planes or stage.linear is None or stage is self.last:
+            return False
+        return min(stage.linear.inputs, stage.width) >= MIN_TILE_WIDTH and self.batch >= MIN_TILE_BATCH
+
+    @staticmethod
+    def left_row(steps: int) -> int:
+        """Bytes of a packed row of `steps` steps: an odd number of cache lines, so that a tile's rows fall into 16 sets."""
+        return CACHE_LINE * (steps | 1)
 
     def needs_input_gradient(self, stage: Stage) -> bool:
         """Whether the gradient with respect to the input of this stage's Linear is used."""
@@ -310,6 +328,7 @@ class Plan:
                 gradient = 4 * self.rows * self.padded(stage)
                 end = self._place(f"gradient.panels.{stage.index}", gradient, end)
                 end = self._place(f"gradient.transposed.{stage.index}", gradient, end)
+        end = self._lay_out_packed(end)
         widest = max(self.padded(stage) for stage in self.stages[:-1])
         for parity in range(2):  # alternating: while one set is read, the next layer's is written
             for partition in range(self.partitions):
@@ -317,6 +336,25 @@ class Plan:
         if self.settings.weighted:
             end = self._place("row_weights", 4 * self.rows, end)
         return self._place("sums", 4 * self.rows, end)
+
+    def _lay_out_packed(self, end: int) -> int:
+        """Operands in bf16 of each partition: the largest left and right one of all products in tiles."""
+        left = right = 0
+        panel_step = TERMS * self.panel_width * 2
+        batch_steps = ceil_div(self.batch, TERMS)
+        for stage in filter(self.in_tiles, self.stages):
+            assert stage.linear is not None
+            inputs = ceil_div(stage.linear.inputs, TERMS)
+            outputs = len(self.panels(stage))
+            rows = [(batch_steps, inputs), (inputs, batch_steps)]  # (blocks of 32 rows, steps) forward and in dW
+            left = max(left, TERMS * CACHE_LINE * outputs, *(TERMS * n * self.left_row(steps) for n, steps in rows))
+            right = max(right, panel_step * inputs, panel_step * outputs * batch_steps)
+        if left:
+            for partition in range(self.partitions):
+                end = self._place(f"packed.left.{partition}", self.settings.planes * left, end)
+                end = self._place(f"packed.right.{partition}", self.settings.planes * right, end)
+                end = self._place(f"block.{partition}", 4 * TERMS * TERMS, end)
+        return end
 
     def _lay_out_validation(self, end: int) -> int:
         rows, widest = self.settings.validation_batch, max(self.pitch(stage) for stage in self.stages)

@@ -35,6 +35,7 @@ class Settings:
     weighted: bool = False  # rows have weights in the loss
     clips: bool = False  # by the global norm of the gradient
     validates: bool = False  # there is validation data
+    planes: int = 0  # of operands in bf16: 1 ("bf16") or 2 ("tf32"); 0 for products in fp32
     profile: bool = False  # count the clock ticks of every phase and barrier (see program.py)
 
 

@@ -6,8 +6,11 @@ the functions, so that importing the engine costs nothing.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import sys
 from dataclasses import dataclass
+from typing import Literal
 
 CACHE_LINE = 64  # bytes
 
@@ -22,6 +25,8 @@ class Target:
     has_fma: bool
     splats: bool  # this LLVM parses "splat (float 1.0)" (version 19 and later)
     llvm: str  # version, part of the cache key
+    # Products of bf16 operands: by AMX tiles, in vector code that computes the same (for tests), or none ("").
+    tiles: Literal["", "amx", "emulated"] = ""
 
     def heights(self, vectors: int) -> tuple[int, ...]:
         """The heights in rows of tiles that are `vectors` registers wide, in falling order. The accumulators of the tallest
@@ -32,6 +37,10 @@ class Target:
         if vectors == 1:
             return 12, 8
         return (13, 12, 8) if self.registers >= 32 else (6, 5, 2)
+
+    @property
+    def has_tiles(self) -> bool:
+        return self.tiles == "amx"
 
     @property
     def vector_constraint(self) -> str:
@@ -70,6 +79,14 @@ def _llvm_version() -> tuple[int, ...]:
     return tuple(llvm.llvm_version_info)
 
 
+def _may_use_tiles() -> bool:
+    """Ask the kernel for AMX's tile registers, which Linux grants per process: their 8 KiB are saved at context switches."""
+    if not sys.platform.startswith("linux"):
+        return False
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None, use_errno=True).syscall(arch_prctl, request_permission, tile_data) == 0
+
+
 @functools.cache
 def host() -> Target:
     """This machine."""
@@ -79,9 +96,10 @@ def host() -> Target:
     triple = llvm.get_process_triple()
     lanes, registers, has_fma = _shape(triple.split("-")[0], dict(features))
     version = _llvm_version()
+    has_tiles = all(features.get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16", "avx512f"))
     return Target(
         triple, llvm.get_host_cpu_name(), features.flatten(), lanes, registers, has_fma, version[0] >= 19,
-        ".".join(map(str, version)),
+        ".".join(map(str, version)), "amx" if has_tiles and _may_use_tiles() else "",
     )  # fmt: skip
 
 

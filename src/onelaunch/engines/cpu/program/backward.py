@@ -12,10 +12,9 @@ from onelaunch.engines.cpu.code.tile import COUNTS, cover
 from onelaunch.engines.cpu.plan.plan import Panel
 from onelaunch.engines.cpu.plan.settings import TALLY
 from onelaunch.engines.cpu.plan.stages import Add, Stage
-from onelaunch.engines.cpu.plan.target import CACHE_LINE
+from onelaunch.engines.cpu.program import tiles
 from onelaunch.engines.cpu.program.forward import prefetch
-from onelaunch.engines.cpu.program.work import Work, of_one_width
-from onelaunch.integers import ceil_div
+from onelaunch.engines.cpu.program.work import Work, next_rows, of_one_width
 
 # Weights of a layer that stay in L2 from one step to the next. Prefetching those costs more than it saves: dW of 784-128 at
 # batch 32 took 22 % longer with Adam, 3 % with SGD. Of 784-512 at batch 128 it saves 2 to 3 %.
@@ -269,6 +268,8 @@ def input_gradient(work: Work, stage: Stage) -> list[Command]:
     first, last, panels = _owned_weights(work, stage)
     if first == last or not panels:
         return []
+    if plan.in_tiles(stage):
+        return tiles.input_gradient(work, stage, panels)
     partial = Address(f"partial.{stage.index % 2}.{0 if whole else work.partition}")
     weights, transposed = Address(f"weight.{stage.index}"), Address(f"gradient.transposed.{stage.index}")
     a, rest = weights + panels[0].first * inputs, panels[-1]
@@ -298,16 +299,18 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
     gradients, unit = Address(f"gradient.panels.{stage.index}"), Unit("update", (work.rule,))
     even, odd = work.output(before)
     far = 4 * (last - first) * sum(panel.width for panel in panels) > NEAR_BYTES
-    commands = []
-    for number, run in enumerate(of_one_width(panels) if first < last else ()):
+    in_tiles = plan.in_tiles(stage)
+    commands = tiles.weight_update(work, stage, panels) if in_tiles and panels else []
+    for number, run in enumerate(of_one_width(panels) if first < last and not in_tiles else ()):
         column, width = run[0]
         vectors = width // plan.lanes
-        tiles = cover(first, last, plan.target.heights(vectors))
+        covering = cover(first, last, plan.target.heights(vectors))
         commands.append(update.WEIGHT_UPDATES[vectors].command(
             unit, a=even, odd_a=odd, b=gradients + column * plan.rows, length=plan.batch, b_panel=width * plan.rows,
             c=Address(f"weight.{stage.index}") + column * inputs, c_panel=width * inputs,
-            a_step=plan.pitch(before), state_stride=plan.state_stride, hyper=work.hyper, panels=len(run), far=int(far), **tiles,
-            **_next_rows(work, len(run) * sum(tiles[name] for name in COUNTS), stage.index == 1 and not number),
+            a_step=plan.pitch(before), state_stride=plan.state_stride, hyper=work.hyper, panels=len(run), far=int(far),
+            **covering,
+            **next_rows(work, len(run) * sum(covering[name] for name in COUNTS), stage.index == 1 and not number),
         ))  # fmt: skip
     for run in of_one_width(plan.owned_panels(stage, work.partition)) if stage.linear.bias else ():
         column, width = run[0]
@@ -329,13 +332,3 @@ def _owned_weights(work: Work, stage: Stage) -> tuple[int, int, Sequence[Panel]]
     if stage is plan.last:
         return *plan.owned_columns(plan.stages[stage.index - 1], work.partition), plan.panels(stage)
     return 0, stage.linear.inputs, plan.owned_panels(stage, work.partition)
-
-
-def _next_rows(work: Work, tiles: int, wanted: bool) -> dict[str, FieldValue]:
-    """How the tiles of dW prefetch the rows of the next batch between them: a piece of a row each, or several."""
-    row_bytes = work.plan.stages[0].width * (1 if work.plan.settings.uint8_rows else 4)
-    row_lines = ceil_div(row_bytes, CACHE_LINE)
-    lines = min(row_lines, ceil_div(work.plan.batch * row_lines, max(1, tiles)))
-    pieces = ceil_div(row_lines, lines)
-    times = ceil_div(work.plan.batch * pieces, max(1, tiles)) if wanted else 0
-    return {"x": Address("x"), "row_bytes": row_bytes, "lines": lines, "pieces": pieces, "times": times}

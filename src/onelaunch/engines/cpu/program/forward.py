@@ -13,6 +13,7 @@ from onelaunch.engines.cpu.code.tile import cover
 from onelaunch.engines.cpu.plan.plan import Panel
 from onelaunch.engines.cpu.plan.stages import Add, Stage
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
+from onelaunch.engines.cpu.program import tiles
 from onelaunch.engines.cpu.program.work import Work, of_one_width
 from onelaunch.integers import ceil_div, round_up
 
@@ -74,13 +75,17 @@ def forward(work: Work, stage: Stage) -> list[Command]:
             if other != work.partition:
                 commands += prefetch(start, last - first, plan.pitch(before), *plan.owned_columns(before, other))
     names = Group.of(stage.groups[0].operations).names
-    in_tiles = names in ((), ("relu",)) and not (work.training and stage.stores_derivative(0))
-    floor = 0.0 if in_tiles and names else -math.inf
+    in_product = names in ((), ("relu",)) and not (work.training and stage.stores_derivative(0))
+    floor = 0.0 if in_product and names else -math.inf
     # What follows the product is applied to each panel while it is in L1; a LayerNorm needs whole rows.
-    numbers = range(int(in_tiles), 1 if stage.layer_norms else len(stage.groups))
+    in_bf16 = work.training and plan.in_tiles(stage)
+    numbers = range(int(in_product), 1 if stage.layer_norms else len(stage.groups))
+    product_of = tiles.forward_product if in_bf16 else _product
+    if in_bf16:
+        commands.append(tiles.pack_inputs(work, stage, (first, last)))
     for group in of_one_width(panels):
         for run in [[panel] for panel in group] if numbers else [group]:
-            commands.append(_product(work, stage, run, (first, last), floor))
+            commands.append(product_of(work, stage, run, (first, last), floor))
             commands += apply_groups(work, stage, run[0], (first, last), numbers)
     if stage.layer_norms:
         whole = Panel(0, plan.padded(stage))

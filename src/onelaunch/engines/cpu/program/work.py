@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from onelaunch.engines.cpu.code.kernel import Address
+from onelaunch.engines.cpu.code.kernel import Address, FieldValue
 from onelaunch.engines.cpu.code.optimizer import UpdateRule
 from onelaunch.engines.cpu.plan.plan import Panel, Plan
 from onelaunch.engines.cpu.plan.stages import Stage
+from onelaunch.engines.cpu.plan.target import CACHE_LINE
+from onelaunch.integers import ceil_div
 
 
 class Work:
@@ -68,3 +70,13 @@ class Work:
 def of_one_width(panels: Sequence[Panel]) -> list[list[Panel]]:
     """Consecutive panels, divided where their width changes."""
     return [list(group) for _, group in groupby(panels, key=lambda panel: panel.width)]
+
+
+def next_rows(work: Work, tiles: int, wanted: bool) -> dict[str, FieldValue]:
+    """How the tiles of dW prefetch the rows of the next batch between them: a piece of a row each, or several."""
+    row_bytes = work.plan.stages[0].width * (1 if work.plan.settings.uint8_rows else 4)
+    row_lines = ceil_div(row_bytes, CACHE_LINE)
+    lines = min(row_lines, ceil_div(work.plan.batch * row_lines, max(1, tiles)))
+    pieces = ceil_div(row_lines, lines)
+    times = ceil_div(work.plan.batch * pieces, max(1, tiles)) if wanted else 0
+    return {"x": Address("x"), "row_bytes": row_bytes, "lines": lines, "pieces": pieces, "times": times}
