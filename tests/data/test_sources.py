@@ -15,7 +15,8 @@ from onelaunch.errors import ArgumentTypeError, DataError
 
 def test_digits() -> None:
     data = load("digits")
-    assert data.x.shape == (1797, 8, 8)
+    assert data.x.shape == (1797, 64)  # README's first example has nn.Linear(64, 128)
+    assert data.image_shape == (8, 8)
     assert data.x.dtype == np.float32
     assert data.x.min() == 0
     assert data.x.max() == 1

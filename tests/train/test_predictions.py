@@ -38,6 +38,16 @@ def test_classes_are_counted_and_the_surest_mistakes_come_first() -> None:
     assert base64.b64decode(found["mistakes"][0]["image"])[1:4] == b"PNG"
 
 
+def test_flat_rows_of_images_are_shown_as_images() -> None:
+    rows, y = np.linspace(0, 1, 64, dtype=np.float32).reshape(4, 16), np.array([0, 1, 0, 1])
+    flat = Dataset("x", "x", rows, y, rows, y, image_shape=(4, 4))
+    square = Dataset("x", "x", rows, y, rows.reshape(4, 4, 4), y)
+    wrong = np.eye(2)[1 - y]
+    found = [describe_predictions(predictor(("a", "b")), wrong, y, one)["mistakes"] for one in (flat, square)]
+    assert found[0] == found[1]
+    assert "image" in found[0][0]
+
+
 def test_values_are_thinned_and_the_largest_errors_come_first() -> None:
     y, error = np.linspace(0, 1, 5000), np.zeros(5000)
     error[[7, 9]] = 0.5, -2.0

@@ -36,6 +36,8 @@ class Dataset:
     """Of a table, its `table_encoding.TableEncoding`: how rows became inputs and targets."""
     test_values: np.ndarray | None = None
     """Of a table, the targets of its test part as the file has them: int64 class numbers, or float64 numbers."""
+    image_shape: tuple[int, ...] | None = None
+    """Of flat rows that are images: the shape of one image."""
     test_table: Any = None
     """Of a table, the rows of its test part as the file has them, a `table_file.Table`."""
 

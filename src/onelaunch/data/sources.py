@@ -65,6 +65,6 @@ def _digits() -> Dataset:
     except ImportError as error:
         raise DataError(f"data='digits' needs scikit-learn ({error}): pip install scikit-learn") from None
     images, labels = load_digits(return_X_y=True)
-    x = np.ascontiguousarray(images / 16, np.float32).reshape(-1, 8, 8)
+    x = np.ascontiguousarray(images / 16, np.float32)
     source = f"scikit-learn's digits, {len(x):,} of 8×8"
-    return Dataset("digits", source, x, labels.astype(np.int64), classes=tuple("0123456789"))
+    return Dataset("digits", source, x, labels.astype(np.int64), classes=tuple("0123456789"), image_shape=(8, 8))

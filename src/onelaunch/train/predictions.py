@@ -72,6 +72,7 @@ def _shown(dataset: Dataset, row: int) -> dict[str, Any]:
         return {"line": int(dataset.test_table.lines[row]), "row": _columns(dataset.test_table, row, dataset)}
     assert dataset.test_x is not None
     values = dataset.test_x[row]
+    values = values if dataset.image_shape is None else values.reshape(dataset.image_shape)
     if (image := as_image(values)) is not None:
         step = -(-max(image.shape[:2]) // MAX_PIXELS)
         return {"image": base64.b64encode(encode_png(image[::step, ::step])).decode()}
