@@ -49,7 +49,7 @@ def _product(f: Function, vectors: int) -> None:
         c = f.at(f["c"], f.mul(number, f["c_panel"]), hint="c")
         start = f.at(f["start"], f.mul(number, f["start_panel"]), hint="start")
         over_heights(
-            f, vectors,
+            f, f.target.heights(vectors),
             lambda height, tiles: f.call(_tiles(f.module, height, vectors), a, b, start, c, f["fields"], *tiles),
         )  # fmt: skip
 

@@ -20,7 +20,10 @@ from onelaunch.engines.cpu.code.instructions import Int, Value
 Accumulators = list[list[Value]]  # [row][vector]
 COUNTS = ("tall", "middle", "low")  # fields: how many tiles of each height
 TILE_FIELDS = f"i64 panels, i64 first, {', '.join(f'i64 {name}' for name in COUNTS)}, i64 last_rows"
-UNROLL = 4  # terms per iteration
+UNROLL = {
+    1: 2,
+    2: 4,
+}  # terms per iteration, by vectors per panel: narrow panels are rare, and code takes time to compile
 TILES = "i64 %tiles, i64 %first_row, i64 %last_rows"  # parameters of a function for tiles of one height
 TILE_OVERHEAD = 0.5  # of a tile, in rows: its start and its epilogue
 
@@ -54,11 +57,10 @@ def _cheapest(heights: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [counts for _, counts in best]
 
 
-def over_heights(f: Function, vectors: int, call: Callable[[int, Sequence[Int]], None]) -> None:
+def over_heights(f: Function, heights: tuple[int, ...], call: Callable[[int, Sequence[Int]], None]) -> None:
     """Call `call(height, arguments)` for the heights of the fields COUNTS that have tiles. The arguments are those of TILES:
     how many tiles, the first row, and the rows of the last one."""
     first: Int = f["first"]
-    heights = f.target.heights(vectors)
     following: list[Value] = [f.i64(0)]  # tiles after those of each height
     for field in reversed(COUNTS[1 : len(heights)]):
         following.insert(0, f.i64(f.add(f[field], following[0])))
@@ -121,20 +123,20 @@ def accumulate(
         following.append(f.at(b_now, count * width))
         return [f.opaque(pointer, "a") for pointer in following] + total
 
-    whole = f.op("i64", f"and i64 {length.text}, {-UNROLL}", "whole")
-    moving = f.loop(whole, lambda _, *now: terms(UNROLL, now), step=UNROLL, carry=[*a, b, *carried], index="k")
+    unroll = UNROLL[vectors]
+    whole = f.op("i64", f"and i64 {length.text}, {-unroll}", "whole")
+    moving = f.loop(whole, lambda _, *now: terms(unroll, now), step=unroll, carry=[*a, b, *carried], index="k")
     moving = f.loop(length, lambda _, *now: terms(1, now), start=whole, carry=moving, index="k")
     return moving[len(a) + 1 :]
 
 
 def epilogue(
     f: Function, carried: Sequence[Value], vectors: int, valid: Value, spare: Value,
-    row: Callable[[Int, Sequence[Value]], None], *, straight: bool = True,
+    row: Callable[[Int, Sequence[Value]], None],
 ) -> None:  # fmt: skip
     """Call `row(m, vectors of the row)` for the first `valid` rows; `spare` is memory for the accumulators.
 
-    A tile with all its rows is straight-line code; a loop covers the rows of others. If what `row` emits is long, all tiles
-    take the loop (not `straight`): compiled once, and its time covers that of the store and the load.
+    A tile with all its rows is straight-line code; a loop covers the rows of others.
     """
     rows, width = len(carried) // vectors, vectors * f.lanes
 
@@ -151,7 +153,4 @@ def epilogue(
 
         f.loop(valid, one, index="row")
 
-    if not straight:
-        part()
-        return
     f.either(f.compare("eq", valid, f.i64(rows), "whole"), whole, part)

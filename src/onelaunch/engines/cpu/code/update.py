@@ -47,7 +47,7 @@ def _weight_update(f: Function, vectors: int, rule: UpdateRule) -> None:
     a = by_parity(f, f["a"], f["odd_a"])
     position = first_position(f)
     over_heights(
-        f, vectors,
+        f, f.target.update_heights(vectors),
         lambda height, tiles: f.call(_tiles(f.module, height, vectors, rule), a, position, f["fields"], f["step"], *tiles),
     )  # fmt: skip
 
@@ -90,11 +90,17 @@ def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
                 f.loop(prefetched, prefetch, step=CACHE_LINE // 4, index="line")
                 carried = accumulate(f, vectors, f["length"], b, zeros, [a_at], step, inputs)
 
+                if not rule.is_short:
+                    for n, value in enumerate(carried):
+                        f.store(value, spare, n * f.lanes)
+                    f.call(_update_rows(module, vectors, rule), spare, c, valid, f["fields"], f["scalars"])
+                    return
+
                 def row(m: Int, values: Sequence[Value]) -> None:
                     for v, value in enumerate(values):
                         update.apply(value, copies, f.add(f.mul(m, width), v * f.lanes))
 
-                epilogue(f, carried, vectors, valid, spare, row, straight=rule.is_short)
+                epilogue(f, carried, vectors, valid, spare, row)
 
             f.loop(f["panels"], panel, index="panel")
 
@@ -102,6 +108,26 @@ def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
 
     return module.function(
         f"weight_update_tiles_{rows}x{vectors}", f"ptr %a, ptr %position, ptr %fields, ptr %step, {TILES}", make
+    )
+
+
+def _update_rows(module: Module, vectors: int, rule: UpdateRule) -> str:
+    """A longer update, as a loop over the rows of a tile: compiled once, and its time covers that of the store and the load."""
+
+    def make(f: Function) -> None:
+        f.load_fields(WEIGHT_UPDATES[vectors], "state_stride", "hyper")
+        update = Update(f, rule, f["scalars"], f["hyper"])
+        copies = update.copies(f["c"], f["state_stride"])
+
+        def vector(index: Int) -> None:
+            for v in range(vectors):
+                at = f.add(index, v * f.lanes)
+                update.apply(f.vload(f["gradient"], at), copies, at)
+
+        f.loop(f.mul(f["valid"], vectors * f.lanes), vector, step=vectors * f.lanes, index="row")
+
+    return module.function(
+        f"update_rows_{vectors}", "ptr %gradient, ptr %c, i64 %valid, ptr %fields, ptr %scalars", make
     )
 
 

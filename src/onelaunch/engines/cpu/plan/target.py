@@ -38,6 +38,11 @@ class Target:
             return 12, 8
         return (13, 12, 8) if self.registers >= 32 else (6, 5, 2)
 
+    def update_heights(self, vectors: int) -> tuple[int, ...]:
+        """The heights of dW's tiles. Its rows are a layer's inputs, mostly many, which two heights cover exactly."""
+        tallest, *_, lowest = self.heights(vectors)
+        return tallest, lowest
+
     @property
     def has_tiles(self) -> bool:
         return self.tiles == "amx"

@@ -304,7 +304,7 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
     for number, run in enumerate(of_one_width(panels) if first < last and not in_tiles else ()):
         column, width = run[0]
         vectors = width // plan.lanes
-        covering = cover(first, last, plan.target.heights(vectors))
+        covering = cover(first, last, plan.target.update_heights(vectors))
         commands.append(update.WEIGHT_UPDATES[vectors].command(
             unit, a=even, odd_a=odd, b=gradients + column * plan.rows, length=plan.batch, b_panel=width * plan.rows,
             c=Address(f"weight.{stage.index}") + column * inputs, c_panel=width * inputs,
