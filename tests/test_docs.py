@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib import import_module
@@ -17,6 +18,7 @@ from tests.conftest import ROOT
 DOCS = ROOT / "docs"
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 TUTORIALS = sorted(path for path in (DOCS / "tutorials").glob("*.md") if path.name != "index.md")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LOADED = re.compile(
     r"""<(?:script|img|source|iframe|link(?! rel="(?:prev|next|canonical)"))\b[^>]*?(?:src|href)="?(https?:|//)"""
 )
@@ -45,6 +47,17 @@ def test_the_site_builds_and_its_pages_load_nothing_from_elsewhere(site):
     assert re.findall(r"url\((?![\"']?data:)[\"']?(?:https?:|//)[^)]*", styles) == []
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+def test_search_works_in_pages_that_are_opened_from_files(site, tmp_path):
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=8000",
+        f"--user-data-dir={tmp_path}", "--dump-dom", f"{(site / 'api' / 'ops.html').as_uri()}?q=dropout",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    assert re.search(r"\d+ matching documents", done.stdout)
+
+
 def test_files_outside_docs_are_in_the_site(site):
     recordings = {path.name for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     assert {path.name for path in (site / "recordings").iterdir()} == recordings
@@ -66,16 +79,17 @@ def test_every_public_name_has_an_entry(site):
     assert [name for name in names if f'heading: "{name}"' not in shown] == []
 
 
-def test_the_quick_start_runs(tmp_path, monkeypatch, one_thread):
+@pytest.mark.parametrize(("page", "written"), [("quick-start.md", "curves.png"), ("sweep.md", "sweep.html")])
+def test_the_code_of_a_page_runs(page, written, tmp_path, monkeypatch, one_thread):
     backend = import_module("onelaunch.fuse.backend")  # `onelaunch.fuse` is also the function
     monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "the test compiles nothing")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    blocks = python_blocks(DOCS / "quick-start.md")
-    assert len(blocks) == 5
+    blocks = python_blocks(DOCS / page)
+    assert len(blocks) > 1
     for block in blocks:
-        exec(compile(block, "quick-start.md", "exec"), names)
-    assert (tmp_path / "curves.png").is_file()
+        exec(compile(block, page, "exec"), names)
+    assert (tmp_path / written).is_file()
 
 
 def test_every_tutorial_shows_a_script_and_its_picture():
