@@ -60,7 +60,7 @@ def _seconds_per(units: int, work: Work) -> Work:
 )  # fmt: skip
 def digits() -> Trial:
     data = load("digits")
-    x, y = data.x.astype(np.float32), data.y
+    x, y = data.x.reshape(len(data.x), -1).astype(np.float32), data.y
     options: dict[str, Any] = {"epochs": EPOCHS, "batch_size": BATCH, "engine": "cpu", "progress": False}
     run = functools.partial(sweep, digits_model, x, y, folds=FOLDS, **options)
     count = FOLDS * int(np.prod([len(values) for values in GRID.values()]))
