@@ -34,7 +34,6 @@ from onelaunch.train.progress import Progress
 log = logging.getLogger("onelaunch")
 CPU_CHUNK = 256  # members whose models exist at once
 GPU_CHUNK = 4096  # of one launch: enough to fill every multiprocessor several times
-PRECISIONS = {"cpu": "fp32"}  # what precision="auto" is on a CPU
 
 
 @dataclass(frozen=True)
@@ -241,13 +240,13 @@ def _train_with(
         return
     trainer = cast(MembersEngine, many) if together else OneByOne(engine)
     switch.plans[_group_name(run)] = f"{engine.name}: {trainer.members_plan([run for _, run in members])}"
-    device = device_name(run.device)
+    device, on_cpu = device_name(run.device), run.device.type == "cpu"
     active: list[ActiveMember] = []
     for job, own in members:
         found = job.continues.active if job.continues else None
         known = active[0].saver.finite_before if active else None
         found = found or ActiveMember(job.index, own, engine.name, reason, device, known)
-        found.history.precision = PRECISIONS.get(run.device.type, run.spec.compiled_precision)
+        found.history.precision = "fp32" if on_cpu and own.spec.precision == "auto" else own.spec.compiled_precision
         found.aim(job.part)
         active.append(found)
     yield from _together(trainer, active, switch)

@@ -151,6 +151,9 @@ class MemberSession(CpuSession):
         self._done = 0
         self._between_steps = True
         self._weight_sums = None
+        self.arena.order[run.spec.rows :] = (
+            0  # numbers past the end are read, and those of another run may be too large
+        )
         self._load(state)
         self._table.bind(self._outside())
         return True
