@@ -36,7 +36,7 @@ NETWORKS: dict[str, tuple[tuple[nn.Module, ...], dict[str, Any]]] = {
     "many outputs": ((nn.Linear(21, 3), nn.Sigmoid(), nn.Linear(3, 70)), {"momentum": 0.9}),
     "tiles": (
         (nn.Linear(21, 80), nn.ReLU(), nn.Linear(80, 70), nn.GELU(), nn.Linear(70, 64), nn.ReLU(), nn.Linear(64, 5)),
-        {"precision": "tf32", "optimizer": "adam", "batch_size": 17},
+        {"precision": "bf16", "optimizer": "adam", "batch_size": 17},
     ),
     "mse": ((nn.Linear(21, 1, bias=False), nn.SiLU(), nn.Linear(1, 19)), {"loss": "mse"}),
 }  # fmt: skip

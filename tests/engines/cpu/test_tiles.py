@@ -164,8 +164,8 @@ def tiled_run(precision: str, *, norm: bool = False, **options: Any) -> Run:
     between: list[nn.Module] = [nn.LayerNorm(80), nn.GELU(), nn.Dropout(0.2)] if norm else [nn.ReLU()]
     more: list[nn.Module] = [nn.BatchNorm1d(133), nn.Tanh()] if norm else [nn.ReLU()]
     model = nn.Sequential(nn.Linear(70, 80), *between, nn.Linear(80, 133), *more, nn.Linear(133, 64), nn.Linear(64, 5))
-    x, y = data("cross_entropy", 100, 70, 5)
-    return make(model, x, y, (x[:40], y[:40]), precision=precision, **{"batch_size": 41, "steps": 30, **options})
+    x, y = data("cross_entropy", 170, 70, 5)
+    return make(model, x, y, (x[:40], y[:40]), precision=precision, **{"batch_size": 73, "steps": 30, **options})
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
@@ -197,12 +197,15 @@ def test_threads_do_not_change_the_bits(partitions: int, target: Target, cache_f
         assert torch.equal(tensor, courses[1][1].state_dict()[name]), name
 
 
-def test_narrow_layers_stay_in_fp32(target: Target, cache_folder: Path) -> None:
+@pytest.mark.parametrize(("precision", "width"), [("bf16", 40), ("tf32", 80)])
+def test_narrow_layers_and_small_batches_stay_in_fp32(
+    precision: str, width: int, target: Target, cache_folder: Path
+) -> None:
     """Bit for bit the run in fp32."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5))
-    x, y = data("cross_entropy", 64, 30, 5)
-    runs = [make(model, x, y, steps=8, batch_size=16, precision=precision) for precision in ("fp32", "bf16")]
+    model = nn.Sequential(nn.Linear(70, width), nn.ReLU(), nn.Linear(width, 5))
+    x, y = data("cross_entropy", 64, 70, 5)
+    runs = [make(model, x, y, steps=8, batch_size=32, precision=name) for name in ("fp32", precision)]
     assert_same_bits(*(train_natively(run, cache_folder, target=target) for run in runs))
 
 

@@ -19,4 +19,5 @@ def test_small_networks_get_one_partition_and_large_ones_one_per_thread() -> Non
     large = parse_network(nn.Sequential(nn.Linear(784, 784), nn.ReLU(), nn.Linear(784, 10)))
     assert useful_partitions(small, 32, 8) == 1
     assert useful_partitions(large, 64, 8) == 8
+    assert useful_partitions(large, 64, 16) == 8  # more take longer
     assert useful_partitions(large, 64, 1) == 1
