@@ -54,6 +54,12 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("onelaunch.bench.ceilings.COPIED_BYTES", {"cpu": 2**20, "cuda": 2**20})
 
 
+@pytest.fixture(autouse=True)
+def brief_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for all cores, to see how many others use, takes milliseconds."""
+    monkeypatch.setattr("onelaunch.bench.busy.SECONDS", 0.005)
+
+
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile fails at once."""

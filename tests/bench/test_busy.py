@@ -16,6 +16,7 @@ def clock(monkeypatch) -> None:
     fake = SimpleNamespace(perf_counter=lambda: 0.01 * next(now), process_time=lambda: 0.015 * next(now))
     monkeypatch.setattr(busy, "time", fake)
     monkeypatch.setattr(busy, "_thread_count", lambda: 4)
+    monkeypatch.setattr(busy, "SECONDS", 0.2)
 
 
 @pytest.mark.usefixtures("clock")

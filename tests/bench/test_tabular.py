@@ -7,27 +7,29 @@ import json
 import numpy as np
 import pytest
 
+from onelaunch.bench.run import select
 from onelaunch.bench.tables import TABLES, BenchTable, folds_of
-from onelaunch.bench.tabular import BOOSTING, FOREST, MLP, OURS, SCALED_MLP, of_best_tree, select_tables, summarise
-from onelaunch.errors import OnelaunchError
+from onelaunch.bench.tabular import BOOSTING, FOREST, MLP, OURS, SCALED_MLP, of_best_tree, summarise
 from tests.cli.conftest import invoke
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def result(ours: float, mlp: float, trees: float) -> dict:
+def result(name: str, ours: float, mlp: float, trees: float) -> dict:
     errors = {OURS: ours, MLP: mlp, SCALED_MLP: mlp, FOREST: trees, BOOSTING: 2 * trees}
     return {
-        "unseen": ours > 2,
-        "scores": {name: {"errors": [error], "seconds": [error]} for name, error in errors.items()},
-    }
+        "name": f"tabular/{name}", "errors": {who: [error, error] for who, error in errors.items()},
+        "times": {who: {"median": error} for who, error in errors.items()},
+    }  # fmt: skip
 
 
 def test_ranks_times_and_the_distance_to_the_best_tree():
-    tables = {"a": result(1.0, 2.0, 1.0), "b": result(3.0, 2.0, 2.5), "c": result(0.0, 1.0, 0.0)}
-    assert [of_best_tree(tables[name]) for name in "abc"] == [1.0, 1.2, 1.0]
-    found = summarise(tables)
-    assert (found["near_best_tree"], found["unseen"], found["unseen_near_best_tree"]) == (2, 1, 0)
+    cases = [result("iris", 1.0, 2.0, 1.0), result("ames", 3.0, 2.0, 2.5), result("wine", 0.0, 1.0, 0.0)]
+    assert [of_best_tree(case) for case in cases] == [1.0, 1.2, 1.0]
+    partial = result("digits", 9.0, 9.0, 9.0)
+    del partial["errors"][FOREST]  # left out by --quick: it has no rank
+    found = summarise([*cases, partial])
+    assert (found["tables"], found["near_best_tree"], found["unseen"], found["unseen_near_best_tree"]) == (3, 2, 1, 0)
     assert found["mean_rank"][OURS] == pytest.approx((1.5 + 4 + 2) / 3)
     assert found["fit_seconds"][OURS] == 4.0
 
@@ -48,19 +50,22 @@ def test_folds_encode_text_and_missing_values_from_the_training_rows():
     assert (x[:, 1:].sum(axis=1) == 1).all()
 
 
-def test_the_command_prints_and_saves(tmp_path):
+def test_the_command_prints_and_saves(tmp_path, monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.time_limit.MIN_CASE_SECONDS", 60)
+    monkeypatch.setattr("onelaunch.bench.measure.MIN_LONG_SAMPLES", 2)
     outcome = invoke("bench", "tabular", "--filter", "iris", "--quick", "--out", tmp_path / "out.json")
     assert outcome.code == 0, outcome.err
-    assert "iris: 150 rows, 4 inputs" in outcome.out
-    assert "near the best tree ensemble" in outcome.out
-    saved = json.loads((tmp_path / "out.json").read_text())
-    assert {OURS, MLP, SCALED_MLP, FOREST, BOOSTING} <= set(saved["tables"]["iris"]["scores"])
-    assert all(len(scores["errors"]) == 2 for scores in saved["tables"]["iris"]["scores"].values())
+    assert "tabular/iris: classification with default parameters, five folds" in outcome.out
+    assert "error: onelaunch 0." in outcome.out
+    assert "near the best tree ensemble: " in outcome.out
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert {OURS, MLP, SCALED_MLP, FOREST, BOOSTING} <= set(case["errors"])
+    assert case["errors"].keys() == case["times"].keys()
+    assert {len(errors) for errors in case["errors"].values()} == {case["times"][OURS]["n"]}
+    assert case["notes"] == {"rows": "150", "inputs": "4"}
+    assert all(0 <= error < 0.3 for errors in case["errors"].values() for error in errors)
 
 
-def test_an_unknown_table_is_one_line():
-    with pytest.raises(OnelaunchError, match="is in the name of no table: pass part of one of iris"):
-        select_tables("nosuch")
+def test_each_table_is_a_case_of_the_group():
+    assert [one.name for one in select("tabular")] == [f"tabular/{name}" for name in TABLES]
     assert len(TABLES) >= 12
-    outcome = invoke("bench", "tabular", "cpu")
-    assert (outcome.code, "is run by itself" in outcome.err) == (2, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -13,8 +14,16 @@ import pytest
 
 import onelaunch
 from onelaunch.bench.case import REGISTRY, Trial, case
+from onelaunch.bench.ceilings import Ceilings
+from onelaunch.bench.measure import summarise
 from onelaunch.bench.results import new_path, only_writer
-from onelaunch.bench.run import select
+from onelaunch.bench.run import run_case, select
+
+
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    """Whatever else runs beside the tests."""
+    monkeypatch.setattr("onelaunch.bench.busy.Watch.cores_taken", lambda self: 0.0)
 
 
 @pytest.fixture
@@ -77,7 +86,7 @@ def test_results_are_saved_under_runs_with_the_command_and_the_machine(cli, tmp_
     case("train/tiny", "train", "nothing")(lambda: Trial(ours=lambda: 1, check=lambda: None))
     outcome = cli("bench", "train", "--filter", "train/tiny", "--quick")
     assert outcome.code == 0
-    assert outcome.err == "case     train/tiny\n"
+    assert re.fullmatch(r"case     1 of 1: train/tiny, (60|59) s left for train\n", outcome.err)
     (path,) = (tmp_path / "runs").glob("*-bench.json")
     assert outcome.out.splitlines()[-1] == f"saved    {path.relative_to(tmp_path)}"
     saved = json.loads(path.read_text())
@@ -95,6 +104,43 @@ def test_a_difference_below_the_spreads_is_called_too_noisy_to_tell(cli, tempora
     outcome = cli("bench", "train", "--filter", "train/noisy", "--quick")
     assert "too noisy to tell from alike: 1.0" in outcome.out
     assert "too noisy to tell from slow" not in outcome.out
+
+
+def test_a_ratio_on_a_busy_machine_is_no_number(cli, tmp_path, monkeypatch, temporary_cases):
+    """Times are shown and saved, but neither the terminal nor the page compares them; nor does `diff`."""
+    monkeypatch.setattr("onelaunch.bench.busy.Watch.cores_taken", lambda self: 100.0)
+    trial = Trial(lambda: 1e-3, lambda: None, {"slow": lambda: 0.16}, self_timed=True)
+    case("train/loud", "train", "nothing")(lambda: trial)
+    outcome = cli("bench", "train", "--filter", "train/loud", "--quick", "--out", "loud.json")
+    assert re.search(r" slow +160 ms .* machine busy\n", outcome.out)
+    assert "machine busy: others used 100.0 cores meanwhile" in outcome.out
+    assert "faster" not in outcome.out
+    assert cli("report", "loud.json", "--out", "page.html").code == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "160 ms, machine busy" in page
+    assert "160×" not in page
+    assert "too noisy to tell" in cli("bench", "diff", "loud.json", "loud.json").out
+
+
+def test_the_device_is_timed_whatever_others_do_with_the_cores(monkeypatch, temporary_cases):
+    monkeypatch.setattr("onelaunch.bench.busy.Watch.cores_taken", lambda self: 100.0)
+    monkeypatch.setattr(
+        "onelaunch.bench.run.measure", lambda contenders, **options: ({"onelaunch": summarise([1.0, 1.0])}, {})
+    )
+    case("train/device", "train", "nothing")(lambda: Trial(lambda: 1, lambda: None, cuda=True))
+    assert run_case(REGISTRY["train/device"], quick=True, ceilings=Ceilings())["busy"] is False
+
+
+def test_quick_names_what_a_minute_per_group_leaves_out(cli, monkeypatch, temporary_cases):
+    monkeypatch.setattr("onelaunch.bench.run.QUICK_SECONDS", 0.5)
+    for number in (1, 2):
+        case(f"train/brief/{number}", "train", "nothing")(lambda: Trial(ours=lambda: 1, check=lambda: None))
+    outcome = cli("bench", "train", "--filter", "train/brief", "--quick")
+    assert (outcome.code, outcome.err) == (0, "")
+    words = " ".join(outcome.out.split())
+    assert (
+        "left out 2 cases (60 s per group with --quick): train/brief/1, train/brief/2; run them with --filter" in words
+    )
 
 
 def test_times_have_the_unit_that_fits_on_any_terminal(cli, monkeypatch, temporary_cases):

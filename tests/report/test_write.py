@@ -217,7 +217,7 @@ def test_an_invalid_spread_leaves_the_case_out(tmp_path):
 
 def test_cases_beyond_a_limit_are_reported(tmp_path):
     html = drawn(tmp_path, bench_results() | {"left_out": ["ops/late", "cpu/other"]})
-    assert "Left out, because --limit was reached: ops/late<" in html
+    assert "Left out, because the time was over: ops/late<" in html
 
 
 def test_a_busy_machine_is_reported_for_a_comparison(tmp_path):

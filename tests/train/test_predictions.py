@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,10 @@ def test_classes_are_counted_and_the_surest_mistakes_come_first() -> None:
     assert found["mistakes"][0]["probability"] == pytest.approx(surest)
     assert all(mistake["true"] != mistake["predicted"] for mistake in found["mistakes"])
     assert base64.b64decode(found["mistakes"][0]["image"])[1:4] == b"PNG"
+    flat = images.reshape(200, 16)
+    rows = Dataset("x", "x", flat, y, flat, y)
+    assert "row" in describe_predictions(predictor(("a", "b", "c")), outputs, y, rows)["mistakes"][0]
+    assert describe_predictions(predictor(("a", "b", "c")), outputs, y, replace(rows, image_shape=(4, 4))) == found
 
 
 def test_flat_rows_of_images_are_shown_as_images() -> None:

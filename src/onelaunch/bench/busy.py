@@ -40,6 +40,9 @@ class Watch:
     """The cores that others use from now on: the system's busy time minus ours, scaled to the cores that we may use."""
 
     def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
         self._begin = time.perf_counter(), _busy_seconds(), _own_seconds()
 
     def cores_taken(self) -> float:
@@ -75,8 +78,13 @@ def _work(until: float) -> None:
         hashlib.sha256(BLOCK)
 
 
+def is_busy(taken: float) -> bool:
+    """Whether others use so many cores that a ratio of two times means nothing."""
+    return taken > BUSY_SHARE * _thread_count()
+
+
 def warning(taken: float) -> str:
     """One line for the user where others use so much that times will be off; else empty."""
-    if taken <= BUSY_SHARE * _thread_count():
+    if not is_busy(taken):
         return ""
     return f"others use this machine ({taken:.1f} of {_thread_count()} cores): times will be off"

@@ -29,6 +29,7 @@ GROUPS: Mapping[str, Group] = {
         Group("ops", "Fused ops", True),
         Group("models", "Real models", True),
         Group("memory", "Memory", True),
+        Group("tabular", "Estimators on real tables", False),
     )
 }
 
@@ -56,6 +57,8 @@ class Trial:
     peak_bytes: Mapping[str, int] = field(default_factory=dict)  # of contenders that measure their own peak, when timed
     self_timed: bool = False  # each Work returns its own seconds per unit, over as many units as it likes
     repeats: int | None = None  # maximum number of samples, where each takes long
+    warm_ups: int | None = None  # calls of each contender before the first that counts; None for the usual number
+    errors: Mapping[str, list[float]] = field(default_factory=dict)  # by contender, filled in call by call while timed
     notes: Mapping[str, str] = field(default_factory=dict)  # further findings of the check, by name
 
 

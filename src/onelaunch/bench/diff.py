@@ -66,7 +66,8 @@ def _change(name: str, old: dict[str, Any] | None, new: dict[str, Any]) -> Chang
         if peer != OURS and peer in new["times"]
     ]
     moved = statistics.median(peers) if peers else None
-    return Change(name, _verdict(ratio, noise, moved), was["median"], now["median"], ratio, noise, moved)
+    verdict = NOISY if old.get("busy") or new.get("busy") else _verdict(ratio, noise, moved)
+    return Change(name, verdict, was["median"], now["median"], ratio, noise, moved)
 
 
 def _verdict(ratio: float, noise: float, peers: float | None) -> str:

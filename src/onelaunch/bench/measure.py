@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from onelaunch.bench.busy import Watch
 from onelaunch.bench.case import Work
+from onelaunch.bench.time_limit import OUT_OF_TIME, READY_SHARE, OutOfTimeError, TimeLimit
 from onelaunch.errors import OnelaunchError, UnsupportedError
 
 # The device sleeps before the first event while the host queues the work, so that the device is timed, not Python's launches.
@@ -26,6 +28,7 @@ MIN_LONG_SAMPLES, PATIENCE = 4, 4
 # A sample by the host's clock repeats short work until it fills this time: the cost of waking up is then negligible, and a
 # moment in which another process ran is spread over the whole sample.
 SAMPLE_SECONDS = 0.1
+MIN_QUICK_SAMPLES = 3  # where the time is over
 VERY_FEW, FEW = 6, 8  # fewer samples are too few to leave one out, and for their quartiles to say much
 
 
@@ -75,14 +78,20 @@ def measure(
     repeats: int,
     self_timed: bool = False,
     check_interrupts: Callable[[], None] = lambda: None,
+    warm_ups: int = WARM_UPS,
+    limit: TimeLimit | None = None,
+    watch: Watch | None = None,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
     """Time all contenders in turn, `repeats` times or until `seconds` per contender are spent, but at least MIN_SAMPLES times
     (MIN_LONG_SAMPLES where that takes very long).
 
     `self_timed`: a contender returns its own time in seconds per unit. `check_interrupts` is called after each sample: a
-    contender may have swallowed a Ctrl-C, as scikit-learn's does, and the sample is then worthless.
+    contender may have swallowed a Ctrl-C, as scikit-learn's does, and the sample is then worthless. `limit`: contenders that
+    are not ready in time are left out, and sampling ends with MIN_QUICK_SAMPLES when the time is over. `watch` is restarted
+    when the contenders are ready, so that it does not count the processes that compile them.
     Returns the timings and, for contenders that raised, the reason; one that fails does not stop the others.
     """
+    limit = limit or TimeLimit()
     failed: dict[str, str] = {}
     calls = dict.fromkeys(contenders, 1)  # per sample
     leads = dict.fromkeys(contenders, LEAD_SECONDS)
@@ -93,6 +102,8 @@ def measure(
             return None
         try:
             taken = seconds()
+        except OutOfTimeError:
+            raise
         except (Exception, SystemExit) as error:  # a peer may raise anything, at any call
             failed[name] = one_line_reason(error)
             return None
@@ -109,17 +120,29 @@ def measure(
             raise OnelaunchError(f"a sample took {taken} s, which is not a time")
         return taken
 
-    for name, work in contenders.items():
-        for _ in range(WARM_UPS):
+    def make_ready(name: str, work: Work) -> None:
+        taken = None
+        for _ in range(warm_ups):
             taken = attempt(name, functools.partial(sample, name))
         if self_timed or not taken:
-            continue
+            return
         if cuda:
             queued = attempt(name, functools.partial(_queueing_seconds, work)) or 0.0
             leads[name] = min(MAX_LEAD_SECONDS, max(LEAD_SECONDS, 2 * queued))
         else:
             calls[name] = max(1, math.ceil(SAMPLE_SECONDS / (taken * units)))
             attempt(name, functools.partial(sample, name))
+
+    whole = limit.whole
+    for number, (name, work) in enumerate(contenders.items()):
+        try:
+            with whole.cut(0 if name in whole.too_slow else limit.patience() if number else READY_SHARE * whole.left()):
+                make_ready(name, work)
+        except OutOfTimeError as error:
+            failed[name] = str(error)  # also where the contender has turned it into an error of its own
+            whole.too_slow |= {name} if number else set()
+    if watch is not None:
+        watch.restart()
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     begin = time.perf_counter()
     for repeat in range(repeats):
@@ -128,10 +151,16 @@ def measure(
             MIN_LONG_SAMPLES if self_timed or spent > PATIENCE * seconds else MIN_SAMPLES
         ):
             break
-        for name in contenders:
-            taken = attempt(name, functools.partial(sample, name))
-            if taken is not None:
-                samples[name].append(taken)
+        if limit.left() == 0 and repeat >= MIN_QUICK_SAMPLES:
+            break
+        try:
+            with whole.cut():
+                taken = {name: attempt(name, functools.partial(sample, name)) for name in contenders}
+        except OutOfTimeError:
+            break
+        for name, one in taken.items():
+            samples[name] += [] if one is None else [one]
+    failed |= {name: OUT_OF_TIME for name, found in samples.items() if len(found) < 2 and name not in failed}
     return {name: summarise(taken) for name, taken in samples.items() if name not in failed}, failed
 
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from onelaunch.bench.alone import alone, build
-from onelaunch.bench.busy import Watch
+from onelaunch.bench.busy import Watch, is_busy
 from onelaunch.bench.case import FLOOR, GROUPS, OURS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
 from onelaunch.bench.energy import joules, watts
 from onelaunch.bench.gpu_state import current_gpu
-from onelaunch.bench.measure import Timing, measure, one_line_reason, peak_bytes
+from onelaunch.bench.measure import WARM_UPS, Timing, measure, one_line_reason, peak_bytes
 from onelaunch.bench.results import note_cores_taken, provenance
+from onelaunch.bench.time_limit import OUT_OF_TIME, QUICK_SECONDS, READY_SHARE, OutOfTimeError, TimeLimit
 from onelaunch.errors import OnelaunchError, UnsupportedError, abbreviate_list, require_option
 from onelaunch.train.interrupts import reraise_interrupts
 
+MIN_LEFT = 1.0  # seconds: with less, no case of a group with a time limit is started
 ENERGY_SECONDS = {True: 0.3, False: 0.5}  # of work back to back, for each contender; by `quick`
 
 
@@ -65,13 +68,15 @@ def run_cases(
     quick: bool,
     show: Callable[[dict[str, Any]], None],
     save: Callable[[dict[str, Any]], None] = lambda results: None,
-    announce: Callable[[str], None] = lambda name: None,
+    announce: Callable[[str], None] = lambda words: None,
     command: str = "",
     limit: float | None = None,
 ) -> dict[str, Any]:
     """Run each case, and show and save it at once: after Ctrl-C or a kill the file holds what is done, with "finished" False.
 
-    `limit`: seconds after which no further case is started; the results name the cases left out.
+    `limit`: seconds after which no further case is started. `quick`: few repeats, and without a `limit` no more than
+    QUICK_SECONDS per group, in which a case or a peer may be cut off. The results name the cases that were left out.
+    `announce` is called with the number and name of each case, and with the time left.
     """
     check_limit(limit)
     cases = list(cases)
@@ -81,16 +86,25 @@ def run_cases(
         "planned": [one.name for one in cases], "left_out": [], "cases": [],
     }  # fmt: skip
     begin, watch = time.monotonic(), Watch()
+    limits: dict[str, TimeLimit] = {}
+    brief = quick and limit is None
     try:
         with reraise_interrupts() as check_interrupts:
-            for one in cases:
-                if limit is not None and time.monotonic() - begin > limit:
+            for number, one in enumerate(cases, 1):
+                whole = limits.setdefault(one.group, TimeLimit(QUICK_SECONDS if brief else math.inf))
+                rest = sum(other.group == one.group for other in cases[number - 1 :])
+                if whole.left() < MIN_LEFT or (limit is not None and time.monotonic() - begin > limit):
                     results["left_out"].append(one.name)
                     continue
-                announce(one.name)  # a case may take minutes
-                results["cases"].append(
-                    run_case(one, quick=quick, ceilings=ceilings, check_interrupts=check_interrupts)
+                left = f", {whole.left():.0f} s left for {one.group}" if brief else ""
+                announce(f"{number} of {len(cases)}: {one.name}{left}")  # a case may take minutes
+                result = run_case(
+                    one, quick=quick, ceilings=ceilings, check_interrupts=check_interrupts, limit=whole.part(rest)
                 )
+                if result["check"] == OUT_OF_TIME:
+                    results["left_out"].append(one.name)
+                    continue
+                results["cases"].append(result)
                 try:
                     save(results)
                 finally:  # on a full disk the case is at least shown
@@ -112,30 +126,47 @@ def run_cases(
 
 
 def run_case(
-    one: Case, *, quick: bool, ceilings: Ceilings, check_interrupts: Callable[[], None] = lambda: None
+    one: Case,
+    *,
+    quick: bool,
+    ceilings: Ceilings,
+    check_interrupts: Callable[[], None] = lambda: None,
+    limit: TimeLimit | None = None,
 ) -> dict[str, Any]:
-    """The check, times, energy and peak memory of a case, as JSON values. A case that fails its check has no times."""
+    """The check, times, energy and peak memory of a case, as JSON values. A case that fails its check has no times, nor has
+    one whose check is OUT_OF_TIME, for which `limit` left no time."""
+    limit = limit or TimeLimit()
     result: dict[str, Any] = {"name": one.name, "group": one.group, "about": one.about, "unit": one.unit}
     try:
-        trial = one.setup()
-        trial.check()
+        with limit.whole.cut(READY_SHARE * limit.whole.left()):
+            trial = one.setup()
+            trial.check()
+    except OutOfTimeError:
+        return result | {"check": OUT_OF_TIME, "times": {}}
     except UnsupportedError as error:
         return result | {"check": f"skipped: {error}", "times": {}}
     except (Exception, SystemExit) as error:  # whatever went wrong, the case has failed and has no times
+        if isinstance(error.__cause__ or error.__context__, OutOfTimeError):
+            return result | {"check": OUT_OF_TIME, "times": {}}
         return result | {"check": f"failed: {one_line_reason(error)}", "times": {}}
     gpu = current_gpu() if trial.cuda else None
     contenders = {OURS: trial.ours, **trial.peers, **({} if quick else trial.slow_peers)}
     left_out = dict.fromkeys(trial.slow_peers, "left out by --quick: long to compile") if quick else {}
     seconds, repeats = (1.0, 20) if quick else (6.0, 200)
     build(contenders)
+    watch = Watch()
     with alone():
         before = gpu.state() if gpu else None
         times, failed = measure(
             contenders, units=trial.units, cuda=trial.cuda, seconds=seconds,
             repeats=min(repeats, trial.repeats or repeats), self_timed=trial.self_timed, check_interrupts=check_interrupts,
+            warm_ups=WARM_UPS if trial.warm_ups is None else trial.warm_ups, limit=limit, watch=watch,
         )  # fmt: skip
+        taken = watch.cores_taken()
         after = gpu.state() if gpu else None
         used = _energy(contenders, times, trial, quick)
+    if failed.get(OURS) == OUT_OF_TIME:
+        return result | {"check": OUT_OF_TIME, "times": {}}
     if OURS in failed:
         return result | {"check": f"failed: {failed[OURS]}", "times": {}}
     ours = times[OURS].median
@@ -147,6 +178,10 @@ def run_case(
         "peak_bytes": _peaks(trial, failed),
         **_floor(trial, times, ceilings),
         "notes": dict(trial.notes),
+        **({"errors": {name: trial.errors[name][: times[name].n] for name in times}} if trial.errors else {}),
+        # CUDA events time the device, whatever others do with the cores.
+        "cores_taken": round(taken, 2),
+        "busy": is_busy(taken) and not trial.cuda,
         "gpu": {"before": before, "after": after} if gpu else None,
         "joules": used,
     }

@@ -6,22 +6,23 @@ sees the same folds. `scikit-learn MLP, scaled` has a StandardScaler in front, t
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from onelaunch.bench.case import OURS
-from onelaunch.bench.results import provenance
+from onelaunch.bench.case import OURS, Trial, Work
 from onelaunch.bench.tables import TABLES, BenchTable, folds_of
-from onelaunch.errors import OnelaunchError, UnsupportedError
 
 MLP, SCALED_MLP, FOREST, BOOSTING = (
     "scikit-learn MLP", "scikit-learn MLP, scaled", "random forest", "hist gradient boosting"
 )  # fmt: skip
 TREES = (FOREST, BOOSTING)
+FOLDS = 5
+PREFIX = "tabular/"  # of the name of a case, before that of the table
 NEAR = 1.02  # an error within 2 % of the best tree's counts as equal
 
 
@@ -52,87 +53,69 @@ def contenders(classifies: bool) -> dict[str, Callable[[], Any]]:
     return found | {"RealMLP": lambda: make(pytabkit, "RealMLP_TD_")}
 
 
-def select_tables(name_contains: str) -> list[BenchTable]:
-    chosen = [table for table in TABLES.values() if name_contains in table.name]
-    if not chosen:
-        raise OnelaunchError(
-            f"filter={name_contains!r} is in the name of no table: pass part of one of {', '.join(TABLES)}"
-        )
-    return chosen
+def trial_of(table: BenchTable) -> Trial:
+    """Fits on one fold after another, timed, with the error of each on the rows of its fold that were held out."""
+    folds = folds_of(table, FOLDS)
+    errors: dict[str, list[float]] = {}
 
+    def work(name: str, make: Callable[[], Any]) -> Work:
+        parts = itertools.cycle(folds)
+        errors[name] = []
 
-def run_tables(
-    tables: Iterable[BenchTable], *, folds: int, command: str, show: Callable[[str, dict[str, Any]], None],
-    save: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Run every contender on every table; show and save each table when it is done. Returns the results as JSON values.
-
-    Tables whose package is not installed are named under "left_out", with the reason.
-    """
-    results: dict[str, Any] = {**provenance(command), "folds": folds, "tables": {}, "left_out": {}}
-    for table in tables:
-        try:
-            result = run_table(table, folds)
-        except UnsupportedError as reason:
-            results["left_out"][table.name] = str(reason)
-            continue
-        results["tables"][table.name] = result
-        results["summary"] = summarise(results["tables"])
-        save(results)
-        show(table.name, result)
-    return results
-
-
-def run_table(table: BenchTable, folds: int) -> dict[str, Any]:
-    """Errors and fit seconds of each contender by fold, with the size of the table."""
-    parts = folds_of(table, folds)
-    scores: dict[str, dict[str, list[float]]] = {}
-    for name, make in contenders(table.classifies).items():
-        errors, seconds = [], []
-        for x, y, test_x, test_y in parts:
+        def fit() -> float:
+            x, y, test_x, test_y = next(parts)
             estimator = make()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # scikit-learn's MLP says that it has not converged
                 begin = time.perf_counter()
                 estimator.fit(x, y)
-                seconds.append(time.perf_counter() - begin)
+                seconds = time.perf_counter() - begin
             predicted = np.asarray(estimator.predict(test_x))
             wrong = predicted != test_y if table.classifies else np.square(predicted - test_y)
-            errors.append(float(wrong.mean() if table.classifies else np.sqrt(wrong.mean())))
-        scores[name] = {"errors": errors, "seconds": seconds}
-    rows = len(parts[0][0]) + len(parts[0][2])
-    return {
-        "classifies": table.classifies,
-        "unseen": table.unseen,
-        "rows": rows,
-        "inputs": parts[0][0].shape[1],
-        "scores": scores,
-    }
+            errors[name].append(float(wrong.mean() if table.classifies else np.sqrt(wrong.mean())))
+            return seconds
+
+        return fit
+
+    works = {name: work(name, make) for name, make in contenders(table.classifies).items()}
+    x, _, test_x, _ = folds[0]
+    notes = {"rows": f"{len(x) + len(test_x):,}", "inputs": f"{x.shape[1]:,}"}
+    return Trial(
+        works.pop(OURS), _nothing, works, self_timed=True, warm_ups=0, repeats=FOLDS, errors=errors, notes=notes
+    )  # fmt: skip
 
 
-def mean_error(result: dict[str, Any], name: str) -> float:
-    return float(np.mean(result["scores"][name]["errors"]))
+def _nothing() -> None:
+    """There is no reference to compare an estimator with: its errors are part of the result."""
 
 
-def of_best_tree(result: dict[str, Any]) -> float:
+def mean_error(case: dict[str, Any], name: str) -> float:
+    return float(np.mean(case["errors"][name]))
+
+
+def of_best_tree(case: dict[str, Any]) -> float:
     """Our error over that of the better of random forest and gradient boosting; 1 where both are 0."""
-    best = min(mean_error(result, name) for name in TREES)
-    ours = mean_error(result, OURS)
+    best = min(mean_error(case, name) for name in TREES)
+    ours = mean_error(case, OURS)
     return ours / best if best else (1.0 if ours == 0 else float("inf"))
 
 
-def summarise(tables: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Mean ranks (1 is best; equal errors share a rank), total fit seconds, and the number of tables near the best tree."""
+def summarise(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean ranks (1 is best; equal errors share a rank), total seconds per fit, and the number of tables near the best tree,
+    over the cases in which all contenders of the first one were timed."""
     from scipy.stats import rankdata
 
-    names = list(next(iter(tables.values()))["scores"])
-    errors = np.array([[mean_error(result, name) for name in names] for result in tables.values()])
+    names = list(cases[0]["errors"])
+    cases = [case for case in cases if {*names, *TREES} <= case["errors"].keys()]
+    if not cases:
+        return {}
+    errors = np.array([[mean_error(case, name) for name in names] for case in cases])
     ranks = rankdata(errors, axis=1).mean(axis=0)
-    seconds = [sum(sum(result["scores"][name]["seconds"]) for result in tables.values()) for name in names]
-    near = [name for name, result in tables.items() if of_best_tree(result) <= NEAR]
-    unseen = [name for name, result in tables.items() if result["unseen"]]
+    seconds = [sum(case["times"][name]["median"] for case in cases) for name in names]
+    near = {case["name"] for case in cases if of_best_tree(case) <= NEAR}
+    unseen = {case["name"] for case in cases if TABLES[case["name"].removeprefix(PREFIX)].unseen}
     return {
-        "tables": len(tables), "near_best_tree": len(near), "unseen": len(unseen),
-        "unseen_near_best_tree": len(set(near) & set(unseen)), "mean_rank": dict(zip(names, ranks.tolist(), strict=True)),
+        "tables": len(cases), "near_best_tree": len(near), "unseen": len(unseen),
+        "unseen_near_best_tree": len(near & unseen), "mean_rank": dict(zip(names, ranks.tolist(), strict=True)),
         "fit_seconds": dict(zip(names, seconds, strict=True)),
     }  # fmt: skip

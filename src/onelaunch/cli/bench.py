@@ -15,14 +15,15 @@ from onelaunch.bench.case import FLOOR, OURS
 from onelaunch.bench.diff import NOISY, compare_results, differences
 from onelaunch.bench.results import check_writable, load_results, new_path, only_writer, save_results
 from onelaunch.bench.run import check_limit, failures, run_cases, select
+from onelaunch.bench.time_limit import QUICK_SECONDS
 from onelaunch.cli.table import print_line, print_table
-from onelaunch.cli.tabular import run_tabular
+from onelaunch.cli.tabular import show_errors, show_summary
 from onelaunch.errors import OnelaunchError, abbreviate_list
 from onelaunch.format import format_bytes, format_joules, format_seconds
 from onelaunch.report.benchmark import undecided
 from onelaunch.report.remarks import not_run
 
-DIFF, TABULAR, LARGE = "diff", "tabular", "train/large/"
+DIFF, LARGE, BUSY = "diff", "train/large/", "machine busy"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")
 
 
@@ -33,13 +34,6 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
             if value not in (None, "", False):
                 raise OnelaunchError(f"{name}={str(value)!r}: diff measures and saves nothing; leave out --{name}")
         _diff(what[1:])
-        return
-    if TABULAR in what:
-        if len(what) > 1 or large or limit is not None:
-            raise OnelaunchError(
-                f"{TABULAR} is run by itself, without --large and --limit: pass --filter for some tables"
-            )
-        run_tabular(filter, quick, out, _command(what, filter, quick, limit, large))
         return
     console = Console()
     chosen = [one for one in select(what, filter) if one.group != "train" or (LARGE in one.name) == large]
@@ -53,7 +47,7 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
     with only_writer(path):
         results = run_cases(
             chosen, quick=quick, show=lambda result: _show(console, result),
-            announce=lambda name: typer.echo(f"case     {name}", err=True),
+            announce=lambda words: typer.echo(f"case     {words}", err=True),
             save=lambda results: save_results(results, path), command=_command(what, filter, quick, limit, large),
             limit=limit,
         )  # fmt: skip
@@ -62,11 +56,12 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
             path.unlink(missing_ok=True)
         typer.echo("stopped  interrupted before the first case was done: nothing is saved", err=True)
         raise KeyboardInterrupt("announced")
+    show_summary(console, results["cases"])
     skipped = Counter(result["check"] for result in results["cases"] if result["check"].startswith("skipped"))
     for reason, count in skipped.items():
         print_line(console, f"{count} case{'s' * (count > 1)} {reason}", "yellow")
     if results["left_out"]:
-        print_line(console, f"left out after {limit:g} s: {', '.join(results['left_out'])}", "yellow")
+        _show_left_out(console, results["left_out"], quick, limit)
     _warn(console, warning(results["cores_taken"][-1]).replace("use", "used").replace("will be", "may be"))
     failed = failures(results)
     if failed:
@@ -77,6 +72,13 @@ def run_bench(what: list[str], filter: str, quick: bool, limit: float | None, la
         raise KeyboardInterrupt("announced")
     if failed:
         raise typer.Exit(1)
+
+
+def _show_left_out(console: Console, names: list[str], quick: bool, limit: float | None) -> None:
+    time = f"{QUICK_SECONDS:g} s per group with --quick" if limit is None else f"--limit {limit:g}"
+    advice = "; run them with --filter, or all without --quick" if quick and limit is None else ""
+    words = f"left out {len(names)} case{'s' * (len(names) > 1)} ({time}): {', '.join(names)}{advice}"
+    _warn(console, words)
 
 
 def _warn(console: Console, words: str) -> None:
@@ -108,11 +110,16 @@ def _show(console: Console, result: dict[str, Any]) -> None:
         for name, timing in result["times"].items()
     ]  # fmt: skip
     print_table(console, f"{result['name']}: {result['about']}", head, rows)
-    for name, factor in undecided(result).items():
+    if result.get("busy"):
+        line = f"{BUSY}: others used {result['cores_taken']:.1f} cores meanwhile, so the times cannot be compared"
+        print_line(console, line, "yellow")
+    for name, factor in ({} if result.get("busy") else undecided(result)).items():
         line = f"too noisy to tell from {name}: {_ratio(result['ratio'][name])}, and the spreads allow {factor:.2f}×"
         print_line(console, line, "yellow")
     for name, text in result["notes"].items():
         print_line(console, f"{name}: {text}")
+    if result.get("errors"):
+        show_errors(console, result)
     for name, reason in result["absent"].items():
         print_line(console, f"absent: {name} ({reason})")
     if result["floor_share"] is not None:
@@ -124,6 +131,8 @@ def _show(console: Console, result: dict[str, Any]) -> None:
 def _our_speed(result: dict[str, Any], name: str) -> str:
     if name == OURS or name.startswith(FLOOR):
         return ""
+    if result.get("busy"):
+        return BUSY
     return ("≈ " if name in undecided(result) else "") + _ratio(result["ratio"][name])
 
 

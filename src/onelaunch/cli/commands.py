@@ -74,10 +74,12 @@ def compare(
 def bench(
     what: Annotated[
         list[str] | None,
-        typer.Argument(help=f"Groups ({', '.join(GROUPS)}; all if none), or: tabular, or: diff OLD.json NEW.json"),
+        typer.Argument(help=f"Groups ({', '.join(GROUPS)}; all if none), or: diff OLD.json NEW.json"),
     ] = None,
     filter: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
-    quick: Annotated[bool, typer.Option(help="Fewer repeats: one second per contender.")] = False,
+    quick: Annotated[
+        bool, typer.Option(help="A first look: few repeats, and at most 60 s per group unless --limit is given.")
+    ] = False,
     limit: Annotated[
         float | None, typer.Option(help="Start no case after this many seconds; name those left out.")
     ] = None,

@@ -70,16 +70,22 @@ def peers_of(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def undecided(case: dict[str, Any]) -> dict[str, float]:
-    """Peers whose time differs from ours by less than the two spreads allow, with the allowed factor."""
+    """Peers whose time differs from ours by less than the two spreads allow, with the allowed factor; all of them where others
+    used the cores meanwhile."""
+    if case.get("busy"):
+        return dict.fromkeys(peers_of([case]), math.inf)
     spread = {name: timing["spread"] for name, timing in case["times"].items()}
     allowed = {peer: (1 + spread[OURS]) * (1 + spread[peer]) for peer in peers_of([case])}
     return {peer: factor for peer, factor in allowed.items() if 1 / factor <= ratio_of(case, peer) <= factor}
 
 
 def against(case: dict[str, Any], peer: str) -> str:
-    """A peer's time divided by ours: `2.43×`; `≈ 1.02×` where the difference is within the spreads."""
+    """A peer's time divided by ours: `2.43×`; `≈ 1.02×` where the difference is within the spreads; no number where others
+    used the cores meanwhile."""
     if peer not in case["times"]:
         return NONE
+    if case.get("busy"):
+        return "machine busy"
     return f"{'≈ ' if peer in undecided(case) else ''}{format_ratio(ratio_of(case, peer))}"
 
 
@@ -129,6 +135,8 @@ def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tu
             statements.append(("bad", f"{case['name']} failed its check and was not timed: {case['check'][8:]}"))
         elif case["times"] and not has_times(case):
             statements.append(("bad", f"{case['name']} is left out: some of its times are not valid"))
+    if loud := [case["name"] for case in cases if case.get("busy")]:
+        statements.append(("bad", f"Machine busy: others used the cores while these were timed: {', '.join(loud)}"))
     skipped = [case for case in cases if case["check"].startswith("skipped")]
     if skipped:
         count = "1 case was" if len(skipped) == 1 else f"{len(skipped)} cases were"
@@ -141,10 +149,10 @@ def _statements(cases: list[dict[str, Any]], content: dict[str, Any]) -> list[tu
         absent |= case.get("absent") or {}
     statements += [("note", f"Absent: {name} ({reason})") for name, reason in absent.items()]
     if content.get("quick"):
-        statements.append(("note", "Taken with --quick: few repeats."))
+        statements.append(("note", "Taken with --quick: few repeats, and a minute per group."))
     groups = {case["group"] for case in cases}
     if left_out := [name for name in content.get("left_out", ()) if not groups or name.split("/")[0] in groups]:
-        statements.append(("note", f"Left out, because --limit was reached: {', '.join(left_out)}"))
+        statements.append(("note", f"Left out, because the time was over: {', '.join(left_out)}"))
     return [*statements, *busy(content), *unfinished(content)]
 
 

@@ -1,0 +1,125 @@
+"""The limit of --quick: work is cut off in time, even if it swallows exceptions, and nothing is measured too late."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import signal
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from onelaunch.bench.case import REGISTRY, Trial, case
+from onelaunch.bench.ceilings import Ceilings
+from onelaunch.bench.measure import measure
+from onelaunch.bench.run import run_case, run_cases
+from onelaunch.bench.time_limit import MIN_CASE_SECONDS, OUT_OF_TIME, OutOfTimeError, TimeLimit
+
+
+def nothing() -> None:
+    pass
+
+
+def test_each_case_gets_an_equal_part_of_what_is_left():
+    limit = TimeLimit(60)
+    assert limit.part(3).left() == pytest.approx(20, abs=0.1)
+    assert limit.part(100).left() == pytest.approx(MIN_CASE_SECONDS, abs=0.1)
+    assert TimeLimit(2).part(100).left() == pytest.approx(2, abs=0.1)
+    assert limit.part(3).whole is limit
+    assert TimeLimit().left() == TimeLimit().part(5).left() == math.inf
+
+
+def test_work_is_cut_off_even_if_it_swallows_the_exception():
+    before, begin = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with pytest.raises(OutOfTimeError), TimeLimit(0.05).cut():
+        time.sleep(30)
+    with pytest.raises(OutOfTimeError), TimeLimit(60).cut(0.05), suppress(OutOfTimeError):
+        time.sleep(30)
+    with pytest.raises(OutOfTimeError), TimeLimit(0).cut():
+        pytest.fail("started without time")
+    assert time.monotonic() - begin < 10
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_a_thread_without_alarms_ends_too_late_but_is_refused():
+    caught: list[str] = []
+
+    def work() -> None:
+        try:
+            with TimeLimit(0.01).cut():
+                time.sleep(0.05)
+        except OutOfTimeError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert caught == [OUT_OF_TIME]
+
+
+def test_a_peer_that_is_not_ready_in_time_is_absent_and_not_tried_again(monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.time_limit.MIN_CASE_SECONDS", 0.05)
+    calls = itertools.count()
+
+    def compiles() -> None:
+        next(calls)
+        try:
+            time.sleep(30)
+        except OutOfTimeError as error:
+            raise RuntimeError("the compiler failed") from error
+
+    whole, options = TimeLimit(20), {"units": 1, "cuda": False, "seconds": 0.01, "repeats": 3}
+    works = {"onelaunch": nothing, "compiled": compiles, "eager": nothing}
+    for _ in range(2):
+        times, failed = measure(works, limit=TimeLimit(0.0, whole), **options)
+        assert set(times) == {"onelaunch", "eager"}
+        assert failed == {"compiled": OUT_OF_TIME}
+    assert next(calls) == 1
+
+
+def test_sampling_ends_with_the_time(monkeypatch):
+    works = {"onelaunch": lambda: 0.1, "peer": lambda: 0.1}
+    times, _ = measure(
+        works, units=1, cuda=False, seconds=60, repeats=100, self_timed=True, limit=TimeLimit(0.0, TimeLimit(20))
+    )
+    assert {timing.n for timing in times.values()} == {3}
+
+
+@pytest.mark.usefixtures("temporary_cases")
+@pytest.mark.parametrize("slow", ["setup", "check", "ours"])
+def test_a_case_without_time_is_left_out(slow, monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.run.QUICK_SECONDS", 1.5)
+
+    def sleeps() -> None:
+        time.sleep(30)
+
+    def setup() -> Trial:
+        if slow == "setup":
+            sleeps()
+        return Trial(ours=sleeps if slow == "ours" else nothing, check=sleeps if slow == "check" else nothing)
+
+    case("train/slow", "train", "a test")(setup)
+    case("memory/quick", "memory", "a test")(lambda: Trial(ours=nothing, check=nothing))
+    said: list[str] = []
+    results = run_cases(
+        [REGISTRY["train/slow"], REGISTRY["memory/quick"]], quick=True, show=lambda result: None, announce=said.append
+    )
+    assert results["left_out"] == ["train/slow"]
+    assert [one["name"] for one in results["cases"]] == ["memory/quick"]  # a group with time of its own
+    assert said[1].startswith("2 of 2: memory/quick, ")
+    assert results["finished"]
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_without_quick_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr(
+        "onelaunch.bench.run.measure", lambda works, **options: measure(works, **options | {"repeats": 2})
+    )
+    case("train/test", "train", "a test")(lambda: Trial(ours=nothing, check=nothing))
+    said: list[str] = []
+    run_cases([REGISTRY["train/test"]], quick=False, show=lambda result: None, announce=said.append)
+    assert said == ["1 of 1: train/test"]
+    assert run_case(REGISTRY["train/test"], quick=False, ceilings=Ceilings())["check"] == "passed"
