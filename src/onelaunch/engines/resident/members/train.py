@@ -200,7 +200,9 @@ class Launch:
         self._memory.write_back(done)
         for number in done:
             segments = tuple(self._segments(number, losses[number], records[number]))
-            yield MemberResult(self.tasks[number].index, segments, self._memory.state(number))
+            task = self.tasks[number]
+            ends = task.last_step >= task.run.spec.total_steps
+            yield MemberResult(task.index, segments, {} if ends else self._memory.state(number))
 
     def _is_done(self, number: int, losses: torch.Tensor) -> bool:
         control, task = self._control.array[number], self.tasks[number]

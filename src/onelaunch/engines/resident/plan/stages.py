@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from onelaunch.engines.stages import Sum, UnsupportedNetworkError, cut_into_stages
@@ -21,6 +22,7 @@ def dropouts_of(stages: tuple[Stage, ...]) -> list[Dropout]:
     return [part for stage in stages for part in stage.chain if isinstance(part, Dropout)]
 
 
+@functools.lru_cache(256)  # thousands of members have the same network
 def stages_of(network: Network) -> tuple[Stage, ...]:
     """The network's stages; UnsupportedNetworkError where a layer is not in this engine."""
     before, *cut = cut_into_stages(network)
