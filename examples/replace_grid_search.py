@@ -27,12 +27,12 @@ grid = {
 }
 folds = StratifiedKFold(2 if quick else 5)
 
-# 2. What you have: scikit-learn fits one network after the other.
+# 2. Before: GridSearchCV fits one network after the other.
 start = time.perf_counter()
 before = GridSearchCV(estimator, grid, cv=folds).fit(x, y)
 print(f"GridSearchCV: {before.best_params_}, {time.perf_counter() - start:.2f} s")
 
-# 3. What you change: the name of the class. Pipelines, scorers and `cv_results_` stay as they are.
+# 3. After: only the name of the class changes. Folds, scorers and `cv_results_` stay as they are.
 start = time.perf_counter()
 after = SweepCV(estimator, grid, cv=folds).fit(x, y)
 print(f"SweepCV:      {after.best_params_}, {time.perf_counter() - start:.2f} s")

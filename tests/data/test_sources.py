@@ -15,7 +15,7 @@ from onelaunch.errors import ArgumentTypeError, DataError
 
 def test_digits() -> None:
     data = load("digits")
-    assert data.x.shape == (1797, 64)  # README's first example has nn.Linear(64, 128)
+    assert data.x.shape == (1797, 64)  # the quick start's first layer is nn.Linear(64, 128)
     assert data.image_shape == (8, 8)
     assert data.x.dtype == np.float32
     assert data.x.min() == 0
