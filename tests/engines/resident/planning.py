@@ -9,7 +9,7 @@ from onelaunch.device import H200, Chip
 from onelaunch.engines.resident.plan.placement import choose_plan
 from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.rows_plan import RowsPlan
-from onelaunch.engines.resident.plan.settings import Settings
+from onelaunch.engines.resident.plan.settings import WARPS, Settings
 from onelaunch.engines.resident.plan.stages import Stage
 from onelaunch.engines.resident.plan.units_plan import UnitsPlan
 from onelaunch.run.network import Activation, Dropout, Linear
@@ -59,6 +59,8 @@ def forced_plan(
     return UnitsPlan(settings_of(widths, **changes), chip, blocks, cluster, rows)
 
 
-def rows_plan(widths: list[int], blocks: int, rows: int, *, chip: Chip = H200, **changes: Any) -> RowsPlan:
+def rows_plan(
+    widths: list[int], blocks: int, rows: int, *, chip: Chip = H200, warps: int = WARPS, **changes: Any
+) -> RowsPlan:
     """A plan by rows: `blocks` divide the rows of a batch, `rows` each per pass."""
-    return RowsPlan(settings_of(widths, **changes), chip, blocks, rows)
+    return RowsPlan(settings_of(widths, **changes), chip, blocks, rows, warps)

@@ -10,7 +10,7 @@ import numpy as np
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.rows_layout import COPIES, PARTS
 from onelaunch.engines.resident.plan.rows_plan import RowsPlan
-from onelaunch.engines.resident.plan.settings import K_TILE, N_TILE, SCORE_BYTES, TILE_BYTES, WARPS
+from onelaunch.engines.resident.plan.settings import K_TILE, N_TILE, SCORE_BYTES, TILE_BYTES
 from tests.engines.resident.exchanges import Piece, Ready, Wires
 from tests.engines.resident.fragments import BYTES, Array
 from tests.engines.resident.running import Runner, Task, chain, loss_of
@@ -56,7 +56,7 @@ class RowsBlock(Runner):
     def tiles(self, layer: Layer) -> Iterator[tuple[int, int, int]]:
         """(slot, warp, tile) of a layer, padding included."""
         slots = self.plan.layer_slots(layer)
-        for warp, slot in product(range(WARPS), range(slots)):
+        for warp, slot in product(range(self.plan.warps), range(slots)):
             yield self.plan.first_slot(layer) + slot, warp, warp * slots + slot
 
     def own_tiles(self, layer: Layer) -> Iterator[tuple[int, int]]:
@@ -164,7 +164,7 @@ class RowsBlock(Runner):
     # Partial gradients go to their owners, sums of biases to all blocks, losses to block 0.
 
     def part_offset(self, slot: int, warp: int, sender: int) -> int:
-        return ((slot // self.plan.blocks * WARPS + warp) * self.plan.blocks + sender) * TILE_BYTES
+        return ((slot // self.plan.blocks * self.plan.warps + warp) * self.plan.blocks + sender) * TILE_BYTES
 
     def bias_offset(self, sender: int, use: int) -> int:
         """There are as many buffers as fit into the region; they are used in turn."""
@@ -186,7 +186,7 @@ class RowsBlock(Runner):
         if self.plan.blocks == 1:
             return
         for layer in self.plan.layers:
-            padded = np.pad(self.gradients[layer.index], ((0, 0), (0, K_TILE * WARPS * layer.n_tiles)))
+            padded = np.pad(self.gradients[layer.index], ((0, 0), (0, K_TILE * self.plan.warps * layer.n_tiles)))
             for slot, warp, tile in self.tiles(layer):
                 piece = (self.part_offset(slot, warp, self.rank), padded[self.tile_at(layer, tile)])
                 self.write([slot % self.plan.blocks], "parts", PARTS, self.step, [piece], TILE_BYTES)

@@ -23,7 +23,7 @@ from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.engines.resident.buffers import Buffers
 from onelaunch.engines.resident.plan.placement import choose_plan
 from onelaunch.engines.resident.plan.plan import Plan
-from onelaunch.engines.resident.plan.settings import MAX_DROPOUTS, THREADS, Settings
+from onelaunch.engines.resident.plan.settings import MAX_DROPOUTS, MIN_EPS, Settings
 from onelaunch.engines.resident.plan.stages import stages_of
 from onelaunch.engines.resident.source.source_common import HEADERS
 from onelaunch.engines.resident.uint8_rows import with_uint8_rows
@@ -70,6 +70,7 @@ def settings_for(run: Run, precision: str) -> Settings:
         optimizer=spec.optimizer, momentum=spec.momentum > 0, nesterov=spec.nesterov, weight_decay=spec.weight_decay > 0,
         schedule=spec.schedule, loss=spec.loss, label_smoothing=spec.label_smoothing > 0,
         uint8_rows=run.x.dtype == torch.uint8, validates=run.validation is not None,
+        tiny_eps=spec.eps < MIN_EPS,
     )  # fmt: skip
 
 
@@ -140,7 +141,7 @@ class ResidentSession:
                 ) from None
             kernel = load(cubin, "train", self.device)
             at_once = kernel.max_active_clusters(
-                block=THREADS, cluster=layout.blocks if layout.cluster else 1, shared_bytes=layout.shared.size
+                block=layout.threads, cluster=layout.blocks if layout.cluster else 1, shared_bytes=layout.shared.size
             )
             if at_once >= (1 if layout.cluster else layout.blocks):
                 return layout, cubin, kernel
@@ -212,7 +213,7 @@ class ResidentSession:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         layout = self.layout
         self.kernel.launch(
-            self.stream, grid=layout.blocks, block=THREADS, cluster=layout.blocks if layout.cluster else 1,
+            self.stream, grid=layout.blocks, block=layout.threads, cluster=layout.blocks if layout.cluster else 1,
             shared_bytes=layout.shared.size, cooperative=not layout.cluster and layout.blocks > 1,
             args=[params.tobytes()],
         )  # fmt: skip

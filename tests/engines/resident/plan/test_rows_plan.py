@@ -37,6 +37,12 @@ def test_follows_pytorch(widths, blocks, rows, batch, precision, order):
     assert_follows(plan, ORDERS[order](), rows=100, steps=3, validation_passes=2, momentum=0.9)
 
 
+def test_a_block_of_16_warps_follows_pytorch():
+    plan = rows_plan([20, 40, 24, 5], 1, 48, batch=40, activation="tanh", warps=16)
+    assert plan.team == 4
+    assert_follows(plan, ORDERS["at random"](), rows=100, steps=3, momentum=0.9)
+
+
 def test_one_buffer_of_rows_follows_pytorch():
     """The first layer's gradient is computed before the next rows are fetched over its inputs."""
     whole = rows_plan([40, 24, 3], 1, 32, batch=30)

@@ -50,6 +50,9 @@ INLINE void load_transposed(u32 address, u32 (&w)[4]) {
 INLINE void load_transposed(u32 address, u32 (&w)[2]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
 }
+// The lane whose address makes `load_transposed` give a left operand whose k are the stored rows: the second and third of its four
+// matrices change places.
+INLINE u32 transposed_lane(u32 lane) { return (lane & 7) | (lane & 8) << 1 | (lane & 16) >> 1; }
 // The words of the four lanes of a quad, in lane order: eight numbers of one row.
 INLINE void gather_quad(u32 word, u32 (&row)[4]) {
 #pragma unroll

@@ -173,11 +173,10 @@ template <int AT, u32 STRIDE, int K_TILES> INLINE void read_left(const Context& 
 }
 // The same values as the left operand whose rows are the units and whose k are the rows of the batch.
 template <int AT, u32 STRIDE, int K_TILES> INLINE void read_left_transposed(const Context& c, u32 count, int part, int k, u32 (&w)[4]) {
-  u32 t[4];
   if constexpr (SLOTS_SHARED) {
-    load_transposed(c.shared + slot_offset<AT, STRIDE>(count) + (part * K_TILES + k * WARPS + c.warp) * 512 + c.lane * 16, t);
-    w[0] = t[0], w[1] = t[2], w[2] = t[1], w[3] = t[3];
+    load_transposed(c.shared + slot_offset<AT, STRIDE>(count) + (part * K_TILES + k * WARPS + c.warp) * 512 + transposed_lane(c.lane) * 16, w);
   } else {
+    u32 t[4];
     read_left<AT, STRIDE, K_TILES>(c, count, part, k, t);
     w[0] = transposed(t[0]), w[1] = transposed(t[2]), w[2] = transposed(t[1]), w[3] = transposed(t[3]);
   }

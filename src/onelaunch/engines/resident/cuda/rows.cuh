@@ -36,7 +36,7 @@ template <class L> INLINE void store_unit_tile(const Context& c, int at, int m, 
 // The right operands of TILES tiles over K_TILES k tiles. Few of them are all read ahead and kept: before a barrier, so that they are
 // ready at once after it.
 template <class Source, int TILES, int K_TILES> struct Rights {
-  static constexpr bool KEPT = TILES * K_TILES * PLANES <= 16 && ALL_SLOTS < 20;
+  static constexpr bool KEPT = TILES * K_TILES * PLANES <= 16 && FREE_REGISTERS >= 100;
   u32 kept[KEPT ? PLANES : 1][KEPT ? TILES : 1][KEPT ? K_TILES : 1][2];
   INLINE void prepare(const Context& c) {
     if constexpr (KEPT)

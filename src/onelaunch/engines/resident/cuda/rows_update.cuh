@@ -5,6 +5,7 @@
 // The gradient of the weights. The tiles of a layer, in the order of their k tiles, are divided among the warps, SLOTS consecutive
 // ones each. Slot numbers run through all layers, and slot s of every warp belongs to block s % BLOCKS.
 template <class L> INLINE int tile_of(const Context& c, int slot) { return c.warp * L::SLOTS + slot; }
+template <class L> INLINE bool is_tile(int tile) { return L::SLOTS * WARPS == L::K_TILES * L::N_TILES || tile < L::K_TILES * L::N_TILES; }
 template <class L, class Read> INLINE void add_gradient(const Context& c, float (&gradient)[ALL_SLOTS][4], Read read) {
   constexpr bool SAME_K_TILE = L::N_TILES % L::SLOTS == 0;  // all tiles of the warp have the same inputs
   constexpr int PAIR = SAME_K_TILE && L::SLOTS % 2 == 0 ? 2 : 1;  // neighbours, read at once
@@ -14,7 +15,7 @@ template <class L, class Read> INLINE void add_gradient(const Context& c, float 
 #pragma unroll
     for (int slot = 0; slot < L::SLOTS; slot += PAIR) {
       const int tile = tile_of<L>(c, slot), k_tile = tile / L::N_TILES, n = tile % L::N_TILES;
-      if (tile >= L::K_TILES * L::N_TILES) break;
+      if (!is_tile<L>(tile)) break;
       if (slot == 0 || !SAME_K_TILE)
 #pragma unroll
         for (int plane = 0; plane < L::IN_PLANES; ++plane) read(m, k_tile, plane, left[plane]);
@@ -33,9 +34,7 @@ template <class L, class Read> INLINE void add_gradient(const Context& c, float 
 }
 // The values of layer L as the left operand whose k are the rows.
 template <class L> INLINE void read_values_transposed(const Context& c, int m, int k_tile, int plane, u32 (&w)[4]) {
-  u32 t[4];
-  load_transposed(unit_tile_at<L>(c, L::AT_VALUES, plane, m, k_tile * 2) + c.lane * 16, t);
-  w[0] = t[0], w[1] = t[2], w[2] = t[1], w[3] = t[3];
+  load_transposed(unit_tile_at<L>(c, L::AT_VALUES, plane, m, k_tile * 2) + transposed_lane(c.lane) * 16, w);
 }
 
 struct OwnWeights {  // tiles of slots rank, rank + BLOCKS, …
@@ -57,7 +56,7 @@ template <class L, bool LOAD> INLINE void move_tile(const Context& c, int slot, 
 }
 template <class L> INLINE void copy_tile(const Context& c, u32 count, int slot, const float (&t)[4]) {
   const int tile = tile_of<L>(c, slot), k_tile = tile / L::N_TILES, n = tile % L::N_TILES;
-  if (tile >= L::K_TILES * L::N_TILES) return;
+  if (!is_tile<L>(tile)) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     u32 planes[PLANES];
@@ -111,12 +110,14 @@ INLINE void copy_all(const Context& c, const OwnWeights& w, u32 count) {
 template <class L, class Read> INLINE void update_layer(const Context& c, OwnWeights& w, const Rates& rates, const Rule& rule, Read read) {
   constexpr bool SAME_K_TILE = L::N_TILES % L::SLOTS == 0;  // all tiles of the warp have the same inputs
   constexpr int TILES = L::SLOTS < TILES_AT_ONCE ? L::SLOTS : TILES_AT_ONCE, PAIR = SAME_K_TILE && L::SLOTS % 2 == 0 && TILES % 2 == 0 ? 2 : 1;  // neighbours, read at once
+  constexpr bool AHEAD = FREE_REGISTERS >= 100;  // read the next group's state while this one is computed
   States<TILES> states, next;
-  states.read(w, L::FIRST_SLOT, L::SLOTS);
+  if constexpr (AHEAD) states.read(w, L::FIRST_SLOT, L::SLOTS);
 #pragma unroll
   for (int first = 0; first < L::SLOTS; first += TILES) {
     float gradient[TILES][4];
-    if (first + TILES < L::SLOTS) next.read(w, L::FIRST_SLOT + first + TILES, L::SLOTS - first - TILES);
+    if constexpr (!AHEAD) states.read(w, L::FIRST_SLOT + first, L::SLOTS - first);
+    else if (first + TILES < L::SLOTS) next.read(w, L::FIRST_SLOT + first + TILES, L::SLOTS - first - TILES);
 #pragma unroll
     for (int i = 0; i < TILES; ++i) clear(gradient[i]);
 #pragma unroll(ROW_TILES <= 4 ? ROW_TILES : 2)
@@ -125,7 +126,7 @@ template <class L, class Read> INLINE void update_layer(const Context& c, OwnWei
 #pragma unroll
       for (int i = 0; i < TILES; i += PAIR) {
         const int tile = tile_of<L>(c, first + i), k_tile = tile / L::N_TILES, n = tile % L::N_TILES;
-        if (first + i >= L::SLOTS || tile >= L::K_TILES * L::N_TILES) break;
+        if (first + i >= L::SLOTS || !is_tile<L>(tile)) break;
         if (i == 0 || !SAME_K_TILE)
 #pragma unroll
           for (int plane = 0; plane < L::IN_PLANES; ++plane) read(m, k_tile, plane, left[plane]);
@@ -148,7 +149,7 @@ template <class L, class Read> INLINE void update_layer(const Context& c, OwnWei
         step_tile(w, L::FIRST_SLOT + first + i, states, i, gradient[i], L::GRADIENT_SCALE, weight, rates, rule);
         copy_tile<L>(c, 0, first + i, weight);
       }
-    states = next;
+    if constexpr (AHEAD) states = next;
   }
 }
 INLINE void update_biases(const Context& c, const Rates& rates, const Rule& rule) {

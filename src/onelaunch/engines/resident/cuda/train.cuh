@@ -89,9 +89,8 @@ template <class L> struct Inputs {
   }
   INLINE static void read_k_tile_transposed(const Context& c, u32 buffer, int m, int k_tile, int plane, u32 (&left)[4]) {
     if constexpr (X_BYTES == 2) {
-      u32 t[4];
-      load_transposed(at(c, buffer, m, k_tile * 2 + (c.lane >> 4), plane), t);
-      left[0] = t[0], left[1] = t[2], left[2] = t[1], left[3] = t[3];
+      const u32 lane = transposed_lane(c.lane);
+      load_transposed(buffer_at(c, buffer) + (plane * ROWS + m * 16 + (lane & 15)) * X_SHARED_PITCH + (k_tile * 2 + (lane >> 4)) * 16, left);
     } else {  // bytes 2g and 2g + 1 of rows 2q and 2q + 1
       u32 bytes[2];
       load_transposed(at(c, buffer, m, k_tile, plane), bytes);

@@ -8,16 +8,16 @@
 #include "exchange.cuh"
 
 enum { IN_REGISTERS, IN_SHARED, IN_DEVICE };  // where tiles are; device memory that only this thread uses stays in L2
-template <int N, int MEMORY> struct Tiles;
+template <int N, int MEMORY, int STREAMED = 0> struct Tiles;
 template <int N> struct Tiles<N, IN_REGISTERS> {
   float v[N][4];
-  INLINE void place(const Context&, u32) {}
+  INLINE void place(const Context&, u32, u32 = 0) {}
   INLINE void get(int i, float (&t)[4]) const { t[0] = v[i][0], t[1] = v[i][1], t[2] = v[i][2], t[3] = v[i][3]; }
   INLINE void set(int i, const float (&t)[4]) { v[i][0] = t[0], v[i][1] = t[1], v[i][2] = t[2], v[i][3] = t[3]; }
 };
 template <int N> struct Tiles<N, IN_SHARED> {
   u32 base;
-  INLINE void place(const Context& c, u32 at) { base = c.shared + at + threadIdx.x * 16; }
+  INLINE void place(const Context& c, u32 at, u32 = 0) { base = c.shared + at + threadIdx.x * 16; }
   INLINE void get(int i, float (&t)[4]) const { load_shared(base + i * (THREADS * 16), t); }
   INLINE void set(int i, const float (&t)[4]) { store_shared(base + i * (THREADS * 16), t); }
 };
@@ -29,6 +29,23 @@ template <int N> struct Tiles<N, IN_DEVICE> {
   }
   INLINE void set(int i, const float (&t)[4]) {
     asm volatile("st.global.cg.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(base + i * (THREADS * 4)), "f"(t[0]), "f"(t[1]), "f"(t[2]), "f"(t[3]) : "memory");
+  }
+};
+// In shared memory but for the last STREAMED tiles.
+template <int N, int STREAMED> struct Tiles<N, IN_SHARED, STREAMED> {
+  Tiles<N, IN_SHARED> near;
+  Tiles<N, IN_DEVICE> far;
+  INLINE void place(const Context& c, u32 at, u32 at_streamed) {
+    near.place(c, at);
+    far.place(c, at_streamed);
+  }
+  INLINE void get(int i, float (&t)[4]) const {
+    if (i < N - STREAMED) near.get(i, t);
+    else far.get(i - (N - STREAMED), t);
+  }
+  INLINE void set(int i, const float (&t)[4]) {
+    if (i < N - STREAMED) near.set(i, t);
+    else far.set(i - (N - STREAMED), t);
   }
 };
 
@@ -43,10 +60,17 @@ struct Rule {  // the optimizer's constants, as in optimizers.py
 };
 
 static_assert(OPTIMIZER == SGD || OPTIMIZER == ADAM || OPTIMIZER == ADAMW || OPTIMIZER == RMSPROP || OPTIMIZER == LION, "step_weight has no rule for this optimizer");
-INLINE float square_root(float v) {  // to 2^-22, in a sixth of the time of the rounded one
+// Root and quotient to 2^-22, in a sixth of the time of the rounded ones. A root below 1e-19 may become 0 and a quotient by such a
+// root infinite, which an `eps` that is not TINY_EPS prevents; otherwise numbers that small take eight more instructions.
+INLINE float square_root(float v) {
   float root;
-  asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(v));
+  if constexpr (TINY_EPS) asm("sqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(v));
+  else asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(v));
   return root;
+}
+INLINE float quotient(float a, float b) {
+  if constexpr (TINY_EPS) return __fdividef(a, b);
+  return a * reciprocal(b);
 }
 // torch.optim's arithmetic for one number. The states are in the order of the optimizer's `state_names`.
 INLINE void step_weight(float& weight, float gradient, float& state0, float& state1, const Rates& r, const Rule& rule) {
@@ -62,11 +86,11 @@ INLINE void step_weight(float& weight, float gradient, float& state0, float& sta
     else if constexpr (WEIGHT_DECAY) gradient = fmaf(rule.weight_decay, weight, gradient);
     state0 = fmaf(gradient - state0, rule.new_mean, state0);
     state1 = fmaf(rule.new_square * gradient, gradient, rule.beta2 * state1);
-    weight -= r.rate * __fdividef(state0, fmaf(square_root(state1), r.inverse_root, rule.eps));
+    weight -= r.rate * quotient(state0, fmaf(square_root(state1), r.inverse_root, rule.eps));
   } else if constexpr (OPTIMIZER == RMSPROP) {
     if constexpr (WEIGHT_DECAY) gradient = fmaf(rule.weight_decay, weight, gradient);
     state0 = fmaf(rule.new_square * gradient, gradient, rule.beta2 * state0);
-    gradient = __fdividef(gradient, square_root(state0) + rule.eps);
+    gradient = quotient(gradient, square_root(state0) + rule.eps);
     if constexpr (STATES == 2) gradient = state1 = fmaf(rule.momentum, state1, gradient);
     weight = fmaf(-r.rate, gradient, weight);
   } else if constexpr (OPTIMIZER == LION) {
@@ -98,14 +122,14 @@ template <class L, bool LOAD> INLINE void move_bias(const Context& c) {
 // N accumulator tiles of weights with their optimizer state and gradient.
 template <class L, int N> struct Masters {
   Tiles<N, L::MASTERS_SHARED> master;
-  Tiles<(STATES > 0 ? N : 1), L::STATE0_MEMORY> state0;
-  Tiles<(STATES > 1 ? N : 1), L::STATE1_MEMORY> state1;
+  Tiles<(STATES > 0 ? N : 1), L::STATE0_MEMORY, L::STATE0_STREAMED> state0;
+  Tiles<(STATES > 1 ? N : 1), L::STATE1_MEMORY, L::STATE1_STREAMED> state1;
   Tiles<(MICRO_BATCHES > 1 ? N : 1), (MICRO_BATCHES > 1)> gradient;
 
   INLINE void place(const Context& c) {
     master.place(c, L::AT_MASTERS);
-    state0.place(c, L::AT_STATE0);
-    state1.place(c, L::AT_STATE1);
+    state0.place(c, L::AT_STATE0, L::AT_STREAMED0);
+    state1.place(c, L::AT_STATE1, L::AT_STREAMED1);
     gradient.place(c, L::AT_GRADIENTS);
   }
 };
@@ -197,12 +221,12 @@ template <class L> INLINE void read_delta(const Context& c, int plane, int m, in
 // The optimizer state of N neighbouring tiles, read before their gradient is computed.
 template <int N> struct States {
   float state0[N][4], state1[N][4];
-  template <class W> INLINE void read(const W& w, int first, int count = N) {
+  template <class W> INLINE void read(const W& w, int first, int count = N, bool with_state1 = true) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (i >= count) break;
       if constexpr (STATES > 0) w.state0.get(first + i, state0[i]);
-      if constexpr (STATES > 1) w.state1.get(first + i, state1[i]);
+      if (STATES > 1 && with_state1) w.state1.get(STATES > 1 ? first + i : 0, state1[i]);
     }
   }
 };
@@ -255,7 +279,15 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
     for (int i = 0; i < ROW_TILES * L::N_TILES * PLANES; ++i) read_delta<L>(c, 0, 0, i, kept[i]);
   // The state of a k tile is read while the one before is computed, as far as there are registers.
   constexpr bool AHEAD = L::N_TILES * STATES <= 4 && MICRO_BATCHES == 1;
+  // The last k tile's state comes from L2, which takes as long as several k tiles: it is read first.
+  constexpr int LAST = L::K_TILES_PER_WARP - 1;
+  constexpr bool EARLY = AHEAD && LAST > 0 && L::STATE0_STREAMED == 0 && L::STATE1_STREAMED == L::N_TILES;
   States<L::N_TILES> states, next;
+  float early[EARLY ? L::N_TILES : 1][4];
+  if constexpr (EARLY)
+    if (Weights<L>::mine(c, LAST))
+#pragma unroll
+      for (int n = 0; n < L::N_TILES; ++n) w.state1.get(LAST * L::N_TILES + n, early[n]);
   if constexpr (AHEAD) next.read(w, 0);
 #pragma unroll
   for (int k = 0; k < L::K_TILES_PER_WARP; ++k)
@@ -263,7 +295,13 @@ template <class L, class Read> INLINE void update(Context& c, Weights<L>& w, con
       float gradient[L::N_TILES][4], weights[L::N_TILES][4];
       states = next;
       if constexpr (!AHEAD) states.read(w, k * L::N_TILES);
-      else if (k + 1 < L::K_TILES_PER_WARP) next.read(w, (k + 1) * L::N_TILES);
+      else if (k < LAST) next.read(w, (k + 1) * L::N_TILES, L::N_TILES, !(EARLY && k + 1 == LAST));
+      if constexpr (EARLY)
+        if (k == LAST)
+#pragma unroll
+          for (int n = 0; n < L::N_TILES; ++n)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) states.state1[n][e] = early[n][e];
 #pragma unroll
       for (int n = 0; n < L::N_TILES; ++n) {
         clear(gradient[n]);

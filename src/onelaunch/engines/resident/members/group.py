@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from onelaunch.engines.contract import Run
-from onelaunch.engines.resident.plan.settings import MAX_DROPOUTS, Settings
+from onelaunch.engines.resident.plan.settings import MAX_DROPOUTS, MIN_EPS, Settings
 from onelaunch.engines.resident.plan.stages import Stage, dropouts_of, stages_of
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.run.network import Dropout
@@ -34,7 +34,8 @@ def members_settings(runs: Sequence[Run], *, uint8_rows: bool) -> Settings:
         precision=first.compiled_precision, optimizer=first.optimizer, momentum=any(spec.momentum > 0 for spec in specs),
         nesterov=first.nesterov, weight_decay=any(spec.weight_decay > 0 for spec in specs), schedule=first.schedule,
         loss=first.loss, label_smoothing=any(spec.label_smoothing > 0 for spec in specs), uint8_rows=uint8_rows,
-        validates=any(run.validation is not None for run in runs), members=True,
+        validates=any(run.validation is not None for run in runs), tiny_eps=any(spec.eps < MIN_EPS for spec in specs),
+        members=True,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,16 +11,15 @@ from onelaunch.device import Chip
 from onelaunch.engines.resident.plan.placement import plans_by_rows, plans_by_units
 from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.rows_plan import RowsPlan
-from onelaunch.engines.resident.plan.settings import MAX_BATCH, MAX_OUTPUTS, RESERVED_REGISTERS, Settings
+from onelaunch.engines.resident.plan.settings import MAX_BATCH, MAX_OUTPUTS, RESERVED_REGISTERS, WARPS, Settings
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.integers import ceil_div
 
 RESERVED_BYTES = 1024  # of shared memory, which the device keeps for itself per block
-MAX_PER_MULTIPROCESSOR = 2  # blocks: three would leave 80 registers per thread
+MAX_PER_MULTIPROCESSOR = 4  # blocks: more would leave fewer than 64 registers per thread
 CLUSTER_SHARE = 0.92  # of the multiprocessors that clusters can use: an H200 holds 15 clusters of 8 blocks, 30 of 4
-# Fitted to members timed on an H200 at 512 members: a step while a multiprocessor is shared takes 5.67 µs instead of 3.9, and
-# state that is read from L2 and written back takes 0.06 µs per KiB.
-SHARED_MULTIPROCESSOR, MICROSECONDS_PER_STREAMED_KIB = 1.42, 0.06
+# Fitted to members timed on an H200.
+SHARED_MULTIPROCESSOR, MICROSECONDS_PER_STREAMED_KIB = 0.38, 0.02
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,10 @@ class MembersPlan:
     @property
     def microseconds(self) -> float:
         """Predicted time of a step while all places are taken."""
-        alone = self.plan.predicted_microseconds
-        shared = SHARED_MULTIPROCESSOR if self.plan.settings.per_multiprocessor > 1 else 1.0
-        return alone * shared + MICROSECONDS_PER_STREAMED_KIB * self.plan.exchange.size / 1024
+        plan = self.plan
+        alone, per = plan.predicted_microseconds, plan.settings.per_multiprocessor
+        busy = SHARED_MULTIPROCESSOR * alone * per if per > 1 else 0.0  # issue slots that the blocks compete for
+        return math.hypot(alone, busy) + MICROSECONDS_PER_STREAMED_KIB * plan.exchange.size / 1024
 
     def steps_per_second(self, members: int) -> float:
         """Predicted, of all members together, if all take the same number of steps."""
@@ -58,9 +59,10 @@ class Forced:
     blocks: int | None = None
     by_rows: bool | None = None
     per_multiprocessor: int | None = None
+    warps: int | None = None
 
     def allows(self, plan: Plan) -> bool:
-        found = (plan.blocks, isinstance(plan, RowsPlan), plan.settings.per_multiprocessor)
+        found = (plan.blocks, isinstance(plan, RowsPlan), plan.settings.per_multiprocessor, plan.warps)
         return all(value in (None, of) for value, of in zip(dataclasses.astuple(self), found, strict=True))
 
 
@@ -106,6 +108,8 @@ def _candidates(settings: Settings, chip: Chip, reserved_registers: int) -> Iter
         shared = dataclasses.replace(settings, per_multiprocessor=per)
         for plans in plans_by_rows(shared, narrow):
             yield from _first_that_fits(plan for plan in plans if per == 1 or plan.blocks == 1)
+    for plans in plans_by_rows(settings, chip, warps=2 * WARPS):
+        yield from _first_that_fits(plan for plan in plans if plan.blocks == 1)
     for plans in plans_by_units(settings, chip, reserved_registers):
         yield from _first_that_fits(plan for plan in plans if plan.blocks == 1 or plan.cluster)
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import torch
 
 from onelaunch.device import Chip, chip_of
-from onelaunch.engines.contract import Metrics, Run, Segment
+from onelaunch.engines.contract import Metrics, Run, Segment, State
 from onelaunch.engines.members import MemberResult, MembersMonitor, MemberTask
 from onelaunch.engines.resident.members.group import members_settings
 from onelaunch.engines.resident.members.memory import MembersMemory, SharedRows, all_uint8
 from onelaunch.engines.resident.members.placement import FREE, Forced, MembersPlan, choose_members_plan
-from onelaunch.engines.resident.plan.settings import THREADS, Settings
+from onelaunch.engines.resident.plan.settings import Settings
 from onelaunch.engines.resident.session import CONTROL, POLL_SECONDS, REGISTER_RESERVES, architecture, spilled_bytes
 from onelaunch.engines.resident.source.source_common import HEADERS
 from onelaunch.engines.stages import UnsupportedNetworkError
@@ -47,7 +48,11 @@ def members_unsupported_reason(runs: Sequence[Run]) -> str:
 
 def members_plan(runs: Sequence[Run]) -> str:
     """For people: how many members run at once, where each is placed, and the predicted steps per second of all."""
-    return choose_members_plan(settings_of(runs), chip_of(runs[0].device), len(runs)).describe(len(runs))
+    try:
+        found = choose_members_plan(settings_of(runs), chip_of(runs[0].device), len(runs))
+    except UnsupportedNetworkError as reason:
+        raise UnsupportedError(f"engine='resident' cannot train these members together: {reason}") from None
+    return found.describe(len(runs))
 
 
 def prepare(
@@ -62,7 +67,7 @@ def prepare(
         except UnsupportedNetworkError as reason:
             raise UnsupportedError(f"engine='resident' cannot train these members together: {reason}") from None
         kernel, plan = load(cubin, "train", device), found.plan
-        places = kernel.max_active_clusters(block=THREADS, cluster=plan.blocks, shared_bytes=plan.shared.size)
+        places = kernel.max_active_clusters(block=plan.threads, cluster=plan.blocks, shared_bytes=plan.shared.size)
         if places:
             return dataclasses.replace(found, places=places), kernel
     raise UnsupportedError(f"{device} has no room for a block of this plan: pass engine='auto'")
@@ -91,6 +96,10 @@ def train_members(
     tasks: Sequence[MemberTask], monitor: MembersMonitor, forced: Forced = FREE
 ) -> Iterator[MemberResult]:
     """Train every task, and yield the results of a launch when it ends. `forced`: a placement, for tests."""
+    for task in tasks:
+        if task.last_step <= task.first_step:
+            yield MemberResult(task.index, (), dict(cast(State, task.state)))
+    tasks = [task for task in tasks if task.last_step > task.first_step]
     if not tasks:
         return
     runs = [task.run for task in tasks]
@@ -152,7 +161,7 @@ class Launch:
         queue["scratch"], queue["count"] = self._memory.scratch.data_ptr(), len(self.tasks)
         stream = torch.cuda.current_stream(self.device)
         self.kernel.launch(
-            stream, grid=self.grid, block=THREADS, cluster=plan.blocks, shared_bytes=plan.shared.size,
+            stream, grid=self.grid, block=plan.threads, cluster=plan.blocks, shared_bytes=plan.shared.size,
             args=[queue.tobytes()],
         )  # fmt: skip
         self._ended = torch.cuda.Event()

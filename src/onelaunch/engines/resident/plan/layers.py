@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from onelaunch.engines.resident.plan.settings import N_TILE, WARPS
 from onelaunch.engines.resident.plan.stages import Stage
-from onelaunch.integers import ceil_div, round_up
+from onelaunch.integers import ceil_div, clamp, round_up
 
 REGION_ALIGNMENT = 128  # bytes
 
@@ -24,8 +24,8 @@ class Layer:
     blocks: int
     input_tiles: int  # of N_TILE inputs that a block owns as units of the layer before
     masters_shared: bool = False
-    states_shared: bool = True
-    streamed_states: int = 0  # of its optimizer states, the last ones, in device memory
+    register_states: int = 0  # optimizer states in registers; the others are in shared memory
+    streamed_tiles: int = 0  # of the latter's tiles, the last ones, in device memory
 
     @property
     def k_tiles_per_warp(self) -> int:
@@ -50,6 +50,15 @@ class Layer:
     def owned_by_input(self) -> bool:
         """Whether a block owns the weights of its own inputs: so it is in the last layer, after a hidden one."""
         return self.last and not self.first
+
+    @property
+    def states_shared(self) -> bool:
+        return self.register_states == 0
+
+    def streamed_of(self, state: int, states: int) -> int:
+        """Tiles of optimizer state `state` (of `states`) that are in device memory, the last ones."""
+        after = (states - 1 - state) * self.weight_tiles
+        return clamp(0, self.streamed_tiles - after, self.weight_tiles) if state >= self.register_states else 0
 
     @property
     def weight_tiles(self) -> int:

@@ -14,6 +14,7 @@ from onelaunch.engines.resident.plan.settings import (
     N_TILE,
     RESERVED_REGISTERS,
     ROW_TILE,
+    WARPS,
     Settings,
 )
 from onelaunch.engines.resident.plan.units_plan import UnitsPlan
@@ -59,11 +60,11 @@ def choose_plan(
     return min(fitting, key=lambda plan: plan.predicted_microseconds)
 
 
-def plans_by_rows(settings: Settings, chip: Chip) -> Iterator[Iterator[Plan]]:
+def plans_by_rows(settings: Settings, chip: Chip, warps: int = WARPS) -> Iterator[Iterator[Plan]]:
     """Per number of blocks, plans with ever fewer rows per pass: the first that fits is the best of them."""
     for blocks in _cluster_sizes(chip):
         batch = ceil_div(settings.batch, blocks)
-        yield (RowsPlan(settings, chip, blocks, rows) for rows in _rows_per_pass(batch, MAX_ROWS_PER_BLOCK))
+        yield (RowsPlan(settings, chip, blocks, rows, warps) for rows in _rows_per_pass(batch, MAX_ROWS_PER_BLOCK))
 
 
 def plans_by_units(settings: Settings, chip: Chip, reserved_registers: int) -> Iterator[Iterator[Plan]]:

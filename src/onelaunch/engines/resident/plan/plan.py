@@ -19,7 +19,6 @@ from onelaunch.engines.resident.plan.settings import (
     PLANES,
     REGISTERS,
     ROW_TILE,
-    THREADS,
     WARPS,
     Settings,
 )
@@ -37,10 +36,12 @@ class Plan(ABC):
     row_numbers_at_once: int
 
     def __init__(
-        self, settings: Settings, chip: Chip, blocks: int, cluster: bool, rows: int, row_partitions: int = 1
-    ) -> None:
-        """`rows`: of one block in one pass; `row_partitions`: blocks that divide the rows of a batch."""
+        self, settings: Settings, chip: Chip, blocks: int, cluster: bool, rows: int, row_partitions: int = 1,
+        warps: int = WARPS,
+    ) -> None:  # fmt: skip
+        """`rows`: of one block in one pass; `row_partitions`: blocks that divide the rows of a batch; `warps`: of a block."""
         self.settings, self.chip = settings, chip
+        self.warps, self.threads = warps, 32 * warps
         self.blocks, self.cluster = blocks, cluster
         self.planes = PLANES[settings.precision]
         self.states = len(OPTIMIZERS[settings.optimizer].state_names(settings.momentum))
@@ -48,7 +49,9 @@ class Plan(ABC):
         self.micro_batches = ceil_div(settings.batch, rows * row_partitions)
         self.input_planes = 1 if settings.uint8_rows else self.planes
         self.input_bytes = 1 if settings.uint8_rows else 2  # per number
-        self.registers_per_thread = min(REGISTERS, ALL_REGISTERS // (THREADS * settings.per_multiprocessor) // 8 * 8)
+        self.registers_per_thread = min(
+            REGISTERS, ALL_REGISTERS // (self.threads * settings.per_multiprocessor) // 8 * 8
+        )
 
     # What differs between the two kinds.
 
@@ -148,7 +151,7 @@ class Plan(ABC):
 
     def _add_bookkeeping(self, shared: Memory, score_bytes: int = 0) -> None:
         """Everything that is not the network. `score_bytes`: of the scores that blocks send into the region of the losses."""
-        shared.add("losses", max(4 * WARPS, score_bytes))
+        shared.add("losses", max(4 * self.warps, score_bytes))
         shared.add("validation loss", 8)
         shared.add("correct", 4)
         shared.add("broken", 4)  # a loss was not finite

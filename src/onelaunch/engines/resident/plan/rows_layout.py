@@ -16,7 +16,6 @@ from onelaunch.engines.resident.plan.settings import (
     K_TILE,
     RIGHT_BYTES,
     SCORE_BYTES,
-    THREADS,
     TILE_BYTES,
     WARPS,
     Settings,
@@ -27,7 +26,9 @@ from onelaunch.run.network import Activation, Dropout
 PARTS, COPIES = 0, 1  # the numbers of the exchanges; the decision is the third
 MAX_WIDTH = 128  # units of a layer: a warp holds a row tile's values of one layer in registers
 MAX_REGISTER_TILES = 30  # of masters and gradients per thread: ptxas spills from 32 on, kilobytes at 100
-WORKING_REGISTERS = 96  # per thread, beside masters, where a tile is updated at once
+# Registers per thread beside the masters, where a tile is updated at once: with few tiles of weights, and with more. ptxas then
+# spills where weights are loaded and saved, but hardly in a step.
+FEW_TILES, WORKING_REGISTERS, MORE_WORKING_REGISTERS = 8, 40, 76
 BUFFERS = ((2, 1024), (2, 256), (1, 1024), (1, 256))  # of rows, and row numbers computed at once: the first that fits
 CLOCKS_PER_MICROSECOND = 1755
 
@@ -38,9 +39,9 @@ class RowsLayout(Plan):
     decision = 2  # after PARTS and COPIES
     multicasts_rows = False  # every block has rows of its own
 
-    def __init__(self, settings: Settings, chip: Chip, blocks: int, rows: int) -> None:
-        """`rows`: of one block in one pass."""
-        super().__init__(settings, chip, blocks, blocks > 1, rows, row_partitions=blocks)
+    def __init__(self, settings: Settings, chip: Chip, blocks: int, rows: int, warps: int = WARPS) -> None:
+        """`rows`: of one block in one pass; `warps`: of a block."""
+        super().__init__(settings, chip, blocks, blocks > 1, rows, row_partitions=blocks, warps=warps)
         self.layers = self._whole_layers()
         self._place_states()
 
@@ -69,7 +70,7 @@ class RowsLayout(Plan):
     @property
     def team(self) -> int:
         """Warps that take a row tile through the network together."""
-        return max(team for team in (1, 2, 4, 8) if team == 1 or team * self.row_tiles <= WARPS)
+        return max(team for team in (1, 2, 4, 8, 16) if team == 1 or team * self.row_tiles <= self.warps)
 
     def n_tiles_per_warp(self, layer: Layer) -> int:
         """n tiles of a layer that one warp of a team computes."""
@@ -78,7 +79,7 @@ class RowsLayout(Plan):
     def n_tiles_at_once(self, layer: Layer) -> int:
         """Of these, the ones whose sums the warp holds at once: an equal part, or all."""
         each = self.n_tiles_per_warp(layer)
-        most = 4 if self.own_slots >= 20 else 8 // min(self.planes, 2)
+        most = 4 if self.free_registers < 160 else 8 // min(self.planes, 2)
         return max(some for some in range(1, 1 + most) if each % some == 0)
 
     def slopes_shared(self, layer: Layer) -> bool:
@@ -99,12 +100,17 @@ class RowsLayout(Plan):
     @property
     def tiles_at_once(self) -> int:
         """Tiles of weights that a warp updates together."""
-        return 4 if self.planes == 1 and self.registers_per_thread > 128 and self.own_slots < 20 else 2
+        return 4 if self.planes == 1 and self.free_registers >= 160 else 2
+
+    @property
+    def free_registers(self) -> int:
+        """Registers of a thread beside the masters."""
+        return self.registers_per_thread - 4 * self.own_slots
 
     # Slots: a warp computes the gradient of one tile of weights per slot. Slot s belongs to block s % blocks.
 
     def layer_slots(self, layer: Layer) -> int:
-        return ceil_div(layer.k_tiles * layer.n_tiles, WARPS)
+        return ceil_div(layer.k_tiles * layer.n_tiles, self.warps)
 
     def first_slot(self, layer: Layer) -> int:
         return sum(self.layer_slots(before) for before in self.layers[: layer.index])
@@ -137,7 +143,7 @@ class RowsLayout(Plan):
         return {PARTS: "partial gradients", COPIES: "new weights", self.decision: "the decision to go on"}
 
     def exchanged_bytes(self) -> dict[int, int]:
-        tiles = self.own_slots * WARPS * self.blocks * TILE_BYTES
+        tiles = self.own_slots * self.warps * self.blocks * TILE_BYTES
         parts = tiles + self.blocks * (self.all_units * 4 * self.has_biases + self.row_tiles * SCORE_BYTES)
         return {PARTS: parts, COPIES: self.copies_bytes, self.decision: 4}
 
@@ -160,12 +166,12 @@ class RowsLayout(Plan):
             if not layer.last:
                 shared.add(name + "values", values)
                 if self.slopes_shared(layer) and not self.slopes_of_values(layer):
-                    shared.add(name + "slopes", self.n_tiles_per_warp(layer) * WARPS * TILE_BYTES)
+                    shared.add(name + "slopes", self.n_tiles_per_warp(layer) * self.warps * TILE_BYTES)
         shared.add("bias", 4 * self.all_units * (1 + self.states))
         shared.add("bias sums", 4 * self.all_units * self.row_tiles)
         shared.add("bias totals", 4 * self.all_units)
         if self.blocks > 1:
-            shared.add("parts", self.own_slots * WARPS * self.blocks * TILE_BYTES)
+            shared.add("parts", self.own_slots * self.warps * self.blocks * TILE_BYTES)
             # Two each, used in turn: a block that has all new copies may send its next parts while another still reads.
             shared.add("bias parts", 2 * self.blocks * self.all_units * 4)
         shared.add("scores", 2 * self.blocks * self.row_tiles * SCORE_BYTES)
@@ -173,7 +179,7 @@ class RowsLayout(Plan):
         for number in range(self.states):
             memory = {"shared memory": shared, "device memory": self.exchange}.get(self.state_places[number])
             if memory is not None:
-                memory.add(f"state {number}", self.own_slots * THREADS * 16)
+                memory.add(f"state {number}", self.own_slots * self.threads * 16)
         self._add_bookkeeping(shared)
 
     @property
@@ -185,7 +191,8 @@ class RowsLayout(Plan):
             return f"{self.settings.precision} values of a layer of {widest} units do not fit in registers"
         tiles, most = self.own_slots + self.slots, MAX_REGISTER_TILES
         if self.updates_at_once:
-            tiles, most = self.own_slots, (self.registers_per_thread - WORKING_REGISTERS) // 4
+            working = WORKING_REGISTERS if self.own_slots <= FEW_TILES else MORE_WORKING_REGISTERS
+            tiles, most = self.own_slots, (self.registers_per_thread - working) // 4
         if tiles > most:
             return f"{tiles} tiles of weights and gradients do not fit in a thread's registers, {most} do"
         return super().refusal
@@ -199,7 +206,7 @@ class RowsLayout(Plan):
             clocks += (1 if layer.first else 2) * (250 + 20 * layer.k_tiles * n_tiles * pairs)
         clocks *= self.micro_batches
         if self.blocks > 1:
-            sent = self.slots * WARPS * TILE_BYTES + self.copies_bytes
+            sent = self.slots * self.warps * TILE_BYTES + self.copies_bytes
             clocks += 1000 + 100 * self.blocks + sent / 40  # bytes per clock
         clocks += 150 * self.own_slots  # the update
         return (clocks + 3300) / CLOCKS_PER_MICROSECOND

@@ -6,7 +6,7 @@ from functools import partial
 
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.rows_layout import RowsLayout
-from onelaunch.engines.resident.plan.settings import ROW_TILE, WARPS
+from onelaunch.engines.resident.plan.settings import ROW_TILE
 from onelaunch.engines.resident.plan.text import describe
 
 PHASES = {
@@ -24,11 +24,11 @@ PHASES = {
 
 
 def rows_text(plan: RowsLayout) -> str:
-    placement = f"one block of {WARPS} warps: an exchange would cost more than it saves"
+    placement = f"one block of {plan.warps} warps: an exchange would cost more than it saves"
     if plan.blocks > 1:
         why = "each has the whole network and its part of the rows, so nothing is exchanged between layers"
-        placement = f"a cluster of {plan.blocks} blocks of {WARPS} warps: {why}"
-    at_once = min(plan.rows, WARPS // plan.team * ROW_TILE)
+        placement = f"a cluster of {plan.blocks} blocks of {plan.warps} warps: {why}"
+    at_once = min(plan.rows, plan.warps // plan.team * ROW_TILE)
     workers = "warp" if plan.team == 1 else f"team of {plan.team} warps"
     rows = f"{plan.rows} per block and pass, {at_once} of them at once, a tile of {ROW_TILE} per {workers}"
     return describe(plan, placement=placement, rows=rows, ownership=partial(_ownership, plan), phase=PHASES.__getitem__)
@@ -39,5 +39,5 @@ def _ownership(plan: RowsLayout, layer: Layer) -> str:
     slots = f"slots {first} to {last}, of which block s % {plan.blocks} owns slot s"
     places = dict.fromkeys(plan.state_places[: plan.states])
     states = f", optimizer state in {' and '.join(places)}" if places else ""
-    tiles = f"{layer.k_tiles * layer.n_tiles} tiles over {WARPS} warps in {slots}"
+    tiles = f"{layer.k_tiles * layer.n_tiles} tiles over {plan.warps} warps in {slots}"
     return f"{tiles}; masters in registers, a copy in every block's shared memory{states}"

@@ -19,6 +19,7 @@ FLAG_STRIDE = 8  # words: each flag has a 32-byte sector to itself
 INTERVAL = 128  # steps whose learning rates are computed at once
 REGISTERS = 255  # per thread
 ALL_REGISTERS = 65536  # of a multiprocessor
+MIN_EPS = 1e-12  # from here on, roots of the smallest numbers may be rounded to zero
 MAX_DROPOUTS = 16  # of a member, whose probabilities are in its parameters
 MEMBER_BYTES = 640  # of shared memory: a member's number and parameters
 RESERVED_REGISTERS = (
@@ -44,5 +45,6 @@ class Settings:
     label_smoothing: bool
     uint8_rows: bool
     validates: bool
+    tiny_eps: bool = False  # eps of the optimizer is below MIN_EPS
     members: bool = False  # one launch trains many networks, which blocks (or clusters) take from a queue
     per_multiprocessor: int = 1  # blocks that share a multiprocessor, each of another member

@@ -35,7 +35,7 @@ from onelaunch.integers import ceil_div
 CROWDED_TILES = 16  # of weights in a thread's registers: with more, ptxas spills where a run validates
 # Buffers of rows, buffers of partial sums, row numbers computed at once: the first that fits is taken. Without a buffer of
 # partial sums, a warp stores its sums over staged values that it has multiplied already; the next are staged later.
-BUFFERS = ((2, 2, 1024), (2, 1, 1024), (1, 2, 1024), (1, 1, 1024), (1, 1, 256), (1, 0, 1024), (1, 0, 256))
+BUFFERS = ((2, 2, 1024), (2, 1, 1024), (1, 2, 1024), (1, 2, 256), (1, 1, 1024), (1, 1, 256), (1, 0, 1024), (1, 0, 256))
 
 
 class UnitsLayout(Plan):
@@ -57,8 +57,8 @@ class UnitsLayout(Plan):
         if self._lay_out(self._place_weights(layers, crowded=False)) or not settings.members:
             return
         # Members are placed on fewer blocks than a single run, for which more of the state may leave the chip.
-        for streamed in range(self.states + 1):
-            if self._lay_out(self._place_weights(layers, crowded=False, largest_first=True, streamed=streamed)):
+        for streamed in range(self.states * max(layer.weight_tiles for layer in layers) + 1):
+            if self._lay_out(self._place_weights(layers, crowded=False, streamed=streamed)):
                 return
 
     def _cut_layers(self) -> Iterator[Layer]:
@@ -70,28 +70,26 @@ class UnitsLayout(Plan):
             n_tiles = ceil_div(outputs, K_TILE) * 2 if last else ceil_div(outputs, N_TILE * self.blocks)
             yield Layer(index, stage, first, last, k_tiles, n_tiles, self.blocks, input_tiles)
 
-    def _place_weights(
-        self, layers: list[Layer], *, crowded: bool, largest_first: bool = False, streamed: int = 0
-    ) -> list[Layer]:
+    def _place_weights(self, layers: list[Layer], *, crowded: bool, streamed: int | None = None) -> list[Layer]:
         """Masters in registers as far as there is room, the smallest layer first, with their optimizer state if it fits too.
 
         `crowded`: the compiler runs out of registers. In a grid the last layer has tiles for a few warps only, but all warps
-        reserve registers for them, so it moves to shared memory first. `streamed`: optimizer states of the largest layer that
-        are in device memory.
+        reserve registers for them, so it moves to shared memory first. `streamed`: the largest layer comes first, and so many
+        tiles of its optimizer state are in device memory.
         """
         room = max(0, REGISTERS - self.reserved_registers - 24 * (self.planes - 1)) // 4
         largest = max(layers, key=lambda layer: layer.weight_tiles)
         placed: dict[int, Any] = {}
-        for layer in sorted(layers, key=lambda layer: layer.weight_tiles, reverse=largest_first):
+        for layer in sorted(layers, key=lambda layer: layer.weight_tiles, reverse=streamed is not None):
             moves = crowded and layer.owned_by_input and not self.cluster
             fits = layer.weight_tiles <= room and not moves
             room -= layer.weight_tiles if fits else 0
-            on_chip = self.states - (streamed if layer is largest else 0)
-            with_states = fits and on_chip > 0 and layer.weight_tiles * on_chip <= room
-            room -= layer.weight_tiles * on_chip if with_states else 0
-            placed[layer.index] = {
-                "masters_shared": not fits, "states_shared": not with_states, "streamed_states": self.states - on_chip
-            }  # fmt: skip
+            kept = min(self.states, room // layer.weight_tiles) if fits else 0
+            if streamed is None and kept < self.states:
+                kept = 0
+            room -= layer.weight_tiles * kept
+            away = min(streamed or 0, layer.weight_tiles * (self.states - kept)) if layer is largest else 0
+            placed[layer.index] = {"masters_shared": not fits, "register_states": kept, "streamed_tiles": away}
         return [dataclasses.replace(layer, **placed[layer.index]) for layer in layers]
 
     def _lay_out(self, layers: list[Layer]) -> bool:
@@ -288,11 +286,11 @@ class UnitsLayout(Plan):
             tiles = TILE_BYTES * WARPS * layer.weight_tiles
             if layer.masters_shared:
                 shared.add(name + "masters", tiles)
-            on_chip = self.states - layer.streamed_states
-            if layer.states_shared and on_chip:
-                shared.add(name + "states", tiles * on_chip)
-            if layer.streamed_states:
-                exchange.add(name + "streamed states", tiles * layer.streamed_states)
+            for state in range(layer.register_states, self.states):
+                away = layer.streamed_of(state, self.states)
+                shared.add(f"{name}state {state}", TILE_BYTES * WARPS * (layer.weight_tiles - away))
+                if away:
+                    exchange.add(f"{name}state {state}", TILE_BYTES * WARPS * away)
             if self.micro_batches > 1:
                 shared.add(name + "gradients", tiles)
             shared.add(name + "bias", 4 * layer.units * (1 + self.states))

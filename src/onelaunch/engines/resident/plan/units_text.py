@@ -42,8 +42,10 @@ def _ownership(plan: UnitsLayout, layer: Layer) -> str:
     states = plan.states
     masters = f"masters in {MEMORIES[layer.masters_shared]} ({layer.weight_tiles * 4} floats per thread)"
     if states:
-        masters += f", optimizer state ({layer.weight_tiles * 4 * states}) in {MEMORIES[layer.states_shared]}"
-        masters += f", {layer.streamed_states} of its {states} parts in device memory" if layer.streamed_states else ""
+        kept = layer.register_states
+        places = [*["registers"] * bool(kept), *["shared memory"] * (kept < states)]
+        masters += f", optimizer state ({layer.weight_tiles * 4 * states}) in {' and '.join(places)}"
+        masters += f", {layer.streamed_tiles * 4} of it in device memory" if layer.streamed_tiles else ""
     return f"{_owned(plan, layer)}; {masters}"
 
 

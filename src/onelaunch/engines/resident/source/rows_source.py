@@ -5,7 +5,7 @@ from __future__ import annotations
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.plan import Phases
 from onelaunch.engines.resident.plan.rows_layout import COPIES, PARTS, RowsLayout
-from onelaunch.engines.resident.plan.settings import SCORE_BYTES, TILE_BYTES, WARPS
+from onelaunch.engines.resident.plan.settings import SCORE_BYTES, TILE_BYTES
 from onelaunch.engines.resident.source.source_common import MEMORIES, layer_struct, source_text
 
 
@@ -13,11 +13,12 @@ def rows_source(plan: RowsLayout, *, faults: bool, stamps: bool) -> str:
     shared = plan.shared
     own = {
         "BY_ROWS": 1, "SUMS_OUTPUTS": 0, "ROW_PARTITIONS": plan.blocks, "ROW_TILES_AT_ONCE": 1, "ROW_BLOCKS_PER_WARP": 1,
-        "LOSS_WARPS": WARPS, "PARTIALS_BYTES": 0, "PARTIAL_BUFFERS": 1, "AT_PARTIALS": 0, "AT_STAGING": 0,
+        "LOSS_WARPS": plan.warps, "PARTIALS_BYTES": 0, "PARTIAL_BUFFERS": 1, "AT_PARTIALS": 0, "AT_STAGING": 0,
         "PARTS": PARTS, "COPIES": COPIES, "TEAM": plan.team, "ALL_SLOTS": plan.slots, "ALL_UNITS": plan.all_units,
         "AT_BIAS": shared["bias"], "AT_BIAS_SUMS": shared["bias sums"], "AT_BIAS_TOTALS": shared["bias totals"],
         "AT_SCORES": shared["scores"], "AT_PARTS": shared["parts"] if plan.blocks > 1 else 0,
         "AT_BIAS_PARTS": shared["bias parts"] if plan.blocks > 1 else 0, "TILES_AT_ONCE": plan.tiles_at_once,
+        "FREE_REGISTERS": plan.free_registers,
         "HAS_BIASES": int(plan.has_biases),
     }  # fmt: skip
     for number, place in enumerate(plan.state_places):
@@ -42,7 +43,7 @@ def rows_source(plan: RowsLayout, *, faults: bool, stamps: bool) -> str:
 def _received_parts(plan: RowsLayout) -> str:
     """Bytes of partial sums that block `rank` receives, as an expression."""
     blocks = plan.blocks
-    tiles = f"({plan.slots} - rank + {blocks - 1}) / {blocks} * {WARPS * blocks * TILE_BYTES}"
+    tiles = f"({plan.slots} - rank + {blocks - 1}) / {blocks} * {plan.warps * blocks * TILE_BYTES}"
     biases = blocks * plan.all_units * 4 * plan.has_biases
     return f"{tiles} + {biases} + (rank == 0) * {blocks * plan.row_tiles * SCORE_BYTES}"
 

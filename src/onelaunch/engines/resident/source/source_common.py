@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.plan import Phases, Plan
-from onelaunch.engines.resident.plan.settings import FLAG_STRIDE, INTERVAL, MAX_DROPOUTS, THREADS, WARPS
+from onelaunch.engines.resident.plan.settings import FLAG_STRIDE, INTERVAL, MAX_DROPOUTS
 from onelaunch.engines.resident.plan.stages import dropouts_of
 from onelaunch.nvrtc import activations
 from onelaunch.optimizers import OPTIMIZERS
@@ -63,7 +63,7 @@ def _constants(
 ) -> list[str]:
     settings, shared = plan.settings, plan.shared
     numbers = {
-        "WARPS": WARPS, "THREADS": THREADS, "BLOCKS": plan.blocks, "BATCH": settings.batch, "ROWS": plan.rows,
+        "WARPS": plan.warps, "THREADS": plan.threads, "BLOCKS": plan.blocks, "BATCH": settings.batch, "ROWS": plan.rows,
         "ROW_TILES": plan.row_tiles, "MICRO_BATCHES": plan.micro_batches, "PLANES": plan.planes,
         "X_PLANES": plan.input_planes, "X_BYTES": plan.input_bytes, "X_PITCH": plan.input_pitch,
         "X_SHARED_PITCH": plan.shared_pitch, "X_BUFFERS": plan.input_buffers, "X_BUFFER_BYTES": plan.input_buffer_bytes,
@@ -85,6 +85,7 @@ def _constants(
     flags = {
         "IS_BF16": _operand_type(plan) == "bf16", "WEIGHT_DECAY": settings.weight_decay, "NESTEROV": settings.nesterov,
         "LABEL_SMOOTHING": settings.label_smoothing, "FAULTS": faults, "VALIDATES": settings.validates,
+        "TINY_EPS": settings.tiny_eps,
         "MULTICASTS_ROWS": plan.multicasts_rows, "BIAS_CORRECTION": OPTIMIZERS[settings.optimizer].bias_correction,
     }  # fmt: skip
     lines = [f"#define IS_CLUSTER {int(plan.cluster)}", f"#define STAMPS {int(stamps)}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onelaunch.engines.resident.plan.layers import Layer
 from onelaunch.engines.resident.plan.plan import Phases
-from onelaunch.engines.resident.plan.settings import TILE_BYTES, WARPS
+from onelaunch.engines.resident.plan.settings import WARPS
 from onelaunch.engines.resident.plan.units_layout import UnitsLayout
 from onelaunch.engines.resident.source.source_common import MEMORIES, layer_struct, source_text
 
@@ -58,14 +58,13 @@ def _layer(plan: UnitsLayout, layer: Layer) -> str:
         "AT_OWN": at("own values"), "AT_COPIES": at("weights of all"), "AT_PARTS": at("partial outputs"),
         "COPIES_BYTES": plan.copies_bytes(),
     }  # fmt: skip
-    on_chip = plan.states - layer.streamed_states
     for number in range(2):
-        streamed = on_chip <= number < plan.states
-        memory = "device memory" if streamed else "shared memory" if layer.states_shared else "registers"
-        first = at("streamed states" if streamed else "states")
-        tiles = number - on_chip if streamed else number
-        numbers[f"STATE{number}_MEMORY"] = MEMORIES.index(memory if number < plan.states else "registers")
-        numbers[f"AT_STATE{number}"] = first + tiles * TILE_BYTES * WARPS * layer.weight_tiles
+        region = f"{name}state {number}"
+        memory = "registers" if number < layer.register_states or number >= plan.states else "shared memory"
+        numbers[f"STATE{number}_MEMORY"] = MEMORIES.index(memory)
+        numbers[f"STATE{number}_STREAMED"] = layer.streamed_of(number, plan.states) if number < plan.states else 0
+        for prefix, where in (("AT_STATE", plan.shared), ("AT_STREAMED", plan.exchange)):
+            numbers[f"{prefix}{number}"] = where[region] if region in where.regions else 0
     flags = {
         "REPLICATED": layer.last, "MASTERS_SHARED": layer.masters_shared, "KEEPS_VALUES": plan.keeps_values(layer)
     }  # fmt: skip
