@@ -45,7 +45,11 @@ class Quiet:
 
 
 def grid(count: int, *, precision: str = "fp32", seed: int = 0, p: float = 0.0, **common: Any) -> list[Run]:
-    """Runs that differ in all that members may differ in; the rows of every second one are a part of x."""
+    """Runs that differ in all that members may differ in.
+
+    In fp32 the activation is smooth. Rounding may move a unit across the kink of ReLU, and Adam then makes a step of another
+    size: with weights perturbed by 1e-6, one of 36 such runs ends 1e-3 away.
+    """
     draw = random.Random(seed)
     x, y = rows_of(WIDTHS, rows=300)
     held = (x[:77], y[:77])
@@ -56,9 +60,10 @@ def grid(count: int, *, precision: str = "fp32", seed: int = 0, p: float = 0.0, 
         options = {
             "steps": STEPS, "batch_size": 32, "optimizer": "adam", "lr": draw.choice([1e-3, 3e-3]), "precision": precision,
             "weight_decay": draw.choice([0.0, 1e-3]), "label_smoothing": draw.choice([0.0, 0.1]),
-            "betas": draw.choice([(0.9, 0.999), (0.8, 0.99)]), "seed": draw.randrange(2**63), **common,
+            "betas": draw.choice([(0.9, 0.999), (0.8, 0.99)]), "eps": draw.choice([1e-4, 1e-5]),
+            "seed": draw.randrange(2**63), **common,
         }  # fmt: skip
-        model = network(WIDTHS, "relu", p or draw.choice([0.1, 0.3]))
+        model = network(WIDTHS, "tanh" if precision == "fp32" else "relu", p or draw.choice([0.1, 0.3]))
         runs.append(make_run(model, x[:rows], y[:rows], held, options))
     return runs
 
@@ -130,7 +135,18 @@ def test_a_member_has_the_bits_of_a_single_run_in_the_same_placement(place):
 
 
 def _options(run: Run) -> dict[str, Any]:
-    names = ("steps", "batch_size", "optimizer", "lr", "precision", "weight_decay", "label_smoothing", "betas", "seed")
+    names = (
+        "steps",
+        "batch_size",
+        "optimizer",
+        "lr",
+        "precision",
+        "weight_decay",
+        "label_smoothing",
+        "betas",
+        "eps",
+        "seed",
+    )
     return {name: getattr(run.spec, name) for name in names}
 
 
@@ -188,10 +204,8 @@ def test_rows_may_be_chosen_by_number():
 
 def test_a_diverging_member_ends_alone():
     runs = grid(4, precision="bf16", optimizer="sgd", steps=2000, betas=(0.9, 0.999))
-    x, y = rows_of(WIDTHS, rows=300)
-    wild = make_run(
-        network(WIDTHS, "relu", 0.1), x, y, None, {**_options(runs[0]), "lr": 1e30, "label_smoothing": 0.0}
-    )  # fmt: skip
+    like = runs[0]
+    wild = make_run(network(WIDTHS, "relu", 0.1), like.x, like.y, like.validation, {**_options(like), "lr": 1e30})
     results = train([*runs[:2], wild, *runs[2:]], steps=2000)
     for number, result in enumerate(results):
         found = torch.tensor(losses(result))

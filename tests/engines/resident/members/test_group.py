@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from onelaunch.engines.resident import ENGINE
 from onelaunch.engines.resident.members.group import members_settings
 from onelaunch.engines.resident.members.memory import all_uint8
 from onelaunch.engines.resident.plan.stages import dropouts_of
+from onelaunch.errors import UnsupportedError
 from onelaunch.train.inputs import make_run
 
 
@@ -65,10 +68,23 @@ def test_what_members_cannot_do_is_refused(options, reason):
     assert reason in ENGINE.members_unsupported_reason([run_of(**options)])
 
 
+def test_members_with_and_without_validation_rows_are_refused():
+    """The code fetches validation rows at the end of every epoch, so all members must have some."""
+    run = run_of()
+    held = dataclasses.replace(run, validation=(run.x[:9], run.y[:9]))
+    assert "some have none" in ENGINE.members_unsupported_reason([run, held])
+    assert ENGINE.members_unsupported_reason([held, held]) == ""
+
+
 def test_a_plain_network_is_taken():
     runs = [run_of(0.1 * i, seed=i, lr=0.1 * (i + 1)) for i in range(3)]
     assert ENGINE.members_unsupported_reason(runs) == ""
     assert ENGINE.members_plan(runs).startswith("3 members, 3 at once: one block for each; predicted")
+
+
+def test_the_plan_of_members_that_differ_is_refused():
+    with pytest.raises(UnsupportedError, match="differ in optimizer"):
+        ENGINE.members_plan([run_of(), run_of(optimizer="adam")])
 
 
 def test_rows_are_uint8_only_if_all_are():

@@ -34,7 +34,7 @@ def members_settings(runs: Sequence[Run], *, uint8_rows: bool) -> Settings:
         precision=first.compiled_precision, optimizer=first.optimizer, momentum=any(spec.momentum > 0 for spec in specs),
         nesterov=first.nesterov, weight_decay=any(spec.weight_decay > 0 for spec in specs), schedule=first.schedule,
         loss=first.loss, label_smoothing=any(spec.label_smoothing > 0 for spec in specs), uint8_rows=uint8_rows,
-        validates=any(run.validation is not None for run in runs), tiny_eps=any(spec.eps < MIN_EPS for spec in specs),
+        validates=runs[0].validation is not None, tiny_eps=any(spec.eps < MIN_EPS for spec in specs),
         members=True,
     )  # fmt: skip
 
@@ -47,6 +47,8 @@ def _difference(runs: Sequence[Run]) -> str:
             return f"the members differ in {name} ({', '.join(sorted(found))})"
     if len({min(run.spec.batch_size, run.spec.rows) for run in runs}) > 1:
         return "the members differ in their batch size"
+    if len({run.validation is None for run in runs}) > 1:
+        return "some members have validation rows and some have none"
     if len({run.device for run in runs}) > 1:
         return "the members are on different devices"
     if len({_shape(run) for run in runs}) > 1:

@@ -11,15 +11,24 @@ from onelaunch.device import Chip
 from onelaunch.engines.resident.plan.placement import plans_by_rows, plans_by_units
 from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.rows_plan import RowsPlan
-from onelaunch.engines.resident.plan.settings import MAX_BATCH, MAX_OUTPUTS, RESERVED_REGISTERS, WARPS, Settings
+from onelaunch.engines.resident.plan.settings import (
+    MAX_BATCH,
+    MAX_OUTPUTS,
+    RESERVED_REGISTERS,
+    THREADS,
+    WARPS,
+    Settings,
+)
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.integers import ceil_div
 
 RESERVED_BYTES = 1024  # of shared memory, which the device keeps for itself per block
 MAX_PER_MULTIPROCESSOR = 4  # blocks: more would leave fewer than 64 registers per thread
 CLUSTER_SHARE = 0.92  # of the multiprocessors that clusters can use: an H200 holds 15 clusters of 8 blocks, 30 of 4
-# Fitted to members timed on an H200.
-SHARED_MULTIPROCESSOR, MICROSECONDS_PER_STREAMED_KIB = 0.38, 0.02
+# Fitted to members timed on an H200 (docs/lab-notebook/resident.md). A plan's own prediction is for a single run; one block of
+# eight warps that updates at once is faster. State that is streamed through L2 delays a step by its latency, and all of it
+# together is read and written with at most so many KiB per microsecond and multiprocessor.
+ONE_BLOCK, BUSY_SHARE, MICROSECONDS_PER_STREAMED_KIB, L2_KIB_PER_MICROSECOND = 0.82, 0.44, 0.058, 32.4
 
 
 @dataclass(frozen=True)
@@ -32,10 +41,14 @@ class MembersPlan:
     @property
     def microseconds(self) -> float:
         """Predicted time of a step while all places are taken."""
-        plan = self.plan
-        alone, per = plan.predicted_microseconds, plan.settings.per_multiprocessor
-        busy = SHARED_MULTIPROCESSOR * alone * per if per > 1 else 0.0  # issue slots that the blocks compete for
-        return math.hypot(alone, busy) + MICROSECONDS_PER_STREAMED_KIB * plan.exchange.size / 1024
+        plan, per = self.plan, self.plan.settings.per_multiprocessor
+        streamed = plan.exchange.size / 1024
+        alone = plan.predicted_microseconds * (
+            ONE_BLOCK if isinstance(plan, RowsPlan) and plan.threads == THREADS else 1.0
+        )
+        alone += MICROSECONDS_PER_STREAMED_KIB * streamed
+        busy = BUSY_SHARE * plan.predicted_microseconds * per if per > 1 else 0.0  # issue slots that blocks compete for
+        return max(math.hypot(alone, busy), 2 * streamed * per / L2_KIB_PER_MICROSECOND)
 
     def steps_per_second(self, members: int) -> float:
         """Predicted, of all members together, if all take the same number of steps."""
