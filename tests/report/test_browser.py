@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from onelaunch.report.write import write_report
+from tests.report.conftest import EPOCHS
 
 CHROMIUM = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None
@@ -100,3 +104,23 @@ def test_it_prints(page, browse, tmp_path):
     browse(page, f"--print-to-pdf={pdf}", "--no-pdf-header-footer")
     assert pdf.read_bytes().startswith(b"%PDF")
     assert pdf.stat().st_size > 20_000
+
+
+def test_a_click_on_a_heading_sorts_the_leaderboard(browse, tmp_path):
+    """In the page as it is written, with its policy: the test's script runs in the frame around it."""
+    for name, lr in (("a", 0.1), ("b", 0.3), ("c", 0.2)):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(json.dumps(EPOCHS[0]) + "\n")
+        (run / "config.toml").write_text(f"lr = {lr}\n")
+    write_report([tmp_path / name for name in "abc"], tmp_path / "page.html")
+    frame = tmp_path / "frame.html"
+    frame.write_text(
+        '<iframe id=f src="page.html"></iframe><script>f.onload=()=>{const d=f.contentDocument,said=[];'
+        "const heads=[...d.querySelectorAll('th button')],lr=heads.find(b=>b.textContent==='lr');"
+        "const order=()=>[...d.querySelectorAll('table[data-sortable] tbody th')].map(e=>e.textContent).join('');"
+        "for(const b of [null,lr,lr]){b&&b.click();said.push(order())}"
+        "document.body.append('RESULT '+said.join(' ')+' '+lr.parentNode.getAttribute('aria-sort')+' END')}</script>"
+    )
+    dom = browse(frame, "--allow-file-access-from-files", "--virtual-time-budget=2000", "--dump-dom")
+    assert "RESULT abc bca acb ascending END" in dom
