@@ -32,7 +32,8 @@ def draw_sweep(table: Table, records: Records, path: Path) -> Path:
     names = [name for name in table.names if len({repr(row.parameters.get(name)) for row in table}) > 1]
     rows = ceil_div(len(names) + 1, COLUMNS)
     columns = min(COLUMNS, len(names) + 1)
-    figure = new_figure(f"{len(table):,} candidates, {len(records):,} members", 4.2 * columns, 3.4 * rows)
+    title = f"{len(table):,} candidates, {len(records):,} members; a star marks the best"
+    figure = new_figure(title, 4.2 * columns, 3.4 * rows)
     for number, name in enumerate(names, 1):
         _draw_parameter(add_axes(figure, rows, columns, number, x=name, y=table.heading), table, name)
     axes = add_axes(figure, rows, columns, len(names) + 1, x="epoch", y=table.heading)
@@ -65,8 +66,7 @@ def _draw_parameter(axes: Axes, table: Table, name: str) -> None:
     axes.plot(places, [row.mean for row in rows], "o", markersize=5, alpha=0.6, linestyle="none", markeredgewidth=0)
     best = table.rows[0]
     if rows and best is rows[0]:
-        axes.plot(places[0], best.mean, "*", markersize=13, label="best", color=LIGHT["pick"])
-        add_legend(axes)
+        axes.plot(places[0], best.mean, "*", markersize=13, color=LIGHT["pick"])
 
 
 def _in_order(values: list[Any]) -> list[Any]:
@@ -84,7 +84,10 @@ def mean_curve(records: Records, row: Row, metric: str) -> np.ndarray[Any, Any]:
 
 
 def _draw_curves(axes: Axes, table: Table, records: Records) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     for number, row in enumerate(table.rows[:CURVES], 1):
         curve = mean_curve(records, row, table.metric)
         axes.plot(np.arange(1, len(curve) + 1), curve, linewidth=2, label=f"{number}")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(axes, title="rank")
