@@ -80,6 +80,24 @@ def test_a_peer_that_is_not_ready_in_time_is_absent_and_not_tried_again(monkeypa
     assert next(calls) == 1
 
 
+def test_a_peer_whose_samples_take_too_long_is_left_out_of_later_cases_too(monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.time_limit.MIN_CASE_SECONDS", 0.05)
+    whole, calls = TimeLimit(20), itertools.count()
+
+    def slow() -> float:
+        next(calls)
+        time.sleep(30)
+        return 30.0
+
+    works = {"onelaunch": lambda: 0.1, "slow": slow, "peer": lambda: 0.1}
+    for _ in range(2):
+        times, failed = measure(
+            works, units=1, cuda=False, seconds=60, repeats=3, self_timed=True, warm_ups=0, limit=TimeLimit(0.0, whole)
+        )
+        assert (set(times), failed) == ({"onelaunch", "peer"}, {"slow": OUT_OF_TIME})
+    assert next(calls) == 1
+
+
 def test_sampling_ends_with_the_time(monkeypatch):
     works = {"onelaunch": lambda: 0.1, "peer": lambda: 0.1}
     times, _ = measure(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import statistics
@@ -133,14 +134,25 @@ def measure(
             calls[name] = max(1, math.ceil(SAMPLE_SECONDS / (taken * units)))
             attempt(name, functools.partial(sample, name))
 
-    whole = limit.whole
-    for number, (name, work) in enumerate(contenders.items()):
+    whole, (first, *_) = limit.whole, contenders
+
+    def in_time(name: str, act: Callable[[], float | None]) -> float | None:
+        """The result of `act`. A peer for which it takes too long is left out, of the later cases too; where all time is over,
+        OutOfTimeError."""
+        patience = READY_SHARE * whole.left() if name == first else limit.patience()
         try:
-            with whole.cut(0 if name in whole.too_slow else limit.patience() if number else READY_SHARE * whole.left()):
-                make_ready(name, work)
+            with whole.cut(0 if name in whole.too_slow else patience):
+                return act()
         except OutOfTimeError as error:
+            if whole.left() == 0 and name not in whole.too_slow:
+                raise
             failed[name] = str(error)  # also where the contender has turned it into an error of its own
-            whole.too_slow |= {name} if number else set()
+            whole.too_slow |= {name} - {first}
+            return None
+
+    with contextlib.suppress(OutOfTimeError):
+        for name, work in contenders.items():
+            in_time(name, functools.partial(make_ready, name, work))
     if watch is not None:
         watch.restart()
     samples: dict[str, list[float]] = {name: [] for name in contenders}
@@ -154,13 +166,13 @@ def measure(
         if limit.left() == 0 and repeat >= MIN_QUICK_SAMPLES:
             break
         try:
-            with whole.cut():
-                taken = {name: attempt(name, functools.partial(sample, name)) for name in contenders}
+            found = {name: in_time(name, functools.partial(attempt, name, functools.partial(sample, name)))
+                     for name in contenders if name not in failed}  # fmt: skip
         except OutOfTimeError:
             break
-        for name, one in taken.items():
+        for name, one in found.items():
             samples[name] += [] if one is None else [one]
-    failed |= {name: OUT_OF_TIME for name, found in samples.items() if len(found) < 2 and name not in failed}
+    failed |= {name: OUT_OF_TIME for name, some in samples.items() if len(some) < 2 and name not in failed}
     return {name: summarise(taken) for name, taken in samples.items() if name not in failed}, failed
 
 

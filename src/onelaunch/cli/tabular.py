@@ -30,7 +30,9 @@ def show_summary(console: Console, cases: Sequence[dict[str, Any]]) -> None:
         return
     seconds = summary["fit_seconds"]
     rows = [[name, f"{rank:.2f}", format_seconds(seconds[name])] for name, rank in summary["mean_rank"].items()]
-    print_table(console, f"{summary['tables']} tables", ["", "mean rank", "fit, total"], rows)
+    print_table(
+        console, f"{summary['tables']} table{'s' * (summary['tables'] > 1)}", ["", "mean rank", "fit, total"], rows
+    )
     print_line(console, f"near the best tree ensemble: {summary['near_best_tree']} of {summary['tables']}")
     unseen = f"{summary['unseen_near_best_tree']} of {summary['unseen']}"
     print_line(console, f"the same on the tables that played no part in the choice of our defaults: {unseen}")
