@@ -44,6 +44,20 @@ def test_a_peer_that_raises_late_is_absent():
     assert set(result["ratio"]) == {"steady"}
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_every_fold_is_taken_however_long_it_lasts(quick, monkeypatch):
+    given: dict[str, float] = {}
+
+    def noted(contenders, **options):
+        given.update(options)
+        return measure(contenders, **options)
+
+    monkeypatch.setattr("onelaunch.bench.run.measure", noted)
+    trial = Trial(lambda: 1e-3, nothing, self_timed=True, repeats=2, errors={"onelaunch": []})
+    run_case(Case("tabular/x", "tabular", "about", lambda: trial), quick=quick, ceilings=Ceilings())
+    assert (given["seconds"] == math.inf) is not quick
+
+
 @pytest.mark.usefixtures("temporary_cases")
 def test_slow_peers_run_without_quick_and_peaks_that_are_known_are_kept(monkeypatch):
     monkeypatch.setattr(

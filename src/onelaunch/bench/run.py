@@ -153,6 +153,8 @@ def run_case(
     contenders = {OURS: trial.ours, **trial.peers, **({} if quick else trial.slow_peers)}
     left_out = dict.fromkeys(trial.slow_peers, "left out by --quick: long to compile") if quick else {}
     seconds, repeats = (1.0, 20) if quick else (6.0, 200)
+    if trial.errors and not quick:
+        seconds = math.inf  # a sample is a fold, and every fold counts
     build(contenders)
     watch = Watch()
     with alone():
