@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import onelaunch as ol
 from onelaunch.sweep import trainer
@@ -315,3 +316,45 @@ def test_an_engine_that_refuses_members_together_trains_them_one_by_one(monkeypa
     result = ol.sweep(make_model, X, Y, grid={"dropout": [0.0, 0.2]}, epochs=1, **QUIET)
     assert "cpu: one member after another" in result.plan
     assert [history.losses for history in result.histories] == [history.losses for history in expected.histories]
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.cat([a, b], dim=1))
+
+
+def test_other_inputs_and_losses_of_fit():
+    loader = DataLoader(TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), batch_size=30, shuffle=True)
+    grid = {"lr": [1e-3, 1e-2]}
+    by_loader = ol.sweep(make_model, loader, grid=grid, epochs=1, validation=VALIDATION, **QUIET)
+    torch.manual_seed(0)
+    model = make_model()
+    ol.fit(model, loader, epochs=1, lr=1e-2, validation=VALIDATION, **QUIET)
+    assert same_weights(by_loader.model(1), model)
+    two = ol.sweep(TwoInputs, (X[:, :2], X[:, 2:]), Y, grid=grid, folds=2, epochs=1, **QUIET)
+    assert two.best.mean > 0
+    options: dict[str, Any] = {"grid": grid, "epochs": 1, "validation": VALIDATION, **QUIET}
+    own = ol.sweep(make_model, X, Y, loss=nn.functional.cross_entropy, **options)
+    plain = ol.sweep(make_model, X, Y, engine="eager", **options)
+    assert own.histories[1].losses == pytest.approx(plain.histories[1].losses, rel=1e-5)
+    assert own.metric == "loss"
+    with pytest.raises(ol.OnelaunchError, match="cannot choose rows of a DataLoader"):
+        ol.sweep(make_model, loader, grid=grid, epochs=1, folds=2, **QUIET)
+
+
+def test_regression_and_given_rows():
+    y = X.sum(axis=1, keepdims=True)
+    result = ol.sweep(
+        lambda: nn.Linear(5, 1), X, y, grid={"lr": [1e-2, 1e-1]}, rows=[range(45), range(45, 90)], epochs=3,
+        loss="mse", validation=(X[:9], y[:9]), metrics=("r2",), metric="r2", **QUIET,
+    )  # fmt: skip
+    assert [len(row.members) for row in result.table] == [2, 2]
+    assert result.best.parameters == {"lr": 1e-1}
+    torch.manual_seed(0)
+    model = nn.Linear(5, 1)
+    ol.fit(model, X[45:], y[45:], epochs=3, loss="mse", lr=1e-1, **QUIET)
+    assert same_weights(result.model(3), model)
