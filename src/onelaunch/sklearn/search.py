@@ -18,8 +18,9 @@ from sklearn.utils.validation import _check_method_params, _num_samples
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.sklearn.estimator import BaseMLP
 from onelaunch.sklearn.training import NetworkRuns, Prepared
+from onelaunch.sweep.active import Job, Switch
 from onelaunch.sweep.spread import in_chunks
-from onelaunch.sweep.trainer import Job, Switch, train
+from onelaunch.sweep.trainer import train
 from onelaunch.train.history import History
 from onelaunch.train.interrupts import on_interrupt
 

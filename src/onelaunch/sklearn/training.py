@@ -13,7 +13,8 @@ from torch import nn
 from onelaunch.engines.contract import Run
 from onelaunch.errors import DivergedError
 from onelaunch.run.spec import Spec
-from onelaunch.sweep.trainer import Job, Switch, train
+from onelaunch.sweep.active import Job, Switch
+from onelaunch.sweep.trainer import train
 from onelaunch.train.fit import fit
 from onelaunch.train.history import History
 from onelaunch.train.inputs import make_run

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from onelaunch.run.metric_names import is_loss
+from onelaunch.sweep.active import Job, Outcome, Switch
 from onelaunch.sweep.halving import parts_of, survivors
 from onelaunch.sweep.kept_weights import KeptWeights, State, weights_of
 from onelaunch.sweep.member import Member, Record
@@ -19,7 +20,7 @@ from onelaunch.sweep.runs import MemberRuns, random_state_kept
 from onelaunch.sweep.spread import in_chunks
 from onelaunch.sweep.store import Store
 from onelaunch.sweep.table import Table
-from onelaunch.sweep.trainer import Job, Outcome, Switch, shared_fields, train
+from onelaunch.sweep.trainer import shared_fields, train
 from onelaunch.train.callbacks import Callback
 from onelaunch.train.interrupts import on_interrupt
 

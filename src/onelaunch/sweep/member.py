@@ -41,7 +41,7 @@ class Record:
 
     index: int
     losses: Array  # float32, one per step
-    epochs: Array  # float64 [epochs, columns]: EPOCH_COLUMNS, then the validation metrics; NaN stands for None
+    epochs: Array  # float64 [epochs, columns]: EPOCH_COLUMNS, then the validation metrics; an accuracy of NaN is None
     metrics: tuple[str, ...]  # names of the validation metrics
     shared: dict[str, Any]  # the fields SHARED, one dict for all members of a group
     seconds: float
@@ -75,11 +75,14 @@ class Record:
         )  # fmt: skip
 
     def _epoch(self, row: Array) -> dict[str, Any]:
-        values = [None if np.isnan(value) else float(value) for value in row]
+        values = row.tolist()
         found: dict[str, Any] = dict(zip(EPOCH_COLUMNS, values, strict=False))
         for name in WHOLE_NUMBERS:
-            found[name] = int(row[EPOCH_COLUMNS.index(name)])
-        validation = dict(zip(self.metrics, values[len(EPOCH_COLUMNS) :], strict=True))
+            found[name] = int(found[name])
+        validation: dict[str, Any] = dict(zip(self.metrics, values[len(EPOCH_COLUMNS) :], strict=True))
+        for each in (found, validation):  # an accuracy is a fraction, or None; a loss may be NaN
+            if "accuracy" in each and np.isnan(each["accuracy"]):
+                each["accuracy"] = None
         lr, seconds = found.pop("lr"), found.pop("seconds")
         return {**found, "validation": validation if self.metrics else None, "lr": lr, "seconds": seconds}
 

@@ -11,8 +11,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -24,111 +23,16 @@ from onelaunch.engines.members import MemberResult, MembersEngine, MembersMonito
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.errors import DivergedError, UnsupportedError, first_line, is_out_of_memory
 from onelaunch.run.network import Dropout, Network
-from onelaunch.sweep.member import SHARED, steps_of_part
-from onelaunch.train.best_weights import EpochEnd
+from onelaunch.sweep.active import ActiveMember, Job, Outcome, Switch
+from onelaunch.sweep.member import SHARED
 from onelaunch.train.callbacks import Callback, WithCallbacks
-from onelaunch.train.history import History, Recorder
-from onelaunch.train.loop import Listener, Saver, drive, raise_if_diverged
+from onelaunch.train.history import History
+from onelaunch.train.loop import Listener, drive
 from onelaunch.train.progress import Progress
 
 log = logging.getLogger("onelaunch")
 CPU_CHUNK = 256  # members whose models exist at once
 GPU_CHUNK = 4096  # of one launch: enough to fill every multiprocessor several times
-
-
-@dataclass(frozen=True)
-class Job:
-    """A member to train from its first step, or from where a rung of successive halving has left it."""
-
-    index: int
-    make: Callable[[], Run]  # called shortly before the member trains
-    part: float = 1.0  # of its epochs to train
-    continues: Outcome | None = None  # what an earlier part came to
-
-
-@dataclass
-class Outcome:
-    """A member that has been trained as far as its job says. The run's model holds its weights."""
-
-    index: int
-    run: Run
-    history: History
-    error: str = ""
-    finished: bool = True  # False: trained to a rung, and can go on
-    active: ActiveMember | None = None  # what is needed to go on
-
-
-@dataclass
-class Switch:
-    """The request to stop, and what the trainer tells about itself. Also the MembersMonitor of the engines."""
-
-    stop: bool = False
-    plans: dict[str, str] = field(default_factory=dict)  # by group, for people
-    steps: int = 0
-
-    def report(self, steps: int) -> None:
-        self.steps = steps
-
-    def interrupt(self) -> None:
-        """The first Ctrl-C requests a stop, a second one does not wait for it."""
-        if self.stop:
-            raise KeyboardInterrupt
-        self.stop = True
-
-
-class ActiveMember:
-    """A member in training: its history, and what follows each epoch."""
-
-    def __init__(
-        self, index: int, run: Run, engine: str, reason: str, device: str, finite_before: frozenset[str] | None = None
-    ) -> None:
-        """`finite_before`: as in Saver; it is the same for all members of a group."""
-        self.index = index
-        self.epoch_end = EpochEnd(run)
-        self.run = dataclasses.replace(run, checkpoints=True) if self.epoch_end.needs_weights else run
-        self.history = History(engine=engine, reason=reason, device=device)
-        self.recorder = Recorder(run.spec, run.outputs, self.history)
-        self.saver = Saver(run, self.recorder, self.epoch_end, None, "", finite_before)
-        self.state: State = {}
-        self.target = run.spec.total_steps
-        self.error = ""
-
-    @property
-    def step(self) -> int:
-        return len(self.history.losses)
-
-    def aim(self, part: float) -> None:
-        """Train this part of the epochs, rounded to whole epochs, at least one."""
-        self.target = steps_of_part(part, self.run.spec.total_steps, self.run.spec.steps_per_epoch)
-
-    @property
-    def done(self) -> bool:
-        return bool(self.error) or self.epoch_end.stopped or self.step >= self.target
-
-    def task(self) -> MemberTask:
-        """The next steps: up to the target, or one epoch where something has to follow each epoch."""
-        last = min(self.target, self.run.spec.epoch_end(self.step)) if self.epoch_end.needs_weights else self.target
-        return MemberTask(self.index, self.run, self.step, last, self.state)
-
-    def add(self, result: MemberResult, seconds: float) -> None:
-        self.state = result.state
-        try:
-            for segment in result.segments:
-                raise_if_diverged(segment.first_step, segment.losses, None)
-                record = self.recorder.add(segment, seconds / len(result.segments))
-                if record is not None and self.epoch_end.needs_weights:
-                    self.epoch_end.complete(record)
-            self.saver.raise_on_bad_weights()
-        except DivergedError as error:
-            self.error = str(error)
-
-    def outcome(self) -> Outcome:
-        whole = bool(self.error) or self.epoch_end.stopped or self.step >= self.run.spec.total_steps
-        if whole:
-            self.epoch_end.finish()
-            if self.epoch_end.best is not None:
-                self.history.best_epoch = self.epoch_end.best.epoch
-        return Outcome(self.index, self.run, self.history, self.error, whole, None if whole else self)
 
 
 def group_of(run: Run) -> tuple[Any, ...]:

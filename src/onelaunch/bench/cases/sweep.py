@@ -24,8 +24,8 @@ from onelaunch.engines import choose
 from onelaunch.engines.contract import Run
 from onelaunch.engines.members import MembersEngine, MemberTask
 from onelaunch.errors import UnsupportedError
+from onelaunch.sweep.active import Switch
 from onelaunch.sweep.sweep import sweep
-from onelaunch.sweep.trainer import Switch
 from onelaunch.train.fit import fit
 from onelaunch.train.mlp import mlp
 
