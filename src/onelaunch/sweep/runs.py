@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.run.generators import GENERATORS
 from onelaunch.run.options import CUSTOM_LOSS
 from onelaunch.run.spec import Spec
 from onelaunch.sweep.grid import OPTIONS, model_parameters
@@ -128,8 +129,9 @@ class MemberRuns:
         """The member's network with its initial weights: what make_model returns after `torch.manual_seed(seed)`."""
         if isinstance(self.make_model, nn.Module):
             return copy.deepcopy(self.make_model)
-        self._seed(member.seed)
-        model = self.make_model(**self.model_arguments(member))
+        with GENERATORS:
+            self._seed(member.seed)
+            model = self.make_model(**self.model_arguments(member))
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"make_model returned {model!r:.60}, which is not an nn.Module")
         return model
@@ -228,5 +230,10 @@ class MemberRuns:
 def random_state_kept() -> Iterator[None]:
     """Restore the state of PyTorch's generators at the end of the block, which seeds them for every model."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    with torch.random.fork_rng(devices):
+    kept = torch.random.fork_rng(devices)
+    kept.__enter__()
+    try:
         yield
+    finally:
+        with GENERATORS:
+            kept.__exit__(None, None, None)

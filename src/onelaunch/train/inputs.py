@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.run.generators import seeded
 from onelaunch.run.network import BatchNorm, Network, NotAnMlpError
 from onelaunch.run.objective import as_features
 from onelaunch.run.options import CUSTOM_LOSS, LOSSES
@@ -255,8 +256,7 @@ def _output_shape(
     devices = [x.device] if x.device.type == "cuda" else []
     try:
         # Lazy modules draw their weights here, from the run's seed; the state of the user's generator does not change.
-        with evaluation(model), torch.random.fork_rng(devices), torch.autocast(x.device.type, enabled=False):
-            torch.manual_seed(spec.seed)
+        with evaluation(model), seeded(spec.seed, devices), torch.autocast(x.device.type, enabled=False):
             output = model(*(as_features(part, dtype) for part in inputs))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = str(error).strip().splitlines()[0]

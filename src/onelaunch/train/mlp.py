@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-import torch
 from torch import nn
 
 from onelaunch.activations import ACTIVATIONS
 from onelaunch.errors import OnelaunchError, require_option
+from onelaunch.run.generators import seeded
 
 
 def check_architecture(widths: Sequence[int], activation: str | None, dropout: float) -> None:
@@ -31,8 +31,7 @@ def mlp(
     The weights are PyTorch's defaults, drawn with `seed`; the state of PyTorch's global generator does not change.
     """
     check_architecture(widths, activation, dropout)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         try:
             return nn.Sequential(nn.Flatten(), *_layers(widths, activation, dropout, batch_norm, layer_norm))
         except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # the last two: beyond PyTorch's sizes
