@@ -262,3 +262,7 @@ def test_errors_in_one_line() -> None:
         ol.explain(nn.Linear(4, 4), torch.randn(3, 4), device="Z80")
     with pytest.raises(ValueError, match="not initialised"):
         ol.explain(nn.LazyLinear(4), torch.randn(3, 4))
+    with pytest.raises(ValueError, match=r"^explain\(float32\[3, 5\]\) is not possible: mat1 and mat2 shapes [^\n]*$"):
+        ol.explain(nn.Linear(4, 4), torch.randn(3, 5))
+    with pytest.raises(TypeError, match=r"^explain has no argument 'devise', nor has the model: Linear\.forward has"):
+        ol.explain(nn.Linear(4, 4), torch.randn(3, 4), devise="H200")

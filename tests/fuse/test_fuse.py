@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onelaunch as ol
-from onelaunch.fuse import decide
+from onelaunch.fuse import backend, decide
 from onelaunch.fuse.fuse import FusedCall, is_fused
 from tests.fuse.models import Mixer, Recommender, ResNet, UNet
 
@@ -223,6 +223,21 @@ def test_errors_in_one_line() -> None:
         ValueError, match=r"^model is a Sequential with parameters that are not initialised: call it on"
     ):
         ol.fuse(nn.Sequential(nn.LazyLinear(3)))
+    with pytest.raises(TypeError, match=r"^fuse has no argument 'mode', nor has the model: Linear\.forward has input$"):
+        ol.fuse(nn.Linear(4, 4), torch.randn(3, 4), mode="max-autotune")
+    with pytest.raises(ValueError, match=r"^fuse\(float32\[3, 5\]\) is not possible: mat1 and mat2 shapes [^\n]*$"):
+        ol.fuse(nn.Linear(4, 4), torch.randn(3, 5))
+
+
+def test_compiling_for_a_cpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr(backend, "_inductor", lambda gm, *others: gm.forward)
+    fused = ol.fuse(nn.Linear(4, 4))
+    for _ in range(2):
+        fused(torch.randn(3, 4))
+    assert [record.getMessage()[:53] for record in caplog.records if record.name == "onelaunch"] == [
+        "fuse: compiling Linear for the CPU with the C++ compi"
+    ]
 
 
 def test_with_inductor(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.fuse import backend
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
 
@@ -181,8 +182,12 @@ def test_errors_in_one_line() -> None:
         ol.train_step(3, None, optimizer)
     with pytest.raises(TypeError, match=r"^loss='mse' is not a function"):
         ol.train_step(model, "mse", optimizer)
-    with pytest.raises(TypeError, match=r"^optimizer='adam' is not a torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=r"^optimizer='adam' is not a torch\.optim\.Optimizer: pass one, such as torch"):
         ol.train_step(model, None, "adam")
+    with pytest.raises(TypeError, match=r"^train_step has no argument 'clip'; did you mean 'clip_norm'\?$"):
+        ol.train_step(model, None, optimizer, clip=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"^train_step has no argument 'max_norm': here it is clip_norm=$"):
+        ol.train_step(model, None, optimizer, max_norm=1.0)  # type: ignore[call-arg]
     for clip_norm in (0, -1.0, "1", True, float("nan")):
         with pytest.raises(ValueError, match=r"^clip_norm=.* must be a number above 0"):
             ol.train_step(model, None, optimizer, clip_norm=clip_norm)
@@ -207,6 +212,56 @@ def test_errors_in_one_line() -> None:
         ol.train_step(lists, None, torch.optim.SGD(lists.parameters()), compile=False)(x)
     with pytest.raises(ValueError, match=r"^loss is a float"):
         ol.train_step(model, lambda output, target: 1.0, optimizer, compile=False)(x, y)  # type: ignore[return-value]
+
+
+WRONG = {
+    "width": (
+        lambda x, y: (x[:, :5], y),
+        r"step\(float32\[12, 5\], int64\[12\]\) is not possible: mat1 and mat2 shapes",
+    ),
+    "dtype": (lambda x, y: (x, y.float()), r"step\(float32\[12, 8\], float32\[12\]\) is not possible: expected .*type"),
+    "rows": (
+        lambda x, y: (x, y[:5]),
+        r"step\(float32\[12, 8\], int64\[5\]\) is not possible: Expected input batch_size",
+    ),
+    "label": (lambda x, y: (x, y + 4), r"step\(.*\) is not possible: Target \d is out of bounds: check these shapes"),
+    "lists": (lambda x, y: (x.tolist(), y.tolist()), r"step\(list, list\) has no tensors: pass tensors, as in"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_inputs_of_a_compiled_step_in_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, (made, message) = network(), WRONG[name]
+    step = ol.train_step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    (x, y), *_ = batches(1)
+    with pytest.raises(ol.OnelaunchError, match=f"^{message}[^\n]*$"):
+        step(*made(x, y))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert torch.isfinite(step(x, y))
+
+
+def test_compiling_for_a_cpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    model, data = network(), batches(2)
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr(backend, "_inductor", lambda gm, *others: gm.forward)
+    for options in ({}, {"compile": False}):
+        step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+        for x, y in data:
+            step(x, y)
+    messages = [record.getMessage() for record in caplog.records if record.name == "onelaunch"]
+    assert len(messages) == 1
+    assert messages[0].startswith("train_step: compiling the step for the CPU with the C++ compiler takes seconds")
+    assert messages[0].endswith("compile=False starts at once")
+
+
+def test_a_partial_batch_on_a_cpu_compiles_nothing() -> None:
+    model = network()
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    for rows in (12, 5, 7):
+        step(*batches(1, rows=rows)[0])
+    assert stats["unique_graphs"] == before + 1
 
 
 class Lists(nn.Linear):

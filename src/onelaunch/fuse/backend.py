@@ -85,6 +85,13 @@ def no_code_generator_reason(device: str) -> str:
     return ""
 
 
+def log_compiling(caller: str, what: str, remedy: str = "") -> None:
+    """Say that `what` is compiled for the CPU, which takes seconds even for a small model; nothing without a compiler."""
+    if not no_code_generator_reason("cpu"):
+        message = "%s: compiling %s for the CPU with the C++ compiler takes seconds, once per kind of input%s"
+        log.warning(message, caller, what, remedy)
+
+
 @functools.cache
 def _log_once(reason: str) -> None:
     log.warning("%s: the model runs as PyTorch operations, without generated code", reason)

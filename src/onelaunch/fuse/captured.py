@@ -80,18 +80,24 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_log_breaks() -> Iterator[None]:
-    """Inside, Dynamo leaves out logged warnings, as of the losses of `transformers`, instead of ending a graph at each."""
+    """Inside, Dynamo leaves out logged warnings, as of the losses of `transformers`, instead of ending a graph at each.
+
+    Nor is an error logged that is also raised, such as one of shapes.
+    """
     once = getattr(logging.Logger, "warning_once", logging.Logger.warning)  # a method that `transformers` adds
     # PyTorch 2.11 sorts the set, so it may hold one function; it also logs that it cannot write the set as JSON.
     newer = hasattr(torch._dynamo.config, "ignore_logging_functions")
     messages = {once, logging.Logger.warning} if newer else {once}
-    metrics = logging.getLogger("torch._dynamo.metrics_context")
-    disabled, metrics.disabled = metrics.disabled, True
+    loggers = [logging.getLogger(name) for name in ("torch._dynamo.metrics_context", "torch._subclasses.fake_tensor")]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         with torch._dynamo.config.patch(ignore_logger_methods=messages):
             yield
     finally:
-        metrics.disabled = disabled
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from onelaunch.fuse.generated import Kernel, read_kernels
 from onelaunch.fuse.graph import module_of, operation_of, tensor_of
 from onelaunch.fuse.patterns import find_matches, pays
 from onelaunch.fuse.patterns.pattern import Match
+from onelaunch.fuse.wrong_inputs import require_known_names, require_possible
 from onelaunch.roofline import Cost, DeviceModel, device_model, named_device
 from onelaunch.trial_runs import copied, device_of, restored, run_once, trial_mode
 
@@ -48,12 +49,17 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
     check_model(model)
     if not inputs and not named_inputs:
         raise OnelaunchError("inputs is empty: pass example inputs, as in ol.explain(model, x)")
+    require_known_names("explain", model, named_inputs)
     where = device_of(inputs, named_inputs) or torch.device("cpu")
     roof = named_device(device) if device is not None else device_model(where)
     args, kwargs = copied((inputs, named_inputs))
     call = uncompiled_call(model)
     with restored(model), trial_mode(model, args, kwargs):
-        captured = capture_graphs(call, args, kwargs)
+        try:
+            captured = capture_graphs(call, args, kwargs)
+        except Exception:
+            require_possible("explain", call, model, inputs, named_inputs)
+            raise
         measured = known_seconds(model, captured, where)
         chosen = chosen_patterns(measured) if measured else ALL
         explanation = Explanation(type(model).__name__, model.training, roof, [], [], measured=measured)

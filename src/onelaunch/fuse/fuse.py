@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.fuse import backend
 from onelaunch.fuse.captured import uncompiled_call
 from onelaunch.fuse.decide import UNMEASURED, Choice, compiled, decide
+from onelaunch.fuse.wrong_inputs import require_known_names, require_possible
+from onelaunch.trial_runs import device_of
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -21,6 +24,8 @@ class FusedCall:
 
     A deep copy or an unpickled module has its own FusedCall, which compiles anew: compiled code is neither copied nor stored.
     """
+
+    _called = False
 
     def __init__(self, module: nn.Module, choice: Choice = UNMEASURED) -> None:
         self.module, self.choice = module, choice
@@ -38,6 +43,10 @@ class FusedCall:
             return type(self.module)._call_impl(self.module, *args, **kwargs)
         if self._compiled is None:
             self._compiled = compiled(uncompiled_call(self.module), *self.choice)
+        if not self._called:
+            self._called = True
+            if device_of(args, kwargs) == torch.device("cpu"):
+                backend.log_compiling("fuse", type(self.module).__name__)
         return self._compiled(*args, **kwargs)
 
     def decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -46,7 +55,7 @@ class FusedCall:
         self.choice, self._compiled = decide(call, self.module, args, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_compiled": None}
+        return {**self.__dict__, "_compiled": None, "_called": False}
 
 
 def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
@@ -54,7 +63,7 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
 
     With example inputs on a CUDA device the whole model is timed as it will run: uncompiled, compiled, and compiled with each
     kind of pattern; in evaluation without gradients, and also as a CUDA graph. The fastest is kept, and remembered on disk.
-    Without example inputs all patterns are used.
+    Without example inputs all patterns are used. Raises OnelaunchError for example inputs that the model cannot take.
     """
     check_model(model)
     if is_fused(model):
@@ -64,6 +73,8 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
     call = FusedCall(fused)
     fused.__dict__["_call_impl"] = call
     if inputs or named_inputs:
+        require_known_names("fuse", model, named_inputs)
+        require_possible("fuse", uncompiled_call(fused), model, inputs, named_inputs)
         call.decide(inputs, named_inputs)
     return fused
 

@@ -17,12 +17,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from onelaunch.argument_names import advise_by
 from onelaunch.capture import capturing
 from onelaunch.device import AUTOCAST_DTYPES
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, first_line, require_integer
+from onelaunch.fuse import backend
 from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.fuse.fuse import check_model
+from onelaunch.fuse.wrong_inputs import described, require_possible
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 
 if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
@@ -32,6 +35,14 @@ if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per shape: the first compiles, the second finds all state in place
 MAX_RECORDINGS = 3  # after settings of the optimizer have changed; then the step is no longer recorded
+
+ADVICE = {  # arguments of other libraries: how to say it here
+    **dict.fromkeys(("criterion", "loss_fn"), "loss="),
+    **dict.fromkeys(("max_norm", "max_grad_norm", "grad_clip", "gradient_clip_val", "clipnorm"), "clip_norm="),
+    **dict.fromkeys(("precision", "amp", "dtype"), "autocast='bf16'"),
+    **dict.fromkeys(("accumulation_steps", "accumulate_grad_batches"), "accumulate="),
+    "lr": "the optimizer's: torch.optim.Adam(model.parameters(), lr=…)",
+}
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -65,6 +76,7 @@ class Pending:
                 static.copy_(given)
 
 
+@advise_by(ADVICE)
 def train_step(
     model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None,
     autocast: torch.dtype | str | None = None, scaler: torch.amp.GradScaler | None = None, accumulate: int = 1,
@@ -102,6 +114,7 @@ class TrainStep:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
         self.autocast = _autocast_dtype(autocast)
         self.device = self.parameters[0].device
+        self._compiles, self._started = compile, False
         self._forward: Callable[..., torch.Tensor] = compiled(self._forward_and_loss, PROVEN if compile else None)
         self._names = _parameter_names(model)
         self._capturable = CapturableOptimizer(optimizer, self.device)
@@ -135,6 +148,12 @@ class TrainStep:
         ):
             what = "target" if args else "inputs"
             raise OnelaunchError(f"step has no {what}: pass the model's inputs and then the target, as in step(x, y)")
+        if not any(isinstance(leaf, torch.Tensor) for leaf in args) and self.loss is not None:
+            _require_tensors(args, kwargs)
+        if not self._started:
+            self._started = True
+            if self._compiles and self.device.type == "cpu":
+                self._start_on_cpu(args)
         update = self._micro_step == self.accumulate - 1
         if self.reason:
             loss = self._run(args, kwargs, update)
@@ -187,7 +206,11 @@ class TrainStep:
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
         with without_log_breaks(), autocast:
-            loss = self._forward(args, kwargs)
+            try:
+                loss = self._forward(args, kwargs)
+            except Exception as error:
+                self._explain(error, args, kwargs)
+                raise
         if not isinstance(loss, torch.Tensor) or loss.dim():
             what = f"has shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"is a {type(loss).__name__}"
             raise OnelaunchError(f"loss {what}: return a 0-d tensor, as with reduction='mean'")
@@ -203,6 +226,25 @@ class TrainStep:
                 self._zero_gradients()
             raise
         return loss.detach()
+
+    @staticmethod
+    def _start_on_cpu(args: tuple[Any, ...]) -> None:
+        """Say that the step is compiled, for any number of rows: else the last batch of an epoch would compile again."""
+        backend.log_compiling("train_step", "the step", ": compile=False starts at once")
+        for leaf in tree_flatten(args)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                torch._dynamo.maybe_mark_dynamic(leaf, 0)
+
+    def _explain(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise OnelaunchError, in one line, where the inputs are to blame for an error of the compiled step."""
+        alone = not isinstance(
+            self.model, nn.parallel.DistributedDataParallel
+        )  # a single rank would wait for the others
+        recording = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._compiles and alone and not recording and not isinstance(error, OnelaunchError):
+            require_possible(
+                "step", lambda *args, **kwargs: self._forward_and_loss(args, kwargs), self.model, args, kwargs
+            )
 
     def _update(self) -> None:
         if self.clip_norm is not None:
@@ -307,7 +349,8 @@ def _check(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -
     if loss is not None and not callable(loss):
         raise ArgumentTypeError(f"loss={abbreviate(loss)} is not a function of (output, target): pass one, or None")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(f"optimizer={abbreviate(optimizer)} is not a torch.optim.Optimizer")
+        remedy = "pass one, such as torch.optim.Adam(model.parameters())"
+        raise ArgumentTypeError(f"optimizer={abbreviate(optimizer)} is not a torch.optim.Optimizer: {remedy}")
     if not any(group["params"] for group in optimizer.param_groups):
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
     owned = {id(parameter) for parameter in model.parameters()}
@@ -319,6 +362,16 @@ def _check(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -
         raise OnelaunchError(f"clip_norm={abbreviate(clip_norm)} must be a number above 0, or None")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentTypeError(f"scaler={abbreviate(scaler)} is not a torch.amp.GradScaler: pass one, or None")
+
+
+def _require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ArgumentTypeError for lists of numbers and NumPy arrays where none of the arguments holds a tensor."""
+    leaves = tree_flatten((args, kwargs))[0]
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        given = ", ".join(map(described, [*args, *kwargs.values()]))
+        raise ArgumentTypeError(
+            f"step({given}) has no tensors: pass tensors, as in step(torch.tensor(x), torch.tensor(y))"
+        )
 
 
 def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:

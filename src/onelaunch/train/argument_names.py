@@ -1,13 +1,11 @@
-"""Unknown keyword arguments: the message names the nearest valid one, or how other libraries' arguments are called here."""
+"""How the arguments of other libraries are called in `fit`, `predict` and `sweep`."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-from onelaunch.errors import ArgumentTypeError, suggest
+from onelaunch.argument_names import advise_by
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -63,21 +61,5 @@ ELSEWHERE = {  # arguments of Keras, Lightning, scikit-learn and PyTorch: how to
 
 
 def advise(advice: Mapping[str, str] = ELSEWHERE) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function so that an unknown keyword argument raises ArgumentTypeError with the nearest valid name."""
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        known = list(inspect.signature(function).parameters)
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            for name in kwargs:
-                if name not in known:
-                    hint = f": here it is {advice[name]}" if name in advice else suggest(name, known)
-                    raise ArgumentTypeError(
-                        f"{function.__name__} has no argument {name!r}{hint or ': it has ' + ', '.join(known)}"
-                    )
-            return function(*args, **kwargs)
-
-        return call
-
-    return decorate
+    """Decorate a function of level 3 so that an unknown keyword argument is answered with its name here."""
+    return advise_by(advice)

@@ -1,0 +1,68 @@
+"""Inputs that a model cannot take, said in one line: PyTorch's own message, and the shapes and types that were passed.
+
+A compiler's message about such inputs is dozens of lines long. So the same function runs once more without a compiler, and the
+first line of what PyTorch then says is shown.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate_list, first_line, is_out_of_memory, suggest
+from onelaunch.trial_runs import copied, restored, trial_mode
+
+PYTORCHS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+)  # what its functions raise for wrong shapes, types and labels
+
+
+def require_known_names(caller: str, model: nn.Module, names: Mapping[str, Any]) -> None:
+    """Raise ArgumentTypeError for a named input that the model's forward does not have, such as a misspelt option."""
+    try:
+        parameters = inspect.signature(model.forward).parameters
+    except ValueError:  # a forward in C has no signature
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in names:
+        if name not in parameters:
+            known = f"{type(model).__name__}.forward has {abbreviate_list(list(parameters)) or 'no arguments'}"
+            hint = suggest(name, parameters)
+            raise ArgumentTypeError(f"{caller} has no argument {name!r}, nor has the model: {known}{hint}")
+
+
+def require_possible(
+    caller: str, function: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Run `function`, which is not compiled, once on copies of its inputs, and leave no trace in `model`.
+
+    Raises OnelaunchError with the inputs and the first line of PyTorch's message where it fails.
+    """
+    mine, mine_by_name = copied((args, kwargs))
+    try:
+        with restored(model), trial_mode(model, args, kwargs):
+            function(*mine, **mine_by_name)
+    except Exception as error:
+        if type(error) not in PYTORCHS or is_out_of_memory(error):
+            raise
+        given = ", ".join([*map(described, args), *(f"{name}={described(value)}" for name, value in kwargs.items())])
+        raise OnelaunchError(
+            f"{caller}({given}) is not possible: {first_line(error).rstrip('.')}: check these shapes, types and values"
+        ) from error
+
+
+def described(value: Any) -> str:
+    """`float32[12, 8]` for a tensor, the name of its type for anything else."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{name}: {described(inner)}" for name, inner in value.items()) + "}"
+    return type(value).__name__
