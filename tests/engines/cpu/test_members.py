@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import onelaunch as ol
-from onelaunch.engines.cpu import ENGINE
+from onelaunch.engines.cpu import ENGINE, members
+from onelaunch.engines.cpu.session import FIRST_STEPS
 from onelaunch.engines.members import MemberResult, MemberTask
 from onelaunch.train.inputs import make_run
 
@@ -132,6 +133,50 @@ def test_a_member_in_two_tasks_has_the_bits_of_one():
 
 def test_a_stop_returns_without_unfinished_members():
     assert list(ENGINE.train_members(tasks_of(validates=False), Quiet(stop=True))) == []
+
+
+class StopsLater(Quiet):
+    """Asks for a stop from the second time on that it is looked at, which is after the first native call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks = 0
+
+    @property
+    def stop(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    @stop.setter
+    def stop(self, value: bool) -> None: ...
+
+
+def test_a_stop_is_served_within_the_first_epoch(monkeypatch):
+    trained = []
+    train, whole = members.MemberSession._train, members.MemberSession._whole_epochs
+
+    def noted_train(self, step, count):
+        trained.append(count)
+        train(self, step, count)
+
+    def noted_whole(self, first_step, count):
+        trained.append(count * self.spec.steps_per_epoch)
+        return whole(self, first_step, count)
+
+    monkeypatch.setattr(members.MemberSession, "_train", noted_train)
+    monkeypatch.setattr(members.MemberSession, "_whole_epochs", noted_whole)
+    run = make_run(network("plain", 0), *data(), None, {"epochs": 3, "batch_size": 1})
+    assert list(ENGINE.train_members([MemberTask(0, run, 0, run.spec.total_steps)], StopsLater())) == []
+    assert trained == [FIRST_STEPS]
+
+
+def test_a_long_epoch_never_runs_in_one_call(monkeypatch):
+    tasks = tasks_of(validates=True)[:9]
+    expected = {task.index: alone(task) for task in tasks}
+    monkeypatch.setattr(members, "MAX_EPOCH_SECONDS", 0.0)
+    monkeypatch.setattr(members.MemberSession, "_whole_epochs", None)
+    for result in ENGINE.train_members(tasks, Quiet()):
+        assert_equals(tasks[result.index], result, *expected[result.index])
 
 
 def test_an_error_in_a_thread_reaches_the_caller():

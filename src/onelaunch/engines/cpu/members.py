@@ -1,8 +1,9 @@
 """Many runs at once on the CPU: every thread trains one member after another, each in single-thread code.
 
 A member has the partitions that it would have alone, all executed by one thread, so its bits are those of `fit`. Members of
-equal settings share the program, and on a thread also the arena and the table. Whole epochs run in native calls: row order,
-steps and validation, without the Python interpreter in between.
+equal settings share the program, and on a thread also the arena and the table. Short epochs run whole in native calls: row
+order, steps and validation, without the Python interpreter in between. Long epochs run in calls of about 50 ms, as in `fit`,
+so that a stop is served soon.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from onelaunch.run.step_scalars import row_weights
 
 MAX_SESSIONS = 8  # per thread: arenas that wait for a member of their settings
 MAX_SCALARS = 256  # tables of per-step scalars; members that differ in seed or rows alone share one
+MAX_EPOCH_SECONDS = 0.3  # of an epoch that runs whole in one native call, which no stop can end
 POLL_SECONDS = 0.05  # how often the calling thread serves signals and progress
 
 
@@ -140,7 +142,7 @@ class MemberSession(CpuSession):
             for kind in ("losses", "tally")
         }
         self._partition_buffers = {kind: np.array(found, np.int64) for kind, found in offsets.items()}
-        self._epoch_seconds = 0.0
+        self._pace = 0.0  # seconds per step of the last whole epoch, its validation included; 0 before the first
 
     def bind(self, run: Run, state: Mapping[str, torch.Tensor]) -> bool:
         """Serve another run of the same settings; False if its rows do not fit into the arena."""
@@ -165,10 +167,11 @@ class MemberSession(CpuSession):
         step = first_step
         while step < last_step:
             whole = 0 if step % spec.steps_per_epoch else (last_step - step) // spec.steps_per_epoch
-            if whole and spec.steps_per_epoch <= MAX_CALL_STEPS and self._is_plain:
-                segments = self._whole_epochs(step, self._call_epochs(whole))
-            else:
-                segments = [self._segment(step, work)]
+            count = self._call_epochs(whole)
+            begin = time.perf_counter()
+            segments = self._whole_epochs(step, count) if count else [self._segment(step, work)]
+            if whole and not work.stop:
+                self._pace = (time.perf_counter() - begin) / (self._done - step)
             found += segments
             work.steps += self._done - step
             step = self._done
@@ -184,10 +187,12 @@ class MemberSession(CpuSession):
         return self.run.weights is None and self.run.train_rows is None
 
     def _call_epochs(self, whole: int) -> int:
-        most = min(whole, max(1, MAX_CALL_STEPS // self.spec.steps_per_epoch))
-        if not self._epoch_seconds:  # the first call of this arena
-            return min(most, 2)
-        return clamp(1, int(CALL_SECONDS / self._epoch_seconds), most)
+        """How many whole epochs the next native call has, at most `whole`; 0 where an epoch needs several calls."""
+        most = min(whole, MAX_CALL_STEPS // self.spec.steps_per_epoch)
+        seconds = self._pace * self.spec.steps_per_epoch
+        if not most or not self._is_plain or not 0 < seconds < MAX_EPOCH_SECONDS:
+            return 0
+        return clamp(1, int(CALL_SECONDS / seconds), most)
 
     def _whole_epochs(self, first_step: int, count: int) -> list[Segment]:
         spec, plan = self.spec, self._plan
@@ -208,11 +213,9 @@ class MemberSession(CpuSession):
             "all_tallies": tallies.ctypes.data,
         }  # fmt: skip
         words = np.array([fields[name] for name in driver.EPOCHS.fields], np.int64)
-        begin = time.perf_counter()
         self._between_steps = False
         self._epochs(words.ctypes.data, None)
         self._between_steps = True
-        self._epoch_seconds = (time.perf_counter() - begin) / count
         self._done = first_step + count * steps
         means = losses.sum(axis=0) * row_weights(spec, first_step, steps, self.run.outputs)
         each = torch.from_numpy(means.astype(np.float32))
