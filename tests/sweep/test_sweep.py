@@ -205,6 +205,20 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch):
         _ = result.histories[1999]
 
 
+def test_ctrl_c_while_models_are_made():
+    made = []
+
+    def slow_model(width: int = 8) -> nn.Module:
+        made.append(width)
+        if len(made) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return make_model(width)
+
+    with pytest.raises(KeyboardInterrupt):
+        ol.sweep(slow_model, X, Y, grid={"seed": range(100)}, epochs=1, **QUIET)
+    assert len(made) < 8
+
+
 def test_out_of_memory_means_fewer_members_at_once(monkeypatch, caplog):
     from onelaunch.engines.cpu import ENGINE
 

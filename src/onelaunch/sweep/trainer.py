@@ -65,7 +65,10 @@ def train(jobs: Iterable[Job], switch: Switch, callbacks: tuple[Callback, ...] =
         run = _make(first[0])
         at_once = at_once or (GPU_CHUNK if run.device.type == "cuda" else CPU_CHUNK)
         chunk = {first[0].index: (first[0], run)}
-        chunk |= {job.index: (job, _make(job)) for job in itertools.islice(source, at_once - 1)}
+        for job in itertools.islice(source, at_once - 1):
+            if switch.stop:  # making a model may be slow
+                return
+            chunk[job.index] = (job, _make(job))
         while chunk and not switch.stop:
             try:
                 for outcome in _train_chunk(chunk, switch, callbacks):
