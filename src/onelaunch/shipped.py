@@ -6,7 +6,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, reason_of
 
 FOLDERS = ("configs", "examples")
 
@@ -41,7 +41,10 @@ def copy_shipped(to: Path) -> list[Path]:
     existing = [str(path) for path in targets.values() if path.exists()]
     if existing:
         raise OnelaunchError(f"out={str(to)!r} already has {existing[0]}: pass another folder")
-    for source, target in targets.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+    try:
+        for source, target in targets.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    except OSError as error:
+        raise OnelaunchError(f"out={str(to)!r} cannot be written: {reason_of(error)}; pass a folder") from error
     return list(targets.values())

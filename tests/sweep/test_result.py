@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 import onelaunch as ol
 from onelaunch.sweep import driver
@@ -128,8 +129,8 @@ def test_lines_say_how_far_a_sweep_is():
         for done in range(1, 11):
             shown.update(done, "accuracy 90 %")
     lines = out.getvalue().splitlines()
-    assert re.fullmatch(r"sweep 1/10 members, best accuracy 90 %, .* left", lines[0])
-    assert lines[-1] == "sweep 10/10 members, best accuracy 90 %"
+    assert re.fullmatch(r"sweep 1/10 members, best member: accuracy 90 %, .* left", lines[0])
+    assert lines[-1] == "sweep 10/10 members, best member: accuracy 90 %"
 
 
 def test_a_model_whose_weights_were_dropped_is_trained_again(result, monkeypatch):
@@ -194,3 +195,52 @@ def test_another_sweep_does_not_continue(tmp_path):
     part.write_bytes(part.read_bytes()[:50])
     with pytest.raises(ol.CheckpointError, match="damaged"):
         ol.sweep(make_model, X, Y, **arguments(tmp_path / "a"))
+
+
+ARRAYS = {"fold 0": (list(range(50)), list(range(50, 60))), "fold 1": (list(range(50)), list(range(55, 60)))}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"validation": (X[:30], Y[:30])}, {"validation": (X[30:60], Y[30:60])}),
+        ({"folds": [ARRAYS["fold 0"], ARRAYS["fold 0"]]}, {"folds": [ARRAYS["fold 0"], ARRAYS["fold 1"]]}),
+        ({"rows": [range(40), range(20)]}, {"rows": [range(40), range(20, 50)]}),
+    ],
+    ids=["validation", "folds", "rows"],
+)
+def test_other_rows_are_another_sweep(first, second, tmp_path):
+    options = {"grid": {"lr": [0.1, 0.01]}, "epochs": 1, "progress": False, "checkpoint": tmp_path / "kept"}
+    ol.sweep(make_model, X, Y, **first, **options)
+    with pytest.raises(ol.OnelaunchError, match="holds another sweep"):
+        ol.sweep(make_model, X, Y, **second, **options)
+
+
+def test_a_function_as_loss_continues_in_its_checkpoint(tmp_path):
+    def make_loss():
+        def loss(output, y):
+            return nn.functional.cross_entropy(output, y)
+
+        return loss
+
+    options = {"grid": {"lr": [0.1]}, "epochs": 1, "progress": False, "checkpoint": tmp_path / "kept"}
+    tables = [str(ol.sweep(make_model, X, Y, loss=make_loss(), **options).table) for _ in range(2)]
+    assert tables[0] == tables[1]
+
+
+def test_mistakes_of_make_model_get_one_line():
+    one = make_model()
+    with pytest.raises(ol.OnelaunchError, match="make_model returned the same module twice: return a new one"):
+        ol.sweep(lambda: one, X, Y, grid={"lr": [0.1, 0.2]}, epochs=1, progress=False)
+    with pytest.raises(
+        ol.OnelaunchError, match="make_model: missing a required argument: 'width': add the name to grid"
+    ):
+        ol.sweep(lambda width: make_model(width), X, Y, grid={"lr": [0.1]}, epochs=1, progress=False)
+
+
+def test_a_sweep_in_which_every_member_fails_is_drawn(tmp_path):
+    grid = {"lr": [1e30, 1e31], "optimizer": ["sgd"]}
+    result = ol.sweep(make_model, X, Y, grid=grid, epochs=2, progress=False, validation=0.2)
+    assert len(result.failures) == 2
+    result.plot(tmp_path / "sweep.png")
+    result.html(tmp_path / "sweep.html")

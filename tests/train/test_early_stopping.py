@@ -97,7 +97,7 @@ def test_small_gains_do_not_count():
     [
         ({"patience": 0}, r"patience=0 must be 1 or more"),
         ({"patience": 1.5}, r"patience=1.5 is not an integer"),
-        ({"metric": "val_loss"}, r"metric='val_loss' is not known.*'loss', which is 'val_loss' here"),
+        ({"metric": "val_loss"}, r"metric='val_loss' is not known.*'loss', which is what 'val_loss' is called here"),
         ({"min_delta": -1}, r"min_delta=-1 must be"),
         ({"min_delta": "a"}, r"min_delta='a' is not a number"),
         ({"restore_best": 1}, r"restore_best=1 must be True or False"),

@@ -47,7 +47,7 @@ MISTAKES = {
     "empty": ({"x": X[:0], "y": Y[:0]}, r"x is empty"),
     "label above": ({"y": Y + 1}, r"y\[3\]=4 is not a class of this model: its 4 outputs take 0 to 3"),
     "label below": ({"y": Y - 1}, r"y\[0\]=-1 is not a class"),
-    "float labels": ({"y": Y.float()}, r"y is torch.float32.*pass y as integers"),
+    "float labels": ({"y": Y.float()}, r"y is torch.float32.*pass y.astype\(int\), or loss='mse'"),
     "soft labels": ({"y": torch.full((20, 4), 0.25)}, r"y has 4 values per row, and row 0 is not one-hot: pass class numbers"),
     "two classes per row": ({"y": torch.ones(20, 3, dtype=torch.int64)}, r"y has shape \[20, 3\].*one class per row"),
     "more names than outputs": ({"y": list("abcdeabcdeabcdeabcde")}, r"y has 5 classes \(a, b, c, d, e\), the model 4 outputs"),

@@ -82,6 +82,27 @@ def test_uint8_rows_mean_value_over_255():
         ol.predict(model, x.float())
 
 
+def test_integer_rows_are_floats_as_in_fit():
+    torch.manual_seed(0)
+    x = np.random.default_rng(0).integers(0, 3, (60, 4))
+    model = nn.Linear(4, 2)
+    ol.fit(model, x, x[:, 0] % 2, epochs=1, progress=False)
+    expected = ol.predict(model, x.astype(np.float32))
+    for dtype in (np.int64, np.int32, bool):
+        assert np.array_equal(ol.predict(model, x.astype(dtype)), ol.predict(model, x.astype(dtype).astype(np.float32)))
+    assert np.array_equal(ol.predict(model, x), expected)
+
+
+def test_uint8_rows_are_refused_where_floats_up_to_255_were_trained():
+    x = np.random.default_rng(0).integers(0, 256, (60, 4)).astype(np.uint8)
+    model = nn.Linear(4, 2)
+    ol.fit(model, x.astype(np.float32), x[:, 0] // 128, epochs=1, progress=False)
+    with pytest.raises(ol.OnelaunchError, match=r"x is uint8, which means value / 255, .* up to 25\d: pass x.astype"):
+        ol.predict(model, x)
+    ol.fit(model, x / np.float32(255), x[:, 0] // 128, epochs=1, progress=False)
+    ol.predict(model, x)  # the same values
+
+
 def test_a_model_that_was_not_fitted_gives_its_outputs():
     model = nn.Linear(7, 3)
     x = torch.randn(5, 7)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+import typer
 from rich.console import Console
 from torch import nn
 
@@ -42,7 +43,6 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
     dataset, settings = load_data(plan.settings)
     folder = _folder(settings.out, config)
     say("sweep", ", ".join(f"{name}: {len(values)} values" for name, values in plan.grid.items()))
-    _write(folder / CONFIG, config.read_text(encoding="utf-8"))
     options = {name: value for name, value in options_of(settings, dataset).items() if name not in plan.grid}
     validation: dict[str, Any] = {} if "folds" in plan.own else {"validation": (dataset.test_x, dataset.test_y)}
     with fits_into_memory():
@@ -50,6 +50,7 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
             Maker(settings, dataset), dataset.x, dataset.y, grid=plan.grid, checkpoint=folder / MEMBERS, progress=progress,
             **plan.own, **validation, **options,
         )  # fmt: skip
+    _write(folder / CONFIG, config.read_text(encoding="utf-8"))
     _report(folder, result)
     if result.interrupted:
         say(
@@ -57,6 +58,8 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
             f"saved; continue with: onelaunch sweep {shlex.quote(str(config))} --out {shlex.quote(str(folder))}",
         )
         raise KeyboardInterrupt("announced")
+    if len(result.failures) == len(result.members):
+        raise typer.Exit(1)  # the table says why, and there is no best model
     _train_best(folder / BEST, plan, settings, dataset, result, progress)
 
 

@@ -103,6 +103,8 @@ def as_table(data: Any, text_columns: Sequence[str]) -> Table:
         raise ArgumentTypeError(f"x is of type {kind}: pass the path of a file, a DataFrame, or a dict of columns")
     keys = list(data if isinstance(data, Mapping) else data.columns)
     names = [str(key) for key in keys]
+    if isinstance(data, Mapping) and data and all(np.ndim(value) == 0 for value in data.values()):
+        data = {key: [value] for key, value in data.items()}  # one row
     columns = [_column(data[key], as_text=str(key) in text_columns) for key in keys]
     lengths = {len(column) for column in columns}
     if len(lengths) != 1:

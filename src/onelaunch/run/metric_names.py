@@ -25,5 +25,5 @@ def is_loss(metric: str) -> bool:
 def require_metric(argument: str, name: object, options: tuple[str, ...] = METRICS) -> None:
     """Raise OnelaunchError unless `name` is one of `options`; names of other libraries get ours as advice."""
     ours = ELSEWHERE.get(name) if isinstance(name, str) else None
-    hint = f"{ours!r}, which is {name!r} here" if ours in options else ""
+    hint = f"{ours!r}, which is what {name!r} is called here" if ours in options else ""
     require_option(argument, name, options, or_else=hint)

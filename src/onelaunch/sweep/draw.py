@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 CURVES = 5  # candidates whose curves are drawn
 COLUMNS = 3
+LOG_FROM = 10  # the ratio of a parameter's values from which its axis is logarithmic
 MAX_NAMES = 8  # of a scale with names, before they are turned
 
 
@@ -43,13 +44,19 @@ def draw_sweep(table: Table, records: Records, path: Path) -> Path:
 
 def scale_of(values: list[Any]) -> str:
     """ "log", "linear" or "names": the scale that suits a parameter's values."""
+    if not values:  # every member failed
+        return "linear"
     if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
         return "names"
     positive = [value for value in values if value > 0]
-    if len(positive) == len(values) and max(positive) >= 20 * min(positive):
+    if len(positive) == len(values) and max(positive) >= LOG_FROM * min(positive):
         return "log"
     # Zero beside values of several magnitudes has no place on either scale.
-    return "names" if len(set(values)) <= MAX_NAMES and positive and max(positive) >= 20 * min(positive) else "linear"
+    return (
+        "names"
+        if len(set(values)) <= MAX_NAMES and positive and max(positive) >= LOG_FROM * min(positive)
+        else "linear"
+    )
 
 
 def _draw_parameter(axes: Axes, table: Table, name: str) -> None:

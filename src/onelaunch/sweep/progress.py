@@ -54,7 +54,7 @@ class LineSweepProgress(SweepProgress):
         if self._first < done < self._total:
             left = f", {format_seconds(passed / (done - self._first) * (self._total - done))} left"
         with suppress(OSError, ValueError):  # the reader of a pipe is gone, or the stream is closed; the sweep goes on
-            best = f", best {best}" if best else ""
+            best = f", best member: {best}" if best else ""
             print(f"sweep {done:,}/{self._total:,} members{best}{left}", file=self._out, flush=True)
 
 
@@ -69,7 +69,7 @@ class TerminalSweepProgress(SweepProgress):
             yield
 
     def update(self, done: int, best: str) -> None:
-        self._bar.update(self._task, completed=done, best=f"best {best}" if best else "")
+        self._bar.update(self._task, completed=done, best=f"best member: {best}" if best else "")
 
 
 def make_sweep_progress(enabled: bool) -> SweepProgress:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.run.generators import GENERATORS
+from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.options import CUSTOM_LOSS
 from onelaunch.run.spec import Spec
 from onelaunch.sweep.grid import OPTIONS, model_parameters
@@ -92,6 +95,7 @@ class MemberRuns:
             raise OnelaunchError("folds and validation both say which rows to validate on: pass one of the two")
         self._sample_weight = None if sample_weight is None else to_tensor("sample_weight", sample_weight)
         self._seeded = False
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # made and still in use
         self._specs: dict[tuple[int, int], Spec] = {}
         self._bases: dict[Any, Run] = {}
         self._views: OrderedDict[Any, View] = OrderedDict()
@@ -99,7 +103,7 @@ class MemberRuns:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what another process can make itself: joblib sends members to others in chunks."""
-        return {**vars(self), "_bases": {}, "_views": OrderedDict(), "_seeded": False}
+        return {**vars(self), "_bases": {}, "_views": OrderedDict(), "_seeded": False, "_models": weakref.WeakSet()}
 
     @property
     def validates(self) -> bool:
@@ -108,7 +112,8 @@ class MemberRuns:
     def options_of(self, member: Member) -> dict[str, Any]:
         """The fields of Options for a member."""
         own = {name: value for name, value in member.parameters.items() if name in OPTIONS}
-        return {**self.options, **own, "seed": member.seed}
+        found = {**self.options, **own, "seed": member.seed}
+        return found if self._loader or not callable(found["loss"]) else with_named_loss(found, self.y)
 
     def spec(self, member: Member, rows: int) -> Spec:
         """The Spec of a member with this many training rows. Its checks are made once per candidate and number of rows."""
@@ -131,10 +136,22 @@ class MemberRuns:
             return copy.deepcopy(self.make_model)
         with GENERATORS:
             self._seed(member.seed)
-            model = self.make_model(**self.model_arguments(member))
+            model = self._made(self.model_arguments(member))
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError(f"make_model returned {model!r:.60}, which is not an nn.Module")
+        if model in self._models:
+            raise OnelaunchError("make_model returned the same module twice: return a new one in each call")
+        self._models.add(model)
         return model
+
+    def _made(self, arguments: dict[str, Any]) -> Any:
+        assert not isinstance(self.make_model, nn.Module)
+        try:
+            with contextlib.suppress(ValueError):  # some classes of other libraries have no signature
+                inspect.signature(self.make_model).bind(**arguments)
+        except TypeError as error:
+            raise ArgumentTypeError(f"make_model: {error}: add the name to grid, or give it a default") from error
+        return self.make_model(**arguments)
 
     def _seed(self, seed: int) -> None:
         """`torch.manual_seed(seed)`, which formats a stack trace (0.5 ms) for each device that is not in use yet."""

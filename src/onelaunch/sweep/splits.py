@@ -55,6 +55,12 @@ class Splits:
                 raise OnelaunchError(f"folds={folds} must be from 2 to the number of rows, {rows}")
         self.count = len(self._fixed) or (self._folds if folds is not None else 1)
 
+    def given(self) -> list[Indices]:
+        """The row numbers that the user has passed, or the number of folds."""
+        if self._fixed:
+            return [rows for split in self._fixed for rows in (split.train, split.held) if rows is not None]
+        return [torch.tensor([self._folds or 0])]
+
     @property
     def validates(self) -> bool:
         """Whether validation rows are taken from the data."""

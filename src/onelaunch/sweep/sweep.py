@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, suggest
 from onelaunch.rng import check_seed
 from onelaunch.run.metric_names import VALIDATION_METRICS, require_metric
@@ -23,7 +24,7 @@ from onelaunch.sweep.runs import MemberRuns, random_state_kept
 from onelaunch.sweep.store import open_store
 from onelaunch.train.argument_names import ELSEWHERE
 from onelaunch.train.callbacks import Callback, check_callbacks
-from onelaunch.train.checkpoint import fingerprint
+from onelaunch.train.checkpoint import checksum, fingerprint
 
 STRATEGIES = ("grid", "random", "halving")
 ADVICE = {
@@ -102,14 +103,31 @@ def sweep(
         raise OnelaunchError("strategy='halving' compares candidates on validation rows: pass folds= or validation=")
     with random_state_kept():
         trial = runs.run(members[0])  # raises what is wrong with the data before anything is trained
-    about = {
-        "grid": [str(member) for member in members], "options": repr(sorted(given.items(), key=lambda item: item[0])),
-        "strategy": strategy, "folds": str(folds)[:100], "validation": runs.validates, "model": str(trial.model),
-        "data": fingerprint(trial),
-    } if checkpoint is not None else {}  # fmt: skip
+    about = _identity(members, given, strategy, runs, trial) if checkpoint is not None else {}
     with open_store(checkpoint, about) as store:
         driver = Driver(members, runs, metric, store, make_sweep_progress(progress), called, n_jobs)
         return driver.run(halving=strategy == "halving")
+
+
+def _identity(
+    members: Sequence[Member], given: dict[str, Any], strategy: str, runs: MemberRuns, trial: Run
+) -> dict[str, Any]:
+    """What two sweeps must have in common for one to continue the other. Functions count by their names."""
+    held = (*(trial.validation or ()), *trial.more_validation_x)
+    options = {name: _name_of(value) if callable(value) else repr(value) for name, value in given.items()}
+    return {
+        "grid": [
+            f"{m.seed} {m.split} { {name: _name_of(v) if callable(v) else v for name, v in m.parameters.items()} }"
+            for m in members
+        ],
+        "options": repr(sorted(options.items())), "strategy": strategy, "folds": f"{checksum(runs.splits.given()):08x}",
+        "validation": f"{checksum(held):08x}" if held else "", "model": str(trial.model),
+        "weights": f"{checksum(trial.model.state_dict().values()):08x}", "data": fingerprint(trial),
+    }  # fmt: skip
+
+
+def _name_of(function: Any) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def members_of(candidates: Sequence[Candidate], seeds: Sequence[int], splits: int) -> list[Member]:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -162,14 +162,20 @@ def set_aside(path: Path) -> None:
 
 def fingerprint(run: Run) -> str:
     """Shape and checksum of the run's data: of all rows, or of 1,024 evenly spaced ones if the data is very large."""
-    count = len(run.x)
-    rows = torch.linspace(0, count - 1, min(SAMPLED_ROWS, count), dtype=torch.float64).long()
-    checksum = 0
     weights = () if run.weights is None else (run.weights,)
-    for tensor in (run.x, run.y, *run.more_x, *weights):
-        sample = tensor if tensor.nbytes <= MAX_CHECKSUM_BYTES else tensor[rows.to(tensor.device)]
-        checksum = zlib.crc32(sample.cpu().contiguous().flatten().view(torch.uint8).numpy().data, checksum)
-    return f"{list(run.x.shape)} {checksum:08x}"
+    return f"{list(run.x.shape)} {checksum((run.x, run.y, *run.more_x, *weights)):08x}"
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the values of all tensors; of 1,024 evenly spaced rows of a tensor that is very large."""
+    found = 0
+    for tensor in tensors:
+        sample = tensor
+        if tensor.nbytes > MAX_CHECKSUM_BYTES:
+            rows = torch.linspace(0, len(tensor) - 1, min(SAMPLED_ROWS, len(tensor)), dtype=torch.float64).long()
+            sample = tensor[rows.to(tensor.device)]
+        found = zlib.crc32(sample.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, found)
+    return found
 
 
 def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:

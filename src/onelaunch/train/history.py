@@ -60,8 +60,10 @@ class History:
         return draw(self.losses, self.epochs, title, Path(path))
 
     def __repr__(self) -> str:
-        last = self.epochs[-1] if self.epochs else None
-        result = f", last epoch {summary(last)}" if last else ""
+        result = f", last epoch {summary(self.epochs[-1])}" if self.epochs else ""
+        if self.best_epoch is not None and self.best_epoch < len(self.epochs):
+            best = self.best_epoch
+            result = f", best epoch {best + 1} of {len(self.epochs)} {summary(self.epochs[best])}"
         return f"<History: {len(self.losses)} steps on {self.engine} in {self.seconds:.3g} s{result}>"
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.run.generators import seeded
+from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.network import BatchNorm, Network, NotAnMlpError
 from onelaunch.run.objective import as_features
 from onelaunch.run.options import CUSTOM_LOSS, LOSSES
@@ -45,6 +46,8 @@ def make_run(
         raise OnelaunchError("fit cannot train under torch.inference_mode(): call it outside")
     parameters = _trainable(model)
     device = parameters[0].device
+    if callable(options.get("loss")) and not isinstance(x, DataLoader) and y is not None:
+        options = with_named_loss(options, to_tensor("y", encode("y", y)[0]))
     loss = options.get("loss")
     loss_function = loss if callable(loss) else None
     if loss == CUSTOM_LOSS:
@@ -155,7 +158,10 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
         except (RuntimeError, TypeError) as error:
             raise ArgumentTypeError(f"{argument} cannot become an array ({error}): pass an array or a tensor") from None
         if array.dtype.kind not in "buif":
-            raise ArgumentTypeError(f"{argument} has dtype {array.dtype}: pass numbers (float, integer or uint8)")
+            named = _text_columns(value)
+            where = f"text in column {named[0]!r}" if named else f"dtype {array.dtype}"
+            remedy = ", or a table to onelaunch.sklearn or `onelaunch train`" if named else ""
+            raise ArgumentTypeError(f"{argument} has {where}: pass numbers (float, integer or uint8){remedy}")
         if array.dtype in (np.uint16, np.uint32, np.uint64):
             array = array.astype(np.int64)
         if array.dtype == np.longdouble:
@@ -210,6 +216,12 @@ def _trainable(model: Any) -> list[nn.Parameter]:
     if len(devices) > 1:
         raise OnelaunchError(f"model is on several devices ({', '.join(map(str, devices))}): move it to one")
     return parameters
+
+
+def _text_columns(value: Any) -> list[str]:
+    """The names of the columns of a DataFrame that are not numbers; empty for anything else."""
+    columns = getattr(value, "columns", ())
+    return [str(name) for name in columns if np.asarray(value[name]).dtype.kind not in "buif"]
 
 
 def _check_lengths(x_name: str, x: torch.Tensor, y_name: str, y: torch.Tensor) -> None:

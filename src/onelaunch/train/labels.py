@@ -76,9 +76,10 @@ def _classes(argument: str, y: torch.Tensor, classes: int, names: Names | None) 
     if y.ndim == 2 and y.shape[1] == classes > 1:
         y = _from_one_hot(argument, y)
     if y.is_floating_point():
+        whole = bool((y == y.round()).all())
+        remedy = f"{argument}.astype(int)" if whole else f"{argument} as integers"
         raise ArgumentTypeError(
-            f"{argument} is {y.dtype}, loss='cross_entropy' takes class numbers: "
-            f"pass {argument} as integers, or loss='mse' for regression"
+            f"{argument} is {y.dtype}, loss='cross_entropy' takes class numbers: pass {remedy}, or loss='mse' for regression"
         )
     if y.ndim == 2 and y.shape[1] == 1:
         y = y[:, 0]
@@ -88,6 +89,7 @@ def _classes(argument: str, y: torch.Tensor, classes: int, names: Names | None) 
     if int(y.min()) < 0 or int(y.max()) >= classes:
         row = int(((y < 0) | (y >= classes)).nonzero()[0, 0])
         known = f"its {classes} outputs take 0 to {classes - 1}"
+        known += f"; pass {argument} - 1" if int(y.min()) == 1 and int(y.max()) == classes else ""
         raise OnelaunchError(f"{argument}[{row}]={int(y[row])} is not a class of this model: {known}")
     return y.contiguous()
 

@@ -214,7 +214,8 @@ class Saver:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64):
-        return math.isfinite(tensor.detach().numpy().sum(dtype=np.float64))  # NumPy is faster for small tensors
+        with np.errstate(invalid="ignore"):  # inf - inf
+            return math.isfinite(tensor.detach().numpy().sum(dtype=np.float64))  # NumPy is faster for small tensors
     return math.isfinite(tensor.sum(dtype=torch.float64).item())
 
 

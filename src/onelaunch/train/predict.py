@@ -21,6 +21,7 @@ TASK = "_onelaunch_task"  # the attribute of a model that `fit` has trained; cop
 BATCH_VALUES = 2**22  # input values per batch, where the user names no batch size
 PREDICTED_ROWS = 8192  # per batch of `float64_outputs`
 MAX_SCALED = 2.0  # above this, floats are not value / 255
+SEEN_ROWS = 1024  # of which `fit` remembers the largest value
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,15 @@ class Task:
     classes: tuple[str, ...] | None  # names by number, where y had names
     flat: bool  # y had one value per row and no second dimension
     uint8_rows: bool
+    float_rows: bool = False  # rows of other integers were trained on as floats
+    largest: float = 0.0  # of the first rows, where they were floats
 
 
 def remember_task(run: Run, *, flat: bool) -> None:
     """Note on the model what it is being trained for, so that `predict` can turn its outputs into predictions."""
-    setattr(run.model, TASK, Task(run.spec.loss, run.classes, flat, run.x.dtype == torch.uint8))
+    floats = run.x.is_floating_point()
+    largest = float(run.x[:SEEN_ROWS].max()) if floats and run.x.numel() else 0.0
+    setattr(run.model, TASK, Task(run.spec.loss, run.classes, flat, run.x.dtype == torch.uint8, floats, largest))
 
 
 @advise({"verbose": "not needed: predict prints nothing", "proba": "probabilities=True"})
@@ -54,7 +59,8 @@ def predict(
     The model runs in evaluation mode on its own device, and its mode is restored. Raises OnelaunchError for a mistake.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"model={model!r:.80} is not an nn.Module")
+        remedy = "call its own predict(x)" if hasattr(model, "predict") else "pass the model that fit has trained"
+        raise ArgumentTypeError(f"model={model!r:.80} is not an nn.Module: {remedy}")
     if not isinstance(probabilities, bool):
         raise ArgumentTypeError(f"probabilities={probabilities!r:.60} must be True or False")
     inputs = tuple(to_tensor("x", part) for part in (x if isinstance(x, tuple) else (x,)))
@@ -63,6 +69,8 @@ def predict(
             f"x has inputs of {', '.join(str(len(part)) for part in inputs)} rows: pass the same number"
         )
     task: Task | None = getattr(model, TASK, None)
+    if task and task.float_rows:
+        inputs = (_as_trained(inputs[0], task), *inputs[1:])
     if task and task.uint8_rows and inputs[0].is_floating_point() and inputs[0].numel():
         largest = float(inputs[0].max())
         if largest > MAX_SCALED:
@@ -82,6 +90,18 @@ def predict(
     return _probabilities(outputs, task) if probabilities else _predictions(outputs, task)
 
 
+def _as_trained(x: torch.Tensor, task: Task) -> torch.Tensor:
+    """Rows for a model that was trained on floats: other integers were converted; uint8 is refused if it was not scaled."""
+    if x.dtype != torch.uint8:
+        return x if x.is_floating_point() else x.float()
+    if task.largest > MAX_SCALED and x.numel() and int(x.max()) > MAX_SCALED:
+        raise OnelaunchError(
+            f"x is uint8, which means value / 255, but the model was trained on floats up to {task.largest:.4g}: "
+            "pass x.astype('float32')"
+        )
+    return x
+
+
 def outputs_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], batch_size: int) -> torch.Tensor:
     """The model's outputs for all rows in evaluation mode, on the CPU; raises OnelaunchError if it cannot take them."""
     parameter = next(model.parameters(), torch.empty(0))
@@ -97,7 +117,9 @@ def outputs_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], batch_size: i
                 shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
                 raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {first_line(error)}") from error
             if not isinstance(output, torch.Tensor) or len(output) != len(batch[0]):
-                raise OnelaunchError("model must return one tensor with one row per sample")
+                raise OnelaunchError(
+                    "model must return one tensor with one row per sample: for a single row pass x[None]"
+                )
             outputs.append(output.cpu())
     return torch.cat(outputs)
 

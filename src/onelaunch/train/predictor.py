@@ -34,6 +34,10 @@ class Predictor:
     encoding: TableEncoding | None  # None for a run on arrays
     baseline: float  # the most frequent class number, or the mean, of the training targets
 
+    def __repr__(self) -> str:
+        what = "a regression" if self.classes is None else f"{len(self.classes)} classes"
+        return f"<Predictor of {self.path}: {what}, {'a table' if self.encoding else 'arrays'}>"
+
     def predict(self, x: Any) -> np.ndarray:
         """Class names [rows], or numbers in the units of the targets: [rows], or [rows, targets] for several."""
         outputs = self._outputs(x)
