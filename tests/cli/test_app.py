@@ -12,6 +12,7 @@ import pytest
 
 import onelaunch
 from onelaunch.cli import main
+from onelaunch.shipped import shipped_root
 
 
 def test_help_lists_every_key(cli):
@@ -23,6 +24,15 @@ def test_help_lists_every_key(cli):
 
 def test_version(cli):
     assert cli("--version").out == f"onelaunch {onelaunch.__version__}\n"
+
+
+def test_examples_say_where_they_are_and_how_they_are_used(cli, tmp_path):
+    listed = cli("examples").out
+    assert f"\nin {shipped_root()}\n" in listed
+    assert "onelaunch examples FOLDER" in listed.splitlines()[-1]
+    copied = cli("examples", tmp_path / "mine").out.splitlines()
+    assert copied[-2] == f"in {tmp_path / 'mine'}"
+    assert copied[-1].startswith("run a script: python FILE.py")
 
 
 def test_unknown_command_ends_with_2(cli):
@@ -45,6 +55,7 @@ def test_ctrl_c_that_a_command_says_nothing_about_is_one_line(cli, monkeypatch):
         (["train", "--epochs", "abc"], "'abc' for '--epochs'.*integer.*see onelaunch train --help"),
         (["compare", "--seeds", "abc"], "'abc' for '--seeds'.*integer"),
         (["bench", "--limit", "abc"], "'abc' for '--limit'.*number"),
+        (["train", "--learning-rate", "0.1"], "--learning-rate; did you mean --lr\\?.*see onelaunch train --help"),
         (["bench", "--nope"], "--nope.*see onelaunch bench --help"),
         (["explain"], "model.*see onelaunch explain --help"),
     ],

@@ -51,6 +51,7 @@ def test_steps_set_aside_epochs_and_layers_set_aside_hidden():
     ("given", "message"),
     [
         ({"batchsize": 3}, r"config key 'batchsize' is not known; did you mean 'batch_size'\?"),
+        ({"learning_rate": 0.1}, r"config key 'learning_rate' is not known; did you mean 'lr'"),
         ({"LR": 3}, r"config key 'LR' is not known; did you mean 'lr'"),
         ({"activation": "rely"}, r"did you mean 'relu'"),
         ({"dropout": 2.0}, r"dropout=2.0 must be between"),

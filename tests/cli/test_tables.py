@@ -142,11 +142,12 @@ def test_rows_in_memory_may_lack_a_number(trained, kind):
 @pytest.mark.parametrize("target", ["price", "kind"])
 @pytest.mark.parametrize("suffix", ["pt2", "onnx"])
 @pytest.mark.filterwarnings("ignore")  # PyTorch's exporters warn about their own future
-def test_an_exported_model_predicts_the_same(cli, trained, tmp_path, target, suffix):
+def test_an_exported_model_predicts_the_same(cli, trained, tmp_path, target, suffix, caplog):
     if suffix == "onnx":
         pytest.importorskip("onnxscript")
     outcome = cli("export", trained[target], f"model.{suffix}")
     assert (outcome.code, outcome.out) == (0, f"saved    model.{suffix}\n")
+    assert not [record for record in caplog.records if record.name.startswith("torch.onnx") and record.levelno >= 30]
     predictor = ol.load(trained[target])
     assert predictor.encoding is not None
     from onelaunch.data.table_encoding import as_table
@@ -240,7 +241,7 @@ def test_table_flags_need_a_table(cli, blobs):
         (lambda rows: [{k: v for k, v in row.items() if k != "size"} for row in rows], "lacks the column(s) 'size'"),
         (lambda rows: [{**row, "size": "big"} for row in rows], "line 2, column 'size': 'big' is not a number"),
         (lambda rows: [{**row, "kind": "tiny"} for row in rows], "'tiny' is a class that is not known"),
-        (lambda rows: [{k: v for k, v in row.items() if k != "kind"} for row in rows], "has no column 'kind'"),
+        (lambda rows: [{k: v for k, v in row.items() if k != "kind"} for row in rows], "new.csv has no column 'kind'"),
     ],
 )
 def test_new_rows_that_do_not_fit_are_one_line(cli, trained, tmp_path, change, message):

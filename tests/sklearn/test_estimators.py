@@ -249,7 +249,8 @@ def test_activations(activation):
         ({"device": "tpu"}, "device='tpu' is not known"),
         ({"n_estimators": 0}, "n_estimators=0 must be 1 or more"),
         ({"early_stopping": "sometimes"}, "early_stopping='sometimes' is not known"),
-        ({"solver": "lbfgs"}, "solver='lbfgs' is not one of adam, sgd: leave it out"),
+        ({"solver": "lbfgs"}, "solver='lbfgs' is not known: pass one of 'adam', 'sgd', or None"),
+        ({"solver": "adamm"}, "solver='adamm' is not known: .*; did you mean 'adam'"),
         ({"learning_rate": "adaptive"}, "learning_rate='adaptive' is not offered: pass 'constant', or schedule"),
         ({"shuffle": False}, "shuffle=False: rows are always visited in random order"),
         ({"batch_norm": True, "layer_norm": True}, "pass one of the two"),
@@ -259,3 +260,8 @@ def test_a_bad_parameter_is_one_line(parameters, message):
     with pytest.raises(OnelaunchError, match=message) as caught:
         MLPClassifier(**(QUICK | parameters)).fit(IRIS_X, IRIS_Y)
     assert "\n" not in str(caught.value)
+
+
+def test_a_single_class_is_shown_as_a_plain_value():
+    with pytest.raises(OnelaunchError, match=r"^y has 1 class, 0, in the rows"):
+        MLPClassifier(**QUICK).fit(IRIS_X, 0 * IRIS_Y)

@@ -9,6 +9,8 @@ import pytest
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris
 from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, RandomizedSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 from sklearn.svm import SVC
 
 from onelaunch.errors import OnelaunchError
@@ -96,6 +98,8 @@ def test_a_failing_candidate_gets_the_error_score():
 def test_other_estimators_are_refused():
     with pytest.raises(OnelaunchError, match="use scikit-learn's GridSearchCV"):
         SweepCV(SVC(), {"C": [1]}).fit(X, Y)
+    with pytest.raises(OnelaunchError, match=r"^estimator=Pipeline is not .*: put SweepCV inside the pipeline[^\n]*$"):
+        SweepCV(make_pipeline(StandardScaler(), ESTIMATOR), {"alpha": [1]}).fit(X, Y)
 
 
 @pytest.mark.parametrize("backend", ["threading", "loky"])

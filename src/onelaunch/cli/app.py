@@ -70,6 +70,12 @@ def _show_usage_error(error: Any) -> int:
     if isinstance(error.__cause__, ValidationError):  # typer's message does not name the value
         given = error.__cause__.errors()[0]["input"]
         message = message.replace("Invalid value", f"Invalid value {given!r:.80}", 1)
+    if getattr(error, "option_name", None) and error.ctx is not None:  # an unknown flag
+        from onelaunch.cli.config import known_as
+
+        flags = {flag.removeprefix("--").replace("-", "_"): flag for p in error.ctx.command.params for flag in p.opts}
+        here = known_as(error.option_name.removeprefix("--").replace("-", "_"), flags)
+        message = f"No such option: {error.option_name}; did you mean {flags[here]}?" if here else message
     if "\n" in message or error.ctx is None:
         error.show()
     else:

@@ -172,10 +172,13 @@ def examples(
     ] = None,
 ) -> None:
     """List the configurations and example scripts that come with onelaunch, or copy them into a folder."""
-    from onelaunch.shipped import copy_shipped, shipped_files
+    from onelaunch.shipped import copy_shipped, shipped_files, shipped_root
 
     for name in shipped_files() if out is None else copy_shipped(out):
         typer.echo(str(name))
+    typer.echo(f"in {shipped_root() if out is None else out}")
+    copy = "copy them: onelaunch examples FOLDER; " if out is None else ""
+    typer.echo(f"{copy}run a script: python FILE.py; train a configuration by its name: onelaunch train classic-784")
 
 
 def info() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -145,6 +146,14 @@ def _check_table_options(config: TrainConfig, is_table: bool) -> None:
         )
 
 
+def known_as(name: str, options: Container[str]) -> str:
+    """The option that has this name in another library, such as `lr` for `learning_rate`; empty when there is none."""
+    from onelaunch.train.argument_names import ELSEWHERE
+
+    here = ELSEWHERE.get(name, "").partition("=")[0]
+    return here if here in options else ""
+
+
 def _check_types(given: dict[str, Any]) -> dict[str, Any]:
     """The values of the keys, where whole numbers may stand for floats."""
     from pydantic import TypeAdapter, ValidationError
@@ -153,9 +162,8 @@ def _check_types(given: dict[str, Any]) -> dict[str, Any]:
     checked = {}
     for key, value in given.items():
         if key not in types:
-            raise OnelaunchError(
-                f"config key {key!r} is not known{suggest(key, types) or ': see onelaunch train --help'}"
-            )
+            hint = suggest(known_as(key, types) or key, types)
+            raise OnelaunchError(f"config key {key!r} is not known{hint or ': see onelaunch train --help'}")
         try:
             checked[key] = TypeAdapter(types[key]).validate_python(value, strict=True)
         except ValidationError as error:

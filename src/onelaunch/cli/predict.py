@@ -54,6 +54,11 @@ def run_evaluate(run: Path, data: Path, target: str | None) -> None:
                 f"target={target!r}: the run has its target, {predictor.encoding.target.name!r}: leave it out"
             )
         x, y = _rows(predictor, data), None
+        name = predictor.encoding.target.name
+        if name not in x.index:
+            raise DataError(
+                f"{data} has no column {name!r}, the target of the run: add it, or use onelaunch predict, which needs none"
+            )
     else:
         dataset = load_data(data, target=target, values=predictor.loss != "cross_entropy")
         x, y = dataset.x, dataset.y

@@ -161,7 +161,8 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         loss = "bce_with_logits" if multilabel else "cross_entropy"
         rows = make_rows(dense(X), targets, sample_weight)
         if not multilabel and len(self.classes_) < 2:
-            raise OnelaunchError(f"y has 1 class, {self.classes_[0]!r}, in the rows of positive weight: pass 2 or more")
+            only = self.classes_[:1].tolist()[0]  # a Python value: NumPy's would be shown with their type
+            raise OnelaunchError(f"y has 1 class, {only!r}, in the rows of positive weight: pass 2 or more")
         self.out_activation_ = "logistic" if multilabel else "softmax"
         return Prepared(self._scaled(rows, continues=continues), rows.y, rows.weight, len(self.classes_), loss)
 

@@ -199,8 +199,8 @@ class BaseMLP(BaseEstimator):
             require_option("scale", self.scale, SCALES, or_else="None")
         if require_integer("n_estimators", self.n_estimators, "a number of networks, 1 or more") < 1:
             raise OnelaunchError(f"n_estimators={self.n_estimators} must be 1 or more")
-        if self.solver is not None and self.solver not in SOLVERS:
-            raise OnelaunchError(f"solver={self.solver!r} is not one of {', '.join(SOLVERS)}: leave it out")
+        if self.solver is not None:
+            require_option("solver", self.solver, SOLVERS, or_else="None")
         if self.learning_rate not in (None, "constant"):
             raise OnelaunchError(
                 f"learning_rate={self.learning_rate!r} is not offered: pass 'constant', or schedule='cosine' instead"

@@ -12,6 +12,7 @@ import numpy as np
 from sklearn.base import clone, is_classifier
 from sklearn.model_selection import ParameterGrid, ParameterSampler, check_cv
 from sklearn.model_selection._search import BaseSearchCV
+from sklearn.pipeline import Pipeline
 from sklearn.utils import _safe_indexing, indexable
 from sklearn.utils.validation import _check_method_params, _num_samples
 
@@ -84,9 +85,11 @@ class SweepCV(BaseSearchCV):
         GridSearchCV of the installed scikit-learn weighs them.
         """
         if not isinstance(self.estimator, BaseMLP):
+            remedy = "pass MLPClassifier or MLPRegressor, or use scikit-learn's GridSearchCV"
+            if isinstance(self.estimator, Pipeline):
+                remedy = "put SweepCV inside the pipeline, as its last step, or use scikit-learn's GridSearchCV"
             raise ArgumentTypeError(
-                f"estimator={self.estimator!r:.60} is not an estimator of onelaunch.sklearn: pass MLPClassifier or "
-                "MLPRegressor, or use scikit-learn's GridSearchCV"
+                f"estimator={type(self.estimator).__name__} is not an estimator of onelaunch.sklearn: {remedy}"
             )
         scorers, refit_metric = self._get_scorers()
         X, y, groups = indexable(X, y, groups)

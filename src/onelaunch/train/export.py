@@ -8,10 +8,13 @@ under the key "onelaunch". The exported model of a run on arrays takes `rows`, f
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import logging
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +140,18 @@ def _pt2(module: nn.Module, inputs: Any, names: list[str], shapes: Any, about: s
     return file.getvalue()
 
 
+@contextlib.contextmanager
+def _without_logged_warnings(name: str) -> Iterator[None]:
+    """Inside, a logger and those below it log errors only: the exporter warns of packages that our models do not need."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def _onnx(module: nn.Module, inputs: Any, names: list[str], shapes: Any, about: str, classifies: bool) -> bytes:
     try:
         import onnx
@@ -145,7 +160,7 @@ def _onnx(module: nn.Module, inputs: Any, names: list[str], shapes: Any, about: 
         raise OnelaunchError(
             f"an .onnx file needs {error.name}: pip install 'onelaunch[onnx]', or export to .pt2"
         ) from None
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_logged_warnings("torch.onnx"):
         warnings.simplefilter("ignore")  # the exporter's own deprecations
         program = torch.onnx.export(
             module, inputs, dynamo=True, dynamic_shapes=shapes, input_names=names, verbose=False,
