@@ -23,6 +23,7 @@ CURVES = 5  # candidates whose curves are drawn
 COLUMNS = 3
 LOG_FROM = 10  # the ratio of a parameter's values from which its axis is logarithmic
 MAX_NAMES = 8  # of a scale with names, before they are turned
+MAX_LETTERS = 40  # of a name in the figure
 
 
 Records = Mapping[int, Record]
@@ -34,19 +35,26 @@ def draw_sweep(table: Table, records: Records, path: Path) -> Path:
     rows = ceil_div(len(names) + 1, COLUMNS)
     columns = min(COLUMNS, len(names) + 1)
     title = f"{len(table):,} candidates, {len(records):,} members; a star marks the best"
+    heading = _plain(table.heading)
     figure = new_figure(title, 4.2 * columns, 3.4 * rows)
     for number, name in enumerate(names, 1):
-        _draw_parameter(add_axes(figure, rows, columns, number, x=name, y=table.heading), table, name)
-    axes = add_axes(figure, rows, columns, len(names) + 1, x="epoch", y=table.heading)
+        _draw_parameter(add_axes(figure, rows, columns, number, x=_plain(name), y=heading), table, name)
+    axes = add_axes(figure, rows, columns, len(names) + 1, x="epoch", y=heading)
     _draw_curves(axes, table, records)
     return save_figure(figure, path)
+
+
+def _plain(text: str) -> str:
+    """The text for Matplotlib: short, and with dollar signs that do not begin a formula."""
+    short = text if len(text) <= MAX_LETTERS else f"{text[: MAX_LETTERS - 1]}…"
+    return short.replace("$", r"\$")
 
 
 def scale_of(values: list[Any]) -> str:
     """ "log", "linear" or "names": the scale that suits a parameter's values."""
     if not values:  # every member failed
         return "linear"
-    if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+    if not all(map(_is_number, values)):
         return "names"
     positive = [value for value in values if value > 0]
     if len(positive) == len(values) and max(positive) >= LOG_FROM * min(positive):
@@ -59,6 +67,17 @@ def scale_of(values: list[Any]) -> str:
     )
 
 
+def _is_number(value: Any) -> bool:
+    """Whether an axis of numbers has a place for the value, which an integer past the range of float64 has not."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
 def _draw_parameter(axes: Axes, table: Table, name: str) -> None:
     rows = [row for row in table if name in row.parameters and not math.isnan(row.mean)]
     values = [row.parameters[name] for row in rows]
@@ -67,7 +86,7 @@ def _draw_parameter(axes: Axes, table: Table, name: str) -> None:
     if scale == "names":
         known = {text: position for position, text in enumerate(dict.fromkeys(map(str, _in_order(values))))}
         places = [known[str(value)] for value in values]
-        axes.set_xticks(list(known.values()), list(known), rotation=45 if len(known) > MAX_NAMES else 0)
+        axes.set_xticks(list(known.values()), list(map(_plain, known)), rotation=45 if len(known) > MAX_NAMES else 0)
     elif scale == "log":
         axes.set_xscale("log")
     axes.plot(places, [row.mean for row in rows], "o", markersize=5, alpha=0.6, linestyle="none", markeredgewidth=0)
@@ -79,7 +98,7 @@ def _draw_parameter(axes: Axes, table: Table, name: str) -> None:
 def _in_order(values: list[Any]) -> list[Any]:
     try:
         return sorted(values)
-    except TypeError:
+    except Exception:  # the values' own comparison may raise anything: that of two tensors is a RuntimeError
         return values
 
 

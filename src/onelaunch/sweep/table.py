@@ -52,19 +52,20 @@ class Table:
     def __rich__(self) -> Group:
         from rich.console import Group
         from rich.table import Table as RichTable
+        from rich.text import Text
 
         unfinished = f", {self._done:,} of {self._total:,} members finished" if self._done < self._total else ""
         plural = "" if len(self.rows) == 1 else "s"
         table = RichTable()
         has_notes = any(self._note(row) for row in self.rows[:SHOWN_ROWS])
         for name in ("", *self.names):
-            table.add_column(name, justify="right")
-        table.add_column(self.heading, justify="right")
+            table.add_column(Text(name), justify="right")  # as Text: a name may look like rich's markup
+        table.add_column(Text(self.heading), justify="right")
         table.add_column("members", justify="right")
         if has_notes:
             table.add_column("note")
         for number, row in enumerate(self.rows[:SHOWN_ROWS], 1):
-            cells = [_short(row.parameters.get(name, "")) for name in self.names]
+            cells = [Text(_short(row.parameters.get(name, ""))) for name in self.names]
             notes = [self._note(row)] if has_notes else []
             table.add_row(str(number), *cells, self._score(row), str(len(row.members)), *notes)
         more = len(self.rows) - SHOWN_ROWS
