@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from onelaunch.engines.contract import Run, State
 from onelaunch.engines.members import MemberResult, MemberTask
@@ -44,6 +45,7 @@ class Switch:
     stop: bool = False
     plans: dict[str, str] = field(default_factory=dict)  # by group, for people
     steps: int = 0
+    stop_file: Path | None = None  # made by a stop: so other processes hear of it
 
     def report(self, steps: int) -> None:
         self.steps = steps
@@ -53,6 +55,8 @@ class Switch:
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
+        if self.stop_file is not None:
+            self.stop_file.touch()
 
 
 class ActiveMember:

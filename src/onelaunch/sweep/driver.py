@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,7 +19,7 @@ from onelaunch.sweep.member import Member, Record
 from onelaunch.sweep.progress import SweepProgress
 from onelaunch.sweep.result import Sweep
 from onelaunch.sweep.runs import MemberRuns, random_state_kept
-from onelaunch.sweep.spread import in_chunks
+from onelaunch.sweep.spread import as_they_come, is_here, watched
 from onelaunch.sweep.store import Store
 from onelaunch.sweep.table import Table
 from onelaunch.sweep.trainer import shared_fields, train
@@ -26,7 +28,6 @@ from onelaunch.train.interrupts import on_interrupt
 
 MAX_STORED_BYTES = 2**31  # of all members' weights: where they would be more, the checkpoint has none
 MAX_EPOCHS = 3**20
-BATCH = 4096  # members per call of joblib
 MAX_PAUSED_BYTES = 2**30  # of weights and optimizer states that wait for the next rung of successive halving
 
 
@@ -89,7 +90,7 @@ class Driver:
         self.progress.update(len(self.members), self._best[1] if self._best else "")
 
     def _train(self, members: Sequence[Member], part: float) -> None:
-        if self.n_jobs is not None:
+        if not is_here(self.n_jobs):
             self._train_elsewhere(members, part)
             return
         for outcome in train(self._jobs(members, part), self.switch, self.callbacks):
@@ -103,14 +104,20 @@ class Driver:
         return lambda: self.runs.run(member)
 
     def _train_elsewhere(self, members: Sequence[Member], part: float) -> None:
-        """Through joblib, a batch at a time, so that progress and checkpoint follow. Paused members start again there."""
-        for first in range(0, len(members), BATCH):
-            if self.switch.stop:
-                return
-            task = Elsewhere(self.runs, part, self.callbacks)
-            for record, weights in in_chunks(train_elsewhere, task, members[first : first + BATCH], self.n_jobs):
-                self.shared.setdefault(tuple(record.shared.values()), record.shared)
-                self._keep(record, weights)
+        """Through joblib; each chunk is kept and stored when it is done. Paused members start again there.
+
+        After a stop, workers that see this machine's files return the members that they have finished.
+        """
+        with tempfile.TemporaryDirectory(prefix="onelaunch-") as folder:
+            self.switch.stop_file = Path(folder) / "stop"
+            try:
+                task = Elsewhere(self.runs, part, self.callbacks, self.switch.stop_file)
+                for _, found in as_they_come(train_elsewhere, task, members, self.n_jobs, self.switch):
+                    for record, weights in found:
+                        self.shared.setdefault(tuple(record.shared.values()), record.shared)
+                        self._keep(record, weights)
+            finally:
+                self.switch.stop_file = None
         self.switch.plans["joblib"] = f"chunks of members, {self.n_jobs} jobs at a time"
 
     def _add(self, outcome: Outcome) -> None:
@@ -164,22 +171,23 @@ class Elsewhere:
     runs: MemberRuns
     part: float
     callbacks: tuple[Callback, ...]
+    stop_file: Path
 
 
 def train_elsewhere(task: Elsewhere, members: Sequence[Member]) -> list[tuple[Record, State]]:
-    """Train a chunk of members, in a process of joblib."""
+    """Train a chunk of members, in a process of joblib. After a stop, the list has those that are finished."""
     shared: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def jobs() -> Iterator[Job]:
         for member in members:
             yield Job(member.index, lambda member=member: task.runs.run(member), task.part)  # type: ignore[misc]
 
-    with random_state_kept():
+    with random_state_kept(), watched(task.stop_file) as switch:
         found = {
             outcome.index: (record_of(outcome, shared_fields(outcome.history, shared)), weights_of(outcome.run.model))
-            for outcome in train(jobs(), Switch(), task.callbacks)
+            for outcome in train(jobs(), switch, task.callbacks)
         }
-    return [found[member.index] for member in members]
+    return [found[member.index] for member in members if member.index in found]
 
 
 def record_of(outcome: Outcome, shared: dict[str, Any]) -> Record:

@@ -1,0 +1,106 @@
+"""Sweeps through joblib: what Ctrl-C keeps, in this process alone and in its whole process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import pytest
+
+import onelaunch as ol
+from onelaunch.sweep.active import Switch
+from onelaunch.sweep.driver import Driver
+from onelaunch.sweep.spread import MAX_CHUNK, as_they_come, in_chunks, watched
+from tests.conftest import ROOT
+from tests.sweep.models import make_model, rows
+
+joblib = pytest.importorskip("joblib")
+ThreadingBackend = joblib.parallel.ThreadingBackend
+MEMBERS = 400
+
+
+def long_sweep(**arguments: Any) -> ol.Sweep:
+    grid = {"seed": range(MEMBERS)}
+    return ol.sweep(make_model, *rows(), grid=grid, epochs=500, progress=False, n_jobs=2, **arguments)
+
+
+def interrupt_after_the_first(send: Any) -> None:
+    keep = Driver._keep
+
+    def keep_and_interrupt(self: Driver, *arguments: Any) -> None:
+        keep(self, *arguments)
+        if len(self.records) == 1:
+            send()
+
+    Driver._keep = keep_and_interrupt  # type: ignore[method-assign]
+
+
+def test_ctrl_c_in_the_parent_keeps_what_is_finished(monkeypatch, tmp_path):
+    monkeypatch.setattr(Driver, "_keep", Driver._keep)  # put back at the end
+    interrupt_after_the_first(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with joblib.parallel_config("loky"):
+        result = long_sweep(checkpoint=tmp_path / "kept")
+    assert result.interrupted
+    assert 0 < len(result.records) < MEMBERS
+    assert (tmp_path / "kept").exists()
+
+
+GROUP = """
+import os, signal
+from tests.sweep.test_spread import interrupt_after_the_first, long_sweep
+interrupt_after_the_first(lambda: os.killpg(0, signal.SIGINT))
+result = long_sweep()
+print(result.interrupted, len(result.records))
+"""
+
+
+def test_ctrl_c_in_the_process_group_keeps_what_is_finished():
+    ran = subprocess.run(
+        [sys.executable, "-c", GROUP], cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        start_new_session=True, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    interrupted, count = ran.stdout.split()
+    assert interrupted == "True"
+    assert 0 < int(count) < MEMBERS
+
+
+def doubled(task: int, items: Any) -> list[int]:
+    return [task * item for item in items]
+
+
+@pytest.mark.parametrize("generates", [True, False])  # whether the backend returns results as they come
+def test_chunks_are_small_and_in_order(generates, monkeypatch):
+    monkeypatch.setattr(ThreadingBackend, "supports_return_generator", generates)
+    items = range(10 * MAX_CHUNK)
+    with joblib.parallel_config("threading"):
+        assert in_chunks(doubled, 2, items, 2) == [2 * item for item in items]
+        sizes = [len(part) for _, part in as_they_come(doubled, 2, items, 2)]
+    assert sum(sizes) == len(items)
+    assert max(sizes) <= MAX_CHUNK
+
+
+def broken(task: Switch, items: Any) -> list[int]:
+    task.stop = task.steps == 1  # the Switch of the caller, since the backend is threads
+    raise BrokenProcessPool
+
+
+def test_a_broken_pool_after_a_stop_is_the_end():
+    with joblib.parallel_config("threading"):
+        stopped = Switch(steps=1)
+        assert list(as_they_come(broken, stopped, range(9), 2, stopped)) == []
+        with pytest.raises(BrokenProcessPool):
+            list(as_they_come(broken, Switch(), range(9), 2))
+
+
+def test_a_worker_hears_of_a_stop(tmp_path):
+    switch = Switch(stop_file=tmp_path / "stop")
+    with watched(tmp_path / "stop") as before:
+        assert not before.stop
+        switch.interrupt()
+    with watched(tmp_path / "stop") as after:
+        assert after.stop
