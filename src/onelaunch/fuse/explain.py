@@ -23,9 +23,9 @@ from onelaunch.fuse.generated import Kernel, read_kernels
 from onelaunch.fuse.graph import module_of, operation_of, tensor_of
 from onelaunch.fuse.patterns import find_matches, pays
 from onelaunch.fuse.patterns.pattern import Match
-from onelaunch.fuse.wrong_inputs import require_known_names, require_possible
 from onelaunch.roofline import Cost, DeviceModel, device_model, named_device
 from onelaunch.trial_runs import copied, device_of, restored, run_once, trial_mode
+from onelaunch.wrong_inputs import require_known_names, require_possible
 
 NO_PATTERN = "no pattern for "
 MAX_FUSED = 24  # operations that Inductor is predicted to put into one kernel

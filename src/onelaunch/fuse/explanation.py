@@ -115,11 +115,11 @@ class Explanation:
 
     def html(self, path: str | Path) -> Path:
         """Write an interactive page that needs no network; its path."""
-        from onelaunch.fuse.page import write_page
+        from onelaunch.html_page import fill_page, write_page
 
         if not isinstance(path, str | Path):
             raise ArgumentTypeError(f"path={path!r} is not a path: pass a file name, such as 'page.html'")
-        return write_page(self.to_dict(), Path(path))
+        return write_page(fill_page("onelaunch.fuse", self.to_dict(), self.model), Path(path))
 
     def rows(self) -> Iterator[tuple[int, Group]]:
         """Groups in order, equal ones together: how many there are, and the first of them.

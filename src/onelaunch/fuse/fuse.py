@@ -13,8 +13,8 @@ from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.fuse import backend
 from onelaunch.fuse.captured import uncompiled_call
 from onelaunch.fuse.decide import UNMEASURED, Choice, compiled, decide
-from onelaunch.fuse.wrong_inputs import require_known_names, require_possible
 from onelaunch.trial_runs import device_of
+from onelaunch.wrong_inputs import require_known_names, require_possible
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -19,14 +19,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from onelaunch.argument_names import advise_by
 from onelaunch.capture import capturing
-from onelaunch.device import AUTOCAST_DTYPES
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, first_line, require_integer
+from onelaunch.errors import OnelaunchError, first_line, require_integer
 from onelaunch.fuse import backend
 from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
-from onelaunch.fuse.fuse import check_model
-from onelaunch.fuse.wrong_inputs import described, require_possible
+from onelaunch.step.arguments import ADVICE, autocast_dtype, check_arguments, require_tensors
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
+from onelaunch.wrong_inputs import require_possible
 
 if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
     from onelaunch.step.adam_update import AdamUpdate
@@ -35,14 +34,6 @@ if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per shape: the first compiles, the second finds all state in place
 MAX_RECORDINGS = 3  # after settings of the optimizer have changed; then the step is no longer recorded
-
-ADVICE = {  # arguments of other libraries: how to say it here
-    **dict.fromkeys(("criterion", "loss_fn"), "loss="),
-    **dict.fromkeys(("max_norm", "max_grad_norm", "grad_clip", "gradient_clip_val", "clipnorm"), "clip_norm="),
-    **dict.fromkeys(("precision", "amp", "dtype"), "autocast='bf16'"),
-    **dict.fromkeys(("accumulation_steps", "accumulate_grad_batches"), "accumulate="),
-    "lr": "the optimizer's: torch.optim.Adam(model.parameters(), lr=…)",
-}
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -106,13 +97,13 @@ class TrainStep:
         autocast: torch.dtype | str | None, scaler: torch.amp.GradScaler | None, accumulate: int, capture: bool,
         compile: bool,
     ) -> None:  # fmt: skip
-        _check(model, loss, optimizer, clip_norm, scaler)
+        check_arguments(model, loss, optimizer, clip_norm, scaler)
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.clip_norm, self.scaler = clip_norm, scaler
         self.accumulate = require_integer("accumulate", accumulate, "1 or more")
         if self.accumulate < 1:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
-        self.autocast = _autocast_dtype(autocast)
+        self.autocast = autocast_dtype(autocast)
         self.device = self.parameters[0].device
         self._compiles, self._started = compile, False
         self._forward: Callable[..., torch.Tensor] = compiled(self._forward_and_loss, PROVEN if compile else None)
@@ -149,7 +140,7 @@ class TrainStep:
             what = "target" if args else "inputs"
             raise OnelaunchError(f"step has no {what}: pass the model's inputs and then the target, as in step(x, y)")
         if not any(isinstance(leaf, torch.Tensor) for leaf in args) and self.loss is not None:
-            _require_tensors(args, kwargs)
+            require_tensors(args, kwargs)
         if not self._started:
             self._started = True
             if self._compiles and self.device.type == "cpu":
@@ -342,46 +333,6 @@ class TrainStep:
         if reason:
             log.warning("train_step: steps run operation by operation: %s", reason)
         return reason
-
-
-def _check(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -> None:
-    check_model(model)
-    if loss is not None and not callable(loss):
-        raise ArgumentTypeError(f"loss={abbreviate(loss)} is not a function of (output, target): pass one, or None")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        remedy = "pass one, such as torch.optim.Adam(model.parameters())"
-        raise ArgumentTypeError(f"optimizer={abbreviate(optimizer)} is not a torch.optim.Optimizer: {remedy}")
-    if not any(group["params"] for group in optimizer.param_groups):
-        raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
-    owned = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
-        raise OnelaunchError("optimizer holds no parameter of model: pass model.parameters() to it")
-    if clip_norm is not None and (
-        isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
-    ):
-        raise OnelaunchError(f"clip_norm={abbreviate(clip_norm)} must be a number above 0, or None")
-    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ArgumentTypeError(f"scaler={abbreviate(scaler)} is not a torch.amp.GradScaler: pass one, or None")
-
-
-def _require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise ArgumentTypeError for lists of numbers and NumPy arrays where none of the arguments holds a tensor."""
-    leaves = tree_flatten((args, kwargs))[0]
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        given = ", ".join(map(described, [*args, *kwargs.values()]))
-        raise ArgumentTypeError(
-            f"step({given}) has no tensors: pass tensors, as in step(torch.tensor(x), torch.tensor(y))"
-        )
-
-
-def _autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
-    if autocast is None or isinstance(autocast, torch.dtype):
-        return autocast
-    if not isinstance(autocast, str) or autocast not in AUTOCAST_DTYPES:
-        raise OnelaunchError(
-            f"autocast={abbreviate(autocast)} is not known: pass 'bf16', 'fp16', a torch.dtype or None"
-        )
-    return AUTOCAST_DTYPES[autocast]
 
 
 def _parameter_names(model: nn.Module) -> set[str]:

@@ -1,16 +1,11 @@
-"""Writes a sweep as one HTML page that needs no network and no other file."""
+"""A sweep as one HTML page."""
 
 from __future__ import annotations
 
-import importlib.resources
-import json
 import math
-from pathlib import Path
 from typing import Any
 
-from onelaunch.colours import colour_rules
-from onelaunch.errors import OnelaunchError, reason_of
-from onelaunch.files import write_atomic
+from onelaunch.html_page import fill_page
 from onelaunch.run.metric_names import is_loss
 from onelaunch.sweep.draw import Records, mean_curve, scale_of
 from onelaunch.sweep.table import Table
@@ -19,26 +14,9 @@ from onelaunch.train.history import json_ready
 CURVES = 12  # candidates whose curves the page can show
 
 
-def write_page(table: Table, records: Records, about: dict[str, Any], path: Path) -> Path:
-    """`about`: the number of `members`, the `seconds` they took and the `plan`."""
-    if not path.name:
-        raise OnelaunchError(f"path={str(path)!r} has no file name: pass one such as sweep.html")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, page(table, records, about).encode("utf-8", "replace"))
-    except (OSError, ValueError) as error:
-        raise OnelaunchError(
-            f"path={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path"
-        ) from error
-    return path
-
-
 def page(table: Table, records: Records, about: dict[str, Any]) -> str:
-    template = importlib.resources.files("onelaunch.sweep").joinpath("page.html").read_text(encoding="utf-8")
-    # A value may hold anything, "</script>" too.
-    data = json.dumps(content(table, records, about), allow_nan=False).replace("<", "\\u003c")
-    data = data.replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    return template.replace("{{colours}}", colour_rules(":root")).replace("{{data}}", data)
+    """`about`: the number of `members`, the `seconds` they took and the `plan`."""
+    return fill_page("onelaunch.sweep", content(table, records, about))
 
 
 def content(table: Table, records: Records, about: dict[str, Any]) -> dict[str, Any]:

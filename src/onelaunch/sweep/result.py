@@ -10,6 +10,7 @@ from typing import Any, overload
 from torch import nn
 
 from onelaunch.errors import OnelaunchError, require_integer
+from onelaunch.html_page import write_page
 from onelaunch.sweep.member import Member, Record
 from onelaunch.sweep.ranking import Row, rank
 from onelaunch.sweep.table import Table
@@ -124,10 +125,10 @@ class Sweep:
 
     def html(self, path: str | Path) -> Path:
         """Write one page that needs no other file: parallel coordinates, the metric over each parameter, curves of the best."""
-        from onelaunch.sweep.page import write_page
+        from onelaunch.sweep.page import page
 
         about = {"members": len(self.members), "seconds": self.seconds, "plan": self.plan}
-        return write_page(self.table, self.records, about, Path(path))
+        return write_page(page(self.table, self.records, about), Path(path))
 
     def __repr__(self) -> str:
         table = self.table

@@ -1,0 +1,61 @@
+"""The arguments of `ol.train_step` and of its steps, checked: a mistake gets one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from onelaunch.device import AUTOCAST_DTYPES
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate
+from onelaunch.fuse.fuse import check_model
+from onelaunch.wrong_inputs import described
+
+ADVICE = {  # arguments of other libraries: how to say it here
+    **dict.fromkeys(("criterion", "loss_fn"), "loss="),
+    **dict.fromkeys(("max_norm", "max_grad_norm", "grad_clip", "gradient_clip_val", "clipnorm"), "clip_norm="),
+    **dict.fromkeys(("precision", "amp", "dtype"), "autocast='bf16'"),
+    **dict.fromkeys(("accumulation_steps", "accumulate_grad_batches"), "accumulate="),
+    "lr": "the optimizer's: torch.optim.Adam(model.parameters(), lr=…)",
+}
+
+
+def check_arguments(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -> None:
+    check_model(model)
+    if loss is not None and not callable(loss):
+        raise ArgumentTypeError(f"loss={abbreviate(loss)} is not a function of (output, target): pass one, or None")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        remedy = "pass one, such as torch.optim.Adam(model.parameters())"
+        raise ArgumentTypeError(f"optimizer={abbreviate(optimizer)} is not a torch.optim.Optimizer: {remedy}")
+    if not any(group["params"] for group in optimizer.param_groups):
+        raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
+    owned = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
+        raise OnelaunchError("optimizer holds no parameter of model: pass model.parameters() to it")
+    if clip_norm is not None and (
+        isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
+    ):
+        raise OnelaunchError(f"clip_norm={abbreviate(clip_norm)} must be a number above 0, or None")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ArgumentTypeError(f"scaler={abbreviate(scaler)} is not a torch.amp.GradScaler: pass one, or None")
+
+
+def require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ArgumentTypeError for lists of numbers and NumPy arrays where none of the arguments holds a tensor."""
+    leaves = tree_flatten((args, kwargs))[0]
+    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        given = ", ".join(map(described, [*args, *kwargs.values()]))
+        raise ArgumentTypeError(
+            f"step({given}) has no tensors: pass tensors, as in step(torch.tensor(x), torch.tensor(y))"
+        )
+
+
+def autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
+    if autocast is None or isinstance(autocast, torch.dtype):
+        return autocast
+    if not isinstance(autocast, str) or autocast not in AUTOCAST_DTYPES:
+        raise OnelaunchError(
+            f"autocast={abbreviate(autocast)} is not known: pass 'bf16', 'fp16', a torch.dtype or None"
+        )
+    return AUTOCAST_DTYPES[autocast]
