@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from onelaunch.errors import DataError
+from onelaunch.loggers import logging_from
 
 ANSWER_SECONDS = 4.0  # to resolve the name, connect and receive the first CHUNK
 STALL_SECONDS = 15.0  # for each further CHUNK
@@ -41,7 +42,8 @@ def download(url: str, path: Path, md5: str) -> None:
     import urllib3
 
     host = urlsplit(url).netloc
-    with _progress() as bar, _quiet(pooch.get_logger()):
+    # pooch reports each file on stderr; `Dataset.source` says the same in one line.
+    with _progress() as bar, logging_from(logging.WARNING, pooch.get_logger()):
         transfer = _Transfer(bar, path.name)
         thread = threading.Thread(target=transfer.run, args=(url, path, md5), daemon=True)
         thread.start()
@@ -137,14 +139,3 @@ def _progress() -> Iterator[Any]:
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         yield bar
-
-
-@contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Silence pooch, which reports each file on stderr; `Dataset.source` says the same in one line."""
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

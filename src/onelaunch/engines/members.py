@@ -51,6 +51,10 @@ class MembersMonitor(Protocol):
 class MembersEngine(Protocol):
     """An engine that trains several members at a time."""
 
+    def members_unsupported_reason(self, runs: Sequence[Run]) -> str:
+        """Why these runs cannot be trained together; empty when they can."""
+        return ""
+
     def members_plan(self, runs: Sequence[Run]) -> str:
         """For people: how many members run at once, where each is placed, and the predicted steps per second of all."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from onelaunch.errors import first_line
+from onelaunch.loggers import logging_from
 
 # What Dynamo says where it ends a graph, as a regular expression, and the same in plain words.
 BREAKS = (
@@ -103,15 +104,10 @@ def without_log_breaks() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_dynamo_warnings() -> Iterator[None]:
     """Dynamo warns of graph breaks in a dozen lines; the caller tells of them in one."""
-    logger = logging.getLogger("torch._dynamo")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():  # it looks at the gradients of the values that one graph hands to the next
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            yield
-    finally:
-        logger.setLevel(level)
+    with logging_from(logging.ERROR, "torch._dynamo"), warnings.catch_warnings():
+        # It looks at the gradients of the values that one graph hands to the next.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+        yield
 
 
 def uncompiled_call(module: nn.Module) -> Callable[..., Any]:

@@ -84,7 +84,7 @@ def _draw_parameter(axes: Axes, table: Table, name: str) -> None:
     scale = scale_of(values)
     places: list[Any] = values
     if scale == "names":
-        known = {text: position for position, text in enumerate(dict.fromkeys(map(str, _in_order(values))))}
+        known = {text: position for position, text in enumerate(names_of(values))}
         places = [known[str(value)] for value in values]
         axes.set_xticks(list(known.values()), list(map(_plain, known)), rotation=45 if len(known) > MAX_NAMES else 0)
     elif scale == "log":
@@ -95,11 +95,13 @@ def _draw_parameter(axes: Axes, table: Table, name: str) -> None:
         axes.plot(places[0], best.mean, "*", markersize=13, color=LIGHT["pick"])
 
 
-def _in_order(values: list[Any]) -> list[Any]:
+def names_of(values: list[Any]) -> list[str]:
+    """The different values as text, in their order if they have one."""
     try:
-        return sorted(values)
+        ordered = sorted(values)
     except Exception:  # the values' own comparison may raise anything: that of two tensors is a RuntimeError
-        return values
+        ordered = values
+    return list(dict.fromkeys(map(str, ordered)))
 
 
 def mean_curve(records: Records, row: Row, metric: str) -> np.ndarray[Any, Any]:

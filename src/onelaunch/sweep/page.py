@@ -7,7 +7,7 @@ from typing import Any
 
 from onelaunch.html_page import fill_page
 from onelaunch.run.metric_names import is_loss
-from onelaunch.sweep.draw import Records, mean_curve, scale_of
+from onelaunch.sweep.draw import Records, mean_curve, names_of, scale_of
 from onelaunch.sweep.table import Table
 from onelaunch.train.history import json_ready
 
@@ -26,7 +26,7 @@ def content(table: Table, records: Records, about: dict[str, Any]) -> dict[str, 
         values = [row.parameters[name] for row in table if name in row.parameters]
         if len({repr(value) for value in values}) > 1:
             scale = scale_of(values)
-            texts = [] if scale != "names" else _sorted_texts(values)
+            texts = [] if scale != "names" else names_of(values)
             parameters.append({"name": name, "scale": scale, "names": texts})
     fixed = {name: str(value) for name in table.names for value in [table.rows[0].parameters.get(name)]
              if name not in [parameter["name"] for parameter in parameters]}  # fmt: skip
@@ -53,11 +53,3 @@ def _value(value: Any, scale: str) -> Any:
     if scale == "names":
         return str(value)
     return float(value) if math.isfinite(value) else None
-
-
-def _sorted_texts(values: list[Any]) -> list[str]:
-    try:
-        ordered = sorted(set(values))
-    except TypeError:
-        ordered = list(values)
-    return list(dict.fromkeys(map(str, ordered)))

@@ -113,7 +113,7 @@ class MemberRuns:
         """The fields of Options for a member."""
         own = {name: value for name, value in member.parameters.items() if name in OPTIONS}
         found = {**self.options, **own, "seed": member.seed}
-        return found if self._loader or not callable(found["loss"]) else with_named_loss(found, self.y)
+        return found if self._loader else with_named_loss(found, self.y)
 
     def spec(self, member: Member, rows: int) -> Spec:
         """The Spec of a member with this many training rows. Its checks are made once per candidate and number of rows."""

@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
-import torch
-
 from onelaunch.device import device_name
 from onelaunch.engines import choose
 from onelaunch.engines.contract import Engine, Run, State
@@ -76,8 +74,7 @@ def train(jobs: Iterable[Job], switch: Switch, callbacks: tuple[Callback, ...] =
                     yield outcome
                 break
             except Exception as error:
-                out_of_memory = is_out_of_memory(error) or isinstance(error, torch.OutOfMemoryError)
-                if not out_of_memory or len(chunk) < 2:
+                if not is_out_of_memory(error) or len(chunk) < 2:
                     raise
                 at_once = max(1, len(chunk) // 2)
                 log.warning("out of device memory: %d members at once (%s)", at_once, first_line(error))
@@ -125,27 +122,28 @@ def _train_group(
                 refused[engine.name] = str(refusal)
 
 
-def _together_or_none(engine: Any, runs: Sequence[Run]) -> Any:
+def _together_or_none(engine: Any, runs: Sequence[Run]) -> MembersEngine | None:
     """The engine, if it can train these runs together."""
     if not hasattr(engine, "train_members"):
         return None
-    reason = getattr(engine, "members_unsupported_reason", lambda runs: "")(runs)
-    return None if reason else engine
+    many = cast(MembersEngine, engine)
+    return None if many.members_unsupported_reason(runs) else many
 
 
 def _train_with(
-    engine: Engine, many: Any, reason: str, members: Sequence[tuple[Job, Run]], switch: Switch,
+    engine: Engine, many: MembersEngine | None, reason: str, members: Sequence[tuple[Job, Run]], switch: Switch,
     callbacks: tuple[Callback, ...],
 ) -> Iterator[Outcome]:  # fmt: skip
     """`many`: the engine, if it trains members together."""
     run = members[0][1]
-    together = many is not None and not callbacks and run.loader is None
+    if callbacks or run.loader is not None:
+        many = None
     parts = any(job.part < 1 or job.continues is not None for job, _ in members)
-    if not together and not parts:
+    if many is None and not parts:
         switch.plans[_group_name(run)] = f"{engine.name}: one member after another"
         yield from _one_after_another(members, switch, callbacks)
         return
-    trainer = cast(MembersEngine, many) if together else OneByOne(engine)
+    trainer = many or OneByOne(engine)
     switch.plans[_group_name(run)] = f"{engine.name}: {trainer.members_plan([run for _, run in members])}"
     device, on_cpu = device_name(run.device), run.device.type == "cpu"
     active: list[ActiveMember] = []
@@ -182,7 +180,7 @@ def _together(engine: MembersEngine, active: list[ActiveMember], switch: Switch)
         assert returned or switch.stop, "an engine must return the results of its tasks"
 
 
-class OneByOne:
+class OneByOne(MembersEngine):
     """Any engine as one that trains members: one after another, each in a session of its own."""
 
     def __init__(self, engine: Engine) -> None:

@@ -8,13 +8,11 @@ under the key "onelaunch". The exported model of a run on arrays takes `rows`, f
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import logging
 import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from onelaunch.data.scaling import LIMIT
 from onelaunch.data.table_encoding import TableEncoding
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import write_atomic
+from onelaunch.loggers import logging_from
 from onelaunch.train.predictor import Predictor
 
 SUFFIXES = (".onnx", ".pt2")
@@ -140,18 +139,6 @@ def _pt2(module: nn.Module, inputs: Any, names: list[str], shapes: Any, about: s
     return file.getvalue()
 
 
-@contextlib.contextmanager
-def _without_logged_warnings(name: str) -> Iterator[None]:
-    """Inside, a logger and those below it log errors only: the exporter warns of packages that our models do not need."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def _onnx(module: nn.Module, inputs: Any, names: list[str], shapes: Any, about: str, classifies: bool) -> bytes:
     try:
         import onnx
@@ -160,7 +147,8 @@ def _onnx(module: nn.Module, inputs: Any, names: list[str], shapes: Any, about: 
         raise OnelaunchError(
             f"an .onnx file needs {error.name}: pip install 'onelaunch[onnx]', or export to .pt2"
         ) from None
-    with warnings.catch_warnings(), _without_logged_warnings("torch.onnx"):
+    # The exporter warns of packages that our models do not need.
+    with warnings.catch_warnings(), logging_from(logging.ERROR, "torch.onnx"):
         warnings.simplefilter("ignore")  # the exporter's own deprecations
         program = torch.onnx.export(
             module, inputs, dynamo=True, dynamic_shapes=shapes, input_names=names, verbose=False,

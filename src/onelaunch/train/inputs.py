@@ -46,13 +46,10 @@ def make_run(
         raise OnelaunchError("fit cannot train under torch.inference_mode(): call it outside")
     parameters = _trainable(model)
     device = parameters[0].device
-    if callable(options.get("loss")) and not isinstance(x, DataLoader) and y is not None:
-        options = with_named_loss(options, to_tensor("y", encode("y", y)[0]))
-    loss = options.get("loss")
-    loss_function = loss if callable(loss) else None
-    if loss == CUSTOM_LOSS:
-        raise OnelaunchError(f"loss={loss!r} is not known: pass the function itself, or one of {', '.join(LOSSES)}")
-    options = {**options, "loss": CUSTOM_LOSS} if loss_function else options
+    if options.get("loss") == CUSTOM_LOSS:
+        raise OnelaunchError(
+            f"loss={CUSTOM_LOSS!r} is not known: pass the function itself, or one of {', '.join(LOSSES)}"
+        )
     loader, rows = x if isinstance(x, DataLoader) else None, None
     if loader is not None:
         x, y, options, rows = open_loader(loader, y, options)
@@ -67,7 +64,9 @@ def make_run(
     _check_lengths("x", x, "y", y)
     for number, part in enumerate(more_x, 1):
         _check_lengths(f"x[{number}]", part, "y", y)
-    spec = Spec(rows=rows or len(x), **options)
+    options = options if loader is not None else with_named_loss(options, y)
+    loss_function = loss if callable(loss := options.get("loss")) else None
+    spec = Spec(rows=rows or len(x), **{**options, "loss": CUSTOM_LOSS} if loss_function else options)
     if loader is not None or more_x or loss_function:
         what = "x is a DataLoader" if loader is not None else "x has several inputs" if more_x else "loss is a function"
         network, no_network_reason = None, what

@@ -32,10 +32,8 @@ REDUCE_OVERHEAD, MAX_AUTOTUNE = "torch.compile reduce-overhead", "torch.compile 
 LR = 1e-5
 CHECKED_STEPS, CHECKED_LR, SLACK, FP32_SLACK = 6, 1e-3, 0.02, 1e-4
 SAMPLES = 8
-HOST_CALLS, HOST_SECONDS = (
-    50,
-    5e-3,
-)  # at most, of calls and of the device's work: its queue of launches must not fill up
+HOST_CALLS = 50  # at most
+HOST_SECONDS = 5e-3  # of the device's work at most: its queue of launches must not fill up
 
 
 def our_step(workload: Workload, optimizer: torch.optim.Optimizer) -> TrainStep:

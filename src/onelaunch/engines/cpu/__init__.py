@@ -65,6 +65,9 @@ class CpuEngine:
 
         return CpuSession(run, state)
 
+    def members_unsupported_reason(self, runs: Sequence[Run]) -> str:
+        return ""
+
     def members_plan(self, runs: Sequence[Run]) -> str:
         from onelaunch.engines.cpu.members import members_plan
 
