@@ -60,15 +60,15 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 128, 129])
 def test_chunk_borders(device: torch.device, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "CHUNK_BYTES", 1)
-    assert MODULE.chunk_rows(30, 4) == 64
+    assert MODULE.chunk_rows(1000, 30, 4) == 64
     x, weight, bias, target = arguments(device, torch.float32, (rows,))
     loss = linear_cross_entropy(x, weight, target, bias)
     assert_same_with_gradients(loss, [x, weight, bias], expected_loss(target), torch.float32)
 
 
 def test_rows_of_a_chunk() -> None:
-    assert MODULE.chunk_rows(50257, 2) == 1344
-    assert MODULE.chunk_rows(10**9, 4) == 64
+    assert MODULE.chunk_rows(8192, 50257, 2) == 960  # nine equal chunks
+    assert MODULE.chunk_rows(500, 10**9, 4) == 64
 
 
 def test_nothing_counts_gives_what_pytorch_gives(device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
-from onelaunch.integers import round_up
+from onelaunch.integers import ceil_div, round_up
 from onelaunch.ops.arguments import KERNEL_DTYPES, check_beside, check_float, kernels
 from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, inside_transform
 from onelaunch.ops.cross_entropy import cross_entropy
@@ -25,7 +25,9 @@ from onelaunch.ops.widen import widen
 
 INDEX_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
 CLASS_MULTIPLE = 8
-CHUNK_BYTES = 2**27  # of logits at a time: rows enough for efficient products, and little beside a model's activations
+CHUNK_BYTES = (
+    3 * 2**25
+)  # of logits at a time: rows enough for efficient products, and little beside a model's activations
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # loss, dx, dweight and dbias of the summed loss, scale
 
 
@@ -57,9 +59,10 @@ def _with_aligned_classes(weight: Tensor, bias: Tensor | None, smoothing: float)
     return F.pad(weight, (0, 0, 0, missing)), F.pad(bias, (0, missing), value=float("-inf"))
 
 
-def chunk_rows(classes: int, element_size: int) -> int:
-    """Rows of a chunk: a multiple of 64, for the products' tiles."""
-    return round_up(max(1, CHUNK_BYTES // (classes * element_size)), 64)
+def chunk_rows(rows: int, classes: int, element_size: int) -> int:
+    """Rows of each of as few equal chunks as possible: a multiple of 64, for the products' tiles."""
+    chunks = max(1, ceil_div(rows * classes * element_size, CHUNK_BYTES))
+    return round_up(max(1, ceil_div(rows, chunks)), 64)
 
 
 def _summed_loss(
@@ -108,7 +111,7 @@ def _forward(
     dx = torch.empty_like(x) if gradient else x.new_empty(0)
     dweight = torch.zeros(weight.shape, dtype=wide, device=x.device) if gradient else x.new_empty(0)
     dbias = torch.zeros(weight.shape[:1], dtype=wide, device=x.device) if biased else x.new_empty(0)
-    rows = chunk_rows(weight.shape[0], x.element_size())
+    rows = chunk_rows(len(x), weight.shape[0], x.element_size())
     for first in range(0, len(x), rows):
         part = slice(first, first + rows)
         logits = F.linear(x[part], weight, bias)
@@ -119,6 +122,7 @@ def _forward(
             _accumulate(dweight, dlogits.t(), x[part])
         if biased:
             dbias += dlogits.sum(0, dtype=wide)
+        del logits, dlogits  # else they would live until the next chunk's are computed
     scale = torch.ones((), dtype=wide, device=x.device)
     if reduction == "mean":
         scale = 1 / (target != ignore_index).sum().to(wide)

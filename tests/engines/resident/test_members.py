@@ -21,6 +21,9 @@ from tests.reference import assert_same_course, assert_same_weights
 pytestmark = pytest.mark.gpu
 WIDTHS, STEPS = [20, 40, 24, 5], 60
 BF16_TOLERANCE = 2e-2  # relative, of losses: the effect of rounded operands
+TRAINING_OPTIONS = (
+    "steps", "batch_size", "optimizer", "lr", "weight_decay", "label_smoothing", "betas", "eps", "seed", "schedule"
+)  # fmt: skip
 PLACES: dict[str, dict[str, Any]] = {
     "one block": {"blocks": 1, "by_rows": True, "per_multiprocessor": 1, "warps": 8},
     "three blocks per multiprocessor": {"blocks": 1, "by_rows": True, "per_multiprocessor": 3},
@@ -85,20 +88,7 @@ def losses(result: MemberResult) -> list[float]:
 def alone(run: Run, model: Any) -> Any:
     """The eager engine's history of the run, for a copy of its first weights."""
     spec = run.spec
-    options = {
-        name: getattr(spec, name)
-        for name in (
-            "steps",
-            "batch_size",
-            "optimizer",
-            "lr",
-            "weight_decay",
-            "label_smoothing",
-            "betas",
-            "seed",
-            "schedule",
-        )
-    }
+    options = {name: getattr(spec, name) for name in TRAINING_OPTIONS}
     return fit(model, run.x, run.y, "eager", validation=run.validation, **options)
 
 
@@ -135,19 +125,7 @@ def test_a_member_has_the_bits_of_a_single_run_in_the_same_placement(place):
 
 
 def _options(run: Run) -> dict[str, Any]:
-    names = (
-        "steps",
-        "batch_size",
-        "optimizer",
-        "lr",
-        "precision",
-        "weight_decay",
-        "label_smoothing",
-        "betas",
-        "eps",
-        "seed",
-    )
-    return {name: getattr(run.spec, name) for name in names}
+    return {name: getattr(run.spec, name) for name in (*TRAINING_OPTIONS, "precision")}
 
 
 def test_a_queue_longer_than_the_places_gives_the_same_bits():
