@@ -24,8 +24,10 @@ from pathlib import Path
 
 import torch
 
+import onelaunch.bench.cases  # noqa: F401 (fills REGISTRY)
 from onelaunch.bench.alone import LOCK
 from onelaunch.bench.case import GROUPS as BENCH_GROUPS
+from onelaunch.bench.case import REGISTRY
 from onelaunch.bench.results import load_results
 from onelaunch.files import cache_folder, write_atomic
 
@@ -110,12 +112,14 @@ MODELS = tuple(f"models/{name}" for name in ("llama", "gpt2", "bert", "encoder",
 MODELS_ALONE = tuple(
     f"models/{name}" for name in ("dqn", "eval-mlp", "eval-bert", "eval-resnet", "fuse-bert", "fuse-resnet")
 )
+SWEEPS = tuple(name for name in REGISTRY if name.startswith("sweep/") and name != "sweep/digits")
 RECORDINGS: dict[str, Recording | SideBySide] = {
     **{
         name: bench(name, parts=WARM_UP_FILTERS.get(name, ("",)))
         for name, group in BENCH_GROUPS.items() if group.on_gpu is not False
     },
     "models": SideBySide("models", MODELS, MODELS_ALONE, processes=4),
+    "sweep": SideBySide("sweep", SWEEPS, ("sweep/digits",), processes=8),
     "large": bench("train", "--large", parts=("2048", "8192", "4096", "262144")),
     "sizes": Recording(
         (*ONELAUNCH, "compare", "configs/classic-hidden.toml", "--precision", "bf16", "--epochs", "1",

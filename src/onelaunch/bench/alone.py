@@ -1,4 +1,4 @@
-"""One measurement at a time: processes may build their cases side by side, and time them one after another.
+"""One measurement at a time: processes build their cases side by side, and time them one after another.
 
 Compiling the contenders of a real model takes minutes, timing them seconds. `benchmarks/record.py` therefore starts a process
 per case and gives all of them the same lock file.
@@ -19,21 +19,35 @@ MEASURES = "max-autotune"
 
 
 def build(contenders: Mapping[str, Work]) -> None:
-    """Call each contender once where other processes may be timing, so that it compiles before it is this one's turn."""
+    """Call each contender once beside other processes that do so, so that it compiles before it is this one's turn."""
     if LOCK in os.environ:
-        for work in (work for name, work in contenders.items() if MEASURES not in name):
-            with contextlib.suppress(Exception, SystemExit):  # `measure` says why a contender fails
-                work()
+        with beside_others():
+            for work in (work for name, work in contenders.items() if MEASURES not in name):
+                with contextlib.suppress(Exception, SystemExit):  # `measure` says why a contender fails
+                    work()
+
+
+@contextlib.contextmanager
+def beside_others() -> Iterator[None]:
+    """Wait until no other process with the same lock file times anything, and keep it from doing so."""
+    with _locked(shared=True):
+        yield
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Wait until no other process with the same lock file times anything."""
+    """Wait until no other process with the same lock file builds or times anything."""
+    with _locked(shared=False):
+        yield
+
+
+@contextlib.contextmanager
+def _locked(*, shared: bool) -> Iterator[None]:
     if LOCK not in os.environ:
         yield
         return
     import fcntl  # not on Windows, where benchmarks are not recorded
 
     with open(os.environ[LOCK], "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield

@@ -27,7 +27,7 @@ class Workload(NamedTuple):
     arguments: tuple[Any, ...]
 
 
-def _imported(name: str) -> Any:
+def imported(name: str) -> Any:
     try:
         return import_module(name)
     except ImportError:
@@ -39,7 +39,7 @@ def _tokens(classes: int, *shape: int) -> torch.Tensor:
 
 
 def bert(small: bool) -> Workload:
-    transformers = _imported("transformers")
+    transformers = imported("transformers")
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 2} if small else {}
     model = transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=4, **dropout))
     inputs = {
@@ -50,7 +50,7 @@ def bert(small: bool) -> Workload:
 
 
 def gpt2(small: bool) -> Workload:
-    transformers = _imported("transformers")
+    transformers = imported("transformers")
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_layer": 2} if small else {}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **dropout))
     tokens = _tokens(50257, 8, 1024)
@@ -58,7 +58,7 @@ def gpt2(small: bool) -> Workload:
 
 
 def llama(small: bool) -> Workload:
-    transformers = _imported("transformers")
+    transformers = imported("transformers")
     config = transformers.LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=2 if small else 8, num_attention_heads=16,
         vocab_size=32000, use_cache=False,
@@ -75,14 +75,14 @@ def _classification(model: nn.Module, batch: int, **options: Any) -> Workload:
 
 
 def vit(small: bool) -> Workload:
-    models = _imported("torchvision.models")
+    models = imported("torchvision.models")
     if small:
         return _classification(models.VisionTransformer(224, 16, 2, 12, 768, 3072), 32)
     return _classification(models.vit_b_16(dropout=0.1), 32)
 
 
 def resnet(small: bool) -> Workload:
-    models = _imported("torchvision.models")
+    models = imported("torchvision.models")
     model = models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1]) if small else models.resnet50()
     return _classification(model, 64, memory_format=torch.channels_last)
 

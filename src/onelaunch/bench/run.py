@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from onelaunch.bench.alone import alone, build
+from onelaunch.bench.alone import alone, beside_others, build
 from onelaunch.bench.busy import Watch, is_busy
 from onelaunch.bench.case import FLOOR, GROUPS, OURS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
@@ -138,7 +138,7 @@ def run_case(
     limit = limit or TimeLimit()
     result: dict[str, Any] = {"name": one.name, "group": one.group, "about": one.about, "unit": one.unit}
     try:
-        with limit.whole.cut(READY_SHARE * limit.whole.left()):
+        with beside_others(), limit.whole.cut(READY_SHARE * limit.whole.left()):
             trial = one.setup()
             trial.check()
     except OutOfTimeError:

@@ -1,5 +1,5 @@
-"""The cases, one file per group, but `large` belongs to `train` and `fused_models` to `models`. Importing registers all."""
+"""The cases, one file per group; `large`, `images` belong to `train` and `fused_models` to `models`. Importing registers them."""
 
-from onelaunch.bench.cases import cpu, fused_models, large, memory, models, ops, sweep, tabular, train
+from onelaunch.bench.cases import cpu, fused_models, images, large, memory, models, ops, sweep, tabular, train
 
-__all__ = ["cpu", "fused_models", "large", "memory", "models", "ops", "sweep", "tabular", "train"]
+__all__ = ["cpu", "fused_models", "images", "large", "memory", "models", "ops", "sweep", "tabular", "train"]

@@ -111,9 +111,11 @@ def _trial(make: Make, training: bool) -> Trial:
 
         return timed(built, CALLS, CALLS)
 
+    peers = {name: work(_compiled(mode)) for name, mode in PEERS.items()}
+    peers[EAGER] = work(lambda workload: workload.model)
     return Trial(
-        work(_fused), lambda: check_outputs(make), {name: work(_compiled(mode)) for name, mode in PEERS.items()},
-        slow_peers={EAGER: work(lambda workload: workload.model), MAX_AUTOTUNE: work(_compiled(AUTOTUNE_MODE))},
+        work(_fused), lambda: check_outputs(make), peers,
+        slow_peers={MAX_AUTOTUNE: work(_compiled(AUTOTUNE_MODE))},
         cuda=True, self_timed=True, repeats=SAMPLES,
     )  # fmt: skip
 

@@ -87,6 +87,8 @@ def captured_step(workload: Workload, optimizer: torch.optim.Optimizer, mode: st
 
 AUTOTUNE_MODE = "max-autotune-no-cudagraphs"
 PEERS: dict[str, Callable[..., Step]] = {
+    EAGER: torch_step,
+    COMPILED: functools.partial(torch_step, mode="default"),
     GRAPH: captured_step,
     COMPILED_GRAPH: functools.partial(captured_step, mode="default"),
     REDUCE_OVERHEAD: functools.partial(torch_step, mode="reduce-overhead"),

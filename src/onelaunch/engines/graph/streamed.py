@@ -47,10 +47,11 @@ class StreamedSession(GraphSession):
         copies = {name: getattr(first, name).clone() for name in ("x", "y", "order", "control", "table")}
         second = replace(first, **copies, weights=None if first.weights is None else first.weights.clone())
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._fetched: list[Any] = [
-            torch.cuda.Event() for _ in range(2 if self._side else 0)
-        ]  # the chunk's rows are there
-        self._trained: list[Any] = [torch.cuda.Event() for _ in range(2 if self._side else 0)]  # and no longer needed
+        # Of each chunk: its rows are there, and no longer needed.
+        self._fetched, self._trained = ([torch.cuda.Event() for _ in range(2 if self._side else 0)] for _ in range(2))
+        self._filled = 0  # the chunk that was filled last
+        self._ahead: int | None = None  # the first step of its rows
+        self._order_epoch: int | None = None  # the epoch whose order is in `_order`
         self.plan += (
             f"\nrows in host memory: two chunks of {self._chunk_steps} steps, one fetched while the other trains"
         )
@@ -75,26 +76,23 @@ class StreamedSession(GraphSession):
     def _stream(self, first_step: int, monitor: Monitor) -> Segment:
         """One epoch, or the rest of it, chunk by chunk."""
         spec, calls = self.spec, self.buffers.calls
-        end, epoch = spec.epoch_end(first_step), spec.epoch_of(first_step)
-        fill_row_order(self._order, self.buffers.take("keys"), spec.seed, epoch)
-        self._note_weights(epoch)
-        chunks = [
-            (first, min(first + self._chunk_steps, end)) for first in range(first_step, end, self._chunk_steps)
-        ]  # fmt: skip
-        if self._side:
-            self._side.wait_stream(torch.cuda.current_stream(self.run.device))
-        self._fetch(0, *chunks[0])
-        done: list[Pending] = []
-        for number, (first, last) in enumerate(chunks):
-            if number + 1 < len(chunks):
-                self._fetch((number + 1) % 2, *chunks[number + 1])
-            self._train(number % 2, first, last)
+        end = spec.epoch_end(first_step)
+        self._note_weights(spec.epoch_of(first_step))
+        first, done = first_step, list[Pending]()
+        while first < end:
+            if self._ahead != first:
+                self._fetch(first)
+            bank, last = self._filled, self._chunk_end(first)
+            if last < spec.total_steps:  # also the first rows of the next epoch
+                self._fetch(last)
+            self._train(bank, first, last)
             losses = self.buffers.take("losses")[: last - first]
             done.append(Pending(first, last, losses, self.data.control))
             if last == end and self.run.validation is not None:
                 done[-1].validation = self._queue_evaluation()
             done[-1].close()
-            if number and self._ends(done[number - 1], done, monitor):  # while the device trains on
+            first = last
+            if len(done) > 1 and self._ends(done[-2], done, monitor):  # while the device trains on
                 break
         self._count(self.buffers.calls - calls)
         for pending in done:
@@ -103,12 +101,8 @@ class StreamedSession(GraphSession):
         correct = sum(correct_predictions(pending.control) for pending in done) if has_accuracy(spec) else None
         losses = torch.cat([part.losses for part in parts])
         monitor.report(done[-1].end, float(losses[-1]), correct)
-        weights = (
-            None
-            if parts[0].weights is None
-            else torch.cat([part.weights for part in parts if part.weights is not None])
-        )
-        return Segment(first_step, losses, correct, parts[-1].validation, weights)
+        weights = [part.weights for part in parts if part.weights is not None]
+        return Segment(first_step, losses, correct, parts[-1].validation, torch.cat(weights) if weights else None)
 
     def _ends(self, finished: Pending, done: list[Pending], monitor: Monitor) -> bool:
         """Report a chunk's results; whether the run is to stop after the chunk that is queued."""
@@ -118,21 +112,30 @@ class StreamedSession(GraphSession):
         monitor.report(finished.end, loss, correct if has_accuracy(self.spec) else None)
         return monitor.stop or loss != loss
 
-    def _fetch(self, bank: int, first: int, last: int) -> None:
-        """Fill a chunk with the rows of steps [first, last) of the run, on a stream of its own."""
-        spec, run, data = self.spec, self.run, self._banks[bank]
+    def _chunk_end(self, first: int) -> int:
+        return min(first + self._chunk_steps, self.spec.epoch_end(first))
+
+    def _fetch(self, first: int) -> None:
+        """Fill the other chunk with the rows of the steps from `first` on, on a stream of its own."""
+        spec, run = self.spec, self.run
+        if self._side and self._ahead is None:
+            self._side.wait_stream(torch.cuda.current_stream(run.device))
+        self._filled, self._ahead = 1 - self._filled, first
+        data, epoch = self._banks[self._filled], spec.epoch_of(first)
         begin = first % spec.steps_per_epoch * spec.batch_size
-        end = spec.batch_slice(last - 1).stop
+        end = spec.batch_slice(self._chunk_end(first) - 1).stop
         with self._on_side():
+            if self._order_epoch != epoch:
+                fill_row_order(self._order, self.buffers.take("keys"), spec.seed, epoch)
+                self._order_epoch = epoch
             if self._side:
-                self._side.wait_event(self._trained[bank])
+                self._side.wait_event(self._trained[self._filled])
             rows = self._order[begin:end]
-            data.x[: end - begin].copy_(self._host.rows.index_select(0, rows))
-            data.y[: end - begin].copy_(run.y.index_select(0, rows))
-            if data.weights is not None and run.weights is not None:
-                data.weights[: end - begin].copy_(run.weights.index_select(0, rows))
+            for source, target in ((self._host.rows, data.x), (run.y, data.y), (run.weights, data.weights)):
+                if source is not None and target is not None:
+                    gather(source, rows, target[: end - begin])
             if self._side:
-                self._fetched[bank].record(self._side)
+                self._fetched[self._filled].record(self._side)
 
     def _on_side(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._side) if self._side else nullcontext()
@@ -158,6 +161,14 @@ class StreamedSession(GraphSession):
             torch.cuda.synchronize(self.run.device)
         super().close()
         self._host.close()
+
+
+def gather(source: torch.Tensor, rows: torch.Tensor, target: torch.Tensor) -> None:
+    """target[i] = source[rows[i]], converted where the types differ."""
+    if source.dtype == target.dtype:
+        torch.index_select(source, 0, rows, out=target)
+    else:
+        target.copy_(source.index_select(0, rows))
 
 
 class HostRows:
