@@ -194,8 +194,8 @@ def test_kernels_are_read_and_timed_on_a_gpu() -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 512)).cuda()
     for training in (True, False):
         explained = ol.explain(model.train(training), torch.randn(256, 512, device="cuda"))
-        assert explained.read
         assert explained.notes == []
+        assert explained.read
         assert all(group.measured is not None and group.measured > 0 for group in explained.groups)
         assert "measured" in str(explained)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from onelaunch.engines.contract import Monitor, Segment
+from onelaunch.engines.graph.kernels.gather import gather_rows
 from onelaunch.engines.graph.kernels.run_state import fill_row_order
 from onelaunch.engines.graph.scalars import make_table
 from onelaunch.engines.graph.session import GraphSession
@@ -131,9 +132,10 @@ class StreamedSession(GraphSession):
             if self._side:
                 self._side.wait_event(self._trained[self._filled])
             rows = self._order[begin:end]
-            for source, target in ((self._host.rows, data.x), (run.y, data.y), (run.weights, data.weights)):
+            gather_rows(self._host.rows, rows, data.x[: end - begin])
+            for source, target in ((run.y, data.y), (run.weights, data.weights)):
                 if source is not None and target is not None:
-                    gather(source, rows, target[: end - begin])
+                    torch.index_select(source, 0, rows, out=target[: end - begin])
             if self._side:
                 self._fetched[self._filled].record(self._side)
 
@@ -161,14 +163,6 @@ class StreamedSession(GraphSession):
             torch.cuda.synchronize(self.run.device)
         super().close()
         self._host.close()
-
-
-def gather(source: torch.Tensor, rows: torch.Tensor, target: torch.Tensor) -> None:
-    """target[i] = source[rows[i]], converted where the types differ."""
-    if source.dtype == target.dtype:
-        torch.index_select(source, 0, rows, out=target)
-    else:
-        target.copy_(source.index_select(0, rows))
 
 
 class HostRows:
