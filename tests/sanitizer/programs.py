@@ -55,7 +55,8 @@ def members(blocks: int, by_rows: bool) -> None:
         runs = [task.run for task in tasks]
         found, kernel = train.prepare(train.settings_of(runs), runs[0].device, len(runs), forced)
         launch = train.Launch(tasks, replace(found, places=places), kernel, train.SharedRows(found.plan))
-        results = launch.run(Unattended())
+        launch.start()
+        results = launch.finish(Unattended())
         assert all(0 < loss < 10 for result in results for segment in result.segments for loss in segment.losses)
         assert len(results) == 5
 

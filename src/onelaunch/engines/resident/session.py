@@ -74,16 +74,19 @@ def settings_for(run: Run, precision: str) -> Settings:
     )  # fmt: skip
 
 
-def set_run(params: np.ndarray | np.void, run: Run) -> None:
-    """Write what follows from the run itself into its parameters: counts, seed, rates."""
+def run_values(run: Run) -> dict[str, int | float]:
+    """The parameters that follow from the run itself: counts, seed, rates."""
     spec = run.spec
-    params["rows"], params["all_rows"], params["seed"] = spec.rows, len(run.x), spec.seed
-    params["validation_rows"] = len(run.validation[0]) if run.validation else 0
-    params["steps_per_epoch"], params["total_steps"] = spec.steps_per_epoch, spec.total_steps
-    for name, value in {"lr": spec.lr, "label_smoothing": spec.label_smoothing, **constants(spec)}.items():
-        params[name] = value
-    for name, beta in zip(("log_beta1", "log_beta2"), spec.betas, strict=True):
-        params[name] = math.log(beta) if beta else -1e300
+    logs = {
+        name: math.log(beta) if beta else -1e300
+        for name, beta in zip(("log_beta1", "log_beta2"), spec.betas, strict=True)
+    }
+    return {
+        "rows": spec.rows, "all_rows": len(run.x), "seed": spec.seed,
+        "validation_rows": len(run.validation[0]) if run.validation else 0,
+        "steps_per_epoch": spec.steps_per_epoch, "total_steps": spec.total_steps,
+        "lr": spec.lr, "label_smoothing": spec.label_smoothing, **constants(spec), **logs,
+    }  # fmt: skip
 
 
 def architecture(device: torch.device) -> str:
@@ -177,7 +180,8 @@ class ResidentSession:
         for name, tensor in self._buffers.by_name.items():
             params[name] = tensor.data_ptr()
         params["control"], params["records"] = self._control.address, self._records.address
-        set_run(params, run)
+        for name, value in run_values(run).items():
+            params[name] = value
         params["patience"] = int(patience * CLOCK_HZ)
         params["fault_step"], params["fault_block"] = fault if fault else (2**63, 0)
         return params

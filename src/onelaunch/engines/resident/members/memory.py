@@ -15,7 +15,7 @@ from onelaunch.engines.resident.buffers import parameter_shapes, rows_as_fetched
 from onelaunch.engines.resident.members.group import same_tensor
 from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.stages import dropouts_of, stages_of
-from onelaunch.engines.resident.session import CLOCK_HZ, PARAMS, PATIENCE_SECONDS, RECORD, set_run
+from onelaunch.engines.resident.session import CLOCK_HZ, PARAMS, PATIENCE_SECONDS, RECORD, run_values
 from onelaunch.engines.resident.uint8_rows import as_uint8
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import keep_scale, keep_threshold, permutation_bits
@@ -73,7 +73,7 @@ class MembersMemory:
         self.tasks, self.plan, self.device = tasks, plan, tasks[0].run.device
         self._shapes = parameter_shapes(plan)
         self._sizes = [math.prod(shape) for _, shape in self._shapes]
-        self._tensors = [dict(task.run.model.state_dict(keep_vars=True)) for task in tasks]
+        self._tensors = [dict(task.run.model.named_parameters()) for task in tasks]
         settings = plan.settings
         self._kinds = OPTIMIZERS[settings.optimizer].state_names(float(settings.momentum))
         with torch.no_grad():
@@ -93,13 +93,21 @@ class MembersMemory:
 
     def _flat(self, tensors: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """`[members, parameters]`; zeros where a member has no such tensor."""
-        parts = []
-        for member in tensors:
-            for name, shape in self._shapes:
-                tensor = member.get(name)
-                found = torch.zeros(shape) if tensor is None else tensor.detach()
-                parts.append(found.to(self.device, torch.float32).reshape(-1))
-        return torch.cat(parts).reshape(len(tensors), -1)
+        flat = torch.zeros(len(tensors), sum(self._sizes), device=self.device)
+        given, places = [], []
+        for (name, _), views in zip(self._shapes, self._views(flat), strict=True):
+            for member, view in zip(tensors, views, strict=True):
+                if (tensor := member.get(name)) is not None:
+                    given.append(tensor)
+                    places.append(view)
+        if given:
+            torch._foreach_copy_(places, given)
+        return flat
+
+    def _views(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """The tensors of each parameter, one per member."""
+        parts = flat.split(self._sizes, dim=1)
+        return [part.view(len(flat), *shape).unbind() for (_, shape), part in zip(self._shapes, parts, strict=True)]
 
     def _flat_state(self, kind: str) -> torch.Tensor:
         if not any(task.state for task in self.tasks):
@@ -109,43 +117,45 @@ class MembersMemory:
 
     def table(self, control_address: int, control_bytes: int) -> torch.Tensor:
         """The parameters of all members, on the device."""
-        params = np.zeros(len(self.tasks), PARAMS)
-        losses, records = self._losses.data_ptr(), self._records.data_ptr()
-        for number, task in enumerate(self.tasks):
-            run, entry = task.run, params[number]
-            set_run(entry, run)
-            entry["x"], entry["y"] = self._rows.x(run.x), self._rows.y(run.y)
-            if run.validation:
-                entry["validation_x"], entry["validation_y"] = (
-                    self._rows.x(run.validation[0]),
-                    self._rows.y(run.validation[1]),
-                )
-            if run.train_rows is not None:
-                entry["row_numbers"] = self._rows.numbers(run.train_rows, self.device)
-            entry["weights"] = self.weights[number].data_ptr()
-            for place, state in enumerate(self.states):
-                entry[f"state{place}"] = state[number].data_ptr()
-            entry["control"] = control_address + number * control_bytes
-            entry["losses"] = losses + int(self._first_loss[number]) * 4
-            entry["records"] = records + int(self._first_record[number]) * RECORD.itemsize
-            entry["first_step"], entry["last_step"] = task.first_step, task.last_step
-            entry["permutation_bits"] = permutation_bits(run.spec.rows)
-            entry["patience"], entry["fault_step"] = int(PATIENCE_SECONDS * CLOCK_HZ), 2**63
-            assert run.network is not None
-            for place, dropout in enumerate(dropouts_of(stages_of(run.network))):
+        params, numbers = np.zeros(len(self.tasks), PARAMS), np.arange(len(self.tasks), dtype=np.uint64)
+        values = [run_values(task.run) | self._row_values(task) for task in self.tasks]
+        for name in values[0]:
+            params[name] = [value[name] for value in values]
+        row_bytes = self.weights[0].nbytes
+        params["weights"] = self.weights.data_ptr() + numbers * row_bytes
+        for place, state in enumerate(self.states):
+            params[f"state{place}"] = state.data_ptr() + numbers * row_bytes
+        params["control"] = control_address + numbers * control_bytes
+        params["losses"] = self._losses.data_ptr() + self._first_loss[:-1] * 4
+        params["records"] = self._records.data_ptr() + self._first_record[:-1] * RECORD.itemsize
+        params["patience"], params["fault_step"] = int(PATIENCE_SECONDS * CLOCK_HZ), 2**63
+        for entry, task in zip(params["keep"], self.tasks, strict=True):
+            assert task.run.network is not None
+            for place, dropout in enumerate(dropouts_of(stages_of(task.run.network))):
                 scale = np.float32(keep_scale(dropout.p)).view(np.uint32)
-                entry["keep"][2 * place : 2 * place + 2] = keep_threshold(dropout.p), scale
-        return torch.from_numpy(params.view(np.uint8).copy()).to(self.device)
+                entry[2 * place : 2 * place + 2] = keep_threshold(dropout.p), scale
+        return torch.from_numpy(params.view(np.uint8)).to(self.device)
+
+    def _row_values(self, task: MemberTask) -> dict[str, int]:
+        """The parameters that say which rows a member reads, and which steps it takes."""
+        run, rows = task.run, self._rows
+        validation_x, validation_y = run.validation or (None, None)
+        return {
+            "x": rows.x(run.x), "y": rows.y(run.y),
+            "validation_x": 0 if validation_x is None else rows.x(validation_x),
+            "validation_y": 0 if validation_y is None else rows.y(validation_y),
+            "row_numbers": 0 if run.train_rows is None else rows.numbers(run.train_rows, self.device),
+            "first_step": task.first_step, "last_step": task.last_step, "permutation_bits": permutation_bits(run.spec.rows),
+        }  # fmt: skip
 
     # Results, after the launch.
 
     def write_back(self, members: Sequence[int]) -> None:
         """Copy the weights of these members into their models."""
-        to, values = [], []
-        for number in members:
-            for (name, shape), part in zip(self._shapes, self.weights[number].split(self._sizes), strict=True):
-                to.append(self._tensors[number][name])
-                values.append(part.view(shape))
+        to, values = list[torch.Tensor](), list[torch.Tensor]()
+        for (name, _), views in zip(self._shapes, self._views(self.weights), strict=True):
+            to += [self._tensors[number][name] for number in members]
+            values += [views[number] for number in members]
         if to:
             with torch.no_grad():
                 torch._foreach_copy_(to, values)
@@ -160,10 +170,13 @@ class MembersMemory:
             }
         return found
 
-    def losses(self) -> list[torch.Tensor]:
-        """The losses of each member, on the CPU."""
+    def losses(self) -> tuple[list[torch.Tensor], dict[int, int]]:
+        """The losses of each member, on the CPU, and the first position of each whose losses stop being finite."""
         counts = np.diff(self._first_loss).tolist()
-        return list(self._losses.cpu()[: sum(counts)].split(counts))
+        positions = torch.nonzero(~self._losses.isfinite()).flatten().cpu().numpy()
+        members, first = np.unique(np.searchsorted(self._first_loss, positions, side="right") - 1, return_index=True)
+        broken = dict(zip(members.tolist(), (positions[first] - self._first_loss[members]).tolist(), strict=True))
+        return list(self._losses.cpu()[: sum(counts)].split(counts)), broken
 
     def records(self) -> list[np.ndarray]:
         """The records of each member's epochs."""

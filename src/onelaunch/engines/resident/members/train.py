@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -104,13 +105,22 @@ def train_members(
         return
     runs = [task.run for task in tasks]
     found, kernel = prepare(settings_of(runs), runs[0].device, len(tasks), forced)
-    rows, done = SharedRows(found.plan), 0
-    for part in _launches(tasks, found):
-        launch = Launch(part, found, kernel, rows)
-        yield from launch.run(monitor, done)
-        done += launch.steps
-        if launch.stopped:
-            return
+    rows, done, running = SharedRows(found.plan), 0, deque[Launch]()
+    try:
+        for part in _launches(tasks, found):
+            running.append(Launch(part, found, kernel, rows))
+            running[-1].start()
+            if len(running) > 1:  # the results of a launch are read while the next one runs
+                yield from running[0].finish(monitor, done)
+                done += running.popleft().steps
+            if monitor.stop:
+                break
+        while running:
+            yield from running[0].finish(monitor, done)
+            done += running.popleft().steps
+    finally:
+        for launch in running:
+            launch.abandon()
 
 
 def _launches(tasks: Sequence[MemberTask], found: MembersPlan) -> Iterator[Sequence[MemberTask]]:
@@ -141,7 +151,6 @@ class Launch:
 
         self.tasks, self.found, self.kernel = tasks, found, kernel
         self.device = tasks[0].run.device
-        self.stopped = False
         self.grid = min(found.places, len(tasks)) * found.plan.blocks
         self._control = MappedArray(len(tasks), CONTROL, self.device)
         self._first = np.array([task.first_step for task in tasks], np.int64)
@@ -149,9 +158,8 @@ class Launch:
         self._memory = MembersMemory(tasks, found.plan, rows, found.places)
         self._table = self._memory.table(self._control.address, CONTROL.itemsize)
 
-    def run(self, monitor: MembersMonitor, before: int = 0) -> list[MemberResult]:
-        """Train, and return the results. `before`: steps of earlier launches, for the report."""
-        self.start()
+    def finish(self, monitor: MembersMonitor, before: int = 0) -> list[MemberResult]:
+        """Wait for the launch, and return the results. `before`: steps of earlier launches, for the report."""
         self.watch(monitor, before)
         return list(self.results())
 
@@ -177,14 +185,18 @@ class Launch:
                     reported = now
                     monitor.report(before + self.steps)
                 if monitor.stop:
-                    self.stopped, control["stop"] = True, 1
+                    control["stop"] = 1
                 time.sleep(POLL_SECONDS)
-        finally:  # the memory of a running kernel must not be freed
-            if not self._ended.query():
-                control["stop"] = 1
-                self._ended.synchronize()
+        finally:
+            self.abandon()
         self._raise_on_fault()
         monitor.report(before + self.steps)
+
+    def abandon(self) -> None:
+        """Stop the launch and wait for its end: the memory of a running kernel must not be freed."""
+        if not self._ended.query():
+            self._control.array["stop"] = 1
+            self._ended.synchronize()
 
     @property
     def steps(self) -> int:
@@ -204,29 +216,28 @@ class Launch:
 
     def results(self) -> Iterator[MemberResult]:
         """The results of the members that have finished, or whose loss stopped being finite."""
-        losses, records = self._memory.losses(), self._memory.records()
-        done = [number for number in range(len(self.tasks)) if self._is_done(number, losses[number])]
+        (losses, broken), records = self._memory.losses(), self._memory.records()
+        done = [number for number in range(len(self.tasks)) if self._is_done(number, number in broken)]
         self._memory.write_back(done)
         for number in done:
-            segments = tuple(self._segments(number, losses[number], records[number]))
+            segments = tuple(self._segments(number, losses[number], records[number], broken.get(number)))
             task = self.tasks[number]
             ends = task.last_step >= task.run.spec.total_steps
             yield MemberResult(task.index, segments, {} if ends else self._memory.state(number))
 
-    def _is_done(self, number: int, losses: torch.Tensor) -> bool:
-        control, task = self._control.array[number], self.tasks[number]
-        if not control["finished"]:
-            return False
-        steps = int(control["done"]) - task.first_step
-        return int(control["done"]) == task.last_step or not bool(losses[:steps].isfinite().all())
+    def _is_done(self, number: int, broken: bool) -> bool:
+        control = self._control.array[number]
+        return bool(control["finished"]) and (broken or int(control["done"]) == self.tasks[number].last_step)
 
-    def _segments(self, number: int, losses: torch.Tensor, records: np.ndarray) -> Iterator[Segment]:
+    def _segments(
+        self, number: int, losses: torch.Tensor, records: np.ndarray, broken: int | None
+    ) -> Iterator[Segment]:  # fmt: skip
+        """`broken`: the position of the first loss that is not finite, after which nothing means anything."""
         task, control = self.tasks[number], self._control.array[number]
         run, spec = task.run, task.run.spec
         step, end = task.first_step, int(control["done"])
-        broken = torch.nonzero(~losses[: end - step].isfinite()).flatten()
-        if len(broken):  # nothing after the first such loss means anything
-            end = task.first_step + int(broken[0]) + 1
+        if broken is not None:
+            end = task.first_step + broken + 1
         epoch = 0
         while step < end:
             until = min(spec.epoch_end(step), end)
