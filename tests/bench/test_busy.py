@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from onelaunch.bench import busy
-from onelaunch.device import usable_cores
 
 
 @pytest.fixture
@@ -26,7 +25,6 @@ def test_cores_that_we_ask_for_and_do_not_get_are_taken():
 
 @pytest.mark.usefixtures("clock")
 def test_a_watch_subtracts_our_own_time(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", usable_cores)
     busy_seconds, own_seconds = iter([100.0, 103.0]), iter([5.0, 6.0])
     monkeypatch.setattr(busy, "_busy_seconds", lambda: next(busy_seconds))
     monkeypatch.setattr(busy, "_own_seconds", lambda: next(own_seconds))

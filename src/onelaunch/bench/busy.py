@@ -37,7 +37,7 @@ def cores_taken() -> float:
 
 
 class Watch:
-    """The cores that others use from now on: the system's busy time minus ours, scaled to the cores that we may use."""
+    """The cores that others use from now on: the busy time of the cores that we may use, minus our own."""
 
     def __init__(self) -> None:
         self.restart()
@@ -51,16 +51,17 @@ class Watch:
         now, seconds = _busy_seconds(), time.perf_counter() - clock
         if now is None or busy is None or seconds < SECONDS:
             return cores_taken()
-        others = max(0.0, now - busy - (_own_seconds() - own)) / seconds
-        return others * min(1.0, usable_cores() / (os.cpu_count() or 1))
+        return max(0.0, now - busy - (_own_seconds() - own)) / seconds
 
 
 def _busy_seconds() -> float | None:
-    """Seconds that all cores together were busy since the system started, neither idle nor waiting for disks."""
+    """Seconds that the cores we may use were busy since the system started, neither idle nor waiting for disks."""
     try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-        ticks = [int(field) for field in fields]
-        return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+        ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
+        ticks = [[int(field) for field in fields[1:9]] for fields in lines if fields[0] in ours]
+        seconds = sum(sum(fields) - fields[3] - fields[4] for fields in ticks) / os.sysconf("SC_CLK_TCK")
+        return seconds if ticks else None
     except (OSError, ValueError, IndexError, AttributeError):
         return None
 
