@@ -11,6 +11,7 @@ from onelaunch.format import format_bytes, format_joules, format_percent, format
 from onelaunch.report.benchmark import against, energy_of, peers_of, ratio_of
 from onelaunch.report.comparison import size_figures
 from onelaunch.report.draw import Bar, bar_chart
+from onelaunch.report.errors_table import error_rows, error_summary
 from onelaunch.report.recorded import Group, Recorded, Recordings, Sizes
 from onelaunch.report.remarks import OURS, absences
 from onelaunch.report.standalone import standalone
@@ -38,6 +39,7 @@ def results_page(recordings: Recordings) -> str:
         commands = dict.fromkeys(f"`{plain(record.command)}`" for record in (*group.cases, *group.failed))
         lines += ["", f"## {plain(f'{group.title}: {group.chip}')}", "", " · ".join(commands), ""]
         lines += _full_table(group) if group.cases else []
+        lines += _errors([record.case for record in group.cases if record.case.get("errors")])
         if group.is_drawn:
             lines += ["", f"![{plain(_figure_title(group))}](figures/{group.file_stem}.svg)"]
         lines += _remarks(group)
@@ -133,6 +135,13 @@ def _full_table(group: Group) -> list[str]:
     return table(head, rows)
 
 
+def _errors(cases: Sequence[dict[str, Any]]) -> list[str]:
+    if not cases:
+        return []
+    said = [f"- {plain(sentence)}" for sentence in error_summary(cases)]
+    return ["", "Errors on rows that were held out, means of the folds:", "", *table(*error_rows(cases)), "", *said]
+
+
 def _floor_share(case: dict[str, Any]) -> float | None:
     """The share of the lower bound's speed. Older files hold only the time of the bound."""
     timed = (ratio_of(case, name) for name in case["times"] if name.startswith("floor"))
@@ -149,7 +158,8 @@ def _remarks(group: Group) -> list[str]:
     for record in group.cases:
         said += [
             f"- {plain(f'{record.title}: {name}: {words}')}" for name, words in (record.case.get("notes") or {}).items()
-        ]
+            if not record.case.get("errors")  # they are in the table of errors
+        ]  # fmt: skip
     absent: dict[tuple[str, str], list[str]] = {}
     for record in group.cases:
         for peer, reason in (record.case.get("absent") or {}).items():
