@@ -17,7 +17,7 @@ def operation_times(run: Callable[[], object]) -> list[float]:
     """
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     run()
-    with torch.profiler.profile(activities=activities) as profile:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:  # without, it warns about cycles
         run()
         torch.cuda.synchronize()
     events = [event for event in profile.events() or () if in_graph(event) and event.device_time_total > 0]
