@@ -114,6 +114,47 @@ def plain_loop(
         epoch += 1
 
 
+def losses_of_rows(loss: str, output: torch.Tensor, y: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """The loss of each row, before the mean over the batch."""
+    if loss == "cross_entropy":
+        return F.cross_entropy(output, y, reduction="none", label_smoothing=label_smoothing)
+    each = F.mse_loss if loss == "mse" else F.binary_cross_entropy_with_logits
+    return each(output, y.to(output.dtype), reduction="none").mean(dim=1)
+
+
+def weighted_loop(
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    steps: int,
+    batch_size: int,
+    options: dict[str, Any],
+    loss: str = "cross_entropy",
+    label_smoothing: float = 0.0,
+    clip_norm: float | None = None,
+    seed: int = 0,
+) -> list[float]:
+    """Train `model` in place in float64 on the weighted mean of the rows' losses, with `clip_grad_norm_`; the losses."""
+    model.double()
+    optimizer = make_optimizer(model, options)
+    losses: list[float] = []
+    for epoch in range(steps):
+        for rows in ol.permutation(len(x), seed, epoch).to(x.device).split(batch_size):
+            optimizer.zero_grad()
+            w = weights[rows].double()
+            value = (w * losses_of_rows(loss, model(x[rows].double()), y[rows], label_smoothing)).sum() / w.sum()
+            value.backward()
+            if clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            optimizer.step()
+            losses.append(value.item())
+            if len(losses) == steps:
+                return losses
+    raise AssertionError
+
+
 def problem(loss: str, rows: int = 150, inputs: int = 7, outputs: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
     """Random rows x `[rows, inputs]` with targets for `loss` that a network can learn."""
     x = torch.randn(rows, inputs)

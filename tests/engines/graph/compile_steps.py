@@ -14,6 +14,7 @@ import torch
 from onelaunch.device import A100, H200, Chip
 from onelaunch.engines.graph.buffers import TYPES
 from onelaunch.engines.graph.kernels import (
+    clip,
     first_and_last_update,
     fused_backward_small_batch,
     hidden_layer,
@@ -27,6 +28,7 @@ from onelaunch.engines.graph.kernels import (
     weight_update,
 )
 from onelaunch.engines.graph.kernels.run_arguments import Clock, Weights
+from onelaunch.engines.graph.parameters import Gradients
 from onelaunch.engines.graph.plan.operations import StepPlan
 from onelaunch.engines.graph.plan.plan import plan_step
 from onelaunch.engines.graph.plan.stages import OUTPUT, Segment, Source, Stage
@@ -36,6 +38,7 @@ from tests.engines.graph.plan.planning import stages as make_stages
 from tests.kernels.compile_all import Compiler
 
 MODULES = (
+    clip,
     first_and_last_update,
     fused_backward_small_batch,
     hidden_layer,
@@ -90,7 +93,7 @@ class NoMemory:
 
 def run_step(
     chip: Chip, widths: list[int], batch: int, activation: str, p: float, optimizer: str, loss: str, *,
-    segments: bool = False,
+    segments: bool = False, clips: bool = False,
 ) -> None:  # fmt: skip
     stages = make_stages(widths, activation, p)
     if segments:
@@ -105,6 +108,7 @@ def run_step(
         validation_rows=0,
         states=states,
         uint8_rows=True,
+        clips=clips,
         chip=chip,
     )
     # The launcher of the level-1 GEMM needs a device to make its descriptors.
@@ -130,8 +134,16 @@ def run_step(
         states_of_bias = dict(zip(("weight_first", "weight_second"), [bias] * states, strict=False))
         states_of_bias |= dict(zip(("bias_first", "bias_second"), [bias] * states, strict=False))
         norms.append(Weights(bias, bias, **states_of_bias) if one.segment else None)
+    gradients = None
+    if clips:
+        stored: list[Weights | None] = [
+            kept and kept._replace(weight_first=kept.weight, bias_first=kept.bias, weight_second=None, bias_second=None)
+            for kept in (*weights, *norms)
+        ]
+        gradients = Gradients(buffers.take("gradients"), stored[: len(stages)], stored[len(stages) :])  # type: ignore[arg-type]
     runner = StepRunner(
-        step, stages, weights, buffers, optimizer=optimizer, loss=loss, batch=batch, tf32=False, seed=3, norms=norms
+        step, stages, weights, buffers, optimizer=optimizer, loss=loss, batch=batch, tf32=False, seed=3, norms=norms,
+        gradients=gradients,
     )  # fmt: skip
     x = torch.empty(batch * 4, widths[0], dtype=torch.uint8, device="meta")
     classes = torch.empty(batch * 4, dtype=torch.int64, device="meta")
@@ -155,8 +167,10 @@ def main() -> None:
             module.launch = compiler  # type: ignore[attr-defined]
     for configuration in STEPS if capability >= 90 else STEPS[2:]:  # the first two only differ from the third with TMA
         run_step(chip, *configuration)
+        run_step(chip, *configuration, clips=True)
     for configuration in SEGMENTED if capability >= 90 else SEGMENTED[1:]:
         run_step(chip, *configuration, segments=True)
+        run_step(chip, *configuration, segments=True, clips=True)
     split_weights.split_weights(
         torch.empty(99), torch.empty(99, dtype=torch.bfloat16), torch.empty(99, dtype=torch.int16)
     )

@@ -57,13 +57,13 @@ def make(name: str, inputs: int = 7, width: int = 20) -> nn.Sequential:
     return nn.Sequential(*NETWORKS[name](inputs, width)).to(DEVICE)
 
 
-@pytest.mark.parametrize("shape", ["small", "large"])
+@pytest.mark.parametrize(("shape", "clip_norm"), [("small", None), ("large", None), ("small", 0.05), ("large", 0.05)])
 @pytest.mark.parametrize(("number", "name"), list(enumerate(NETWORKS)))
-def test_follows_eager(number, name, shape, monkeypatch):
+def test_follows_eager(number, name, shape, clip_norm, monkeypatch):
     use_shape(shape, monkeypatch)
     batch, rows = (10, 17) if shape == "small" else (40, 65)  # two steps, the second with a short batch
     optimizer = list(OPTIMIZERS)[(2 * number + (shape == "large")) % len(OPTIMIZERS)]
-    options = {**OPTIMIZERS[optimizer], "steps": 2, "batch_size": batch, "seed": 5}
+    options = {**OPTIMIZERS[optimizer], "steps": 2, "batch_size": batch, "seed": 5, "clip_norm": clip_norm}
     torch.manual_seed(0)
     x, y = torch.randn(rows, 7, device=DEVICE), torch.randint(4, (rows,), device=DEVICE)
     assert_follows_eager(make(name), x, y, options, losses=LOSS_TOLERANCE, weights=WEIGHT_TOLERANCE)
@@ -71,9 +71,9 @@ def test_follows_eager(number, name, shape, monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
-@pytest.mark.parametrize("batch", [64, 500])
+@pytest.mark.parametrize(("batch", "clip_norm"), [(64, None), (500, None), (64, 0.1), (500, 0.1)])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_captured_runs_follow_eager(name, batch, precision):
+def test_captured_runs_follow_eager(name, batch, clip_norm, precision):
     torch.manual_seed(0)
     x, y = torch.randn(3000, 96, device=DEVICE), torch.randint(4, (3000,), device=DEVICE)
     # PyTorch's own losses in fp32 leave those in float64 by 1e-4 and more after 100 steps (post-norm, ReLU's kinks).
@@ -83,6 +83,7 @@ def test_captured_runs_follow_eager(name, batch, precision):
         "lr": 0.05,
         "optimizer": "sgd",
         "precision": precision,
+        "clip_norm": clip_norm,
         "progress": False,
     }
     model, twin = make(name, 96, 256), make(name, 96, 256)

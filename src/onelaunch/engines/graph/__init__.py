@@ -43,8 +43,6 @@ class GraphEngine:
             return run.no_network_reason
         if run.x.device != run.device and run.x.dtype not in (torch.float32, torch.uint8):
             return f"rows in host memory must be float32 or uint8, not {run.x.dtype}"
-        if run.spec.clip_norm is not None:
-            return "its update follows each gradient at once, and clip_norm must wait for all of them"
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
         try:

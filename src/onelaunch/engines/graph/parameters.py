@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +17,22 @@ from onelaunch.engines.contract import State
 from onelaunch.engines.graph.buffers import Buffers
 from onelaunch.engines.graph.kernels.run_arguments import Weights
 from onelaunch.engines.graph.kernels.split_weights import join_weights, split_weights
+from onelaunch.engines.graph.plan.gradients import gradient_offsets
 from onelaunch.engines.graph.plan.operations import StepPlan
 from onelaunch.engines.graph.plan.stages import Stage
 from onelaunch.run.network import tensor_name
+
+
+class Gradients(NamedTuple):
+    """Where a run that clips stores its gradients: in one vector.
+
+    `weights` and `norms` are those of Parameters with views of the vector as their first states, for "store_gradient"
+    (kernels/optimizer.py); a narrow network's kernels take the vector itself.
+    """
+
+    vector: torch.Tensor
+    weights: list[Weights]
+    norms: list[Weights | None]
 
 
 class Parameters:
@@ -75,6 +89,28 @@ class Parameters:
             tensors[field] = self._masters[name]
             tensors |= self._states(number, part, field, name, state)
         return Weights(**tensors) if any(tensor is not None for tensor in tensors.values()) else None  # type: ignore[arg-type]
+
+    def gradients(self) -> Gradients | None:
+        """The stored gradients, zero; None if the run does not clip."""
+        if not self._step.clips:
+            return None
+        vector = self._buffers.take("gradients").zero_()  # what lies between the gradients stays zero
+        if self._step.narrow:
+            return Gradients(vector, self.weights, self.norms)
+        offsets, _ = gradient_offsets(self._stages)
+
+        def views(number: int, weight: str, bias: str) -> dict[str, torch.Tensor | None]:
+            found: dict[str, torch.Tensor | None] = {"weight_second": None, "bias_second": None}
+            for field, part in (("weight_first", weight), ("bias_first", bias)):
+                offset, shape = offsets.get((number, part), (0, None))
+                found[field] = None if shape is None else vector[offset : offset + prod(shape)].view(shape)
+            return found
+
+        return Gradients(
+            vector,
+            [one._replace(**views(number, "weight", "bias")) for number, one in enumerate(self.weights)],  # type: ignore[arg-type]
+            [one and one._replace(**views(number, "scale", "shift")) for number, one in enumerate(self.norms)],  # type: ignore[arg-type]
+        )
 
     def _state(self, index: int, number: int, part: str) -> torch.Tensor:
         if self._step.narrow:

@@ -15,7 +15,7 @@ from onelaunch.run.spec import Spec
 def make_table(spec: Spec, lines: int, steps: Mapping[str, Array | float]) -> torch.Tensor:
     """The fp32 table of `lines` lines on the CPU. `steps` has a column per name in SCALARS, from line 1; the rest is zero."""
     table = np.zeros((lines, TABLE_WIDTH))
-    run = {**constants(spec), "label_smoothing": spec.label_smoothing}
+    run = {**constants(spec), "label_smoothing": spec.label_smoothing, "clip_norm": spec.clip_norm or 0.0}
     table[0, : len(HYPER)] = [run[name] for name in HYPER]
     for column, name in enumerate(SCALARS):
         values = np.atleast_1d(steps.get(name, 0.0))

@@ -69,7 +69,8 @@ class GraphSession:
         self._step_plan = plan_step(
             self.stages, batch=self.batch, rows=rows, steps_per_epoch=steps,
             precision=self.precision, validation_rows=0 if run.validation is None else len(run.validation[0]),
-            states=len(self._state_names), uint8_rows=run.x.dtype == torch.uint8, chip=chip,
+            states=len(self._state_names), uint8_rows=run.x.dtype == torch.uint8,
+            clips=spec.clip_norm is not None, chip=chip,
         )  # fmt: skip
         layout = self._step_plan.layout()
         self.plan = describe(network, self._step_plan, self.precision, layout)
@@ -83,7 +84,7 @@ class GraphSession:
         self.runner = StepRunner(
             self._step_plan, self.stages, self.parameters.weights, self.buffers,
             optimizer=optimizer_name(spec), loss=spec.loss, batch=self.batch, tf32=self.precision == "tf32", seed=spec.seed,
-            norms=self.parameters.norms,
+            norms=self.parameters.norms, gradients=self.parameters.gradients(),
         )  # fmt: skip
         self._banks, self._bank = self._make_banks(), 0
         self._weights = None if run.weights is None else run.weights.cpu().numpy()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from onelaunch.engines.graph.buffers import Buffers
+from onelaunch.engines.graph.kernels.clip import clip_factor, clipped_update
 from onelaunch.engines.graph.kernels.first_and_last_update import first_and_last_update
 from onelaunch.engines.graph.kernels.fused_backward_small_batch import fused_backward
 from onelaunch.engines.graph.kernels.hidden_layer import gather, hidden_forward, input_gradient
@@ -19,6 +20,7 @@ from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows,
 from onelaunch.engines.graph.kernels.run_state import sum_losses
 from onelaunch.engines.graph.kernels.split_k_update import split_k_update
 from onelaunch.engines.graph.kernels.weight_update import partial_products, weight_update
+from onelaunch.engines.graph.parameters import Gradients
 from onelaunch.engines.graph.plan.operations import Operation, StepPlan
 from onelaunch.engines.graph.plan.stages import MIDDLE, OUTPUT, Source, Stage, product_name, source_name
 from onelaunch.kernels.dependent_launch import overlaps
@@ -56,13 +58,17 @@ def _segment(stage: Stage, norm: Weights | None, seed: int) -> SegmentKernel:
 class StepRunner:
     def __init__(
         self, step: StepPlan, stages: list[Stage], weights: list[Weights], buffers: Buffers, *, optimizer: str, loss: str,
-        batch: int, tf32: bool, seed: int, norms: list[Weights | None] | None = None,
+        batch: int, tf32: bool, seed: int, norms: list[Weights | None] | None = None, gradients: Gradients | None = None,
     ) -> None:  # fmt: skip
-        """`norms` are the parameters of the stages' LayerNorms (see Parameters)."""
-        self.step, self.stages, self.weights, self.buffers = step, stages, weights, buffers
-        self.optimizer, self.loss, self.batch, self.tf32 = optimizer, loss, batch, tf32
+        """`norms` are the parameters of the stages' LayerNorms, and `gradients` those of a run that clips (see Parameters)."""
+        self.step, self.stages, self.buffers = step, stages, buffers
+        self.loss, self.batch, self.tf32 = loss, batch, tf32
         self.epilogues = [Epilogue(stage.activation, stage.p, stage.layer, seed) for stage in stages]
         norms = norms or [None] * len(stages)
+        self._updated, self._updated_norms, self._update = weights, norms, optimizer
+        if gradients is not None:
+            weights, norms, optimizer = gradients.weights, gradients.norms, "store_gradient"
+        self.weights, self._norms, self.optimizer, self.gradients = weights, norms, optimizer, gradients
         self.segments = [_segment(stage, norm, seed) for stage, norm in zip(stages, norms, strict=True)]
         # Overlap helps short kernels: it saves 4 of 75 µs at 784-2048-2048-2048-10, batch 32. It cost large GEMMs 10 %.
         self.overlap = overlaps(weights[0].weight) and (step.small or step.narrow is not None)
@@ -113,6 +119,8 @@ class StepRunner:
                 )  # fmt: skip
             case "narrow_step" | "narrow_update":
                 self._narrow(operation, data, clock)
+            case "clip_factor" | "clipped_update" | "clipped_norm_update":
+                self._clip(operation, clock)
             case "first_and_last_update":
                 last = len(self.stages) - 1
                 first_and_last_update(
@@ -228,9 +236,9 @@ class StepRunner:
     def _narrow(self, operation: Operation, data: Data, clock: Clock) -> None:
         narrow, take = self.step.narrow, self.buffers.take
         assert narrow is not None
-        masters, copy = take("packed"), self._maybe(operation, data, "packed_copy")
+        masters = take("packed")
         if operation.kind == "narrow_step":
-            first = self.stages[0]
+            first, copy = self.stages[0], self._packed().copy
             narrow_step(
                 Rows(data.x, data.order), data.targets, masters if copy is None else copy, masters, take("parts"),
                 take("loss_parts"), clock, batch=self.batch, units=narrow.units, widths=narrow.widths, loss=self.loss,
@@ -238,12 +246,39 @@ class StepRunner:
                 warps=narrow.warps, tf32=self.tf32,
             )  # fmt: skip
         else:
-            first_state, second_state = (self._maybe(operation, data, f"state{state}.packed") for state in range(2))
-            packed = Weights(masters, None, first_state, second_state, copy=copy)
+            packed = self._packed() if self.gradients is None else Weights(masters, None, self.gradients.vector)
             split_k_update(
                 take("parts"), None, packed, clock, optimizer=self.optimizer, loss_parts=take("loss_parts"),
                 losses=take("losses"),
             )  # fmt: skip
+
+    def _packed(self) -> Weights:
+        """A narrow network's parameters, all in one vector, with their states."""
+
+        def vector(name: str) -> torch.Tensor | None:
+            return self.buffers.take(name) if name in self.step.buffers else None
+
+        return Weights(
+            self.buffers.take("packed"), None, vector("state0.packed"), vector("state1.packed"),
+            copy=vector("packed_copy"),
+        )  # fmt: skip
+
+    def _clip(self, operation: Operation, clock: Clock) -> None:
+        take, stage = self.buffers.take, operation.stage
+        assert self.gradients is not None
+        factor = take("clip_factor")
+        if operation.kind == "clip_factor":
+            clip_factor(self.gradients.vector, take("squares"), take("tickets.clip"), factor, clock)
+            return
+        stored: Weights | None = self.weights[stage]
+        weights: Weights | None = self._updated[stage]
+        if operation.kind == "clipped_norm_update":
+            stored, weights = self._norms[stage], self._updated_norms[stage]
+        elif self.step.narrow:
+            stored, weights = Weights(self.gradients.vector, None, self.gradients.vector), self._packed()
+        assert stored is not None
+        assert weights is not None
+        clipped_update(factor, stored, weights, clock, optimizer=self._update)
 
     def _input(self, data: Data, stage: int) -> Rows:
         """The input of a stage: the output of the previous stage, the gathered rows, or the data set itself."""

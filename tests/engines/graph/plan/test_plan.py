@@ -13,10 +13,11 @@ from tests.engines.graph.plan.planning import check, stages
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("batch", [1, 32, 64, 65, 300, 5000])
 @pytest.mark.parametrize("widths", [[784, 10], [20, 30, 1000], [784, 2048, 2048, 10], [64, 64, 64, 16]])
-def test_every_buffer_has_an_offset(widths, batch, precision):
+@pytest.mark.parametrize("clips", [False, True])
+def test_every_buffer_has_an_offset(clips, widths, batch, precision):
     step = plan_step(
         stages(widths, "gelu"), batch=batch, rows=7 * batch, steps_per_epoch=7, precision=precision,
-        validation_rows=500, states=2,
+        validation_rows=500, states=2, clips=clips,
     )  # fmt: skip
     for operation in (*step.operations, *step.evaluation):
         assert set(operation.uses) <= set(step.buffers), operation
@@ -42,10 +43,11 @@ def test_a_smaller_chip_gets_smaller_tiles():
 
 
 def test_few_kernels_per_step():
-    def kinds(widths: list[int], batch: int) -> list[str]:
+    def kinds(widths: list[int], batch: int, clips: bool = False) -> list[str]:
         step = plan_step(
-            stages(widths), batch=batch, rows=batch, steps_per_epoch=1, precision="bf16", validation_rows=0, states=0
-        )
+            stages(widths), batch=batch, rows=batch, steps_per_epoch=1, precision="bf16", validation_rows=0, states=0,
+            clips=clips,
+        )  # fmt: skip
         return [operation.kind for operation in step.operations]
 
     assert kinds([784, 2048, 2048, 2048, 10], 32) == [
@@ -53,6 +55,8 @@ def test_few_kernels_per_step():
         "first_and_last_update",
     ]  # fmt: skip
     assert kinds([64, 64, 64, 16], 262_144) == ["narrow_step", "narrow_update"]
+    assert kinds([64, 64, 64, 16], 262_144, True) == ["narrow_step", "narrow_update", "clip_factor", "clipped_update"]
+    assert kinds([784, 1024, 10], 32, True)[-3:] == ["clip_factor", "clipped_update", "clipped_update"]
     assert kinds([784, 1024, 1024, 10], 4096)[:4] == ["gather", "forward", "forward", "output"]
 
 
@@ -70,5 +74,6 @@ def test_weights_are_split_where_that_gains():
     assert not splits([784, 2048, 2048, 10], precision="fp16")
     assert not splits([784, 2048, 2048, 10], states=1)
     assert not splits([784, 2048, 2048, 10], chip=A100)
+    assert not splits([784, 2048, 2048, 10], clips=True)
     assert not splits([785, 2048, 2048, 10])
     assert not splits([784, 10])

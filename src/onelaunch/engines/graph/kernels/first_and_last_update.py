@@ -45,7 +45,8 @@ def update_tile(
     dz = tl.load(dz_ptr + row[:, None] * n + unit[None, :], mask=rows & (unit < n)[None, :], other=0.0)
     gradient = tl.dot(tl.trans(dz), x, input_precision=PRECISION)
     w = updated(join_words(w, low), gradient, first_ptr, second_ptr, offset, inside, scalars, OPTIMIZER)
-    store_weights(w, w_ptr, low_ptr, offset, inside)
+    if OPTIMIZER != "store_gradient":
+        store_weights(w, w_ptr, low_ptr, offset, inside)
     if bias_ptr is not None:  # noqa: SIM102 (known when compiling, unlike the tile)
         if tile % tiles_k == 0:
             sums = tl.sum(dz.to(tl.float32), axis=0)

@@ -100,14 +100,15 @@ def fused_backward_kernel(
         dx = tl.dot(dz, w.to(dz.dtype), dx, input_precision=PRECISION)
         gradient = tl.dot(tl.trans(dz), h, input_precision=PRECISION)
         w = updated(join_words(w, low), gradient, first_ptr, second_ptr, offset, inside, scalars, OPTIMIZER)
-        if not TMA:
-            tl.store(w_ptr + offset, w, mask=inside)
-        elif low_ptr is None:
-            w_ptr.store([start, strip * BLOCK_K], w)
-        else:
-            high, low = split_words(w)
-            w_ptr.store([start, strip * BLOCK_K], high)
-            low_ptr.store([start, strip * BLOCK_K], low)
+        if OPTIMIZER != "store_gradient":
+            if not TMA:
+                tl.store(w_ptr + offset, w, mask=inside)
+            elif low_ptr is None:
+                w_ptr.store([start, strip * BLOCK_K], w)
+            else:
+                high, low = split_words(w)
+                w_ptr.store([start, strip * BLOCK_K], high)
+                low_ptr.store([start, strip * BLOCK_K], low)
         if bias_ptr is not None:  # noqa: SIM102
             if (start // BLOCK_N) % strips == strip:
                 bias_gradient = tl.sum(dz.to(tl.float32), axis=0)

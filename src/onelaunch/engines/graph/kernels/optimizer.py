@@ -1,7 +1,7 @@
 """The optimizers' update of a tile of weights in registers: the epilogue of a GEMM that computes their gradient.
 
-The gradient never reaches memory; weights and optimizer states are read and written once. tests/engines/graph/test_parity.py
-compares every update with the eager engine's.
+The gradient never reaches memory; weights and optimizer states are read and written once. The exception is STORE_GRADIENT,
+for clipping (clip.py). tests/engines/graph/test_parity.py compares every update with the eager engine's.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -42,13 +42,16 @@ def updated(w, gradient, first_ptr, second_ptr, offset, inside, scalars, OPTIMIZ
     """The weights after the step, given the gradient of the batch's summed loss. Also writes the states at `offset`.
 
     `first_ptr` and `second_ptr` are the optimizer's states in the order of `Optimizer.state_names`. OPTIMIZER is a name in
-    `onelaunch.optimizers`, with "momentum" and "nesterov" for sgd that has them.
+    `onelaunch.optimizers`, with "momentum" and "nesterov" for sgd that has them. "store_gradient" only writes the gradient to
+    `first_ptr`.
     """
     row_weight, rate, inverse_root, decay, momentum, weight_decay, new_mean, beta2, new_square, eps = scalars
     g = gradient * row_weight
     if OPTIMIZER != "adamw" and OPTIMIZER != "lion":
         g += weight_decay * w
-    if OPTIMIZER == "sgd":
+    if OPTIMIZER == "store_gradient":
+        tl.store(first_ptr + offset, gradient, mask=inside)
+    elif OPTIMIZER == "sgd":
         w = w + rate * g
     elif OPTIMIZER == "momentum" or OPTIMIZER == "nesterov":
         velocity = momentum * tl.load(first_ptr + offset, mask=inside, other=0.0) + g
@@ -87,9 +90,10 @@ def update_in_place(
     w, gradient, offset, inside, w_ptr, copy_ptr, first_ptr, second_ptr, scalars, OPTIMIZER: tl.constexpr
 ):  # fmt: skip
     w = updated(w, gradient, first_ptr, second_ptr, offset, inside, scalars, OPTIMIZER)
-    tl.store(w_ptr + offset, w, mask=inside)
-    if copy_ptr is not None:
-        tl.store(copy_ptr + offset, w.to(copy_ptr.dtype.element_ty), mask=inside)
+    if OPTIMIZER != "store_gradient":
+        tl.store(w_ptr + offset, w, mask=inside)
+        if copy_ptr is not None:
+            tl.store(copy_ptr + offset, w.to(copy_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -12,12 +12,14 @@ from onelaunch.optimizers import CONSTANTS
 from onelaunch.rng import keep_scale, keep_threshold, signed_seed
 
 # Columns of the device table: of its line 0 (per run) and of the other lines (per step). See run_state.py.
-HYPER = (*CONSTANTS, "label_smoothing")
+HYPER = (*CONSTANTS, "label_smoothing", "clip_norm")
 SCALARS = ("row_weight", "rate", "inverse_root", "decay", "rows")
 TABLE_WIDTH = 8
 # Elements of `control`: the next step's index in its epoch and in the run, and the correct predictions of the epoch.
 CONTROL = ("epoch_step", "run_step", "correct")
 CONTROL_SIZE = 4
+MAX_SQUARE_PROGRAMS = 1024  # of the sum of squared gradients (clip.py): the last one adds up the sums of all
+SQUARES_PER_PROGRAM = 1024  # at once
 MAX_SEGMENT_PROGRAMS = 64  # of the backward pass of a segment (row_segment.py): the last one adds up the sums of all
 
 
@@ -75,6 +77,10 @@ def backward_rows(n: int) -> int:
 
 def backward_programs(batch: int, n: int) -> int:
     return min(ceil_div(batch, backward_rows(n)), MAX_SEGMENT_PROGRAMS)
+
+
+def square_programs(gradients: int) -> int:
+    return min(ceil_div(gradients, SQUARES_PER_PROGRAM), MAX_SQUARE_PROGRAMS)
 
 
 class Weights(NamedTuple):

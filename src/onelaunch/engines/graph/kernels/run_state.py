@@ -33,6 +33,7 @@ BETA2 = tl.constexpr(HYPER.index("beta2"))
 NEW_SQUARE = tl.constexpr(HYPER.index("new_square"))
 EPS = tl.constexpr(HYPER.index("eps"))
 LABEL_SMOOTHING = tl.constexpr(HYPER.index("label_smoothing"))
+CLIP_NORM = tl.constexpr(HYPER.index("clip_norm"))
 
 ROW_WEIGHT = tl.constexpr(SCALARS.index("row_weight"))
 RATE = tl.constexpr(SCALARS.index("rate"))

@@ -33,7 +33,7 @@ class Operation:
     tile: GemmTile
 
     def __str__(self) -> str:
-        return self.kind if self.kind.startswith("narrow") else f"{self.kind} {self.stage}"
+        return self.kind if self.kind.startswith(("narrow", "clip_factor")) else f"{self.kind} {self.stage}"
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class StepPlan:
     small: bool
     validation_batch: int  # rows of validation data per evaluation; 0 without validation
     narrow: Narrow | None = None
+
+    @property
+    def clips(self) -> bool:
+        """Whether the gradients are stored, and the update waits for their norm."""
+        return "gradients" in self.buffers
 
     def layout(self) -> Layout:
         moments = [operation.uses for operation in (*self.operations, *self.evaluation)]

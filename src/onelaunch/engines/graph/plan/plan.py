@@ -3,7 +3,7 @@
 There are two shapes of step. A *small* batch is bound by reading and writing the weights: the fp32 masters themselves, or
 their two 16-bit words (kernels/split_weights.py). The backward pass reads them once for the input gradient and the update
 together. A *large* batch is bound by its products: GEMMs in the dtype of the products, on a copy of the weights that the update
-maintains.
+maintains. Where the run clips gradients, the same kernels store them, and the update comes last (kernels/clip.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onelaunch.device import H200, Chip
-from onelaunch.engines.graph.kernels.run_arguments import CONTROL_SIZE, TABLE_WIDTH, backward_programs
+from onelaunch.engines.graph.kernels.run_arguments import CONTROL_SIZE, TABLE_WIDTH, backward_programs, square_programs
+from onelaunch.engines.graph.plan.gradients import gradient_offsets, parameters_of
 from onelaunch.engines.graph.plan.memory import Layout
 from onelaunch.engines.graph.plan.narrow import Narrow, plan_narrow
 from onelaunch.engines.graph.plan.operations import BYTES, VALIDATION, BufferSpec, Operation, StepPlan
@@ -29,7 +30,9 @@ MIN_ROWS_PER_SPLIT = 256  # of a split-K weight gradient
 class Planner:
     """Collects the operations and buffers of one network's step."""
 
-    def __init__(self, stages: list[Stage], batch: int, precision: str, states: int, chip: Chip) -> None:
+    def __init__(
+        self, stages: list[Stage], batch: int, precision: str, states: int, chip: Chip, *, clips: bool
+    ) -> None:  # fmt: skip
         self.stages, self.batch, self.precision, self.states, self.chip = stages, batch, precision, states, chip
         self.dtype = precision if precision in ("bf16", "fp16") else "fp32"
         self.small = batch <= SMALL_BATCH
@@ -38,7 +41,8 @@ class Planner:
         # step, with whole weights 468; without the tensor memory accelerator (TMA) 563 and 512. With optimizer states they gain
         # nothing.
         tiles = chip.tma and all(stage.linear.inputs % 8 == 0 for stage in stages)
-        self.split_weights = self.dtype == "bf16" and self.small and len(stages) > 1 and tiles and states == 0
+        pays = states == 0 and not clips
+        self.split_weights = self.dtype == "bf16" and self.small and len(stages) > 1 and tiles and pays
         self.buffers: dict[str, BufferSpec] = {}
 
     def skinny(self, inputs: int, outputs: int, rows: int) -> GemmTile:
@@ -248,13 +252,13 @@ class Planner:
 
 def plan_step(
     stages: list[Stage], *, batch: int, rows: int, steps_per_epoch: int, precision: str, validation_rows: int, states: int,
-    uint8_rows: bool = False, chip: Chip = H200,
+    uint8_rows: bool = False, clips: bool = False, chip: Chip = H200,
 ) -> StepPlan:  # fmt: skip
     """The step and the evaluation of a run on `rows` rows, with an optimizer that keeps `states` tensors per parameter.
 
-    `uint8_rows`: x is uint8.
+    `uint8_rows`: x is uint8. `clips`: the update waits for the norm of all gradients.
     """
-    planner = Planner(stages, batch, precision, states, chip)
+    planner = Planner(stages, batch, precision, states, chip, clips=clips)
     validation_batch = min(max(EVALUATION_ROWS, batch), max(validation_rows, SMALL_BATCH + 1)) if validation_rows else 0
     narrow = plan_narrow(stages, batch, planner.dtype)
     if narrow:
@@ -273,6 +277,10 @@ def plan_step(
         operations = planner.forward(batch, "", training=True)
         operations.append(planner.output(batch, "", training=True))
         operations += planner.backward()
+    if clips:
+        clipping, more = _clipping_operations(planner, narrow)
+        operations += clipping
+        persistent += more
     evaluation: list[Operation] = []
     if validation_rows:
         evaluation = planner.forward(validation_batch, VALIDATION, training=False)
@@ -296,6 +304,23 @@ def _narrow_operations(planner: Planner, narrow: Narrow) -> tuple[list[Operation
     ], persistent
 
 
+def _clipping_operations(planner: Planner, narrow: Narrow | None) -> tuple[list[Operation], list[str]]:
+    """The norm of all gradients, and the updates."""
+    buffer, tile = planner.buffer, GemmTile(1, 1, 1)
+    count = narrow.total if narrow else gradient_offsets(planner.stages)[1]
+    buffer("tickets.clip", 1, dtype="int64")
+    persistent = [buffer("gradients", count, dtype="fp32")]
+    factor = buffer("clip_factor", 1, dtype="fp32")
+    squares = buffer("squares", square_programs(count), dtype="fp32")
+    operations = [Operation("clip_factor", 0, ("gradients", squares, "tickets.clip", factor), tile)]
+    for number in range(1 if narrow else len(planner.stages)):
+        operations.append(Operation("clipped_update", number, (factor,), tile))
+        segment = planner.stages[number].segment
+        if segment and segment.norm and (segment.norm.scale or segment.norm.shift):
+            operations.append(Operation("clipped_norm_update", number, (factor,), tile))
+    return operations, persistent
+
+
 def _position(planner: Planner, prefix: str, rows: int, steps: int) -> Iterable[str]:
     """What the kernels read about the run (see kernels/run_state.py), and where they store the losses of `steps` steps."""
     yield planner.buffer(f"{prefix}control", CONTROL_SIZE, dtype="int64")
@@ -306,16 +331,11 @@ def _position(planner: Planner, prefix: str, rows: int, steps: int) -> Iterable[
 
 def _states_and_weights(planner: Planner) -> Iterable[str]:
     """The optimizer's states, and the split weights or the copies of the weights."""
+    for number, part, shape in parameters_of(planner.stages):
+        for state in range(planner.states):
+            yield planner.buffer(f"state{state}.{number}.{part}", *shape, dtype="fp32")
     for number, stage in enumerate(planner.stages):
         linear = stage.linear
-        for state in range(planner.states):
-            yield planner.buffer(f"state{state}.{number}.weight", linear.outputs, linear.inputs, dtype="fp32")
-            if linear.bias:
-                yield planner.buffer(f"state{state}.{number}.bias", linear.outputs, dtype="fp32")
-        if stage.segment and stage.segment.norm:
-            for part, exists in (("scale", stage.segment.norm.scale), ("shift", stage.segment.norm.shift)):
-                for state in range(planner.states if exists else 0):
-                    yield planner.buffer(f"state{state}.{number}.{part}", linear.outputs, dtype="fp32")
         if planner.split_weights:
             yield planner.buffer(f"high.{number}", linear.outputs, linear.inputs, dtype="bf16")
             yield planner.buffer(f"low.{number}", linear.outputs, linear.inputs, dtype="int16")
