@@ -27,7 +27,8 @@ def resident(place: str) -> None:
     x, y = rows_of(WIDTHS, rows=70)
     for precision, optimizer in PRECISIONS.items():
         options = {"precision": precision, "optimizer": optimizer, "batch_size": 24, "epochs": 1, "lr": 0.01}
-        run = make_run(network(WIDTHS, "relu", 0.3), x, y, (x[:30], y[:30]), options)
+        weights = torch.rand(70) if optimizer in ("sgd", "lion") else None
+        run = make_run(network(WIDTHS, "relu", 0.3), x, y, (x[:30], y[:30]), options, sample_weight=weights)
         assert all(0 < loss < 10 for loss in losses_of(placed(run, place, patience=200.0)))
 
 
@@ -50,11 +51,15 @@ def members(blocks: int, by_rows: bool) -> None:
                 "lr": 0.01,
                 "seed": number,
             }
-            run = make_run(network(WIDTHS, "relu", 0.1 + 0.1 * number), x, y, (x[:30], y[:30]), options)
+            model, weights = (
+                network(WIDTHS, "relu", 0.1 + 0.1 * number),
+                torch.rand(70) if optimizer == "adam" else None,
+            )
+            run = make_run(model, x, y, (x[:30], y[:30]), options, sample_weight=weights)
             tasks.append(MemberTask(number, run, 0, run.spec.total_steps))
         runs = [task.run for task in tasks]
-        found, kernel = train.prepare(train.settings_of(runs), runs[0].device, len(runs), forced)
-        launch = train.Launch(tasks, replace(found, places=places), kernel, train.SharedRows(found.plan))
+        found, kernel, summing = train.prepare(train.settings_of(runs), runs[0].device, len(runs), forced)
+        launch = train.Launch(tasks, replace(found, places=places), kernel, train.SharedRows(found.plan), summing)
         launch.start()
         results = launch.finish(Unattended())
         assert all(0 < loss < 10 for result in results for segment in result.segments for loss in segment.losses)
@@ -72,14 +77,17 @@ class Unattended:
 
 def graph() -> None:
     """The graph engine's kernels: for few rows, many rows and narrow networks; several optimizers."""
-    for widths, batch, optimizer, precision in (
-        (WIDTHS, 24, "sgd", "fp32"),
-        ([70, 300, 300, 10], 24, "adam", "bf16"),
-        ([70, 300, 300, 10], 520, "adamw", "tf32"),
-        ([64, 64, 48, 16], 4096, "sgd", "bf16"),
+    for widths, batch, optimizer, precision, clip_norm in (
+        (WIDTHS, 24, "sgd", "fp32", None),
+        ([70, 300, 300, 10], 24, "adam", "bf16", None),
+        ([70, 300, 300, 10], 24, "lion", "bf16", 0.1),
+        ([70, 300, 300, 10], 520, "adamw", "tf32", None),
+        ([70, 300, 300, 10], 520, "sgd", "bf16", 0.1),
+        ([64, 64, 48, 16], 4096, "sgd", "bf16", None),
+        ([64, 64, 48, 16], 4096, "rmsprop", "fp32", 0.1),
     ):
         x, y = rows_of(widths, rows=2 * batch + 22)
-        options = {"batch_size": batch, "epochs": 1, "lr": 0.01, "progress": False}
+        options = {"batch_size": batch, "epochs": 1, "lr": 0.01, "clip_norm": clip_norm, "progress": False}
         model = network(widths, "gelu", 0.3)
         history = ol.fit(model, x, y, engine="graph", optimizer=optimizer, precision=precision, **options)
         assert all(0 < loss < 10 for loss in history.losses)

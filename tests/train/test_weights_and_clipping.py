@@ -15,7 +15,7 @@ from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import OPTIMIZERS, assert_same_course, assert_same_weights, problem, weighted_loop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ENGINES = ("eager", "cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("graph", "eager-cuda")))
+ENGINES = ("eager", "cpu", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("graph", "resident", "eager-cuda")))
 STEPS, BATCH, ROWS = 200, 24, 150
 
 
@@ -43,6 +43,8 @@ CASES = {  # loss, outputs, clip_norm, optimizer, label_smoothing
 def test_follows_a_loop_by_hand(engine, case, weighted):
     loss, outputs, clip_norm, optimizer, smoothing = CASES[case]
     name, device = place(engine)
+    if name == "resident":
+        clip_norm = None  # which it leaves to other engines
     torch.manual_seed(1)
     x, y = problem(loss, ROWS, 7, outputs)
     weights = torch.rand(ROWS) * (torch.rand(ROWS) > 0.2) if weighted else torch.ones(ROWS)
@@ -58,13 +60,15 @@ def test_follows_a_loop_by_hand(engine, case, weighted):
         model, x, y, steps=STEPS, batch_size=BATCH, loss=loss, label_smoothing=smoothing, engine=name, precision="fp32",
         sample_weight=weights if weighted else None, clip_norm=clip_norm, progress=False, **options,
     )  # fmt: skip
-    assert_same_course(history.losses, expected, LOSS_TOLERANCE)
+    # Without clipping, few classes are learned by heart: at a loss of 0.001 its relative error is that of the logits.
+    compared = 100 if name == "resident" else STEPS
+    assert_same_course(history.losses[:compared], expected[:compared], LOSS_TOLERANCE)
     assert_same_weights(model.cpu(), twin, WEIGHT_TOLERANCE)
     sums = [weights[rows].sum().item() for rows in ol.permutation(ROWS, 0, 0).split(BATCH)]
     assert history.epochs[0]["loss"] == pytest.approx(np.average(expected[: len(sums)], weights=sums), rel=1e-5)
 
 
-@pytest.mark.parametrize("engine", ["eager", "cpu"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_class_weights_are_those_of_pytorch_and_scikit_learn(engine):
     torch.manual_seed(2)
     x, y = problem("cross_entropy", 300, 7, 3)
@@ -76,11 +80,12 @@ def test_class_weights_are_those_of_pytorch_and_scikit_learn(engine):
         ({2: 5.0}, torch.tensor([1.0, 1.0, 5.0])),
         ([0.5, 2, 1], [0.5, 2, 1]),
     ):
-        model = network(3)
+        model, (name, device) = network(3), place(engine)
         expected = F.cross_entropy(model(x).double(), y, weight=torch.as_tensor(weight).double()).item()
         history = ol.fit(
-            model, x, y, steps=1, batch_size=300, lr=0.0, class_weight=given, engine=engine, progress=False
-        )
+            model.to(device), x, y, steps=1, batch_size=300, lr=0.0, class_weight=given, engine=name, precision="fp32",
+            progress=False,
+        )  # fmt: skip
         assert history.losses[0] == pytest.approx(expected, rel=1e-5)
 
 
@@ -106,17 +111,18 @@ def test_class_weights_by_name_and_of_one_output():
     assert one[0] == one[1]
 
 
-@pytest.mark.parametrize("engine", ["eager", "cpu"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_batch_without_weight_changes_nothing_by_itself(engine):
     """Σ w = 0 has no mean: the loss counts as 0 and the gradient as zero, instead of NaN."""
     x, y = problem("cross_entropy", 40, 7, 4)
     weights = torch.zeros(40)
     weights[ol.permutation(40, 0, 0)[:10]] = 1.0
-    model = network(4)
-    options = {"optimizer": "sgd", "lr": 0.1, "batch_size": 10, "engine": engine, "progress": False}
+    name, device = place(engine)
+    model = network(4).to(device)
+    options = {"optimizer": "sgd", "lr": 0.1, "batch_size": 10, "engine": name, "progress": False}
     history = ol.fit(model, x, y, epochs=1, sample_weight=weights, **options)
     assert history.losses[1:] == [0.0, 0.0, 0.0]
-    once = network(4)
+    once = network(4).to(device)
     ol.fit(once, x, y, steps=1, sample_weight=weights, **options)
     assert_same_weights(model, once, 0.0)
 

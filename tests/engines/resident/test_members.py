@@ -124,6 +124,28 @@ def test_a_member_has_the_bits_of_a_single_run_in_the_same_placement(place):
         assert_same_weights(run.model, twin, 0)
 
 
+@pytest.mark.parametrize("place", PLACES)
+def test_class_weights_may_differ_between_members(place):
+    x, y = rows_of(WIDTHS, rows=300)
+    runs, weights = [], (None, "balanced", {0: 5.0}, {1: 0.0, 3: 2.0})
+    for number, weight in enumerate(weights):
+        torch.manual_seed(number)
+        options = {"steps": STEPS, "batch_size": 32, "optimizer": "adam", "precision": "fp32", "seed": number}
+        model = network(WIDTHS, "tanh", 0.1)
+        runs.append(make_run(model, x, y, (x[:77], y[:77]), {**options, "eps": 1e-4, "class_weight": weight}))
+    twins = [copy.deepcopy(run.model) for run in runs]
+    results = train(runs, forced=PLACES[place])
+    for run, twin, result, weight in zip(runs, twins, results, weights, strict=True):
+        options = {name: getattr(run.spec, name) for name in TRAINING_OPTIONS}
+        history = fit(twin, x, y, "eager", validation=run.validation, class_weight=weight, **options)
+        assert_same_course(losses(result), history.losses, LOSS_TOLERANCE)
+        assert_same_weights(run.model, twin, WEIGHT_TOLERANCE)
+        first = result.segments[0]
+        assert first.weights is not None
+        mean = float((first.losses.double() * first.weights).sum() / first.weights.sum())
+        assert mean == pytest.approx(history.epochs[0]["loss"], rel=LOSS_TOLERANCE)
+
+
 def _options(run: Run) -> dict[str, Any]:
     return {name: getattr(run.spec, name) for name in (*TRAINING_OPTIONS, "precision")}
 

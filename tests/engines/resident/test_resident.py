@@ -15,6 +15,8 @@ from torch import nn
 
 from onelaunch.engines.resident import ACTIVATIONS
 from onelaunch.errors import DivergedError, OnelaunchError, UnsupportedError
+from onelaunch.integers import ceil_div
+from onelaunch.rng import permutation
 from onelaunch.run.schedule import SCHEDULES
 from onelaunch.run.spec import LOSSES
 from onelaunch.train.inputs import make_run
@@ -22,7 +24,7 @@ from tests import pairwise
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.engines.graph.harness import DEVICE, Silent
 from tests.engines.resident.gpu_runs import PLACEMENTS, fit, losses_of, pair, placed, rows_of
-from tests.reference import OPTIMIZERS, assert_same_course, assert_same_weights
+from tests.reference import OPTIMIZERS, assert_same_course, assert_same_weights, weighted_loop
 
 pytestmark = pytest.mark.gpu
 SMALL, DEEP = [20, 40, 24, 5], [784, 128, 128, 128, 10]
@@ -208,6 +210,81 @@ def test_outputs_summed_over_a_cluster_follow_eager(widths, blocks, batch, loss)
     expected = fit(twin, x, y, "eager", **options)
     assert_same_course(got, expected.losses, LOSS_TOLERANCE)
     assert_same_weights(model, twin, WEIGHT_TOLERANCE)
+
+
+# Row weights.
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("place", PLACEMENTS)
+def test_row_weights_follow_a_loop_in_float64(place, loss):
+    """Losses, weights of the network and the summed weights of each batch; a fifth of the rows weighs nothing."""
+    x, y = rows_of(SMALL, loss)
+    torch.manual_seed(5)
+    weights = torch.rand(len(x), device=DEVICE) * (torch.rand(len(x), device=DEVICE) > 0.2)
+    model, twin = pair(SMALL, "tanh")
+    options = {"steps": 100, "batch_size": 37, "precision": "fp32", "loss": loss, **OPTIMIZERS["adam"]}
+    session = placed(make_run(model, x, y, None, options, sample_weight=weights), place)
+    segments = list(session.segments(0, Silent()))
+    session.close()
+    expected = weighted_loop(twin, x, y, weights, steps=100, batch_size=37, options=OPTIMIZERS["adam"], loss=loss)
+    assert_same_course(torch.cat([segment.losses for segment in segments]).tolist(), expected, LOSS_TOLERANCE)
+    assert_same_weights(model, twin, WEIGHT_TOLERANCE)
+    steps = ceil_div(len(x), 37)
+    sums = [
+        weights.double()[rows].sum()
+        for epoch in range(3)
+        for rows in permutation(len(x), 0, epoch, device=DEVICE).split(37)
+    ]
+    assert len(sums) == 3 * steps
+    got = torch.cat([segment.weights for segment in segments])
+    torch.testing.assert_close(got[: 3 * steps], torch.stack(sums).cpu(), rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("widths", "batch", "precision", "p"),
+    [
+        ([64, 64, 64, 16], 1000, "fp32", 0.0),
+        ([300, 300, 300, 10], 48, "tf32", 0.2),
+        (DEEP, 32, "fp16", 0.1),
+        (DEEP, 32, "bf16", 0.1),
+    ],
+)
+def test_class_weights_follow_eager(widths, batch, precision, p):
+    """Also with several passes per step, dropout and validation rows, which have no weights."""
+    x, y = rows_of(widths, rows=1900)
+    model, twin = pair(widths, "relu", p)
+    options = {"batch_size": batch, "class_weight": "balanced", "validation": (x[:77], y[:77]), "steps": 100}
+    got = fit(model, x, y, "resident", precision=precision, **options)
+    expected = fit(twin, x, y, "eager", **options)
+    tolerance = LOOSER.get(precision, LOSS_TOLERANCE)
+    assert_same_course(got.losses, expected.losses, tolerance)
+    for ours, theirs in zip(got.epochs, expected.epochs, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=tolerance)
+        assert ours["validation"]["loss"] == pytest.approx(theirs["validation"]["loss"], rel=10 * tolerance)
+
+
+def test_weights_of_one_change_no_bit():
+    x, y = rows_of(SMALL)
+    model, twin = pair(SMALL)
+    got = fit(model, x, y, "resident", sample_weight=torch.ones(len(x)), precision="bf16")
+    expected = fit(twin, x, y, "resident", precision="bf16")
+    assert got.losses == expected.losses
+    assert_same_weights(model, twin, 0.0)
+
+
+def test_a_weighted_run_resumes_with_the_same_bits(tmp_path):
+    """One launch per epoch: each sums the weights of its own steps."""
+    x, y = rows_of(SMALL)
+    options = {"steps": None, "batch_size": 32, "precision": "bf16", "sample_weight": torch.linspace(0, 2, len(x))}
+    whole, part = pair(SMALL)
+    expected = fit(whole, x, y, "resident", epochs=4, **options)
+    checkpoint = tmp_path / "run.safetensors"
+    fit(part, x, y, "resident", epochs=2, checkpoint=checkpoint, **options)
+    resumed = pair(SMALL)[0]
+    got = fit(resumed, x, y, "resident", epochs=4, checkpoint=checkpoint, resume=True, **options)
+    assert got.losses == expected.losses
+    assert_same_weights(resumed, whole, 0.0)
 
 
 # The course of a run.

@@ -25,6 +25,7 @@ from onelaunch.engines.resident.plan.placement import choose_plan
 from onelaunch.engines.resident.source.source_common import HEADERS
 from onelaunch.errors import OnelaunchError
 from onelaunch.nvrtc.compile import Cubin
+from onelaunch.rng import permutation
 from onelaunch.train.inputs import make_run
 
 WIDTHS = [6, 8, 8, 3]
@@ -105,6 +106,23 @@ class Kernel:
         control["correct"], control["done"] = 7, step
 
 
+class SumWeights:
+    """Adds up the weights beside the targets in the order of `ol.permutation`, as cuda/batch_weights.cuh does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def launch(self, stream: Stream, *, args: list[bytes], grid: int, block: int) -> None:
+        params = np.frombuffer(args[0], host.PARAMS)[0]
+        first, last, each, rows = (int(params[name]) for name in ("first_step", "last_step", "steps_per_epoch", "rows"))
+        assert grid * block // 32 >= last - first
+        weights = words_at(int(params["y"]), rows * 2, np.float32).reshape(rows, 2)[:, 1].astype(np.float64)
+        sums = words_at(int(params["batch_weights"]), last - first, np.float64)
+        for step in range(first, last):
+            order = permutation(rows, int(params["seed"]), step // each)
+            sums[step - first] = weights[order[step % each * 10 : (step % each + 1) * 10]].sum()
+
+
 class Memory:
     def __init__(self, count: int, dtype: Any, device: torch.device) -> None:
         self.array = np.zeros(count, dtype)
@@ -125,7 +143,10 @@ def protocol(monkeypatch: pytest.MonkeyPatch) -> type[Kernel]:
     from onelaunch.engines.resident import pinned
     from onelaunch.nvrtc import launch
 
-    monkeypatch.setattr(launch, "load", Kernel)
+    def load(cubin: Cubin, name: str, device: torch.device) -> Kernel | SumWeights:
+        return SumWeights(device) if name == "sum_weights" else Kernel(cubin, name, device)
+
+    monkeypatch.setattr(launch, "load", load)
     monkeypatch.setattr(pinned, "MappedArray", Memory)
     monkeypatch.setattr(host, "chip_of", lambda device: H200)
     monkeypatch.setattr(host, "architecture", lambda device: "sm_90a")
@@ -138,11 +159,12 @@ def protocol(monkeypatch: pytest.MonkeyPatch) -> type[Kernel]:
     return Kernel
 
 
-def make(checkpoints: bool = False, **options: Any) -> Any:
+def make(checkpoints: bool = False, sample_weight: torch.Tensor | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
     x, y = torch.randn(100, 6), torch.randint(3, (100,))
-    run = make_run(model, x, y, (x[:10], y[:10]), {"batch_size": 10, "optimizer": "sgd", **options})
+    settings = {"batch_size": 10, "optimizer": "sgd", **options}
+    run = make_run(model, x, y, (x[:10], y[:10]), settings, sample_weight=sample_weight)
     return dataclasses.replace(run, checkpoints=checkpoints)
 
 
@@ -177,6 +199,18 @@ def test_long_runs_are_cut_where_their_losses_exceed_the_limit(protocol, monkeyp
     segments = list(session.segments(0, Monitor()))
     assert protocol.launched == [(0, 20), (20, 40), (40, 50)]
     torch.testing.assert_close(torch.cat([part.losses for part in segments]), 1 / torch.arange(1, 51))
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_segments_have_the_summed_weights_of_their_batches(protocol, checkpoints):
+    weights = torch.rand(100)
+    session = host.ResidentSession(make(checkpoints, weights, steps=25, seed=3), {})
+    segments = list(session.segments(0, Monitor()))
+    assert len(protocol.launched) == (3 if checkpoints else 1)
+    for epoch, part in enumerate(segments):
+        expected = weights.double()[permutation(100, 3, epoch)].reshape(10, 10).sum(1)
+        torch.testing.assert_close(part.weights, expected[: len(part.losses)])
+    assert next(host.ResidentSession(make(steps=5), {}).segments(0, Monitor())).weights is None
 
 
 def test_a_stop_ends_within_an_epoch(protocol):
@@ -226,7 +260,10 @@ def test_the_parameters_are_laid_out_as_the_kernel_reads_them():
         for name in re.findall(r"(\w+)(?:\[2\])?\s*(?:,|$)", line.strip()):
             names += [f"{name}0", f"{name}1"] if f"{name}[2]" in line else [name]
     assert "u32 keep[2 * MAX_DROPOUTS];" in body
-    assert (*names, "keep") == host.PARAMS.names
+    assert (*names[:-1], "keep", names[-1]) == host.PARAMS.names
+    assert body.rstrip().endswith(
+        "double* batch_weights;  // if WEIGHTED: the summed weights of each batch of the launch"
+    )
     control = text.split("struct Control {")[1].split("\n};")[0]
     assert tuple(re.findall(r"(\w+)[,;]", re.sub(r"//[^\n]*", "", control))) == host.CONTROL.names
 

@@ -61,8 +61,6 @@ class ResidentEngine:
             return "x is too large for the device's memory"
         if run.spec.clip_norm is not None:
             return "its update follows each gradient at once, and clip_norm must wait for all of them"
-        if run.weights is not None:
-            return "it has no row weights (class_weight, sample_weight)"
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
         if run.spec.rows >= 2**31:

@@ -30,9 +30,17 @@ def rows_as_fetched(x: torch.Tensor, plan: Plan, precision: str) -> torch.Tensor
     return torch.stack(planes).contiguous()
 
 
-def targets_as_fetched(y: torch.Tensor, loss: str) -> torch.Tensor:
-    """int32 classes `[rows]` for cross_entropy, else floats `[rows, outputs]`."""
-    return y.to(torch.int32).contiguous() if loss == "cross_entropy" else y.reshape(len(y), -1).float().contiguous()
+def targets_as_fetched(y: torch.Tensor, plan: Plan, weights: torch.Tensor | None = None) -> torch.Tensor:
+    """int32 classes `[rows, 1]` for cross_entropy, else floats `[rows, outputs]`.
+
+    Where the plan is for weighted rows, one more column has the bits of the rows' weights: 1.0 if `weights` is None.
+    """
+    columns = y.reshape(len(y), -1)
+    columns = columns.to(torch.int32) if plan.settings.loss == "cross_entropy" else columns.float()
+    if plan.settings.weighted:
+        column = torch.ones(len(y), device=y.device) if weights is None else weights.to(y.device, torch.float32)
+        columns = torch.cat([columns, column[:, None].view(columns.dtype)], dim=1)
+    return columns.contiguous()
 
 
 def parameter_shapes(plan: Plan) -> list[tuple[str, tuple[int, ...]]]:
@@ -65,7 +73,7 @@ class Buffers:
         run, plan = self.run, self.plan
         self.by_name: dict[str, torch.Tensor] = {
             "x": rows_as_fetched(run.x, plan, self.precision),
-            "y": targets_as_fetched(run.y, run.spec.loss),
+            "y": targets_as_fetched(run.y, plan, run.weights),
             "weights": self._flat(self.tensors),
             "exchange": torch.zeros(max(plan.exchange.size // 4, 1), dtype=torch.int32, device=run.device),
             "flags": torch.zeros(plan.flag_words, dtype=torch.int32, device=run.device),
@@ -75,7 +83,7 @@ class Buffers:
             x, y = run.validation
             self.by_name |= {
                 "validation_x": rows_as_fetched(x, plan, self.precision),
-                "validation_y": targets_as_fetched(y, run.spec.loss),
+                "validation_y": targets_as_fetched(y, plan),
             }
         for number, kind in enumerate(self.state_kinds):
             self.by_name[f"state{number}"] = self._flat({name: state.get(f"{kind}.{name}") for name in self.tensors})

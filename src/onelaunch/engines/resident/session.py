@@ -20,6 +20,7 @@ import torch
 
 from onelaunch.device import Chip, chip_of
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
+from onelaunch.engines.resident.batch_weights import BatchWeights
 from onelaunch.engines.resident.buffers import Buffers
 from onelaunch.engines.resident.plan.placement import choose_plan
 from onelaunch.engines.resident.plan.plan import Plan
@@ -59,7 +60,10 @@ NUMBERS = (
     "lr", "momentum", "weight_decay", "log_beta1", "log_beta2", "new_mean", "new_square", "beta2", "eps", "label_smoothing"
 )  # fmt: skip
 OF_MEMBERS = [("row_numbers", "<u8"), ("permutation_bits", "<u8"), ("keep", "<u4", (2 * MAX_DROPOUTS,))]
-PARAMS = np.dtype([(name, "<u8") for name in POINTERS + COUNTS] + [(name, "<f8") for name in NUMBERS] + OF_MEMBERS)
+PARAMS = np.dtype(
+    [(name, "<u8") for name in POINTERS + COUNTS] + [(name, "<f8") for name in NUMBERS] + OF_MEMBERS
+    + [("batch_weights", "<u8")]
+)  # fmt: skip
 
 
 def settings_for(run: Run, precision: str) -> Settings:
@@ -70,7 +74,7 @@ def settings_for(run: Run, precision: str) -> Settings:
         optimizer=spec.optimizer, momentum=spec.momentum > 0, nesterov=spec.nesterov, weight_decay=spec.weight_decay > 0,
         schedule=spec.schedule, loss=spec.loss, label_smoothing=spec.label_smoothing > 0,
         uint8_rows=run.x.dtype == torch.uint8, validates=run.validation is not None,
-        tiny_eps=spec.eps < MIN_EPS,
+        weighted=run.weights is not None, tiny_eps=spec.eps < MIN_EPS,
     )  # fmt: skip
 
 
@@ -126,6 +130,8 @@ class ResidentSession:
         self._losses = MappedArray(self._max_steps, np.float32, run.device)
         self._records = MappedArray(self._max_steps // run.spec.steps_per_epoch + 2, RECORD, run.device)
         self._buffers = Buffers(run, self.layout, self.precision, state)
+        summing = self.layout.settings.weighted
+        self._batch_weights = BatchWeights(self._max_steps, self._load("sum_weights")) if summing else None
         self._params = self._parameters(fault, patience)
         self._running = False
 
@@ -151,6 +157,11 @@ class ResidentSession:
         raise UnsupportedError(
             f"engine='resident' needs {layout.blocks} blocks at once, {self.device} holds fewer: pass engine='auto'"
         )
+
+    def _load(self, name: str) -> LoadedKernel:
+        from onelaunch.nvrtc.launch import load
+
+        return load(self.cubin, name, self.device)
 
     def _compile(self, plan: Plan | None, chip: Chip, faults: bool, stamps: bool) -> tuple[Plan, Cubin]:
         """The chosen plan, compiled. Where the compiler spills registers, more weights move to shared memory."""
@@ -180,6 +191,8 @@ class ResidentSession:
         for name, tensor in self._buffers.by_name.items():
             params[name] = tensor.data_ptr()
         params["control"], params["records"] = self._control.address, self._records.address
+        if self._batch_weights:
+            params["batch_weights"] = self._batch_weights.sums.data_ptr()
         for name, value in run_values(run).items():
             params[name] = value
         params["patience"] = int(patience * CLOCK_HZ)
@@ -216,6 +229,8 @@ class ResidentSession:
         self._buffers.by_name["flags"].zero_()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         layout = self.layout
+        if self._batch_weights:
+            self._batch_weights.launch(self.stream, end - first, params.tobytes())
         self.kernel.launch(
             self.stream, grid=layout.blocks, block=layout.threads, cluster=layout.blocks if layout.cluster else 1,
             shared_bytes=layout.shared.size, cooperative=not layout.cluster and layout.blocks > 1,
@@ -266,7 +281,10 @@ class ResidentSession:
             rows = len(self.run.validation[0])
             loss_sum, hits = float(record["validation_loss"]), int(record["validation_correct"])
             validation = Metrics.of(spec, loss_sum, hits, rows, self.run.outputs)
-        return Segment(first, losses, correct if has_accuracy(spec) else None, validation)
+        weights = None
+        if self._batch_weights:  # they were there before the first step
+            weights = self._batch_weights.sums[first - self._first : until - self._first].to("cpu", copy=True)
+        return Segment(first, losses, correct if has_accuracy(spec) else None, validation, weights)
 
     def _raise_on_fault(self) -> None:
         control = self._control.array[0]

@@ -34,6 +34,13 @@ def test_options_of_any_member_are_in_the_code():
     assert all(part.p > 0 for part in dropouts_of(settings.stages))
 
 
+def test_class_weights_may_differ():
+    runs = [run_of(class_weight=weight) for weight in (None, "balanced", {0: 3.0})]
+    assert ENGINE.members_unsupported_reason(runs) == ""
+    assert members_settings(runs, uint8_rows=False).weighted
+    assert not members_settings(runs[:1], uint8_rows=False).weighted
+
+
 def test_a_dropout_that_nobody_uses_is_left_out():
     settings = members_settings([run_of(0.0), run_of(0.0)], uint8_rows=False)
     assert all(part.p == 0 for part in dropouts_of(settings.stages))
@@ -57,7 +64,6 @@ def test_differences_are_named(other, reason):
     ("options", "reason"),
     [
         ({"clip_norm": 1.0}, "clip_norm"),
-        ({"class_weight": "balanced"}, "row weights"),
         ({"model": nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))}, "BatchNorm1d"),
         ({"model": nn.Sequential(nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 3))}, "LayerNorm"),
         ({"model": nn.Sequential(nn.Linear(5, 9000), nn.ReLU(), nn.Linear(9000, 3))}, "does not fit on the chip"),

@@ -16,9 +16,15 @@ pytestmark = pytest.mark.skipif(bool(unavailable_reason()), reason=f"cannot comp
 @pytest.mark.parametrize(
     ("widths", "chip", "arch", "forced", "changes"),
     [
-        ([5, 9, 9, 2], A100, "sm_80", Forced(1, True, 2), {"optimizer": "rmsprop", "dropout": 0.5}),
+        ([5, 9, 9, 2], A100, "sm_80", Forced(1, True, 2), {"optimizer": "rmsprop", "dropout": 0.5, "weighted": True}),
         ([5, 9, 9, 2], H200, "sm_90a", Forced(2, True), {"optimizer": "adam", "precision": "tf32", "validates": True}),
-        (LAYERS, H200, "sm_90a", Forced(8, False), {"optimizer": "adam", "uint8_rows": True, "validates": True}),
+        (
+            LAYERS,
+            H200,
+            "sm_90a",
+            Forced(8, False),
+            {"optimizer": "adam", "uint8_rows": True, "validates": True, "weighted": True},
+        ),
     ],
 )
 def test_compiles(widths, chip, arch, forced, changes, tmp_path):

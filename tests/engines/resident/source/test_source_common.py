@@ -56,7 +56,8 @@ OTHERS = {
     "one linear": Row("sm_80", [7, 3], "one block", {"precision": "fp16", "loss": "bce_with_logits", "by_rows": False}),
     "rows in one block": Row(
         "sm_80", [5, 9, 9, 2], "rows",
-        {"blocks": 1, "by_rows": True, "optimizer": "rmsprop", "activation": ("elu", "hardswish"), "dropout": 0.1},
+        {"blocks": 1, "by_rows": True, "optimizer": "rmsprop", "activation": ("elu", "hardswish"), "dropout": 0.1,
+         "weighted": True},
     ),
     "micro-batches": Row(
         "sm_80", [20, 40, 24, 5], "grid",
@@ -67,18 +68,19 @@ OTHERS = {
         "sm_100a", [20, 40, 24, 5], "cluster",
         {"blocks": 2, "cluster": True, "by_rows": False, "batch": 37, "momentum": True, "nesterov": True,
          "weight_decay": True, "label_smoothing": True, "activation": ("leaky_relu", "softplus"), "dropout": 0.5,
-         "schedule": "linear"},
+         "schedule": "linear", "weighted": True},
         faults=True,
     ),
     "adam": Row(
         "sm_100a", [20, 40, 5], "grid",
         {"blocks": 5, "cluster": False, "optimizer": "adam", "activation": "silu",
-         "schedule": "one_cycle", "uint8_rows": True, "loss": "bce_with_logits"},
+         "schedule": "one_cycle", "uint8_rows": True, "loss": "bce_with_logits", "weighted": True},
         stamps=True,
     ),
     "lion": Row(
         "sm_90a", [5, 9, 9, 2], "one block",
-        {"by_rows": False, "activation": ("sigmoid", "selu"), "precision": "fp16", "batch": 1, "optimizer": "lion"},
+        {"by_rows": False, "activation": ("sigmoid", "selu"), "precision": "fp16", "batch": 1, "optimizer": "lion",
+         "weighted": True, "validates": True},
     ),
     "rmsprop with momentum": Row(
         "sm_80", [5, 9, 2], "one block",
@@ -128,12 +130,14 @@ def test_every_option_is_in_some_row():
         "precision": set(PLANES), "optimizer": OPTIMIZERS, "loss": set(LOSSES), "schedule": set(SCHEDULES),
         "momentum": {True, False}, "nesterov": {True, False}, "weight_decay": {True, False},
         "label_smoothing": {True, False}, "uint8_rows": {True, False}, "validates": {True, False},
+        "weighted": {True, False},
     }  # fmt: skip
     for name, expected in options.items():
         assert {getattr(plan.settings, name) for plan in plans} == expected, name
     chains = [part for plan in plans for stage in plan.settings.stages for part in stage.chain]
     assert {part.name for part in chains if hasattr(part, "name")} == ACTIVATIONS
     assert any(hasattr(part, "p") for part in chains)
+    assert {placement_of(plan) for plan in plans if plan.settings.weighted} == {"one block", "cluster", "grid", "rows"}
     assert {row.arch for row in OTHERS.values()} == {"sm_80", "sm_90a", "sm_100a"}
     assert {plan.micro_batches > 1 for plan in plans} == {True, False}
     assert {plan.input_buffers for plan in plans} == {1, 2}

@@ -24,7 +24,7 @@ struct Record {  // of an epoch
 };
 struct Params {
   const u8 *x, *validation_x;
-  const u32 *y, *validation_y;  // per row one class, or OUTPUTS floats
+  const u32 *y, *validation_y;  // per row one class, or OUTPUTS floats; if WEIGHTED, then its weight, a float
   float *weights, *state[2];
   u32 *exchange, *flags;
   Control* control;
@@ -37,6 +37,7 @@ struct Params {
   const u32* row_numbers;
   u64 permutation_bits;
   u32 keep[2 * MAX_DROPOUTS];
+  double* batch_weights;  // if WEIGHTED: the summed weights of each batch of the launch
 };
 
 struct Context {

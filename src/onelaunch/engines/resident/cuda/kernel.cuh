@@ -11,6 +11,9 @@
 #if MEMBERS
 #include "members.cuh"
 #endif
+#if WEIGHTED
+#include "batch_weights.cuh"
+#endif
 
 #if STAMPS  // clocks that thread 0 of block 0 spends in each phase
 #define STAMP(i) if (threadIdx.x == 0) { const u32 now = (u32)clock_now(); spent[i] += now - stamped; stamped = now; }

@@ -7,8 +7,13 @@ struct Tally {
   u32 rows;  // of this micro-batch that are not padding
   float row_weight;  // of one row (or element) in the mean, times LOSS_SCALE
   float smoothing;
-  u32 targets;  // shared address; per row a class, or OUTPUTS floats
+  u32 targets;  // shared address; per row a class, or OUTPUTS floats; if WEIGHTED, then its weight
 };
+// A value times the weight of its row, where rows have weights.
+INLINE float weighted(float value, const Tally& tally, u32 row) {
+  if constexpr (WEIGHTED) return value * load_float(tally.targets + (row * TARGET_WORDS + TARGET_WORDS - 1) * 4);
+  return value;
+}
 
 // A lane's part of a row's loss, without the row's weight, and of its correct predictions. Cross-entropy leaves some work to
 // `settle`, which can run while the gradient is in flight.
@@ -116,7 +121,7 @@ template <class Row> INLINE void settle(const Row& row, Result& result) {
   }
 }
 
-// One over the rows (or elements) of this step. It is read when needed, because registers are few.
+// One over the rows (or elements) of this step, or over their summed weights. It is read when needed, because registers are few.
 INLINE float row_weight(const Context& c) { return load_float(c.shared + AT_RATES + c.step % INTERVAL * 16 + 12); }
 
 // Outputs and loss of a pass; `multiply` gives the sums of a group. Afterwards, and after one more barrier of the block, the sums of
@@ -149,9 +154,9 @@ template <class L, class Multiply> INLINE void outputs(Context& c, const Draw& d
         L::chain(z[n], slope[n], draw, draw.row + row, n * 8);
       }
       const bool real = row < tally.rows;
-      Result result = row_loss(Quad<L::N_TILES>{z, c.q}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real && draw.training ? row_weight(c) * LOSS_SCALE : 0.f);
+      Result result = row_loss(Quad<L::N_TILES>{z, c.q}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real && draw.training ? weighted(row_weight(c) * LOSS_SCALE, tally, row) : 0.f);
       settle(Quad<L::N_TILES>{z, c.q}, result);
-      loss += real ? result.loss : 0.f;
+      loss += real ? weighted(result.loss, tally, row) : 0.f;
       correct += real ? result.correct : 0;
       if (draw.training)
 #pragma unroll

@@ -177,9 +177,9 @@ template <class L, class Read> INLINE void tile_outputs(const Context& c, const 
     float z[L::N_TILES][2];
 #pragma unroll
     for (int n = 0; n < L::N_TILES; ++n) z[n][0] = sum[n][half * 2], z[n][1] = sum[n][half * 2 + 1];
-    Result result = row_loss(Quad<L::N_TILES>{z, c.q}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f);
+    Result result = row_loss(Quad<L::N_TILES>{z, c.q}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? weighted(tally.row_weight, tally, row) : 0.f);
     settle(Quad<L::N_TILES>{z, c.q}, result);
-    score.loss += counts ? result.loss : 0.f;
+    score.loss += counts ? weighted(result.loss, tally, row) : 0.f;
     score.correct += counts ? result.correct : 0;
 #pragma unroll
     for (int n = 0; n < L::N_TILES; ++n)

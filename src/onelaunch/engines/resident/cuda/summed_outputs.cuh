@@ -127,7 +127,7 @@ template <class L, class H> INLINE void finish_outputs(Context& c, const Draw& d
       L::chain(one, its_slope, draw, draw.row + row, unit);
       z[i] = one[0], slope[i] = its_slope[0];
     }
-    Result result = row_loss(HalfWarp<L::N_TILES>{z, c.lane}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? tally.row_weight : 0.f);
+    Result result = row_loss(HalfWarp<L::N_TILES>{z, c.lane}, tally.targets + row * (TARGET_WORDS * 4), tally.smoothing, real ? weighted(tally.row_weight, tally, row) : 0.f);
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const float d = real ? z[i] * slope[i] : 0.f;  // not a multiplication by 0: an overflow times 0 is NaN
@@ -142,7 +142,7 @@ template <class L, class H> INLINE void finish_outputs(Context& c, const Draw& d
       }
     }
     settle(HalfWarp<L::N_TILES>{z, c.lane}, result);
-    loss += real && half == 0 ? result.loss : 0.f;
+    loss += real && half == 0 ? weighted(result.loss, tally, row) : 0.f;
     correct += real && half == 0 ? result.correct : 0;
     if (SCORE_WARPS == ROWS_PER_BLOCK) break;
   }

@@ -140,7 +140,13 @@ INLINE void fill_rates(const Context& c, u64 step) {
       row[1] = (float)(1 / sqrt(-expm1((now + 1) * p->log_beta2)));
     }
     if constexpr (OPTIMIZER != SGD) row[2] = (float)(1 - lr * p->weight_decay);  // for decoupled weight decay
-    row[3] = 1.f / ((float)rows_at(p, (first + i) % each) * LOSS_UNITS);
+    if constexpr (WEIGHTED) {
+      const u64 number = step - p->first_step + i;
+      const double sum = number < p->last_step - p->first_step ? p->batch_weights[number] : 0.;
+      row[3] = sum > 0 ? (float)(1 / (sum * LOSS_UNITS)) : 0.f;
+    } else {
+      row[3] = 1.f / ((float)rows_at(p, (first + i) % each) * LOSS_UNITS);
+    }
     store_shared(c.shared + AT_RATES + i * 16, row);
   }
   __syncthreads();

@@ -34,7 +34,8 @@ def members_settings(runs: Sequence[Run], *, uint8_rows: bool) -> Settings:
         precision=first.compiled_precision, optimizer=first.optimizer, momentum=any(spec.momentum > 0 for spec in specs),
         nesterov=first.nesterov, weight_decay=any(spec.weight_decay > 0 for spec in specs), schedule=first.schedule,
         loss=first.loss, label_smoothing=any(spec.label_smoothing > 0 for spec in specs), uint8_rows=uint8_rows,
-        validates=runs[0].validation is not None, tiny_eps=any(spec.eps < MIN_EPS for spec in specs),
+        validates=runs[0].validation is not None,
+        weighted=any(run.weights is not None for run in runs), tiny_eps=any(spec.eps < MIN_EPS for spec in specs),
         members=True,
     )  # fmt: skip
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from onelaunch.engines.contract import Run, State
 from onelaunch.engines.members import MemberTask
+from onelaunch.engines.resident.batch_weights import BatchWeights
 from onelaunch.engines.resident.buffers import parameter_shapes, rows_as_fetched, targets_as_fetched
 from onelaunch.engines.resident.members.group import same_tensor
 from onelaunch.engines.resident.plan.plan import Plan
@@ -19,6 +20,9 @@ from onelaunch.engines.resident.session import CLOCK_HZ, PARAMS, PATIENCE_SECOND
 from onelaunch.engines.resident.uint8_rows import as_uint8
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import keep_scale, keep_threshold, permutation_bits
+
+if TYPE_CHECKING:
+    from onelaunch.nvrtc.launch import LoadedKernel
 
 Key = tuple[object, ...]
 
@@ -38,13 +42,13 @@ class SharedRows:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._made: dict[Key, tuple[torch.Tensor, torch.Tensor]] = {}  # with the source, which must not be freed
+        self._made: dict[Key, tuple[tuple[torch.Tensor | None, ...], torch.Tensor]] = {}  # and sources, not to be freed
 
     def x(self, x: torch.Tensor) -> int:
         return self._once("x", x, self._rows)
 
-    def y(self, y: torch.Tensor) -> int:
-        return self._once("y", y, lambda y: targets_as_fetched(y, self.plan.settings.loss))
+    def y(self, y: torch.Tensor, weights: torch.Tensor | None = None) -> int:
+        return self._once("y", y, lambda y: targets_as_fetched(y, self.plan, weights), weights)
 
     def numbers(self, rows: torch.Tensor, device: torch.device) -> int:
         return self._once("numbers", rows, lambda rows: rows.to(device, torch.int32).contiguous())
@@ -59,17 +63,24 @@ class SharedRows:
             x = x.float() / 255
         return rows_as_fetched(x, self.plan, settings.precision)
 
-    def _once(self, kind: str, tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> int:
-        key = (kind, *same_tensor(tensor))
+    def _once(
+        self, kind: str, tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor],
+        more: torch.Tensor | None = None,
+    ) -> int:  # fmt: skip
+        """The address of what `make` gives; `more` is another tensor that it depends on."""
+        key = (kind, *same_tensor(tensor), None if more is None else same_tensor(more))
         if key not in self._made:
-            self._made[key] = tensor, make(tensor)
+            self._made[key] = (tensor, more), make(tensor)
         return self._made[key][1].data_ptr()
 
 
 class MembersMemory:
-    """The memory of one launch: entry i belongs to `tasks[i]`."""
+    """The memory of one launch: entry i belongs to `tasks[i]`. `summing`: the kernel `sum_weights`, if rows have weights."""
 
-    def __init__(self, tasks: Sequence[MemberTask], plan: Plan, rows: SharedRows, places: int) -> None:
+    def __init__(
+        self, tasks: Sequence[MemberTask], plan: Plan, rows: SharedRows, places: int,
+        summing: LoadedKernel | None = None,
+    ) -> None:  # fmt: skip
         self.tasks, self.plan, self.device = tasks, plan, tasks[0].run.device
         self._shapes = parameter_shapes(plan)
         self._sizes = [math.prod(shape) for _, shape in self._shapes]
@@ -89,6 +100,7 @@ class MembersMemory:
             max(16, plan.exchange.size * plan.blocks * places), dtype=torch.uint8, device=self.device
         )
         self.next = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.batch_weights = BatchWeights(int(self._first_loss[-1]), summing) if summing else None
         self._rows = rows
 
     def _flat(self, tensors: Sequence[Mapping[str, Any]]) -> torch.Tensor:
@@ -128,6 +140,8 @@ class MembersMemory:
         params["control"] = control_address + numbers * control_bytes
         params["losses"] = self._losses.data_ptr() + self._first_loss[:-1] * 4
         params["records"] = self._records.data_ptr() + self._first_record[:-1] * RECORD.itemsize
+        if self.batch_weights is not None:
+            params["batch_weights"] = self.batch_weights.sums.data_ptr() + self._first_loss[:-1] * 8
         params["patience"], params["fault_step"] = int(PATIENCE_SECONDS * CLOCK_HZ), 2**63
         for entry, task in zip(params["keep"], self.tasks, strict=True):
             assert task.run.network is not None
@@ -141,7 +155,7 @@ class MembersMemory:
         run, rows = task.run, self._rows
         validation_x, validation_y = run.validation or (None, None)
         return {
-            "x": rows.x(run.x), "y": rows.y(run.y),
+            "x": rows.x(run.x), "y": rows.y(run.y, run.weights),
             "validation_x": 0 if validation_x is None else rows.x(validation_x),
             "validation_y": 0 if validation_y is None else rows.y(validation_y),
             "row_numbers": 0 if run.train_rows is None else rows.numbers(run.train_rows, self.device),
@@ -172,11 +186,18 @@ class MembersMemory:
 
     def losses(self) -> tuple[list[torch.Tensor], dict[int, int]]:
         """The losses of each member, on the CPU, and the first position of each whose losses stop being finite."""
-        counts = np.diff(self._first_loss).tolist()
         positions = torch.nonzero(~self._losses.isfinite()).flatten().cpu().numpy()
         members, first = np.unique(np.searchsorted(self._first_loss, positions, side="right") - 1, return_index=True)
         broken = dict(zip(members.tolist(), (positions[first] - self._first_loss[members]).tolist(), strict=True))
-        return list(self._losses.cpu()[: sum(counts)].split(counts)), broken
+        return self._by_member(self._losses), broken
+
+    def weights_of_batches(self) -> list[torch.Tensor] | None:
+        """The summed row weights of each member's steps, on the CPU; None where no member has any."""
+        return None if self.batch_weights is None else self._by_member(self.batch_weights.sums)
+
+    def _by_member(self, of_steps: torch.Tensor) -> list[torch.Tensor]:
+        counts = np.diff(self._first_loss).tolist()
+        return list(of_steps.cpu()[: sum(counts)].split(counts))
 
     def records(self) -> list[np.ndarray]:
         """The records of each member's epochs."""

@@ -58,8 +58,8 @@ def members_plan(runs: Sequence[Run]) -> str:
 
 def prepare(
     settings: Settings, device: torch.device, members: int, forced: Forced = FREE
-) -> tuple[MembersPlan, LoadedKernel]:
-    """The plan, its kernel, and the number of places that the device really has."""
+) -> tuple[MembersPlan, LoadedKernel, LoadedKernel | None]:
+    """The plan with the number of places that the device really has, its kernel, and `sum_weights` if rows have weights."""
     chip = chip_of(device)
     for largest in LARGEST_CLUSTERS if chip.clusters else (1,):
         possible = dataclasses.replace(chip, clusters=chip.clusters and largest > 1, largest_cluster=largest)
@@ -70,7 +70,8 @@ def prepare(
         kernel, plan = load(cubin, "train", device), found.plan
         places = kernel.max_active_clusters(block=plan.threads, cluster=plan.blocks, shared_bytes=plan.shared.size)
         if places:
-            return dataclasses.replace(found, places=places), kernel
+            summing = load(cubin, "sum_weights", device) if settings.weighted else None
+            return dataclasses.replace(found, places=places), kernel, summing
     raise UnsupportedError(f"{device} has no room for a block of this plan: pass engine='auto'")
 
 
@@ -104,11 +105,11 @@ def train_members(
     if not tasks:
         return
     runs = [task.run for task in tasks]
-    found, kernel = prepare(settings_of(runs), runs[0].device, len(tasks), forced)
+    found, kernel, summing = prepare(settings_of(runs), runs[0].device, len(tasks), forced)
     rows, done, running = SharedRows(found.plan), 0, deque[Launch]()
     try:
         for part in _launches(tasks, found):
-            running.append(Launch(part, found, kernel, rows))
+            running.append(Launch(part, found, kernel, rows, summing))
             running[-1].start()
             if len(running) > 1:  # the results of a launch are read while the next one runs
                 yield from running[0].finish(monitor, done)
@@ -146,7 +147,10 @@ def _launches(tasks: Sequence[MemberTask], found: MembersPlan) -> Iterator[Seque
 class Launch:
     """One launch over some of the members."""
 
-    def __init__(self, tasks: Sequence[MemberTask], found: MembersPlan, kernel: LoadedKernel, rows: SharedRows) -> None:
+    def __init__(
+        self, tasks: Sequence[MemberTask], found: MembersPlan, kernel: LoadedKernel, rows: SharedRows,
+        summing: LoadedKernel | None,
+    ) -> None:  # fmt: skip
         from onelaunch.engines.resident.pinned import MappedArray
 
         self.tasks, self.found, self.kernel = tasks, found, kernel
@@ -155,7 +159,7 @@ class Launch:
         self._control = MappedArray(len(tasks), CONTROL, self.device)
         self._first = np.array([task.first_step for task in tasks], np.int64)
         self._control.array["done"] = self._first
-        self._memory = MembersMemory(tasks, found.plan, rows, found.places)
+        self._memory = MembersMemory(tasks, found.plan, rows, found.places, summing)
         self._table = self._memory.table(self._control.address, CONTROL.itemsize)
 
     def finish(self, monitor: MembersMonitor, before: int = 0) -> list[MemberResult]:
@@ -168,6 +172,9 @@ class Launch:
         queue["members"], queue["next"] = self._table.data_ptr(), self._memory.next.data_ptr()
         queue["scratch"], queue["count"] = self._memory.scratch.data_ptr(), len(self.tasks)
         stream = torch.cuda.current_stream(self.device)
+        if self._memory.batch_weights:
+            steps = max(task.last_step - task.first_step for task in self.tasks)
+            self._memory.batch_weights.launch(stream, steps, queue.tobytes(), len(self.tasks))
         self.kernel.launch(
             stream, grid=self.grid, block=plan.threads, cluster=plan.blocks, shared_bytes=plan.shared.size,
             args=[queue.tobytes()],
@@ -217,10 +224,12 @@ class Launch:
     def results(self) -> Iterator[MemberResult]:
         """The results of the members that have finished, or whose loss stopped being finite."""
         (losses, broken), records = self._memory.losses(), self._memory.records()
+        weights = self._memory.weights_of_batches()
         done = [number for number in range(len(self.tasks)) if self._is_done(number, number in broken)]
         self._memory.write_back(done)
         for number in done:
-            segments = tuple(self._segments(number, losses[number], records[number], broken.get(number)))
+            of_batches = None if weights is None else weights[number]
+            segments = tuple(self._segments(number, losses[number], records[number], of_batches, broken.get(number)))
             task = self.tasks[number]
             ends = task.last_step >= task.run.spec.total_steps
             yield MemberResult(task.index, segments, {} if ends else self._memory.state(number))
@@ -230,7 +239,7 @@ class Launch:
         return bool(control["finished"]) and (broken or int(control["done"]) == self.tasks[number].last_step)
 
     def _segments(
-        self, number: int, losses: torch.Tensor, records: np.ndarray, broken: int | None
+        self, number: int, losses: torch.Tensor, records: np.ndarray, weights: torch.Tensor | None, broken: int | None
     ) -> Iterator[Segment]:  # fmt: skip
         """`broken`: the position of the first loss that is not finite, after which nothing means anything."""
         task, control = self.tasks[number], self._control.array[number]
@@ -248,5 +257,6 @@ class Launch:
             if record is not None and run.validation is not None:
                 hits, rows = int(record["validation_correct"]), len(run.validation[0])
                 validation = Metrics.of(spec, float(record["validation_loss"]), hits, rows, run.outputs)
-            yield Segment(step, part, correct if has_accuracy(spec) else None, validation)
+            sums = None if weights is None else weights[step - task.first_step : until - task.first_step].clone()
+            yield Segment(step, part, correct if has_accuracy(spec) else None, validation, sums)
             step, epoch = until, epoch + 1

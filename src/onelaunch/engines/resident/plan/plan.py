@@ -121,9 +121,14 @@ class Plan(ABC):
         return self.input_planes * self.rows * self.shared_pitch
 
     @property
-    def target_words(self) -> int:
-        """4-byte words per target: a class, or one float per output."""
+    def loss_units(self) -> int:
+        """Terms of a row's loss, over which it is a mean: one, or one per output."""
         return 1 if self.settings.loss == "cross_entropy" else self.settings.stages[-1].linear.outputs
+
+    @property
+    def target_words(self) -> int:
+        """4-byte words per target: a class, or one float per output; then the row's weight, if rows have weights."""
+        return self.loss_units + self.settings.weighted
 
     @property
     def table_rows(self) -> int:

@@ -45,6 +45,7 @@ class Settings:
     label_smoothing: bool
     uint8_rows: bool
     validates: bool
+    weighted: bool = False  # rows have weights in the mean loss of their batch
     tiny_eps: bool = False  # eps of the optimizer is below MIN_EPS
     members: bool = False  # one launch trains many networks, which blocks (or clusters) take from a queue
     per_multiprocessor: int = 1  # blocks that share a multiprocessor, each of another member

@@ -71,7 +71,7 @@ def _constants(
         "STEPS_PER_ROW_TABLE": plan.steps_per_row_table, "TABLE_ROWS": plan.table_rows, "STATES": plan.states,
         "PERMUTATION_BITS": 0 if settings.members else permutation_bits(settings.rows),
         "OUTPUTS": settings.stages[-1].linear.outputs, "TARGET_WORDS": plan.target_words,
-        "LOSS_UNITS": plan.target_words, "EXCHANGES": plan.exchanges,
+        "LOSS_UNITS": plan.loss_units, "EXCHANGES": plan.exchanges,
         "DECISION": plan.decision, "PHASES": 1 + phases, "FLAG_STRIDE": FLAG_STRIDE,
         "RUN_BYTES": shared["member"] if settings.members else shared.size, "EXCHANGE_BYTES": plan.exchange.size,
         "AT_MEMBER": shared["member"] if settings.members else 0, "MAX_DROPOUTS": MAX_DROPOUTS,
@@ -89,7 +89,7 @@ def _constants(
         "MULTICASTS_ROWS": plan.multicasts_rows, "BIAS_CORRECTION": OPTIMIZERS[settings.optimizer].bias_correction,
     }  # fmt: skip
     lines = [f"#define IS_CLUSTER {int(plan.cluster)}", f"#define STAMPS {int(stamps)}"]
-    lines.append(f"#define MEMBERS {int(settings.members)}")
+    lines += [f"#define MEMBERS {int(settings.members)}", f"#define WEIGHTED {int(settings.weighted)}"]
     lines += [f"#define {name} {own[name]}" for name in PREPROCESSOR]
     lines += [f"constexpr int {name} = {value};" for name, value in numbers.items()]
     lines += [f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()]
