@@ -9,14 +9,17 @@ import sys
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import onelaunch as ol
 from onelaunch.sweep.active import Switch
 from onelaunch.sweep.driver import Driver
 from onelaunch.sweep.spread import MAX_CHUNK, as_they_come, in_chunks, watched
 from tests.conftest import ROOT
-from tests.sweep.models import make_model, rows
+from tests.sweep.models import make_model, rows, same_weights
 
 joblib = pytest.importorskip("joblib")
 ThreadingBackend = joblib.parallel.ThreadingBackend
@@ -104,3 +107,39 @@ def test_a_worker_hears_of_a_stop(tmp_path):
         switch.interrupt()
     with watched(tmp_path / "stop") as after:
         assert after.stop
+
+
+def wide_model(width: int = 512) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+def failing_model(width: int) -> nn.Module:
+    if width == 3:
+        raise ValueError("no")
+    return make_model(width)
+
+
+def test_jobs_have_the_bits_of_this_process():
+    """A worker of joblib has fewer threads; a large network keeps the partitions that it has here."""
+    random = np.random.default_rng(5)
+    x = random.standard_normal((128, 64)).astype(np.float32)
+    y = x[:, :3].argmax(1)
+    arguments = {"grid": {"seed": range(2)}, "epochs": 2, "batch_size": 64, "engine": "cpu", "progress": False}
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        here = ol.sweep(wide_model, x, y, **arguments)
+        with joblib.parallel_config("loky"):
+            there = ol.sweep(wide_model, x, y, n_jobs=2, **arguments)
+    finally:
+        torch.set_num_threads(before)
+    for index in range(2):
+        assert there.histories[index].losses == here.histories[index].losses
+        assert same_weights(there.model(index), here.model(index))
+
+
+def test_a_candidate_that_fails_in_a_job_is_a_row():
+    with joblib.parallel_config("loky"):
+        result = ol.sweep(failing_model, *rows(), grid={"width": [3, 8]}, epochs=1, progress=False, n_jobs=2)
+    assert result.failures == {0: "make_model raised ValueError: no"}
+    assert result.best.parameters == {"width": 8}

@@ -68,6 +68,7 @@ class Run:
     loss_function: Callable[[Any, torch.Tensor], torch.Tensor] | None = None  # of the user, for Spec.loss "custom"
     loader: DataLoader[Any] | None = None  # where batches come from; x and y are then its first batch
     classes: tuple[str, ...] | None = None  # their names by number, if the user passed names
+    threads: int | None = None  # that results may depend on, where others execute the run; None: PyTorch's number
     checkpoints: bool = False  # a snapshot follows each segment; without one an engine may run ahead between segments
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.base import clone, is_classifier
 from sklearn.model_selection import ParameterGrid, ParameterSampler, check_cv
 from sklearn.model_selection._search import BaseSearchCV
@@ -106,7 +107,7 @@ class SweepCV(BaseSearchCV):
             print(f"Fitting {len(splits)} folds for each of {len(candidates)} candidates, totalling {total} fits")
         task = Task(
             self.estimator, X, y, given.get("sample_weight"), splits, scorers, weighs_scores, self.return_train_score,
-            self.error_score,
+            self.error_score, torch.get_num_threads(),
         )  # fmt: skip
         pairs = [(candidate, split) for candidate in candidates for split in range(len(splits))]
         out = in_chunks(evaluate, task, pairs, self.n_jobs)
@@ -163,6 +164,7 @@ class Task:
     weighs_scores: bool
     train_scores: bool
     error_score: Any
+    threads: int  # of the process that searches: those of others must not change results
 
     def rows(self, chosen: np.ndarray) -> tuple[Any, Any, Any]:
         weights = None if self.weights is None else _safe_indexing(self.weights, chosen)
@@ -197,7 +199,7 @@ def evaluate(task: Task, pairs: Sequence[tuple[Parameters, int]]) -> list[dict[s
 class _Evaluation:
     def __init__(self, task: Task, pairs: Sequence[tuple[Parameters, int]]) -> None:
         self.task, self.pairs = task, pairs
-        self.runs = NetworkRuns()
+        self.runs = NetworkRuns(task.threads)
         self.fits: dict[int, Fit] = {}  # by the number of each of its networks, until all of them are trained
         self.out: list[dict[str, Any]] = [{} for _ in pairs]
         self._prepared: dict[Any, tuple[Prepared, dict[str, Any]]] = {}

@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from onelaunch.engines.contract import Run
-from onelaunch.errors import DivergedError
+from onelaunch.errors import DivergedError, UnsupportedError
 from onelaunch.run.spec import Spec
 from onelaunch.sweep.active import Job, Switch
 from onelaunch.sweep.trainer import train
@@ -50,11 +50,16 @@ class Network:
 class NetworkRuns:
     """The Runs of networks. Those on the same rows share tensors, and those of the same layers the parsed network."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int | None = None) -> None:
+        """`threads`: as in Run."""
+        self._threads = threads
         self._bases: dict[Any, Run] = {}
         self._kept: list[Any] = []  # arrays, whose identity is part of a key
 
     def run(self, network: Network) -> Run:
+        return dataclasses.replace(self._run(network), threads=self._threads)
+
+    def _run(self, network: Network) -> Run:
         options = dict(network.options)
         validation = options.pop("validation", None)
         if validation is not None:  # the seed chooses the rows: every network has its own
@@ -94,6 +99,8 @@ def train_networks(networks: Sequence[Network], *, verbose: bool) -> list[Histor
     with on_interrupt(switch.interrupt):
         found = {}
         for outcome in train(jobs, switch):
+            if outcome.run is None:
+                raise UnsupportedError(outcome.error)
             if outcome.error:
                 raise DivergedError(outcome.error, len(outcome.history.losses))
             found[outcome.index] = outcome.history

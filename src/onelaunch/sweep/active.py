@@ -9,11 +9,15 @@ from pathlib import Path
 
 from onelaunch.engines.contract import Run, State
 from onelaunch.engines.members import MemberResult, MemberTask
-from onelaunch.errors import DivergedError
+from onelaunch.errors import DivergedError, OnelaunchError
 from onelaunch.sweep.member import steps_of_part
 from onelaunch.train.best_weights import EpochEnd
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.loop import Saver, raise_if_diverged
+
+
+class MemberError(OnelaunchError):
+    """A member that cannot be trained, while others may: its model cannot be made, or does not fit the data."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,7 @@ class Job:
     """A member to train from its first step, or from where a rung of successive halving has left it."""
 
     index: int
-    make: Callable[[], Run]  # called shortly before the member trains
+    make: Callable[[], Run]  # called shortly before the member trains; raises MemberError if that is not possible
     part: float = 1.0  # of its epochs to train
     continues: Outcome | None = None  # what an earlier part came to
 
@@ -31,7 +35,7 @@ class Outcome:
     """A member that has been trained as far as its job says. The run's model holds its weights."""
 
     index: int
-    run: Run
+    run: Run | None  # None: the member cannot be trained, for the reason in `error`
     history: History
     error: str = ""
     finished: bool = True  # False: trained to a rung, and can go on

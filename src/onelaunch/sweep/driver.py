@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from onelaunch.errors import OnelaunchError
 from onelaunch.run.metric_names import is_loss
 from onelaunch.sweep.active import Job, Outcome, Switch
 from onelaunch.sweep.halving import parts_of, survivors
@@ -122,7 +123,7 @@ class Driver:
 
     def _add(self, outcome: Outcome) -> None:
         shared = shared_fields(outcome.history, self.shared)
-        weights = weights_of(outcome.run.model)
+        weights = weights_of(outcome.run.model) if outcome.run else {}
         self._keep(record_of(outcome, shared), weights)
         if not outcome.finished:
             self._pause(outcome, 3 * _bytes(weights))
@@ -130,9 +131,10 @@ class Driver:
     def _keep(self, record: Record, weights: State) -> None:
         self.records[record.index] = record
         value = record.value(self.metric)
-        self.weights.add(record.index, value, weights)
-        stored = _bytes(weights) * len(self.members) <= MAX_STORED_BYTES and not record.error
-        self.store.add(record, weights if stored else {})
+        if record.total:  # else it could not begin: the next start tries again
+            self.weights.add(record.index, value, weights)
+            stored = _bytes(weights) * len(self.members) <= MAX_STORED_BYTES and not record.error
+            self.store.add(record, weights if stored else {})
         self._note_best(value)
         self._done += record.finished
         self.progress.update(self._done, self._best[1] if self._best else "")
@@ -160,7 +162,9 @@ class Driver:
             record = self.records[member.index]
             part = 1.0 if record.finished else record.steps / record.total
             for outcome in train([Job(member.index, lambda: run, part)], Switch(), self.callbacks):
-                return outcome.run.model
+                if outcome.run is not None:
+                    return outcome.run.model
+                raise OnelaunchError(f"member {member.index} ({member}) failed: {outcome.error}")
         raise KeyboardInterrupt
 
 
@@ -184,16 +188,18 @@ def train_elsewhere(task: Elsewhere, members: Sequence[Member]) -> list[tuple[Re
 
     with random_state_kept(), watched(task.stop_file) as switch:
         found = {
-            outcome.index: (record_of(outcome, shared_fields(outcome.history, shared)), weights_of(outcome.run.model))
+            outcome.index: (
+                record_of(outcome, shared_fields(outcome.history, shared)),
+                weights_of(outcome.run.model) if outcome.run else {},
+            )
             for outcome in train(jobs(), switch, task.callbacks)
         }
     return [found[member.index] for member in members if member.index in found]
 
 
 def record_of(outcome: Outcome, shared: dict[str, Any]) -> Record:
-    return Record.of(
-        outcome.index, outcome.history, shared, outcome.run.spec, error=outcome.error, finished=outcome.finished
-    )
+    spec = outcome.run.spec if outcome.run else None
+    return Record.of(outcome.index, outcome.history, shared, spec, error=outcome.error, finished=outcome.finished)
 
 
 def _bytes(weights: State) -> int:

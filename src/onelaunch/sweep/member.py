@@ -48,13 +48,21 @@ class Record:
     best_epoch: int | None
     error: str = ""  # why the member has no result: its loss diverged, …
     finished: bool = True  # False: trained as far as a rung of successive halving
-    total: int = 0  # steps of the whole run
+    total: int = 0  # steps of the whole run; 0 if it could not begin
     per_epoch: int = 1  # steps per epoch
 
     @classmethod
     def of(
-        cls, index: int, history: History, shared: dict[str, Any], spec: Spec, *, error: str = "", finished: bool = True
+        cls,
+        index: int,
+        history: History,
+        shared: dict[str, Any],
+        spec: Spec | None,
+        *,
+        error: str = "",
+        finished: bool = True,
     ) -> Record:
+        """`spec`: None if the member could not be made."""
         metrics = tuple(dict.fromkeys(name for epoch in history.epochs for name in epoch["validation"] or {}))
         table = np.full((len(history.epochs), len(EPOCH_COLUMNS) + len(metrics)), np.nan)
         for row, epoch in zip(table, history.epochs, strict=True):
@@ -63,8 +71,8 @@ class Record:
             row[:] = [np.nan if value is None else value for value in values]
         losses = np.array(history.losses, np.float32)
         return cls(
-            index, losses, table, metrics, shared, history.seconds, history.best_epoch, error, finished, spec.total_steps,
-            spec.steps_per_epoch,
+            index, losses, table, metrics, shared, history.seconds, history.best_epoch, error, finished,
+            spec.total_steps if spec else 0, spec.steps_per_epoch if spec else 1,
         )  # fmt: skip
 
     def history(self) -> History:

@@ -74,8 +74,8 @@ class Sweep:
         """The best row of the table: `.parameters`, `.mean`, `.std`, `.members`. OnelaunchError if every member failed."""
         rows = self.table.rows
         if not rows or rows[0].best_member is None:
-            reasons = f" ({rows[0].failed[0]})" if rows and rows[0].failed else ""
-            raise OnelaunchError(f"no member of the sweep has a result{reasons}: pass smaller learning rates")
+            reasons = f": {rows[0].failed[0]}" if rows and rows[0].failed else ""
+            raise OnelaunchError(f"no member of the sweep has a result{reasons}")
         return rows[0]
 
     @property

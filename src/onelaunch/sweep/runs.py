@@ -18,15 +18,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line
 from onelaunch.run.generators import GENERATORS
 from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.options import CUSTOM_LOSS
 from onelaunch.run.spec import Spec
+from onelaunch.sweep.active import MemberError
 from onelaunch.sweep.grid import OPTIONS, model_parameters
 from onelaunch.sweep.member import Member
 from onelaunch.sweep.splits import Splits
-from onelaunch.train.inputs import check_batch_norm, make_run, to_tensor
+from onelaunch.train.inputs import check_batch_norm, check_finite, check_lengths, make_run, to_tensor
 from onelaunch.train.labels import encode
 from onelaunch.train.predict import remember_task
 from onelaunch.train.row_weights import row_weights_of
@@ -37,6 +38,7 @@ FREE = frozenset({
     "epochs", "steps", "optimizer", "lr", "momentum", "nesterov", "weight_decay", "betas", "eps", "schedule",
     "label_smoothing", "class_weight", "clip_norm", "seed",
 })  # fmt: skip
+NUMBERS = ("lr", "momentum", "weight_decay", "betas", "eps", "label_smoothing", "clip_norm")  # checked by Spec
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,15 @@ class MemberRuns:
             self.x = tuple(to_tensor("x", part) for part in x) if isinstance(x, tuple) else to_tensor("x", x)
             self.y = to_tensor("y", y)
             self.count = len(self.y)
+            for part in self.x if isinstance(self.x, tuple) else (self.x,):
+                check_lengths("x", part, "y", self.y)
+                check_finite("x", part)
         self.splits = Splits(self.count, folds=folds, subsets=rows, bootstrap=bootstrap, fraction=fraction)
         self._validation = None if fraction is not None else validation
         if folds is not None and validation is not None:
             raise OnelaunchError("folds and validation both say which rows to validate on: pass one of the two")
         self._sample_weight = None if sample_weight is None else to_tensor("sample_weight", sample_weight)
+        self._threads = torch.get_num_threads()  # of this process, also for members that train in another
         self._seeded = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # made and still in use
         self._specs: dict[tuple[int, int], Spec] = {}
@@ -130,6 +136,11 @@ class MemberRuns:
         own = {name: value for name, value in member.parameters.items() if name not in OPTIONS}
         return {**own, "seed": member.seed} if "seed" in self._parameters else own
 
+    def kind_of(self, member: Member) -> str:
+        """Equal for candidates that differ only in numbers on which it does not depend whether they can be trained."""
+        own = {name: value for name, value in member.parameters.items() if name not in NUMBERS}
+        return repr(sorted(own.items(), key=lambda item: item[0]))
+
     def model(self, member: Member) -> nn.Module:
         """The member's network with its initial weights: what make_model returns after `torch.manual_seed(seed)`."""
         if isinstance(self.make_model, nn.Module):
@@ -138,7 +149,8 @@ class MemberRuns:
             self._seed(member.seed)
             model = self._made(self.model_arguments(member))
         if not isinstance(model, nn.Module):
-            raise ArgumentTypeError(f"make_model returned {model!r:.60}, which is not an nn.Module")
+            wrong = ArgumentTypeError(f"make_model returned {model!r:.60}, which is not an nn.Module")
+            raise MemberError(str(wrong)) from wrong
         if model in self._models:
             raise OnelaunchError("make_model returned the same module twice: return a new one in each call")
         self._models.add(model)
@@ -147,11 +159,19 @@ class MemberRuns:
     def _made(self, arguments: dict[str, Any]) -> Any:
         assert not isinstance(self.make_model, nn.Module)
         try:
+            return self.make_model(**arguments)
+        except Exception as error:  # of the user's function
+            raise MemberError(f"make_model raised {_described(error)}") from error
+
+    def check_arguments(self, member: Member) -> None:
+        """Raise ArgumentTypeError if make_model cannot be called with the candidate's parameters."""
+        if isinstance(self.make_model, nn.Module):
+            return
+        try:
             with contextlib.suppress(ValueError):  # some classes of other libraries have no signature
-                inspect.signature(self.make_model).bind(**arguments)
+                inspect.signature(self.make_model).bind(**self.model_arguments(member))
         except TypeError as error:
             raise ArgumentTypeError(f"make_model: {error}: add the name to grid, or give it a default") from error
-        return self.make_model(**arguments)
 
     def _seed(self, seed: int) -> None:
         """`torch.manual_seed(seed)`, which formats a stack trace (0.5 ms) for each device that is not in use yet."""
@@ -162,8 +182,16 @@ class MemberRuns:
         self._seeded = True
 
     def run(self, member: Member) -> Run:
-        """The checked Run of a member, with a new model. Raises OnelaunchError for a mistake."""
+        """The checked Run of a member, with a new model. Raises MemberError where others may still be trained."""
         options, model = self.options_of(member), self.model(member)
+        try:
+            return dataclasses.replace(self._run(member, options, model), threads=self._threads)
+        except OnelaunchError as error:
+            raise MemberError(str(error)) from error
+        except Exception as error:  # of the user's model, in a trial of two rows
+            raise MemberError(f"the model raised {_described(error)}") from error
+
+    def _run(self, member: Member, options: dict[str, Any], model: nn.Module) -> Run:
         if self._loader:  # its length and batch size are those of the loader
             return make_run(model, self.x, self.y, self._validation, options, sample_weight=self._sample_weight)
         base = self._base(member, model, options)
@@ -241,6 +269,11 @@ class MemberRuns:
         if self._classes is None:
             self._classes = base.y.cpu()
         return self._classes
+
+
+def _described(error: Exception) -> str:
+    """An error of the user's code on one line: its type, and what it says."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
 
 
 @contextlib.contextmanager

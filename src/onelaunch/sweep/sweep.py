@@ -10,11 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from onelaunch.engines import choose
 from onelaunch.engines.contract import Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_option, suggest
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, UnsupportedError, require_option, suggest
 from onelaunch.rng import check_seed
 from onelaunch.run.metric_names import VALIDATION_METRICS, require_metric
 from onelaunch.run.options import Options
+from onelaunch.sweep.active import MemberError
 from onelaunch.sweep.driver import Driver
 from onelaunch.sweep.grid import OPTIONS, Candidate, Grid, candidates_of, make_grid
 from onelaunch.sweep.member import Member
@@ -74,8 +76,8 @@ def sweep(
     **options: everything else that `fit` accepts, the same for all members: epochs, batch_size, optimizer, engine, ….
 
     A member is the run `torch.manual_seed(seed); model = make_model(…); ol.fit(model, …, seed=seed)`, to the same bits on a
-    CPU. A member whose loss diverges is reported in the table and does not stop the others. Ctrl-C ends the sweep, and the
-    result has the finished members.
+    CPU. A member whose loss diverges, or whose model cannot be made or run, is reported in the table and does not stop the
+    others; OnelaunchError if no candidate can be trained. Ctrl-C ends the sweep, and the result has the finished members.
     """
     given = _check_options(options)
     require_option("strategy", strategy, STRATEGIES)
@@ -97,16 +99,50 @@ def sweep(
     )  # fmt: skip
     metric = metric or _default_metric(given, runs.validates)
     members = members_of(candidates, checked.seeds or (seed,), runs.splits.count)
-    for first in {member.candidate: member for member in reversed(members)}.values():
+    for first in _firsts(members):
+        runs.check_arguments(first)
         runs.spec(first, runs.count)  # raises for an option that is not valid
     if strategy == "halving" and not runs.validates:
         raise OnelaunchError("strategy='halving' compares candidates on validation rows: pass folds= or validation=")
     with random_state_kept():
-        trial = runs.run(members[0])  # raises what is wrong with the data before anything is trained
+        trial = _trial(members, runs)  # raises what is wrong with the data before anything is trained
     about = _identity(members, given, strategy, runs, trial) if checkpoint is not None else {}
     with open_store(checkpoint, about) as store:
         driver = Driver(members, runs, metric, store, make_sweep_progress(progress), called, n_jobs)
         return driver.run(halving=strategy == "halving")
+
+
+def _firsts(members: Sequence[Member]) -> list[Member]:
+    """The first member of each candidate."""
+    found: dict[int, Member] = {}
+    for member in members:
+        found.setdefault(member.candidate, member)
+    return list(found.values())
+
+
+def _trial(members: Sequence[Member], runs: MemberRuns) -> Run:
+    """The Run of the first candidate that can be trained. Raises OnelaunchError if none can.
+
+    A mistake that all candidates have in common is raised as it is; else the error names the first candidate.
+    """
+    failed: list[tuple[Member, MemberError | UnsupportedError]] = []
+    tried = set()
+    for member in _firsts(members):
+        if (key := runs.kind_of(member)) in tried:
+            continue
+        tried.add(key)
+        try:
+            run = runs.run(member)
+            choose(run)
+            return run
+        except (MemberError, UnsupportedError) as error:
+            failed.append((member, error))
+    member, first = failed[0]
+    mistake = first if isinstance(first, UnsupportedError) else first.__cause__
+    if isinstance(mistake, OnelaunchError) and all(str(error) == str(first) for _, error in failed):
+        raise mistake
+    named = " ".join(str(member).split())
+    raise OnelaunchError(f"no candidate can be trained; the first, {named}, failed: {first}") from mistake
 
 
 def _identity(

@@ -21,7 +21,7 @@ from onelaunch.engines.members import MemberResult, MembersEngine, MembersMonito
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.errors import DivergedError, UnsupportedError, first_line, is_out_of_memory
 from onelaunch.run.network import Dropout, Network
-from onelaunch.sweep.active import ActiveMember, Job, Outcome, Switch
+from onelaunch.sweep.active import ActiveMember, Job, MemberError, Outcome, Switch
 from onelaunch.sweep.member import SHARED
 from onelaunch.train.callbacks import Callback, WithCallbacks
 from onelaunch.train.history import History
@@ -57,16 +57,24 @@ def train(jobs: Iterable[Job], switch: Switch, callbacks: tuple[Callback, ...] =
     source = iter(jobs)
     at_once = 0  # members whose models exist at once; 0 until the first run says where it trains
     while not switch.stop:
-        first = list(itertools.islice(source, 1))
-        if not first:
-            return
-        run = _make(first[0])
-        at_once = at_once or (GPU_CHUNK if run.device.type == "cuda" else CPU_CHUNK)
-        chunk = {first[0].index: (first[0], run)}
-        for job in itertools.islice(source, at_once - 1):
+        chunk: dict[int, tuple[Job, Run]] = {}
+        for job in source:
             if switch.stop:  # making a model may be slow
                 return
-            chunk[job.index] = (job, _make(job))
+            try:
+                run = job.make() if job.continues is None or job.continues.run is None else job.continues.run
+            except MemberError as error:
+                if chunk and error.__cause__ is not None and is_out_of_memory(error.__cause__):
+                    at_once, source = len(chunk), itertools.chain([job], source)
+                    break
+                yield Outcome(job.index, None, History(), str(error))
+                continue
+            chunk[job.index] = (job, run)
+            at_once = at_once or (GPU_CHUNK if run.device.type == "cuda" else CPU_CHUNK)
+            if len(chunk) >= at_once:
+                break
+        if not chunk:
+            return
         while chunk and not switch.stop:
             try:
                 for outcome in _train_chunk(chunk, switch, callbacks):
@@ -81,10 +89,6 @@ def train(jobs: Iterable[Job], switch: Switch, callbacks: tuple[Callback, ...] =
                 left = list(chunk.values())
                 chunk = {}  # frees the models
                 source = itertools.chain([job for job, _ in left], source)
-
-
-def _make(job: Job) -> Run:
-    return job.make() if job.continues is None else job.continues.run
 
 
 def _train_chunk(
@@ -106,7 +110,11 @@ def _train_group(
     refused: dict[str, str] = {}  # engines that refused the group only when they started, and their reasons
     together = True
     while left and not switch.stop:
-        engine, reason = choose(members[0][1], refused)
+        try:
+            engine, reason = choose(members[0][1], refused)
+        except UnsupportedError as refusal:
+            yield from (Outcome(index, None, History(), str(refusal)) for index in left)
+            return
         many = _together_or_none(engine, [run for _, run in left.values()]) if together else None
         try:
             for outcome in _train_with(engine, many, reason, list(left.values()), switch, callbacks):
@@ -117,7 +125,8 @@ def _train_group(
             if many is not None:  # it may still train one member after another
                 together = False
             elif members[0][1].spec.engine != "auto" or engine.name in refused:
-                raise
+                yield from (Outcome(index, None, History(), str(refusal)) for index in left)
+                return
             else:
                 refused[engine.name] = str(refusal)
 

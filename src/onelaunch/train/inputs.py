@@ -61,9 +61,9 @@ def make_run(
     names = names or found_names
     x, y = to_tensor("x", x[0] if isinstance(x, tuple) and x else x), to_tensor("y", y)
     more_x = tuple(to_tensor(f"x[{number}]", part) for number, part in enumerate(several, 1))
-    _check_lengths("x", x, "y", y)
+    check_lengths("x", x, "y", y)
     for number, part in enumerate(more_x, 1):
-        _check_lengths(f"x[{number}]", part, "y", y)
+        check_lengths(f"x[{number}]", part, "y", y)
     options = options if loader is not None else with_named_loss(options, y)
     loss_function = loss if callable(loss := options.get("loss")) else None
     spec = Spec(rows=rows or len(x), **{**options, "loss": CUSTOM_LOSS} if loss_function else options)
@@ -223,22 +223,26 @@ def _text_columns(value: Any) -> list[str]:
     return [str(name) for name in columns if np.asarray(value[name]).dtype.kind not in "buif"]
 
 
-def _check_lengths(x_name: str, x: torch.Tensor, y_name: str, y: torch.Tensor) -> None:
+def check_lengths(x_name: str, x: torch.Tensor, y_name: str, y: torch.Tensor) -> None:
     if len(x) != len(y):
         raise OnelaunchError(f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass the same number of rows")
     if len(x) == 0:
         raise OnelaunchError(f"{x_name} is empty: pass at least one row")
 
 
+def check_finite(argument: str, x: torch.Tensor) -> None:
+    """Raise OnelaunchError for floating-point rows that hold NaN or an infinity."""
+    if x.is_floating_point() and (row := first_row_not_finite(x)) is not None:
+        raise OnelaunchError(
+            f"{argument} holds NaN or Inf (first in row {row}), or numbers too large for {x.dtype}: fill in or drop such rows"
+        )
+
+
 def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: torch.dtype) -> torch.Tensor:
     """x as the engines take it (see Run), checked for finite values and for the width of the first Linear."""
     if x.is_floating_point():
         x = x.to(dtype)
-        row = first_row_not_finite(x)
-        if row is not None:
-            raise OnelaunchError(
-                f"{argument} holds NaN or Inf (first in row {row}), or numbers too large for {dtype}: fill in or drop such rows"
-            )
+        check_finite(argument, x)
     if network is None:
         return x
     if x.dtype != torch.uint8 and not x.is_floating_point():
@@ -309,7 +313,7 @@ def _validation(
     checked = []
     for given, x in zip(parts, inputs, strict=True):
         part = to_tensor(names[0], given)
-        _check_lengths(names[0], part, names[1], y)
+        check_lengths(names[0], part, names[1], y)
         part = _features(names[0], part, network, dtype)
         if network is None and part.shape[1:] != x.shape[1:]:
             raise OnelaunchError(f"{names[0]} has rows of shape {tuple(part.shape[1:])}, x of {tuple(x.shape[1:])}")

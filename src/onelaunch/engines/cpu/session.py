@@ -44,7 +44,7 @@ FIRST_STEPS = 8  # in the first call, before the time per step is known
 
 
 def settings_for(run: Run, partitions: int | None = None) -> Settings:
-    """What the program of a run depends on. `partitions` defaults to a choice by network size and PyTorch's thread count."""
+    """What the program of a run depends on. `partitions` defaults to a choice by network size and the run's threads."""
     spec, network = run.spec, run.network
     assert network is not None
     batch, validates = min(spec.batch_size, spec.rows), run.validation is not None
@@ -52,7 +52,7 @@ def settings_for(run: Run, partitions: int | None = None) -> Settings:
         network=network,
         batch=batch,
         validation_batch=max(MIN_VALIDATION_BATCH, batch) if validates else MIN_VALIDATION_BATCH,
-        partitions=partitions or useful_partitions(network, batch, torch.get_num_threads()),
+        partitions=partitions or useful_partitions(network, batch, run.threads or torch.get_num_threads()),
         optimizer=spec.optimizer,
         momentum=spec.momentum > 0,
         nesterov=spec.nesterov,

@@ -1,0 +1,131 @@
+"""Candidates that cannot be trained are rows of the table, like those that diverge; the others have results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import onelaunch as ol
+from onelaunch.sweep import trainer
+from tests.sweep.models import make_model, rows, same_weights
+
+X, Y = rows()
+OPTIONS: dict[str, Any] = {"epochs": 2, "validation": 0.2, "progress": False}
+
+
+def picky(width: int = 8, inputs: int = 5) -> nn.Module:
+    """A model for even widths alone."""
+    if width % 2:
+        raise ValueError(f"width={width} is odd\nand a second line")
+    return nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, 3))
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [{"width": [7, 8]}, {"width": [8, 7]}, {"width": [7, 8, 9], "lr": [0.1, 0.01]}, {"width": [9, 7, 4, 5]}],
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", ["grid", "halving"])
+def test_a_model_that_cannot_be_made_is_a_failed_row(grid, strategy):
+    result = ol.sweep(picky, X, Y, grid=grid, strategy=strategy, seed=3, **OPTIONS)
+    assert len(result.table) == np.prod([len(values) for values in grid.values()])
+    assert result.best.parameters["width"] % 2 == 0
+    for row in result.table:
+        odd = row.parameters["width"] % 2
+        assert bool(row.failed) == bool(odd)
+        if odd:
+            assert row.failed == (f"make_model raised ValueError: width={row.parameters['width']} is odd",)
+    assert "1 of 1 failed" in str(result.table)
+    failed = next(iter(result.failures))
+    assert result.histories[failed].losses == []
+    with pytest.raises(ol.OnelaunchError, match="is odd"):
+        result.model(failed)
+    torch.manual_seed(3)
+    alone = picky(result.best.parameters["width"])
+    own = {name: value for name, value in result.best.parameters.items() if name != "width"}
+    ol.fit(alone, X, Y, seed=3, **own, **OPTIONS)
+    assert same_weights(result.best_model, alone)
+
+
+def test_a_model_that_does_not_fit_the_data_is_a_failed_row(tmp_path):
+    result = ol.sweep(picky, X, Y, grid={"inputs": [6, 5]}, **OPTIONS)
+    assert result.best.parameters == {"inputs": 5}
+    assert "has 5 values per row, the model's first Linear takes 6" in result.failures[0]
+    result.html(tmp_path / "sweep.html")
+    result.plot(tmp_path / "sweep.png")
+    assert result.to_pandas()["failed"].tolist() == [0, 1]
+
+
+def test_a_network_that_the_requested_engine_refuses_is_a_failed_row():
+    def model(softly: bool) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 8), nn.Softshrink() if softly else nn.ReLU(), nn.Linear(8, 3))
+
+    result = ol.sweep(model, X, Y, grid={"softly": [True, False]}, engine="cpu", **OPTIONS)
+    assert result.best.parameters == {"softly": False}
+    assert "engine='cpu' cannot run this" in result.failures[0]
+    with pytest.raises(ol.UnsupportedError, match="engine='cpu' cannot run this"):
+        ol.sweep(model, X, Y, grid={"softly": [True], "lr": [0.1, 0.2]}, engine="cpu", **OPTIONS)
+
+
+def test_where_all_fail_the_first_candidate_is_named():
+    with pytest.raises(ol.OnelaunchError) as caught:
+        ol.sweep(picky, X, Y, grid={"width": [7, 9], "lr": [0.1, 0.2]}, **OPTIONS)
+    assert str(caught.value) == (
+        "no candidate can be trained; the first, width=7, lr=0.1, seed=0, failed: "
+        "make_model raised ValueError: width=7 is odd"
+    )
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(ol.OnelaunchError, match=r"the first, lr=0\.1, seed=0, failed: .* AssertionError$"):
+        ol.sweep(fails_without_words, X, Y, grid={"lr": [0.1]}, **OPTIONS)
+
+
+def fails_without_words() -> nn.Module:
+    raise AssertionError
+
+
+def test_mistakes_in_the_call_are_raised_before_anything_is_trained(monkeypatch):
+    monkeypatch.setattr(trainer, "_train_chunk", lambda *_: pytest.fail("trained"))
+    with pytest.raises(TypeError, match=r"make_model returned None, which is not an nn\.Module"):
+        ol.sweep(lambda width=1: None, X, Y, grid={"width": [1, 2]}, **OPTIONS)  # type: ignore[return-value]
+    with pytest.raises(TypeError, match="missing a required argument: 'depth'"):
+        ol.sweep(
+            lambda width, depth: picky(width), X, Y, grid=[{"width": [2], "depth": [1]}, {"width": [2]}], **OPTIONS
+        )
+    bad = X.copy()
+    bad[7, 2] = np.nan
+    with pytest.raises(ol.OnelaunchError, match=r"^x holds NaN or Inf \(first in row 7\)"):
+        ol.sweep(picky, bad, Y, grid={"width": [7, 8]}, **OPTIONS)
+    with pytest.raises(ol.OnelaunchError, match=r"^y\[0\]=5 is not a class"):
+        ol.sweep(picky, X, Y + 5, grid={"width": [4, 8]}, **OPTIONS)
+
+
+def test_a_failed_candidate_is_tried_again_in_its_checkpoint(tmp_path):
+    broken = [True]
+
+    def model(width: int) -> nn.Module:
+        if width == 4 and broken[0]:
+            raise RuntimeError("no such file")
+        return make_model(width)
+
+    arguments = {"grid": {"width": [8, 4]}, "checkpoint": tmp_path / "kept", **OPTIONS}
+    assert ol.sweep(model, X, Y, **arguments).failures
+    broken[0] = False
+    assert not ol.sweep(model, X, Y, **arguments).failures
+
+
+def test_a_model_that_is_too_large_beside_others_trains_after_them(monkeypatch):
+    made: list[int] = []
+
+    def model(width: int) -> nn.Module:
+        made.append(width)
+        if made.count(width) == 1 and width == 16:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return make_model(width)
+
+    result = ol.sweep(model, X, Y, grid={"width": [8, 16, 4]}, **OPTIONS)
+    assert not result.failures
+    assert made.count(16) == 2
