@@ -48,6 +48,12 @@ def reason_of(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
+def unwritable_reason(error: Exception, remedy: str = "pass a writable path") -> str:
+    """Why a file cannot be written, and what to do: `remedy`, or to free some space if the disk or a quota is full."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))
+    return f"cannot be written: {reason_of(error)}; {'free some space, or pass another path' if full else remedy}"
+
+
 def first_line(message: object) -> str:
     """The first line of an error or a message that has words, without its end if it is long."""
     line = next((line.strip() for line in str(message).splitlines() if line.strip()), "")

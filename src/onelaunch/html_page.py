@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.colours import colour_rules
-from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.errors import OnelaunchError, unwritable_reason
 from onelaunch.files import write_atomic
 
 
@@ -31,7 +31,5 @@ def write_page(text: str, path: Path) -> Path:
         # A name may hold what UTF-8 has no bytes for, a path what the system has none for.
         write_atomic(path, text.encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
-        raise OnelaunchError(
-            f"path={str(path)!r} cannot be written: {reason_of(error)}; pass a writable path"
-        ) from error
+        raise OnelaunchError(f"path={str(path)!r} {unwritable_reason(error)}") from error
     return path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
 import signal
 import time
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import onelaunch as ol
+import onelaunch.cli.sweep
 
 CONFIG = """
 data = "blobs.npz"
@@ -92,3 +95,14 @@ def test_ctrl_c_keeps_what_is_finished(start, config, tmp_path):
     assert process.returncode == 130, err
     assert "continue with: onelaunch sweep" in out
     assert (tmp_path / "found" / "table.csv").exists()
+
+
+def test_a_full_disk_at_the_end_still_shows_the_table(cli, config, monkeypatch):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(onelaunch.cli.sweep, "write_atomic", full)
+    outcome = cli("sweep", config, "--out", "found", "--no-progress")
+    assert outcome.code == 2
+    assert "4 candidates" in outcome.out
+    assert "table.csv' cannot be written: No space left on device; free some space" in " ".join(outcome.err.split())

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load, save
 
 import onelaunch as ol
 from onelaunch.data.dataset import held_out_rows
@@ -281,3 +282,18 @@ def test_resuming_keeps_the_table(cli, trained, tmp_path):
     run = shutil.copytree(trained["price"], tmp_path / "run")
     outcome = cli("train", "--resume", run)
     assert (outcome.code, "nothing is left to train" in outcome.out) == (0, True)
+
+
+def test_a_flipped_byte_in_the_weights_is_noticed(finished_run):
+    weights = finished_run / "model.safetensors"
+    good = weights.read_bytes()
+    weights.write_bytes(good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+    with pytest.raises(
+        ol.OnelaunchError, match=r"model\.safetensors is damaged .*checksum does not match.*: train it again"
+    ):
+        ol.load(finished_run)
+    weights.write_bytes(save(load(good)))  # as older versions wrote it
+    ol.load(finished_run)
+    weights.unlink()
+    with pytest.raises(ol.OnelaunchError, match=r"model\.safetensors: No such file or directory\): pass one of"):
+        ol.load(finished_run)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 import torch
 from torch import nn
 
 import onelaunch as ol
 from onelaunch.errors import OnelaunchError
-from onelaunch.train.checkpoint import _digest, load_checkpoint, save_checkpoint
+from onelaunch.files import write_atomic
+from onelaunch.train import checkpoint
+from onelaunch.train.checkpoint import digest_of, load_checkpoint, save_checkpoint
 from onelaunch.train.fit import fit_with
 from onelaunch.train.loop import Listener
 from tests.reference import OPTIMIZERS
@@ -106,7 +111,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path, about):
     from safetensors.torch import save_file
 
     path, tensors = tmp_path / "run.safetensors", {"losses": torch.zeros(3)}
-    save_file(tensors, path, {"onelaunch": about, "sha256": _digest(tensors, about)})
+    save_file(tensors, path, {"onelaunch": about, "sha256": digest_of(tensors, about)})
     with pytest.raises(ol.CheckpointError, match="is incomplete"):
         run(network(), checkpoint=path, resume=True)
 
@@ -232,3 +237,28 @@ def test_a_checkpoint_from_before_these_options_resumes(tmp_path):
     save_checkpoint(path, old)
     with pytest.raises(ol.CheckpointError, match=r"made with clip_norm=None, not 1.0"):
         run(network(), checkpoint=path, resume=True, clip_norm=1.0)
+
+
+@pytest.mark.parametrize("engine", ["eager", "cpu"])
+def test_a_full_disk_is_named_and_the_weights_stay_in_the_model(tmp_path, monkeypatch, engine):
+    """The first epoch is trained; its checkpoint cannot be written."""
+    written = []
+
+    def write(path, content):
+        written.append(path)
+        if len(written) > 1:  # the first is that of the start
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_atomic(path, content)
+
+    monkeypatch.setattr(checkpoint, "write_atomic", write)
+    path = tmp_path / "run.safetensors"
+    model, expected = network(), network()
+    with pytest.raises(ol.CheckpointError) as caught:
+        run(model, epochs=3, engine=engine, checkpoint=path)
+    assert str(caught.value) == (
+        f"checkpoint={str(path)!r} cannot be written: No space left on device; free some space, or pass another path"
+    )
+    run(expected, epochs=1, engine=engine)
+    assert same(model, expected)
+    assert load_checkpoint(path).step == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]

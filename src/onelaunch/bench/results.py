@@ -17,7 +17,7 @@ from typing import Any
 from onelaunch.bench.busy import Watch, cores_taken_before
 from onelaunch.bench.gpu_state import current_gpu
 from onelaunch.device import describe_machine
-from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.errors import OnelaunchError, reason_of, unwritable_reason
 from onelaunch.files import exclusive_lock, read_text, temporary_name, write_atomic
 from onelaunch.train.history import json_ready
 from onelaunch.version import VERSION
@@ -140,7 +140,7 @@ def save_results(results: dict[str, Any], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(Path(os.path.realpath(path)), json.dumps(json_ready(results), indent=1) + "\n")
     except OSError as error:
-        raise _unwritable(path, reason_of(error)) from error
+        raise OnelaunchError(f"out={str(path)!r} {unwritable_reason(error)}") from error
 
 
 def load_results(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from onelaunch.cli.config import TrainConfig, make_config, read_config
 from onelaunch.cli.train import build, fits_into_memory, load_data, options_of, say, train_into, widths_of
 from onelaunch.data import Dataset
 from onelaunch.device import default_device
-from onelaunch.errors import OnelaunchError, abbreviate, reason_of
+from onelaunch.errors import OnelaunchError, abbreviate, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.run.options import Options
 from onelaunch.sweep import Sweep, sweep
@@ -50,8 +50,8 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
             Maker(settings, dataset), dataset.x, dataset.y, grid=plan.grid, checkpoint=folder / MEMBERS, progress=progress,
             **plan.own, **validation, **options,
         )  # fmt: skip
-    _write(folder / CONFIG, config.read_text(encoding="utf-8"))
     _report(folder, result)
+    _write(folder / CONFIG, config.read_text(encoding="utf-8"))
     if result.interrupted:
         say(
             "stopped",
@@ -138,12 +138,12 @@ def _report(folder: Path, result: Sweep) -> None:
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
+    Console().print(result.table)  # first: a full disk must not lose it
+    for index, reason in list(result.failures.items())[:3]:
+        say("failed", f"{result.members[index]}: {reason}")
     _write(folder / TABLE, text.getvalue())
     result.plot(folder / FIGURE)
     result.html(folder / PAGE)
-    Console().print(result.table)
-    for index, reason in list(result.failures.items())[:3]:
-        say("failed", f"{result.members[index]}: {reason}")
     say("table", str(folder / TABLE))
     say("page", str(folder / PAGE))
 
@@ -175,4 +175,4 @@ def _write(path: Path, content: str) -> None:
     try:
         write_atomic(path, content)
     except OSError as error:
-        raise OnelaunchError(f"{str(path)!r} cannot be written: {reason_of(error)}; pass another --out") from error
+        raise OnelaunchError(f"{str(path)!r} {unwritable_reason(error, 'pass another --out')}") from error

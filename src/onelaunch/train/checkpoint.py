@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from onelaunch.engines.contract import Run, State
-from onelaunch.errors import CheckpointError, reason_of
+from onelaunch.errors import CheckpointError, unwritable_reason
 from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
 
 FORMAT = 1
@@ -62,7 +62,7 @@ def checkpoint_lock(path: Path | None, *, must_exist: bool) -> Iterator[None]:
             except BlockingIOError as error:
                 raise _error(path, "is being written by another run: wait for its end, or pass another path") from error
             except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-                raise _error(path, f"cannot be written: {reason_of(error)}; pass a writable path") from error
+                raise _error(path, unwritable_reason(error)) from error
         yield
 
 
@@ -82,9 +82,9 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     about = json.dumps({"format": FORMAT, **checkpoint.about})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, save(tensors, {"onelaunch": about, "sha256": _digest(tensors, about)}))
+        write_atomic(path, save(tensors, {"onelaunch": about, "sha256": digest_of(tensors, about)}))
     except (OSError, ValueError) as error:
-        raise _error(path, f"cannot be written: {reason_of(error)}; pass a writable path") from error
+        raise _error(path, unwritable_reason(error)) from error
 
 
 def cpu_copies(tensors: Mapping[str, torch.Tensor]) -> State:
@@ -108,7 +108,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     about_text = metadata.get("onelaunch")
     if about_text is None or "losses" not in tensors:
         raise _error(path, f"was not written by onelaunch: {remedy}")
-    if metadata.get("sha256") != _digest(tensors, about_text):
+    if metadata.get("sha256") != digest_of(tensors, about_text):
         raise _error(path, f"is damaged (its checksum does not match): {remedy}")
     about = _about(about_text)
     if about.get("format", FORMAT) != FORMAT:
@@ -140,7 +140,8 @@ def _part(tensors: State, prefix: str) -> State:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _digest(tensors: State, about: str) -> str:
+def digest_of(tensors: Mapping[str, torch.Tensor], about: str = "") -> str:
+    """The SHA-256 of a text and of the names, types, shapes and values of tensors."""
     digest = hashlib.sha256(about.encode())
     for name in sorted(tensors):
         tensor = tensors[name]

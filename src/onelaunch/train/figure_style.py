@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onelaunch.colours import LIGHT, OWN_COLOUR, SERIES
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, unwritable_reason
 from onelaunch.files import write_atomic
 
 if TYPE_CHECKING:
@@ -75,6 +75,6 @@ def save_figure(figure: Figure, path: Path) -> Path:
     figure.savefig(image, format=kind)
     try:
         write_atomic(path, image.getvalue())
-    except OSError as error:
-        raise OnelaunchError(f"path={str(path)!r} cannot be written: {error.strerror}") from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise OnelaunchError(f"path={str(path)!r} {unwritable_reason(error)}") from error
     return path

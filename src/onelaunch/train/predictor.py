@@ -16,6 +16,7 @@ from torch import nn
 from onelaunch.data.table_encoding import TableEncoding, as_table
 from onelaunch.data.table_file import Table
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of
+from onelaunch.train.checkpoint import digest_of
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 from onelaunch.train.run_folder import ABOUT, MODEL, TABLE
@@ -151,11 +152,16 @@ def load(run_folder: str | Path) -> Predictor:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    from safetensors import SafetensorError
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load as load_tensors
 
     try:
-        model.load_state_dict(load_tensors(path.read_bytes()))
+        tensors = load_tensors(path.read_bytes())
+        with safe_open(path, framework="pt") as file:
+            digest = (file.metadata() or {}).get("sha256")
+        if digest is not None and digest != digest_of(tensors):  # an older version wrote none
+            raise RuntimeError("its checksum does not match")
+        model.load_state_dict(tensors)
     except (SafetensorError, RuntimeError) as error:
         raise OnelaunchError(
             f"{path} is damaged or of another network ({first_line(error)}): train it again"

@@ -28,7 +28,7 @@ from torch import nn
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import remove_leftovers, write_atomic
-from onelaunch.train.checkpoint import cpu_copies
+from onelaunch.train.checkpoint import cpu_copies, digest_of
 from onelaunch.train.history import History, json_ready
 from onelaunch.train.loop import Listener
 
@@ -127,7 +127,8 @@ class RunFolder(Listener):
     def save_model(self, model: nn.Module) -> None:
         from safetensors.torch import save
 
-        self._write(MODEL, save(cpu_copies(model.state_dict())))
+        tensors = cpu_copies(model.state_dict())
+        self._write(MODEL, save(tensors, {"sha256": digest_of(tensors)}))
 
     def save_table(self, content: dict[str, Any]) -> None:
         """Write how the columns of the run's table are encoded."""
