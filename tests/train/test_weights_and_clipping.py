@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import numpy as np
@@ -87,6 +88,21 @@ def test_class_weights_are_those_of_pytorch_and_scikit_learn(engine):
             progress=False,
         )  # fmt: skip
         assert history.losses[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_with_a_list_of_class_weights_resumes(tmp_path):
+    x, y = problem("cross_entropy", 60, 7, 3)
+    options = {"class_weight": np.array([0.5, 2, 1]), "progress": False, "checkpoint": tmp_path / "run.safetensors"}
+    ol.fit(network(3), x, y, epochs=1, **options)
+    resumed = ol.fit(network(3), x, y, epochs=2, resume=True, **options)
+    assert resumed.losses == ol.fit(network(3), x, y, epochs=2, **{**options, "checkpoint": None}).losses
+
+
+def test_one_output_takes_two_class_weights():
+    x, y = problem("cross_entropy", 60, 7, 2)
+    for weight, accepted in (([1.0, 3.0], True), ([1.0], False), ([1.0, 3.0, 1.0], False)):
+        with contextlib.nullcontext() if accepted else pytest.raises(ol.OnelaunchError, match="for 2 classes"):
+            ol.fit(network(1), x, y, epochs=1, loss="bce_with_logits", progress=False, class_weight=weight)
 
 
 def test_class_weights_by_name_and_of_one_output():

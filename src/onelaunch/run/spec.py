@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer, require_option
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer, require_option
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.run.early_stopping import EarlyStopping, make_early_stopping
 from onelaunch.run.metric_names import CLASS_METRICS, VALUE_METRICS, require_metric
@@ -30,7 +30,8 @@ class Spec(Options):
 
     rows: int
     betas: tuple[float, float] = OWN_BETAS
-    class_weight: str | dict[Any, float] | None = None
+    # One weight per class is for Python alone: config files and flags name the classes.
+    class_weight: str | dict[Any, float] | tuple[float, ...] | None = None  # type: ignore[assignment]
     metrics: tuple[str, ...] = ()
     early_stopping: EarlyStopping | None = None
 
@@ -112,10 +113,12 @@ class Spec(Options):
 
     def to_dict(self) -> dict[str, Any]:
         """The fields in a form that JSON keeps as it is; `Spec(**spec.to_dict()) == spec`."""
-        weight = self.class_weight
+        weight: Any = self.class_weight
+        if isinstance(weight, dict):
+            weight = {str(label): value for label, value in weight.items()}
         return {
             **dataclasses.asdict(self), "betas": list(self.betas), "metrics": list(self.metrics),
-            "class_weight": {str(label): value for label, value in weight.items()} if isinstance(weight, dict) else weight,
+            "class_weight": list(weight) if isinstance(weight, tuple) else weight,
         }  # fmt: skip
 
     @property
@@ -166,15 +169,15 @@ def _check_floats(spec: Spec) -> None:
 def _number(argument: str, value: object, bound: float) -> float:
     """`value` as a float in [0, bound)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise ArgumentTypeError(f"{argument}={value!r} is not a number")
+        raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not a number")
     if not 0 <= value < bound:  # type: ignore[operator]
         limit = {MAX_FLOAT32: " that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
         raise OnelaunchError(f"{argument}={value!s:.40} must be a finite number, 0 or more{limit}")
     return float(value)
 
 
-def _class_weight(weight: Any, loss: str) -> str | dict[Any, float] | None:
-    """`weight` as "balanced", as {class: weight} with float weights, or as None."""
+def _class_weight(weight: Any, loss: str) -> str | dict[Any, float] | tuple[float, ...] | None:
+    """`weight` as "balanced", as {class: weight} or (weight, …) with float weights, or as None."""
     if weight is None:
         return None
     if loss == CUSTOM_LOSS:
@@ -184,19 +187,24 @@ def _class_weight(weight: Any, loss: str) -> str | dict[Any, float] | None:
     if isinstance(weight, str):
         require_option("class_weight", weight, ("balanced",), or_else="a dict such as {0: 1.0, 1: 5.0}")
         return weight
-    if not isinstance(weight, Mapping):
-        if not hasattr(weight, "__len__") or not len(weight):
-            raise ArgumentTypeError(f"class_weight={weight!r:.60} is not known: pass 'balanced' or {{0: 1.0, 1: 5.0}}")
-        weight = dict(enumerate(weight))  # one per class, as PyTorch's `weight`
+    by_class = isinstance(weight, Mapping)
+    if not by_class:  # one per class, as PyTorch's `weight`
+        if not (hasattr(weight, "__len__") and hasattr(weight, "__getitem__")) or getattr(weight, "ndim", 1) != 1:
+            raise ArgumentTypeError(
+                f"class_weight={abbreviate(weight)} is not known: pass 'balanced' or {{0: 1.0, 1: 5.0}}"
+            )
+        weight = dict(enumerate(weight))
+    if not weight:
+        raise OnelaunchError("class_weight is empty: pass the weight of a class, such as {1: 5.0}, or None")
     checked = {}
     for label, value in weight.items():
-        number = value.item() if hasattr(value, "item") else value
+        number = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
         checked[label.item() if hasattr(label, "item") else label] = _number(
             f"class_weight[{label!r:.40}]", number, MAX_FLOAT32
         )
     if not any(checked.values()):
         raise OnelaunchError("class_weight is 0 for every class it names: give at least one of them a weight")
-    return checked
+    return checked if by_class else tuple(checked.values())
 
 
 def _metrics(metrics: Any, loss: str) -> tuple[str, ...]:

@@ -71,7 +71,8 @@ def fit(
     betas: None means the optimizer's own: (0.9, 0.999) for "adam" and "adamw", (0.9, 0.99) for "lion" and "rmsprop", whose
     alpha is betas[1].
     schedule: "constant", "linear", "cosine" or "one_cycle", stepped once per batch over the whole run.
-    class_weight: "balanced" (rows / (classes * rows of the class)), or {class: weight} where a class that is not named has 1.
+    class_weight: "balanced" (rows / (classes * rows of the class)), {class: weight} where a class that is not named has 1, or
+    a list with one weight per class.
     sample_weight: one number per row, 0 or more. A batch's loss is the weighted mean sum(w * l) / sum(w), where a row's w is
     its class's weight times its own. The validation loss is not weighted.
     clip_norm: the largest global norm of the gradient; a longer one is scaled down, as by `clip_grad_norm_`.

@@ -55,6 +55,15 @@ def _class_weights(spec: Spec, y: torch.Tensor, outputs: int, names: Names | Non
         counts = torch.bincount(y.flatten().to(torch.int64), minlength=outputs).double()
         balanced = len(y) / ((counts > 0).sum() * counts)
         return torch.where(counts > 0, balanced, 0.0).float()
+    if isinstance(spec.class_weight, tuple):
+        if names:
+            example = f"{{{labels[0]!r}: {spec.class_weight[0]:g}}}"
+            raise OnelaunchError(f"class_weight is a list, but y has class names: pass a dict such as {example}")
+        if len(spec.class_weight) != outputs:
+            raise OnelaunchError(
+                f"class_weight has length {len(spec.class_weight)} for {outputs} classes: pass one weight per class, or a dict"
+            )
+        return torch.tensor(spec.class_weight, dtype=torch.float32, device=y.device)
     assert isinstance(spec.class_weight, dict)
     given = {str(label): weight for label, weight in spec.class_weight.items()}
     if unknown := [label for label in given if label not in map(str, labels)]:
