@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris
 from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, RandomizedSearchCV
@@ -110,6 +111,21 @@ def test_chunks_through_joblib_have_the_same_scores(backend):
     with parallel_config(backend):
         ours = SweepCV(ESTIMATOR, grid, cv=2, n_jobs=2).fit(X, Y)
     np.testing.assert_array_equal(scores(ours, splits=2), scores(SweepCV(ESTIMATOR, grid, cv=2).fit(X, Y), splits=2))
+
+
+def test_jobs_give_the_networks_of_this_process():
+    """Workers have fewer threads; large networks keep the partitions that they have here."""
+    estimator = MLPClassifier((512, 512), max_iter=2, batch_size=64, random_state=0, engine="cpu")
+    found = []
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for n_jobs in (None, 2):
+            search = SweepCV(estimator, {"alpha": [0.0]}, cv=2, n_jobs=n_jobs, scoring="neg_log_loss", refit=False)
+            found.append(scores(search.fit(X, Y), splits=2))
+    finally:
+        torch.set_num_threads(before)
+    np.testing.assert_array_equal(*found)
 
 
 def test_a_local_dask_cluster():

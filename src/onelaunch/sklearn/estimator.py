@@ -6,6 +6,7 @@ the networks (`onelaunch.train.mlp`), train them together (`sklearn/training.py`
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
 import numpy as np
@@ -212,11 +213,14 @@ class BaseMLP(BaseEstimator):
 
     def _network(self, inputs: int, outputs: int, seed: int) -> nn.Sequential:
         sizes = self.hidden_layer_sizes
-        hidden = [int(size) for size in np.atleast_1d(np.asarray(sizes, int))]
-        if any(size < 1 for size in hidden):
+        plain = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
+        hidden = plain if isinstance(plain, list | tuple) else [plain]
+        if not all(
+            isinstance(size, numbers.Integral) and not isinstance(size, bool) and int(size) > 0 for size in hidden
+        ):
             raise OnelaunchError(f"hidden_layer_sizes={sizes!r} must be widths of 1 or more, such as (128, 128)")
         return mlp(
-            [inputs, *hidden, outputs], activation=ACTIVATION_ALIASES.get(self.activation, self.activation),
+            [inputs, *map(int, hidden), outputs], activation=ACTIVATION_ALIASES.get(self.activation, self.activation),
             dropout=self.dropout, batch_norm=self.batch_norm, layer_norm=self.layer_norm, seed=seed,
         )  # fmt: skip
 

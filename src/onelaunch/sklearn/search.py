@@ -11,14 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import clone, is_classifier
-from sklearn.model_selection import ParameterGrid, ParameterSampler, check_cv
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.pipeline import Pipeline
 from sklearn.utils import _safe_indexing, indexable
-from sklearn.utils.validation import _check_method_params, _num_samples
+from sklearn.utils.validation import _num_samples
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.sklearn.estimator import BaseMLP
+from onelaunch.sklearn.search_arguments import (
+    Parameters,
+    candidates_of,
+    check_scoring,
+    one_line,
+    splits_of,
+    weights_of,
+)
 from onelaunch.sklearn.training import NetworkRuns, Prepared
 from onelaunch.sweep.active import Job, Switch
 from onelaunch.sweep.spread import in_chunks
@@ -27,8 +34,6 @@ from onelaunch.train.history import History
 from onelaunch.train.interrupts import on_interrupt
 
 OF_THE_ROWS = ("scale", "class_weight")  # the parameters on which the prepared rows depend
-
-Parameters = dict[str, Any]
 
 
 class SweepCV(BaseSearchCV):
@@ -74,12 +79,7 @@ class SweepCV(BaseSearchCV):
     def _run_search(self, evaluate_candidates: Any) -> None:
         raise NotImplementedError("SweepCV trains its candidates together")
 
-    def _candidates(self) -> list[Parameters]:
-        if self.n_iter is None:
-            return list(ParameterGrid(self.param_grid))
-        return list(ParameterSampler(self.param_grid, self.n_iter, random_state=self.random_state))
-
-    def fit(self, X: Any, y: Any, *, groups: Any = None, sample_weight: Any = None) -> SweepCV:
+    def fit(self, X: Any, y: Any = None, *, groups: Any = None, sample_weight: Any = None) -> SweepCV:
         """Train and score every candidate on every fold, then the best one on all rows; returns self.
 
         groups: passed to the splitter of `cv`. sample_weight: one number per row, for training, and for scores where
@@ -92,21 +92,25 @@ class SweepCV(BaseSearchCV):
             raise ArgumentTypeError(
                 f"estimator={type(self.estimator).__name__} is not an estimator of onelaunch.sklearn: {remedy}"
             )
-        scorers, refit_metric = self._get_scorers()
+        check_scoring(self.scoring)
+        self._validate_params()
+        candidates = candidates_of(
+            self.param_grid, self.n_iter, self.random_state, list(self.estimator.get_params(deep=False))
+        )
+        if y is None:
+            raise OnelaunchError("SweepCV requires y to be passed, but the target y is None")
         X, y, groups = indexable(X, y, groups)
-        given = {} if sample_weight is None else _check_method_params(X, {"sample_weight": sample_weight})
-        weighs_scores = "sample_weight" in self._get_routed_params_for_fit(given).scorer.score
-        splitter = check_cv(self.cv, y, classifier=is_classifier(self.estimator))
-        splits = list(splitter.split(X, y, groups))
-        candidates = self._candidates()
-        if not candidates or not splits:
-            raise OnelaunchError("param_grid and cv leave nothing to train: pass at least one candidate and one fold")
+        weights = weights_of(sample_weight, X)
+        scorers, refit_metric = self._get_scorers()
+        routed = self._get_routed_params_for_fit({} if weights is None else {"sample_weight": weights})
+        weighs_scores = "sample_weight" in routed.scorer.score
+        splits = splits_of(self.cv, X, y, groups, classifier=is_classifier(self.estimator))
         self.n_splits_ = len(splits)
         if self.verbose:
             total = len(candidates) * len(splits)
             print(f"Fitting {len(splits)} folds for each of {len(candidates)} candidates, totalling {total} fits")
         task = Task(
-            self.estimator, X, y, given.get("sample_weight"), splits, scorers, weighs_scores, self.return_train_score,
+            self.estimator, X, y, weights, splits, scorers, weighs_scores, self.return_train_score,
             self.error_score, torch.get_num_threads(),
         )  # fmt: skip
         pairs = [(candidate, split) for candidate in candidates for split in range(len(splits))]
@@ -228,10 +232,10 @@ class _Evaluation:
                 prepared = self._prepare(estimator, split)
                 networks = estimator._networks(prepared)
                 runs = [self.runs.run(network) for network in networks]
-            except ValueError as error:
+            except Exception as error:  # GridSearchCV too takes any
                 if self.task.error_score == "raise":
                     raise
-                self._fail(number, str(error), begin)
+                self._fail(number, one_line(error), begin)
                 continue
             models = [network.model for network in networks]
             fit = Fit(number, split, estimator, prepared, models, left=len(networks), begin=begin)
@@ -274,9 +278,15 @@ class _Evaluation:
         train_rows, test_rows = self.task.splits[fit.split]
         trained = time.time()
         rows = self._test_rows(fit.split, test_rows)
-        entry = {"test_scores": self.task.score(fit.estimator, rows)}
-        if self.task.train_scores:
-            entry["train_scores"] = self.task.score(fit.estimator, self.task.rows(train_rows))
+        try:
+            entry = {"test_scores": self.task.score(fit.estimator, rows)}
+            if self.task.train_scores:
+                entry["train_scores"] = self.task.score(fit.estimator, self.task.rows(train_rows))
+        except Exception as error:
+            if self.task.error_score == "raise":
+                raise
+            self._fail(fit.number, f"scoring raised {type(error).__name__}: {one_line(error)}", fit.begin)
+            return
         # Fits train together: a fit's time is its share of the seconds since it began.
         self.out[fit.number] = {
             **entry, "fit_time": sum(history.seconds for history in histories), "score_time": time.time() - trained,
