@@ -244,3 +244,34 @@ def test_a_sweep_in_which_every_member_fails_is_drawn(tmp_path):
     assert len(result.failures) == 2
     result.plot(tmp_path / "sweep.png")
     result.html(tmp_path / "sweep.html")
+
+
+def test_parameters_named_like_results_are_kept_beside_them(tmp_path):
+    def model(mean: int, std: float, members: int, param_mean: int, failed: str, seed_: int = 0) -> nn.Module:
+        return make_model(mean * members)
+
+    grid = {"mean": [2, 4], "std": [0.5], "members": [3], "param_mean": [7], "failed": ["no"], "steps": [5, 9]}
+    result = ol.sweep(model, X, Y, grid=grid, validation=0.2, progress=False, metric="loss")
+    frame = result.to_pandas()
+    assert len(set(frame.columns)) == len(frame.columns) == 6 + 6
+    for row, (_, found) in zip(result.table, frame.iterrows(), strict=True):
+        own = row.parameters
+        names = {"mean": "param_param_mean", "std": "param_std", "members": "param_members", "param_mean": "param_mean",
+                 "failed": "param_failed", "steps": "param_steps"}  # fmt: skip
+        assert {name: found[column] for name, column in names.items()} == own
+        assert (found["mean"], found["std"], found["members"]) == (row.mean, row.std, 1)
+        assert (found["steps"], found["failed"]) == (own["steps"], 0)
+    assert (frame["mean"] < 3).all()
+    members = result.to_pandas(members=True)
+    assert members["param_steps"].tolist() == [5, 9, 5, 9] == members["steps"].tolist()
+    assert members["mean"].tolist() == [2, 2, 4, 4]
+    result.html(tmp_path / "sweep.html")
+    result.plot(tmp_path / "sweep.png")
+    assert "param_mean" in str(result.table)
+
+
+def test_a_parameter_named_like_the_metric_is_kept_beside_it():
+    result = ol.sweep(make_model, X, Y, grid={"loss": ["cross_entropy"]}, epochs=1, progress=False, metric="loss")
+    members = result.to_pandas(members=True)
+    assert members["param_loss"].tolist() == ["cross_entropy"]
+    assert members["loss"].tolist() == [result.best.mean]

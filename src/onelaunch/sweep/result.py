@@ -13,7 +13,7 @@ from onelaunch.errors import OnelaunchError, require_integer
 from onelaunch.html_page import write_page
 from onelaunch.sweep.member import Member, Record
 from onelaunch.sweep.ranking import Row, rank
-from onelaunch.sweep.table import Table
+from onelaunch.sweep.table import Table, with_parameters
 from onelaunch.train.history import History
 
 
@@ -99,7 +99,10 @@ class Sweep:
         return {index: record.error for index, record in sorted(self.records.items()) if record.error}
 
     def to_pandas(self, *, members: bool = False) -> Any:
-        """The table as a pandas DataFrame, one row per candidate; with members=True, one row per member."""
+        """The table as a pandas DataFrame, one row per candidate; with members=True, one row per member.
+
+        A parameter that is named like a column of results, such as `steps`, has the prefix `param_`.
+        """
         try:
             import pandas
         except ImportError as error:
@@ -107,15 +110,17 @@ class Sweep:
         return pandas.DataFrame(self._member_dicts() if members else self.table.to_dicts())
 
     def _member_dicts(self) -> list[dict[str, Any]]:
-        return [
+        finished = [member for member in self.members if member.index in self.records]
+        results = [
             {
-                "member": member.index, **member.parameters, "seed": member.seed, "split": member.split,
+                "member": member.index, "seed": member.seed, "split": member.split,
                 self.metric: self.records[member.index].value(self.metric), "steps": self.records[member.index].steps,
                 "error": self.records[member.index].error,
             }
-            for member in self.members
-            if member.index in self.records
+            for member in finished
         ]  # fmt: skip
+        rows = with_parameters([member.parameters for member in finished], results)
+        return [{"member": row["member"], **row} for row in rows]
 
     def plot(self, path: str | Path) -> Path:
         """Draw the metric over each parameter, and the curves of the best candidates; .png, .svg or .pdf by the suffix."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from onelaunch.format import format_percent
@@ -84,14 +84,37 @@ class Table:
     __repr__ = __str__
 
     def to_dicts(self) -> list[dict[str, Any]]:
-        """One dict per row: the parameters, then `mean`, `std`, `members`, `failed`, `steps` and `complete`."""
-        return [
-            {
-                **row.parameters, "mean": row.mean, "std": row.std, "members": len(row.members), "failed": len(row.failed),
-                "steps": row.part, "complete": row.complete,
-            }
-            for row in self.rows
-        ]  # fmt: skip
+        """One dict per row: the parameters, then `mean`, `std`, `members`, `failed`, `steps` and `complete`.
+
+        A parameter of one of these names is called `param_mean`, ….
+        """
+        return with_parameters(
+            [row.parameters for row in self.rows],
+            [
+                {
+                    "mean": row.mean, "std": row.std, "members": len(row.members), "failed": len(row.failed),
+                    "steps": row.part, "complete": row.complete,
+                }
+                for row in self.rows
+            ],
+        )  # fmt: skip
+
+
+def with_parameters(parameters: Sequence[Mapping[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parameters of each row before its results. A parameter that is named like a result has the prefix `param_`."""
+    own = {name for row in results for name in row}
+    columns = {name: name for row in parameters for name in row if name not in own}
+    taken = own | columns.keys()
+    for name in dict.fromkeys(name for row in parameters for name in row if name in own):
+        column = f"param_{name}"
+        while column in taken:
+            column = f"param_{column}"
+        taken.add(column)
+        columns[name] = column
+    return [
+        {**{columns[name]: value for name, value in row.items()}, **result}
+        for row, result in zip(parameters, results, strict=True)
+    ]
 
 
 def _short(value: Any) -> str:
