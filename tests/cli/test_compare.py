@@ -31,6 +31,11 @@ def no_compiler(monkeypatch):
     monkeypatch.setattr(TorchLoop, "_make_ready", make_ready)
 
 
+@pytest.fixture(autouse=True)
+def quiet_machine(monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.busy.Watch.cores_taken", lambda self: 0.0)
+
+
 def test_compare_prints_saves_and_draws(cli, blobs, tmp_path):
     outcome = cli("compare", "--data", blobs, *QUICK, "--seeds", "2", "--sizes", "16,8,16", "--out", "both")
     assert outcome.code == 0, outcome.out + outcome.err
@@ -177,6 +182,23 @@ def test_a_busy_machine_is_noted(cli, blobs, monkeypatch):
     monkeypatch.setattr("onelaunch.cli.compare.cores_taken_before", lambda: 30.0)
     outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu")
     assert "note     others use this machine (30.0 of " in outcome.out
+
+
+def test_a_ratio_on_a_busy_machine_is_no_number(cli, blobs, tmp_path, monkeypatch):
+    """Times are shown and saved, but neither the terminal nor the page compares them."""
+    monkeypatch.setattr("onelaunch.bench.busy.Watch.cores_taken", lambda self: 100.0)
+    outcome = cli("compare", "--data", blobs, *QUICK, "--engine", "cpu", "--sizes", "8", "--out", "loud")
+    assert outcome.code == 0, outcome.out + outcome.err
+    assert "chosen engine against torch eager, by hidden size: machine busy\n" in outcome.out
+    assert "note     machine busy: others used 100.0 cores meanwhile" in outcome.out
+    assert "×" not in outcome.out
+    saved = json.loads((tmp_path / "loud" / "compare.json").read_text())
+    assert saved["busy"] is True
+    page = (tmp_path / "loud" / "report.html").read_text()
+    assert ", machine busy" in page
+    assert "Time of a step over hidden size" in page
+    assert "Speed-up over hidden size" not in page
+    assert not re.search(r"[\d.]×", page)
 
 
 def test_a_comparison_that_diverges_is_drawn_and_saved_as_json(cli, blobs, tmp_path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from onelaunch.device import BUSY_SHARE, usable_cores
 
+BUSY = "machine busy"  # in place of a ratio
 SECONDS, MAX_THREADS = 0.2, 32
 BLOCK = bytes(2**20)  # hashing this releases Python's lock
 
@@ -89,3 +90,8 @@ def warning(taken: float) -> str:
     if not is_busy(taken):
         return ""
     return f"others use this machine ({taken:.1f} of {_thread_count()} cores): times will be off"
+
+
+def remark(taken: float) -> str:
+    """One line about times that were measured while others used this many cores."""
+    return f"{BUSY}: others used {taken:.1f} cores meanwhile, so the times cannot be compared"

@@ -50,7 +50,7 @@ def peer_versions() -> dict[str, str]:
 
 
 def note_cores_taken(results: dict[str, Any], watch: Watch) -> float:
-    """Add to the results how many cores others used meanwhile, and return it."""
+    """Add to the results how many cores others used since the watch began, and return it."""
     results["cores_taken"].append(round(watch.cores_taken(), 2))
     return float(results["cores_taken"][-1])
 

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from onelaunch.bench.busy import cores_taken_before, warning
+from onelaunch.bench.busy import BUSY, cores_taken_before, remark, warning
 from onelaunch.bench.case import FLOOR, OURS
 from onelaunch.bench.diff import NOISY, compare_results, differences
 from onelaunch.bench.results import check_writable, load_results, new_path, only_writer, save_results
@@ -23,7 +23,7 @@ from onelaunch.format import format_bytes, format_joules, format_seconds
 from onelaunch.report.benchmark import undecided
 from onelaunch.report.remarks import not_run
 
-DIFF, LARGE, BUSY = "diff", "train/large/", "machine busy"
+DIFF, LARGE = "diff", "train/large/"
 BAD, GOOD = ("slower", "failed"), ("faster", "mended")
 
 
@@ -111,8 +111,7 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     ]  # fmt: skip
     print_table(console, f"{result['name']}: {result['about']}", head, rows)
     if result.get("busy"):
-        line = f"{BUSY}: others used {result['cores_taken']:.1f} cores meanwhile, so the times cannot be compared"
-        print_line(console, line, "yellow")
+        print_line(console, remark(result["cores_taken"]), "yellow")
     for name, factor in ({} if result.get("busy") else undecided(result)).items():
         line = f"too noisy to tell from {name}: {_ratio(result['ratio'][name])}, and the spreads allow {factor:.2f}×"
         print_line(console, line, "yellow")

@@ -15,7 +15,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from onelaunch.bench.busy import Watch, cores_taken_before, warning
+from onelaunch.bench.busy import BUSY, Watch, cores_taken_before, is_busy, remark, warning
 from onelaunch.bench.compare import compare
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
@@ -134,11 +134,12 @@ def _measure(
         results["interrupted"] = True
     else:
         results["finished"] = True
-    busy = warning(note_cores_taken(results, watch))
+    taken = note_cores_taken(results, watch)
+    results["busy"] = is_busy(taken)
     save()
     _show(results)
-    if busy:
-        say("note", busy.replace("use", "used").replace("will be", "may be"))
+    if results["busy"]:
+        say("note", remark(taken))
     say("report", str(write_report([folder], folder / REPORT)))
     if results["interrupted"]:
         say("stopped", "interrupted: finished contenders are kept")
@@ -169,7 +170,7 @@ def _show(results: dict[str, Any]) -> None:
     if results["sizes"]:
         for name, by_size in speed_up(results["sizes"]).items():
             line = ", ".join(f"{size}: {format_ratio(ratio)}" for size, ratio in by_size.items())
-            print_line(console, f"chosen engine against {name}, by hidden size: {line}")
+            print_line(console, f"chosen engine against {name}, by hidden size: {BUSY if results['busy'] else line}")
 
 
 def _command(config: Path | None, flags: dict[str, Any], sizes: Sequence[int], seeds: int) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from onelaunch.bench.busy import BUSY
 from onelaunch.bench.case import OURS
 from onelaunch.bench.tabular import MLP, NEAR, SCALED_MLP, TREES, mean_error, of_best_tree, summarise
 from onelaunch.cli.table import print_line, print_table
@@ -38,5 +39,5 @@ def show_summary(console: Console, cases: Sequence[dict[str, Any]]) -> None:
     print_line(console, f"the same on the tables that played no part in the choice of our defaults: {unseen}")
     busy = any(case.get("busy") for case in cases)
     for peer in (peer for peer in (MLP, SCALED_MLP) if peer in seconds):
-        factor = "machine busy" if busy else f"{seconds[peer] / seconds[OURS]:.1f} times faster"
+        factor = BUSY if busy else f"{seconds[peer] / seconds[OURS]:.1f} times faster"
         print_line(console, f"fit time against {peer}: {factor}")

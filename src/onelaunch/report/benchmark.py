@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from onelaunch.bench.busy import BUSY
 from onelaunch.bench.case import FLOOR, OURS, group_of
 from onelaunch.format import (
     NONE,
@@ -85,7 +86,7 @@ def against(case: dict[str, Any], peer: str) -> str:
     if peer not in case["times"]:
         return NONE
     if case.get("busy"):
-        return "machine busy"
+        return BUSY
     return f"{'≈ ' if peer in undecided(case) else ''}{format_ratio(ratio_of(case, peer))}"
 
 

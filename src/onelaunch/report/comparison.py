@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from onelaunch.bench.busy import BUSY
 from onelaunch.format import (
     NONE,
     format_bytes,
@@ -41,11 +42,14 @@ def compare_section(source: Source, identity: str, palette: Palette) -> Section:
     tables: list[Table] = []
     if found:
         tables.append(comparison_table(found))
-        figures += [_curves(found, identity, command, content, palette), _bars(found, identity, command, palette)]
+        figures += [
+            _curves(found, identity, command, content, palette),
+            _bars(found, identity, command, content, palette),
+        ]
     if content.get("memory"):
         figures.append(_memory(content["memory"], identity, command, palette))
     if (content.get("sizes") or {}).get("step_seconds"):
-        figures += size_figures(content["sizes"], identity, command, palette)
+        figures += size_figures(content["sizes"], identity, command, palette, busy=bool(content.get("busy")))
     statements = agreement(content["contenders"])
     statements.sort(key=lambda entry: not is_ours(entry[1]))  # the words begin with the contender's name
     statements += [*remarks(content), *noise(content)]
@@ -139,12 +143,13 @@ def _thinned(values: Sequence[float], most: int = 20) -> list[tuple[int, float]]
     return [(i, values[i]) for i in range(stride - 1, len(values), stride)]
 
 
-def _bars(found: dict[str, Any], identity: str, command: str, palette: Palette) -> Figure:
+def _bars(found: dict[str, Any], identity: str, command: str, content: dict[str, Any], palette: Palette) -> Figure:
     ours = min((one["step_seconds"]["median"] for name, one in found.items() if is_ours(name)), default=None)
     bars = []
     for name, one in found.items():
         t = one["step_seconds"]
-        factor = "" if ours in (None, t["median"]) else f", {format_ratio(t['median'] / ours)}"
+        ratio = BUSY if content.get("busy") else format_ratio(t["median"] / ours) if ours else ""
+        factor = "" if ours in (None, t["median"]) else f", {ratio}"
         kind = "ours" if is_ours(name) else "bar"
         words, colour = f"{format_seconds(t['median'])}{factor}", palette.look(name).colour
         bars.append(Bar(name, t["median"], words, t["minimum"], t["maximum"], kind, colour))
@@ -181,8 +186,13 @@ def _memory(memory: dict[str, Any], identity: str, command: str, palette: Palett
     return Figure("Memory over a step", svg, table, command, note)
 
 
-def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Palette | None = None) -> list[Figure]:
-    """The time of a step over the hidden size, and the speed-up of the chosen engine over each peer."""
+def size_figures(
+    sizes: dict[str, Any], identity: str, command: str, palette: Palette | None = None, *, busy: bool = False
+) -> list[Figure]:
+    """The time of a step over the hidden size, and the speed-up of the chosen engine over each peer.
+
+    `busy`: others used the cores meanwhile, so that there is no speed-up to show.
+    """
     palette = palette or Palette()
     hidden = sorted(set(sizes["hidden"]))
     measured = dict(sorted(sizes["step_seconds"].items(), key=lambda entry: not is_ours(entry[0])))
@@ -202,7 +212,7 @@ def size_figures(sizes: dict[str, Any], identity: str, command: str, palette: Pa
         log_x=True, log_y=True, write_y=format_seconds, write_x=format_count, x_ticks=hidden, palette=palette,
     )  # fmt: skip
     figures = [Figure("Time of a step over hidden size", svg, table, command)]
-    ratios = speed_up(sizes)
+    ratios = {} if busy else speed_up(sizes)
     if ratios:
         lines = [Line(name, list(by_size), list(by_size.values())) for name, by_size in ratios.items()]
         svg = line_chart(
