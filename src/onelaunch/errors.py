@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import errno
 import numbers
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 MAX_NAMED = 5  # entries of a long list that a message names
 MAX_LINE = 120  # characters of a message from elsewhere
@@ -93,6 +95,13 @@ def require_integer(argument: str, value: object, expected: str) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not an integer: pass {expected}")
     return int(value)
+
+
+def require_path(argument: str, value: object) -> Path:
+    """`value` as a Path; raises ArgumentTypeError if it is not the name of a file or folder."""
+    if not isinstance(value, str | os.PathLike):
+        raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not a path: pass the name of a file or folder")
+    return Path(value)
 
 
 def require_option(argument: str, value: object, options: Iterable[str], *, or_else: str = "") -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import os
+import shutil
 import signal
 import time
 
@@ -106,3 +107,13 @@ def test_a_full_disk_at_the_end_still_shows_the_table(cli, config, monkeypatch):
     assert outcome.code == 2
     assert "4 candidates" in outcome.out
     assert "table.csv' cannot be written: No space left on device; free some space" in " ".join(outcome.err.split())
+
+
+def test_the_folder_of_a_sweep_is_not_that_of_a_run(cli, config, tmp_path):
+    assert cli("sweep", config, "--out", "found", "--no-progress").code == 0
+    assert (tmp_path / "found" / "sweep.toml").read_text() == CONFIG
+    shutil.rmtree(tmp_path / "found" / "members")
+    outcome = cli("sweep", config, "--out", "found", "--no-progress")
+    assert (outcome.code, outcome.err) == (2, "error: out='found' is not empty: pass another folder\n")
+    outcome = cli("train", "--resume", "found")
+    assert (outcome.code, "is not a run folder" in outcome.err) == (2, True)

@@ -178,6 +178,10 @@ def test_a_run_on_arrays_is_loaded_too(cli, finished_run, tmp_path):
         x, y = file["x"], file["y"]
     predictor = ol.load(finished_run)
     assert predictor.evaluate(x, y)["scores"]["accuracy"] > 0.5
+    x_with_nan = x.copy()
+    x_with_nan[4, 0] = np.nan
+    with pytest.raises(ol.OnelaunchError, match=r"x holds NaN or Inf \(first in row 4\)"):
+        predictor.predict(x_with_nan)
     np.save(tmp_path / "rows.npy", x)
     outcome = cli("predict", finished_run, "rows.npy")
     assert [line.split(",")[0] for line in outcome.out.splitlines()[1:]] == predictor.predict(x).tolist()

@@ -275,3 +275,14 @@ def test_a_parameter_named_like_the_metric_is_kept_beside_it():
     members = result.to_pandas(members=True)
     assert members["param_loss"].tolist() == ["cross_entropy"]
     assert members["loss"].tolist() == [result.best.mean]
+
+
+def test_files_of_a_result(tmp_path):
+    result = ol.sweep(make_model, X, Y, grid={"lr": [0.1]}, epochs=1, progress=False)
+    for write, name in ((result.plot, "sweep.png"), (result.html, "sweep.html")):
+        assert write(tmp_path / "new" / name).exists()
+        (tmp_path / name).mkdir()
+        with pytest.raises(ol.OnelaunchError, match=f"{name}' cannot be written: Is a directory; pass a writable path"):
+            write(tmp_path / name)
+        with pytest.raises(TypeError, match="path=3 is not a path"):
+            write(3)

@@ -155,3 +155,18 @@ def test_a_checkpoint_without_checksums_continues(tmp_path):
     assert str(second.table) == str(first.table)
     assert len(list((tmp_path / "kept").glob("part-*"))) == 1
     assert same_weights(second.best_model, first.best_model)
+
+
+def test_the_current_folder_is_a_checkpoint_and_has_one_writer(tmp_path, monkeypatch):
+    (tmp_path / "kept").mkdir()
+    monkeypatch.chdir(tmp_path / "kept")
+    refused = []
+
+    def second(history: ol.History) -> None:
+        with pytest.raises(ol.CheckpointError, match="is in use by another sweep"):
+            ol.sweep(make_model, X, Y, **arguments(tmp_path / "kept"))
+        refused.append(history)
+
+    ol.sweep(make_model, X, Y, callbacks=[second], **arguments(Path()))
+    assert len(refused) == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "part-000001.safetensors", "sweep.json"]

@@ -312,6 +312,10 @@ def test_a_module_and_its_copies():
     ({"cv": 3}, "sweep has no argument 'cv': here it is folds="),
     ({"epoch": 3}, "sweep has no argument 'epoch'; did you mean 'epochs'?"),
     ({"metric": "auc", "validation": 0.2}, "metric='auc' is not known"),
+    ({"folds": []}, "folds=[] leaves nothing to train: pass a number of folds"),
+    ({"checkpoint": 3}, "checkpoint=3 is not a path"),
+    ({"loss": lambda output, y: output.mean(), "metric": "accuracy", "validation": 0.2},
+     "metric='accuracy' has no meaning for a loss function of your own: pass metric='loss'"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(arguments, message):
     with pytest.raises(ol.OnelaunchError) as caught:
@@ -353,7 +357,7 @@ def test_other_inputs_and_losses_of_fit():
     two = ol.sweep(TwoInputs, (X[:, :2], X[:, 2:]), Y, grid=grid, folds=2, epochs=1, **QUIET)
     assert two.best.mean > 0
     options: dict[str, Any] = {"grid": grid, "epochs": 1, "validation": VALIDATION, **QUIET}
-    own = ol.sweep(make_model, X, Y, loss=nn.functional.cross_entropy, **options)
+    own = ol.sweep(make_model, X, Y, loss=lambda output, y: nn.functional.cross_entropy(output, y), **options)
     plain = ol.sweep(make_model, X, Y, engine="eager", **options)
     assert own.histories[1].losses == pytest.approx(plain.histories[1].losses, rel=1e-5)
     assert own.metric == "loss"
@@ -373,3 +377,23 @@ def test_regression_and_given_rows():
     model = nn.Linear(5, 1)
     ol.fit(model, X[45:], y[45:], epochs=3, loss="mse", lr=1e-1, **QUIET)
     assert same_weights(result.model(3), model)
+
+
+def test_folds_of_a_generator_are_those_of_a_list():
+    pairs = [(np.arange(0, 60), np.arange(60, 90)), (np.arange(30, 90), np.arange(0, 30))]
+    arguments: dict[str, Any] = {"grid": {"lr": [0.1]}, "epochs": 1, **QUIET}
+    from_generator = ol.sweep(make_model, X, Y, folds=(pair for pair in pairs), **arguments)
+    assert str(from_generator.table) == str(ol.sweep(make_model, X, Y, folds=pairs, **arguments).table)
+
+
+def test_the_default_metric_follows_the_losses_of_all_candidates():
+    values = X[:, :3]
+    result = ol.sweep(make_model, X, values, grid={"loss": ["mse"]}, epochs=1, validation=0.2, **QUIET)
+    assert (result.metric, result.failures) == ("loss", {})
+    assert np.isfinite(result.best.mean)
+    named = ol.sweep(
+        make_model, X, Y, grid={"lr": [0.1]}, loss=nn.CrossEntropyLoss(), epochs=1, validation=0.2, **QUIET
+    )
+    assert named.metric == "accuracy"
+    with pytest.raises(ol.OnelaunchError, match="metric='accuracy' has no meaning for loss='mse': pass metric='loss'"):
+        ol.sweep(make_model, X, values, grid={"loss": ["mse"]}, metric="accuracy", epochs=1, validation=0.2, **QUIET)

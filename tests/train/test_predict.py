@@ -130,3 +130,14 @@ def test_mistakes_get_one_line(arguments, message):
     with pytest.raises(ol.OnelaunchError, match=message) as caught:
         ol.predict(given.pop("model"), given.pop("x"), **given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_rows_that_are_not_finite_are_refused_as_in_fit(value):
+    x = np.random.default_rng(0).standard_normal((20, 3)).astype(np.float32)
+    model = nn.Linear(3, 2)
+    ol.fit(model, x, np.arange(20) % 2, epochs=1, progress=False)
+    x[7, 1] = value
+    with pytest.raises(ol.OnelaunchError, match=r"x holds NaN or Inf \(first in row 7\)"):
+        ol.predict(model, x)
+    assert np.isnan(ol.predict(nn.Linear(3, 2), x * np.nan)).all()  # another model may take them

@@ -27,6 +27,7 @@ from onelaunch.train.run_folder import CONFIG, RunFolder
 OWN = {"strategy": str, "n": int, "folds": int, "metric": str, "n_jobs": int}  # keys of the file that `train` has not
 ARCHITECTURE = ("hidden", "layers", "activation", "dropout", "batch_norm")
 MEMBERS, TABLE, PAGE, FIGURE, BEST = "members", "table.csv", "sweep.html", "sweep.png", "best"
+GRID = "sweep.toml"  # a copy of the config; a folder with a config.toml would be that of a run
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
             **plan.own, **validation, **options,
         )  # fmt: skip
     _report(folder, result)
-    _write(folder / CONFIG, config.read_text(encoding="utf-8"))
+    _write(folder / GRID, config.read_text(encoding="utf-8"))
     if result.interrupted:
         say(
             "stopped",

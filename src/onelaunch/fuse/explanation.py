@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from onelaunch.errors import ArgumentTypeError
+from onelaunch.errors import require_path
 from onelaunch.format import format_bytes, format_seconds
 from onelaunch.roofline import Cost, DeviceModel
 
@@ -117,9 +117,7 @@ class Explanation:
         """Write an interactive page that needs no network; its path."""
         from onelaunch.html_page import fill_page, write_page
 
-        if not isinstance(path, str | Path):
-            raise ArgumentTypeError(f"path={path!r} is not a path: pass a file name, such as 'page.html'")
-        return write_page(fill_page("onelaunch.fuse", self.to_dict(), self.model), Path(path))
+        return write_page(fill_page("onelaunch.fuse", self.to_dict(), self.model), require_path("path", path))
 
     def rows(self) -> Iterator[tuple[int, Group]]:
         """Groups in order, equal ones together: how many there are, and the first of them.

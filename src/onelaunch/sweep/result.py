@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from torch import nn
 
-from onelaunch.errors import OnelaunchError, require_integer
+from onelaunch.errors import OnelaunchError, require_integer, require_path
 from onelaunch.html_page import write_page
 from onelaunch.sweep.member import Member, Record
 from onelaunch.sweep.ranking import Row, rank
@@ -126,14 +126,14 @@ class Sweep:
         """Draw the metric over each parameter, and the curves of the best candidates; .png, .svg or .pdf by the suffix."""
         from onelaunch.sweep.draw import draw_sweep
 
-        return draw_sweep(self.table, self.records, Path(path))
+        return draw_sweep(self.table, self.records, require_path("path", path))
 
     def html(self, path: str | Path) -> Path:
         """Write one page that needs no other file: parallel coordinates, the metric over each parameter, curves of the best."""
         from onelaunch.sweep.page import page
 
         about = {"members": len(self.members), "seconds": self.seconds, "plan": self.plan}
-        return write_page(page(self.table, self.records, about), Path(path))
+        return write_page(page(self.table, self.records, about), require_path("path", path))
 
     def __repr__(self) -> str:
         table = self.table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,9 @@ class Splits:
             raise OnelaunchError(f"folds and {given[1]} both say which rows to train on: pass one of the two")
         if not isinstance(bootstrap, bool):
             raise ArgumentTypeError(f"bootstrap={abbreviate(bootstrap)} must be True or False")
+        folds = list(folds) if isinstance(folds, Iterator) else folds
+        if isinstance(folds, Sequence) and not len(folds):
+            raise OnelaunchError("folds=[] leaves nothing to train: pass a number of folds, or pairs of row numbers")
         self.rows, self.fraction, self.bootstrap = rows, fraction, bootstrap
         self._folds = folds
         self._fixed: list[Split] = []

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onelaunch.errors import ArgumentTypeError, CheckpointError, reason_of, unwritable_reason
+from onelaunch.errors import CheckpointError, reason_of, require_path, unwritable_reason
 from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
 from onelaunch.sweep.member import Record
 from onelaunch.train.checkpoint import digest_of
@@ -216,13 +216,11 @@ def open_store(checkpoint: Any, about: Mapping[str, Any]) -> Iterator[Store]:
     if checkpoint is None:
         yield Store(None, dict(about))
         return
-    if not isinstance(checkpoint, str | Path):
-        raise ArgumentTypeError(f"checkpoint={checkpoint!r:.60} is not a path")
-    folder = Path(checkpoint)
+    folder = require_path("checkpoint", checkpoint)
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(exclusive_lock(folder))
+            stack.enter_context(exclusive_lock(folder.resolve()))  # the lock is beside the folder, which may be "."
             remove_leftovers(folder)
         except BlockingIOError as error:
             raise _error(folder, "is in use by another sweep: wait for its end, or pass another folder") from error

@@ -15,7 +15,7 @@ from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, UnsupportedError, require_option, suggest
 from onelaunch.rng import check_seed
 from onelaunch.run.metric_names import VALIDATION_METRICS, require_metric
-from onelaunch.run.options import Options
+from onelaunch.run.options import CUSTOM_LOSS, Options
 from onelaunch.sweep.active import MemberError
 from onelaunch.sweep.driver import Driver
 from onelaunch.sweep.grid import OPTIONS, Candidate, Grid, candidates_of, make_grid
@@ -97,11 +97,12 @@ def sweep(
         make_model, x, y, options=_defaults() | given, validation=validation, sample_weight=sample_weight, folds=folds,
         rows=rows, bootstrap=bootstrap,
     )  # fmt: skip
-    metric = metric or _default_metric(given, runs.validates)
     members = members_of(candidates, checked.seeds or (seed,), runs.splits.count)
+    losses = []
     for first in _firsts(members):
         runs.check_arguments(first)
-        runs.spec(first, runs.count)  # raises for an option that is not valid
+        losses.append(runs.spec(first, runs.count).loss)  # raises for an option that is not valid
+    metric = _metric_for(metric, losses, runs.validates)
     if strategy == "halving" and not runs.validates:
         raise OnelaunchError("strategy='halving' compares candidates on validation rows: pass folds= or validation=")
     with random_state_kept():
@@ -215,6 +216,10 @@ def _add_metric(metric: Any, options: dict[str, Any], grid: Grid) -> str | None:
     return str(metric)
 
 
-def _default_metric(options: dict[str, Any], validates: bool) -> str:
-    loss = options.get("loss", "cross_entropy")
-    return "accuracy" if validates and loss in ("cross_entropy", "bce_with_logits") else "loss"
+def _metric_for(metric: str | None, losses: Sequence[str], validates: bool) -> str:
+    """The metric to compare candidates of these losses by. Raises OnelaunchError if one of them does not have it."""
+    without = [loss for loss in losses if loss not in ("cross_entropy", "bce_with_logits")]
+    if metric == "accuracy" and without:
+        which = "a loss function of your own" if without[0] == CUSTOM_LOSS else f"loss={without[0]!r}"
+        raise OnelaunchError(f"metric='accuracy' has no meaning for {which}: pass metric='loss'")
+    return metric or ("accuracy" if validates and not without else "loss")

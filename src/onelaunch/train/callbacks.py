@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, reason_of
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_path, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.train.history import History, flat_epochs
 from onelaunch.train.loop import Listener
@@ -48,9 +48,7 @@ class CsvLogger:
     """
 
     def __init__(self, path: str | Path) -> None:
-        if not isinstance(path, str | Path):
-            raise ArgumentTypeError(f"path={path!r:.60} is not a path")
-        self.path = Path(path)
+        self.path = require_path("path", path)
 
     def __call__(self, history: History) -> None:
         rows = flat_epochs(history.epochs)
@@ -63,7 +61,7 @@ class CsvLogger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self.path, text.getvalue())
         except (OSError, ValueError) as error:
-            raise OnelaunchError(f"path={str(self.path)!r} cannot be written: {reason_of(error)}") from error
+            raise OnelaunchError(f"path={str(self.path)!r} {unwritable_reason(error)}") from error
 
 
 class TensorBoardLogger:
@@ -73,8 +71,7 @@ class TensorBoardLogger:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        if not isinstance(folder, str | Path):
-            raise ArgumentTypeError(f"folder={folder!r:.60} is not a path")
+        folder = require_path("folder", folder)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:

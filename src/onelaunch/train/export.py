@@ -21,7 +21,7 @@ from torch import nn
 
 from onelaunch.data.scaling import LIMIT
 from onelaunch.data.table_encoding import TableEncoding
-from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.errors import OnelaunchError, reason_of, require_path
 from onelaunch.files import write_atomic
 from onelaunch.loggers import logging_from
 from onelaunch.train.predictor import Predictor
@@ -90,7 +90,7 @@ def export(predictor: Predictor, path: str | Path) -> Path:
 
     Raises OnelaunchError for another suffix, a path that cannot be written, and missing packages.
     """
-    path = Path(path).expanduser()
+    path = require_path("path", path).expanduser()
     if path.suffix.lower() not in SUFFIXES:
         raise OnelaunchError(f"path={str(path)!r} must end in .onnx or .pt2")
     module, inputs, names = _module(predictor)

@@ -74,6 +74,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
     image = io.BytesIO()
     figure.savefig(image, format=kind)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, image.getvalue())
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise OnelaunchError(f"path={str(path)!r} {unwritable_reason(error)}") from error

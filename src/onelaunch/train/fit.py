@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.errors import OnelaunchError, require_path
 from onelaunch.run.early_stopping import EarlyStopping
 from onelaunch.run.options import Options
 from onelaunch.train.argument_names import advise
@@ -113,11 +113,9 @@ def fit_with(
 ) -> History:
     """`fit` with the fields of Options as a dict and with a listener, for the command line."""
     started = time.perf_counter()
-    if checkpoint is not None and not isinstance(checkpoint, str | Path):
-        raise ArgumentTypeError(f"checkpoint={checkpoint!r} is not a path")
     if resume and checkpoint is None:
         raise OnelaunchError("resume=True needs checkpoint=, the file to resume from")
-    path = None if checkpoint is None else _checked_path(Path(checkpoint))
+    path = None if checkpoint is None else _checked_path(require_path("checkpoint", checkpoint))
     called = check_callbacks(callbacks)
     run = make_run(model, x, y, validation, options, sample_weight=sample_weight)
     if run.loss_function is None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onelaunch.engines.contract import Metrics, Segment
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, require_path
 from onelaunch.run.objective import has_accuracy, predictions_per_row
 from onelaunch.run.spec import Spec
 
@@ -57,7 +57,7 @@ class History:
         from onelaunch.train.curves import draw
 
         title = f"{len(self.losses):,} steps on {self.engine}, {self.seconds:.3g} s"
-        return draw(self.losses, self.epochs, title, Path(path))
+        return draw(self.losses, self.epochs, title, require_path("path", path))
 
     def __repr__(self) -> str:
         result = f", last epoch {summary(self.epochs[-1])}" if self.epochs else ""

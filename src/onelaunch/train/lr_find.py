@@ -16,7 +16,7 @@ from torch import nn
 from onelaunch.colours import LIGHT
 from onelaunch.engines import choose, engine_or_reason
 from onelaunch.engines.contract import Engine, Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer, suggest
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, require_integer, require_path, suggest
 from onelaunch.run.options import Options
 from onelaunch.run.spec import Spec
 from onelaunch.train.figure_style import add_axes, add_legend, new_figure, save_figure
@@ -60,7 +60,7 @@ class LrRange:
         axes.axvline(self.suggestion, color=LIGHT["pick"], linestyle="--", linewidth=1.2, label="steepest descent")
         axes.set_xscale("log")
         add_legend(axes)
-        return save_figure(figure, Path(path))
+        return save_figure(figure, require_path("path", path))
 
     def __repr__(self) -> str:
         return f"<LrRange: {len(self.lrs)} steps up to {self.lrs[-1]:.2g}, suggestion {self.suggestion:.2g}>"

@@ -14,7 +14,7 @@ from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, require_integer
 from onelaunch.run.objective import as_features
 from onelaunch.train.argument_names import advise
-from onelaunch.train.inputs import to_tensor
+from onelaunch.train.inputs import check_finite, to_tensor
 from onelaunch.trial_runs import evaluation
 
 TASK = "_onelaunch_task"  # the attribute of a model that `fit` has trained; copies and pickles of the model keep it
@@ -69,6 +69,8 @@ def predict(
             f"x has inputs of {', '.join(str(len(part)) for part in inputs)} rows: pass the same number"
         )
     task: Task | None = getattr(model, TASK, None)
+    for part in inputs if task else ():  # another model may know what to do with NaN
+        check_finite("x", part)
     if task and task.float_rows:
         inputs = (_as_trained(inputs[0], task), *inputs[1:])
     if task and task.uint8_rows and inputs[0].is_floating_point() and inputs[0].numel():

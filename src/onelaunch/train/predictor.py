@@ -15,8 +15,9 @@ from torch import nn
 
 from onelaunch.data.table_encoding import TableEncoding, as_table
 from onelaunch.data.table_file import Table
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of, require_path
 from onelaunch.train.checkpoint import digest_of
+from onelaunch.train.inputs import check_finite, to_tensor
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 from onelaunch.train.run_folder import ABOUT, MODEL, TABLE
@@ -97,6 +98,7 @@ class Predictor:
         inputs = next(layer.in_features for layer in self.model if isinstance(layer, nn.Linear))
         if rows.ndim < 2 or rows[:1].size != inputs or not len(rows):
             raise OnelaunchError(f"x has shape {list(rows.shape)}: pass rows of {inputs} values, at least one")
+        check_finite("x", to_tensor("x", rows))
         return rows
 
     def values_of(self, outputs: np.ndarray) -> np.ndarray:
@@ -126,9 +128,7 @@ class Predictor:
 
 def load(run_folder: str | Path) -> Predictor:
     """The Predictor of a run that `onelaunch train` has finished; raises OnelaunchError if the folder has none."""
-    if not isinstance(run_folder, str | Path):
-        raise ArgumentTypeError(f"run_folder={run_folder!r:.80} is not a path")
-    path = Path(run_folder).expanduser()
+    path = require_path("run_folder", run_folder).expanduser()
     try:
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
         network = {name: about["network"][name] for name in ("widths", "activation", "dropout", "batch_norm")}
