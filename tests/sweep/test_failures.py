@@ -129,3 +129,32 @@ def test_a_model_that_is_too_large_beside_others_trains_after_them(monkeypatch):
     result = ol.sweep(model, X, Y, grid={"width": [8, 16, 4]}, **OPTIONS)
     assert not result.failures
     assert made.count(16) == 2
+
+
+class Picky(nn.Module):
+    """Not an MLP, and cannot be trained on a batch of one row, which 61 rows leave in batches of 30."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.norm(self.inner(x).sort(dim=1).values))
+
+
+@pytest.mark.parametrize("strategy", ["grid", "halving"])
+def test_a_model_that_fails_in_its_first_epoch_is_a_failed_row(strategy):
+    arguments: dict[str, Any] = {"epochs": 3, "validation": (X, Y), "strategy": strategy, "progress": False}
+    result = ol.sweep(Picky, X[:61], Y[:61], grid={"batch_size": [30, 32, 61]}, **arguments)
+    assert result.best.parameters["batch_size"] != 30
+    assert list(result.failures) == [0]
+    assert "on a batch of 1 rows: Expected more than 1 value per channel" in result.failures[0]
+    message = "no candidate can be trained; the first, batch_size=30, seed=0, failed: model failed at step"
+    with pytest.raises(ol.OnelaunchError, match=message):
+        ol.sweep(Picky, X[:61], Y[:61], grid={"batch_size": [30, 20, 15]}, **arguments)
+
+
+def test_what_a_callback_raises_ends_the_sweep(tmp_path):
+    (tmp_path / "log.csv").mkdir()
+    with pytest.raises(ol.OnelaunchError, match=r"log\.csv' cannot be written"):
+        ol.sweep(picky, X, Y, grid={"width": [4, 8]}, callbacks=[ol.CsvLogger(tmp_path / "log.csv")], **OPTIONS)

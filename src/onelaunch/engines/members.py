@@ -35,6 +35,7 @@ class MemberResult:
     index: int
     segments: tuple[Segment, ...]  # the last is shorter than its epoch if the loss stopped being finite
     state: State  # the optimizer's; empty where the task ends its run
+    error: str = ""  # why the model cannot be trained any further, such as a batch that it does not take
 
 
 class MembersMonitor(Protocol):

@@ -79,6 +79,7 @@ class ActiveMember:
         self.state: State = {}
         self.target = run.spec.total_steps
         self.error = ""
+        self.run_failed = False  # the model cannot be trained, for the reason in `error`
 
     @property
     def step(self) -> int:
@@ -99,6 +100,9 @@ class ActiveMember:
 
     def add(self, result: MemberResult, seconds: float) -> None:
         self.state = result.state
+        if result.error:
+            self.error, self.run_failed = result.error, True
+            return
         try:
             for segment in result.segments:
                 raise_if_diverged(segment.first_step, segment.losses, None)
@@ -110,6 +114,8 @@ class ActiveMember:
             self.error = str(error)
 
     def outcome(self) -> Outcome:
+        if self.run_failed:
+            return Outcome(self.index, None, History(), self.error)
         whole = bool(self.error) or self.epoch_end.stopped or self.step >= self.run.spec.total_steps
         if whole:
             self.epoch_end.finish()

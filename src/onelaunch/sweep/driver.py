@@ -63,6 +63,11 @@ class Driver:
         self._paused = {}
         if self.switch.stop and not self.records:
             raise KeyboardInterrupt
+        if len(self.records) == len(self.members) and not any(record.total for record in self.records.values()):
+            first = self.members[0]
+            raise OnelaunchError(
+                f"no candidate can be trained; the first, {first}, failed: {self.records[first.index].error}"
+            )
         plan = "\n".join(f"{group}: {text}" for group, text in self.switch.plans.items())
         return Sweep(
             self.members, self.records, self.metric, self.runs.validates, plan, time.perf_counter() - begin,

@@ -19,7 +19,7 @@ from onelaunch.engines import choose
 from onelaunch.engines.contract import Engine, Run, State
 from onelaunch.engines.members import MemberResult, MembersEngine, MembersMonitor, MemberTask
 from onelaunch.engines.stages import UnsupportedNetworkError
-from onelaunch.errors import DivergedError, UnsupportedError, first_line, is_out_of_memory
+from onelaunch.errors import DivergedError, OnelaunchError, UnsupportedError, first_line, is_out_of_memory
 from onelaunch.run.network import Dropout, Network
 from onelaunch.sweep.active import ActiveMember, Job, MemberError, Outcome, Switch
 from onelaunch.sweep.member import SHARED
@@ -203,17 +203,21 @@ class OneByOne(MembersEngine):
             if monitor.stop:
                 return
             session = self.engine.start(dataclasses.replace(task.run, checkpoints=True), cast(State, task.state))
-            found, state = [], {}
+            found, state, error = [], {}, ""
             try:
                 for segment in session.segments(task.first_step, _Quiet(monitor)):
                     found.append(segment)
                     if segment.first_step + len(segment.losses) >= task.last_step or monitor.stop:
                         break
                 state = session.snapshot()
+            except UnsupportedError:
+                raise
+            except OnelaunchError as reason:
+                error = str(reason)
             finally:
                 session.close()
-            if not monitor.stop:
-                yield MemberResult(task.index, tuple(found), state)
+            if error or not monitor.stop:
+                yield MemberResult(task.index, tuple(found), state, error)
 
 
 class _Quiet:
@@ -244,6 +248,13 @@ def _one_after_another(
             )
         except DivergedError as reason:
             error, history = str(reason), listener.history
+        except UnsupportedError:
+            raise
+        except OnelaunchError as reason:
+            if reason is listener.raised:
+                raise
+            yield Outcome(job.index, None, History(), str(reason))
+            continue
         except KeyboardInterrupt:
             switch.stop = True
             return
@@ -251,14 +262,22 @@ def _one_after_another(
 
 
 class _Kept(WithCallbacks):
-    """Keeps the History, which `drive` does not return if the run diverges."""
+    """Keeps the History, which `drive` does not return if the run diverges, and what a callback has raised."""
 
     def __init__(self, callbacks: tuple[Callback, ...]) -> None:
         super().__init__(Listener(), callbacks)
         self.history = History()
+        self.raised: Exception | None = None
 
     def started(self, history: History) -> None:
         self.history = history
+
+    def epoch(self, history: History, record: dict[str, Any]) -> None:
+        try:
+            super().epoch(history, record)
+        except Exception as error:
+            self.raised = error
+            raise
 
 
 def shared_fields(history: History, known: dict[tuple[str, ...], dict[str, Any]]) -> dict[str, Any]:
