@@ -20,6 +20,7 @@ from onelaunch.engines.contract import Engine, Run, State
 from onelaunch.engines.members import MemberResult, MembersEngine, MembersMonitor, MemberTask
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.errors import DivergedError, OnelaunchError, UnsupportedError, first_line, is_out_of_memory
+from onelaunch.run.distributed import LostRankError
 from onelaunch.run.network import Dropout, Network
 from onelaunch.sweep.active import ActiveMember, Job, MemberError, Outcome, Switch
 from onelaunch.sweep.member import SHARED
@@ -210,7 +211,7 @@ class OneByOne(MembersEngine):
                     if segment.first_step + len(segment.losses) >= task.last_step or monitor.stop:
                         break
                 state = session.snapshot()
-            except UnsupportedError:
+            except (UnsupportedError, LostRankError):
                 raise
             except OnelaunchError as reason:
                 error = str(reason)
@@ -248,7 +249,7 @@ def _one_after_another(
             )
         except DivergedError as reason:
             error, history = str(reason), listener.history
-        except UnsupportedError:
+        except (UnsupportedError, LostRankError):
             raise
         except OnelaunchError as reason:
             if reason is listener.raised:
