@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
-from onelaunch.ops import cross_entropy, linear, relu_dropout
+from onelaunch.ops import cross_entropy, layer_norm, linear, relu_dropout, rms_norm
 from onelaunch.ops.arguments import check_activation, check_number, check_probability
 from onelaunch.ops.batch_norm import batch_norm_of
 from onelaunch.ops.cross_entropy_arguments import check_loss_options
 
-__all__ = ["BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "CrossEntropyLoss", "Linear", "ReLUDropout"]
+__all__ = [
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "CrossEntropyLoss",
+    "LayerNorm",
+    "Linear",
+    "RMSNorm",
+    "ReLUDropout",
+]
 
 
 class ReLUDropout(nn.Module):
@@ -128,6 +139,79 @@ class BatchNorm3d(_BatchNorm, nn.BatchNorm3d):
     activation: a name such as "relu" or "gelu", or None.
     dropout: the probability to drop an element while training.
     """
+
+
+def _check_last_dimension(module: nn.LayerNorm | nn.RMSNorm, replaced: str) -> None:
+    if len(module.normalized_shape) != 1:
+        raise OnelaunchError(
+            f"normalized_shape={tuple(module.normalized_shape)} is not one dimension: pass the size of the last, or use"
+            f" torch.nn.{replaced}"
+        )
+
+
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` over the last dimension, with the dropout and the residual addition before it.
+
+    normalized_shape, eps, elementwise_affine, bias, device, dtype: as in `nn.LayerNorm`, for one dimension.
+    dropout: the probability to drop an element of the input while training.
+    Its forward takes `(input, residual=None, return_sum=False)`, as `ol.layer_norm`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        _check_last_dimension(self, "LayerNorm")
+        self.dropout = check_probability("dropout", dropout)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, return_sum: bool = False) -> Any:
+        return layer_norm(
+            input, self.weight, self.bias, residual=residual, dropout=self.dropout, training=self.training,
+            eps=self.eps, return_sum=return_sum,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout={self.dropout}, fused: dropout + residual + layer_norm"
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` over the last dimension, with the dropout and the residual addition before it.
+
+    normalized_shape, eps, elementwise_affine, device, dtype: as in `nn.RMSNorm`, for one dimension.
+    dropout: the probability to drop an element of the input while training.
+    Its forward takes `(input, residual=None, return_sum=False)`, as `ol.rms_norm`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | list[int] | torch.Size,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        _check_last_dimension(self, "RMSNorm")
+        self.dropout = check_probability("dropout", dropout)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None, return_sum: bool = False) -> Any:
+        return rms_norm(
+            input, self.weight, residual=residual, dropout=self.dropout, training=self.training, eps=self.eps,
+            return_sum=return_sum,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout={self.dropout}, fused: dropout + residual + rms_norm"
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

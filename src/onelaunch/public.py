@@ -11,7 +11,15 @@ from onelaunch.errors import (
     UnsupportedError,
 )
 from onelaunch.fuse import Explanation, explain, fuse
-from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
+from onelaunch.ops import (
+    batch_norm,
+    cross_entropy,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    relu_dropout,
+    rms_norm,
+)
 from onelaunch.rng import permutation
 from onelaunch.step import train_step
 from onelaunch.sweep import Sweep, sweep
@@ -47,6 +55,7 @@ __all__ = [
     "explain",
     "fit",
     "fuse",
+    "layer_norm",
     "linear",
     "linear_cross_entropy",
     "load",
@@ -55,6 +64,7 @@ __all__ = [
     "permutation",
     "predict",
     "relu_dropout",
+    "rms_norm",
     "sweep",
     "train_step",
 ]

@@ -28,8 +28,9 @@ from onelaunch.kernels import (
     cross_entropy_backward,
     cross_entropy_long,
     dependent_launch,
-    layer_norm_backward,
     linear,
+    norm,
+    norm_backward,
     relu_dropout,
 )
 from onelaunch.kernels.batch_norm_tiles import Layout
@@ -50,7 +51,7 @@ TYPES = {
 
 MODULES = (
     activation_dropout, adam, argument_ring, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward,
-    cross_entropy_long, layer_norm_backward, linear, relu_dropout,
+    cross_entropy_long, linear, norm, norm_backward, relu_dropout,
 )  # fmt: skip
 
 
@@ -146,9 +147,28 @@ def run_launchers(dtype: torch.dtype) -> None:
     argument_ring.copy_arguments(table, table[0], table, x.element_size(), 5000)
     argument_ring.write_loss(x[0, 0], table[0])
 
-    layer_norm_backward.layer_norm_backward(
-        x, x, statistics[0, :64], statistics[1, :64], bias, y, torch.empty(2, 256, dtype=dtype)
-    )
+    for units, centered in ((256, True), (8192, True), (768, False)):
+        matrix, weight = torch.empty(64, units, dtype=dtype), torch.empty(units, dtype=dtype)
+        bits, statistics = torch.empty(64, units // 8, dtype=torch.uint8), torch.empty(1 + centered, 64)
+        for p, kept in ((0.0, None), (0.5, bits)):
+            norm.norm_forward(
+                matrix,
+                matrix,
+                weight,
+                weight,
+                matrix,
+                matrix,
+                statistics,
+                kept,
+                eps=1e-5,
+                p=p,
+                key=key,
+                centered=centered,
+            )
+            norm_backward.norm_backward(
+                matrix, matrix, matrix, statistics, weight, kept, matrix, matrix, torch.empty(1 + centered, units, dtype=dtype),
+                p=p, centered=centered,
+            )  # fmt: skip
 
     target = torch.empty(2048, dtype=torch.int64)
     loss, count, lse = torch.empty(()), torch.empty(()), torch.empty(2048, 2)

@@ -21,6 +21,8 @@ MAX_SHUFFLES = {
     "cross_entropy_kernel": 44,
     "long_row_kernel": 42,
     "gradient_kernel": 0,
+    "norm_forward_kernel": 20,
+    "norm_backward_kernel": 58,
 }
 
 

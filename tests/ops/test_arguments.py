@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from onelaunch import batch_norm, cross_entropy, linear
+from onelaunch import batch_norm, cross_entropy, layer_norm, linear
 from onelaunch.errors import OnelaunchError
 from onelaunch.ops.arguments import KnownCalls
 
@@ -48,16 +48,18 @@ def test_the_number_of_known_calls_is_limited(monkeypatch):
 def test_compiled_calls_do_not_depend_on_what_is_known():
     """Otherwise each new eager call would compile them again."""
     counter = CompileCounter()
-    modules = [importlib.import_module(f"onelaunch.ops.{name}") for name in ("linear", "batch_norm", "cross_entropy")]
+    modules = [
+        importlib.import_module(f"onelaunch.ops.{name}") for name in ("linear", "batch_norm", "norm", "cross_entropy")
+    ]
 
     @torch.compile(fullgraph=True, backend=counter)
-    def all_three(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def all_of_them(x: torch.Tensor, w: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         y = batch_norm(linear(x, w, activation="relu"), None, None, training=True, activation="relu")
-        return cross_entropy(y, target)
+        return cross_entropy(layer_norm(y), target)
 
     arguments = torch.randn(8, 4), torch.randn(6, 4), torch.zeros(8, dtype=torch.int64)
     for number in range(4):
-        all_three(*arguments)
+        all_of_them(*arguments)
         for module in modules:
             module._known.add(("an eager call", number))
     assert counter.frame_count == 1
@@ -83,6 +85,10 @@ def test_an_invalid_call_after_a_valid_one_is_refused():
         with pytest.raises(OnelaunchError):
             cross_entropy(*arguments)
     mean, var = torch.zeros(4, device="cuda"), torch.ones(4, device="cuda")
+    layer_norm(x, mean, residual=x)
+    for options in ({"residual": x[:4]}, {"residual": x, "dropout": 2}, {"residual": x.cpu()}):
+        with pytest.raises(OnelaunchError):
+            layer_norm(x, mean, **options)
     batch_norm(x, mean, var, training=True)
     for arguments in ((x, mean, var[:3]), (x, mean, None), (x[:1], mean, var)):
         with pytest.raises(OnelaunchError):

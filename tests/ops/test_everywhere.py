@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
-from onelaunch.ops import batch_norm, cross_entropy, relu_dropout
+from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, LayerNorm, Linear, ReLUDropout, RMSNorm
+from onelaunch.ops import batch_norm, cross_entropy, layer_norm, relu_dropout, rms_norm
 from onelaunch.ops.linear_choice import LIBRARY, force_implementation
 
 # The autograd thread has no CUDA context yet if cuBLAS is the first to use it.
@@ -28,6 +28,8 @@ class Network(nn.Module):
             BatchNorm1d(16, activation="relu", dropout=dropout),
             nn.Linear(16, 16),
             ReLUDropout(dropout),
+            LayerNorm(16, dropout=dropout),
+            RMSNorm(16, eps=1e-3, dropout=dropout),
             nn.Linear(16, 5),
         )
         self.loss = CrossEntropyLoss()
@@ -74,7 +76,8 @@ def test_export(device: torch.device) -> None:
 
 
 def test_checkpoint_recomputes_the_same_mask(device: torch.device) -> None:
-    model = nn.Sequential(Linear(12, 64, activation="gelu", dropout=0.5), ReLUDropout(0.5)).to(device)
+    parts = (Linear(12, 64, activation="gelu", dropout=0.5), ReLUDropout(0.5), LayerNorm(64, dropout=0.5))
+    model = nn.Sequential(*parts).to(device)
     x = torch.randn(20, 12, device=device, requires_grad=True)
     gradients = []
     with force_implementation(LIBRARY):
@@ -111,6 +114,7 @@ def test_a_replayed_graph_draws_new_masks() -> None:
             z = batch_norm(
                 x.detach() * torch.arange(64, device="cuda")[:, None], None, None, training=True, dropout=0.5
             )
+            summed = layer_norm(x.detach(), dropout=0.5, return_sum=True)[1]
             from onelaunch.ops import linear
 
             linear_y = linear(x.detach(), w, activation="relu", dropout=0.5)
@@ -118,7 +122,7 @@ def test_a_replayed_graph_draws_new_masks() -> None:
     for _ in range(2):
         graph.replay()
         assert torch.equal(dx, y.detach())  # 2 where kept, like the output
-        masks.append([tensor.detach() != 0 for tensor in (y, z, linear_y)])
+        masks.append([tensor.detach() != 0 for tensor in (y, z, summed, linear_y)])
     for first, second in zip(*masks, strict=True):
         assert not torch.equal(first, second)
 
@@ -132,6 +136,8 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert set(tail.unique().tolist()) == {0.0, 2.0}
     assert not torch.equal(tail, head)
     assert abs((y[-(2**24) :] != 0).float().mean() - 0.5) < 1e-3
+    y = rms_norm(x.view(-1, 4096), residual=x.view(-1, 4096))
+    assert torch.equal(y[-1], x[-4096:])
     del y
     logits = x.view(-1, 4096).requires_grad_()
     target = torch.zeros(logits.shape[0], dtype=torch.int64, device="cuda")
@@ -155,5 +161,6 @@ def test_two_launches_give_the_same_bits() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         y = batch_norm(x, None, None, w, None, training=True, activation="silu", dropout=0.2)
+        y = layer_norm(y, w, residual=x, dropout=0.2)
         results.append((y, *torch.autograd.grad(y.square().sum(), (x, w))))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

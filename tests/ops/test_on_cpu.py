@@ -30,7 +30,7 @@ def test_ordinary_calls_equal_pytorch_to_the_bit(
     activation: str | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except `cross_entropy` of 16-bit logits, which is computed in fp32 and rounded."""
-    for name in ("linear", "batch_norm", "cross_entropy"):
+    for name in ("linear", "batch_norm", "cross_entropy", "norm"):
         monkeypatch.setattr(importlib.import_module(f"onelaunch.ops.{name}"), f"{name}_op", never)
     x, image = torch.randn(6, 4, dtype=dtype), torch.randn(3, 4, 5, 2, dtype=dtype)
     w, b, (scale, shift) = torch.randn(4, 4, dtype=dtype), torch.randn(4, dtype=dtype), torch.rand(2, 4, dtype=dtype)
@@ -55,6 +55,8 @@ def test_ordinary_calls_equal_pytorch_to_the_bit(
             lambda *t: activate(F.batch_norm(t[0], *moved[1], *t[1:], True), activation),
             [image, scale.to(wide), shift.to(wide)],
         ),
+        (lambda *t: ol.layer_norm(*t, residual=t[0]), lambda *t: F.layer_norm(2 * t[0], (4,), *t[1:]), [x, b, scale]),
+        (lambda *t: ol.rms_norm(*t, eps=None), lambda *t: F.rms_norm(t[0], (4,), t[1]), [x, b]),
         (
             lambda t: ol.cross_entropy(t, target, label_smoothing=0.1),
             lambda t: F.cross_entropy(t.to(wide), target, label_smoothing=0.1).to(dtype),

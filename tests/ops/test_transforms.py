@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from onelaunch.activations import ACTIVATIONS, activate
-from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, Linear, ReLUDropout
-from onelaunch.ops import batch_norm, cross_entropy, linear, relu_dropout
+from onelaunch.nn import BatchNorm1d, CrossEntropyLoss, LayerNorm, Linear, ReLUDropout, RMSNorm
+from onelaunch.ops import batch_norm, cross_entropy, layer_norm, linear, relu_dropout, rms_norm
 from onelaunch.ops.linear_choice import LIBRARY, force_implementation
 from tests.conftest import TOLERANCE
 
@@ -55,6 +55,16 @@ def pairs(device: torch.device) -> dict[str, tuple[Function, Function, list[Tens
             lambda x, w, b, t=training: torch.tanh(F.batch_norm(x, mean.to(x.dtype), var.to(x.dtype), w, b, t)),
             [volume, scale, shift],
         )
+    found["layer_norm"] = (
+        lambda x, w, b: layer_norm(x, w, b, residual=x.sin()),
+        lambda x, w, b: F.layer_norm(x + x.sin(), (4,), w, b),
+        [volume.transpose(1, 2), scale, shift],
+    )
+    found["rms_norm and sum"] = (
+        lambda x, r, w: torch.cat(rms_norm(x, w, residual=r, eps=1e-3, return_sum=True)),
+        lambda x, r, w: torch.cat((F.rms_norm(x + r, (4,), w, 1e-3), x + r)),
+        [x, x.cos(), scale],
+    )
     found["cross_entropy"] = (
         lambda x: cross_entropy(x, target, label_smoothing=0.1),
         lambda x: F.cross_entropy(x, target, label_smoothing=0.1),
@@ -126,6 +136,20 @@ def test_second_derivatives_with_dropout(activation: str | None) -> None:
     normed = seeded(lambda x, w: batch_norm(x, None, None, w, training=True, activation=activation, dropout=0.4))
     assert torch.autograd.gradgradcheck(normed, (x, scale))
     assert torch.autograd.gradgradcheck(seeded(lambda x: relu_dropout(x.t(), 0.4)), (x,))
+
+
+@pytest.mark.parametrize("function", [layer_norm, rms_norm])
+def test_derivatives_of_norms_with_dropout(function: Any) -> None:
+    """By finite differences, in float64, of both results."""
+    x, residual = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    scale = torch.rand(4, dtype=torch.float64, requires_grad=True)
+
+    def call(x: Tensor, residual: Tensor, scale: Tensor) -> Any:
+        torch.manual_seed(5)
+        return function(x, scale, residual=residual, dropout=0.4, return_sum=True)
+
+    assert torch.autograd.gradcheck(call, (x, residual, scale))
+    assert torch.autograd.gradgradcheck(call, (x, residual, scale))
 
 
 def test_a_bias_changed_in_place_is_an_error_only_if_the_backward_pass_reads_it() -> None:
@@ -222,6 +246,8 @@ MODULES = [
     Linear(12, 12, activation="relu", dropout=0.5),
     BatchNorm1d(12, activation="gelu", dropout=0.5),
     ReLUDropout(0.5),
+    LayerNorm(12, dropout=0.5),
+    RMSNorm(12, dropout=0.5),
 ]
 
 
@@ -256,8 +282,9 @@ def test_an_exported_batch_norm_in_training_can_be_loaded() -> None:
 @pytest.mark.parametrize(
     "call",
     [lambda x: relu_dropout(x), lambda x: linear(x, torch.eye(64, device=x.device), activation="gelu", dropout=0.5),
-     lambda x: batch_norm(x, None, None, training=True, activation="sigmoid", dropout=0.5)],
-    ids=["relu_dropout", "linear", "batch_norm"],
+     lambda x: batch_norm(x, None, None, training=True, activation="sigmoid", dropout=0.5),
+     lambda x: layer_norm(x, dropout=0.5, return_sum=True)[1]],
+    ids=["relu_dropout", "linear", "batch_norm", "layer_norm"],
 )  # fmt: skip
 def test_two_equal_calls_of_a_compiled_function_draw_two_masks(device: torch.device, call: Function) -> None:
     torch._dynamo.reset()
@@ -282,9 +309,10 @@ def test_a_compiled_transform() -> None:
 @pytest.mark.parametrize(
     ("call", "shape"),
     [(lambda x: batch_norm(x.t(), None, None, training=True), (12, 16)),
+     (lambda x: layer_norm(x.t(), residual=x.t()), (12, 16)),
      (lambda x: cross_entropy(x.t(), torch.arange(16, device=x.device) % 12), (12, 16)),
      (lambda x: cross_entropy(x, torch.zeros(1, 7, dtype=torch.int64, device=x.device)), (1, 5, 7))],
-    ids=["batch_norm", "cross_entropy", "one image"],
+    ids=["batch_norm", "layer_norm", "cross_entropy", "one image"],
 )  # fmt: skip
 def test_a_compiled_backward_of_odd_strides(device: torch.device, call: Function, shape: tuple[int, ...]) -> None:
     torch._dynamo.reset()

@@ -107,6 +107,7 @@ def keep_random_calls_separate() -> None:
         torch.ops.onelaunch.relu_dropout,
         torch.ops.onelaunch.linear,
         torch.ops.onelaunch.batch_norm,
+        torch.ops.onelaunch.norm,
     ]
 
 

@@ -18,7 +18,7 @@ from onelaunch.activations import activate
 from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.measure import cuda_device
 from onelaunch.bench.rotation import Step, forward_step, input_sets, training_step, trial
-from onelaunch.ops import batch_norm, cross_entropy, linear, linear_cross_entropy, relu_dropout
+from onelaunch.ops import batch_norm, cross_entropy, layer_norm, linear, linear_cross_entropy, relu_dropout, rms_norm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINEAR_SHAPES = ((8192, 4096, 4096), (4096, 1024, 4096), (1024, 1024, 1024), (128, 784, 784), (32, 784, 128))  # m, k, n
@@ -32,6 +32,12 @@ HEADS = (
     (8192, 768, 50257),
     (8192, 1024, 32000),
 )  # rows, features, classes: the last layers of GPT-2 and of a small Llama
+NORMS = (
+    ("layer_norm", 8192, 768, "bf16"),
+    ("layer_norm", 8192, 768, "fp32"),
+    ("rms_norm", 8192, 1024, "bf16"),
+    ("rms_norm", 8192, 4096, "bf16"),
+)  # op, rows, units, dtype: the norms of GPT-2, of a small Llama and of a large one
 BURSTS, CALLS = 5, 200  # calls per burst, for the Python time of an op at tiny size
 
 
@@ -42,11 +48,14 @@ def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def _close_gradients(
-    ours: tuple[torch.Tensor, list[torch.Tensor]], exact: tuple[torch.Tensor, list[torch.Tensor]], dy: torch.Tensor
+    ours: tuple[torch.Tensor, list[torch.Tensor]],
+    exact: tuple[torch.Tensor, list[torch.Tensor]],
+    dy: torch.Tensor,
+    names: tuple[str, ...] = ("x", "weight", "bias"),
 ) -> None:
-    """Check the gradients of an output with respect to x, weight and bias."""
+    """Check the gradients of an output with respect to its inputs, called `names`."""
     pairs = zip(torch.autograd.grad(*ours, dy), torch.autograd.grad(*exact, dy.double()), strict=True)
-    for what, (mine, other) in zip(("x", "weight", "bias"), pairs, strict=True):
+    for what, (mine, other) in zip(names, pairs, strict=True):
         _close(mine, other, f"gradient of {what}")
 
 
@@ -120,6 +129,47 @@ def _batch_norm(dtype: torch.dtype) -> Trial:
 
     steps = {**_training_steps(ours, plain, inputs, dy), "floor: eight passes": copy}
     return trial(steps, 3, check, moved=8 * m * c * dtype.itemsize, flops=20 * m * c, dtype=dtype)
+
+
+def _norm(what: str, rows: int, units: int, dtype: torch.dtype) -> Trial:
+    """Dropout of x (in layer norm's cases), the residual addition and the norm."""
+    cuda_device()
+    ours_norm, plain_norm, p = (layer_norm, F.layer_norm, 0.1) if what == "layer_norm" else (rms_norm, F.rms_norm, 0.0)
+    size = rows * units * dtype.itemsize
+    sets = input_sets(2 * size)
+    dy, out = (torch.randn(rows, units, device="cuda", dtype=dtype) for _ in range(2))
+
+    def made() -> list[torch.Tensor]:
+        tensors = (torch.randn(shape, device="cuda", dtype=dtype) for shape in ((rows, units), (rows, units), (units,)))
+        return [tensor.requires_grad_() for tensor in tensors]
+
+    def ours(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = ours_norm(x, weight, residual=residual, dropout=p, eps=1e-5)
+        return y
+
+    def plain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return plain_norm(F.dropout(x, p) + residual, (units,), weight, eps=1e-5)
+
+    def check() -> None:
+        got = made()
+        y, s = ours_norm(got[0], got[2], residual=got[1], dropout=p, eps=1e-5, return_sum=True)
+        kept = torch.autograd.grad(s, got[0], torch.ones_like(s), retain_graph=True)[0] != 0
+        exact = [tensor.detach().double().requires_grad_() for tensor in got]
+        expected = plain_norm(torch.where(kept, exact[0] / (1 - p), 0) + exact[1], (units,), exact[2], eps=1e-5)
+        _close(y.detach(), expected.detach(), "output")
+        _close_gradients((y, got), (expected, exact), dy, ("x", "residual", "weight"))
+
+    # Forward x and the residual are read, the sum and y written; backward the sum and dy are read, dx and, where dropout makes
+    # it another tensor, dresidual are written.
+    passes = 8 if p else 7
+
+    def copy(index: int) -> None:
+        for _ in range(passes // 2):
+            out.copy_(inputs[index][0].detach())
+
+    inputs = [made() for _ in range(sets)]
+    steps = {**_training_steps(ours, plain, inputs, dy), f"floor: {passes // 2} copies": copy}
+    return trial(steps, sets, check, moved=passes * size, flops=20 * rows * units, dtype=dtype)
 
 
 def _linear_bytes(m: int, k: int, n: int) -> int:
@@ -306,6 +356,10 @@ def _register() -> None:
     for rows, classes, label in LOGITS:
         about = f"cross-entropy of {rows} x {classes}, {label}, forward and backward"
         add(f"ops/cross_entropy-{rows}x{classes}-{label}", about, _cross_entropy, rows, classes, DTYPES[label])
+    for what, rows, units, label in NORMS:
+        parts = "dropout(0.1) + residual + layer norm" if what == "layer_norm" else "residual + RMS norm"
+        about = f"{parts}, {rows} x {units}, {label}, forward and backward"
+        add(f"ops/{what}-{rows}x{units}-{label}-training", about, _norm, what, rows, units, DTYPES[label])
     for rows, features, classes in HEADS:
         about = f"linear {features} to {classes} + cross-entropy of {rows} rows, bf16, forward and backward"
         add(
@@ -342,6 +396,11 @@ def _tiny(what: str) -> Callable[[], Trial]:
                 lambda: F.dropout(F.relu(F.batch_norm(x, mean, var, b, b, training=True)), 0.1),
                 F.relu(normal) / 0.9,
             ),
+            "layer_norm": (
+                lambda: layer_norm(x, b, b, residual=x),
+                lambda: F.layer_norm(x + x, (64,), b, b),
+                F.layer_norm(x + x, (64,), b, b),
+            ),
             "cross_entropy": (
                 lambda: cross_entropy(x, target), lambda: F.cross_entropy(x, target), F.cross_entropy(x, target)
             ),
@@ -353,5 +412,5 @@ def _tiny(what: str) -> Callable[[], Trial]:
 
 
 _register()
-for _what in ("relu_dropout", "linear", "batch_norm", "cross_entropy"):
+for _what in ("relu_dropout", "linear", "batch_norm", "layer_norm", "cross_entropy"):
     case(f"ops/call-{_what}", "ops", f"Python time of one {_what} call at tiny size, forward", "call")(_tiny(_what))

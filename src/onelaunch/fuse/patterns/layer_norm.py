@@ -8,7 +8,7 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import tensor_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
-from onelaunch.ops.layer_norm import layer_norm
+from onelaunch.ops import layer_norm
 from onelaunch.roofline import Cost
 
 PARAMETERS = ("input", "normalized_shape", "weight", "bias", "eps")
@@ -35,7 +35,7 @@ class LayerNorm:
 
     def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
         given = match.arguments
-        return graph.call_function(layer_norm, (given["input"], given["weight"], given["bias"], given["eps"]))
+        return graph.call_function(layer_norm, (given["input"], given["weight"], given["bias"]), {"eps": given["eps"]})
 
     def cost(self, match: Match) -> Cost:
         """Forward x is read and y written; backward x and dy are read and dx is written."""
