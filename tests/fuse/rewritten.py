@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from hypothesis import assume
 from torch import fx, nn
 
 from onelaunch.fuse.captured import own_code
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.fuse.patterns.pattern import Match
+from tests.conftest import TOLERANCE
 
 
 class Rewritten:
@@ -44,3 +47,43 @@ def titles_of(function: Callable[..., Any], *args: Any) -> list[str]:
     rewritten = Rewritten(function)
     rewritten(*args)
     return rewritten.titles
+
+
+def assert_same_step(
+    model: nn.Module, x: torch.Tensor, titles: list[str] | None = None, aot: bool = False
+) -> Rewritten:
+    """Outputs, gradients and buffers of the rewritten model, against the original's in float64."""
+    rtol, atol = TOLERANCE[torch.float64]
+    model, x = model.double(), x.double()
+    other, x, y = copy.deepcopy(model), x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = other(y)
+    upstream = torch.randn_like(expected)
+    try:
+        expected.backward(upstream)
+    except RuntimeError:
+        assume(False)  # PyTorch itself refuses a value that is changed in place after it was saved
+    rewritten = Rewritten(model, aot=aot)
+    got = rewritten(x)
+    if titles is not None:
+        assert rewritten.titles == titles
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
+    got.backward(upstream)
+    torch.testing.assert_close(x.grad, y.grad, rtol=rtol, atol=10 * atol)
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, rtol=rtol, atol=10 * atol, msg=name)
+    for (name, one), two in zip(model.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(one, two, rtol=rtol, atol=atol, msg=name)
+    return rewritten
+
+
+class Of(nn.Module):
+    """A module whose forward is a function of (module, x)."""
+
+    def __init__(self, function: Callable[..., torch.Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self, x)

@@ -238,6 +238,7 @@ def test_named_inputs_devices_and_dict(tmp_path: Path) -> None:
         "groups",
         "operations",
         "notes",
+        "rows",
     }
     assert set(read["groups"][0]) == {
         "name", "runs", "where", "operations", "fused", "reason", "bytes", "launches", "flops", "intensity", "bound",

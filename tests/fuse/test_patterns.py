@@ -2,61 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from onelaunch.activations import ACTIVATIONS
 from onelaunch.fuse.patterns import BY_NAME, PATTERNS, find_matches
-from tests.conftest import TOLERANCE
-from tests.fuse.rewritten import Rewritten, titles_of
-
-
-def assert_same_step(
-    model: nn.Module, x: torch.Tensor, titles: list[str] | None = None, aot: bool = False
-) -> Rewritten:
-    """Outputs, gradients and buffers of the rewritten model, against the original's in float64."""
-    rtol, atol = TOLERANCE[torch.float64]
-    model, x = model.double(), x.double()
-    other, x, y = copy.deepcopy(model), x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected = other(y)
-    upstream = torch.randn_like(expected)
-    try:
-        expected.backward(upstream)
-    except RuntimeError:
-        assume(False)  # PyTorch itself refuses a value that is changed in place after it was saved
-    rewritten = Rewritten(model, aot=aot)
-    got = rewritten(x)
-    if titles is not None:
-        assert rewritten.titles == titles
-    torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
-    got.backward(upstream)
-    torch.testing.assert_close(x.grad, y.grad, rtol=rtol, atol=10 * atol)
-    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, rtol=rtol, atol=10 * atol, msg=name)
-    for (name, one), two in zip(model.named_buffers(), other.buffers(), strict=True):
-        torch.testing.assert_close(one, two, rtol=rtol, atol=atol, msg=name)
-    return rewritten
-
-
-class Of(nn.Module):
-    """A module whose forward is a function of (module, x)."""
-
-    def __init__(self, function: Callable[..., torch.Tensor], **parts: nn.Module) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self, x)
+from tests.fuse.rewritten import Of, Rewritten, assert_same_step, titles_of
 
 
 def linear(**options: Any) -> nn.Linear:
@@ -305,7 +263,11 @@ def test_patterns_have_names_costs_and_conditions() -> None:
         rewritten(torch.randn(12, 6, dtype=dtype), torch.randn(12, 5000, dtype=dtype, requires_grad=True))
         matches = find_matches(rewritten.graphs[0].graph)
         names = {pattern.name for pattern in PATTERNS}
-        assert {match.pattern.name for match in matches} | {"convolution", "layer_norm"} == set(BY_NAME) == names
+        assert (
+            {match.pattern.name for match in matches} | {"convolution", "layer_norm", "rms_norm"}
+            == set(BY_NAME)
+            == names
+        )
         for match in matches:
             cost = match.pattern.cost(match)
             assert cost.bytes > 0
@@ -404,31 +366,6 @@ def test_attention_with_a_causal_mask_of_other_keys_keeps_it() -> None:
         return F.scaled_dot_product_attention(x[:, :3], x, x, attn_mask=mask)
 
     assert titles_of(forward, torch.randn(2, 5, 6)) == []
-
-
-@pytest.mark.parametrize("aot", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_layer_norm_with_our_backward_pass(bias: bool, aot: bool) -> None:
-    def forward(model: Of, x: torch.Tensor) -> torch.Tensor:
-        x = x + model.a(x).transpose(0, 1).contiguous().transpose(0, 1)
-        return x + model.b(model.norm(x))
-
-    model = Of(forward, a=linear(), b=linear(), norm=nn.LayerNorm(6, bias=bias))
-    rewritten = assert_same_step(model, torch.randn(3, 4, 6), ["layer_norm"], aot=aot)
-    (match,) = rewritten.matches
-    assert match.pattern.cost(match).launches == 3
-    assert not match.pattern.pays(match)  # 12 rows
-
-
-def test_layer_norms_that_are_left_alone() -> None:
-    whole, narrow = nn.LayerNorm((4, 6)), nn.LayerNorm(6, elementwise_affine=False)
-    for norm in (whole, narrow):
-        assert titles_of(lambda x, norm=norm: norm(x), torch.randn(2, 4, 6, requires_grad=True)) == []
-    affine, layer = nn.LayerNorm(6), linear()
-    with torch.no_grad():
-        assert titles_of(lambda x: affine(x), torch.randn(2, 6)) == []
-    with torch.autocast("cpu", torch.bfloat16):
-        assert titles_of(lambda x: affine(layer(x)), torch.randn(2, 6)) == []
 
 
 STEPS = (

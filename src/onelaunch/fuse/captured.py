@@ -129,7 +129,6 @@ def _break_reason(reason: Any) -> str:
 def plain_break(message: str) -> str:
     """One plain line for Dynamo's message about a graph break: an entry of BREAKS, or else the message's first line."""
     for expression, words in BREAKS:
-        found = re.search(expression, message)
-        if found:
+        if found := re.search(expression, message):
             return found.expand(words)
     return first_line(message) or "no reason is given"

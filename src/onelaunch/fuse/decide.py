@@ -76,10 +76,7 @@ def decide(
     functions = {name: compiled(function, *choice) for name, choice in candidates.items()}
     if not candidates.keys() <= found.keys():
         with restored(model), torch.cuda.device(device), trial_mode(model, args, kwargs):
-            runs = {
-                name: functools.partial(run_once, candidate, model, args, kwargs)
-                for name, candidate in functions.items()
-            }
+            runs = {name: functools.partial(run_once, one, model, args, kwargs) for name, one in functions.items()}
             found = program_times(runs)
         times.add(key, found)
     best = fastest({name: found[name] for name in candidates})

@@ -20,7 +20,7 @@ from onelaunch.fuse.decide import ALL, chosen_patterns, known_seconds
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
 from onelaunch.fuse.generated import Kernel, read_kernels
-from onelaunch.fuse.graph import module_of, operation_of, tensor_of
+from onelaunch.fuse.graph import module_of, name_of, operation_of, tensor_of
 from onelaunch.fuse.patterns import find_matches, pays
 from onelaunch.fuse.patterns.pattern import Match
 from onelaunch.roofline import Cost, DeviceModel, device_model, named_device
@@ -92,13 +92,9 @@ def is_read(device: torch.device) -> bool:
 
 
 def _add_graph(
-    explanation: Explanation,
-    captured: Captured,
-    kernels: list[Kernel] | None,
-    chosen: tuple[str, ...],
-    *,
+    explanation: Explanation, captured: Captured, kernels: list[Kernel] | None, chosen: tuple[str, ...], *,
     on_cuda: bool,
-) -> None:
+) -> None:  # fmt: skip
     calls = [node for node in captured.graph.nodes if node.op in ("call_function", "call_method")]
     nodes = [node for node in calls if not is_view(node) and not is_counter(node)]
     first = len(explanation.operations)
@@ -120,11 +116,8 @@ def _add_graph(
     runs = {node: unit.runs for unit in units for node in unit.nodes}
     for unit in sorted(units, key=lambda unit: index[unit.nodes[0]]):
         match = ours.get(unit.nodes[0]) if unit.runs == OURS else None
-        reason = (
-            f"pattern {match.pattern.name}"
-            if match is not None
-            else _reason(unit, left, runs, chosen, kernels is not None)
-        )
+        reason = f"pattern {match.pattern.name}" if match is not None else ""
+        reason = reason or _reason(unit, left, runs, chosen, kernels is not None)
         explanation.groups.append(_group(unit, match, reason, index, explanation.device, kernels is not None))
 
 
@@ -184,15 +177,8 @@ def _operation(node: fx.Node, index: dict[fx.Node, int], roof: DeviceModel) -> O
     tensor = tensor_of(node)
     dtype = tensor.dtype if tensor is not None else torch.float32
     shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
-    return Operation(
-        _name(node),
-        module_of(node),
-        cost,
-        roof.seconds(cost, dtype),
-        dtype,
-        shape,
-        tuple(sorted(index[source] for source in _sources(node, index))),
-    )
+    sources = tuple(sorted(index[source] for source in _sources(node, index)))
+    return Operation(_name(node), module_of(node), cost, roof.seconds(cost, dtype), dtype, shape, sources)
 
 
 def _sources(node: fx.Node, among: Collection[fx.Node]) -> list[fx.Node]:
@@ -203,10 +189,7 @@ def _sources(node: fx.Node, among: Collection[fx.Node]) -> list[fx.Node]:
 
 def _name(node: fx.Node) -> str:
     operation = operation_of(node)
-    if operation is not None:
-        return operation.activation or operation.name
-    target = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    return target.strip("_")
+    return name_of(node).strip("_") if operation is None else operation.activation or operation.name
 
 
 def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[fx.Node]]:

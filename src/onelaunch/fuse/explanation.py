@@ -92,6 +92,7 @@ class Explanation:
             "device": asdict(self.device), "before": asdict(self.before), "after": asdict(self.after),
             "measured": dict(self.measured), "read": self.read, "groups": [self._group(group) for group in self.groups],
             "operations": [self._operation(operation) for operation in self.operations], "notes": list(self.notes),
+            "rows": [[self.groups.index(group), count] for count, group in self.rows()],
         }  # fmt: skip
 
     def _group(self, group: Group) -> dict[str, Any]:

@@ -82,9 +82,8 @@ def _kernel(node: Any, number: int, operations: dict[str, tuple[tuple[str, ...],
     entries = [operations[name] for name in map(_source, aggregate_origins(parts)) if name in operations]
     # A value that an op of ours reads or writes counts as its origin too, and the op as the value's.
     entries = [entry for entry in entries if entry[1] == (runs == OURS)] or entries
-    return Kernel(
-        number, runs, bool(V.graph.is_backward), tuple(dict.fromkeys(itertools.chain(*(e[0] for e in entries))))
-    )
+    sources = tuple(dict.fromkeys(itertools.chain(*(entry[0] for entry in entries))))
+    return Kernel(number, runs, bool(V.graph.is_backward), sources)
 
 
 def _source(origin: fx.Node) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,9 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     torch.addmm: ("addmm", ("bias", "input", "weight")),
     F.conv2d: ("conv2d", _CONVOLUTION),
     F.batch_norm: ("batch_norm", _NORM),
+    F.layer_norm: ("layer_norm", ("input", "normalized_shape", "weight", "bias", "eps")),
+    F.rms_norm: ("rms_norm", ("input", "normalized_shape", "weight", "eps")),
+    torch.rms_norm: ("rms_norm", ("input", "normalized_shape", "weight", "eps")),
     F.dropout: ("dropout", ("input", "p", "training", "inplace")),
     torch.dropout: ("dropout", ("input", "p", "training")),
     F.cross_entropy: ("cross_entropy", _LOSS),
@@ -50,6 +54,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "linear": {"bias": None},
     "conv2d": {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     "batch_norm": {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5},
+    "layer_norm": {"weight": None, "bias": None, "eps": 1e-5},
+    "rms_norm": {"weight": None, "eps": None},
     "dropout": {"p": 0.5, "training": True},
     "cross_entropy": {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0},
     "leaky_relu": {"negative_slope": LEAKY_RELU_SLOPE},
@@ -86,6 +92,26 @@ class Operation:
         return float(p) if training else 0.0
 
 
+def name_of(node: fx.Node) -> str:
+    """The name of the function or method that a node calls."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def value_of(node: fx.Node, values: dict[fx.Node, Any], is_allowed: Callable[[fx.Node], bool]) -> Any:
+    """The value of `node`, computed with those of the nodes that it needs, which are added to `values`.
+
+    Raises ValueError where it needs one that is not allowed, or what PyTorch raises.
+    """
+    if node not in values:
+        if not is_allowed(node):
+            raise ValueError(node.name)
+        needed = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value_of(one, values, is_allowed))
+        on_cpu = torch.utils._pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), needed)
+        function: Any = getattr(type(on_cpu[0][0]), name_of(node)) if node.op == "call_method" else node.target
+        values[node] = function(*on_cpu[0], **on_cpu[1])
+    return values[node]
+
+
 def operation_of(node: fx.Node) -> Operation | None:
     """The operation that `node` performs; None where no pattern knows it."""
     table: dict[Any, tuple[str, tuple[str, ...]]] = METHODS if node.op == "call_method" else FUNCTIONS
@@ -109,6 +135,20 @@ def next_operation(node: fx.Node) -> Operation | None:
     user = sole_user(node)
     operation = operation_of(user) if user is not None else None
     return operation if operation is not None and operation.arguments.get("input") is node else None
+
+
+def addition(node: fx.Node | None, source: fx.Node | None = None) -> tuple[fx.Node, fx.Node] | None:
+    """The two tensors of one shape that `node` adds, `source` first; None if it does something else, or changes another."""
+    operation = operation_of(node) if node is not None else None
+    if operation is None or operation.name != "add" or operation.arguments.get("alpha", 1) != 1:
+        return None
+    one, two = operation.arguments["input"], operation.arguments["other"]
+    if two is source:
+        one, two = two, one
+    first, second, made = map(tensor_of, (one, two, node))
+    if first is None or second is None or made is None or not first.shape == second.shape == made.shape:
+        return None
+    return (one, two) if two is not source and written_by(operation.node) in ([], [source]) else None
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
@@ -137,7 +177,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
     if node.op not in ("call_function", "call_method"):
         return []
     operation = operation_of(node)
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    name = name_of(node)
     inplace = operation.arguments.get("inplace") if operation is not None else node.kwargs.get("inplace")
     # Also functions such as torch.relu_; the underscore of operator.and_ only keeps it from being a keyword.
     is_method = bool(re.search("[^_]_$", name)) and node.target not in (operator.and_, operator.or_)

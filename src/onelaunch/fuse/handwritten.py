@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
 
 from onelaunch.activations import ACTIVATIONS
+from onelaunch.fuse.graph import value_of
 
 ELEMENTARY = {
     operator.add, operator.mul, operator.sub, operator.truediv, operator.pow, operator.neg, torch.add, torch.mul, torch.sub,
@@ -28,10 +28,9 @@ def handwritten_activation(source: fx.Node) -> tuple[str, list[fx.Node]] | None:
     while node.op != "output" and len(inside) < MAX_OPERATIONS:
         if _is_elementary(node) and node.all_input_nodes and {*node.all_input_nodes} <= {source, *inside}:
             inside.append(node)
-            if len(inside) > 1 and _is_closed(source, inside):
-                name = _name_of(source, inside)
-                if name is not None:
-                    return name, inside
+            closed = len(inside) > 1 and _is_closed(source, inside)
+            if closed and (name := _name_of(source, inside)) is not None:
+                return name, inside
         elif inside and not (set(source.users) - set(inside)):
             break
         node = node.next
@@ -39,9 +38,7 @@ def handwritten_activation(source: fx.Node) -> tuple[str, list[fx.Node]] | None:
 
 
 def _is_elementary(node: fx.Node) -> bool:
-    return (node.op == "call_function" and node.target in ELEMENTARY) or (
-        node.op == "call_method" and node.target in METHODS
-    )
+    return node.target in (METHODS if node.op == "call_method" else ELEMENTARY)
 
 
 def _is_closed(source: fx.Node, inside: list[fx.Node]) -> bool:
@@ -52,18 +49,13 @@ def _is_closed(source: fx.Node, inside: list[fx.Node]) -> bool:
 
 def _name_of(source: fx.Node, inside: list[fx.Node]) -> str | None:
     z = torch.linspace(-8, 8, 97, dtype=torch.float64)
-    values: dict[fx.Node, Any] = {source: z}
     try:
-        for node in inside:
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            function: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
-            values[node] = function(*args, **kwargs)
+        result = value_of(inside[-1], {source: z}, _is_elementary)
     except (TypeError, RuntimeError):
         return None
-    result = values[inside[-1]]
     if not isinstance(result, torch.Tensor) or result.shape != z.shape:
         return None
-    for name, entry in ACTIVATIONS.items():
-        if torch.allclose(result, entry.value(z), rtol=0, atol=TOLERANCE):
-            return name
-    return None
+    found = (
+        name for name, entry in ACTIVATIONS.items() if torch.allclose(result, entry.value(z), rtol=0, atol=TOLERANCE)
+    )
+    return next(found, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 
 from torch import fx
@@ -16,21 +17,14 @@ from onelaunch.fuse.patterns.linear import LinearActivationDropout
 from onelaunch.fuse.patterns.linear_cross_entropy import LinearCrossEntropy
 from onelaunch.fuse.patterns.parallel_linear import ParallelLinear
 from onelaunch.fuse.patterns.pattern import Match, Pattern, is_on_cuda
+from onelaunch.fuse.patterns.rms_norm import RmsNorm
 
 PATTERNS: tuple[Pattern, ...] = (
-    LinearCrossEntropy(),
-    ParallelLinear(),
-    LinearActivationDropout(),
-    ConvolutionBatchNormRelu(),
-    BatchNormActivationDropout(),
-    ReluDropout(),
-    MaskedAttention(),
-    LayerNorm(),
-)
+    LinearCrossEntropy(), ParallelLinear(), LinearActivationDropout(), ConvolutionBatchNormRelu(),
+    BatchNormActivationDropout(), ReluDropout(), MaskedAttention(), LayerNorm(), RmsNorm(),
+)  # fmt: skip
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
-REPLACES = (
-    "onelaunch_replaces"  # in the metadata of a node that `rewrite` made: the names of the operations it stands for
-)
+REPLACES = "onelaunch_replaces"  # the key of the metadata of a replacement: names of the operations it stands for
 
 
 def find_matches(graph: fx.Graph, accepted: Callable[[Match], bool] = lambda match: True) -> list[Match]:
@@ -86,14 +80,18 @@ def rewrite(module: fx.GraphModule, names: Collection[str], *, forced: bool = Fa
                 match.arguments[name] = replaced.get(value, value)
         # Before the first operation: what it reads may change afterwards, as may the running statistics that it writes.
         with module.graph.inserting_before(last if _late_arguments(match) else match.nodes[0]):
-            replacement = match.pattern.replace(module.graph, match)
+            made = match.pattern.replace(module.graph, match)
+            values = {last: made}
+            if match.also is not None:
+                call, item = module.graph.call_function, operator.getitem
+                values = {match.also: call(item, (made, 1)), last: (made := call(item, (made, 0)))}
         replaced_names = {REPLACES: [node.name for node in match.nodes]}
-        made = replacement.prev
-        while not made.meta:  # what else `replace` has inserted
+        while not made.meta:  # also what else `replace` has inserted
             made.meta, made = dict(replaced_names), made.prev
-        replacement.meta = last.meta | replaced_names
-        last.replace_all_uses_with(replacement)
-        replaced[last] = replacement
+        for old, new in values.items():
+            new.meta = old.meta | replaced_names
+            old.replace_all_uses_with(new)
+        replaced |= values
         for node in reversed(match.nodes):
             module.graph.erase_node(node)
     if matches:

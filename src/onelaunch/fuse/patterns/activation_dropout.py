@@ -31,11 +31,9 @@ class ReluDropout:
     def cost(self, match: Match) -> Cost:
         size, output = size_of(match.nodes[-1]), tensor_of(match.nodes[-1])
         assert output is not None
-        mask = output.numel() / 8
-        differentiated = is_differentiated(match.nodes[-1])
-        return (
-            Cost(4 * size + 2 * mask, 3.0 * output.numel(), 2) if differentiated else Cost(2 * size, output.numel(), 1)
-        )
+        if not is_differentiated(match.nodes[-1]):
+            return Cost(2 * size, output.numel(), 1)
+        return Cost(4 * size + output.numel() / 4, 3.0 * output.numel(), 2)
 
     def pays(self, match: Match) -> bool:
         return served(match.arguments["input"])

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from onelaunch.fuse.costs import flops_of, size_of
-from onelaunch.fuse.graph import tensor_of, written_by
+from onelaunch.fuse.graph import name_of, tensor_of, value_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated
 from onelaunch.roofline import Cost
 
@@ -23,17 +23,8 @@ MAX_ELEMENTS = 2**28  # of the mask: it is computed once, on the CPU, while the 
 KIND = "onelaunch_mask"  # the key of the mask's metadata that holds what it is
 CREATORS = ("arange", "ones", "zeros", "full", "tensor", "eye", "new_ones", "new_zeros", "new_full")
 RANDOM = (
-    "rand",
-    "randn",
-    "randint",
-    "bernoulli",
-    "dropout",
-    "normal_",
-    "uniform_",
-    "multinomial",
-    "empty",
-    "new_empty",
-)
+    "rand", "randn", "randint", "bernoulli", "dropout", "normal_", "uniform_", "multinomial", "empty", "new_empty",
+)  # fmt: skip
 
 
 class MaskedAttention:
@@ -57,9 +48,8 @@ class MaskedAttention:
         given = match.arguments
         options: dict[str, Any] = {name: given[name] for name in ("dropout_p", "scale", "enable_gqa") if name in given}
         options["is_causal"] = given["kind"] == "causal"
-        return graph.call_function(
-            F.scaled_dot_product_attention, (given["query"], given["key"], given["value"]), options
-        )
+        tensors = given["query"], given["key"], given["value"]
+        return graph.call_function(F.scaled_dot_product_attention, tensors, options)
 
     def cost(self, match: Match) -> Cost:
         given, output = match.arguments, match.nodes[0]
@@ -77,8 +67,12 @@ def _kind_of(mask: fx.Node) -> str | None:
     tensor = tensor_of(mask)
     if tensor is None or tensor.dtype != torch.bool or tensor.dim() < 2 or tensor.numel() > MAX_ELEMENTS:
         return None
-    value = _constant_value(mask)
-    if value is None or value.shape != tensor.shape:
+    values: dict[fx.Node, Any] = {}
+    try:
+        value = value_of(mask, values, lambda node: len(values) < MAX_OPERATIONS and _is_constant(node))
+    except (TypeError, RuntimeError, AttributeError, IndexError, ValueError):
+        return None
+    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
         return None
     if bool(value.all()):
         return "full"
@@ -87,40 +81,9 @@ def _kind_of(mask: fx.Node) -> str | None:
     return "causal" if rows == columns and torch.equal(value, causal.expand_as(value)) else None
 
 
-def _constant_value(node: fx.Node) -> torch.Tensor | None:
-    """The value of a node that depends on no input, computed on the CPU; None if it depends on one, or on chance."""
-    needed = _ancestors(node)
-    if needed is None:
-        return None
-    values: dict[fx.Node, Any] = {}
-    try:
-        for one in node.graph.nodes:
-            if one in needed:
-                args, kwargs = fx.node.map_arg((one.args, dict(one.kwargs)), values.__getitem__)
-                args, kwargs = torch.utils._pytree.tree_map_only(torch.device, _on_cpu, (args, kwargs))
-                function: Any = getattr(type(args[0]), str(one.target)) if one.op == "call_method" else one.target
-                values[one] = function(*args, **kwargs)
-    except (TypeError, RuntimeError, AttributeError, IndexError, ValueError):
-        return None
-    found = values[node]
-    return found if isinstance(found, torch.Tensor) else None
-
-
-def _on_cpu(device: torch.device) -> torch.device:
-    return torch.device("cpu")
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node] | None:
-    """The operations that compute `node`; None if an input, a random number or a change in place is among them."""
-    found, waiting = {node}, [node]
-    while waiting:
-        one = waiting.pop()
-        name = one.target if isinstance(one.target, str) else getattr(one.target, "__name__", "")
-        creates = not one.all_input_nodes and name not in CREATORS
-        if one.op not in ("call_function", "call_method") or name in RANDOM or creates or written_by(one):
-            return None
-        if any(written_by(user) and one in written_by(user) for user in one.users) or len(found) > MAX_OPERATIONS:
-            return None
-        waiting += [source for source in one.all_input_nodes if source not in found]
-        found.update(one.all_input_nodes)
-    return found
+def _is_constant(node: fx.Node) -> bool:
+    """Whether an operation is neither an input, nor random, nor changed in place."""
+    name, creates = name_of(node), not node.all_input_nodes
+    if node.op not in ("call_function", "call_method") or name in RANDOM or (creates and name not in CREATORS):
+        return False
+    return not written_by(node) and not any(node in written_by(user) for user in node.users)

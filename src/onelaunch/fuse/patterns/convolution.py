@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from onelaunch.fuse.costs import flops_of, size_of
-from onelaunch.fuse.graph import Operation, next_operation, operation_of, sole_user, tensor_of, written_by
+from onelaunch.fuse.graph import addition, next_operation, operation_of, sole_user, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops.conv_batch_norm_relu import conv_batch_norm_relu
 from onelaunch.roofline import Cost
@@ -29,9 +27,11 @@ class ConvolutionBatchNormRelu:
         if given["training"] is not False or given["running_mean"] is None or given["running_var"] is None:
             return None
         last, chain, residual = norm.node, [node, norm.node], None
-        addition = _addition(last)
-        if addition is not None:
-            last, residual = addition
+        user = sole_user(last)
+        added = addition(user, last)
+        types = {one.dtype for one in map(tensor_of, added or ()) if one is not None}
+        if user is not None and added is not None and len(types) == 1:
+            last, residual = user, added[1]
             chain.append(last)
         relu = next_operation(last)
         if relu is None or relu.activation != "relu" or is_differentiated(relu.node):
@@ -63,17 +63,3 @@ class ConvolutionBatchNormRelu:
             return False
         aligned = weight.shape[0] % CHANNEL_MULTIPLE == 0 and weight.shape[1] % CHANNEL_MULTIPLE == 0
         return aligned and output.is_contiguous(memory_format=torch.channels_last) and served(match.nodes[-1])
-
-
-def _addition(node: fx.Node) -> tuple[fx.Node, Any] | None:
-    """The only user of `node`, if it adds another tensor of the same shape and type, and that tensor."""
-    user, made = sole_user(node), tensor_of(node)
-    operation: Operation | None = operation_of(user) if user is not None else None
-    if operation is None or operation.name != "add" or operation.arguments.get("alpha", 1) != 1:
-        return None
-    one, two = operation.arguments["input"], operation.arguments["other"]
-    residual = two if one is node else one
-    other = tensor_of(residual)
-    if residual is node or other is None or made is None or other.shape != made.shape or other.dtype != made.dtype:
-        return None
-    return (operation.node, residual) if written_by(operation.node) in ([], [node]) else None

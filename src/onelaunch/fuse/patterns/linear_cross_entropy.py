@@ -5,8 +5,6 @@ Between the two may stand what language models put there: a conversion to float3
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
@@ -51,15 +49,14 @@ class LinearCrossEntropy:
             return None
         if given.get("size_average") is not None or given.get("reduce") is not None or not is_layer(linear):
             return None
-        tensors = {
-            "x": linear.arguments["input"], "weight": linear.arguments["weight"], "bias": linear.arguments["bias"],
-        }  # fmt: skip
+        tensors = {"x": linear.arguments["input"]} | {name: linear.arguments[name] for name in ("weight", "bias")}
         options = {name: given[name] for name in ("target", "label_smoothing", "ignore_index", "reduction")}
         return Match(self, (*chain, loss.node), {**tensors, **options, "parts": ["linear", "cross_entropy"]})
 
     def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
-        given = match.arguments
-        features = graph.call_method("flatten", (given["x"], 0, -2)) if _dimensions(given["x"]) > 2 else given["x"]
+        given, x = match.arguments, tensor_of(match.arguments["x"])
+        flat = x is None or x.dim() <= 2
+        features = given["x"] if flat else graph.call_method("flatten", (given["x"], 0, -2))
         options = {name: given[name] for name in ("bias", "label_smoothing", "ignore_index", "reduction")}
         result = graph.call_function(linear_cross_entropy, (features, given["weight"], given["target"]), options)
         logits = tensor_of(match.nodes[0])
@@ -79,11 +76,6 @@ class LinearCrossEntropy:
         weight = tensor_of(match.arguments["weight"])
         large = weight is not None and int(weight.shape[0]) >= MIN_CLASSES
         return large and served(match.arguments["x"], match.arguments["weight"])
-
-
-def _dimensions(node: Any) -> int:
-    tensor = tensor_of(node)
-    return 2 if tensor is None else tensor.dim()
 
 
 def _keeps_rows(user: fx.Node, source: fx.Node) -> bool:

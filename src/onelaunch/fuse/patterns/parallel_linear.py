@@ -6,7 +6,7 @@ product of three times the width fills them 4.4 times. Backward, the input's gra
 
 from __future__ import annotations
 
-from typing import Any
+import operator
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ class ParallelLinear:
         for user in match.nodes[0].users:
             if user.op == "call_method" and user.target == "view":  # the columns of a wider product have gaps
                 user.target = "reshape"
-        return graph.call_function(_item, (made["parts"], given["index"]))
+        return graph.call_function(operator.getitem, (made["parts"], given["index"]))
 
     def cost(self, match: Match) -> Cost:
         """The layer's part of the one product and of the copy of the weights; the launches are the first layer's."""
@@ -79,10 +79,6 @@ class ParallelLinear:
         return bool(rows >= sum(widths) and rows * max(widths) <= MAX_OUTPUTS)
 
 
-def _item(parts: Any, index: int) -> Any:
-    return parts[index]
-
-
 def _shape(node: fx.Node) -> torch.Size:
     tensor = tensor_of(node)
     assert tensor is not None
@@ -96,10 +92,8 @@ def _is_plain(operation: Operation) -> bool:
     tensors = operation.arguments["weight"], operation.arguments["bias"]
     if any(one is not None and one.op not in ("placeholder", "get_attr") for one in tensors):
         return False
-    views_as_type = any(
-        user.target == "view" and len(user.args) == 2 and isinstance(user.args[1], torch.dtype)
-        for user in operation.node.users
-    )
+    views = [user for user in operation.node.users if user.target == "view" and len(user.args) == 2]
+    views_as_type = any(isinstance(view.args[1], torch.dtype) for view in views)
     return isinstance(operation.arguments["input"], fx.Node) and not views_as_type
 
 
