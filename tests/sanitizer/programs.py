@@ -105,6 +105,8 @@ def ops() -> None:
         beta = torch.zeros(29, device="cuda", requires_grad=True)
         z = ol.linear(x, weight, bias, activation="relu", dropout=0.2)
         z = ol.batch_norm(z, None, None, gamma, beta, training=True, activation="silu", dropout=0.1)
+        z, total = ol.layer_norm(z, gamma, beta, residual=z.detach(), dropout=0.1, return_sum=True)
+        z = ol.rms_norm(z, gamma) + total
         loss = ol.cross_entropy(ol.relu_dropout(z, 0.1), target, label_smoothing=0.1)
         loss.backward()
         for tensor in (x, weight, bias, gamma, beta):

@@ -234,19 +234,16 @@ def _norm(
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     if eps is None:
         eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
-    tensors = (weight, bias, residual)
-    alike = all(one is None or one.dtype == x.dtype for one in tensors)
-    if transforming or (p == 0 and alike and is_eager_cpu(x, *tensors)):
-        s = F.dropout(x, p) if p else x
-        s = s if residual is None else s + residual
-        y = (
-            _pytorch_norm(s, weight, bias, eps, centered)
-            if alike
-            else norm_reference(s, weight, bias, eps, centered)[0]
-        )
-        return (y.to(dtype), s) if return_sum else y.to(dtype)
     if x.is_cuda and dtype != torch.float64 and autocast_dtype(x.device) is not None:
         dtype = torch.float32  # as PyTorch's norms under autocast; on a CPU they keep the type
+    tensors = (weight, bias, residual)
+    alike = eager or all(one is None or one.dtype == x.dtype for one in tensors)
+    if transforming or (not eager and p == 0 and alike and is_eager_cpu(x, *tensors)):
+        s = F.dropout(x, p) if p else x
+        s = s if residual is None else s + residual
+        norm = _pytorch_norm if alike else norm_reference
+        y = norm(s, weight, bias, eps, centered).to(dtype)
+        return (y, s) if return_sum else y
     gradient = wants_gradient(x, *tensors)
     arguments = (x, residual, weight, bias, float(eps), p, centered, dtype, gradient or bool(return_sum))
     if not eager:

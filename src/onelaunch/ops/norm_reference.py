@@ -24,13 +24,14 @@ def standardised(s: Tensor, eps: float, centered: bool) -> tuple[Tensor, list[Te
     return wide * rstd, [rstd, *means]
 
 
-def norm_reference(
-    s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool
-) -> tuple[Tensor, list[Tensor]]:
-    """(the norm of s in fp32 or fp64, the statistics of its rows), in differentiable PyTorch ops."""
-    y, statistics = standardised(s, eps, centered)
+def norm_reference(s: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centered: bool) -> Tensor:
+    """The norm of s over its last dimension in fp32 or fp64, in differentiable PyTorch ops."""
+    return _affine(standardised(s, eps, centered)[0], weight, bias)
+
+
+def _affine(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     y = y if weight is None else y * weight.to(y.dtype)
-    return y if bias is None else y + bias.to(y.dtype), statistics
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def gradients_reference(
@@ -53,6 +54,10 @@ def gradients_reference(
     return dx, total, dweight, dbias
 
 
+def _empty_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)  # in half the time of x.new_empty
+
+
 def empty_outputs(
     x: Tensor, residual: Tensor | None, p: float, centered: bool, dtype: torch.dtype, save: bool
 ) -> Outputs:
@@ -62,8 +67,8 @@ def empty_outputs(
     summed = save and (residual is not None or p > 0)
     wide = torch.float64 if sum_type == torch.float64 else torch.float32
     return (
-        x.new_empty(x.shape, dtype=dtype),
-        x.new_empty(x.shape if summed else (0,), dtype=sum_type),
+        _empty_rows(x, dtype),
+        _empty_rows(x, sum_type) if summed else x.new_empty(0, dtype=sum_type),
         x.new_empty((1 + centered, rows) if save else (0, 0), dtype=wide),
         x.new_empty(bytes_for(rows, x.shape[-1]) if save and p else (0, 0), dtype=torch.uint8),
     )
@@ -81,8 +86,8 @@ def forward_reference(
         if save:
             outputs[3].copy_(pack(keep.reshape(-1, x.shape[-1])))
     s = s if residual is None else s + residual
-    y, statistics = norm_reference(s, weight, bias, eps, centered)
-    outputs[0].copy_(y)
+    normalised, statistics = standardised(s, eps, centered)
+    outputs[0].copy_(_affine(normalised, weight, bias))
     if outputs[1].numel():
         outputs[1].copy_(s)
     if save:
@@ -97,8 +102,8 @@ def empty_gradients(
     """(dx, dresidual, sums). dresidual has no elements where there is no residual, or where it equals dx."""
     differs = residual_type is not None and (p > 0 or residual_type != x_type)
     return (
-        s.new_empty(s.shape, dtype=x_type),
-        s.new_empty(s.shape if differs else (0,), dtype=residual_type or x_type),
+        _empty_rows(s, x_type),
+        _empty_rows(s, residual_type or x_type) if differs else s.new_empty(0, dtype=x_type),
         s.new_empty((weight is not None) + biased, s.shape[-1], dtype=sums_type),
     )
 
