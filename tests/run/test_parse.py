@@ -120,6 +120,15 @@ def test_every_form_is_the_same_network_and_trains_to_the_same_bits(form):
         assert torch.equal(ours, theirs)
 
 
+def test_a_fused_layer_norm_is_a_layer_norm_unless_it_drops():
+    def model(norm):
+        return nn.Sequential(nn.Linear(6, 8), norm, nn.ReLU(), nn.Linear(8, 3))
+
+    assert parse_network(model(ol.nn.LayerNorm(8, 1e-4))) == parse_network(model(nn.LayerNorm(8, 1e-4)))
+    with pytest.raises(NotAnMlpError, match="layer '1' drops elements of its input"):
+        parse_network(model(ol.nn.LayerNorm(8, dropout=0.1)))
+
+
 @pytest.mark.parametrize("form", ["functions", "conditional", "ol.nn", "nested"])
 def test_the_eager_engine_draws_the_same_masks(form):
     torch.manual_seed(0)

@@ -62,7 +62,7 @@ IN_PLACE: Mapping[Callable[..., Any], type[nn.Module]] = {
 }  # fmt: skip
 KNOWN_MODULES: frozenset[type[nn.Module]] = frozenset({
     nn.Linear, nn.Flatten, nn.Dropout, nn.BatchNorm1d, nn.LayerNorm, nn.Identity, fused.Linear, fused.BatchNorm1d,
-    fused.ReLUDropout, *(entry.module for entry in ACTIVATIONS.values()),
+    fused.LayerNorm, fused.ReLUDropout, *(entry.module for entry in ACTIVATIONS.values()),
 })  # fmt: skip
 
 
@@ -308,6 +308,8 @@ class Recorder(TorchFunctionMode):
     def _layer_norm(self, x: Tensor, module: nn.LayerNorm, path: str) -> Tensor:
         if len(module.normalized_shape) != 1:
             raise NotAnMlpError(f"layer {path!r} normalises over several dimensions")
+        if getattr(module, "dropout", 0):  # of `ol.nn.LayerNorm`
+            raise NotAnMlpError(f"layer {path!r} drops elements of its input")
         features = int(module.normalized_shape[0])
         require_shapes(path, module.weight, module.bias, (features,), (features,))
         self._require_width(x, features)
