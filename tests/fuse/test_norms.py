@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from onelaunch.fuse.backend import onelaunch
+from onelaunch.fuse.captured import own_code
 from onelaunch.fuse.decide import PROVEN
+from tests.conftest import TOLERANCE
 from tests.fuse.rewritten import Of, Rewritten, assert_same_step, titles_of
 
 
@@ -201,6 +205,30 @@ def test_additions_that_are_left_alone() -> None:
     for forward in (used_between, broadcast, scaled, in_place):
         model = Of(forward, a=linear(), norm=nn.LayerNorm(6))
         assert_same_step(model, torch.randn(3, 6), ["layer_norm"])
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # the compiler's own
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("autocast", [True, False])
+def test_compiled_with_our_kernels(name: str, autocast: bool) -> None:
+    """Inductor around the op, against the same step uncompiled; with autocast the residual stream is float32."""
+    title, make = NORMS[name]
+    norm = WrittenOut(6, torch.float32) if name == "written out" else make()
+    model = Of(two_blocks, a=linear(), b=linear(), norm=norm).cuda()
+    x, upstream = torch.randn(2, 2048, 6, device="cuda")
+    results = []
+    backend = functools.partial(onelaunch, patterns=(title,))
+    for call in (torch.compile(own_code(model.forward), backend=backend), model.forward):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            y = call(x)
+        (y * upstream).sum().backward()
+        results.append([y.detach(), *(parameter.grad for parameter in model.parameters())])
+    rtol, atol = TOLERANCE[torch.bfloat16 if autocast else torch.float32]
+    for ours, theirs in zip(*results, strict=True):
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error < 5 * max(rtol, atol), error
 
 
 STEPS = ("linear", "layer_norm", "rms_norm", "written out", "short", "residual", "use sum", "view", "scale", "inplace")
