@@ -18,7 +18,6 @@ from onelaunch.kernels.launch import launch
 from onelaunch.kernels.tiles import kept, load_key, pack_bits, scattered
 from onelaunch.rng import keep_scale, keep_threshold
 
-MAX_UNITS = 8192  # a row is held in registers
 ELEMENTS_PER_WARP = 1024  # 32 per thread: up to 1024 units, a row needs no barrier
 SMALLEST_TILE = 512  # elements; shorter rows share a program
 
@@ -117,7 +116,7 @@ def norm_forward(
     centered: bool,
 ) -> None:
     """Fill y, and for a backward pass: sums, `dropout(x) + residual`; statistics, fp32 `[2, rows]` (`[1, rows]` if not
-    centered), rstd and mean; keep, one bit per element by row. All are contiguous with at most MAX_UNITS units per row."""
+    centered), rstd and mean; keep, one bit per element by row. All are contiguous."""
     units = x.shape[-1]
     rows = x.numel() // units
     groups = next_power_of_2(ceil_div(units, 8))

@@ -48,10 +48,12 @@ from onelaunch.ops.norm_reference import (
     standardised,
 )
 
+MAX_UNITS = 8192  # per row: the kernels hold a row in registers
+
 
 def _has_kernels(x: Tensor, *others: Tensor | None) -> bool:
     given = [x, *(one for one in others if one is not None)]
-    return all(one.dtype in KERNEL_DTYPES for one in given) and 0 < x.shape[-1] <= kernels("norm").MAX_UNITS
+    return all(one.dtype in KERNEL_DTYPES for one in given) and 0 < x.shape[-1] <= MAX_UNITS
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:

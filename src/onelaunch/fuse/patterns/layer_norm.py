@@ -9,11 +9,10 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import addition, operation_of, sole_user, tensor_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
-from onelaunch.ops import layer_norm
+from onelaunch.ops.norm import MAX_UNITS, layer_norm
 from onelaunch.roofline import Cost
 
 MIN_ROWS = 1024  # below, the norm is small beside its launches
-MAX_UNITS = 8192  # a row is held in registers
 Norm = tuple[list[fx.Node], dict[str, Any]]  # operations that compute a norm, and its arguments
 
 
