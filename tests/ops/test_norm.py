@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -137,9 +138,11 @@ def test_parameters_and_residual_of_another_type(
 def test_autocast_gives_the_types_of_pytorch(centered: bool) -> None:
     weight = torch.randn(16, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16):
-        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(6, 16, device="cuda", dtype=dtype, requires_grad=True)
-            y, expected = call(centered, x, weight, None), exact_norm(x, weight, None, centered)
+            y = call(centered, x, weight, None)
+            with warnings.catch_warnings(action="ignore"):  # PyTorch 2.11 warns that rms_norm takes its slow path
+                expected = exact_norm(x, weight, None, centered)
             assert y.dtype == expected.dtype
             torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
             assert torch.autograd.grad(y.sum(), x)[0].dtype == dtype

@@ -38,7 +38,7 @@ GRID: dict[str, list[Any]] = {  # 240 candidates
 PEER_GRID: dict[str, list[Any]] = {"learning_rate_init": np.geomspace(1e-4, 1e-1, 4).tolist(), "alpha": [1e-4]}
 ALONE = 20  # fits one after another
 ROWS, PEER_STEPS, CHECKED_STEPS, CHECKED = 61_440, 250, 100, (0, 1, -1)
-STEPS = {512: 10_000, 64: 40_000}  # per call, by the number of members: as long as a run of `onelaunch bench train`
+STEPS, FEWER_STEPS = 40_000, 10_000  # per call: as long as a run of `onelaunch bench train`, and for much work
 SAMPLES = 5
 
 
@@ -137,7 +137,7 @@ def check_members(workload: Workload, device: torch.device, members: int, engine
 
 def _trial(workload: Workload, members: int) -> Trial:
     device = cuda_device()
-    steps = STEPS[members]
+    steps = STEPS if members * workload.flops_per_row * workload.batch < 5e9 else FEWER_STEPS
     runs = member_runs(workload, device, members, steps, "resident")
 
     def ours() -> float:

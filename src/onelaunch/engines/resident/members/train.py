@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,14 @@ from onelaunch.engines.resident.members.group import members_settings
 from onelaunch.engines.resident.members.memory import MembersMemory, SharedRows, all_uint8
 from onelaunch.engines.resident.members.placement import FREE, Forced, MembersPlan, choose_members_plan
 from onelaunch.engines.resident.plan.settings import Settings
-from onelaunch.engines.resident.session import CONTROL, POLL_SECONDS, REGISTER_RESERVES, architecture, spilled_bytes
+from onelaunch.engines.resident.session import (
+    CONTROL,
+    POLL_SECONDS,
+    RECORD,
+    REGISTER_RESERVES,
+    architecture,
+    spilled_bytes,
+)
 from onelaunch.engines.resident.source.source_common import HEADERS
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.errors import OnelaunchError, UnsupportedError
@@ -247,16 +254,20 @@ class Launch:
         step, end = task.first_step, int(control["done"])
         if broken is not None:
             end = task.first_step + broken + 1
-        epoch = 0
-        while step < end:
-            until = min(spec.epoch_end(step), end)
-            record = records[epoch] if until == spec.epoch_end(step) and epoch < int(control["epochs"]) else None
-            part = losses[step - task.first_step : until - task.first_step].clone()
-            correct = int(control["correct"] if record is None else record["correct"])
-            validation = None
+        starts = list(range(step - step % spec.steps_per_epoch, end, spec.steps_per_epoch))
+        starts[0] = step  # a task may begin within an epoch
+        sizes = np.diff([*starts, end]).tolist()
+        parts = losses[: end - step].clone().split(sizes)
+        sums = [None] * len(parts) if weights is None else weights[: end - step].clone().split(sizes)
+        found: list[dict[str, Any]] = [
+            dict(zip(RECORD.names or (), record, strict=True)) for record in records[: int(control["epochs"])].tolist()
+        ]
+        counts, rows = has_accuracy(spec), len(run.validation[0]) if run.validation else 0
+        for epoch, (first, part) in enumerate(zip(starts, parts, strict=True)):
+            ended = epoch < len(found) and first + len(part) == spec.epoch_end(first)
+            record, validation = (found[epoch] if ended else None), None
             if record is not None and run.validation is not None:
-                hits, rows = int(record["validation_correct"]), len(run.validation[0])
-                validation = Metrics.of(spec, float(record["validation_loss"]), hits, rows, run.outputs)
-            sums = None if weights is None else weights[step - task.first_step : until - task.first_step].clone()
-            yield Segment(step, part, correct if has_accuracy(spec) else None, validation, sums)
-            step, epoch = until, epoch + 1
+                hits, loss = record["validation_correct"], record["validation_loss"]
+                validation = Metrics.of(spec, loss, hits, rows, run.outputs)
+            correct = int(control["correct"]) if record is None else record["correct"]
+            yield Segment(first, part, correct if counts else None, validation, sums[epoch])
