@@ -263,11 +263,7 @@ def test_patterns_have_names_costs_and_conditions() -> None:
         rewritten(torch.randn(12, 6, dtype=dtype), torch.randn(12, 5000, dtype=dtype, requires_grad=True))
         matches = find_matches(rewritten.graphs[0].graph)
         names = {pattern.name for pattern in PATTERNS}
-        assert (
-            {match.pattern.name for match in matches} | {"convolution", "layer_norm", "rms_norm"}
-            == set(BY_NAME)
-            == names
-        )
+        assert {match.pattern.name for match in matches} | {"convolution"} == set(BY_NAME) == names
         for match in matches:
             cost = match.pattern.cost(match)
             assert cost.bytes > 0

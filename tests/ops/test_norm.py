@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -135,17 +134,18 @@ def test_parameters_and_residual_of_another_type(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("centered", [True, False])
-def test_autocast_gives_the_types_of_pytorch(centered: bool) -> None:
+def test_autocast_on_a_gpu_gives_fp32(centered: bool) -> None:
+    """As PyTorch's layer_norm does, and its rms_norm from 2.12 on."""
     weight = torch.randn(16, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        for dtype in (torch.bfloat16, torch.float32):
-            x = torch.randn(6, 16, device="cuda", dtype=dtype, requires_grad=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(6, 16, device="cuda", dtype=dtype, requires_grad=True)
+        with torch.autocast("cuda", torch.bfloat16):
             y = call(centered, x, weight, None)
-            with warnings.catch_warnings(action="ignore"):  # PyTorch 2.11 warns that rms_norm takes its slow path
-                expected = exact_norm(x, weight, None, centered)
-            assert y.dtype == expected.dtype
-            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-            assert torch.autograd.grad(y.sum(), x)[0].dtype == dtype
+            assert not centered or exact_norm(x, weight, None, True).dtype == torch.float32
+        assert y.dtype == torch.float32
+        expected = exact_norm(x.double(), weight.double(), None, centered)
+        torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+        assert torch.autograd.grad(y.sum(), x)[0].dtype == dtype
 
 
 def test_autocast_on_a_cpu_keeps_the_type() -> None:

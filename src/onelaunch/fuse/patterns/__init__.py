@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection
 
 from torch import fx
@@ -12,16 +11,14 @@ from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.attention import MaskedAttention
 from onelaunch.fuse.patterns.batch_norm import BatchNormActivationDropout
 from onelaunch.fuse.patterns.convolution import ConvolutionBatchNormRelu
-from onelaunch.fuse.patterns.layer_norm import LayerNorm
 from onelaunch.fuse.patterns.linear import LinearActivationDropout
 from onelaunch.fuse.patterns.linear_cross_entropy import LinearCrossEntropy
 from onelaunch.fuse.patterns.parallel_linear import ParallelLinear
 from onelaunch.fuse.patterns.pattern import Match, Pattern, is_on_cuda
-from onelaunch.fuse.patterns.rms_norm import RmsNorm
 
 PATTERNS: tuple[Pattern, ...] = (
     LinearCrossEntropy(), ParallelLinear(), LinearActivationDropout(), ConvolutionBatchNormRelu(),
-    BatchNormActivationDropout(), ReluDropout(), MaskedAttention(), LayerNorm(), RmsNorm(),
+    BatchNormActivationDropout(), ReluDropout(), MaskedAttention(),
 )  # fmt: skip
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
 REPLACES = "onelaunch_replaces"  # the key of the metadata of a replacement: names of the operations it stands for
@@ -81,17 +78,12 @@ def rewrite(module: fx.GraphModule, names: Collection[str], *, forced: bool = Fa
         # Before the first operation: what it reads may change afterwards, as may the running statistics that it writes.
         with module.graph.inserting_before(last if _late_arguments(match) else match.nodes[0]):
             made = match.pattern.replace(module.graph, match)
-            values = {last: made}
-            if match.also is not None:
-                call, item = module.graph.call_function, operator.getitem
-                values = {match.also: call(item, (made, 1)), last: (made := call(item, (made, 0)))}
         replaced_names = {REPLACES: [node.name for node in match.nodes]}
-        while not made.meta:  # also what else `replace` has inserted
-            made.meta, made = dict(replaced_names), made.prev
-        for old, new in values.items():
-            new.meta = old.meta | replaced_names
-            old.replace_all_uses_with(new)
-        replaced |= values
+        made.meta, extra = last.meta | replaced_names, made.prev
+        while not extra.meta:  # what else `replace` has inserted
+            extra.meta, extra = dict(replaced_names), extra.prev
+        last.replace_all_uses_with(made)
+        replaced[last] = made
         for node in reversed(match.nodes):
             module.graph.erase_node(node)
     if matches:

@@ -16,15 +16,11 @@ from onelaunch.roofline import Cost
 
 @dataclass(frozen=True)
 class Match:
-    """Operations that one call of ours replaces. `nodes` follow each other.
-
-    Only the value of the last one is used outside, and that of `also`, with which `replace` gives the pair (last, also).
-    """
+    """Operations that one call of ours replaces. `nodes` follow each other, and only the last one's value is used outside."""
 
     pattern: Pattern
     nodes: tuple[fx.Node, ...]
     arguments: dict[str, Any] = field(hash=False)
-    also: fx.Node | None = None
 
     @property
     def title(self) -> str:
