@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onelaunch.bench.case import GROUPS, group_of
+from onelaunch.bench.case import GROUPS, OURS, group_of
 from onelaunch.errors import OnelaunchError
 from onelaunch.report.benchmark import has_times, peers_of, ratio_of, undecided
 from onelaunch.report.comparison import speed_up
@@ -37,8 +37,8 @@ class Recorded:
         return str(self.case["name"]).removeprefix(f"{self.case['group']}/")
 
     def best_peer(self) -> tuple[str, float] | None:
-        """The fastest peer and its time divided by ours; None without peers."""
-        peers = {name: ratio_of(self.case, name) for name in peers_of([self.case])}
+        """The fastest peer that is not a way of ours, and its time divided by ours; None without peers."""
+        peers = {name: ratio_of(self.case, name) for name in peers_of([self.case]) if not name.startswith(OURS)}
         return min(peers.items(), key=lambda entry: entry[1]) if peers else None
 
     def behind(self) -> list[tuple[str, float, bool]]:
