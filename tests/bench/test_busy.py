@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -45,6 +48,18 @@ def test_the_system_counts_busy_time():
     if before is None:
         pytest.skip("this system has no /proc/stat")
     assert 0 < before <= (busy._busy_seconds() or 0)
+
+
+def test_processes_that_we_started_and_that_still_run_count_as_ours():
+    code = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True); input()"
+    before = busy._seconds_of_descendants()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"1\n"
+        if not Path("/proc/self/stat").exists():
+            pytest.skip("this system has no /proc")
+        assert busy._seconds_of_descendants() - before > 0.2
+        child.communicate(b"\n")
 
 
 def test_a_warning_where_others_use_much():

@@ -49,7 +49,7 @@ def _scikit_learn_epoch(run: Run, workload: Workload) -> Work:
 
 def _check(workload: Workload) -> None:
     """The first losses against a plain float64 loop over the same rows."""
-    run = workload.run(CPU, rows=ROWS, steps=CHECKED_STEPS)
+    run = workload.checked.run(CPU, rows=ROWS, steps=CHECKED_STEPS)
     expected = reference_losses(run, CHECKED_STEPS)
     session = CpuSession(run, {})
     got = torch.cat([segment.losses for segment in session.segments(0, StopSwitch(Progress()))])

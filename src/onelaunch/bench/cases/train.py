@@ -89,13 +89,14 @@ def _peers(run: Run, *, thorough: bool) -> tuple[dict[str, Work], dict[str, str]
 
 
 def _step_trial(workload: Workload, thorough: bool) -> Trial:
-    fresh = functools.partial(workload.run, cuda_device(), rows=ROWS, engine=workload.engine, steps=STEPS)
-    run = fresh()
+    options: dict[str, Any] = {"rows": ROWS, "engine": workload.engine, "steps": STEPS}
+    run = workload.run(cuda_device(), **options)
     peers, absent = _peers(run, thorough=thorough)
     if workload.loss == "mse":
         absent["tiny-cuda-nn"] = "not installed; 21.3 µs per step in fp16 on an H200, measured separately"
     return Trial(
-        ours=lambda: train(run)[2] / STEPS, check=lambda: check_losses(fresh()), peers=peers, absent=absent,
+        ours=lambda: train(run)[2] / STEPS, peers=peers, absent=absent,
+        check=lambda: check_losses(workload.checked.run(cuda_device(), **options)),
         floor_flops=workload.batch * workload.flops_per_row,
         floor_dtype="tf32" if workload.precision == "auto" else workload.precision,
         cuda=True, self_timed=True, repeats=SAMPLES,
