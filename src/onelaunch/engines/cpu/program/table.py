@@ -31,11 +31,12 @@ class Table:
         self._offsets = {name: arena + buffer.offset for name, buffer in program.plan.buffers.items()}
         self._written: dict[int, int] = {}  # by id of the command: entry points share commands
         self._memory = np.zeros(self._max_words(program), np.int64)
-        skipped = -self._memory.ctypes.data % CACHE_LINE // WORD
-        self._words: list[int] = [0] * skipped
-        self._outside: list[tuple[int, Address]] = []  # the position of each word that `bind` sets
+        self._address = int(self._memory.ctypes.data)
+        words = self._words = list[int | Address]([0] * (-self._address % CACHE_LINE // WORD))
         self.entries = {name: self._entry(program, name, *lists) for name, lists in program.lists.items()}
-        self._memory[: len(self._words)] = self._words
+        # The words that `bind` sets, by their position.
+        self._outside = [(position, word) for position, word in enumerate(words) if isinstance(word, Address)]
+        self._memory[: len(words)] = [0 if isinstance(word, Address) else word for word in words]
         self.bind(outside)
 
     def bind(self, outside: Mapping[str, int]) -> None:
@@ -73,26 +74,22 @@ class Table:
         return self._write([*words, 0, 0])
 
     def _fields(self, command: Command) -> int:
-        values = command.values
-        return self._write([self._word(values[name]) for name in command.kernel.fields])
+        values = [command.values[name] for name in command.kernel.fields]
+        return self._write([value if type(value) is int else self._word(value) for value in values])
 
     def _word(self, value: FieldValue) -> int | Address:
-        match value:
-            case int():
-                return value
-            case Address(buffer, offset):
-                found = self._offsets.get(buffer)
-                return value if found is None else found + offset
-            case float():
-                return int(struct.unpack("<i", struct.pack("<f", value))[0])
+        if isinstance(value, int):
+            return value
+        if isinstance(value, Address):
+            found = self._offsets.get(value.buffer)
+            return value if found is None else found + value.offset
+        if isinstance(value, float):
+            return int(struct.unpack("<i", struct.pack("<f", value))[0])
         return self._write([self._word(item) for item in value])
 
     def _write(self, words: list[int | Address]) -> int:
         """Store words at the next cache line and return their address."""
         start = len(self._words)
-        for word in words:
-            if isinstance(word, Address):
-                self._outside.append((len(self._words), word))
-            self._words.append(0 if isinstance(word, Address) else word)
+        self._words += words
         self._words += [0] * (-len(words) % LINE)
-        return int(self._memory.ctypes.data) + WORD * start
+        return self._address + WORD * start
