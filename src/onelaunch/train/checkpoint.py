@@ -140,6 +140,12 @@ def _part(tensors: State, prefix: str) -> State:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
+def metadata_of(content: bytes) -> dict[str, str]:
+    """The metadata of a safetensors file: its header is JSON, after eight bytes with its length."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    return dict(header.get("__metadata__", {}))
+
+
 def digest_of(tensors: Mapping[str, torch.Tensor], about: str = "") -> str:
     """The SHA-256 of a text and of the names, types, shapes and values of tensors."""
     digest = hashlib.sha256(about.encode())

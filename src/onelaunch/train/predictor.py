@@ -16,7 +16,7 @@ from torch import nn
 from onelaunch.data.table_encoding import TableEncoding, as_table
 from onelaunch.data.table_file import Table
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of, require_path
-from onelaunch.train.checkpoint import digest_of
+from onelaunch.train.checkpoint import digest_of, metadata_of
 from onelaunch.train.inputs import check_finite, to_tensor
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
@@ -152,13 +152,13 @@ def load(run_folder: str | Path) -> Predictor:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
     from safetensors.torch import load as load_tensors
 
     try:
-        tensors = load_tensors(path.read_bytes())
-        with safe_open(path, framework="pt") as file:
-            digest = (file.metadata() or {}).get("sha256")
+        content = path.read_bytes()  # safe_open takes no path that is not UTF-8
+        tensors = load_tensors(content)
+        digest = metadata_of(content).get("sha256")
         if digest is not None and digest != digest_of(tensors):  # an older version wrote none
             raise RuntimeError("its checksum does not match")
         model.load_state_dict(tensors)
