@@ -88,7 +88,10 @@ def _losses(recordings: Recordings) -> str:
     within = sum(bool(sure) and not any(sure) for sure in behind)
     said = [f"In {lost} of {len(timed)} recorded cases [a peer is faster]({ALL}#where-a-peer-is-faster)."]
     said += [f"In {within} more its median is lower by less than the spread."] if within else []
-    said += [f"{failed} failed their check and have no time."] if failed else []
+    if failed:
+        said.append(
+            "1 failed its check and has no time." if failed == 1 else f"{failed} failed their check and have no time."
+        )
     return "\n".join(said)
 
 
