@@ -38,6 +38,17 @@ NETWORKS: dict[str, tuple[tuple[nn.Module, ...], dict[str, Any]]] = {
         (nn.Linear(21, 80), nn.ReLU(), nn.Linear(80, 70), nn.GELU(), nn.Linear(70, 64), nn.ReLU(), nn.Linear(64, 5)),
         {"precision": "bf16", "optimizer": "adam", "batch_size": 17},
     ),
+    "rows": (
+        (
+            nn.Dropout(0.1), nn.Linear(21, 50), nn.LayerNorm(50), nn.GELU(), nn.Dropout(0.3), nn.Linear(50, 33), nn.ReLU(),
+            nn.Linear(33, 20), nn.Tanh(), nn.Linear(20, 5),
+        ),
+        {"optimizer": "adam", "batch_size": 73, "rows": 161},
+    ),
+    "rows, plain": (
+        (nn.Linear(21, 33, bias=False), nn.ReLU(), nn.Linear(33, 16), nn.ReLU(), nn.Linear(16, 40)),
+        {"batch_size": 97, "rows": 161},
+    ),
     "mse": ((nn.Linear(21, 1, bias=False), nn.SiLU(), nn.Linear(1, 19)), {"loss": "mse"}),
 }  # fmt: skip
 
@@ -45,8 +56,10 @@ NETWORKS: dict[str, tuple[tuple[nn.Module, ...], dict[str, Any]]] = {
 def run_of(name: str, uint8_rows: bool) -> Run:
     torch.manual_seed(0)
     layers, options = NETWORKS[name]
+    options = dict(options)
+    rows = options.pop("rows", 61)
     outputs = [layer for layer in layers if isinstance(layer, nn.Linear)][-1].out_features
-    x, y = data(options.get("loss", "cross_entropy"), 61, 21, outputs)
+    x, y = data(options.get("loss", "cross_entropy"), rows, 21, outputs)
     if uint8_rows:
         x = (x * 40 + 100).clamp(0, 255).to(torch.uint8)
     return make(nn.Sequential(*layers), x, y, (x[:30], y[:30]), epochs=3, **{"batch_size": 16, **options})
@@ -82,6 +95,7 @@ def test_poisoned_memory_between_guard_pages(name: str, uint8_rows: bool, partit
     fenced = dataclasses.replace(run, x=guarded(run.x), y=guarded(run.y), validation=(guarded(x), guarded(y)))
     target = dataclasses.replace(host(), tiles="emulated" if host().lanes == 16 else "")
     plan = Plan(settings_for(fenced, partitions), target)
+    assert plan.by_rows == (partitions > 1 and name.startswith("rows"))
     memory = guarded_bytes(Arena.size_for(plan, run.spec.rows))
     memory[:] = 0xFF
     poisoned = train_natively(fenced, cache_folder, partitions=partitions, memory=memory, target=target)

@@ -13,7 +13,9 @@ from torch import nn
 
 import onelaunch as ol
 from onelaunch.engines.cpu import ENGINE, members
-from onelaunch.engines.cpu.session import FIRST_STEPS
+from onelaunch.engines.cpu.plan.plan import Plan
+from onelaunch.engines.cpu.plan.target import host
+from onelaunch.engines.cpu.session import FIRST_STEPS, settings_for
 from onelaunch.engines.members import MemberResult, MemberTask
 from onelaunch.train.inputs import make_run
 
@@ -40,6 +42,9 @@ def network(kind: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     if kind == "batch_norm":
         return nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.GELU(), nn.Dropout(0.3), nn.Linear(40, 3))
+    if kind == "two partitions, by rows":
+        layers = [layer for _ in range(2) for layer in (nn.Linear(64, 64), nn.ReLU())]
+        return nn.Sequential(nn.Linear(6, 64), nn.LayerNorm(64), nn.ReLU(), *layers, nn.Linear(64, 3))
     if kind == "two partitions":
         return nn.Sequential(nn.Linear(6, 300), nn.ReLU(), nn.Linear(300, 280), nn.ReLU(), nn.Linear(280, 3))
     return nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3))
@@ -51,7 +56,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :3].argmax(1)
 
 
-KINDS = ("plain", "batch_norm", "two partitions")
+KINDS = ("plain", "batch_norm", "two partitions", "two partitions, by rows")
 OPTIONS: list[dict[str, Any]] = [
     {"epochs": 3},
     {"steps": 7, "weight_decay": 0.01, "schedule": "cosine"},
@@ -68,10 +73,13 @@ def tasks_of(*, validates: bool) -> list[MemberTask]:
     found = []
     for number in range(30):
         options = {"batch_size": 32, "seed": number, **OPTIONS[number % len(OPTIONS)]}
-        if KINDS[number % 3] == "batch_norm" and options["batch_size"] == 32:
+        if KINDS[number % len(KINDS)] == "batch_norm" and options["batch_size"] == 32:
             options["drop_last"] = True
-        model = network(KINDS[number % 3], number)
+        if KINDS[number % len(KINDS)].endswith("by rows"):
+            options |= {"batch_size": ROWS, "clip_norm": None}
+        model = network(KINDS[number % len(KINDS)], number)
         run = make_run(model, x, y, (x[:20], y[:20]) if validates else None, options)
+        assert Plan(settings_for(run), host()).by_rows == KINDS[number % len(KINDS)].endswith("by rows")
         found.append(MemberTask(number, run, 0, run.spec.total_steps))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import signal
 import threading
@@ -13,14 +14,30 @@ import torch
 from torch import nn
 
 from onelaunch.engines.contract import Run
-from onelaunch.engines.cpu.session import CpuSession
+from onelaunch.engines.cpu import session as session_module
+from onelaunch.engines.cpu.code import driver
+from onelaunch.engines.cpu.code.kernel import Command
+from onelaunch.engines.cpu.plan.plan import Plan
+from onelaunch.engines.cpu.plan.target import host
+from onelaunch.engines.cpu.program.program import Program, program_of
+from onelaunch.engines.cpu.session import CpuSession, settings_for
 from onelaunch.engines.cpu.threads import MIN_PROBE_INTERVAL, PROBE_CALLS, Team
 from tests.engines.cpu.runs import Bystander, Course, assert_same_bits, copy_of, data, make
 
 
-@pytest.fixture
-def run() -> Run:
+@pytest.fixture(params=["columns", "rows"])
+def run(request: pytest.FixtureRequest) -> Run:
+    """Its work is split by the columns of each layer, or by the rows of the batch."""
     torch.manual_seed(0)
+    if request.param == "rows":
+        model = nn.Sequential(
+            nn.Dropout(0.1), nn.Linear(9, 50), nn.LayerNorm(50), nn.ReLU(), nn.Dropout(0.2), nn.Linear(50, 32), nn.Tanh(),
+            nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 10),
+        )  # fmt: skip
+        x, y = data("cross_entropy", 350, 9, 10)
+        run = make(model, x, y, (x, y), epochs=4, batch_size=120, momentum=0.9)
+        assert Plan(settings_for(run, 3), host()).by_rows
+        return run
     model = nn.Sequential(
         nn.Linear(50, 70), nn.BatchNorm1d(70), nn.ReLU(), nn.Dropout(0.2), nn.Linear(70, 64), nn.Tanh(), nn.Linear(64, 10)
     )  # fmt: skip
@@ -56,6 +73,40 @@ def test_the_bits_do_not_depend_on_the_threads(run: Run, partitions: int, cache_
     first = course(run, cache_folder, partitions, threads=True)
     for threads in (True, False, None):
         assert_same_bits(first, course(run, cache_folder, partitions, threads=threads))
+
+
+def phases_of(commands: list[Command]) -> list[list[Command]]:
+    """The commands between barriers, without the barriers."""
+    ends = [number for number, command in enumerate(commands) if command.kernel is driver.BARRIER]
+    starts = [0, *(number + 1 for number in ends)]
+    return [commands[first:last] for first, last in zip(starts, [*ends, len(commands)], strict=True)]
+
+
+def preempted(program: Program, position: int) -> Program:
+    """The program of two partitions in which, in every phase of a step, partition 0 executes `position` commands, then
+    partition 1 all of its own, then partition 0 the rest."""
+    own, others = (phases_of(program.lists[f"train.{number}"][1]) for number in range(2))
+    mixed = [
+        command
+        for first, second in zip(own, others, strict=True)
+        for command in (*first[:position], *second, *first[position:])
+    ]
+    return dataclasses.replace(
+        program, lists={**program.lists, "train.alone": (program.lists["train.alone"][0], mixed)}
+    )
+
+
+def test_no_phase_reads_what_another_partition_writes_in_it(
+    run: Run, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a race between threads would change now and then, one thread that switches between them changes every time."""
+    first = course(run, cache_folder, 2, threads=False)
+    program = program_of(Plan(settings_for(run, 2), host()))
+    longest = max(map(len, phases_of(program.lists["train.0"][1])))
+    assert longest > 5
+    for position in range(longest + 1):
+        monkeypatch.setattr(session_module, "program_for", lambda *_, p=position: preempted(program, p))
+        assert_same_bits(first, course(run, cache_folder, 2, threads=False))
 
 
 def pace(team: Team, with_threads: float, alone: float, calls: int) -> list[bool]:

@@ -152,8 +152,8 @@ def test_weight_gradients_follow_the_model(target: Target, planes: int) -> None:
     kernels(
         tile_products.WEIGHT_UPDATE, step, left=left, left_row=left_row, left_plane=left_plane, right=right,
         plane=STEP_OF_PAIRS * steps, steps=steps, block=block, right_panel=0, panels=1, width=width, first=0, last=inputs,
-        weights=weights, weights_panel=0, state_stride=0, hyper=scalars, length=rows, x=0, row_bytes=0, lines=0, pieces=0,
-        times=0,
+        weights=weights, weights_panel=0, state_stride=0, hyper=scalars, x=0, row_bytes=0, lines=0, pieces=0,
+        times=0, batch=rows, first_next=0,
     )  # fmt: skip
     np.testing.assert_allclose(weights, model_of_tiles(x.T.copy(), gradient, planes), rtol=1e-5, atol=1e-5)
 

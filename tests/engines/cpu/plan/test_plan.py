@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -39,11 +40,12 @@ NETWORKS = {
     ),
     "one": (nn.Linear(3, 1),),
     "deep": tuple(nn.Linear(40 + i, 41 + i) for i in range(6)),
+    "narrow": (nn.Linear(9, 40), nn.LayerNorm(40), nn.ReLU(), nn.Linear(40, 33), nn.ReLU(), nn.Linear(33, 3)),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "partitions", "target"), cases(tuple(NETWORKS), (1, 37, 64), (1, 2, 5), (WIDE, NARROW))
+    ("name", "batch", "partitions", "target"), cases(tuple(NETWORKS), (1, 37, 64, 200), (1, 2, 5), (WIDE, NARROW))
 )
 def test_buffers_do_not_overlap_and_are_inside_the_arena(
     name: str, batch: int, partitions: int, target: Target
@@ -77,12 +79,46 @@ def test_shares_cover_everything_once(name: str, partitions: int) -> None:
         )
 
 
+@pytest.mark.parametrize(("batch", "partitions"), [(64, 2), (99, 2), (99, 3), (1000, 8)])
+@pytest.mark.parametrize("target", [WIDE, NARROW])
+def test_rows_of_a_plan_by_rows_are_whole_batch_panels(batch: int, partitions: int, target: Target) -> None:
+    """Otherwise two partitions would write one panel of dX."""
+    plan = plan_of(*NETWORKS["narrow"], batch=batch, partitions=partitions, target=target)
+    assert plan.by_rows
+    owned = [panel for partition in range(partitions) for panel in plan.owned_batch_panels(partition)]
+    assert owned == plan.batch_panels()
+    for partition in range(partitions):
+        first, last = plan.owned_rows(partition, batch)
+        panels = plan.owned_batch_panels(partition)
+        assert panels[0].first == first
+        assert panels[-1].first < last <= panels[-1].first + panels[-1].width
+
+
+def test_rows_are_divided_where_activations_outnumber_weights() -> None:
+    def by_rows(*widths: int, batch: int, partitions: int = 2, **options: bool) -> bool:
+        layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+        plan = plan_of(*layers[:-1], batch=batch, partitions=partitions)
+        return Plan(dataclasses.replace(plan.settings, **options), WIDE).by_rows
+
+    assert by_rows(30, 64, 64, 2, batch=128)
+    assert not by_rows(30, 64, 64, 2, batch=128, partitions=1)
+    assert not by_rows(30, 64, 64, 2, batch=63)  # fewer than 32 rows for one partition
+    assert not by_rows(30, 64, 64, 2, batch=128, partitions=5)
+    assert not by_rows(30, 64, 64, 2, batch=128, clips=True)
+    assert not by_rows(784, 128, 128, 128, 10, batch=32)
+    assert not by_rows(784, 512, 512, 10, batch=128)
+    assert not plan_of(*NETWORKS["batch norms"], batch=1000).by_rows
+
+
 def test_activation_rows_are_an_odd_number_of_lines_apart() -> None:
     plan = plan_of(*NETWORKS["plain"])
     assert [plan.pitch(stage) // 16 % 2 for stage in plan.stages] == [1, 1, 1]
 
 
 def test_the_plan_reads_well() -> None:
+    rows = str(plan_of(*NETWORKS["narrow"], batch=64))
+    assert "work split into 2 partitions, each with its rows of the batch in all layers" in rows
+    assert "update with the sum of all partitions' gradients" in rows
     text = str(plan_of(*NETWORKS["batch norms"]))
     assert "stage 1: linear 9 -> 33, batch norm, gelu, dropout 0.5" in text
     assert "work split into 2 partitions" in text

@@ -15,7 +15,6 @@ from onelaunch.engines.cpu.code.emit import Function, Module
 from onelaunch.engines.cpu.code.gradient import position_in_panels
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.kernel import Kernel
-from onelaunch.engines.cpu.code.optimizer import Update, UpdateRule
 
 
 def forward_kernel(group: Group) -> Kernel:
@@ -37,9 +36,6 @@ BACKWARD = Kernel(
     "i64 vectors, i64 pitch, i64 padded, i64 all_rows, float per_unit",
     "rows",
 )
-UPDATE = Kernel(
-    "layer_norm_update", "list sums, i64 sources, ptr parameter, i64 columns, i64 state_stride, ptr hyper", "scalars"
-)
 
 
 def emit_forward(module: Module, group: Group, training: bool, stores: bool) -> None:
@@ -49,10 +45,6 @@ def emit_forward(module: Module, group: Group, training: bool, stores: bool) -> 
 def emit_backward(module: Module, trains: bool, needed: bool, skips: bool, has_before: bool) -> None:
     """`trains`: there is a scale or a shift. `needed`: the gradient of the input is used."""
     module.kernel(BACKWARD, lambda f: _backward(f, trains, needed, skips, has_before))
-
-
-def emit_update(module: Module, rule: UpdateRule) -> None:
-    module.kernel(UPDATE, lambda f: _update(f, rule))
 
 
 def _over_vectors(f: Function, body: Callable[..., Sequence[Value] | None], carry: Sequence[Value] = ()) -> list[Value]:
@@ -151,20 +143,3 @@ def _backward(f: Function, trains: bool, needed: bool, skips: bool, has_before: 
         _over_vectors(f, parameter_sums)
     if needed:
         f.loop(stop, row, start=f["first"], index="row")
-
-
-def _update(f: Function, rule: UpdateRule) -> None:
-    """Add the partitions' sums and update scale or shift."""
-    update = Update(f, rule, f["scalars"], f["hyper"])
-    copies = update.copies(f["parameter"], f["state_stride"])
-
-    def vector(column: Int) -> None:
-        def part(source: Int) -> Value:
-            return f.vload(f.load("ptr", f["sums"], source, element="i64", hint="sums"), column)
-
-        total = f.loop(
-            f["sources"], lambda n, so_far: [f.fadd(so_far, part(n))], start=1, carry=[part(0)], index="source"
-        )
-        update.apply(total[0], [f.at(copy, column) for copy in copies], 0)
-
-    f.loop(f["columns"], vector, step=f.lanes, index="column")

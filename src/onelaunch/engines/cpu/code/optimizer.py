@@ -21,12 +21,14 @@ class UpdateRule:
     momentum: bool = False
     nesterov: bool = False
     weight_decay: bool = False
-    clips: bool = False  # the gradient is stored, and the update waits until its norm is known (see clip.py)
+    stores: bool = (
+        False  # the gradient is stored; its norm or the other partitions' sums must be known before the update
+    )
 
     @property
     def is_short(self) -> bool:
         """Whether an update is a few instructions only."""
-        return self.clips or not self.state_names
+        return self.stores or not self.state_names
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -58,16 +60,16 @@ class Update:
         return ["rate", *decay, *names[self.rule.optimizer]]
 
     def copies(self, parameters: Value, state_stride: Value) -> list[Value]:
-        """The addresses of the parameters, of their optimizer states and of their gradient, where it is clipped. They are
+        """The addresses of the parameters, of their optimizer states and of their gradient, where it is stored. They are
         `state_stride` bytes apart."""
         found = [parameters]
-        for name in [*self.rule.state_names, *["gradient"] * self.rule.clips]:
+        for name in [*self.rule.state_names, *["gradient"] * self.rule.stores]:
             found.append(self.f.at(found[-1], state_stride, "i8", name))
         return found
 
     def apply(self, gradient: Value, copies: Sequence[Value], index: Int) -> None:
-        """Update the vector at `index` of `copies`, or store its gradient where it must be clipped first."""
-        if self.rule.clips:
+        """Update the vector at `index` of `copies`, or store its gradient."""
+        if self.rule.stores:
             self.f.store(gradient, copies[-1], index)
         else:
             self.step(gradient, copies, index)

@@ -42,7 +42,7 @@ INPUT_GRADIENT = Kernel(
 WEIGHT_UPDATE = Kernel(
     "tile_weight_update",
     f"{SHARED}, i64 right_panel, i64 panels, i64 width, i64 first, i64 last, ptr weights, i64 weights_panel, "
-    f"i64 state_stride, ptr hyper, i64 length, {NEXT_ROWS}",
+    f"i64 state_stride, ptr hyper, {NEXT_ROWS}",
     "order next_rows scalars",
 )
 

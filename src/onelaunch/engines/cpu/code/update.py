@@ -16,8 +16,8 @@ from onelaunch.engines.cpu.code.tile import TILE_FIELDS, TILES, accumulate, epil
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
 
 # The rows of the next batch are prefetched between the tiles: in random order they miss every cache. A row has `pieces` pieces
-# of `lines` cache lines; each tile prefetches `times` of them (0: none). `length` is the batch size.
-NEXT_ROWS = "ptr x, i64 row_bytes, i64 lines, i64 pieces, i64 times"
+# of `lines` cache lines; each tile prefetches `times` of them (0: none), from row `first_next` of the next batch on.
+NEXT_ROWS = "ptr x, i64 row_bytes, i64 lines, i64 pieces, i64 times, i64 batch, i64 first_next"
 FIELDS = (
     "ptr a, ptr odd_a, ptr b, ptr c, i64 b_panel, i64 c_panel, i64 a_step, i64 length, i64 state_stride, ptr hyper, "
     f"{TILE_FIELDS}, "
@@ -60,7 +60,7 @@ def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
         f.load_fields(
             kernel, "b", "c", "b_panel", "c_panel", "panels", "a_step", "length", "state_stride", "hyper", "far"
         )
-        f.load_fields(kernel, "x", "row_bytes", "lines", "pieces", "times")
+        f.load_fields(kernel, "x", "row_bytes", "lines", "pieces", "times", "batch")
         f.load_step("order", "next_rows", "scalars")
         width = vectors * f.lanes
         spare = f.op("ptr", f"alloca [{rows * width} x float], align 64", "spare")
@@ -134,8 +134,8 @@ def _update_rows(module: Module, vectors: int, rule: UpdateRule) -> str:
 def first_position(f: Function) -> Value:
     """Memory for the argument `position` of NextRows."""
     position = f.op("ptr", "alloca [2 x i64], align 8", "position")
-    for number in range(2):
-        f.store(f.i64(0), position, number, element="i64")
+    for number, value in enumerate((f["first_next"], f.i64(0))):
+        f.store(value, position, number, element="i64")
     return position
 
 
@@ -146,7 +146,7 @@ class NextRows:
     def __init__(self, f: Function) -> None:
         self.f = f
         self.row, self.piece = f["position"], f.at(f["position"], 1, "i64", "piece")
-        self.order = f.at(f["order"], f["length"], "i32", "next_order")
+        self.order = f.at(f["order"], f["batch"], "i32", "next_order")
         self.piece_bytes = f.i64(f.mul(f["lines"], CACHE_LINE))
 
     def prefetch_pieces(self) -> None:

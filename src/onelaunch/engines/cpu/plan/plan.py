@@ -9,7 +9,9 @@ padding never reach a result.
 
 Partitions. The work of a step is split into `partitions`. Partition t owns whole panels of every stage: their forward, their
 part of dX, their dW and the update. The last layer is owned by input rows instead, and its forward is split by batch rows,
-so that loss and gradient need no exchange. Results depend on the number of partitions, not on the number of threads.
+so that loss and gradient need no exchange. Where `divides_rows` (rows.py) says so, partition t takes its rows of the batch
+through all stages instead, and stores a gradient of all parameters of its own. Results depend on the number of partitions,
+not on the number of threads.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from onelaunch.engines.cpu.plan.rows import divides_rows, split, split_rows
 from onelaunch.engines.cpu.plan.settings import CALL, CONTROL, HYPERPARAMETERS, SCALARS, TALLY, Settings
 from onelaunch.engines.cpu.plan.stages import Add, Stage, stages_of
 from onelaunch.engines.cpu.plan.target import CACHE_LINE, Target
@@ -33,11 +36,6 @@ MAX_PROFILED_PHASES = 128
 # Up to this many partitions, each gathers the whole batch for itself. The rows then never travel between cores (the first
 # forward of 784-128-128-128-10, batch 32, two threads: 28 -> 18 µs), and a step needs no barrier at its end.
 MAX_PRIVATE_INPUTS = 4
-
-
-def split(units: int, partitions: int, partition: int) -> tuple[int, int]:
-    """The half-open range of `units` that belongs to one partition."""
-    return units * partition // partitions, units * (partition + 1) // partitions
 
 
 class Panel(NamedTuple):
@@ -81,6 +79,7 @@ class Plan:
         self.batch, self.partitions, self.lanes = self.settings.batch, self.settings.partitions, self.target.lanes
         self.panel_width = 2 * self.lanes
         self.rows = round_up(self.batch, self.lanes)
+        self.by_rows = divides_rows(self.settings, self.panel_width)  # each partition has its rows in all stages
         self._lay_out()
 
     @property
@@ -104,6 +103,13 @@ class Plan:
     def batch_panels(self) -> list[Panel]:
         return self.panels_of(self.rows)
 
+    def owned_batch_panels(self, partition: int) -> list[Panel]:
+        """The batch panels whose dX a partition computes: those of its rows, or all of them (for its columns)."""
+        if not self.by_rows:
+            return self.batch_panels()
+        first, last = self.owned_rows(partition, self.rows)
+        return [panel for panel in self.batch_panels() if first <= panel.first < last]
+
     def owned_panels(self, stage: Stage, partition: int) -> list[Panel]:
         panels = self.panels(stage)
         first, last = split(len(panels), self.partitions, partition)
@@ -117,14 +123,14 @@ class Plan:
         return owned[0].first, min(owned[-1].first + owned[-1].width, stage.width)
 
     def owned_rows(self, partition: int, rows: int) -> tuple[int, int]:
-        """Half-open range of a batch of `rows` for work split by rows: whole blocks of `lanes`, for the transposes."""
-        first, last = split(ceil_div(rows, self.lanes), self.partitions, partition)
-        return min(first * self.lanes, rows), min(last * self.lanes, rows)
+        """Half-open range of a batch of `rows` for work split by rows: whole blocks of `lanes`, for the transposes, or whole
+        batch panels, for dX."""
+        return split_rows(rows, self.panel_width if self.by_rows else self.lanes, self.partitions, partition)
 
     @property
     def private_input(self) -> bool:
         """Whether every partition gathers its own copy of the batch."""
-        return self.partitions <= MAX_PRIVATE_INPUTS and self.stages[0].is_plain
+        return self.partitions <= MAX_PRIVATE_INPUTS and self.stages[0].is_plain and not self.by_rows
 
     @property
     def steps_overlap(self) -> bool:
@@ -142,7 +148,7 @@ class Plan:
 
         Batch statistics need whole columns, and a LayerNorm needs whole rows.
         """
-        if stage.layer_norms:
+        if stage.layer_norms or self.by_rows:
             return True
         if stage.batch_norms and statistics:
             return False
@@ -206,12 +212,14 @@ class Plan:
             if one.head == Add(stage, group)
         ]  # fmt: skip
 
-    def gradient_sources(self, stage: Stage) -> list[int]:
-        """The partitions whose partial dX sum up to the gradient of this stage's output."""
+    def gradient_sources(self, stage: Stage, partition: int) -> list[int]:
+        """The partitions whose partial dX sum up to the gradient of this stage's output, as far as `partition` computes it."""
         after = self.stages[stage.index + 1]
+        if self.by_rows:
+            return [partition]
         if after is self.last:
             return [0]
-        return [partition for partition in range(self.partitions) if self.owned_panels(after, partition)]
+        return [other for other in range(self.partitions) if self.owned_panels(after, other)]
 
     def offset(self, name: str) -> int:
         return self.buffers[name].offset
@@ -270,7 +278,8 @@ class Plan:
             for number in (*stage.batch_norms, *stage.layer_norms):
                 end = self._place_norm(stage, number, (("weight", "scale"), ("bias", "shift")), end, trained=True)
         self.state_stride = round_up(end - start, 4096)
-        copies = 1 + len(self.state_names) + self.settings.clips
+        gradients = self.partitions if self.by_rows else int(self.settings.clips)
+        copies = 1 + len(self.state_names) + gradients
         self.buffers["parameters"] = Buffer("parameters", start, self.state_stride * copies)
         return start + self.state_stride * copies
 
@@ -291,10 +300,9 @@ class Plan:
                 self.parameters.append(Parameter(tensor_name(layer.path, kind), buffer, 0, stage.width, trained))
         return end
 
-    @property
-    def gradient_shift(self) -> int:
-        """Bytes from a parameter to its gradient, which is stored only where it is clipped."""
-        return self.state_stride * (1 + len(self.state_names))
+    def gradient_shift(self, partition: int) -> int:
+        """Bytes from a parameter to its stored gradient; in a plan by rows, to that of a partition's rows."""
+        return self.state_stride * (1 + len(self.state_names) + (partition if self.by_rows else 0))
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -372,7 +380,7 @@ class Plan:
 
     def bits_region(self, stage: Stage, partition: int) -> tuple[int, int, int, int]:
         """(first row, rows, first column, columns) whose dropout bits a partition draws: the part whose forward it computes."""
-        if stage.layer_norms or (stage.index and self.forward_by_rows(stage)):
+        if stage.layer_norms or self.by_rows or (stage.index and self.forward_by_rows(stage)):
             first, last = self.owned_rows(partition, self.batch)
             return first, last - first, 0, self.padded(stage)
         owned = self.owned_panels(stage, partition)
@@ -388,7 +396,8 @@ class Plan:
         lines = [
             f"native code for {self.target}",
             f"network {settings.network}, batch {settings.batch}, {settings.optimizer}, {settings.loss}; "
-            f"work split into {self.partitions} partition{'s' * (self.partitions > 1)}",
+            f"work split into {self.partitions} partition{'s' * (self.partitions > 1)}"
+            f"{', each with its rows of the batch in all layers' if self.by_rows else ''}",
             f"arena {self.size / 2**20:.2f} MiB: parameters and optimizer state "
             f"{self.buffers['parameters'].size / 2**20:.2f} MiB, the rest activations, gradients and control",
         ]
@@ -401,10 +410,11 @@ class Plan:
                 steps += [f"plus stage {head.stage}"] if isinstance(head, Add) else []
                 steps += [op.name if isinstance(op, Activation) else f"dropout {op.p:g}" for op in group.operations]
             how = ""
-            if stage.linear:
+            if stage.linear and not self.by_rows:
                 how = "; forward by batch rows" if self.forward_by_rows(stage) else "; forward by columns"
                 how += ", dW by input rows" if stage is self.last else ", dW by columns"
             lines.append(f"stage {stage.index}: {what}{''.join(', ' + step for step in steps)}{how}")
         when = "update after the norm of the gradient is known" if settings.clips else "update inside dW"
+        when = "update with the sum of all partitions' gradients" if self.by_rows else when
         lines.append(f"{when}; the next batch is gathered while this one finishes")
         return "\n".join(lines)

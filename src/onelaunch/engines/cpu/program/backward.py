@@ -8,6 +8,7 @@ from onelaunch.engines.cpu.code import batch_norm, few_classes, gradient, layer_
 from onelaunch.engines.cpu.code.elementwise import Group, field_values
 from onelaunch.engines.cpu.code.gradient import Sends, Through
 from onelaunch.engines.cpu.code.kernel import Address, Command, FieldValue, Unit
+from onelaunch.engines.cpu.code.summed_update import SUMMED_UPDATE
 from onelaunch.engines.cpu.code.tile import COUNTS, cover
 from onelaunch.engines.cpu.plan.plan import Panel
 from onelaunch.engines.cpu.plan.settings import TALLY
@@ -100,14 +101,14 @@ def _transpose(
 
 
 def reduce_gradient(work: Work, stage: Stage) -> list[Command]:
-    """Add the partial sums of dX for this partition's columns (its rows, for a stage with a LayerNorm) and take them through
-    the stage, back to its product."""
-    plan, by_rows = work.plan, bool(stage.layer_norms)
+    """Add the partial sums of dX for this partition's columns (its rows, for a stage with a LayerNorm or a plan by rows) and
+    take them through the stage, back to its product."""
+    plan, by_rows = work.plan, bool(stage.layer_norms) or work.plan.by_rows
     panels = plan.panels(stage) if by_rows else plan.owned_panels(stage, work.partition)
     rows = plan.owned_rows(work.partition, plan.rows) if by_rows else (0, plan.rows)
     if not panels or rows[0] == rows[1]:
         return []
-    sources = plan.gradient_sources(stage)
+    sources = plan.gradient_sources(stage, work.partition)
     partials = tuple(Address(f"partial.{(stage.index + 1) % 2}.{partition}") for partition in sources)
     first, last = panels[0].first, panels[-1].first + panels[-1].width
     commands = []
@@ -151,10 +152,11 @@ def _skip(work: Work, stage: Stage, number: int) -> Address | None:
 def through_groups(work: Work, stage: Stage, rows: tuple[int, int] | None = None) -> list[Command]:
     """Take the gradient of this partition's columns through the stage's groups, last to first, and transpose it.
 
-    With a LayerNorm, or after the loss, the partition has whole rows instead: those from rows[0] to rows[1].
+    With a LayerNorm, after the loss, or in a plan by rows, the partition has whole rows instead: those from rows[0] to
+    rows[1].
     """
     plan = work.plan
-    whole = bool(stage.layer_norms) or (stage is plan.last and not stage.batch_norms)
+    whole = plan.by_rows or bool(stage.layer_norms) or (stage is plan.last and not stage.batch_norms)
     panels = plan.panels(stage) if whole else plan.owned_panels(stage, work.partition)
     rows = rows or (0, plan.rows)
     if len(stage.groups) == 1 or not panels:
@@ -251,16 +253,17 @@ def update_layer_norms(work: Work, stage: Stage) -> list[Command]:
                 for partition in sources
             )
             if exists:
-                commands.append(layer_norm.UPDATE.command(
-                    Unit("layer_norm_update", (work.rule,)), sums=sums, sources=len(sums),
-                    parameter=Address(f"{name}.{stage.index}.{number}") + column,
-                    columns=sum(panel.width for panel in panels), state_stride=plan.state_stride, hyper=work.hyper,
+                commands.append(SUMMED_UPDATE.command(
+                    Unit("summed_update", (work.rule,)), sums=sums, sources=len(sums),
+                    parameters=Address(f"{name}.{stage.index}.{number}") + column, panels=1, panel=0,
+                    count=sum(panel.width for panel in panels), state_stride=plan.state_stride, hyper=work.hyper,
                 ))  # fmt: skip
     return commands
 
 
 def input_gradient(work: Work, stage: Stage) -> list[Command]:
-    """dX of a stage's Linear: partial sums over this partition's columns, or (last stage) full sums for its input rows."""
+    """dX of a stage's Linear: partial sums over this partition's columns, or (last stage) full sums for its input rows; in a
+    plan by rows, full sums for its rows of the batch."""
     plan = work.plan
     before = plan.stages[stage.index - 1]
     assert stage.linear is not None
@@ -270,11 +273,11 @@ def input_gradient(work: Work, stage: Stage) -> list[Command]:
         return []
     if plan.in_tiles(stage):
         return tiles.input_gradient(work, stage, panels)
-    partial = Address(f"partial.{stage.index % 2}.{0 if whole else work.partition}")
+    partial = Address(f"partial.{stage.index % 2}.{0 if whole and not plan.by_rows else work.partition}")
     weights, transposed = Address(f"weight.{stage.index}"), Address(f"gradient.transposed.{stage.index}")
     a, rest = weights + panels[0].first * inputs, panels[-1]
     commands = []
-    for run in of_one_width(plan.batch_panels()):
+    for run in of_one_width(plan.owned_batch_panels(work.partition)):
         row, width = run[0]
         vectors = width // plan.lanes
         # The last panel may have fewer columns, or shorter rows.
@@ -290,14 +293,19 @@ def input_gradient(work: Work, stage: Stage) -> list[Command]:
 
 
 def weight_update(work: Work, stage: Stage) -> list[Command]:
-    """dW of this partition's columns (last stage: input rows), with the update applied to the accumulators; also the bias."""
+    """dW of this partition's columns (last stage: input rows), with the update applied to the accumulators; also the bias.
+
+    In a plan by rows it is dW of this partition's rows of the batch, which is stored.
+    """
     plan = work.plan
     before = plan.stages[stage.index - 1]
     assert stage.linear is not None
     inputs = stage.linear.inputs
     first, last, panels = _owned_weights(work, stage)
-    gradients, unit = Address(f"gradient.panels.{stage.index}"), Unit("update", (work.rule,))
-    even, odd = work.output(before)
+    rule, stride = work.epilogue
+    gradients, unit = Address(f"gradient.panels.{stage.index}"), Unit("update", (rule,))
+    row, last_row = work.summed_rows
+    even, odd = (buffer + row * plan.pitch(before) for buffer in work.output(before))
     far = 4 * (last - first) * sum(panel.width for panel in panels) > NEAR_BYTES
     in_tiles = plan.in_tiles(stage)
     commands = tiles.weight_update(work, stage, panels) if in_tiles and panels else []
@@ -306,18 +314,19 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
         vectors = width // plan.lanes
         covering = cover(first, last, plan.target.update_heights(vectors))
         commands.append(update.WEIGHT_UPDATES[vectors].command(
-            unit, a=even, odd_a=odd, b=gradients + column * plan.rows, length=plan.batch, b_panel=width * plan.rows,
+            unit, a=even, odd_a=odd, b=gradients + (column * plan.rows + row * width), length=last_row - row,
+            b_panel=width * plan.rows,
             c=Address(f"weight.{stage.index}") + column * inputs, c_panel=width * inputs,
-            a_step=plan.pitch(before), state_stride=plan.state_stride, hyper=work.hyper, panels=len(run), far=int(far),
+            a_step=plan.pitch(before), state_stride=stride, hyper=work.hyper, panels=len(run), far=int(far),
             **covering,
             **next_rows(work, len(run) * sum(covering[name] for name in COUNTS), stage.index == 1 and not number),
         ))  # fmt: skip
-    for run in of_one_width(plan.owned_panels(stage, work.partition)) if stage.linear.bias else ():
+    owned = panels if plan.by_rows else plan.owned_panels(stage, work.partition)
+    for run in of_one_width(owned) if stage.linear.bias else ():
         column, width = run[0]
         commands.append(update.BIAS_UPDATES[width // plan.lanes].command(
-            unit, gradient=gradients + column * plan.rows, bias=Address(f"bias.{stage.index}") + column,
-            panels=len(run), gradient_panel=width * plan.rows, length=plan.batch, state_stride=plan.state_stride,
-            hyper=work.hyper,
+            unit, gradient=gradients + (column * plan.rows + row * width), bias=Address(f"bias.{stage.index}") + column,
+            panels=len(run), gradient_panel=width * plan.rows, length=last_row - row, state_stride=stride, hyper=work.hyper,
         ))  # fmt: skip
     return commands
 
@@ -326,9 +335,12 @@ def _owned_weights(work: Work, stage: Stage) -> tuple[int, int, Sequence[Panel]]
     """This partition's part of a stage's weights: input rows [first, last) and panels of columns.
 
     It has columns of its own, with all input rows; of the last stage, which has few columns, input rows with all columns.
+    In a plan by rows it computes dX and dW of all weights.
     """
     plan = work.plan
     assert stage.linear is not None
+    if plan.by_rows:
+        return 0, stage.linear.inputs, plan.panels(stage)
     if stage is plan.last:
         return *plan.owned_columns(plan.stages[stage.index - 1], work.partition), plan.panels(stage)
     return 0, stage.linear.inputs, plan.owned_panels(stage, work.partition)

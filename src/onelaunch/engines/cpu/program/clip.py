@@ -12,7 +12,7 @@ from onelaunch.engines.cpu.program.work import Work, of_one_width
 from onelaunch.integers import round_up
 
 
-def _parts(work: Work) -> Iterator[tuple[Address, list[Panel], int, int, int]]:
+def parts(work: Work) -> Iterator[tuple[Address, list[Panel], int, int, int]]:
     """(address, panels, floats between panels, rows, columns in use) of this partition's part of every parameter."""
     plan = work.plan
     for parameter in plan.parameters:
@@ -31,13 +31,13 @@ def _parts(work: Work) -> Iterator[tuple[Address, list[Panel], int, int, int]]:
 
 def norm(work: Work) -> list[Command]:
     """The sum of the squares of this partition's part of the gradient, in double precision."""
-    shift, unit = work.plan.gradient_shift // 4, Unit("clip", (work.rule,))
+    shift, unit = work.plan.gradient_shift(work.partition) // 4, Unit("clip", (work.rule,))
     return [
         SQUARES.command(
             unit, gradient=start + shift, panels=len(run), panel=stride, rows=rows, width=run[0].width, used=used,
             total=Address(f"squares.{work.partition}"), fresh=int(number == 0),
         )
-        for number, (start, run, stride, rows, used) in enumerate(_parts(work))
+        for number, (start, run, stride, rows, used) in enumerate(parts(work))
     ]  # fmt: skip
 
 
@@ -49,5 +49,5 @@ def update(work: Work) -> list[Command]:
             Unit("clip", (work.rule,)), parameters=start, panels=len(run), panel=stride, count=rows * run[0].width,
             totals=totals, partitions=len(totals), state_stride=work.plan.state_stride, hyper=work.hyper,
         )
-        for start, run, stride, rows, _ in _parts(work)
+        for start, run, stride, rows, _ in parts(work)
     ]  # fmt: skip

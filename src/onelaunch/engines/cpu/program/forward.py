@@ -69,7 +69,7 @@ def forward(work: Work, stage: Stage) -> list[Command]:
     if first == last or not panels:
         return []
     commands = draw_dropout(work, stage)
-    if work.training and before.index:
+    if work.training and before.index and not plan.by_rows:
         start = work.output(before)[0] + first * plan.pitch(before)
         for other in range(plan.partitions):
             if other != work.partition:
@@ -111,12 +111,12 @@ def _product(work: Work, stage: Stage, panels: Sequence[Panel], rows: tuple[int,
 
 
 def prepare_input(work: Work) -> list[Command]:
-    """Stage 0: the layers before the first Linear, on this partition's columns, or on its rows for a LayerNorm."""
+    """Stage 0: the layers before the first Linear, on this partition's columns, or on its rows (also for a LayerNorm)."""
     plan, stage = work.plan, work.plan.stages[0]
     commands = draw_dropout(work, stage)
     raw = work.input_buffers() if work.training else work.output(stage)
     rows, parts = (0, work.batch), plan.owned_panels(stage, work.partition)
-    if stage.layer_norms:
+    if stage.layer_norms or plan.by_rows:
         rows, parts = plan.owned_rows(work.partition, work.batch), [Panel(0, plan.padded(stage))]
     for columns in parts if rows[0] < rows[1] else ():
         commands += apply_groups(work, stage, columns, rows, range(len(stage.groups)), source=raw)

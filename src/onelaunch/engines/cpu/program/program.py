@@ -21,7 +21,7 @@ from onelaunch.engines.cpu.code.units import ROW_ORDER
 from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.settings import Settings
 from onelaunch.engines.cpu.plan.target import Target
-from onelaunch.engines.cpu.program import backward, clip, forward
+from onelaunch.engines.cpu.program import backward, clip, forward, rows
 from onelaunch.engines.cpu.program.work import Work
 
 MAX_PROGRAMS = 64  # kept for further runs of equal settings
@@ -30,6 +30,8 @@ Build = Callable[[Work], list[Command]]
 
 def training_phases(plan: Plan) -> list[tuple[str, Build]]:
     """The phases of a step. A barrier separates them; each comment names what the phase writes for later ones."""
+    if plan.by_rows:
+        return [("rows", rows.forward_and_backward), ("update", rows.update)]  # gradients of the rows; the parameters
     phases: list[tuple[str, Build]] = []
     stages, last = plan.stages, plan.last
     if not stages[0].is_plain:
@@ -42,7 +44,7 @@ def training_phases(plan: Plan) -> list[tuple[str, Build]]:
         through = partial(backward.through_groups, stage=last)
         phases.append((f"groups {last.index}", through))  # columns of the gradient
     else:
-        phases.append((f"forward {last.index}, loss", _forward_and_loss))  # rows of the gradient
+        phases.append((f"forward {last.index}, loss", rows.forward_and_loss))  # rows of the gradient
     backward_phases: list[list[Build]] = [[]]
     for stage in reversed(stages[1:]):
         if plan.needs_input_gradient(stage):
@@ -69,10 +71,6 @@ def _in_turn(builds: list[Build], work: Work) -> list[Command]:
     return [command for build in builds for command in build(work)]
 
 
-def _forward_and_loss(work: Work) -> list[Command]:
-    return forward.forward(work, work.plan.last) + backward.loss_and_gradient(work)
-
-
 def validation_phases(plan: Plan) -> list[tuple[str, Build]]:
     """The phases of a validation batch."""
     phases: list[tuple[str, Build]] = [("gather", forward.gather)]
@@ -84,7 +82,7 @@ def validation_phases(plan: Plan) -> list[tuple[str, Build]]:
         phases.append((f"forward {plan.last.index}", partial(forward.forward, stage=plan.last)))
         phases.append(("loss", backward.loss_and_gradient))
     else:
-        phases.append((f"forward {plan.last.index}, loss", _forward_and_loss))
+        phases.append((f"forward {plan.last.index}, loss", rows.forward_and_loss))
     return phases
 
 

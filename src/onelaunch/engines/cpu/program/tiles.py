@@ -115,7 +115,7 @@ def weight_update(work: Work, stage: Stage, panels: Sequence[Panel]) -> list[Com
         commands.append(tile_products.WEIGHT_UPDATE.command(
             Unit("tile_update", (planes, work.rule)), right_panel=plane * planes, panels=len(run), width=width, first=0,
             last=inputs, weights=Address(f"weight.{stage.index}") + column * inputs, weights_panel=width * inputs,
-            state_stride=plan.state_stride, hyper=work.hyper, length=plan.batch,
+            state_stride=plan.state_stride, hyper=work.hyper,
             **next_rows(work, blocks, stage.index == 1 and not number),
             **_shared(work, left_row, left_plane, plane, steps),
         ))  # fmt: skip

@@ -28,6 +28,18 @@ class Work:
             settings.optimizer, settings.momentum, settings.nesterov, settings.weight_decay, settings.clips
         )
 
+    @property
+    def epilogue(self) -> tuple[UpdateRule, int]:
+        """What dW's epilogue does with a gradient, and the bytes between the copies of a parameter that it reads or writes."""
+        if self.plan.by_rows:
+            return UpdateRule("sgd", stores=True), self.plan.gradient_shift(self.partition)
+        return self.rule, self.plan.state_stride
+
+    @property
+    def summed_rows(self) -> tuple[int, int]:
+        """The rows of the batch that this partition's dW sums: [first, last)."""
+        return self.plan.owned_rows(self.partition, self.batch) if self.plan.by_rows else (0, self.batch)
+
     def input_buffers(self) -> tuple[Address, Address]:
         """The input buffers of even and odd steps: while one is read, the next batch is gathered into the other."""
         copy = self.partition if self.plan.private_input else 0
@@ -76,7 +88,11 @@ def next_rows(work: Work, tiles: int, wanted: bool) -> dict[str, FieldValue]:
     """How the tiles of dW prefetch the rows of the next batch between them: a piece of a row each, or several."""
     row_bytes = work.plan.stages[0].width * (1 if work.plan.settings.uint8_rows else 4)
     row_lines = ceil_div(row_bytes, CACHE_LINE)
-    lines = min(row_lines, ceil_div(work.plan.batch * row_lines, max(1, tiles)))
+    first, last = work.summed_rows
+    lines = min(row_lines, ceil_div((last - first) * row_lines, max(1, tiles)))
     pieces = ceil_div(row_lines, lines)
-    times = ceil_div(work.plan.batch * pieces, max(1, tiles)) if wanted else 0
-    return {"x": Address("x"), "row_bytes": row_bytes, "lines": lines, "pieces": pieces, "times": times}
+    times = ceil_div((last - first) * pieces, max(1, tiles)) if wanted else 0
+    return {
+        "x": Address("x"), "row_bytes": row_bytes, "lines": lines, "pieces": pieces, "times": times,
+        "batch": work.plan.batch, "first_next": first,
+    }  # fmt: skip
