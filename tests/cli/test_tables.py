@@ -85,6 +85,20 @@ def test_a_round_trip_gives_the_scores_of_training(cli, trained, tmp_path, targe
     assert not any(path.suffix in (".pkl", ".pickle", ".pt") for path in trained[target].iterdir())
 
 
+def test_predict_does_not_replace_the_table_it_reads(cli, trained, tmp_path):
+    content = Path(trained["table"]).read_bytes()
+    outcome = cli("predict", trained["kind"], trained["table"], "--out", trained["table"])
+    assert (outcome.code, "is the table itself" in outcome.err) == (2, True)
+    assert Path(trained["table"]).read_bytes() == content
+
+
+@pytest.mark.parametrize("flag", ["--epochs", "--batch-size", "--steps"])
+def test_a_length_of_zero_is_refused(cli, trained, flag):
+    outcome = cli("train", "--data", trained["table"], "--target", "price", flag, "0", "--out", "none")
+    assert outcome.code == 2
+    assert f"{flag[2:].replace('-', '_')}=0 must be 1 or more" in outcome.err
+
+
 def test_predict_writes_one_line_per_row(cli, trained, tmp_path):
     outcome = cli("predict", trained["kind"], trained["table"], "--out", "out.csv")
     assert (outcome.code, outcome.err) == (0, "")

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import sklearn
+import torch
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
@@ -254,6 +255,14 @@ def test_activations(activation):
         ({"learning_rate": "adaptive"}, "learning_rate='adaptive' is not offered: pass 'constant', or schedule"),
         ({"shuffle": False}, "shuffle=False: rows are always visited in random order"),
         ({"batch_norm": True, "layer_norm": True}, "pass one of the two"),
+        (
+            {"class_weight": {0: 1, 1: -5, 2: 1}},
+            "class_weight={0: 1, 1: -5, 2: 1}: pass weights that are finite numbers, 0",
+        ),
+        ({"class_weight": {0: 1, 1: float("nan"), 2: 1}}, "class_weight=.*: pass weights that are finite numbers, 0"),
+        ({"dropout": None}, "dropout=None must be a number, 0 or more and below 1"),
+        ({"dropout": 1.0}, r"dropout=1\.0 must be a number, 0 or more and below 1"),
+        *(() if torch.cuda.is_available() else (({"device": "cuda"}, "device='cuda', but this machine has no CUDA"),)),
     ],
 )
 def test_a_bad_parameter_is_one_line(parameters, message):

@@ -62,8 +62,9 @@ class TrainConfig(Options):
     def resolved(self, rows: int, has_classes: bool) -> TrainConfig:
         """The configuration with a loss, a batch size and a length, for data of this many training rows."""
         loss = self.loss or ("cross_entropy" if has_classes else "mse")
-        batch_size = self.batch_size or table_defaults.table_batch_size(rows)
-        epochs = self.epochs if self.epochs or self.steps else table_defaults.table_epochs(rows, batch_size)
+        batch_size = table_defaults.table_batch_size(rows) if self.batch_size is None else self.batch_size
+        no_length = self.epochs is None and self.steps is None
+        epochs = table_defaults.table_epochs(rows, max(1, batch_size)) if no_length else self.epochs
         return replace(self, loss=loss, batch_size=batch_size, epochs=epochs)
 
     def to_toml(self) -> str:

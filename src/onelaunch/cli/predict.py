@@ -21,6 +21,8 @@ from onelaunch.train.scores import describe
 
 def run_predict(run: Path, data: Path, out: Path | None) -> None:
     """Write one line per row: the prediction and, for classes, the probability of each."""
+    if out is not None and out.exists() and data.exists() and out.samefile(data):
+        raise OnelaunchError(f"out={str(out)!r} is the table itself, and would be replaced: pass another --out")
     predictor = load(run)
     x = _rows(predictor, data)
     predicted = predictor.predict(x)

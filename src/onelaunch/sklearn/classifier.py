@@ -11,7 +11,7 @@ from sklearn.utils import column_or_1d, compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets, type_of_target, unique_labels
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, abbreviate
 from onelaunch.run import table_defaults as defaults
 from onelaunch.sklearn.estimator import BaseMLP, dense
 from onelaunch.sklearn.rows import make_rows
@@ -156,6 +156,9 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
             self._check_labels(found, multilabel, all_of_them=False)
         if self.class_weight is not None:
             by_class = compute_sample_weight(self.class_weight, y)
+            if not (np.isfinite(by_class).all() and (by_class >= 0).all()):
+                given = abbreviate(self.class_weight)
+                raise OnelaunchError(f"class_weight={given}: pass weights that are finite numbers, 0 or more")
             sample_weight = by_class if sample_weight is None else by_class * sample_weight
         targets = y.astype(np.float32) if multilabel else np.searchsorted(self.classes_, y)
         loss = "bce_with_logits" if multilabel else "cross_entropy"

@@ -18,7 +18,7 @@ from torch import nn
 
 from onelaunch.data.scaling import FeatureScaling
 from onelaunch.device import default_device
-from onelaunch.errors import OnelaunchError, require_integer, require_option
+from onelaunch.errors import OnelaunchError, abbreviate, require_integer, require_option
 from onelaunch.run import table_defaults as defaults
 from onelaunch.run.early_stopping import EarlyStopping
 from onelaunch.sklearn.rows import Rows
@@ -196,6 +196,10 @@ class BaseMLP(BaseEstimator):
 
     def _check_parameters(self) -> None:
         require_option("device", self.device, ("auto", "cpu", "cuda"))
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise OnelaunchError("device='cuda', but this machine has no CUDA device: pass 'auto' or 'cpu'")
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, numbers.Real) or not 0 <= self.dropout < 1:
+            raise OnelaunchError(f"dropout={abbreviate(self.dropout)} must be a number, 0 or more and below 1")
         if self.scale is not None:
             require_option("scale", self.scale, SCALES, or_else="None")
         if require_integer("n_estimators", self.n_estimators, "a number of networks, 1 or more") < 1:
