@@ -6,7 +6,7 @@ import shutil
 import sysconfig
 from pathlib import Path
 
-from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.errors import OnelaunchError, unwritable_reason
 
 FOLDERS = ("configs", "examples")
 
@@ -46,5 +46,5 @@ def copy_shipped(to: Path) -> list[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
     except OSError as error:
-        raise OnelaunchError(f"out={str(to)!r} cannot be written: {reason_of(error)}; pass a folder") from error
+        raise OnelaunchError(f"out={str(to)!r} {unwritable_reason(error, 'pass a folder')}") from error
     return list(targets.values())

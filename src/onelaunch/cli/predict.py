@@ -12,7 +12,7 @@ import typer
 
 from onelaunch.data import load as load_data
 from onelaunch.data.table_encoding import as_table
-from onelaunch.errors import DataError, OnelaunchError, reason_of
+from onelaunch.errors import DataError, OnelaunchError, reason_of, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.train.export import export
 from onelaunch.train.predictor import Predictor, load
@@ -44,7 +44,7 @@ def run_predict(run: Path, data: Path, out: Path | None) -> None:
     try:
         write_atomic(out, text.getvalue())
     except OSError as error:
-        raise OnelaunchError(f"out={str(out)!r} cannot be written: {reason_of(error)}; pass another --out") from error
+        raise OnelaunchError(f"out={str(out)!r} {unwritable_reason(error, 'pass another --out')}") from error
     typer.echo(f"saved    {len(predicted):,} predictions in {out}")
 
 

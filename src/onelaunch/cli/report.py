@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.errors import OnelaunchError, unwritable_reason
 from onelaunch.report.write import REPORT, write_report
 
 
@@ -15,9 +15,7 @@ def run_report(inputs: list[Path], out: Path | None) -> None:
     try:
         out = out / REPORT if out.is_dir() else out
     except OSError as error:  # a folder without read permission, or a name that is too long
-        raise OnelaunchError(
-            f"out={str(out)!r:.200} cannot be written: {reason_of(error)}; pass another path"
-        ) from error
+        raise OnelaunchError(f"out={str(out)!r:.200} {unwritable_reason(error, 'pass another path')}") from error
     if out.suffix.lower() not in (".html", ".htm"):
         raise OnelaunchError(f"out={str(out)!r} must end in .html, or be a folder")
     page = write_report(inputs, out, lambda words: typer.echo(f"left out {words}", err=True))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from onelaunch.errors import OnelaunchError, reason_of
+from onelaunch.errors import OnelaunchError, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.format import replace_control_characters
 from onelaunch.report.benchmark import bench_sections
@@ -69,7 +69,7 @@ def write_report(inputs: Sequence[Path], out: Path, complain: Complain = lambda 
         # A path or a name may hold characters that UTF-8 cannot encode.
         write_atomic(target, replace_control_characters(page(drawn, command, left_out)).encode("utf-8", "replace"))
     except (OSError, ValueError) as error:
-        raise OnelaunchError(f"out={str(out)!r} cannot be written: {reason_of(error)}; pass another path") from error
+        raise OnelaunchError(f"out={str(out)!r} {unwritable_reason(error, 'pass another path')}") from error
     return out
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from onelaunch.data.scaling import LIMIT
 from onelaunch.data.table_encoding import TableEncoding
-from onelaunch.errors import OnelaunchError, reason_of, require_path
+from onelaunch.errors import OnelaunchError, require_path, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.loggers import logging_from
 from onelaunch.train.predictor import Predictor
@@ -102,7 +102,7 @@ def export(predictor: Predictor, path: str | Path) -> Path:
     try:
         write_atomic(path, content)
     except OSError as error:
-        raise OnelaunchError(f"path={str(path)!r} cannot be written: {reason_of(error)}; pass another one") from error
+        raise OnelaunchError(f"path={str(path)!r} {unwritable_reason(error, 'pass another one')}") from error
     return path
 
 
