@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from onelaunch.fuse import backend
 from onelaunch.fuse.backend import onelaunch
@@ -38,7 +38,7 @@ def test_mode_and_options_reach_inductor(forwarded: list[Any]) -> None:
     torch.compile(layer, backend="onelaunch", options={"max_autotune": True})(x)
     torch._dynamo.reset()
     torch.compile(layer, backend="onelaunch")(x)
-    assert forwarded == [("max-autotune-no-cudagraphs", None), (None, {"max_autotune": True}), (None, None)]
+    assert forwarded == [("max-autotune-no-cudagraphs", {}), (None, {"max_autotune": True}), (None, {})]
 
 
 def test_modes_become_settings_of_inductor(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +51,7 @@ def test_modes_become_settings_of_inductor(inductor: None, monkeypatch: pytest.M
     assert found[0]["triton.cudagraphs"] is True
     assert found[0]["epilogue_fusion"] is False
     with pytest.raises(RuntimeError, match="mode"):
-        backend._inductor(gm, [], "fastest", None)
+        backend._inductor(gm, [], "fastest", {})
 
 
 def test_without_a_code_generator_one_line_is_logged(
@@ -95,3 +95,19 @@ def test_with_inductor_and_forced_patterns(inductor: None) -> None:
     one, two = (torch.autograd.grad(y.square().sum(), [x, *model.parameters()]) for y in (got, expected))
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_kernels_are_combined_in_convolutional_networks_without_random_numbers() -> None:
+    def graph(*layers: nn.Module) -> fx.Graph:
+        found: list[fx.Graph] = []
+
+        def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+            found.append(gm.graph)
+            return gm.forward
+
+        torch.compile(nn.Sequential(*layers), backend=keep)(torch.randn(2, 3, 8, 8))
+        return found[0]
+
+    assert backend.combines(graph(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.Dropout(0.1)))
+    assert not backend.combines(graph(nn.Flatten(), nn.Linear(192, 3)))

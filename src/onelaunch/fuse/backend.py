@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch._functorch.config
 from torch import fx
 
-from onelaunch.fuse.graph import storages_of, tensor_of, written_by
+from onelaunch.fuse.graph import name_of, storages_of, tensor_of, written_by
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.recorded_call import RecordedCall, is_fixed
 
@@ -25,6 +25,10 @@ log = logging.getLogger("onelaunch")
 # 3704 -> 3092 MiB for 3 %; at 0.6 it recomputes products too, for 30 to 60 % more time.
 MEMORY_BUDGET = 0.8
 SAVES_MEMORY = ("linear_cross_entropy",)
+# Every batch norm counts its batches in a kernel of its own, and autocast casts every weight in one. Inductor can combine
+# kernels that do not depend on each other. H200, ResNet-18 of 32 x 32 pixels, batch 128, bf16: 2,582 -> 2,455 µs per step.
+COMBINED = {"combo_kernels": True}
+RANDOM = "dropout", "rand", "bernoulli", "multinomial"  # parts of the names of functions that draw numbers
 
 
 def onelaunch(
@@ -47,19 +51,26 @@ def onelaunch(
         _log_once(reason)
         return gm.forward
     saves_memory = any(match.pattern.name in SAVES_MEMORY for match in replaced)
+    options = {**(COMBINED if on_cuda and differentiated and combines(gm.graph) else {}), **(options or {})}
     with torch._functorch.config.patch(activation_memory_budget=MEMORY_BUDGET if saves_memory else 1.0):
         function = _inductor(gm, example_inputs, mode, options)
     return RecordedCall(function) if may_record else function
 
 
 def _inductor(
-    gm: fx.GraphModule, example_inputs: list[Any], mode: str | None, options: dict[str, Any] | None
+    gm: fx.GraphModule, example_inputs: list[Any], mode: str | None, options: dict[str, Any]
 ) -> Callable[..., Any]:
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **(options or {})}
+    patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **options}
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
+
+
+def combines(graph: fx.Graph) -> bool:
+    """Whether to combine kernels: for convolutional networks. Inductor fails on some combinations of random numbers."""
+    names = {name_of(node) for node in graph.nodes if node.op in ("call_function", "call_method")}
+    return "conv2d" in names and not any(word in name for name in names for word in RANDOM)
 
 
 def changes_inputs(graph: fx.Graph, example_inputs: Sequence[Any]) -> bool:

@@ -58,9 +58,11 @@ def test_the_eager_engine_gives_the_same(optimizer: str) -> None:
     model = Net().cuda()
     other = copy.deepcopy(model)
     options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": 1.0, "class_weight": "balanced", "lr": 1e-2}
-    found, expected = fit(model, "compiled", **options), fit(other, "eager", **options)
+    own = model.first.weight.data_ptr()
+    found, expected = fit(model, "compiled", precision="fp32", **options), fit(other, "eager", **options)
     assert found.engine == "compiled"
     assert "captured as a CUDA graph" in found.plan
+    assert model.first.weight.data_ptr() == own
     assert_same_course(found.losses, expected.losses, 1e-4)
     assert_same_weights(model, other, 1e-3)
     assert found.epochs[-1]["validation"]["loss"] == pytest.approx(expected.epochs[-1]["validation"]["loss"], rel=1e-3)
@@ -81,6 +83,23 @@ def test_a_stopped_run_resumes_to_the_same_bits(tmp_path: Path) -> None:
     assert len(resumed.epochs) == 4
     for one, two in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*TensorFloat32")
+@pytest.mark.parametrize("precision", ["auto", "bf16"])
+def test_a_convolutional_network_resumes_on_the_same_course(tmp_path: Path, precision: str) -> None:
+    """The optimizer's state is laid out as the weights, so that our kernel updates them before and after."""
+    torch.manual_seed(0)
+    model = Net().cuda()
+    other = copy.deepcopy(model)
+    whole = fit(other, "compiled", epochs=4, precision=precision)
+    assert whole.precision == ("tf32" if precision == "auto" else precision)
+    path = tmp_path / "c.safetensors"
+    with pytest.raises(InterruptedError):
+        fit(model, "compiled", epochs=4, precision=precision, checkpoint=path, callbacks=[_stop_after_two])
+    resumed = fit(model, "compiled", epochs=4, precision=precision, checkpoint=path, resume=True)
+    assert_same_course(resumed.losses, whole.losses, 2e-2)
 
 
 def _stop_after_two(history: ol.History) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from onelaunch.engines.compiled.channels_last import ChannelsLast
 from onelaunch.engines.compiled.dropout import CompiledDropout
 from onelaunch.engines.contract import Run
 from onelaunch.engines.eager.dropout import RunDropout
@@ -28,8 +29,15 @@ class CompiledSession(EagerSession):
     A model that cannot be compiled trains as in the eager engine, and a log line says so.
     """
 
+    auto_precision = "tf32"
+
     def __init__(self, run: Run, state: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(run, state)
+        self._layout = ChannelsLast(run.model)
+        try:
+            super().__init__(run, state)
+        except BaseException:
+            self._layout.restore()
+            raise
         self._rows = torch.zeros_like(self._batch_index)  # one tensor for all steps, before and in the capture
         train: Any = types.MethodType(EagerSession._loss_and_correct, self)
         evaluate: Any = types.MethodType(EagerSession._evaluate_rows, self)
@@ -69,6 +77,10 @@ class CompiledSession(EagerSession):
         if self._captured_adam is not None:
             self._captured_adam.fill_tables()
         return graph
+
+    def close(self) -> None:
+        super().close()
+        self._layout.restore()
 
     @functools.cached_property
     def _adam(self) -> AdamUpdate | None:

@@ -36,9 +36,11 @@ WARM_UP_STEPS = 3  # before a capture: libraries allocate their workspaces, opti
 
 
 class EagerSession:
+    auto_precision = "fp32"  # what precision="auto" means
+
     def __init__(self, run: Run, state: Mapping[str, torch.Tensor]) -> None:
         self.run, self.spec, self.model = run, run.spec, run.model
-        self.precision = "fp32" if run.spec.precision == "auto" else run.spec.precision
+        self.precision = self.auto_precision if run.spec.precision == "auto" else run.spec.precision
         self.world = world()
         self._uncaptured_reason = self._initial_uncaptured_reason()
         self.plan = self._describe()
@@ -56,6 +58,7 @@ class EagerSession:
             self.forward = torch.nn.parallel.DistributedDataParallel(run.model)
         self.dropout = self._make_dropout()
         self.order = torch.empty(run.spec.rows, dtype=torch.int64, device=run.device)
+        self._next_order: tuple[int, torch.Tensor] | None = None  # (epoch, order), made while the GPU is busy
         self.losses, self.rates = torch.empty(2, run.spec.steps_per_epoch, device=run.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=run.device)
         self._batches: Iterator[Batch] = iter(())
@@ -125,6 +128,8 @@ class EagerSession:
                 if monitor.stop or not math.isfinite(value):
                     break
         done = step + 1
+        if run.device.type == "cuda" and done == end < spec.total_steps and run.loader is None:
+            self._next_order = epoch + 1, permutation(spec.rows, spec.seed, epoch + 1, device="cpu").pin_memory()
         losses = self.world.sum(self.losses[first_step - epoch_start : done - epoch_start]).to("cpu", copy=True)
         correct = int(self.world.sum(self.correct)) if counts else None
         validation = self._evaluate() if done == end else None
@@ -145,7 +150,7 @@ class EagerSession:
             self.losses.fill_(math.nan)
             self.correct.zero_()
             return
-        order = permutation(spec.rows, spec.seed, epoch, device=self.run.device)
+        order = self._order_of(epoch)
         self.order.copy_(order if self.run.train_rows is None else self.run.train_rows[order])
         self.losses.fill_(math.nan)
         self.correct.zero_()
@@ -153,6 +158,11 @@ class EagerSession:
             first = epoch * spec.steps_per_epoch
             last = min(first + spec.steps_per_epoch, spec.total_steps)
             self.rates[: last - first].copy_(torch.tensor([spec.lr_at(step) for step in range(first, last)]))
+
+    def _order_of(self, epoch: int) -> torch.Tensor:
+        if self._next_order is not None and self._next_order[0] == epoch:
+            return self._next_order[1].to(self.run.device, non_blocking=True)
+        return permutation(self.spec.rows, self.spec.seed, epoch, device=self.run.device)
 
     def _any_step(self, step: int) -> None:
         """One step: a replay of the graph if there is one and the batch is full, else operation by operation."""

@@ -40,7 +40,7 @@ def restore_optimizer(
     """Put `state` (of `optimizer_state`, or of another engine) into the optimizer."""
     for name, parameter in parameters.items():
         found = {
-            theirs: state[f"{ours}.{name}"].to(parameter).clone()
+            theirs: torch.empty_like(parameter).copy_(state[f"{ours}.{name}"])  # in the layout of the parameter
             for ours, theirs in STATE_NAMES.items()
             if f"{ours}.{name}" in state
         }
