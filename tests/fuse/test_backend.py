@@ -110,4 +110,5 @@ def test_kernels_are_combined_in_convolutional_networks_without_random_numbers()
 
     assert backend.combines(graph(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
     assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.Dropout(0.1)))
+    assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)))
     assert not backend.combines(graph(nn.Flatten(), nn.Linear(192, 3)))

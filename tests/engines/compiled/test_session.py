@@ -57,9 +57,11 @@ def test_the_eager_engine_gives_the_same(optimizer: str) -> None:
     torch.manual_seed(0)
     model = Net().cuda()
     other = copy.deepcopy(model)
-    options: dict[str, Any] = {"optimizer": optimizer, "clip_norm": 1.0, "class_weight": "balanced", "lr": 1e-2}
+    options: dict[str, Any] = {
+        "optimizer": optimizer, "clip_norm": 1.0, "class_weight": "balanced", "lr": 1e-2, "precision": "fp32"
+    }  # fmt: skip
     own = model.first.weight.data_ptr()
-    found, expected = fit(model, "compiled", precision="fp32", **options), fit(other, "eager", **options)
+    found, expected = fit(model, "compiled", **options), fit(other, "eager", **options)
     assert found.engine == "compiled"
     assert "captured as a CUDA graph" in found.plan
     assert model.first.weight.data_ptr() == own

@@ -22,7 +22,7 @@ from onelaunch.bench.workload import Workload
 from onelaunch.data import load
 from onelaunch.engines import choose
 from onelaunch.engines.contract import Run
-from onelaunch.engines.members import MembersEngine, MemberTask
+from onelaunch.engines.members import MemberResult, MembersEngine, MemberTask
 from onelaunch.errors import UnsupportedError
 from onelaunch.sweep.active import Switch
 from onelaunch.sweep.sweep import sweep
@@ -112,24 +112,22 @@ def member_runs(workload: Workload, device: torch.device, members: int, steps: i
     ]
 
 
-def train_together(runs: Sequence[Run]) -> dict[int, torch.Tensor]:
-    """Train all runs to their end with an engine that takes many, and return the losses of each."""
+def train_together(runs: Sequence[Run]) -> list[MemberResult]:
+    """Train all runs to their end with an engine that takes many."""
     engine, _ = choose(runs[0])
     if not hasattr(engine, "train_members"):
         raise UnsupportedError(f"the {engine.name} engine trains one member after another")
     tasks = [MemberTask(number, run, 0, run.spec.total_steps) for number, run in enumerate(runs)]
-    return {
-        result.index: torch.cat([segment.losses for segment in result.segments])
-        for result in cast(MembersEngine, engine).train_members(tasks, Switch())
-    }
+    return list(cast(MembersEngine, engine).train_members(tasks, Switch()))
 
 
 def check_members(workload: Workload, device: torch.device, members: int, engine: str = "auto") -> None:
     """Compare the losses of some members with a float64 loop from the same weights over the same rows."""
     runs = member_runs(workload, device, members, CHECKED_STEPS, engine)
     references = {number % members: reference_losses(runs[number], CHECKED_STEPS) for number in CHECKED}
-    found = train_together(runs)
-    assert len(found) == members, f"{len(found)} of {members} members came back"
+    results = {result.index: result.segments for result in train_together(runs)}
+    assert len(results) == members, f"{len(results)} of {members} members came back"
+    found = {number % members: torch.cat([part.losses for part in results[number % members]]) for number in CHECKED}
     for number, reference in references.items():
         gap, bound = worst_relative(found[number].tolist(), reference), TOLERANCE[workload.precision]
         assert gap <= bound, f"losses of member {number} differ from float64 by {gap:.2g} relative, more than {bound:g}"

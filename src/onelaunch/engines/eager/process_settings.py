@@ -16,8 +16,11 @@ from onelaunch.engines.contract import State
 class ProcessSettings:
     """The settings of one run. `state` is a snapshot to resume from; without one, the generators start from the seed."""
 
-    def __init__(self, device: torch.device, precision: str, seed: int, state: Mapping[str, torch.Tensor]) -> None:
-        self.device, self.precision = device, precision
+    def __init__(
+        self, device: torch.device, precision: str, seed: int, state: Mapping[str, torch.Tensor], *, exact: bool = False
+    ) -> None:  # fmt: skip
+        """`exact`: convolutions in fp32 too, for which PyTorch allows tf32 unless told otherwise."""
+        self.device, self.precision, self.exact = device, precision, exact
         self.allocations: dict[str, int] = {}
         self._cuda_devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(self._cuda_devices):
@@ -39,6 +42,8 @@ class ProcessSettings:
         """Apply the run's settings inside the block and restore the user's after it."""
         users_precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
+        users_convolutions = torch.backends.cudnn.allow_tf32
+        torch.backends.cudnn.allow_tf32 = users_convolutions and not self.exact
         calls = self._allocator_calls()
         try:
             autocast = torch.autocast(self.device.type, enabled=False)  # even if fit was called inside an autocast
@@ -50,6 +55,7 @@ class ProcessSettings:
                 self._rng = self._generators()
         finally:
             torch.set_float32_matmul_precision(users_precision)
+            torch.backends.cudnn.allow_tf32 = users_convolutions
             for name, count in self._allocator_calls().items():
                 self.allocations[name] = self.allocations.get(name, 0) + count - calls[name]
 

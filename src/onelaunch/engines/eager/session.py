@@ -51,7 +51,8 @@ class EagerSession:
         self.scaler = torch.amp.GradScaler(run.device.type) if self.precision == "fp16" else None
         self._modes = {module: module.training for module in run.model.modules()}
         self._restore(state)
-        self.settings = ProcessSettings(run.device, self.precision, run.spec.seed, state)
+        exact = run.spec.precision == "fp32"
+        self.settings = ProcessSettings(run.device, self.precision, run.spec.seed, state, exact=exact)
         self.allocations = self.settings.allocations
         self.forward: torch.nn.Module = run.model
         if self.world.size > 1:

@@ -164,6 +164,10 @@ class MembersMemory:
 
     # Results, after the launch.
 
+    def reserve(self) -> None:
+        """Host memory for the losses, while the launch runs: the system takes longer to give it than the copy into it."""
+        self._on_host = torch.full(self._losses.shape, math.nan)
+
     def write_back(self, members: Sequence[int]) -> None:
         """Copy the weights of these members into their models."""
         to, values = list[torch.Tensor](), list[torch.Tensor]()
@@ -189,15 +193,15 @@ class MembersMemory:
         positions = torch.nonzero(~self._losses.isfinite()).flatten().cpu().numpy()
         members, first = np.unique(np.searchsorted(self._first_loss, positions, side="right") - 1, return_index=True)
         broken = dict(zip(members.tolist(), (positions[first] - self._first_loss[members]).tolist(), strict=True))
-        return self._by_member(self._losses), broken
+        return self._by_member(self._on_host.copy_(self._losses)), broken
 
     def weights_of_batches(self) -> list[torch.Tensor] | None:
         """The summed row weights of each member's steps, on the CPU; None where no member has any."""
-        return None if self.batch_weights is None else self._by_member(self.batch_weights.sums)
+        return None if self.batch_weights is None else self._by_member(self.batch_weights.sums.cpu())
 
     def _by_member(self, of_steps: torch.Tensor) -> list[torch.Tensor]:
         counts = np.diff(self._first_loss).tolist()
-        return list(of_steps.cpu()[: sum(counts)].split(counts))
+        return list(of_steps[: sum(counts)].split(counts))
 
     def records(self) -> list[np.ndarray]:
         """The records of each member's epochs."""

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from onelaunch.engines.resident.plan.settings import Settings
 from onelaunch.engines.resident.session import (
     CONTROL,
     POLL_SECONDS,
-    RECORD,
     REGISTER_RESERVES,
     architecture,
     spilled_bytes,
@@ -188,6 +187,7 @@ class Launch:
         )  # fmt: skip
         self._ended = torch.cuda.Event()
         self._ended.record(stream)
+        self._memory.reserve()
 
     def watch(self, monitor: MembersMonitor, before: int) -> None:
         """Report progress, `before` steps of earlier launches included, and pass a stop on until the launch has ended."""
@@ -257,17 +257,19 @@ class Launch:
         starts = list(range(step - step % spec.steps_per_epoch, end, spec.steps_per_epoch))
         starts[0] = step  # a task may begin within an epoch
         sizes = np.diff([*starts, end]).tolist()
-        parts = losses[: end - step].clone().split(sizes)
+        parts = losses[: end - step].split(sizes)
         sums = [None] * len(parts) if weights is None else weights[: end - step].clone().split(sizes)
-        found: list[dict[str, Any]] = [
-            dict(zip(RECORD.names or (), record, strict=True)) for record in records[: int(control["epochs"])].tolist()
-        ]
-        counts, rows = has_accuracy(spec), len(run.validation[0]) if run.validation else 0
+        recorded = min(int(control["epochs"]), len(starts))
+        if recorded == len(starts) and end != spec.epoch_end(starts[-1]):
+            recorded -= 1  # the last epoch is not complete
+        correct = [*records["correct"][:recorded].tolist(), int(control["correct"])] if has_accuracy(spec) else None
+        validated: list[Metrics] = []
+        if run.validation is not None:
+            rows, columns = len(run.validation[0]), ("validation_loss", "validation_correct")
+            for loss, hits in zip(*(records[name][:recorded].tolist() for name in columns), strict=True):
+                validated.append(Metrics.of(spec, loss, hits, rows, run.outputs))
         for epoch, (first, part) in enumerate(zip(starts, parts, strict=True)):
-            ended = epoch < len(found) and first + len(part) == spec.epoch_end(first)
-            record, validation = (found[epoch] if ended else None), None
-            if record is not None and run.validation is not None:
-                hits, loss = record["validation_correct"], record["validation_loss"]
-                validation = Metrics.of(spec, loss, hits, rows, run.outputs)
-            correct = int(control["correct"]) if record is None else record["correct"]
-            yield Segment(first, part, correct if counts else None, validation, sums[epoch])
+            yield Segment(
+                first, part, None if correct is None else correct[min(epoch, recorded)],
+                validated[epoch] if epoch < len(validated) else None, sums[epoch],
+            )  # fmt: skip
