@@ -15,7 +15,12 @@ from onelaunch.engines.eager.process_settings import ProcessSettings
 def test_a_run_has_its_own_precision(precision: str, exact: bool, matmul: str, convolutions: bool) -> None:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     settings = ProcessSettings(torch.device("cpu"), precision, 0, {}, exact=exact)
-    with pytest.raises(ValueError, match="inside"), settings.run_settings():
-        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, convolutions)
-        raise ValueError("inside")
+
+    def fail() -> None:
+        with settings.run_settings():
+            assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == (matmul, convolutions)
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        fail()
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before

@@ -1,7 +1,8 @@
 """The CPU engine against other ways to train a small network on a CPU: time per step, data in memory, the same batches.
 
 The peers are eager PyTorch, compiled PyTorch, a JAX scan over a whole epoch (one call, no Python between steps; the strongest
-of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch over ROWS rows.
+of them) and scikit-learn's MLPClassifier. Each call of a contender is one epoch over ROWS rows. Cases in tf32 (two bf16 planes)
+and bf16 need a CPU with AMX; their peers compute in fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from onelaunch.bench.peers_torch import loop, reference_losses, worst_relative
 from onelaunch.bench.step_peers import SCAN, made_when_called, scan
 from onelaunch.bench.workload import Workload
 from onelaunch.engines.contract import Run, Segment
+from onelaunch.engines.cpu import ENGINE
 from onelaunch.engines.cpu.native import library
 from onelaunch.engines.cpu.session import CpuSession
+from onelaunch.errors import UnsupportedError
 from onelaunch.train.loop import StopSwitch
 from onelaunch.train.progress import Progress
 
 CPU = torch.device("cpu")
 ROWS, CHECKED_STEPS = 8192, 50
 ENDLESS = 2**20  # epochs: more than any benchmark runs
+TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 2e-2}  # of each checked loss, relative to float64
 
 
 def _ours(run: Run) -> Work:
@@ -54,21 +58,24 @@ def _check(workload: Workload) -> None:
     session = CpuSession(run, {})
     got = torch.cat([segment.losses for segment in session.segments(0, StopSwitch(Progress()))])
     session.close()
-    gap = worst_relative(got.tolist(), expected)
-    assert gap <= 1e-5, f"losses differ from float64 by {gap:.2g} relative at a step"
+    gap, bound = worst_relative(got.tolist(), expected), TOLERANCE[workload.precision]
+    assert gap <= bound, f"losses differ from float64 by {gap:.2g} relative at a step, more than {bound:g}"
 
 
 def _trial(workload: Workload) -> Trial:
     torch.manual_seed(0)
     torch.compiler.reset()  # otherwise the networks of earlier cases count towards the limit of recompilations
     run = workload.run(CPU, rows=ROWS, epochs=ENDLESS)
+    if reason := ENGINE.unsupported_reason(run):
+        raise UnsupportedError(reason)
     steps = run.spec.steps_per_epoch
+    theirs = replace(run, spec=replace(run.spec, precision="fp32")) if workload.precision == "tf32" else run
     peers: dict[str, Work] = {
-        "torch eager": functools.partial(loop(run), steps),
-        "torch.compile": functools.partial(loop(run, "default"), steps),
-        SCAN: functools.partial(made_when_called(lambda: scan(run, steps, unroll=1)), steps),
+        "torch eager": functools.partial(loop(theirs), steps),
+        "torch.compile": functools.partial(loop(theirs, "default"), steps),
+        SCAN: functools.partial(made_when_called(lambda: scan(theirs, steps, unroll=1)), steps),
     }
-    if workload.kind == "mlp":
+    if workload.kind == "mlp" and workload.precision != "bf16":
         peers["scikit-learn"] = _scikit_learn_epoch(run, workload)
     return Trial(_ours(run), lambda: _check(workload), peers, units=steps, floor_flops=ROWS * workload.flops_per_row)
 
@@ -76,8 +83,10 @@ def _trial(workload: Workload) -> Trial:
 def _register(workload: Workload) -> None:
     network, batch, optimizer = workload.network, workload.batch, workload.optimizer
     kind = "" if workload.kind == "mlp" else f"{workload.kind}/"
-    about = f"{network}{' with ' * bool(kind)}{kind[:-1]}, batch {batch}, {optimizer}, fp32: an epoch of {ROWS} rows"
-    case(f"cpu/{kind}{network}/{batch}/{optimizer}", "cpu", about)(lambda: _trial(workload))
+    precision = workload.precision
+    setting = f"{network}{' with ' * bool(kind)}{kind[:-1]}, batch {batch}, {optimizer}, {precision}"
+    name = f"cpu/{kind}{network}/{batch}/{optimizer}" + (f"/{precision}" if precision != "fp32" else "")
+    case(name, "cpu", f"{setting}: an epoch of {ROWS} rows")(lambda: _trial(workload))
 
 
 for _workload in (
@@ -90,6 +99,11 @@ for _workload in (
         Workload(widths, 128, kind=kind)
         for kind in ("layer_norm", "residual")
         for widths in ((30, 64, 64, 2), (784, 512, 512, 10))
+    ),
+    *(
+        Workload(widths, batch, precision=precision)
+        for precision in ("tf32", "bf16")
+        for widths, batch in (((784, 784, 784, 784, 10), 64), ((784, 512, 512, 10), 128))
     ),
 ):
     _register(_workload)
