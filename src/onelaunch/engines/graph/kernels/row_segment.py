@@ -31,6 +31,8 @@ from onelaunch.integers import ceil_div
 from onelaunch.kernels.dependent_launch import allow_next_kernel, wait_for_previous_kernel
 from onelaunch.kernels.tiles import activate, activation_gradient
 
+PARTS_AT_ONCE = 8192  # elements of the programs' sums that the last program loads at once
+
 
 @triton.jit
 def normalised(v, real, n, eps):
@@ -130,6 +132,7 @@ def segment_backward_kernel(
     programs,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
     NORM: tl.constexpr,
     ACTIVATION: tl.constexpr,
     DROPOUT: tl.constexpr,
@@ -139,34 +142,34 @@ def segment_backward_kernel(
     OPTIMIZER: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    wait_for_previous_kernel(OVERLAP)
     program = tl.program_id(0)
     unit = tl.arange(0, WIDTH)
     real = (unit < n)[None, :]
     scale_sum = tl.zeros((WIDTH,), tl.float32)
     shift_sum = tl.zeros((WIDTH,), tl.float32)
-    run_step = tl.load(control_ptr + RUN_STEP) + step
+    run_step = tl.load(control_ptr + RUN_STEP, cache_modifier=".cg") + step
     for first in range(program * ROWS, batch, programs * ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < batch)[:, None] & real
         element = row.to(tl.int64)[:, None] * n + unit[None, :]
-        g = tl.load(dh_ptr + element, mask=inside, other=0.0).to(tl.float32)
-        p = tl.load(p_ptr + element, mask=inside, other=0.0).to(tl.float32)
-        if skip_ptr is not None:
-            g += tl.load(skip_ptr + element, mask=inside, other=0.0)
-        if to_after_ptr is not None:
-            tl.store(to_after_ptr + element, g, mask=inside)
+        p = tl.load(p_ptr + element, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         v = p
         if before_ptr is not None:
-            v += tl.load(before_ptr + element, mask=inside, other=0.0).to(tl.float32)
+            v += tl.load(before_ptr + element, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
         if NORM:
             normal, deviation = normalised(v, real, n, eps)
             v = normal
             if scale_ptr is not None:
-                scale = tl.load(scale_ptr + unit, mask=unit < n, other=0.0)[None, :]
+                scale = tl.load(scale_ptr + unit, mask=unit < n, other=0.0, cache_modifier=".cg")[None, :]
                 v *= scale
             if shift_ptr is not None:
-                v += tl.load(shift_ptr + unit, mask=unit < n, other=0.0)[None, :]
+                v += tl.load(shift_ptr + unit, mask=unit < n, other=0.0, cache_modifier=".cg")[None, :]
+        wait_for_previous_kernel(OVERLAP)  # only dh comes from it
+        g = tl.load(dh_ptr + element, mask=inside, other=0.0).to(tl.float32)
+        if skip_ptr is not None:
+            g += tl.load(skip_ptr + element, mask=inside, other=0.0)
+        if to_after_ptr is not None:
+            tl.store(to_after_ptr + element, g, mask=inside)
         if DROPOUT:
             keep = dropout_keep(seed, run_step, layer, row, 0, threshold, ROWS, WIDTH)
             g = tl.where(keep, g * keep_scale, 0.0)
@@ -194,6 +197,7 @@ def segment_backward_kernel(
                 saved = p
             g *= derivative(saved, first_inverse_scale, FIRST_ACTIVATION, FIRST_FROM_Z)
         tl.store(dz_ptr + element, g.to(dz_ptr.dtype.element_ty), mask=inside)
+    allow_next_kernel(OVERLAP)
     if parts_ptr is not None:
         tl.store(parts_ptr + 2 * program * n + unit, scale_sum, mask=unit < n)
         tl.store(parts_ptr + (2 * program + 1) * n + unit, shift_sum, mask=unit < n)
@@ -203,10 +207,11 @@ def segment_backward_kernel(
             scalars = update_scalars(table_ptr, tl.load(control_ptr + EPOCH_STEP) + step)
             scale_sum = tl.zeros((WIDTH,), tl.float32)
             shift_sum = tl.zeros((WIDTH,), tl.float32)
-            for one in range(programs):
-                at = parts_ptr + 2 * one * n + unit
-                scale_sum += tl.load(at, mask=unit < n, other=0.0, cache_modifier=".cg")
-                shift_sum += tl.load(at + n, mask=unit < n, other=0.0, cache_modifier=".cg")
+            for start in range(0, programs, PARTS):  # many at once: the next kernel waits for this one
+                one = (start + tl.arange(0, PARTS))[:, None]
+                at, here = parts_ptr + 2 * one * n + unit[None, :], (one < programs) & real
+                scale_sum += tl.sum(tl.load(at, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
+                shift_sum += tl.sum(tl.load(at + n, mask=here, other=0.0, cache_modifier=".cg"), axis=0)
             if scale_ptr is not None:
                 update_bias(scale_sum, unit, n, scale_ptr, scale_first_ptr, scale_second_ptr, scalars, OPTIMIZER)
             if shift_ptr is not None:
@@ -284,8 +289,8 @@ def segment_backward(
         ),
         (batch, n, backward_programs(batch, n)),
         (
-            backward_rows(n), width, segment.normalises, segment.epilogue.activation, segment.epilogue.p > 0,
-            first.activation, first.saves_input, first.p > 0, optimizer,
+            backward_rows(n), width, max(2, PARTS_AT_ONCE // width), segment.normalises, segment.epilogue.activation,
+            segment.epilogue.p > 0, first.activation, first.saves_input, first.p > 0, optimizer,
         ),
         num_warps=_warps(width),
     )  # fmt: skip
