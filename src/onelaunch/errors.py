@@ -15,6 +15,7 @@ from pathlib import Path
 
 MAX_NAMED = 5  # entries of a long list that a message names
 MAX_LINE = 120  # characters of a message from elsewhere
+MAX_LONG_LINE = 400  # characters of one that may be our own, which ends with the remedy
 
 
 class OnelaunchError(ValueError):
@@ -56,10 +57,18 @@ def unwritable_reason(error: Exception, remedy: str = "pass a writable path") ->
     return f"cannot be written: {reason_of(error)}; {'free some space, or pass another path' if full else remedy}"
 
 
-def first_line(message: object) -> str:
-    """The first line of an error or a message that has words, without its end if it is long."""
+def first_line(message: object, limit: int = MAX_LINE) -> str:
+    """The first line with words of an error or a message, cut after `limit` characters; of an error without any, its type."""
     line = next((line.strip() for line in str(message).splitlines() if line.strip()), "")
-    return line if len(line) <= MAX_LINE else f"{line[: MAX_LINE - 1]}…"
+    if not line and isinstance(message, BaseException):
+        return type(message).__name__
+    return line if len(line) <= limit else f"{line[: limit - 1]}…"
+
+
+def described(error: BaseException) -> str:
+    """An error of the user's own code on one line: its type, and what it says."""
+    kind, words = type(error).__name__, first_line(error)
+    return kind if words == kind else f"{kind}: {words}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -22,7 +22,7 @@ from onelaunch.cli.summary import next_step, summary_lines
 from onelaunch.data import Dataset, load, split
 from onelaunch.data.table_encoding import load_table
 from onelaunch.device import default_device, describe_machine, device_name
-from onelaunch.errors import DivergedError, OnelaunchError, abbreviate_list, is_out_of_memory
+from onelaunch.errors import DivergedError, OnelaunchError, abbreviate_list, first_line, is_out_of_memory
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.run.distributed import process_group, world
 from onelaunch.table_names import is_table_file
@@ -91,9 +91,8 @@ def fits_into_memory() -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        message = str(error)
         raise OnelaunchError(
-            f"this run does not fit into memory ({message.splitlines()[0] if message else 'MemoryError'}): pass smaller "
+            f"this run does not fit into memory ({first_line(error)}): pass smaller "
             "--hidden or --layers, a smaller --batch-size or fewer rows of data"
         ) from error
 

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import MAX_LONG_LINE, OnelaunchError, first_line
 
 TIMEOUT = timedelta(minutes=5)  # how long to wait for a rank that neither answers nor exits
 
@@ -101,8 +101,7 @@ def as_lost_rank() -> Iterator[None]:
 
 def lost_rank_error(error: Exception) -> LostRankError:
     """The error for the user, with the first line of `error` but without gloo's source line and its guesses."""
-    message = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    reason = re.sub(r"^\[[^]]*\]\s*", "", message).split(". This is typically", 1)[0]
+    reason = re.sub(r"^\[[^]]*\]\s*", "", first_line(error, MAX_LONG_LINE)).split(". This is typically", 1)[0]
     return LostRankError(f"another process of this job died or does not answer ({reason}): see its output, and resume")
 
 

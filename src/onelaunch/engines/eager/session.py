@@ -22,7 +22,7 @@ from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.engines.eager.loader import Batch, loader_batches
 from onelaunch.engines.eager.process_settings import ProcessSettings
 from onelaunch.engines.eager.torch_optimizer import make_optimizer, optimizer_state, restore_optimizer, set_step_counts
-from onelaunch.errors import OnelaunchError
+from onelaunch.errors import OnelaunchError, first_line
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import permutation
 from onelaunch.run.distributed import LostRankError, is_lost_rank, lost_rank_error, world
@@ -215,7 +215,7 @@ class EagerSession:
                 self._graph = self._capture()
             except Exception as error:  # a user's module may do anything that a capture forbids
                 torch.cuda.synchronize(self.run.device)
-                self._uncaptured_reason = f"not captured: {str(error).strip().splitlines()[0]}"
+                self._uncaptured_reason = f"not captured: {first_line(error)}"
                 if (
                     self.scaler is not None
                 ):  # it takes gradients that were recorded for unscaled ones, and would not unscale
