@@ -17,6 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from onelaunch.errors import DataError
+
 LIMIT = 3.0  # scaled features lie strictly between -LIMIT and LIMIT
 MAX_QUANTILE_ROWS = 10_000  # quantiles of longer columns are those of this many evenly spaced rows
 OCTILES = tuple(number / 8 for number in range(1, 8))
@@ -107,10 +109,25 @@ class TargetScaling:
 
     @classmethod
     def fit(cls, y: np.ndarray, weight: np.ndarray | None = None) -> TargetScaling:
-        """Weighted mean and standard deviation of the columns of y [rows, targets]; a constant target gets deviation 1."""
-        mean = np.average(y, axis=0, weights=weight)
-        deviation = np.sqrt(np.average(np.square(y - mean), axis=0, weights=weight))
-        return cls(mean, np.where(np.isfinite(deviation) & (deviation > 0), deviation, 1.0))
+        """Weighted mean and standard deviation of the columns of y [rows, targets]; a constant target gets deviation 1.
+
+        Raises DataError for targets so large that their sum is infinite.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = np.average(y, axis=0, weights=weight)
+            deviation = np.sqrt(np.average(np.square(y - mean), axis=0, weights=weight))
+            largest = np.abs(y - mean).max(axis=0)
+            unknown = np.isinf(deviation) | (deviation == 0) & (
+                largest > 0
+            )  # squares of 1e300 overflow, of 1e-300 vanish
+            if unknown.any():
+                parts = np.average(np.square((y - mean) / np.where(largest > 0, largest, 1)), axis=0, weights=weight)
+                deviation = np.where(unknown, largest * np.sqrt(parts), deviation)
+        if not (np.isfinite(mean).all() and np.isfinite(deviation).all()):
+            raise DataError(
+                f"y has values up to {np.abs(y).max():.3g}, whose sum is not a finite number: scale it down"
+            )
+        return cls(mean, np.where(deviation > 0, deviation, 1.0))
 
     def transform(self, y: np.ndarray) -> np.ndarray:
         """float32 [rows, targets]."""

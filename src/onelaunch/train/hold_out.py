@@ -26,7 +26,7 @@ def hold_out(rows: int, fraction: float, seed: int, classes: torch.Tensor | None
         raise OnelaunchError(
             f"validation={fraction} cannot hold rows out of {rows}: pass at least 2 rows, or a pair (x, y)"
         )
-    count = min(max(round(rows * fraction), 1), rows - 1)
+    count = held_out_count(rows, fraction)
     order = permutation(rows, seed, HOLD_OUT_EPOCH).numpy()
     held = np.zeros(rows, bool)
     if classes is None:
@@ -39,6 +39,11 @@ def hold_out(rows: int, fraction: float, seed: int, classes: torch.Tensor | None
             piece = order[first : first + PIECE]
             held[piece] = _first_of_each(labels[piece], quota)
     return torch.from_numpy(np.flatnonzero(~held)), torch.from_numpy(np.flatnonzero(held))
+
+
+def held_out_count(rows: int, fraction: float) -> int:
+    """The number of rows to hold out of `rows`: the fraction, rounded, and so that each part has at least one row."""
+    return min(max(round(rows * fraction), 1), rows - 1)
 
 
 def _quotas(sizes: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line
 from onelaunch.run.generators import seeded
 from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.network import BatchNorm, Network, NotAnMlpError
@@ -25,6 +25,7 @@ from onelaunch.run.spec import Spec
 from onelaunch.train.hold_out import hold_out
 from onelaunch.train.labels import Names, encode, targets_of
 from onelaunch.train.loaders import all_rows, open_loader
+from onelaunch.train.memory import check_room_to_train
 from onelaunch.train.row_weights import row_weights_of
 from onelaunch.trial_runs import evaluation
 
@@ -67,6 +68,8 @@ def make_run(
     options = options if loader is not None else with_named_loss(options, y)
     loss_function = loss if callable(loss := options.get("loss")) else None
     spec = Spec(rows=rows or len(x), **{**options, "loss": CUSTOM_LOSS} if loss_function else options)
+    if device.type == "cpu":
+        check_room_to_train(sum(parameter.numel() for parameter in parameters if not is_lazy(parameter)), spec)
     if loader is not None or more_x or loss_function:
         what = "x is a DataLoader" if loader is not None else "x has several inputs" if more_x else "loss is a function"
         network, no_network_reason = None, what
@@ -274,9 +277,8 @@ def _output_shape(
         with evaluation(model), seeded(spec.seed, devices), torch.autocast(x.device.type, enabled=False):
             output = model(*(as_features(part, dtype) for part in inputs))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0]
         shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
-        raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {reason}") from error
+        raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {first_line(error)}") from error
     if spec.loss == CUSTOM_LOSS:
         return ()
     if not isinstance(output, torch.Tensor) or output.shape[:1] != x[:2].shape[:1]:

@@ -53,9 +53,16 @@ def targets_of(
     if names is not None and (spec.loss == "mse" or len(names) > 2 or int(np.prod(output)) != 1):
         remedy = "pass numbers" if spec.loss == "mse" else "pass loss='cross_entropy' and one output per class"
         raise OnelaunchError(f"{argument} holds class names, which loss={spec.loss!r} does not take here: {remedy}")
-    y = y.to(dtype)
-    if not torch.isfinite(y).all():
-        raise OnelaunchError(f"{argument} holds NaN or Inf: fill in or drop such rows")
+    y, given = y.to(dtype), y
+    finite = torch.isfinite(y)
+    if not finite.all():
+        row = int((~finite).nonzero()[0, 0])
+        if torch.isfinite(given).all():
+            largest = given[~finite][0].item()
+            raise OnelaunchError(
+                f"{argument} has the value {largest:.3g} in row {row}, too large for {dtype}: scale it down"
+            )
+        raise OnelaunchError(f"{argument} holds NaN or Inf (first in row {row}): fill in or drop such rows")
     if tuple(y.shape[1:]) != output:
         if y[0].numel() != (values := int(np.prod(output))):
             difference = f"has {y[0].numel()} values per row, the model's output has {values}"

@@ -8,8 +8,9 @@ from itertools import pairwise
 from torch import nn
 
 from onelaunch.activations import ACTIVATIONS
-from onelaunch.errors import OnelaunchError, require_option
+from onelaunch.errors import OnelaunchError, abbreviate, require_option
 from onelaunch.run.generators import seeded
+from onelaunch.train.memory import no_room_reason, parameters_of
 
 
 def check_architecture(widths: Sequence[int], activation: str | None, dropout: float) -> None:
@@ -31,13 +32,18 @@ def mlp(
     The weights are PyTorch's defaults, drawn with `seed`; the state of PyTorch's global generator does not change.
     """
     check_architecture(widths, activation, dropout)
+    if reason := no_room_reason(parameters_of(widths)):
+        raise _too_large(widths, f" ({reason})")
     with seeded(seed):
         try:
             return nn.Sequential(nn.Flatten(), *_layers(widths, activation, dropout, batch_norm, layer_norm))
         except (RuntimeError, MemoryError, TypeError, OverflowError) as error:  # the last two: beyond PyTorch's sizes
-            raise OnelaunchError(
-                f"layers={list(widths)} do not fit into memory: pass smaller widths in hidden, or in layers"
-            ) from error
+            raise _too_large(widths) from error
+
+
+def _too_large(widths: Sequence[int], reason: str = "") -> OnelaunchError:
+    given = abbreviate(list(widths), 120)
+    return OnelaunchError(f"layers={given} do not fit into memory{reason}: pass smaller widths in hidden, or in layers")
 
 
 def _layers(
