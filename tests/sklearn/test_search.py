@@ -90,7 +90,7 @@ def test_a_failing_candidate_gets_the_error_score():
         search.fit(X * 100, Y)
     assert np.isnan(search.cv_results_["mean_test_score"][1])
     assert search.best_index_ == 0
-    with pytest.raises(ValueError, match="smaller lr"):
+    with pytest.raises(ValueError, match="smaller learning_rate_init"):
         SweepCV(ESTIMATOR, grid, cv=2, error_score="raise").fit(X * 100, Y)
     with pytest.raises(ValueError, match="all 2 fits failed"):
         SweepCV(ESTIMATOR, {"optimizer": ["nothing"]}, cv=2).fit(X, Y)

@@ -6,7 +6,6 @@ the networks (`onelaunch.train.mlp`), train them together (`sklearn/training.py`
 
 from __future__ import annotations
 
-import numbers
 from typing import Any
 
 import numpy as np
@@ -18,18 +17,21 @@ from torch import nn
 
 from onelaunch.data.scaling import FeatureScaling
 from onelaunch.device import default_device
-from onelaunch.errors import OnelaunchError, abbreviate, require_integer, require_option
+from onelaunch.errors import OnelaunchError, abbreviate, require_integer
+from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.run import table_defaults as defaults
 from onelaunch.run.early_stopping import EarlyStopping
-from onelaunch.sklearn.rows import Rows
+from onelaunch.sklearn.parameter_checks import check_parameters, hidden_widths
+from onelaunch.sklearn.parameter_names import named_by_parameters
+from onelaunch.sklearn.rows import Rows, to_float32
 from onelaunch.sklearn.training import Network, Prepared, train_networks
 from onelaunch.train.history import History
+from onelaunch.train.hold_out import held_out_count
+from onelaunch.train.memory import no_room_reason, parameters_of, training_copies
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 
 MIN_ROWS_TO_STOP_EARLY = 10_000  # with early_stopping="auto"
-SCALES = ("robust",)
-SOLVERS = ("adam", "sgd")  # scikit-learn's, but for lbfgs
 ACTIVATION_ALIASES = {"logistic": "sigmoid", "identity": None}  # scikit-learn's names
 
 
@@ -138,10 +140,10 @@ class BaseMLP(BaseEstimator):
 
     def _scaled(self, rows: Rows, *, continues: bool) -> np.ndarray:
         """The features of checked rows as the networks take them, float32. `continues`: with the scaling of the last fit."""
-        self._check_parameters()
+        check_parameters(self)
         if not continues:
             self._scaling = FeatureScaling.fit(rows.x, rows.weight) if self.scale else None
-        return rows.x.astype(np.float32) if self._scaling is None else self._scaling.transform(rows.x)
+        return to_float32("X", rows.x) if self._scaling is None else self._scaling.transform(rows.x)
 
     def _fit_prepared(self, prepared: Prepared, *, continues: bool, epochs: int | None = None) -> None:
         """Train the networks together and set the attributes of the fit.
@@ -150,7 +152,8 @@ class BaseMLP(BaseEstimator):
         """
         networks = self._networks(prepared, continues=continues, epochs=epochs)
         try:
-            histories = train_networks(networks, verbose=bool(self.verbose))
+            with named_by_parameters():
+                histories = train_networks(networks, verbose=bool(self.verbose))
         finally:
             for network in networks:
                 network.model.to("cpu").eval()
@@ -159,13 +162,15 @@ class BaseMLP(BaseEstimator):
     def _networks(self, prepared: Prepared, *, continues: bool = False, epochs: int | None = None) -> list[Network]:
         """The networks to train, each with the arguments of its `ol.fit`."""
         random = check_random_state(self.random_state)
-        seeds = [int(random.randint(2**31 - 1)) for _ in range(self.n_estimators)]
         device = default_device() if self.device == "auto" else torch.device(self.device)
-        options = self._options(len(prepared.x), prepared.loss, epochs)
+        widths = [] if continues else self._widths(prepared, device)
+        seeds = [int(random.randint(2**31 - 1)) for _ in range(self.n_estimators)]
+        with named_by_parameters():
+            options = self._options(len(prepared.x), prepared.loss, epochs)
         if continues:
             models = self.models_
         else:
-            models = [self._network(prepared.x.shape[1], prepared.outputs, seed) for seed in seeds]
+            models = [self._network(widths, seed) for seed in seeds]
         return [
             Network(model.to(device), prepared.x, prepared.y, prepared.weight, {**options, "seed": seed})
             for model, seed in zip(models, seeds, strict=True)
@@ -194,44 +199,34 @@ class BaseMLP(BaseEstimator):
         self.best_loss_ = None if scores else min(self.loss_curve_)
         self.history_ = histories[0]
 
-    def _check_parameters(self) -> None:
-        require_option("device", self.device, ("auto", "cpu", "cuda"))
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise OnelaunchError("device='cuda', but this machine has no CUDA device: pass 'auto' or 'cpu'")
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, numbers.Real) or not 0 <= self.dropout < 1:
-            raise OnelaunchError(f"dropout={abbreviate(self.dropout)} must be a number, 0 or more and below 1")
-        if self.scale is not None:
-            require_option("scale", self.scale, SCALES, or_else="None")
-        if require_integer("n_estimators", self.n_estimators, "a number of networks, 1 or more") < 1:
-            raise OnelaunchError(f"n_estimators={self.n_estimators} must be 1 or more")
-        if self.solver is not None:
-            require_option("solver", self.solver, SOLVERS, or_else="None")
-        if self.learning_rate not in (None, "constant"):
-            raise OnelaunchError(
-                f"learning_rate={self.learning_rate!r} is not offered: pass 'constant', or schedule='cosine' instead"
-            )
-        if not self.shuffle:
-            raise OnelaunchError("shuffle=False: rows are always visited in random order; leave it out")
-        if self.batch_norm and self.layer_norm:
-            raise OnelaunchError("batch_norm=True and layer_norm=True: pass one of the two")
+    def _widths(self, prepared: Prepared, device: torch.device) -> list[int]:
+        """The widths of the networks. Raises OnelaunchError if `n_estimators` of them do not fit into memory."""
+        widths = [prepared.x.shape[1], *hidden_widths(self.hidden_layer_sizes), prepared.outputs]
+        optimizer = self.solver or self.optimizer
+        trains_here = device.type == "cpu" and optimizer in OPTIMIZERS
+        copies = training_copies(optimizer) if trains_here else 1
+        if reason := no_room_reason(self.n_estimators * parameters_of(widths), copies):
+            several = "" if self.n_estimators == 1 else f" with n_estimators={self.n_estimators}"
+            given = f"hidden_layer_sizes={abbreviate(self.hidden_layer_sizes)}{several}"
+            remedy = f"pass smaller widths{' or fewer networks' if several else ''}"
+            raise OnelaunchError(f"{given} does not fit into memory ({reason}): {remedy}")
+        return widths
 
-    def _network(self, inputs: int, outputs: int, seed: int) -> nn.Sequential:
-        sizes = self.hidden_layer_sizes
-        plain = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
-        hidden = plain if isinstance(plain, list | tuple) else [plain]
-        if not all(
-            isinstance(size, numbers.Integral) and not isinstance(size, bool) and int(size) > 0 for size in hidden
-        ):
-            raise OnelaunchError(f"hidden_layer_sizes={sizes!r} must be widths of 1 or more, such as (128, 128)")
+    def _network(self, widths: list[int], seed: int) -> nn.Sequential:
+        known = isinstance(self.activation, str)
         return mlp(
-            [inputs, *map(int, hidden), outputs], activation=ACTIVATION_ALIASES.get(self.activation, self.activation),
-            dropout=self.dropout, batch_norm=self.batch_norm, layer_norm=self.layer_norm, seed=seed,
+            widths, activation=ACTIVATION_ALIASES.get(self.activation, self.activation) if known else self.activation,
+            dropout=self.dropout, batch_norm=bool(self.batch_norm), layer_norm=bool(self.layer_norm), seed=seed,
         )  # fmt: skip
 
     def _options(self, rows: int, loss: str, epochs: int | None) -> dict[str, Any]:
         """The arguments of `ol.fit` for this many rows."""
         batch_size = defaults.table_batch_size(rows) if self.batch_size == "auto" else self.batch_size
         batch_size = min(require_integer("batch_size", batch_size, "'auto' or rows per step, 1 or more"), rows)
+        if batch_size < 1:
+            raise OnelaunchError(f"batch_size={batch_size} must be 1 or more, or 'auto'")
+        stops_early = epochs is None and self._stops_early(rows)
+        trained = rows - held_out_count(rows, self.validation_fraction) if stops_early else rows
         wanted: Any = self.max_iter if epochs is None else epochs
         wanted = defaults.table_epochs(rows, batch_size) if wanted == "auto" else wanted
         options: dict[str, Any] = {
@@ -239,10 +234,10 @@ class BaseMLP(BaseEstimator):
             "batch_size": batch_size, "lr": self.learning_rate_init, "weight_decay": self.alpha,
             "schedule": self.learning_rate or self.schedule, "loss": loss, "precision": self.precision,
             "engine": self.engine, **self._optimizer_options(),
-            "drop_last": bool(self.batch_norm) and rows % batch_size == 1,  # BatchNorm1d cannot normalise one row
+            "drop_last": bool(self.batch_norm) and trained > batch_size and trained % batch_size == 1,  # BatchNorm1d
         }  # fmt: skip
-        if epochs is None and self._stops_early(rows):
-            options["validation"] = self.validation_fraction
+        if stops_early:
+            options["validation"] = float(self.validation_fraction)
             options["early_stopping"] = EarlyStopping(self.n_iter_no_change, min_delta=self.tol)
         return options
 
@@ -250,7 +245,7 @@ class BaseMLP(BaseEstimator):
         """The optimizer and what it takes of `momentum`, `beta_1`, `beta_2` and `epsilon`."""
         name = self.solver or self.optimizer
         if name == "sgd":
-            nesterov = bool(self.nesterovs_momentum) and self.momentum > 0
+            nesterov = bool(self.nesterovs_momentum) and bool(self.momentum)
             return {"optimizer": name, "momentum": self.momentum, "nesterov": nesterov}
         if name not in ("adam", "adamw"):
             return {"optimizer": name}
@@ -259,10 +254,7 @@ class BaseMLP(BaseEstimator):
         return {"optimizer": name, "betas": betas, "eps": defaults.EPS if self.epsilon is None else self.epsilon}
 
     def _stops_early(self, rows: int) -> bool:
-        if isinstance(self.early_stopping, str):
-            require_option("early_stopping", self.early_stopping, ("auto",), or_else="True or False")
-            return rows > MIN_ROWS_TO_STOP_EARLY
-        return bool(self.early_stopping)
+        return rows > MIN_ROWS_TO_STOP_EARLY if self.early_stopping == "auto" else bool(self.early_stopping)
 
     def _outputs(self, X: Any) -> list[np.ndarray]:
         """The float64 outputs of each network for the rows of X; in float64 they do not depend on the batch they are in."""

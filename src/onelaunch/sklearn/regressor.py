@@ -11,7 +11,7 @@ from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from onelaunch.data.scaling import TargetScaling
 from onelaunch.sklearn.estimator import BaseMLP, dense
-from onelaunch.sklearn.rows import make_rows
+from onelaunch.sklearn.rows import make_rows, to_float32
 from onelaunch.sklearn.training import Prepared
 
 
@@ -59,7 +59,7 @@ class MLPRegressor(RegressorMixin, BaseMLP):
         if not continues:
             self._target_scaling = TargetScaling.fit(rows.y, rows.weight) if self.scale else None
             self._flat = flat
-        scaled = rows.y.astype(np.float32) if self._target_scaling is None else self._target_scaling.transform(rows.y)
+        scaled = to_float32("y", rows.y) if self._target_scaling is None else self._target_scaling.transform(rows.y)
         self.out_activation_ = "identity"
         return Prepared(self._scaled(rows, continues=continues), scaled, rows.weight, targets.shape[1], "mse")
 

@@ -16,13 +16,14 @@ from sklearn.pipeline import Pipeline
 from sklearn.utils import _safe_indexing, indexable
 from sklearn.utils.validation import _num_samples
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.errors import MAX_LONG_LINE, ArgumentTypeError, OnelaunchError, described, first_line
 from onelaunch.sklearn.estimator import BaseMLP
+from onelaunch.sklearn.parameter_checks import check_parameters
+from onelaunch.sklearn.parameter_names import in_parameters, named_by_parameters
 from onelaunch.sklearn.search_arguments import (
     Parameters,
     candidates_of,
     check_scoring,
-    one_line,
     splits_of,
     weights_of,
 )
@@ -215,7 +216,7 @@ class _Evaluation:
             for outcome in train(self._jobs(), switch):
                 fit = self.fits.pop(outcome.index)
                 fit.histories[outcome.index] = outcome.history
-                fit.error = fit.error or outcome.error
+                fit.error = fit.error or in_parameters(outcome.error)
                 fit.left -= 1
                 if not fit.left:
                     self._score(fit)
@@ -231,11 +232,12 @@ class _Evaluation:
                 estimator = clone(self.task.estimator).set_params(**clone(parameters, safe=False))
                 prepared = self._prepare(estimator, split)
                 networks = estimator._networks(prepared)
-                runs = [self.runs.run(network) for network in networks]
+                with named_by_parameters():
+                    runs = [self.runs.run(network) for network in networks]
             except Exception as error:  # GridSearchCV too takes any
                 if self.task.error_score == "raise":
                     raise
-                self._fail(number, one_line(error), begin)
+                self._fail(number, first_line(error, MAX_LONG_LINE).rstrip(":"), begin)
                 continue
             models = [network.model for network in networks]
             fit = Fit(number, split, estimator, prepared, models, left=len(networks), begin=begin)
@@ -254,7 +256,7 @@ class _Evaluation:
             learned = {name: value for name, value in vars(estimator).items() if name not in before}
             self._prepared[key] = prepared, learned
         prepared, learned = self._prepared[key]
-        estimator._check_parameters()
+        check_parameters(estimator)
         estimator.__dict__.update(learned)
         return prepared
 
@@ -285,7 +287,7 @@ class _Evaluation:
         except Exception as error:
             if self.task.error_score == "raise":
                 raise
-            self._fail(fit.number, f"scoring raised {type(error).__name__}: {one_line(error)}", fit.begin)
+            self._fail(fit.number, f"scoring raised {described(error)}", fit.begin)
             return
         # Fits train together: a fit's time is its share of the seconds since it began.
         self.out[fit.number] = {

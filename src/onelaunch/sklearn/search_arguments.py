@@ -17,12 +17,6 @@ Parameters = dict[str, Any]
 Splits = list[tuple[np.ndarray, np.ndarray]]
 
 
-def one_line(error: Exception) -> str:
-    """The first line of an error's message, or its type if it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(":") if lines else type(error).__name__
-
-
 def check_scoring(scoring: Any) -> None:
     """Raise OnelaunchError for what is not a score, and for the name of one that scikit-learn does not have."""
     known = get_scorer_names()

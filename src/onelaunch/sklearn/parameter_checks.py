@@ -1,0 +1,75 @@
+"""Checks the parameters of an estimator that `fit` does not check: one line per mistake, before anything is trained."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+import torch
+
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer, require_option
+
+SCALES = ("robust",)
+SOLVERS = ("adam", "sgd")  # scikit-learn's, but for lbfgs
+SWITCHES = ("batch_norm", "layer_norm", "shuffle", "nesterovs_momentum", "warm_start")
+
+
+def check_parameters(estimator: Any) -> None:
+    """Raise OnelaunchError for the first parameter of an MLPClassifier or MLPRegressor that is not valid."""
+    require_option("device", estimator.device, ("auto", "cpu", "cuda"))
+    if estimator.device == "cuda" and not torch.cuda.is_available():
+        raise OnelaunchError("device='cuda', but this machine has no CUDA device: pass 'auto' or 'cpu'")
+    for name in SWITCHES:
+        if not _is_switch(getattr(estimator, name)):
+            raise ArgumentTypeError(f"{name}={abbreviate(getattr(estimator, name))} must be True or False")
+    dropout = estimator.dropout
+    if not _is_number(dropout) or not 0 <= dropout < 1:
+        raise OnelaunchError(f"dropout={abbreviate(dropout)} must be a number, 0 or more and below 1")
+    if estimator.scale is not None:
+        require_option("scale", estimator.scale, SCALES, or_else="None")
+    if require_integer("n_estimators", estimator.n_estimators, "a number of networks, 1 or more") < 1:
+        raise OnelaunchError(f"n_estimators={estimator.n_estimators} must be 1 or more")
+    if estimator.solver is not None:
+        require_option("solver", estimator.solver, SOLVERS, or_else="None")
+    if estimator.learning_rate not in (None, "constant"):
+        raise OnelaunchError(
+            f"learning_rate={estimator.learning_rate!r} is not offered: pass 'constant', or schedule='cosine' instead"
+        )
+    if not estimator.shuffle:
+        raise OnelaunchError("shuffle=False: rows are always visited in random order; leave it out")
+    if estimator.batch_norm and estimator.layer_norm:
+        raise OnelaunchError("batch_norm=True and layer_norm=True: pass one of the two")
+    _check_early_stopping(estimator)
+
+
+def _check_early_stopping(estimator: Any) -> None:
+    given, fraction = estimator.early_stopping, estimator.validation_fraction
+    if isinstance(given, str):
+        require_option("early_stopping", given, ("auto",), or_else="True or False")
+    elif not _is_switch(given):
+        raise ArgumentTypeError(
+            f"early_stopping={abbreviate(given)} must be True, False or 'auto': pass a number of epochs as n_iter_no_change"
+        )
+    if not _is_number(fraction) or not 0 < fraction < 1:
+        raise OnelaunchError(
+            f"validation_fraction={abbreviate(fraction)} must be a fraction between 0 and 1, such as 0.1"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_switch(value: object) -> bool:
+    """Whether it is a bool of Python's or NumPy's, as a grid of candidates may hold."""
+    return isinstance(value, bool | np.bool_)
+
+
+def hidden_widths(sizes: Any) -> list[int]:
+    """`hidden_layer_sizes` as a list: a number means one layer. Raises OnelaunchError for what is not a width."""
+    plain = sizes.tolist() if isinstance(sizes, np.ndarray) else sizes
+    hidden = plain if isinstance(plain, list | tuple) else [plain]
+    if not all(isinstance(size, numbers.Integral) and not isinstance(size, bool) and int(size) > 0 for size in hidden):
+        raise OnelaunchError(f"hidden_layer_sizes={abbreviate(sizes)} must be widths of 1 or more, such as (128, 128)")
+    return [int(size) for size in hidden]
