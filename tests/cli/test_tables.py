@@ -238,7 +238,7 @@ def test_a_bad_table_is_one_line_and_leaves_nothing(cli, tmp_path, bad):
         (("--loss", "bce_with_logits"), "is not for tables"),
         (("--categorical", "zip"), "categorical='zip': .* has no such column"),
         (("--target", "prise"), "no such column.*did you mean 'price'"),
-        (("--task", "classification"), "classes in 300 rows.*pass task='regression'"),
+        (("--task", "classification"), "classes in 300 rows.*pass --task regression"),
     ],
 )
 def test_a_bad_flag_is_one_line(cli, trained, flags, message):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.models import OptionInfo
 
 from onelaunch.cli import commands
+from onelaunch.cli.remedies import in_flags
 from onelaunch.errors import DivergedError, OnelaunchError, reason_of
 from onelaunch.version import VERSION
 
@@ -98,12 +101,18 @@ def _options(
 
 
 def _with_exit_codes(command: Callable[..., None]) -> Callable[..., None]:
+    flags = [
+        parameter.name
+        for parameter in inspect.signature(command).parameters.values()
+        if any(isinstance(entry, OptionInfo) for entry in getattr(parameter.annotation, "__metadata__", ()))
+    ]
+
     @functools.wraps(command)
     def guarded(*args: object, **kwargs: object) -> None:
         try:
             command(*args, **kwargs)
         except OnelaunchError as error:
-            typer.echo(f"error: {error}", err=True)
+            typer.echo(f"error: {in_flags(str(error), flags)}", err=True)
             raise typer.Exit(1 if isinstance(error, DivergedError) else 2) from error
         except KeyboardInterrupt as interrupt:
             # A command that has something to say about what it keeps says it and raises KeyboardInterrupt with an argument.

@@ -18,6 +18,7 @@ from torch import nn
 
 from onelaunch.bench.results import commit
 from onelaunch.cli.config import TASK_OF_LOSS, TrainConfig, make_config, read_config
+from onelaunch.cli.remedies import in_flags
 from onelaunch.cli.summary import next_step, summary_lines
 from onelaunch.data import Dataset, load, split
 from onelaunch.data.table_encoding import load_table
@@ -176,7 +177,7 @@ class _Narrator(Listener):
     def started(self, history: History) -> None:
         self.history = history
         self.folder.started(history)
-        say("engine", history.reason)
+        say("engine", in_flags(history.reason, TrainConfig.__dataclass_fields__))
         if self.resumes:
             say("resume", f"from step {len(history.losses):,}" if history.losses else "from the beginning")
 

@@ -189,7 +189,7 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     """Raise CheckpointError if the checkpoint is of another model, other data or another run, and name the difference."""
     _check_model(path, checkpoint, run.model)
     if checkpoint.about["data"] != fingerprint(run):
-        raise _error(path, "was made with other data: pass the x and y of that run")
+        raise _error(path, "was made with other data: pass the data of that run")
     # An option that an older version did not have was at its default.
     defaults = {option.name: option.default for option in fields(run.spec)}
     was, now = {**defaults, "metrics": [], **checkpoint.about["spec"]}, run.spec.to_dict()
