@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from onelaunch import files
-from onelaunch.files import cache_folder, exclusive_lock, read_text, remove_leftovers, write_atomic
+from onelaunch.files import cache_folder, digest_of_file, exclusive_lock, read_text, remove_leftovers, write_atomic
 
 
 def test_without_a_home_the_cache_is_deleted_with_the_process(monkeypatch, tmp_path):
@@ -23,6 +23,31 @@ def test_without_a_home_the_cache_is_deleted_with_the_process(monkeypatch, tmp_p
     folder = cache_folder("cpu")
     assert folder == cache_folder("cpu")
     assert folder.parents[2].stat().st_mode & 0o77 == 0
+
+
+def test_the_digest_of_a_file_is_that_of_its_bytes(tmp_path):
+    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    one.write_bytes(b"1,2\n")
+    same.write_bytes(b"1,2\n")
+    other.write_bytes(b"1,3\n")
+    assert digest_of_file(one) == digest_of_file(same) != digest_of_file(other)
+
+
+@pytest.mark.parametrize(("changed", "differs"), [(0, True), (999, True), (500, False), (None, False)])
+def test_the_digest_of_a_large_file_has_both_ends_and_blocks_between(tmp_path, monkeypatch, changed, differs):
+    monkeypatch.setattr(files, "MAX_WHOLE_DIGEST", 100)
+    monkeypatch.setattr(files, "DIGEST_BLOCKS", 4)
+    monkeypatch.setattr(files, "DIGEST_BLOCK_BYTES", 10)  # at 0, 330, 660 and 990
+    path = tmp_path / "large"
+    path.write_bytes(bytes(1000))
+    before = digest_of_file(path)
+    content = bytearray(1000)
+    if changed is not None:
+        content[changed] = 1
+    path.write_bytes(content)
+    assert (digest_of_file(path) != before) == differs
+    path.write_bytes(bytes(1001))
+    assert digest_of_file(path) != before
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):

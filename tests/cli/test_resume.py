@@ -139,6 +139,25 @@ def test_a_corrupt_checkpoint_is_refused_and_kept(cli, finished_run):
     assert visible(finished_run) == FILES
 
 
+def test_resume_after_the_data_changed_is_refused(cli, tmp_path):
+    """Twice the size of all houses is the same after scaling, and a held-out row is not trained on: the file is compared."""
+    table = "".join(f"{20 + number % 50},{3 * (20 + number % 50) + number % 7}.5\n" for number in range(60))
+    (tmp_path / "houses.csv").write_text(f"size,price\n{table}")
+    assert cli("train", "--data", "houses.csv", "--target", "price", *QUICK, "--out", "run").code == 0
+    kept = {name: (tmp_path / "run" / name).read_bytes() for name in FILES}
+    assert "has changed" not in cli("train", "--resume", "run").out
+    rows = [line.split(",") for line in table.splitlines()]
+    (tmp_path / "houses.csv").write_text("size,price\n" + "".join(f"{2 * int(size)},{price}\n" for size, price in rows))
+    result = cli("train", "--resume", "run", "--epochs", 6)
+    assert result.code == 2
+    assert "houses.csv has changed since the run began: put the earlier file back" in result.err
+    assert result.err.count("\n") == 1
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in FILES} == kept
+    assert "houses.csv has changed since: a new run learns from it" in cli("train", "--resume", "run").out
+    (tmp_path / "moved.csv").write_text(f"size,price\n{table}")
+    assert cli("train", "--resume", "run", "--epochs", 6, "--data", "moved.csv").code == 0
+
+
 def test_resume_with_another_model_is_refused(cli, finished_run):
     kept = {name: (finished_run / name).read_bytes() for name in ("model.safetensors", "config.toml")}
     result = cli("train", "--resume", "run", "--hidden", "32")

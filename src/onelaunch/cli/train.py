@@ -20,10 +20,11 @@ from onelaunch.bench.results import commit
 from onelaunch.cli.config import TASK_OF_LOSS, TrainConfig, make_config, read_config
 from onelaunch.cli.remedies import in_flags
 from onelaunch.cli.summary import next_step, summary_lines
-from onelaunch.data import Dataset, load, split
+from onelaunch.data import NAMES, Dataset, load, split
 from onelaunch.data.table_encoding import load_table
 from onelaunch.device import default_device, describe_machine, device_name
 from onelaunch.errors import DivergedError, OnelaunchError, abbreviate_list, first_line, is_out_of_memory
+from onelaunch.files import digest_of_file
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.run.distributed import process_group, world
 from onelaunch.table_names import is_table_file
@@ -34,7 +35,7 @@ from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 from onelaunch.train.predictions import describe_predictions
 from onelaunch.train.predictor import load as load_run
-from onelaunch.train.run_folder import CHECKPOINT, CURVES, RunFolder, config_of, is_finished
+from onelaunch.train.run_folder import CHECKPOINT, CURVES, DIGEST, RunFolder, config_of, has_other_data, is_finished
 from onelaunch.train.scores import describe
 
 MAX_DEVIATION = 30.0  # standard deviation above which the usual learning rates no longer fit
@@ -50,6 +51,8 @@ def run_train(config: Path | None, resume: Path | None, progress: bool, flags: d
     with process_group() as team:  # several processes if torchrun started this one
         if resume is not None and not flags and is_finished(resume):
             say("finished", f"the run in {resume} is done: nothing is left to train")
+            if has_other_data(resume, _data_digest(settings)):
+                say("note", f"{settings.data} has changed since: a new run learns from it")
         elif team.leads:
             _lead(settings, resume, progress)
         else:
@@ -189,12 +192,15 @@ def train_into(
     folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn.Module, progress: bool, *, resumes: bool
 ) -> None:
     """Train `model` and keep everything about the run in `folder`."""
+    digest = _data_digest(settings)
+    folder.refuse_other_data(settings.data, digest)
     device = "cpu" if settings.engine == "cpu" else default_device()
     model = model.to(device)
     folder.begin(
         settings.to_toml(),
         {
             "data": dataset.source,
+            DIGEST: digest,
             "classes": dataset.classes,
             "loss": settings.loss,
             "network": _network(settings, dataset),
@@ -255,6 +261,12 @@ def _score(folder: RunFolder, settings: TrainConfig, dataset: Dataset) -> None:
     folder.describe(scores=found)
     folder.save_predictions(describe_predictions(predictor, outputs, y, dataset))
     say("scores", f"{describe(found['scores'], found['constant'])}")
+
+
+def _data_digest(settings: TrainConfig) -> str | None:
+    """The digest of the data file; None for a data set that has a name, and for a file that is gone."""
+    path = Path(settings.data).expanduser()
+    return digest_of_file(path) if settings.data not in NAMES and path.is_file() else None
 
 
 def _network(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:

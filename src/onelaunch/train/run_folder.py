@@ -34,6 +34,7 @@ from onelaunch.train.loop import Listener
 
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
 CHECKPOINT, MODEL, TABLE, LOCK = "checkpoint.safetensors", "model.safetensors", "table.json", ".lock"
+DIGEST = "data_digest"  # the entry of run.json with the digest of the data file
 PREDICTIONS = "predictions.json"
 COMPARE_FILE = "compare.json"  # written by `onelaunch compare`, whose folder is not that of a run
 
@@ -90,6 +91,14 @@ class RunFolder(Listener):
             raise OnelaunchError(
                 f"resume={str(self.path)!r} has results but no {CHECKPOINT}: put it back, or repeat the run with "
                 f"onelaunch train {self.path / CONFIG}"
+            )
+
+    def refuse_other_data(self, data: str, digest: str | None) -> None:
+        """Raise if the run was trained on a file of other content than `digest` says; `data` is its name."""
+        if self.checkpoint.exists() and has_other_data(self.path, digest):
+            raise OnelaunchError(
+                f"resume={str(self.path)!r}: {data} has changed since the run began: put the earlier file back, or start a "
+                f"new run with onelaunch train {shlex.quote(str(self.path / CONFIG))}"
             )
 
     def begin(self, config: str, about: dict[str, Any]) -> None:
@@ -171,12 +180,23 @@ def is_run(path: Path) -> bool:
 
 def is_finished(path: Path) -> bool:
     """Whether the run in this folder has finished and its files are all there."""
+    complete = all((path / name).exists() for name in (CHECKPOINT, MODEL, METRICS))
+    return complete and _about(path).get("status") == "finished"
+
+
+def has_other_data(path: Path, digest: str | None) -> bool:
+    """Whether the run in this folder began with a data file of another digest; False where one of the two is unknown."""
+    began_with = _about(path).get(DIGEST)
+    return began_with is not None and digest is not None and began_with != digest
+
+
+def _about(path: Path) -> dict[str, Any]:
+    """The content of run.json; empty if there is none that can be read."""
     try:
         about = json.loads((path / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    complete = all((path / name).exists() for name in (CHECKPOINT, MODEL, METRICS))
-    return complete and isinstance(about, dict) and about.get("status") == "finished"
+        return {}
+    return about if isinstance(about, dict) else {}
 
 
 def config_of(path: Path) -> Path:
