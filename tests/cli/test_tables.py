@@ -271,6 +271,57 @@ def test_new_rows_that_do_not_fit_are_one_line(cli, trained, tmp_path, change, m
     assert outcome.err.count("\n") == 1
 
 
+def comma_table(path: Path) -> None:
+    """A number with decimal commas in every row, a few of them in another column, and a target of the same kind."""
+    rows = [f"{number},5;{number % 3},5;{number % 2};{number * 2},25" for number in range(60)]
+    path.write_text("size;grade;kind;price\n" + "\n".join(rows) + "\n")
+
+
+def test_decimal_commas_are_noted(cli, tmp_path):
+    comma_table(tmp_path / "commas.csv")
+    outcome = cli("train", "--data", "commas.csv", "--target", "kind", *QUICK, "--out", "run")
+    assert outcome.code == 0, outcome.err
+    assert "column 'size' is not used: it has numbers with decimal commas, such as '" in outcome.out
+    assert "column 'grade' is text, as '0,5' has a decimal comma: for numbers write 0.5" in outcome.out
+    outcome = cli("train", "--data", "commas.csv", "--target", "grade", *QUICK, "--out", "other")
+    assert "column 'grade' is text, as '0,5' has a decimal comma: for numbers write 0.5" in outcome.out
+    for task, message in (
+        ((), "which make them text: write 0.25 for 0,25"),
+        (("--task", "regression"), ": write 0.25, or"),
+    ):
+        outcome = cli("train", "--data", "commas.csv", "--target", "price", *task, *QUICK, "--out", "third")
+        assert outcome.code == 2
+        assert message in outcome.err
+
+
+def test_f1_says_which_class_it_is_of(cli, trained):
+    assert re.search(r"F1 of 'small' 0\.\d+ \(constant", (trained["kind"].parent / "kind.txt").read_text())
+    assert "F1 of 'small' 0." in cli("evaluate", trained["kind"], trained["table"]).out
+
+
+def test_unseen_categories_are_counted_in_python_too(cli, trained, tmp_path, caplog):
+    rows = rows_of(1, 4)
+    rows[0]["city"] = rows[2]["city"] = "Bonn"
+    path = write(tmp_path / "new.csv", rows)
+    ol.load(trained["price"]).predict(path)
+    assert caplog.messages == ["2 of 4 rows have a category in 'city' that training did not have"]
+    caplog.clear()
+    outcome = cli("predict", trained["price"], path)
+    assert outcome.err.count("that training did not have") == 1
+    assert not caplog.messages
+    ol.load(trained["price"]).predict(trained["table"])
+    assert not caplog.messages
+
+
+def test_a_run_without_its_table_json_says_so(cli, trained, tmp_path):
+    run = shutil.copytree(trained["price"], tmp_path / "run")
+    (run / "table.json").unlink()
+    outcome = cli("predict", "run", trained["table"])
+    assert outcome.code == 2
+    assert "run has no table.json" in outcome.err
+    assert "put it back, or repeat the run with onelaunch train run/config.toml" in outcome.err
+
+
 @pytest.mark.parametrize("damage", ["model.safetensors", "run.json", "table.json", "folder", "other table"])
 def test_a_damaged_run_is_one_line(cli, trained, tmp_path, damage):
     run = shutil.copytree(trained["price"], tmp_path / "run")

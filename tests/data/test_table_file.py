@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from onelaunch.data import table_file
-from onelaunch.data.table_file import Table, TableFile
+from onelaunch.data.table_file import Table, TableFile, decimal_comma, with_point
 from onelaunch.errors import DataError
 
 CONTENT = "size;kind;code;y\n1.5;red;1;a\n;blue ;x;b\nNA; ;2;a\n-3;None;?;b\n"
@@ -42,6 +43,33 @@ def test_numbers_can_be_read_as_text(tmp_path):
     table = read(tmp_path / "a.csv", "zip,y\n01234,1\n99,2\n", ("zip",))
     assert table.column("zip").tolist() == ["01234", "99"]
     assert table.column("y").tolist() == [1, 2]
+
+
+def test_a_long_field_is_read_and_the_limit_of_the_process_stays(tmp_path):
+    limit = csv.field_size_limit()
+    table = read(tmp_path / "a.csv", f"text,y\n{'long ' * 40_000}end,1\nshort,2\n")
+    assert (len(table.column("text")[0]), table.column("text")[1]) == (200_003, "short")
+    assert csv.field_size_limit() == limit < 200_000
+
+
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        (["3,14", "", "2", "-0,5"], "3,14"),
+        (["1.234,5"], "1.234,5"),
+        (["1.5", "2"], ""),
+        (["3,14", "red"], ""),
+        (["1,2,3"], ""),
+        ([",", "a,b"], ""),
+        ([], ""),
+    ],
+)
+def test_columns_of_decimal_commas_are_recognised(texts, found):
+    assert decimal_comma(texts) == found
+
+
+def test_a_decimal_comma_as_a_point():
+    assert [with_point(text) for text in ("3,14", "-1.234,5")] == ["3.14", "-1234.5"]
 
 
 @pytest.mark.parametrize("cut", [5, 40])

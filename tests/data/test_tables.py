@@ -114,7 +114,7 @@ def test_a_header_line_is_distinguished_from_numbers(
         ("a,b,y\n1,2,3\n1,red,3\n", None, "line 3, column 'b': 'red' is not a number"),
         ("a,b,y\n1,2,3\n\n1,,3\n", None, "line 4, column 'b': the value is missing: fill it in"),
         ("a,b,y\n1,2,\n", None, "line 2, column 'y': the value is missing"),
-        ("a;b;y\n1,5;2;3\n", None, "line 2, column 'a': '1,5' is not a number"),
+        ("a;b;y\n1,5;2;3\n", None, "line 2, column 'a': '1,5' has a decimal comma, which makes it text: write 1.5$"),
         ("a,b,y\n1,2,3\n\n1,nan,3\n", None, "line 4, column 'b': the value is missing"),
         ("a,b,y\n1,2,3\n-inf,4,3\n", None, "line 3, column 'a': -inf is not a finite"),
         ("a,b,y\n1,1e39,3\n", None, "line 2, column 'b': inf is not a finite float32"),

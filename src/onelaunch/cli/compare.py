@@ -20,8 +20,10 @@ from onelaunch.bench.compare import compare
 from onelaunch.bench.results import note_cores_taken, provenance, save_results
 from onelaunch.bench.sizes import time_sizes
 from onelaunch.cli.config import TrainConfig, make_config, read_config
+from onelaunch.cli.run_data import load_data
+from onelaunch.cli.say import say
 from onelaunch.cli.table import print_line, print_table
-from onelaunch.cli.train import build, fits_into_memory, load_data, say, widths_of
+from onelaunch.cli.train import build, fits_into_memory, widths_of
 from onelaunch.data import Dataset
 from onelaunch.device import default_device
 from onelaunch.engines import choose

@@ -65,7 +65,7 @@ def run_evaluate(run: Path, data: Path, target: str | None) -> None:
         dataset = load_data(data, target=target, values=predictor.loss != "cross_entropy")
         x, y = dataset.x, dataset.y
     found = predictor.evaluate(x, y)
-    typer.echo(f"scores   {describe(found['scores'], found['constant'])}")
+    typer.echo(f"scores   {describe(found['scores'], found['constant'], predictor.classes)}")
 
 
 def run_export(run: Path, path: Path) -> None:

@@ -15,7 +15,9 @@ from rich.console import Console
 from torch import nn
 
 from onelaunch.cli.config import TrainConfig, make_config, read_config
-from onelaunch.cli.train import build, fits_into_memory, load_data, options_of, say, train_into, widths_of
+from onelaunch.cli.run_data import load_data, options_of
+from onelaunch.cli.say import say
+from onelaunch.cli.train import build, fits_into_memory, train_into, widths_of
 from onelaunch.data import Dataset
 from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError, abbreviate, unwritable_reason

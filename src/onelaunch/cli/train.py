@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import sys
@@ -13,21 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 from torch import nn
 
 from onelaunch.bench.results import commit
-from onelaunch.cli.config import TASK_OF_LOSS, TrainConfig, make_config, read_config
+from onelaunch.cli.config import TrainConfig, make_config, read_config
 from onelaunch.cli.remedies import in_flags
+from onelaunch.cli.run_data import data_digest, load_data, options_of
+from onelaunch.cli.say import echo, say
 from onelaunch.cli.summary import next_step, summary_lines
-from onelaunch.data import NAMES, Dataset, load, split
-from onelaunch.data.table_encoding import load_table
+from onelaunch.data import Dataset
 from onelaunch.device import default_device, describe_machine, device_name
-from onelaunch.errors import DivergedError, OnelaunchError, abbreviate_list, first_line, is_out_of_memory
-from onelaunch.files import digest_of_file
+from onelaunch.errors import DivergedError, OnelaunchError, first_line, is_out_of_memory
 from onelaunch.report.write import REPORT, write_report
 from onelaunch.run.distributed import process_group, world
-from onelaunch.table_names import is_table_file
 from onelaunch.train.fit import fit_with
 from onelaunch.train.history import History, summary
 from onelaunch.train.loop import Listener
@@ -37,8 +34,6 @@ from onelaunch.train.predictions import describe_predictions
 from onelaunch.train.predictor import load as load_run
 from onelaunch.train.run_folder import CHECKPOINT, CURVES, DIGEST, RunFolder, config_of, has_other_data, is_finished
 from onelaunch.train.scores import describe
-
-MAX_DEVIATION = 30.0  # standard deviation above which the usual learning rates no longer fit
 
 
 def run_train(config: Path | None, resume: Path | None, progress: bool, flags: dict[str, Any]) -> None:
@@ -51,7 +46,7 @@ def run_train(config: Path | None, resume: Path | None, progress: bool, flags: d
     with process_group() as team:  # several processes if torchrun started this one
         if resume is not None and not flags and is_finished(resume):
             say("finished", f"the run in {resume} is done: nothing is left to train")
-            if has_other_data(resume, _data_digest(settings)):
+            if has_other_data(resume, data_digest(settings)):
                 say("note", f"{settings.data} has changed since: a new run learns from it")
         elif team.leads:
             _lead(settings, resume, progress)
@@ -101,53 +96,6 @@ def fits_into_memory() -> Iterator[None]:
         ) from error
 
 
-def load_data(settings: TrainConfig) -> tuple[Dataset, TrainConfig]:
-    """The data of the run with a test part, announced on the terminal, with notes on what may surprise; and the settings,
-    completed by what the data says."""
-    dataset = _load_table(settings) if is_table_file(Path(settings.data)) else _load_arrays(settings)
-    say("data", dataset.source)
-    if dataset.fallback:
-        say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
-    if dataset.encoding is not None:
-        for name, reason in dataset.encoding.encoder.left_out.items():
-            say("note", f"column {name!r} is not used: it {reason}")
-        say("task", f"{dataset.encoding.target.task} of {dataset.encoding.target.name!r}")
-    elif dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
-        say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
-    for what, array in (("features", dataset.x), ("targets", dataset.y)):
-        if array.dtype == np.float32 and (spread := float(array.std())) > MAX_DEVIATION:
-            say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
-    return dataset, settings.resolved(len(dataset.x), dataset.classes is not None)
-
-
-def _load_table(settings: TrainConfig) -> Dataset:
-    task = settings.task or (TASK_OF_LOSS[settings.loss] if settings.loss else None)
-    return load_table(
-        Path(settings.data).expanduser(), target=settings.target, task=task, categorical=tuple(settings.categorical),
-        fraction=settings.validation, seed=settings.seed,
-    )  # fmt: skip
-
-
-def _load_arrays(settings: TrainConfig) -> Dataset:
-    values = None if settings.loss is None else settings.loss != "cross_entropy"
-    dataset = load(settings.data, data_dir=settings.data_dir, target=settings.target, values=values)
-    return dataset if dataset.test_x is not None else split(dataset, settings.validation, settings.seed)
-
-
-def options_of(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:
-    """The arguments of `fit` that describe the run, with classes by their numbers."""
-    options, weight = settings.fit_options(), settings.class_weight
-    if isinstance(weight, dict) and dataset.classes is not None:
-        for label in weight:
-            if str(label) not in dataset.classes:
-                known = abbreviate_list(dataset.classes)
-                raise OnelaunchError(
-                    f"class_weight names {str(label)!r}, which is not a class of {dataset.name}: it has {known}"
-                )
-        options["class_weight"] = {dataset.classes.index(str(label)): value for label, value in weight.items()}
-    return options
-
-
 def widths_of(settings: TrainConfig, dataset: Dataset) -> list[int]:
     """All widths of the network: as given, or the hidden widths between those that the data needs."""
     if settings.layers is not None:
@@ -192,7 +140,7 @@ def train_into(
     folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn.Module, progress: bool, *, resumes: bool
 ) -> None:
     """Train `model` and keep everything about the run in `folder`."""
-    digest = _data_digest(settings)
+    digest = data_digest(settings)
     folder.refuse_other_data(settings.data, digest)
     device = "cpu" if settings.engine == "cpu" else default_device()
     model = model.to(device)
@@ -201,6 +149,7 @@ def train_into(
         {
             "data": dataset.source,
             DIGEST: digest,
+            "table": dataset.encoding is not None,
             "classes": dataset.classes,
             "loss": settings.loss,
             "network": _network(settings, dataset),
@@ -245,7 +194,7 @@ def train_into(
     say("result", f"{best}{summary(last)}, in {history.seconds:.3g} s")
     _score(folder, settings, dataset)
     for line in summary_lines(folder.path, history):
-        _echo(line)
+        echo(line)
     _write_page(folder)
     say("predict", next_step(folder.path, dataset.encoding is not None))
 
@@ -260,13 +209,7 @@ def _score(folder: RunFolder, settings: TrainConfig, dataset: Dataset) -> None:
     found = predictor.scores_of(outputs, y)
     folder.describe(scores=found)
     folder.save_predictions(describe_predictions(predictor, outputs, y, dataset))
-    say("scores", f"{describe(found['scores'], found['constant'])}")
-
-
-def _data_digest(settings: TrainConfig) -> str | None:
-    """The digest of the data file; None for a data set that has a name, and for a file that is gone."""
-    path = Path(settings.data).expanduser()
-    return digest_of_file(path) if settings.data not in NAMES and path.is_file() else None
+    say("scores", describe(found["scores"], found["constant"], predictor.classes))
 
 
 def _network(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:
@@ -305,17 +248,3 @@ def _write_page(folder: RunFolder) -> None:
         say("curves", str(curves))
     say("run", str(folder.path))
     say("report", str(write_report([folder.path], folder.path / REPORT)))
-
-
-def say(what: str, text: str) -> None:
-    """Print one line, on rank 0 only."""
-    _echo(f"{what:<8} {text}")
-
-
-def _echo(line: str) -> None:
-    if not world().leads:
-        return
-    try:
-        typer.echo(line)
-    except OSError:  # the reader of a pipe is gone (`| head -1`); the run goes on
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from onelaunch.data.scaling import FeatureScaling
-from onelaunch.data.table_file import Table, is_number
+from onelaunch.data.table_file import Table, decimal_comma, is_number, with_point
 from onelaunch.errors import DataError, abbreviate_list, suggest
 
 FORMAT = 1
@@ -122,8 +122,16 @@ class TableEncoder:
 
     def unseen(self, table: Table) -> dict[str, int]:
         """By text column: how many rows have a category that training did not have, where there are any."""
+        if not self.categories:
+            return {}
         counts = (self.parts(table)[1] < 0).sum(axis=0).tolist()
         return {name: count for name, count in zip(self.categories, counts, strict=True) if count}
+
+    @property
+    def decimal_commas(self) -> dict[str, str]:
+        """By text column whose categories are numbers with decimal commas: one of them, such as "3,14"."""
+        found = {name: decimal_comma(categories) for name, categories in self.categories.items()}
+        return {name: text for name, text in found.items() if text}
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -201,6 +209,8 @@ def _categories(column: np.ndarray) -> tuple[str, ...] | str:
     if len(counts) == 1:
         return "is constant"
     if values > max(MIN_IDENTIFIER_VALUES, (len(column) - counts[""]) / 2):
+        if commas := decimal_comma(counts):
+            return f"has numbers with decimal commas, such as {commas!r}, which are text: write {with_point(commas)}"
         return f"has {values:,} different texts in {len(column):,} rows, as an identifier has"
     return tuple(sorted(sorted(counts, key=lambda text: (-counts[text], text))[:MAX_CATEGORIES]))
 

@@ -29,6 +29,8 @@ from onelaunch.errors import DataError, reason_of
 TARGET_NAMES = ("target", "label", "y", "class")
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # compared in lower case
 MISSING_NUMBERS = MISSING | {"none"}  # which may be a name in a text column
+DECIMAL_COMMA = re.compile(r"[+-]?[0-9][0-9.]*,[0-9]+")
+MAX_FIELD = 2**31 - 1  # characters; the standard library's own limit is 131,072
 CHUNK_CELLS = 1 << 18
 
 
@@ -132,6 +134,7 @@ class TableFile:
     def _records(self) -> Iterator[Iterator[tuple[int, list[str]]]]:
         """The line number and the fields of each line that is not blank."""
         path = self.path
+        limit = csv.field_size_limit(MAX_FIELD)
         try:
             with _open(path) as file:
                 yield _split_lines(file)
@@ -143,6 +146,8 @@ class TableFile:
             raise DataError(
                 f"{path}: cannot be read ({reason_of(error)}): check the file and its permissions"
             ) from None
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _open(path: Path) -> TextIO:
@@ -206,6 +211,23 @@ def is_number(text: str) -> bool:
     except ValueError:
         return False
     return _is_plain(text.strip())
+
+
+def decimal_comma(texts: Iterable[str]) -> str:
+    """The first number with a decimal comma, such as "3,14", if every text that is not missing is one or is a number."""
+    found = ""
+    for text in texts:
+        if not text or is_number(text):
+            continue
+        if not DECIMAL_COMMA.fullmatch(text):
+            return ""
+        found = found or text
+    return found
+
+
+def with_point(text: str) -> str:
+    """`3.14` for `3,14`, and `1234.5` for `1.234,5`."""
+    return text.replace(".", "").replace(",", ".")
 
 
 def _parquet_names(path: Path) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from onelaunch.data.scaling import TargetScaling
-from onelaunch.data.table_file import Table, is_number
+from onelaunch.data.table_file import Table, decimal_comma, is_number, with_point
 from onelaunch.errors import DataError, abbreviate_list
 
 MAX_NUMBERED_CLASSES = 20  # with more different whole numbers, a column is a quantity
@@ -39,8 +39,13 @@ class TableTarget:
             task = "classification" if words is not None or few else "regression"
         if task == "regression":
             if words is not None:
+                remedy = (
+                    f"write {with_point(commas)}"
+                    if (commas := decimal_comma(labels[words : words + 1]))
+                    else "correct it"
+                )
                 raise DataError(
-                    f"{table.place(words, name)}: {labels[words]!r} is not a number: correct it, or pass "
+                    f"{table.place(words, name)}: {labels[words]!r} is not a number: {remedy}, or pass "
                     "task='classification'"
                 )
             return cls(name, None, TargetScaling.fit(_numbers(table, name, labels)[:, None]))
@@ -51,6 +56,10 @@ class TableTarget:
             )
         if len(classes) > max(MAX_NUMBERED_CLASSES, len(labels) // 2):
             numbers = "pass task='regression' to predict numbers" if words is None else "pass another target"
+            if commas := decimal_comma(labels):
+                numbers = (
+                    f"its numbers have decimal commas, which make them text: write {with_point(commas)} for {commas}"
+                )
             raise DataError(
                 f"{table.path}: column {name!r} has {len(classes):,} classes in {len(labels):,} rows, too few of each to "
                 f"learn: {numbers}"

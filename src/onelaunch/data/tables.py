@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from onelaunch.data.dataset import Dataset
-from onelaunch.data.table_file import TARGET_NAMES, Table, TableFile, is_number
+from onelaunch.data.table_file import TARGET_NAMES, Table, TableFile, decimal_comma, is_number, with_point
 from onelaunch.errors import DataError, suggest
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -136,4 +136,6 @@ def _refuse(table: Table, row: int, column: str, value: str) -> NoReturn:
         raise DataError(f"{where}: the value is missing: fill it in, or remove the line")
     if is_number(value):
         raise DataError(f"{where}: {value} is not a finite float32 number: remove or replace it")
+    if decimal_comma([value]):
+        raise DataError(f"{where}: {value!r} has a decimal comma, which makes it text: write {with_point(value)}")
     raise DataError(f"{where}: {value!r} is not a number: features must be numbers, so encode or remove the column")

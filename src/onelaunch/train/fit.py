@@ -78,7 +78,8 @@ def fit(
     clip_norm: the largest global norm of the gradient; a longer one is scaled down, as by `clip_grad_norm_`.
     validation: a pair (x, y), or the fraction of the rows to hold out (with the classes' proportions); evaluated after each
     epoch.
-    metrics: further validation metrics by scikit-learn's definitions, such as ("f1", "roc_auc") or ("r2", "mae").
+    metrics: further validation metrics by scikit-learn's definitions, such as ("f1", "roc_auc") or ("r2", "mae"). Of two
+    classes, "f1", "precision" and "recall" are those of class 1, the second name in sorted order; of more, means over them.
     early_stopping: the number of epochs without a better validation loss after which the run ends with the weights of its best
     epoch, or an `ol.EarlyStopping`.
     callbacks: functions or objects that are called with the History after each epoch, such as `ol.CsvLogger(path)`.

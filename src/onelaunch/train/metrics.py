@@ -1,6 +1,7 @@
 """Validation metrics by scikit-learn's definitions, from the model's outputs. scikit-learn is imported when one is asked for.
 
-With more than two classes, `f1`, `precision`, `recall` and `average_precision` are unweighted means over the classes
+Of two classes, `f1`, `precision`, `recall` and `average_precision` are those of class 1: of names, the second in sorted
+order. With more than two, `f1`, `precision`, `recall` and `average_precision` are unweighted means over the classes
 ("macro"), and `roc_auc` is the mean of one class against the rest. With several values per row, value metrics are uniform
 means. A metric that these rows do not define, such as `roc_auc` of rows of one class, is NaN.
 """

@@ -6,6 +6,8 @@ A folder is read as data alone: run.json and table.json, and the weights from mo
 from __future__ import annotations
 
 import json
+import logging
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +25,14 @@ from onelaunch.train.predict import float64_outputs
 from onelaunch.train.run_folder import ABOUT, CONFIG, MODEL, TABLE
 from onelaunch.train.scores import Scores, class_scores, value_scores
 
+log = logging.getLogger("onelaunch")
+
 
 @dataclass(frozen=True)
 class Predictor:
     """A trained network. For a run on a table, x is the path of a file, a DataFrame or a dict of columns, found by name;
-    for other runs, an array of rows as in training."""
+    for other runs, an array of rows as in training. A category that training did not have is encoded as zeros; the
+    logger "onelaunch" warns of the number of such rows."""
 
     path: Path  # the run folder
     model: nn.Sequential  # the network, which takes encoded rows
@@ -60,7 +65,8 @@ class Predictor:
 
     def evaluate(self, x: Any, y: Any = None) -> dict[str, Scores]:
         """{"scores": {...}, "constant": {...}}: accuracy, balanced accuracy and F1, or R², RMSE and MAE; and the same
-        for the best constant prediction, the most frequent class or the mean in training.
+        for the best constant prediction, the most frequent class or the mean in training. F1 is that of the second of
+        two classes, `classes[1]`, and the unweighted mean over the classes of more.
 
         y: the targets, as `predict` returns them; None takes them from the target column of x.
         """
@@ -83,11 +89,20 @@ class Predictor:
         return {"scores": scores, "constant": constant}
 
     def _as_input(self, x: Any) -> Any:
+        if isinstance(x, Table):  # its maker has looked for unseen categories
+            return x
         if self.encoding is not None:
-            return as_table(x, self.encoding.text_columns)
+            table = as_table(x, self.encoding.text_columns)
+            self._report_unseen(table)
+            return table
         if isinstance(x, str | Path):
             raise ArgumentTypeError(f"x={str(x)!r}: {self.path} was trained on arrays: pass an array of rows")
         return np.asarray(x)
+
+    def _report_unseen(self, table: Table) -> None:
+        assert self.encoding is not None
+        for name, count in self.encoding.encoder.unseen(table).items():
+            log.warning("%s of %s rows have a category in %r that training did not have", count, len(table), name)
 
     def _outputs(self, x: Any) -> np.ndarray:
         return float64_outputs(self.model, self._encode(self._as_input(x)))
@@ -136,6 +151,11 @@ def load(run_folder: str | Path) -> Predictor:
         encoding = None
         if (path / TABLE).exists():
             encoding = TableEncoding.from_json(json.loads((path / TABLE).read_text(encoding="utf-8")))
+        elif about.get("table"):
+            raise OnelaunchError(
+                f"{path} has no {TABLE}, which says how the columns of its table are encoded: put it back, or repeat the run "
+                f"with onelaunch train {shlex.quote(str(path / CONFIG))}"
+            )
         model = mlp(**network)
         _load_weights(model, path / MODEL)
         return Predictor(path, model, str(about["loss"]), classes, encoding, float(about["baseline"]))

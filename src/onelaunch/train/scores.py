@@ -5,6 +5,8 @@ scikit-learn computes them; it is imported when they are asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 Scores = dict[str, float]
@@ -47,6 +49,10 @@ def value_scores(y: np.ndarray, predicted: np.ndarray, mean: float) -> tuple[Sco
     return scores(predicted), scores(np.full(len(y), mean))
 
 
-def describe(scores: Scores, constant: Scores) -> str:
-    """`accuracy 0.9123 (constant 0.5012), …`"""
-    return ", ".join(f"{name} {value:.4g} (constant {constant[name]:.4g})" for name, value in scores.items())
+def describe(scores: Scores, constant: Scores, classes: Sequence[str] | None = None) -> str:
+    """`accuracy 0.9123 (constant 0.5012), …`. Of two classes, F1 says which one it is of: `F1 of 'yes'`."""
+    two = classes is not None and len(classes) == 2
+    names = {"F1": f"F1 of {classes[1]!r}"} if two and classes else {}
+    return ", ".join(
+        f"{names.get(name, name)} {value:.4g} (constant {constant[name]:.4g})" for name, value in scores.items()
+    )

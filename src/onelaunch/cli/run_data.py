@@ -1,0 +1,78 @@
+"""The data of a run: loaded as the configuration says, announced on the terminal, and recognised when the run resumes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onelaunch.cli.config import TASK_OF_LOSS, TrainConfig
+from onelaunch.cli.say import say
+from onelaunch.data import NAMES, Dataset, load, split
+from onelaunch.data.table_encoding import load_table
+from onelaunch.data.table_file import decimal_comma, with_point
+from onelaunch.errors import OnelaunchError, abbreviate_list
+from onelaunch.files import digest_of_file
+from onelaunch.table_names import is_table_file
+
+MAX_DEVIATION = 30.0  # standard deviation above which the usual learning rates no longer fit
+
+
+def load_data(settings: TrainConfig) -> tuple[Dataset, TrainConfig]:
+    """The data of the run with a test part, announced on the terminal, with notes on what may surprise; and the settings,
+    completed by what the data says."""
+    dataset = _load_table(settings) if is_table_file(Path(settings.data)) else _load_arrays(settings)
+    say("data", dataset.source)
+    if dataset.fallback:
+        say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
+    if dataset.encoding is not None:
+        for name, reason in dataset.encoding.encoder.left_out.items():
+            say("note", f"column {name!r} is not used: it {reason}")
+        commas = dataset.encoding.encoder.decimal_commas
+        if text := decimal_comma(dataset.classes or ()):
+            commas |= {dataset.encoding.target.name: text}
+        for name, text in commas.items():
+            point = with_point(text)
+            say("note", f"column {name!r} is text, as {text!r} has a decimal comma: for numbers write {point}")
+        say("task", f"{dataset.encoding.target.task} of {dataset.encoding.target.name!r}")
+    elif dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
+        say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
+    for what, array in (("features", dataset.x), ("targets", dataset.y)):
+        if array.dtype == np.float32 and (spread := float(array.std())) > MAX_DEVIATION:
+            say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
+    return dataset, settings.resolved(len(dataset.x), dataset.classes is not None)
+
+
+def _load_table(settings: TrainConfig) -> Dataset:
+    task = settings.task or (TASK_OF_LOSS[settings.loss] if settings.loss else None)
+    return load_table(
+        Path(settings.data).expanduser(), target=settings.target, task=task, categorical=tuple(settings.categorical),
+        fraction=settings.validation, seed=settings.seed,
+    )  # fmt: skip
+
+
+def _load_arrays(settings: TrainConfig) -> Dataset:
+    values = None if settings.loss is None else settings.loss != "cross_entropy"
+    dataset = load(settings.data, data_dir=settings.data_dir, target=settings.target, values=values)
+    return dataset if dataset.test_x is not None else split(dataset, settings.validation, settings.seed)
+
+
+def options_of(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:
+    """The arguments of `fit` that describe the run, with classes by their numbers."""
+    options, weight = settings.fit_options(), settings.class_weight
+    if isinstance(weight, dict) and dataset.classes is not None:
+        for label in weight:
+            if str(label) not in dataset.classes:
+                known = abbreviate_list(dataset.classes)
+                raise OnelaunchError(
+                    f"class_weight names {str(label)!r}, which is not a class of {dataset.name}: it has {known}"
+                )
+        options["class_weight"] = {dataset.classes.index(str(label)): value for label, value in weight.items()}
+    return options
+
+
+def data_digest(settings: TrainConfig) -> str | None:
+    """The digest of the data file; None for a data set that has a name, and for a file that is gone."""
+    path = Path(settings.data).expanduser()
+    return digest_of_file(path) if settings.data not in NAMES and path.is_file() else None
