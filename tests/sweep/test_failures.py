@@ -154,7 +154,58 @@ def test_a_model_that_fails_in_its_first_epoch_is_a_failed_row(strategy):
         ol.sweep(Picky, X[:61], Y[:61], grid={"batch_size": [30, 20, 15]}, **arguments)
 
 
-def test_what_a_callback_raises_ends_the_sweep(tmp_path):
+class Failing:
+    """A callback that raises `error` in members of this learning rate."""
+
+    def __init__(self, error: BaseException, lr: float = 0.25) -> None:
+        self.error, self.lr = error, lr
+        self.calls: list[float] = []
+
+    def __call__(self, history: ol.History) -> None:
+        self.calls.append(history.epochs[-1]["lr"])
+        if self.calls[-1] == self.lr:
+            raise self.error
+
+
+@pytest.mark.parametrize("strategy", ["grid", "halving"])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ZeroDivisionError("no\nrows"), "a callback raised ZeroDivisionError: no"),
+        (MemoryError(), "a callback raised MemoryError"),
+        (ol.OnelaunchError("no"), "a callback failed: no"),
+    ],
+    ids=repr,
+)
+def test_a_member_whose_callback_raises_is_a_failed_row(strategy, error, reason):
+    callback = Failing(error)
+    arguments: dict[str, Any] = {"grid": {"lr": [0.25, 0.125]}, "strategy": strategy, **OPTIONS}
+    result = ol.sweep(picky, X, Y, callbacks=[callback], **arguments)
+    assert result.failures == {0: reason}
+    assert result.best.parameters == {"lr": 0.125}
+    assert callback.calls == [0.25, 0.125, 0.125], "after the failure, the member trains no further"
+    assert same_weights(result.model(1), ol.sweep(picky, X, Y, **arguments).model(1))
+
+
+def test_where_every_callback_raises_the_reason_is_raised(tmp_path):
     (tmp_path / "log.csv").mkdir()
-    with pytest.raises(ol.OnelaunchError, match=r"log\.csv' cannot be written"):
+    with pytest.raises(
+        ol.OnelaunchError, match=r"no candidate .* a callback failed: path=.*log\.csv' cannot be written"
+    ):
         ol.sweep(picky, X, Y, grid={"width": [4, 8]}, callbacks=[ol.CsvLogger(tmp_path / "log.csv")], **OPTIONS)
+
+
+def test_a_callback_may_interrupt_the_sweep():
+    callback = Failing(KeyboardInterrupt())
+    result = ol.sweep(picky, X, Y, grid={"lr": [0.125, 0.25, 0.5]}, callbacks=[callback], **OPTIONS)
+    assert result.interrupted
+    assert not result.failures
+    assert callback.calls == [0.125, 0.125, 0.25]
+
+
+def test_a_member_whose_callback_raised_is_tried_again_in_its_checkpoint(tmp_path):
+    arguments = {"grid": {"lr": [0.25, 0.125]}, "checkpoint": tmp_path / "kept", **OPTIONS}
+    assert ol.sweep(picky, X, Y, callbacks=[Failing(OSError("no disk"))], **arguments).failures
+    again = Failing(OSError("no disk"), lr=0.0)
+    assert not ol.sweep(picky, X, Y, callbacks=[again], **arguments).failures
+    assert again.calls == [0.25, 0.25]

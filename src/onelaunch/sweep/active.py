@@ -9,15 +9,23 @@ from pathlib import Path
 
 from onelaunch.engines.contract import Run, State
 from onelaunch.engines.members import MemberResult, MemberTask
-from onelaunch.errors import DivergedError, OnelaunchError
+from onelaunch.errors import DivergedError, OnelaunchError, described
 from onelaunch.sweep.member import steps_of_part
 from onelaunch.train.best_weights import EpochEnd
+from onelaunch.train.callbacks import Callback
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.loop import Saver, raise_if_diverged
 
 
 class MemberError(OnelaunchError):
     """A member that cannot be trained, while others may: its model cannot be made, or does not fit the data."""
+
+
+def callback_failure(error: Exception) -> str:
+    """Why a member failed whose callback raised `error`."""
+    return (
+        f"a callback failed: {error}" if isinstance(error, OnelaunchError) else f"a callback raised {described(error)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -67,10 +75,11 @@ class ActiveMember:
     """A member in training: its history, and what follows each epoch."""
 
     def __init__(
-        self, index: int, run: Run, engine: str, reason: str, device: str, finite_before: frozenset[str] | None = None
-    ) -> None:
+        self, index: int, run: Run, engine: str, reason: str, device: str,
+        finite_before: frozenset[str] | None = None, callbacks: tuple[Callback, ...] = (),
+    ) -> None:  # fmt: skip
         """`finite_before`: as in Saver; it is the same for all members of a group."""
-        self.index = index
+        self.index, self.callbacks = index, callbacks
         self.epoch_end = EpochEnd(run)
         self.run = dataclasses.replace(run, checkpoints=True) if self.epoch_end.needs_weights else run
         self.history = History(engine=engine, reason=reason, device=device)
@@ -109,9 +118,20 @@ class ActiveMember:
                 record = self.recorder.add(segment, seconds / len(result.segments))
                 if record is not None and self.epoch_end.needs_weights:
                     self.epoch_end.complete(record)
+                if record is not None and not self._call_back():
+                    return
             self.saver.raise_on_bad_weights()
         except DivergedError as error:
             self.error = str(error)
+
+    def _call_back(self) -> bool:
+        """Call the callbacks with the History. False if one raises: then the member has failed."""
+        try:
+            for callback in self.callbacks:
+                callback(self.history)
+        except Exception as error:
+            self.error, self.run_failed = callback_failure(error), True
+        return not self.run_failed
 
     def outcome(self) -> Outcome:
         if self.run_failed:

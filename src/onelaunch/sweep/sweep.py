@@ -76,8 +76,9 @@ def sweep(
     **options: everything else that `fit` accepts, the same for all members: epochs, batch_size, optimizer, engine, ….
 
     A member is the run `torch.manual_seed(seed); model = make_model(…); ol.fit(model, …, seed=seed)`, to the same bits on a
-    CPU. A member whose loss diverges, or whose model cannot be made or run, is reported in the table and does not stop the
-    others; OnelaunchError if no candidate can be trained. Ctrl-C ends the sweep, and the result has the finished members.
+    CPU. A member whose loss diverges, whose model cannot be made or run, or whose callback raises, is reported in the table
+    and does not stop the others; OnelaunchError if no candidate can be trained. Ctrl-C ends the sweep, and the result has
+    the finished members.
     """
     given = _check_options(options)
     require_option("strategy", strategy, STRATEGIES)

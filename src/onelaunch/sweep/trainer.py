@@ -22,7 +22,7 @@ from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.errors import DivergedError, OnelaunchError, UnsupportedError, first_line, is_out_of_memory
 from onelaunch.run.distributed import LostRankError
 from onelaunch.run.network import Dropout, Network
-from onelaunch.sweep.active import ActiveMember, Job, MemberError, Outcome, Switch
+from onelaunch.sweep.active import ActiveMember, Job, MemberError, Outcome, Switch, callback_failure
 from onelaunch.sweep.member import SHARED
 from onelaunch.train.callbacks import Callback, WithCallbacks
 from onelaunch.train.history import History
@@ -160,7 +160,7 @@ def _train_with(
     for job, own in members:
         found = job.continues.active if job.continues else None
         known = active[0].saver.finite_before if active else None
-        found = found or ActiveMember(job.index, own, engine.name, reason, device, known)
+        found = found or ActiveMember(job.index, own, engine.name, reason, device, known, callbacks)
         found.history.precision = "fp32" if on_cpu and own.spec.precision == "auto" else own.spec.compiled_precision
         found.aim(job.part)
         active.append(found)
@@ -247,19 +247,25 @@ def _one_after_another(
             history = drive(
                 run, checkpoint=None, resume=False, progress=Progress(), listener=listener, started=time.perf_counter()
             )
-        except DivergedError as reason:
-            error, history = str(reason), listener.history
-        except (UnsupportedError, LostRankError):
-            raise
-        except OnelaunchError as reason:
-            if reason is listener.raised:
-                raise
-            yield Outcome(job.index, None, History(), str(reason))
-            continue
         except KeyboardInterrupt:
             switch.stop = True
             return
+        except Exception as reason:
+            if isinstance(reason, DivergedError) and reason is not listener.raised:
+                error, history = str(reason), listener.history
+            else:
+                yield Outcome(job.index, None, History(), _failure_or_raise(reason, listener.raised))
+                continue
         yield Outcome(job.index, run, history, error)
+
+
+def _failure_or_raise(error: Exception, raised_by_callback: Exception | None) -> str:
+    """Why a member failed; raises what concerns the others as well."""
+    if error is raised_by_callback:
+        return callback_failure(error)
+    if isinstance(error, UnsupportedError | LostRankError) or not isinstance(error, OnelaunchError):
+        raise error
+    return str(error)
 
 
 class _Kept(WithCallbacks):
