@@ -25,6 +25,7 @@ from onelaunch.errors import CheckpointError, reason_of, require_path, unwritabl
 from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
 from onelaunch.sweep.member import Record
 from onelaunch.train.checkpoint import digest_of
+from onelaunch.train.tensor_files import open_tensors
 
 log = logging.getLogger("onelaunch")
 ABOUT = "sweep.json"
@@ -85,11 +86,11 @@ class Store:
         return about
 
     def _read(self, part: Path, shared: dict[tuple[str, ...], dict[str, Any]]) -> list[Record]:
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         found = []
         try:
-            with safe_open(part, framework="pt") as file:
+            with open_tensors(part) as file:
                 about = _verified_about(file.metadata())
                 tables = [shared.setdefault(tuple(entry.values()), entry) for entry in about["shared"]]
                 names = _names_by_member(file.keys())
@@ -108,7 +109,7 @@ class Store:
 
     def weights(self, index: int) -> State | None:
         """The weights of a finished member; None if the folder does not have them, or no longer."""
-        from safetensors import SafetensorError, safe_open
+        from safetensors import SafetensorError
 
         if index in self._pending:
             return self._pending[index][1] or None
@@ -117,7 +118,7 @@ class Store:
             return None
         prefix = f"{index}.weights."
         try:
-            with safe_open(part, framework="pt") as file:
+            with open_tensors(part) as file:
                 entry = _verified_about(file.metadata())["members"][str(index)]
                 tensors = _verified_tensors(file, _names_by_member(file.keys())[str(index)], entry)
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:

@@ -23,6 +23,7 @@ from torch import nn
 from onelaunch.engines.contract import Run, State
 from onelaunch.errors import CheckpointError, unwritable_reason
 from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
+from onelaunch.train.tensor_files import read_tensors
 
 FORMAT = 1
 FREE_TO_CHANGE = {"engine", "memory", "precision", "metrics"}  # they say how a run is executed and watched
@@ -94,15 +95,13 @@ def cpu_copies(tensors: Mapping[str, torch.Tensor]) -> State:
 
 def load_checkpoint(path: Path) -> Checkpoint:
     """Read and verify the checkpoint; raises CheckpointError if it is missing, damaged or not one of ours."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     remedy = "pass the checkpoint of a run, or start a new run without resume"
     if not path.is_file():
         raise _error(path, f"does not exist: {remedy}")
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors, metadata = read_tensors(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise _error(path, f"is damaged or not a safetensors file ({error}): {remedy}") from error
     about_text = metadata.get("onelaunch")
@@ -138,12 +137,6 @@ def _is_complete(about: dict[str, Any]) -> bool:
 
 def _part(tensors: State, prefix: str) -> State:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def metadata_of(content: bytes) -> dict[str, str]:
-    """The metadata of a safetensors file: its header is JSON, after eight bytes with its length."""
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    return dict(header.get("__metadata__", {}))
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor], about: str = "") -> str:

@@ -18,12 +18,13 @@ from torch import nn
 from onelaunch.data.table_encoding import TableEncoding, as_table
 from onelaunch.data.table_file import Table
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of, require_path
-from onelaunch.train.checkpoint import digest_of, metadata_of
+from onelaunch.train.checkpoint import digest_of
 from onelaunch.train.inputs import check_finite, to_tensor
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 from onelaunch.train.run_folder import ABOUT, CONFIG, MODEL, TABLE
 from onelaunch.train.scores import Scores, class_scores, value_scores
+from onelaunch.train.tensor_files import read_tensors
 
 log = logging.getLogger("onelaunch")
 
@@ -174,12 +175,10 @@ def load(run_folder: str | Path) -> Predictor:
 
 def _load_weights(model: nn.Module, path: Path) -> None:
     from safetensors import SafetensorError
-    from safetensors.torch import load as load_tensors
 
     try:
-        content = path.read_bytes()  # safe_open takes no path that is not UTF-8
-        tensors = load_tensors(content)
-        digest = metadata_of(content).get("sha256")
+        tensors, metadata = read_tensors(path)
+        digest = metadata.get("sha256")
         if digest is not None and digest != digest_of(tensors):  # an older version wrote none
             raise RuntimeError("its checksum does not match")
         model.load_state_dict(tensors)
