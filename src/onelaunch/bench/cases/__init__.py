@@ -1,5 +1,8 @@
-"""The cases, one file per group; `large`, `images` belong to `train`, `fused_models` to `models`. Importing registers them."""
+"""The cases, one file per group. Importing registers them.
 
-from onelaunch.bench.cases import cpu, fused_models, images, large, memory, models, ops, sweep, tabular, train
+`large` and `images` belong to the group `train`, `fused_models` to `models`, `norms` to `ops`.
+"""
 
-__all__ = ["cpu", "fused_models", "images", "large", "memory", "models", "ops", "sweep", "tabular", "train"]
+from onelaunch.bench.cases import cpu, fused_models, images, large, memory, models, norms, ops, sweep, tabular, train
+
+__all__ = ["cpu", "fused_models", "images", "large", "memory", "models", "norms", "ops", "sweep", "tabular", "train"]

@@ -1,6 +1,7 @@
 """The fused ops against PyTorch eager, torch.compile, cuBLASLt's epilogue, and a copy of the bytes that must move.
 
 They are called over rotating inputs (rotation.py), except for the Python time of a call, which is taken at one tiny input.
+The norms have a file of their own, `norms.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from onelaunch.activations import activate
 from onelaunch.bench.case import Trial, Work, case
 from onelaunch.bench.measure import cuda_device
+from onelaunch.bench.op_trials import DTYPES, add_case, close, close_gradients, training_steps
 from onelaunch.bench.rotation import Step, forward_step, input_sets, training_step, trial
-from onelaunch.ops import batch_norm, cross_entropy, layer_norm, linear, linear_cross_entropy, relu_dropout, rms_norm
+from onelaunch.ops import batch_norm, cross_entropy, layer_norm, linear, linear_cross_entropy, relu_dropout
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 LINEAR_SHAPES = ((8192, 4096, 4096), (4096, 1024, 4096), (1024, 1024, 1024), (128, 784, 784), (32, 784, 128))  # m, k, n
 LOGITS = (
     (8192, 32768, "bf16"),
@@ -32,38 +32,7 @@ HEADS = (
     (8192, 768, 50257),
     (8192, 1024, 32000),
 )  # rows, features, classes: the last layers of GPT-2 and of a small Llama
-NORMS = (
-    ("layer_norm", 8192, 768, "bf16"),
-    ("layer_norm", 8192, 768, "fp32"),
-    ("rms_norm", 8192, 1024, "bf16"),
-    ("rms_norm", 8192, 4096, "bf16"),
-)  # op, rows, units, dtype: the norms of GPT-2, of a small Llama and of a large one
 BURSTS, CALLS = 5, 200  # calls per burst, for the Python time of an op at tiny size
-
-
-def _close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    error = ((got.double() - expected).norm() / expected.norm()).item()
-    limit = 1e-5 if got.dtype == torch.float32 else 1e-2
-    assert error < limit, f"{what} differs from float64 by {error:.1e}"  # also fails on NaN
-
-
-def _close_gradients(
-    ours: tuple[torch.Tensor, list[torch.Tensor]],
-    exact: tuple[torch.Tensor, list[torch.Tensor]],
-    dy: torch.Tensor,
-    names: tuple[str, ...] = ("x", "weight", "bias"),
-) -> None:
-    """Check the gradients of an output with respect to its inputs, called `names`."""
-    pairs = zip(torch.autograd.grad(*ours, dy), torch.autograd.grad(*exact, dy.double()), strict=True)
-    for what, (mine, other) in zip(names, pairs, strict=True):
-        _close(mine, other, f"gradient of {what}")
-
-
-def _training_steps(
-    ours: Callable[..., torch.Tensor], plain: Callable[..., torch.Tensor], inputs: list[list[torch.Tensor]], dy: torch.Tensor
-) -> dict[str, Step]:  # fmt: skip
-    functions = {"onelaunch": ours, "torch eager": plain, "torch.compile": torch.compile(plain)}
-    return {name: training_step(function, inputs, dy) for name, function in functions.items()}
 
 
 def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
@@ -79,9 +48,9 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
         x = torch.randn(n, device="cuda", dtype=dtype, requires_grad=True)
         y = relu_dropout(x, 0.5)
         kept = y.detach() != 0
-        _close(y.detach(), torch.where(kept, x.detach().double() * 2, 0), "output")
+        close(y.detach(), torch.where(kept, x.detach().double() * 2, 0), "output")
         (dx,) = torch.autograd.grad(y, x, dy)
-        _close(dx, torch.where(kept, dy.double() * 2, 0), "gradient")
+        close(dx, torch.where(kept, dy.double() * 2, 0), "gradient")
         assert abs(kept.double().mean().item() - 0.25) < 1e-3
 
     def copy(index: int) -> None:
@@ -98,78 +67,6 @@ def _relu_dropout(dtype: torch.dtype, backward: bool) -> Trial:
     steps["floor: two copies" if backward else "floor: copy"] = copy
     passes = 4 if backward else 2
     return trial(steps, 3, check, in_graph=backward, moved=passes * n * dtype.itemsize, flops=passes * n, dtype=dtype)
-
-
-def _batch_norm(dtype: torch.dtype) -> Trial:
-    cuda_device()
-    m, c = 65536, 1024
-    weight, bias = torch.rand(c, device="cuda", requires_grad=True), torch.randn(c, device="cuda", requires_grad=True)
-    inputs = [[torch.randn(m, c, device="cuda", dtype=dtype, requires_grad=True), weight, bias] for _ in range(3)]
-    dy, out = torch.randn(m, c, device="cuda", dtype=dtype), torch.empty(m, c, device="cuda", dtype=dtype)
-
-    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return batch_norm(x, None, None, weight, bias, training=True, activation="relu", dropout=0.1)
-
-    def plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.dropout(F.relu(F.batch_norm(x, None, None, weight, bias, training=True)), 0.1)
-
-    def check() -> None:
-        got = [torch.randn(m, c, device="cuda", dtype=dtype).requires_grad_(), weight, bias]
-        y = ours(*got)
-        exact = [tensor.detach().double().requires_grad_() for tensor in got]
-        z = F.batch_norm(exact[0], None, None, exact[1], exact[2], training=True)
-        expected = torch.where((y.detach() != 0) | (z <= 0), F.relu(z) / 0.9, 0)
-        _close(y.detach(), expected.detach(), "output")
-        upstream = torch.where(z.detach().abs() > 1e-4, dy, 0)  # nearer to zero, rounding may flip relu's derivative
-        _close_gradients((y, got), (expected, exact), upstream)
-
-    def copy(index: int) -> None:
-        for _ in range(4):
-            out.copy_(inputs[index][0].detach())
-
-    steps = {**_training_steps(ours, plain, inputs, dy), "floor: eight passes": copy}
-    return trial(steps, 3, check, moved=8 * m * c * dtype.itemsize, flops=20 * m * c, dtype=dtype)
-
-
-def _norm(what: str, rows: int, units: int, dtype: torch.dtype) -> Trial:
-    """Dropout of x (in layer norm's cases), the residual addition and the norm."""
-    cuda_device()
-    ours_norm, plain_norm, p = (layer_norm, F.layer_norm, 0.1) if what == "layer_norm" else (rms_norm, F.rms_norm, 0.0)
-    size = rows * units * dtype.itemsize
-    sets = input_sets(2 * size)
-    dy, out = (torch.randn(rows, units, device="cuda", dtype=dtype) for _ in range(2))
-
-    def made() -> list[torch.Tensor]:
-        tensors = (torch.randn(shape, device="cuda", dtype=dtype) for shape in ((rows, units), (rows, units), (units,)))
-        return [tensor.requires_grad_() for tensor in tensors]
-
-    def ours(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = ours_norm(x, weight, residual=residual, dropout=p, eps=1e-5)
-        return y
-
-    def plain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return plain_norm(F.dropout(x, p) + residual, (units,), weight, eps=1e-5)
-
-    def check() -> None:
-        got = made()
-        y, s = ours_norm(got[0], got[2], residual=got[1], dropout=p, eps=1e-5, return_sum=True)
-        kept = torch.autograd.grad(s, got[0], torch.ones_like(s), retain_graph=True)[0] != 0
-        exact = [tensor.detach().double().requires_grad_() for tensor in got]
-        expected = plain_norm(torch.where(kept, exact[0] / (1 - p), 0) + exact[1], (units,), exact[2], eps=1e-5)
-        _close(y.detach(), expected.detach(), "output")
-        _close_gradients((y, got), (expected, exact), dy, ("x", "residual", "weight"))
-
-    # Forward x and the residual are read, the sum and y written; backward the sum and dy are read, dx and, where dropout makes
-    # it another tensor, dresidual are written.
-    passes = 8 if p else 7
-
-    def copy(index: int) -> None:
-        for _ in range(passes // 2):
-            out.copy_(inputs[index][0].detach())
-
-    inputs = [made() for _ in range(sets)]
-    steps = {**_training_steps(ours, plain, inputs, dy), f"floor: {passes // 2} copies": copy}
-    return trial(steps, sets, check, moved=passes * size, flops=20 * rows * units, dtype=dtype)
 
 
 def _linear_bytes(m: int, k: int, n: int) -> int:
@@ -197,11 +94,11 @@ def _check_linear(m: int, k: int, n: int, activation: str, p: float) -> None:
     expected = activate(z, activation)
     if p:
         expected = torch.where((y.detach() != 0) | (z <= 0), expected / (1 - p), 0)
-    _close(y.detach(), expected.detach(), "output")
+    close(y.detach(), expected.detach(), "output")
     dy = torch.where(
         z.detach().abs() > 2e-2, torch.randn_like(y), 0
     )  # nearer to zero, rounding may flip relu's derivative
-    _close_gradients((y, got), (expected, exact), dy)
+    close_gradients((y, got), (expected, exact), dy)
 
 
 def _linear_forward(m: int, k: int, n: int, activation: str) -> Trial:
@@ -242,7 +139,7 @@ def _linear_training(m: int, k: int, n: int) -> Trial:
     def ours(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return linear(x, w, b, activation="relu", dropout=0.1)
 
-    steps = _training_steps(ours, plain, inputs, dy)
+    steps = training_steps(ours, plain, inputs, dy)
     # Backward reads x, w and dy, and writes dx and dw.
     moved = 2 * _linear_bytes(m, k, n) + 2 * (m * k + k * n)
     made = trial(
@@ -263,15 +160,15 @@ def _cross_entropy(rows: int, classes: int, dtype: torch.dtype) -> Trial:
         loss = cross_entropy(logits, target)
         exact = logits.detach().double().requires_grad_()
         expected = F.cross_entropy(exact, target)
-        _close(loss.detach(), expected.detach(), "loss")
+        close(loss.detach(), expected.detach(), "loss")
         (dx,) = torch.autograd.grad(loss, logits)
-        _close(dx, torch.autograd.grad(expected, exact)[0], "gradient")
+        close(dx, torch.autograd.grad(expected, exact)[0], "gradient")
 
     def plain(logits: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits, target)
 
     steps = {
-        **_training_steps(lambda logits: cross_entropy(logits, target), plain, inputs, one),
+        **training_steps(lambda logits: cross_entropy(logits, target), plain, inputs, one),
         # Not copy_: at this size it uses the copy engine, which takes 1.6 times as long as a kernel that reads and writes.
         "floor: one pass": lambda index: torch.mul(inputs[index][0].detach(), 1.0, out=out),
     }
@@ -300,13 +197,13 @@ def _linear_cross_entropy(rows: int, features: int, classes: int) -> Trial:
         got = made()
         exact = [tensor.detach().double().requires_grad_() for tensor in got]
         loss, expected = ours(*got), F.cross_entropy(F.linear(*exact), target)
-        _close(loss.detach().bfloat16(), expected.detach(), "loss")
+        close(loss.detach().bfloat16(), expected.detach(), "loss")
         pairs = zip(torch.autograd.grad(loss, got), torch.autograd.grad(expected, exact), strict=True)
         for what, (mine, other) in zip(("x", "weight"), pairs, strict=True):
-            _close(mine, other, f"gradient of {what}")
+            close(mine, other, f"gradient of {what}")
 
     inputs = [made() for _ in range(sets)]
-    steps = _training_steps(ours, plain, inputs, torch.ones((), device="cuda"))
+    steps = training_steps(ours, plain, inputs, torch.ones((), device="cuda"))
     moved = 2 * 2 * (rows * features + weights)  # x and weight are read, their gradients written
     return trial(steps, sets, check, moved=moved, flops=6 * rows * weights)
 
@@ -338,38 +235,23 @@ def _call(ours: Callable[[], torch.Tensor], plain: Callable[[], torch.Tensor], u
 
 
 def _register() -> None:
-    def add(name: str, about: str, setup: Callable[..., Trial], *arguments: object) -> None:
-        case(name, "ops", about, "call")(partial(setup, *arguments))
-
     for label, dtype in DTYPES.items():
         for suffix, backward in (("forward", False), ("training", True)):
             about = f"ReLU + dropout of 50 * 2**20 elements, {label}, {suffix}"
-            add(f"ops/relu_dropout-{label}-{suffix}", about, _relu_dropout, dtype, backward)
-        about = f"batch norm + ReLU + dropout, 65536 x 1024, {label}, forward and backward"
-        add(f"ops/batch_norm-{label}-training", about, _batch_norm, dtype)
+            add_case(f"ops/relu_dropout-{label}-{suffix}", about, _relu_dropout, dtype, backward)
     for m, k, n in LINEAR_SHAPES:
         for activation in ("relu", "sigmoid", "gelu_tanh", "silu"):
             about = f"linear + {activation}, bf16, forward"
-            add(f"ops/linear-{activation}-{m}x{k}x{n}", about, _linear_forward, m, k, n, activation)
+            add_case(f"ops/linear-{activation}-{m}x{k}x{n}", about, _linear_forward, m, k, n, activation)
         about = "linear + ReLU + dropout(0.1), bf16, forward and backward"
-        add(f"ops/linear-relu-dropout-{m}x{k}x{n}-training", about, _linear_training, m, k, n)
+        add_case(f"ops/linear-relu-dropout-{m}x{k}x{n}-training", about, _linear_training, m, k, n)
     for rows, classes, label in LOGITS:
         about = f"cross-entropy of {rows} x {classes}, {label}, forward and backward"
-        add(f"ops/cross_entropy-{rows}x{classes}-{label}", about, _cross_entropy, rows, classes, DTYPES[label])
-    for what, rows, units, label in NORMS:
-        parts = "dropout(0.1) + residual + layer norm" if what == "layer_norm" else "residual + RMS norm"
-        about = f"{parts}, {rows} x {units}, {label}, forward and backward"
-        add(f"ops/{what}-{rows}x{units}-{label}-training", about, _norm, what, rows, units, DTYPES[label])
+        add_case(f"ops/cross_entropy-{rows}x{classes}-{label}", about, _cross_entropy, rows, classes, DTYPES[label])
     for rows, features, classes in HEADS:
         about = f"linear {features} to {classes} + cross-entropy of {rows} rows, bf16, forward and backward"
-        add(
-            f"ops/linear_cross_entropy-{rows}x{features}x{classes}",
-            about,
-            _linear_cross_entropy,
-            rows,
-            features,
-            classes,
-        )
+        name = f"ops/linear_cross_entropy-{rows}x{features}x{classes}"
+        add_case(name, about, _linear_cross_entropy, rows, features, classes)
 
 
 def _tiny(what: str) -> Callable[[], Trial]:
