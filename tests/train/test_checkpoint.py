@@ -31,6 +31,16 @@ def test_a_schedule_fixes_the_length(tmp_path, schedule):
         run(network(), epochs=3, schedule=schedule, checkpoint=path, resume=True)
 
 
+def test_tensors_are_cloned_for_a_file_only_where_they_share_memory():
+    alone, whole = torch.zeros(3), torch.arange(6.0).reshape(2, 3)
+    found = checkpoint.unshared({"alone": alone, "whole": whole, "tied": whole, "row": whole[1], "turned": whole.t()})
+    assert [found[name].data_ptr() for name in ("alone", "whole")] == [alone.data_ptr(), whole.data_ptr()]
+    assert len({tensor.data_ptr() for tensor in found.values()}) == 5
+    assert all(tensor.is_contiguous() for tensor in found.values())
+    assert torch.equal(found["tied"], whole)
+    assert torch.equal(found["row"], whole[1])
+
+
 def test_every_kind_of_damage_is_noticed(tmp_path):
     path = tmp_path / "run.safetensors"
     run(network(), epochs=1, checkpoint=path)

@@ -56,3 +56,17 @@ def test_fit_refuses_a_model_whose_optimizer_state_does_not_fit(monkeypatch):
     with pytest.raises(ol.OnelaunchError, match=message):
         ol.fit(model, x, y, epochs=1, progress=False)
     ol.fit(model, x, y, epochs=1, optimizer="sgd", engine="eager", progress=False)
+
+
+def test_fit_refuses_a_model_whose_checkpoint_does_not_fit(monkeypatch, tmp_path):
+    monkeypatch.setattr("onelaunch.train.memory.free_memory", lambda: 2000)
+    monkeypatch.setattr("onelaunch.train.memory.MIN_CHECKED_BYTES", 0)
+    model = nn.Sequential(nn.Linear(20, 5))
+    arguments = {"epochs": 1, "engine": "eager", "progress": False}
+    x, y = torch.zeros(8, 20), torch.zeros(8, dtype=torch.int64)
+    ol.fit(model, x, y, **arguments)
+    message = "model is too large for checkpoints here: with them, its 105 parameters take 2.46 KiB, 1.95 KiB"
+    with pytest.raises(ol.OnelaunchError, match=message):
+        ol.fit(model, x, y, checkpoint=tmp_path / "run.safetensors", **arguments)
+    assert not (tmp_path / "run.safetensors").exists()
+    ol.fit(model, x, y, checkpoint=tmp_path / "run.safetensors", optimizer="sgd", **arguments)

@@ -171,7 +171,7 @@ def _number(argument: str, value: object, bound: float) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise ArgumentTypeError(f"{argument}={abbreviate(value)} is not a number")
     if not 0 <= value < bound:  # type: ignore[operator]
-        limit = {MAX_FLOAT32: " that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
+        limit = {MAX_FLOAT32: ", that float32 can hold", 1: " and below 1"}.get(bound, " and at most 1")
         raise OnelaunchError(f"{argument}={value!s:.40} must be a finite number, 0 or more{limit}")
     return float(value)
 

@@ -74,7 +74,7 @@ def _error(path: Path, message: str) -> CheckpointError:
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     from safetensors.torch import save
 
-    tensors = cpu_copies(
+    tensors = unshared(
         {f"model.{name}": tensor for name, tensor in checkpoint.model.items()}
         | {f"state.{name}": tensor for name, tensor in checkpoint.state.items()}
         | {f"best.{name}": tensor for name, tensor in checkpoint.best.items()}
@@ -88,9 +88,17 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         raise _error(path, unwritable_reason(error)) from error
 
 
-def cpu_copies(tensors: Mapping[str, torch.Tensor]) -> State:
-    """Clones on the CPU, because safetensors refuses tensors that share memory, such as tied weights."""
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+def unshared(tensors: Mapping[str, torch.Tensor]) -> State:
+    """The tensors on the CPU, contiguous, to be saved at once. Only those that share memory, such as tied weights, which
+    safetensors refuses, are clones: a copy of everything may not fit into memory."""
+    found, seen = {}, set()
+    for name, tensor in tensors.items():
+        here = tensor.detach().cpu().contiguous()
+        memory = here.untyped_storage()
+        shared = memory.nbytes() != here.nbytes or memory.data_ptr() in seen
+        seen.add(memory.data_ptr())
+        found[name] = here.clone() if shared else here
+    return found
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -145,7 +153,7 @@ def digest_of(tensors: Mapping[str, torch.Tensor], about: str = "") -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

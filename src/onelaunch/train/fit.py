@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from onelaunch.errors import OnelaunchError, require_path
+from onelaunch.run.distributed import world
 from onelaunch.run.early_stopping import EarlyStopping
 from onelaunch.run.options import Options
 from onelaunch.train.argument_names import advise
@@ -19,6 +20,7 @@ from onelaunch.train.callbacks import Callback, WithCallbacks, check_callbacks
 from onelaunch.train.history import History
 from onelaunch.train.inputs import make_run
 from onelaunch.train.loop import Listener, drive
+from onelaunch.train.memory import check_room_to_save
 from onelaunch.train.predict import remember_task
 from onelaunch.train.progress import make_progress
 
@@ -119,6 +121,9 @@ def fit_with(
     path = None if checkpoint is None else _checked_path(require_path("checkpoint", checkpoint))
     called = check_callbacks(callbacks)
     run = make_run(model, x, y, validation, options, sample_weight=sample_weight)
+    if path is not None and world().leads:
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        check_room_to_save(trained, run.spec, trains_here=run.device.type == "cpu")
     if run.loss_function is None:
         remember_task(run, flat=run.classes is not None or (y is not None and np.ndim(y) == 1))
     bar = make_progress(progress)

@@ -46,3 +46,16 @@ def check_room_to_train(parameters: int, spec: Spec) -> None:
             f"model is too large to train here with optimizer={spec.optimizer!r}: gradient and state of its {reason}: "
             "pass a smaller model"
         )
+
+
+def check_room_to_save(parameters: int, spec: Spec, *, trains_here: bool) -> None:
+    """Raise OnelaunchError if a checkpoint, which is one copy of weights and state, does not fit into host memory.
+
+    trains_here: on the CPU, beside gradient and state.
+    """
+    states = training_copies(spec.optimizer, spec.momentum) - 2
+    reason = no_room_reason(parameters, 1 + states + (1 + states if trains_here else 0))
+    if reason:
+        raise OnelaunchError(
+            f"model is too large for checkpoints here: with them, its {reason}: pass a smaller model, or checkpoint=None"
+        )

@@ -28,7 +28,7 @@ from torch import nn
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import remove_leftovers, write_atomic
-from onelaunch.train.checkpoint import cpu_copies, digest_of
+from onelaunch.train.checkpoint import digest_of, unshared
 from onelaunch.train.history import History, json_ready
 from onelaunch.train.loop import Listener
 
@@ -136,7 +136,7 @@ class RunFolder(Listener):
     def save_model(self, model: nn.Module) -> None:
         from safetensors.torch import save
 
-        tensors = cpu_copies(model.state_dict())
+        tensors = unshared(model.state_dict())
         self._write(MODEL, save(tensors, {"sha256": digest_of(tensors)}))
 
     def save_table(self, content: dict[str, Any]) -> None:
