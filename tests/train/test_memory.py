@@ -65,7 +65,7 @@ def test_fit_refuses_a_model_whose_checkpoint_does_not_fit(monkeypatch, tmp_path
     arguments = {"epochs": 1, "engine": "eager", "progress": False}
     x, y = torch.zeros(8, 20), torch.zeros(8, dtype=torch.int64)
     ol.fit(model, x, y, **arguments)
-    message = "model is too large for checkpoints here: with them, its 105 parameters take 2.46 KiB, 1.95 KiB"
+    message = "model is too large for checkpoints here: with them, its 105 parameters take 3.69 KiB, 1.95 KiB"
     with pytest.raises(ol.OnelaunchError, match=message):
         ol.fit(model, x, y, checkpoint=tmp_path / "run.safetensors", **arguments)
     assert not (tmp_path / "run.safetensors").exists()

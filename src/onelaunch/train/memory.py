@@ -13,6 +13,7 @@ from onelaunch.run.spec import Spec
 
 PARAMETER_BYTES = 4  # float32
 MIN_CHECKED_BYTES = 2**28  # what takes less is made without asking
+SAVED_COPIES = 2  # safetensors 0.8 makes them: 573 MiB of tensors took 1,146 MiB more to save
 MAX_NAMED_COUNT = 10**15  # larger numbers are not spelled out
 
 
@@ -49,12 +50,12 @@ def check_room_to_train(parameters: int, spec: Spec) -> None:
 
 
 def check_room_to_save(parameters: int, spec: Spec, *, trains_here: bool) -> None:
-    """Raise OnelaunchError if a checkpoint, which is one copy of weights and state, does not fit into host memory.
+    """Raise OnelaunchError if writing a checkpoint, which makes copies of weights and state, does not fit into host memory.
 
     trains_here: on the CPU, beside gradient and state.
     """
     states = training_copies(spec.optimizer, spec.momentum) - 2
-    reason = no_room_reason(parameters, 1 + states + (1 + states if trains_here else 0))
+    reason = no_room_reason(parameters, SAVED_COPIES * (1 + states) + (1 + states if trains_here else 0))
     if reason:
         raise OnelaunchError(
             f"model is too large for checkpoints here: with them, its {reason}: pass a smaller model, or checkpoint=None"
