@@ -16,7 +16,7 @@ from onelaunch.engines.graph.kernels.output_layer import output_layer
 from onelaunch.engines.graph.kernels.output_layer_small_batch import output_layer_small_batch
 from onelaunch.engines.graph.kernels.row_segment import Segment as SegmentKernel
 from onelaunch.engines.graph.kernels.row_segment import segment_backward, segment_forward
-from onelaunch.engines.graph.kernels.run_arguments import Addition, Clock, Epilogue, Rows, Targets, Weights
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows, Targets, Weights
 from onelaunch.engines.graph.kernels.run_state import sum_losses
 from onelaunch.engines.graph.kernels.split_k_update import split_k_update
 from onelaunch.engines.graph.kernels.weight_update import partial_products, weight_update
@@ -107,9 +107,8 @@ class StepRunner:
                 fused_backward(
                     self._take(data, f"dz{stage}"), self._take(data, f"h{stage - 1}"),
                     self._maybe(operation, data, f"z{stage - 1}"), self._gradient_into(operation, data),
-                    self._addition(operation, data, stage - 1), self._maybe(operation, data, "partial_dx"),
-                    self._maybe(operation, data, f"tickets.{stage}"), weights, self._before(stage, epilogues), clock,
-                    optimizer=self.optimizer, tile=tile, tf32=self.tf32,
+                    self._maybe(operation, data, "partial_dx"), self._maybe(operation, data, f"tickets.{stage}"), weights,
+                    self._before(stage, epilogues), clock, optimizer=self.optimizer, tile=tile, tf32=self.tf32,
                 )  # fmt: skip
             case "input_gradient":
                 input_gradient(
@@ -137,7 +136,6 @@ class StepRunner:
                     self._maybe(operation, data, f"z{stage - 1}"), self._take(data, "gradient"),
                     self._into(operation, data), self._take(data, "loss_parts"), before, clock,
                     loss=self.loss, data=None if gathered is None else data.x, gathered=gathered,
-                    addition=self._addition(operation, data, stage - 1),
                 )  # fmt: skip
             case "partial_products":
                 partial_products(
@@ -170,13 +168,7 @@ class StepRunner:
                 tf32=self.tf32, overlap=clock.overlap,
             )  # fmt: skip
         else:
-            segment, added, total = self.stages[stage].segment, None, None
-            if segment and segment.after:  # the sum is computed here, or by the segment's own kernel
-                total = self._maybe(operation, data, f"h{stage}")
-                added = None if total is None else self._added(data, segment.after)
-            hidden_forward(
-                x, weight, bias, h, z, epilogue, clock, tile=tile, tf32=self.tf32, added=added, total=total
-            )  # fmt: skip
+            hidden_forward(x, weight, bias, h, z, epilogue, clock, tile=tile, tf32=self.tf32)
 
     def _output(
         self, operation: Operation, data: Data, clock: Clock, epilogues: list[Epilogue], weight: torch.Tensor
@@ -194,9 +186,8 @@ class StepRunner:
             sum_losses(parts, self._take(data, "losses"), clock)
 
     def _before(self, stage: int, epilogues: list[Epilogue]) -> Epilogue:
-        """The epilogue that made a stage's input; a segment after it may have a backward pass of its own."""
-        apart = not stage or self.stages[stage - 1].has_kernels_for_segment(self.step.small)
-        return Epilogue() if apart else epilogues[stage - 1]
+        """The epilogue that made a stage's input; a segment, which comes after it, has a backward pass of its own."""
+        return Epilogue() if not stage or self.stages[stage - 1].segment else epilogues[stage - 1]
 
     def _into(self, operation: Operation, data: Data) -> torch.Tensor | None:
         """Where an operation stores the gradient of its stage's input."""
@@ -224,27 +215,22 @@ class StepRunner:
     def _added(self, data: Data, source: Source | None) -> torch.Tensor | None:
         return None if source is None else self._take(data, source_name(self.stages, source))
 
-    def _addition(self, operation: Operation, data: Data, stage: int) -> Addition:
-        """The addition after a stage's Linear, for the kernel that computes its dz."""
-        segment = self.stages[stage].segment if stage >= 0 else None
-        product, skip = (self._maybe(operation, data, f"{name}{stage}") for name in ("p", f"skip.{OUTPUT}"))
-        return Addition(product, skip, None if product is None or segment is None else self._skip(data, segment.after))
-
-    def _skip(self, data: Data, source: Source | None) -> torch.Tensor | None:
-        return None if source is None else self._take(data, f"skip.{source.point}{source.stage}")
-
     def _segment_backward(self, operation: Operation, data: Data, clock: Clock) -> None:
         stage = operation.stage
         segment = self.stages[stage].segment
         assert segment is not None
+
+        def skip(source: Source | None) -> torch.Tensor | None:
+            return None if source is None else self._take(data, f"skip.{source.point}{source.stage}")
+
         segment_backward(
             self._take(data, f"dh{stage}"), self._maybe(operation, data, f"skip.{OUTPUT}{stage}"),
             self._take(data, product_name(self.stages, stage)), self._maybe(operation, data, f"z{stage}"),
             self._added(data, segment.before),
-            self._maybe(operation, data, f"skip.{MIDDLE}{stage}"), self._skip(data, segment.after),
-            self._skip(data, segment.before), self._take(data, f"dz{stage}"),
-            self._maybe(operation, data, f"norm_parts{stage}"), self._maybe(operation, data, f"tickets.norm{stage}"),
-            self.segments[stage], self.epilogues[stage], clock, optimizer=self.optimizer,
+            self._maybe(operation, data, f"skip.{MIDDLE}{stage}"), skip(segment.after), skip(segment.before),
+            self._take(data, f"dz{stage}"), self._maybe(operation, data, f"norm_parts{stage}"),
+            self._maybe(operation, data, f"tickets.norm{stage}"), self.segments[stage], self.epilogues[stage], clock,
+            optimizer=self.optimizer,
         )  # fmt: skip
 
     def _narrow(self, operation: Operation, data: Data, clock: Clock) -> None:

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.engines.graph.kernels.optimizer import update_bias, update_scalars, updated
-from onelaunch.engines.graph.kernels.run_arguments import Addition, Clock, Epilogue, Weights
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Weights
 from onelaunch.engines.graph.kernels.run_state import EPOCH_STEP, RUN_STEP, derivative, dropout_keep, launch_step
 from onelaunch.engines.graph.kernels.split_weights import join_words, split_words
 from onelaunch.integers import ceil_div
@@ -34,9 +34,6 @@ def fused_backward_kernel(
     h_ptr,
     z_ptr,
     dx_ptr,
-    product_ptr,
-    skip_ptr,
-    to_added_ptr,
     partial_dx_ptr,
     tickets_ptr,
     w_ptr,
@@ -128,10 +125,6 @@ def fused_backward_kernel(
             dx = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
             for one in tl.static_range(SPLITS):
                 dx += tl.load(partial_dx_ptr + one * size + element, mask=own, other=0.0, cache_modifier=".cg")
-        if skip_ptr is not None:
-            dx += tl.load(skip_ptr + element, mask=own, other=0.0)
-        if to_added_ptr is not None:
-            tl.store(to_added_ptr + element, dx, mask=own)
         if DROPOUT:
             run_step = tl.load(control_ptr + RUN_STEP) + step
             first_unit = strip * BLOCK_K
@@ -139,8 +132,6 @@ def fused_backward_kernel(
             dx = tl.where(keep, dx * keep_scale, 0.0)
         if FROM_Z:
             saved = tl.load(z_ptr + element, mask=own, other=0.0)
-        elif product_ptr is not None:
-            saved = tl.load(product_ptr + element, mask=own, other=0.0)
         else:
             saved = h
         dx *= derivative(saved, inverse_scale, ACTIVATION, FROM_Z)
@@ -148,9 +139,9 @@ def fused_backward_kernel(
 
 
 def fused_backward(
-    dz: torch.Tensor, h: torch.Tensor, z: torch.Tensor | None, dx: torch.Tensor, addition: Addition,
-    partial_dx: torch.Tensor | None, tickets: torch.Tensor | None, weights: Weights, before: Epilogue, clock: Clock, *,
-    optimizer: str, tile: GemmTile, tf32: bool,
+    dz: torch.Tensor, h: torch.Tensor, z: torch.Tensor | None, dx: torch.Tensor, partial_dx: torch.Tensor | None,
+    tickets: torch.Tensor | None, weights: Weights, before: Epilogue, clock: Clock, *, optimizer: str, tile: GemmTile,
+    tf32: bool,
 ) -> None:  # fmt: skip
     """Fills dx `[batch, k]` and takes the optimizer step of one Linear; `before` is the epilogue of the stage that made h.
 
@@ -167,8 +158,7 @@ def fused_backward(
         fused_backward_kernel,
         (ceil_div(k, tile.n) * tile.splits,),
         (
-            gradient, h, z, dx, *addition, partial_dx, tickets, weight, low, *weights.states_and_bias, clock.control,
-            clock.table,
+            gradient, h, z, dx, partial_dx, tickets, weight, low, *weights.states_and_bias, clock.control, clock.table,
         ),
         (seed, clock.step, threshold, layer, scale, 1 - before.p),
         (batch, n, k),

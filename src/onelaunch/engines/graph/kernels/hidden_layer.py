@@ -43,8 +43,6 @@ def hidden_forward_kernel(
     bias_ptr,
     h_ptr,
     z_ptr,
-    added_ptr,
-    sum_ptr,
     control_ptr,
     table_ptr,
     seed: tl.int64,
@@ -95,11 +93,7 @@ def hidden_forward_kernel(
         run_step = tl.load(control_ptr + RUN_STEP) + step
         keep = dropout_keep(seed, run_step, layer, row, tile_n * BLOCK_N, threshold, BLOCK_M, BLOCK_N)
         h = tl.where(keep, h * scale, 0.0)
-    h = h.to(h_ptr.dtype.element_ty)
-    tl.store(h_ptr + element, h, mask=inside)
-    if sum_ptr is not None:
-        total = h.to(tl.float32) + tl.load(added_ptr + element, mask=inside, other=0.0).to(tl.float32)
-        tl.store(sum_ptr + element, total.to(sum_ptr.dtype.element_ty), mask=inside)
+    tl.store(h_ptr + element, h.to(h_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["seed", "step", "threshold", "layer"])
@@ -190,16 +184,16 @@ def gather_kernel(
 
 def hidden_forward(
     x: Rows, weight: torch.Tensor, bias: torch.Tensor | None, h: torch.Tensor, z: torch.Tensor | None, epilogue: Epilogue,
-    clock: Clock, *, tile: GemmTile, tf32: bool, added: torch.Tensor | None = None, total: torch.Tensor | None = None,
+    clock: Clock, *, tile: GemmTile, tf32: bool,
 ) -> None:  # fmt: skip
-    """Fills h `[batch, n]` and, if given, z, the values before the activation, and total, h + added."""
+    """Fills h `[batch, n]` and, if given, z, the values before the activation."""
     batch, n = h.shape
     seed, threshold, layer, scale = epilogue.dropout_values
     launch_step(
         clock,
         hidden_forward_kernel,
         (ceil_div(batch, tile.m) * ceil_div(n, tile.n),),
-        (x.values, x.order, weight, bias, h, z, added, total, clock.control, clock.table),
+        (x.values, x.order, weight, bias, h, z, clock.control, clock.table),
         (seed, clock.step, threshold, layer, scale),
         (batch, n, weight.shape[1]),
         (tile.m, tile.n, tile.k, BAND, epilogue.activation, epilogue.p > 0, "tf32" if tf32 else "ieee"),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from onelaunch.engines.graph.kernels.output_layer import loss_and_gradient
-from onelaunch.engines.graph.kernels.run_arguments import NO_ADDITION, Addition, Clock, Epilogue, Rows, Targets
+from onelaunch.engines.graph.kernels.run_arguments import Clock, Epilogue, Rows, Targets
 from onelaunch.engines.graph.kernels.run_state import (
     CORRECT,
     EPOCH_STEP,
@@ -61,18 +61,13 @@ def product(x, w, kind: tl.constexpr):
 
 @triton.jit
 def store_input_gradient(
-    factor, x, w, z_ptr, dx_ptr, product_ptr, skip_ptr, to_added_ptr, seed, run_step, layer, row, start, threshold, keep_scale,
-    inverse_scale, k,
+    factor, x, w, z_ptr, dx_ptr, seed, run_step, layer, row, start, threshold, keep_scale, inverse_scale, k,
     BLOCK_K: tl.constexpr, ACTIVATION: tl.constexpr, FROM_Z: tl.constexpr, DROPOUT: tl.constexpr, kind: tl.constexpr,
 ):  # fmt: skip
     inner = start + tl.arange(0, BLOCK_K)
     inside = (inner < k)[None, :]
     element = row.to(tl.int64)[:, None] * k + inner[None, :]
     dx = tl.sum(w.to(kind).to(tl.float32) * factor[:, None], axis=0)[None, :]
-    if skip_ptr is not None:
-        dx += tl.load(skip_ptr + element, mask=inside, other=0.0)
-    if to_added_ptr is not None:
-        tl.store(to_added_ptr + element, dx, mask=inside)
     if DROPOUT:
         keep = dropout_keep(seed, run_step, layer, row, start, threshold, 1, BLOCK_K)
         dx = tl.where(keep, dx * keep_scale, 0.0)
@@ -80,8 +75,6 @@ def store_input_gradient(
         saved = x
         if FROM_Z:
             saved = tl.load(z_ptr + element, mask=inside, other=0.0)
-        elif product_ptr is not None:
-            saved = tl.load(product_ptr + element, mask=inside, other=0.0)
         dx *= derivative(saved, inverse_scale, ACTIVATION, FROM_Z)
     tl.store(dx_ptr + element, dx.to(dx_ptr.dtype.element_ty), mask=inside)
 
@@ -97,9 +90,6 @@ def output_layer_small_batch_kernel(
     z_ptr,
     gradient_ptr,
     dx_ptr,
-    product_ptr,
-    skip_ptr,
-    to_added_ptr,
     data_ptr,
     gathered_ptr,
     loss_parts_ptr,
@@ -170,16 +160,16 @@ def output_layer_small_batch_kernel(
         run_step = tl.load(control_ptr + RUN_STEP) + step
         if ONE_BLOCK:
             store_input_gradient(
-                factor, x, w, z_ptr, dx_ptr, product_ptr, skip_ptr, to_added_ptr, seed, run_step, layer, row, 0, threshold,
-                keep_scale, inverse_scale, k, BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
+                factor, x, w, z_ptr, dx_ptr, seed, run_step, layer, row, 0, threshold, keep_scale, inverse_scale, k,
+                BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
             )  # fmt: skip
         else:
             for start in range(0, k, BLOCK_K):
                 x_part = load_row(x_ptr, x_row, start, k, BLOCK_K)
                 w_part = load_weights(w_ptr, start, outputs, k, WIDTH, BLOCK_K)
                 store_input_gradient(
-                    factor, x_part, w_part, z_ptr, dx_ptr, product_ptr, skip_ptr, to_added_ptr, seed, run_step, layer, row,
-                    start, threshold, keep_scale, inverse_scale, k, BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
+                    factor, x_part, w_part, z_ptr, dx_ptr, seed, run_step, layer, row, start, threshold, keep_scale,
+                    inverse_scale, k, BLOCK_K, ACTIVATION, FROM_Z, DROPOUT, kind,
                 )  # fmt: skip
 
 
@@ -187,7 +177,6 @@ def output_layer_small_batch(
     x: Rows, order: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, target: Targets,
     z: torch.Tensor | None, gradient: torch.Tensor, dx: torch.Tensor | None, loss_parts: torch.Tensor, before: Epilogue,
     clock: Clock, *, loss: str, data: torch.Tensor | None = None, gathered: torch.Tensor | None = None,
-    addition: Addition = NO_ADDITION,
 ) -> None:  # fmt: skip
     """`output_layer` without column sums; `loss_parts` has one element per row.
 
@@ -205,10 +194,7 @@ def output_layer_small_batch(
         clock,
         output_layer_small_batch_kernel,
         (batch,),
-        (
-            x.values, order, weight, bias, *target, z, gradient, dx, *addition, data, gathered, loss_parts, clock.control,
-            clock.table,
-        ),
+        (x.values, order, weight, bias, *target, z, gradient, dx, data, gathered, loss_parts, clock.control, clock.table),
         (seed, clock.step, threshold, layer, scale, 1 - before.p),
         (batch, outputs, k, features),
         (

@@ -65,22 +65,6 @@ class Epilogue(NamedTuple):
         return signed_seed(self.seed), keep_threshold(self.p), self.layer, keep_scale(self.p)
 
 
-class Addition(NamedTuple):
-    """What the gradient of a stage's output meets on its way to the Linear, where only a residual addition follows the latter.
-
-    product: the output of the Linear with its epilogue, before the addition; None: there is no addition, it is the output.
-    skip: fp32, the gradient that reaches the output through a later addition; None if there is none.
-    to_added: fp32, which gets the gradient of what is added.
-    """
-
-    product: torch.Tensor | None = None
-    skip: torch.Tensor | None = None
-    to_added: torch.Tensor | None = None
-
-
-NO_ADDITION = Addition()
-
-
 def segment_width(n: int) -> int:
     """The units of a row as the kernels of a segment hold them."""
     return max(16, next_power_of_2(n))

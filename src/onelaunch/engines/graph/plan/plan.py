@@ -16,7 +16,7 @@ from onelaunch.engines.graph.plan.gradients import gradient_offsets, parameters_
 from onelaunch.engines.graph.plan.memory import Layout
 from onelaunch.engines.graph.plan.narrow import Narrow, plan_narrow
 from onelaunch.engines.graph.plan.operations import BYTES, VALIDATION, BufferSpec, Operation, StepPlan
-from onelaunch.engines.graph.plan.stages import MIDDLE, OUTPUT, Segment, Stage, product_name, source_name
+from onelaunch.engines.graph.plan.stages import MIDDLE, Segment, Stage, product_name, source_name
 from onelaunch.integers import ceil_div, clamp, next_power_of_2
 from onelaunch.kernels.gemm_tile import GemmTile
 from onelaunch.run.network import Network
@@ -111,17 +111,13 @@ class Planner:
             made = [self.buffer(f"{prefix}{product_name(self.stages, number)}", rows, linear.outputs)]
             if training and stage.saves_input:
                 made.append(self.buffer(f"{prefix}z{number}", rows, linear.outputs))
-            apart = stage.has_kernels_for_segment(self.small and training)
-            if stage.segment and stage.segment.after and not apart:
-                made.append(self.buffer(f"h{number}", rows, linear.outputs))
-                made.append(source_name(self.stages, stage.segment.after))
             if rows <= SMALL_BATCH:
                 tile = self.skinny(linear.inputs, linear.outputs, rows)
             else:
                 tma = rounded and not (training and stage.p) and self.aligned(linear.inputs, linear.outputs)
                 tile = self.gemm(rows, linear.outputs, tma=tma)
             operations.append(Operation("forward", number, (*source, *made), tile))
-            if stage.segment and not stage.segment.is_empty and apart:
+            if stage.segment and not stage.segment.is_empty:
                 operations.append(self.segment(number, stage.segment, rows, prefix))
             source = (f"{prefix}h{number}",)
         return operations
@@ -138,7 +134,7 @@ class Planner:
         """From the gradient of a stage's output to that of its Linear's, where the stage has a segment."""
         stage = self.stages[number]
         segment, width = stage.segment, stage.linear.outputs
-        if segment is None or not stage.has_kernels_for_segment(self.small):
+        if segment is None:
             return []
         uses = [f"dh{number}", product_name(self.stages, number), self.buffer(f"dz{number}", self.batch, width)]
         uses += [f"z{number}"] if stage.saves_input else []
@@ -152,21 +148,10 @@ class Planner:
             uses.append(self.buffer(f"tickets.norm{number}", 1, dtype="int64"))
         return [Operation("segment_backward", number, tuple(uses), GemmTile(1, 1, 1))]
 
-    def addition(self, number: int) -> list[str]:
-        """What the kernel that computes dz of a stage uses for an addition (see Addition in kernels/run_arguments.py)."""
-        stage = self.stages[number]
-        if stage.segment is None or stage.has_kernels_for_segment(self.small):
-            return []
-        uses = [f"skip.{OUTPUT}{number}"] if OUTPUT in stage.taps else []
-        if source := stage.segment.after:
-            skip = self.buffer(f"skip.{source.point}{source.stage}", self.batch, stage.linear.outputs, dtype="fp32")
-            uses += [f"p{number}", skip]
-        return uses
-
     def gradient_of(self, number: int, rows: int) -> str:
-        """The buffer of the gradient of a stage's input: dz of the stage before, or dh if that has kernels for a segment."""
+        """The buffer into which the gradient of a stage's input goes: dz of the stage before, or dh if that has a segment."""
         width = self.stages[number].linear.inputs
-        if self.stages[number - 1].has_kernels_for_segment(self.small):
+        if self.stages[number - 1].segment:
             return self.buffer(f"dh{number - 1}", rows, width, dtype="fp32")
         return self.buffer(f"dz{number - 1}", rows, width)
 
@@ -188,9 +173,8 @@ class Planner:
             uses.append(f"{prefix}x")
         if training and hidden:
             uses.append(self.gradient_of(len(self.stages) - 1, rows))
-            if self.stages[-2].saves_input and not self.stages[-2].has_kernels_for_segment(self.small):
+            if self.stages[-2].saves_input and not self.stages[-2].segment:
                 uses.append(f"z{len(self.stages) - 2}")
-            uses += self.addition(len(self.stages) - 2)
             if single:
                 uses.append(self.buffer("gathered", rows, self.stages[0].linear.inputs))
         if training and not self.small:
@@ -210,9 +194,8 @@ class Planner:
             before = self.stages[number - 1]
             linear = self.stages[number].linear
             into = self.gradient_of(number, self.batch)
-            saved = before.saves_input and not before.has_kernels_for_segment(self.small)
+            saved = before.saves_input and not before.segment
             uses = [f"dz{number}", f"h{number - 1}", into, *([f"z{number - 1}"] if saved else [])]
-            uses += self.addition(number - 1)
             if self.small:
                 tile = self.fused_backward(linear.inputs, linear.outputs)
                 if tile.splits > 1:

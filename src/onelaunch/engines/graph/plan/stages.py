@@ -65,13 +65,6 @@ class Stage:
         """Whether the backward pass needs z, the value before the activation."""
         return saves_input(self.activation)
 
-    def has_kernels_for_segment(self, small_batch: bool) -> bool:
-        """Whether there is a segment with kernels of its own. The products of a small batch add a value themselves."""
-        segment = self.segment
-        return segment is not None and not (
-            small_batch and not (segment.before or segment.norm or segment.activation or segment.p)
-        )
-
     def __str__(self) -> str:
         parts = [f"Linear({self.linear.inputs}, {self.linear.outputs})"]
         parts += [self.activation] if self.activation else []
