@@ -7,7 +7,6 @@ that was recorded; random numbers come from PyTorch's generators, which advance 
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from onelaunch.argument_names import advise_by
 from onelaunch.capture import capturing
@@ -25,6 +24,7 @@ from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.arguments import ADVICE, autocast_dtype, check_arguments, require_tensors
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
+from onelaunch.step.inputs import Pending, own_loss, parameter_names, signature
 from onelaunch.wrong_inputs import require_possible
 
 if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
@@ -36,35 +36,6 @@ WARM_UP_STEPS = 2  # per shape: the first compiles, the second finds all state i
 MAX_RECORDINGS = 3  # after settings of the optimizer have changed; then the step is no longer recorded
 
 Loss = Callable[[Any, Any], torch.Tensor]
-
-
-class Pending:
-    """Inputs in memory of our own, for the steps before a recording and for the recording itself.
-
-    A compiled function may depend on more than shapes, such as which arguments are the same tensor. So the recording gets the
-    very tensors that the steps before it were compiled for.
-    """
-
-    def __init__(self, leaves: list[Any], structure: Any, device: torch.device) -> None:
-        copies: dict[int, torch.Tensor] = {}
-        self.leaves = [self._static(leaf, device, copies) for leaf in leaves]
-        self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-        self.args, self.kwargs = tree_unflatten(self.leaves, structure)
-        self.calls = 0
-        self.loss = torch.empty(())
-
-    @staticmethod
-    def _static(leaf: Any, device: torch.device, copies: dict[int, torch.Tensor]) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
-        return copies[id(leaf)]
-
-    def fill(self, tensors: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for static, given in zip(self.inputs, tensors, strict=True):
-                static.copy_(given)
 
 
 @advise_by(ADVICE)
@@ -107,7 +78,7 @@ class TrainStep:
         self.device = self.parameters[0].device
         self._compiles, self._started = compile, False
         self._forward: Callable[..., torch.Tensor] = compiled(self._forward_and_loss, PROVEN if compile else None)
-        self._names = _parameter_names(model)
+        self._names = parameter_names(model)
         self._capturable = CapturableOptimizer(optimizer, self.device)
         self._recorded: dict[Any, Recorded] = {}
         self._latest: Recorded | None = None
@@ -158,7 +129,7 @@ class TrainStep:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         first = {id(leaf): index for index, leaf in reversed(list(enumerate(tensors)))}
         same = tuple(first[id(leaf)] for leaf in tensors)  # arguments that are one tensor are compiled as one
-        key = (update, self.model.training, structure, same, *map(_signature, leaves))
+        key = (update, self.model.training, structure, same, *map(signature, leaves))
         if self._capturable.settings_changed():
             self._forget_recordings()
         self._capturable.upload_rates()
@@ -184,7 +155,7 @@ class TrainStep:
 
     def _forward_and_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if self.loss is None:
-            return _own_loss(self._call_model(args, kwargs))
+            return own_loss(self._call_model(args, kwargs))
         return self.loss(self._call_model(args[:-1], kwargs), args[-1])
 
     def _call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -333,26 +304,3 @@ class TrainStep:
         if reason:
             log.warning("train_step: steps run operation by operation: %s", reason)
         return reason
-
-
-def _parameter_names(model: nn.Module) -> set[str]:
-    try:
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        return set(inspect.signature(inner.forward).parameters)
-    except ValueError:  # a scripted forward has no signature
-        return set()
-
-
-def _own_loss(output: Any) -> torch.Tensor:
-    """The loss within what a model returned."""
-    if isinstance(output, torch.Tensor):
-        return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if loss is None:
-        raise OnelaunchError(f"loss=None, but the model returned a {type(output).__name__} without a loss: pass loss=")
-    return loss
-
-
-def _signature(leaf: Any) -> Any:
-    """What a recording depends on: shape and type of a tensor, the value of anything else."""
-    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,65 @@
+"""What a step is called with and what a model returns: the inputs of a recording, their signature, the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_unflatten
+
+from onelaunch.errors import OnelaunchError
+
+
+class Pending:
+    """Inputs in memory of our own, for the steps before a recording and for the recording itself.
+
+    A compiled function may depend on more than shapes, such as which arguments are the same tensor. So the recording gets the
+    very tensors that the steps before it were compiled for.
+    """
+
+    def __init__(self, leaves: list[Any], structure: Any, device: torch.device) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        self.leaves = [self._static(leaf, device, copies) for leaf in leaves]
+        self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        self.args, self.kwargs = tree_unflatten(self.leaves, structure)
+        self.calls = 0
+        self.loss = torch.empty(())
+
+    @staticmethod
+    def _static(leaf: Any, device: torch.device, copies: dict[int, torch.Tensor]) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
+
+    def fill(self, tensors: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for static, given in zip(self.inputs, tensors, strict=True):
+                static.copy_(given)
+
+
+def parameter_names(model: nn.Module) -> set[str]:
+    try:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        return set(inspect.signature(inner.forward).parameters)
+    except ValueError:  # a scripted forward has no signature
+        return set()
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """The loss within what a model returned."""
+    if isinstance(output, torch.Tensor):
+        return output
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None:
+        raise OnelaunchError(f"loss=None, but the model returned a {type(output).__name__} without a loss: pass loss=")
+    return loss
+
+
+def signature(leaf: Any) -> Any:
+    """What a recording depends on: shape and type of a tensor, the value of anything else."""
+    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
