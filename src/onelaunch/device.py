@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from onelaunch.operating_system import cpu_name, usable_cores
 from onelaunch.version import VERSION
 
 PACKAGES = ("torch", "triton", "llvmlite", "cuda-core", "numpy", "safetensors")
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by the name of the precision
-CONTAINERS = Path("/sys/fs/cgroup")
-CONTAINER_MEMORY = (  # limit, use, and (file, name) of the page cache within the use: of cgroup version 2, then 1
-    ("memory.max", "memory.current", ("memory.stat", "file")),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", ("memory/memory.stat", "cache")),
-)
 BUSY_SHARE = 0.25  # of the cores: when other programs use more, measured times mean little
 
 
@@ -58,47 +51,6 @@ def default_device() -> torch.device:
 
 def cuda_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """The number of cores this process may run on: in a container often fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def free_memory() -> int | None:
-    """The bytes of host memory that this process can still have, within the limit of its container; None if unknown."""
-    found = _numbers_of(Path("/proc/meminfo"))
-    if "MemAvailable" not in found:
-        return None
-    free = 1024 * (found["MemAvailable"] + found.get("SwapFree", 0))
-    for limit, used, cache in CONTAINER_MEMORY:
-        most, now = (_numbers_of(CONTAINERS / name).get("", -1) for name in (limit, used))
-        if most >= 0 and now >= 0:  # "max" is no number: there is no limit
-            pages = _numbers_of(CONTAINERS / cache[0]).get(cache[1], 0)  # of files, which give way
-            free = min(free, max(0, most - now + pages))
-    return free
-
-
-def _numbers_of(path: Path) -> dict[str, int]:
-    """The numbers of lines such as `MemFree: 12 kB`, by name; of a line with a number alone, by the empty name."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    found = (re.match(r"(?:([^\s:]+):?\s+)?([0-9]+)\b", line) for line in lines)
-    return {entry[1] or "": int(entry[2]) for entry in found if entry}
 
 
 def device_name(device: torch.device) -> str:

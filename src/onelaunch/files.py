@@ -9,16 +9,12 @@ import glob
 import hashlib
 import os
 import stat
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from onelaunch.operating_system import LOCKS, lock, user_cache
 
 MAX_WHOLE_DIGEST = 2**30  # bytes of a file of which the digest reads everything
 DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 256, 2**20  # what it reads of a larger one
@@ -26,13 +22,7 @@ DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 256, 2**20  # what it reads of a larger one
 
 def cache_folder(name: str) -> Path:
     """The folder `name` of onelaunch in the user's cache folder."""
-    if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or _home() / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = _home() / "Library" / "Caches"
-    else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or _home() / ".cache")
-    return base / "onelaunch" / name
+    return user_cache(_home()) / "onelaunch" / name
 
 
 def _home() -> Path:
@@ -110,15 +100,15 @@ def exclusive_lock(path: Path) -> Iterator[None]:
     The lock is a file beside `path`, and its holder deletes it at the end. A process that opened it before and locked it after
     the deletion holds a lock on a file that nobody else sees, and must try again.
     """
-    if fcntl is None:
+    if not LOCKS:
         yield
         return
-    lock = path.with_name(f".{path.name}.lock")
+    beside = path.with_name(f".{path.name}.lock")
     while True:
-        handle = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        handle = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(handle), os.stat(lock)):
+            lock(handle)
+            if os.path.samestat(os.fstat(handle), os.stat(beside)):
                 break
         except FileNotFoundError:
             pass
@@ -132,7 +122,7 @@ def exclusive_lock(path: Path) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            lock.unlink()
+            beside.unlink()
         os.close(handle)
 
 

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 
 from onelaunch.cli import main
 from onelaunch.cli.app import make_app
-from onelaunch.device import usable_cores
 from onelaunch.errors import DivergedError
+from onelaunch.operating_system import usable_cores
 from onelaunch.report.write import write_report
 from onelaunch.train.checkpoint import load_checkpoint
 from onelaunch.train.mlp import mlp

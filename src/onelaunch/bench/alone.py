@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from onelaunch.bench.case import Work
+from onelaunch.operating_system import lock
 
 # The environment variable with the path of the lock file; not set for a process by itself.
 LOCK = "ONELAUNCH_BENCH_LOCK"
@@ -46,8 +47,6 @@ def _locked(*, shared: bool) -> Iterator[None]:
     if LOCK not in os.environ:
         yield
         return
-    import fcntl  # not on Windows, where benchmarks are not recorded
-
     with open(os.environ[LOCK], "w", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+        lock(file.fileno(), shared=shared, wait=True)
         yield

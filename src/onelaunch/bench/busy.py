@@ -12,7 +12,8 @@ import threading
 import time
 from pathlib import Path
 
-from onelaunch.device import BUSY_SHARE, usable_cores
+from onelaunch.device import BUSY_SHARE
+from onelaunch.operating_system import usable_cores
 
 BUSY = "machine busy"  # in place of a ratio
 SECONDS, MAX_THREADS = 0.2, 32

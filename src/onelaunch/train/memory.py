@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from onelaunch.device import free_memory
 from onelaunch.errors import OnelaunchError
 from onelaunch.format import format_bytes
+from onelaunch.operating_system import free_memory
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.run.spec import Spec
 

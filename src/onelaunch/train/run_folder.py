@@ -28,6 +28,7 @@ from torch import nn
 
 from onelaunch.errors import OnelaunchError, reason_of
 from onelaunch.files import remove_leftovers, write_atomic
+from onelaunch.operating_system import LOCKS, lock
 from onelaunch.train.checkpoint import digest_of, unshared
 from onelaunch.train.history import History, json_ready
 from onelaunch.train.loop import Listener
@@ -227,13 +228,11 @@ def _dated_folder(parent: Path, name: str) -> Path:
 
 
 def _lock(path: Path) -> int | None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
+    if not LOCKS:
         return None
     handle = os.open(path / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(handle)
     except BlockingIOError:
         os.close(handle)
         raise OnelaunchError(f"{str(path)!r} is in use by another run: wait for it, or pass another folder") from None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from onelaunch.operating_system import path_of
 
 
 @contextmanager
@@ -20,10 +21,8 @@ def open_tensors(path: Path) -> Iterator[Any]:
     """
     from safetensors import safe_open
 
-    with open(path, "rb") as file:
-        by_descriptor = f"/proc/self/fd/{file.fileno()}"
-        with safe_open(by_descriptor if os.path.exists(by_descriptor) else path, framework="pt") as tensors:
-            yield tensors
+    with open(path, "rb") as file, safe_open(path_of(file, path), framework="pt") as tensors:
+        yield tensors
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 from typing import Any
 
@@ -12,6 +11,7 @@ from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.settings import HYPERPARAMETERS
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
 from onelaunch.integers import round_up
+from onelaunch.operating_system import prefer_huge_pages
 
 HUGE_PAGE = 2**21
 
@@ -23,8 +23,7 @@ def _memory(size: int) -> np.ndarray[Any, Any]:
         start = -raw.ctypes.data % 4096
         return raw[start : start + size]
     mapping = mmap.mmap(-1, size + HUGE_PAGE)
-    with contextlib.suppress(AttributeError, OSError, ValueError):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+    prefer_huge_pages(mapping)
     raw = np.frombuffer(mapping, np.uint8)
     start = -raw.ctypes.data % HUGE_PAGE
     return raw[start : start + size]

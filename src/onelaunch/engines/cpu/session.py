@@ -27,8 +27,9 @@ from onelaunch.engines.cpu.plan.settings import MIN_VALIDATION_BATCH, SCALARS, T
 from onelaunch.engines.cpu.plan.target import Target, host
 from onelaunch.engines.cpu.program.program import program_for
 from onelaunch.engines.cpu.program.table import Table
-from onelaunch.engines.cpu.threads import SPINS_BEFORE_YIELD, Team, yield_address
+from onelaunch.engines.cpu.threads import SPINS_BEFORE_YIELD, Team
 from onelaunch.integers import ceil_div, clamp
+from onelaunch.operating_system import yield_address
 from onelaunch.optimizers import constants
 from onelaunch.rng import permutation_bits, signed_seed
 from onelaunch.run.network import tensor_name

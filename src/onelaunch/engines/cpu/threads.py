@@ -11,11 +11,8 @@ time per step with and without them, and probes again when the machine seems to 
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import queue
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -25,16 +22,6 @@ MIN_PROBE_INTERVAL = 8  # calls between two probes; doubled each time the result
 # One thread is faster on a busy machine, which may soon be free again: probe more often then.
 MAX_PROBE_INTERVAL = {True: 512, False: 16}  # by whether threads are in use
 PROBE_CALLS = 2  # with threads, and as many without
-
-
-@functools.cache
-def yield_address() -> int:
-    """The address of the operating system's function that yields the processor."""
-    if sys.platform == "win32":
-        function = ctypes.WinDLL("kernel32").SwitchToThread
-    else:
-        function = ctypes.CDLL(None).sched_yield
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 class Team:

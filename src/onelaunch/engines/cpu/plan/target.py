@@ -6,11 +6,11 @@ the functions, so that importing the engine costs nothing.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import sys
 from dataclasses import dataclass
 from typing import Literal
+
+from onelaunch.operating_system import may_use_tiles
 
 CACHE_LINE = 64  # bytes
 
@@ -84,14 +84,6 @@ def _llvm_version() -> tuple[int, ...]:
     return tuple(llvm.llvm_version_info)
 
 
-def _may_use_tiles() -> bool:
-    """Ask the kernel for AMX's tile registers, which Linux grants per process: their 8 KiB are saved at context switches."""
-    if not sys.platform.startswith("linux"):
-        return False
-    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
-    return ctypes.CDLL(None, use_errno=True).syscall(arch_prctl, request_permission, tile_data) == 0
-
-
 @functools.cache
 def host() -> Target:
     """This machine."""
@@ -104,7 +96,7 @@ def host() -> Target:
     has_tiles = all(features.get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16", "avx512f"))
     return Target(
         triple, llvm.get_host_cpu_name(), features.flatten(), lanes, registers, has_fma, version[0] >= 19,
-        ".".join(map(str, version)), "amx" if has_tiles and _may_use_tiles() else "",
+        ".".join(map(str, version)), "amx" if has_tiles and may_use_tiles() else "",
     )  # fmt: skip
 
 
