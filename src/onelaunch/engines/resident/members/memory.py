@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -164,9 +165,10 @@ class MembersMemory:
 
     # Results, after the launch.
 
-    def reserve(self) -> None:
-        """Host memory for the losses, while the launch runs: the system takes longer to give it than the copy into it."""
-        self._on_host = torch.full(self._losses.shape, math.nan)
+    @functools.cached_property
+    def on_host(self) -> torch.Tensor:
+        """Host memory for the losses, taken while the launch runs: the system gives it more slowly than they are copied."""
+        return torch.full(self._losses.shape, math.nan)
 
     def write_back(self, members: Sequence[int]) -> None:
         """Copy the weights of these members into their models."""
@@ -193,7 +195,7 @@ class MembersMemory:
         positions = torch.nonzero(~self._losses.isfinite()).flatten().cpu().numpy()
         members, first = np.unique(np.searchsorted(self._first_loss, positions, side="right") - 1, return_index=True)
         broken = dict(zip(members.tolist(), (positions[first] - self._first_loss[members]).tolist(), strict=True))
-        return self._by_member(self._on_host.copy_(self._losses)), broken
+        return self._by_member(self.on_host.copy_(self._losses)), broken
 
     def weights_of_batches(self) -> list[torch.Tensor] | None:
         """The summed row weights of each member's steps, on the CPU; None where no member has any."""

@@ -187,7 +187,7 @@ class Launch:
         )  # fmt: skip
         self._ended = torch.cuda.Event()
         self._ended.record(stream)
-        self._memory.reserve()
+        _ = self._memory.on_host
 
     def watch(self, monitor: MembersMonitor, before: int) -> None:
         """Report progress, `before` steps of earlier launches included, and pass a stop on until the launch has ended."""
