@@ -25,7 +25,11 @@ def train(
     progress: Annotated[bool, typer.Option(help="Show a progress bar on a terminal.")] = True,
     flags: dict[str, Any] | None = None,
 ) -> None:
-    """Train an MLP and keep the result in a run folder."""
+    """Train an MLP and keep the result in a run folder.
+
+    For a table (.csv, .tsv, .parquet) the defaults of epochs, batch size, hidden widths, optimizer, learning rate and weight
+    decay are others than those below: they follow from its rows, and the run's config.toml has them.
+    """
     from onelaunch.cli.train import run_train
 
     raise_on_interrupt()

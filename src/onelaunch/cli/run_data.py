@@ -10,6 +10,7 @@ import numpy as np
 from onelaunch.cli.config import TASK_OF_LOSS, TrainConfig
 from onelaunch.cli.say import say
 from onelaunch.data import NAMES, Dataset, load, split
+from onelaunch.data.encoder import MAX_CATEGORIES
 from onelaunch.data.table_encoding import load_table
 from onelaunch.data.table_file import decimal_comma, with_point
 from onelaunch.errors import OnelaunchError, abbreviate_list
@@ -35,6 +36,12 @@ def load_data(settings: TrainConfig) -> tuple[Dataset, TrainConfig]:
         for name, text in commas.items():
             point = with_point(text)
             say("note", f"column {name!r} is text, as {text!r} has a decimal comma: for numbers write {point}")
+        encoder = dataset.encoding.encoder
+        for name, text in encoder.dates.items():
+            say("note", f"column {name!r} is text, as {text!r} is a date: write numbers, such as days, or leave it out")
+        for name in encoder.cut:
+            if name not in encoder.dates:
+                say("note", f"column {name!r} has many categories: the {MAX_CATEGORIES} most frequent ones are used")
         say("task", f"{dataset.encoding.target.task} of {dataset.encoding.target.name!r}")
     elif dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
         say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")

@@ -35,6 +35,8 @@ from onelaunch.train.predictor import load as load_run
 from onelaunch.train.run_folder import CHECKPOINT, CURVES, DIGEST, RunFolder, config_of, has_other_data, is_finished
 from onelaunch.train.scores import describe
 
+RISEN = 1.2  # a validation loss of so many times its lowest value
+
 
 def run_train(config: Path | None, resume: Path | None, progress: bool, flags: dict[str, Any]) -> None:
     if resume is None:
@@ -192,11 +194,22 @@ def train_into(
     last = history.epochs[-1 if history.best_epoch is None else history.best_epoch]
     best = "" if history.best_epoch is None else f"best epoch {last['epoch'] + 1} of {len(history.epochs)}: "
     say("result", f"{best}{summary(last)}, in {history.seconds:.3g} s")
+    if advice := _advice(history):
+        say("note", advice)
     _score(folder, settings, dataset)
     for line in summary_lines(folder.path, history):
         echo(line)
     _write_page(folder)
     say("predict", next_step(folder.path, dataset.encoding is not None))
+
+
+def _advice(history: History) -> str:
+    """What to do about a run whose validation loss has risen since its best epoch; empty for another one."""
+    validated = [epoch["validation"]["loss"] for epoch in history.epochs if epoch["validation"]]
+    if history.best_epoch is not None or not validated or not validated[-1] > RISEN * min(validated):
+        return ""
+    best = validated.index(min(validated)) + 1
+    return f"the validation loss was lowest in epoch {best} ({min(validated):.4g}): --early-stopping 5 keeps that model"
 
 
 def _score(folder: RunFolder, settings: TrainConfig, dataset: Dataset) -> None:
@@ -229,7 +242,7 @@ def _baseline(settings: TrainConfig, dataset: Dataset) -> float:
 
 def _outcome(history: History | None) -> dict[str, Any]:
     """The entries of run.json about a run that has started."""
-    names = ("engine", "reason", "precision", "plan", "allocations", "seconds", "startup_seconds")
+    names = ("engine", "reason", "precision", "plan", "allocations", "seconds", "startup_seconds", "best_epoch")
     return {} if history is None else {name: getattr(history, name) for name in names}
 
 

@@ -9,6 +9,7 @@ Everything an encoder knows is plain data: `to_json` and `from_json`, never pick
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from onelaunch.errors import DataError, abbreviate_list, suggest
 
 FORMAT = 1
 MAX_CATEGORIES = 255  # of one column; the rarer ones are encoded as zeros
+DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([ T]|$)|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}([ T]|$)")
 MAX_INPUTS = 1 << 16
 MIN_IDENTIFIER_VALUES = (
     20  # a text column with more distinct values than this, and than half of its rows, is an identifier
@@ -132,6 +134,17 @@ class TableEncoder:
         """By text column whose categories are numbers with decimal commas: one of them, such as "3,14"."""
         found = {name: decimal_comma(categories) for name, categories in self.categories.items()}
         return {name: text for name, text in found.items() if text}
+
+    @property
+    def dates(self) -> dict[str, str]:
+        """By text column whose categories are dates, such as "2024-05-31": one of them."""
+        found = {name: [text for text in texts if text] for name, texts in self.categories.items()}
+        return {name: texts[0] for name, texts in found.items() if texts and all(map(DATE.match, texts))}
+
+    @property
+    def cut(self) -> list[str]:
+        """The text columns with more categories than are kept."""
+        return [name for name, texts in self.categories.items() if len(texts) == MAX_CATEGORIES]
 
     def to_json(self) -> dict[str, Any]:
         return {

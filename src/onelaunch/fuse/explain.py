@@ -63,6 +63,7 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
         measured = known_seconds(model, captured, where)
         chosen = chosen_patterns(measured) if measured else ALL
         explanation = Explanation(type(model).__name__, model.training, roof, [], [], measured=measured)
+        explanation.imagined = where.type == "cpu" and device is None
         kernels = None
         if is_read(where):
             try:

@@ -16,6 +16,7 @@ from onelaunch.errors import require_path
 from onelaunch.format import format_bytes, format_seconds
 from onelaunch.roofline import Cost, DeviceModel
 
+WITHOUT_WHERE = 110  # below so many characters the table has no column "where"
 MIN_WIDTH = 150  # of the printed table, in characters: narrower, its columns break in the middle of words
 OURS, INDUCTOR, LIBRARY = "onelaunch", "Inductor", "library"
 
@@ -68,6 +69,7 @@ class Explanation:
     operations: list[Operation]  # each by itself, in the order of the captured graph
     groups: list[Group]  # operations that run as one kernel or library call
     notes: list[str] = field(default_factory=list)  # what else a reader should know, such as graph breaks
+    imagined: bool = False  # the inputs are on a CPU, and nobody named the device
     measured: dict[str, float] = field(default_factory=dict)  # seconds per call of each candidate, on CUDA
     read: bool = False  # whether the kernels are read from what Inductor generated, or predicted
 
@@ -132,21 +134,26 @@ class Explanation:
         for alike in counts.values():
             yield len(alike), alike[0]
 
-    def __rich__(self) -> Any:
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield self._table(narrow=options.max_width < WITHOUT_WHERE)
+
+    def _table(self, *, narrow: bool) -> Any:
+        """`narrow`: without the column that says where in the model the operations are."""
         from rich.table import Table
 
         mode = "training" if self.training else "evaluation"
-        title = f"{self.model}, {mode}, {self.device.name}: kernels {'as generated' if self.read else 'predicted'}"
+        where = f"as on an {self.device.name} (the inputs are on a CPU)" if self.imagined else self.device.name
+        title = f"{self.model}, {mode}, {where}: kernels {'as generated' if self.read else 'predicted'}"
         timed = any(group.measured is not None for group in self.groups)
         table = Table(title=title, title_justify="left", title_style="bold")
-        for name in ("operations", "where", "runs as"):
+        for name in ("operations", *([] if narrow else ["where"]), "runs as"):
             table.add_column(name, overflow="fold")
         for name in ("bytes", "launches", "predicted", *(["measured"] if timed else [])):
             table.add_column(name, justify="right", no_wrap=True)
         for count, group in self.rows():
             many = f" × {count}" if count > 1 else ""
             table.add_row(
-                group.name + many, _without_numbers(group.where) if count > 1 else group.where,
+                group.name + many, *([] if narrow else [_without_numbers(group.where) if count > 1 else group.where]),
                 f"{group.runs}: {group.reason}" if group.reason else group.runs,
                 _change(group.before.bytes, group.after.bytes, format_bytes),
                 _change(group.before.launches, group.after.launches, lambda n: str(int(n))),
@@ -155,7 +162,8 @@ class Explanation:
         before, after = self.before, self.after
         table.add_section()
         table.add_row(
-            f"{len(self.operations)} operations", "", f"{sum(group.runs == OURS for group in self.groups)} by onelaunch",
+            f"{len(self.operations)} operations", *([] if narrow else [""]),
+            f"{sum(group.runs == OURS for group in self.groups)} by onelaunch",
             _change(before.bytes, after.bytes, format_bytes),
             _change(before.launches, after.launches, lambda n: str(int(n))),
             _change(before.seconds, after.seconds, format_seconds),

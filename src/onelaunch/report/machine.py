@@ -38,7 +38,11 @@ def machine_facts(source: dict[str, Any]) -> list[tuple[str, str]]:
 def busy(source: dict[str, Any]) -> list[tuple[str, str]]:
     """A statement about results that were taken while other processes used the machine; `bench` warns at the same share."""
     cores = source.get("machine", {}).get("cpu", {}).get("cores") or 0
-    taken = (source.get("cores_taken") or [0])[-1]  # during the run, where that was measured
+    of_cases = [case.get("cores_taken") for case in source.get("cases") or ()]
+    if of_cases and None not in of_cases:
+        taken = max(of_cases)  # while contenders were timed: others may compile before, and wait meanwhile
+    else:
+        taken = (source.get("cores_taken") or [0])[-1]  # during the whole run
     if not cores or taken <= BUSY_SHARE * cores:
         return []
     words = f"The machine was busy: other processes used {taken:.1f} of {cores} cores."

@@ -87,7 +87,7 @@ def _losses(recordings: Recordings) -> str:
     lost = sum(any(sure) for sure in behind)
     within = sum(bool(sure) and not any(sure) for sure in behind)
     said = [f"In {lost} of {len(timed)} recorded cases [a peer is faster]({ALL}#where-a-peer-is-faster)."]
-    said += [f"In {within} more its median is lower by less than the spread."] if within else []
+    said += [f"In {within} more a peer's median is lower, by less than the spread."] if within else []
     if failed:
         said.append(
             "1 failed its check and has no time." if failed == 1 else f"{failed} failed their check and have no time."

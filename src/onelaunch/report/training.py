@@ -18,7 +18,7 @@ from onelaunch.report.scale import is_wide
 from onelaunch.train.run_folder import CONFIG
 
 POINTS = 120
-SHOWN = ("batch_size", "loss", "optimizer", "lr", "schedule", "precision", "seed")
+SHOWN = ("batch_size", "loss", "optimizer", "lr", "schedule", "precision", "seed", "class_weight", "early_stopping")
 
 
 class Result(NamedTuple):
@@ -51,7 +51,7 @@ def run_section(source: Source, identity: str, palette: Palette) -> Section:
     if epochs:
         figures.append(_loss(epochs, identity, command, palette))
         if any(epoch.get("accuracy") is not None for epoch in epochs):
-            figures.append(_accuracy(epochs, identity, command, palette))
+            figures.append(_accuracy(epochs, about.get("best_epoch"), identity, command, palette))
     figures += prediction_figures(predictions, identity, command)
     statements = [] if epochs else [("note", "No epoch is finished yet.")]
     running = about.get("status") == "running"
@@ -70,7 +70,8 @@ def result_of(content: dict[str, Any]) -> Result | None:
             return Result(name, scores[name], True, higher)
     if not content["epochs"]:
         return None
-    last = content["epochs"][-1]
+    best = content["about"].get("best_epoch")
+    last = content["epochs"][-1 if best is None or best >= len(content["epochs"]) else best]
     found = {f"validation {name}": value for name, value in (last.get("validation") or {}).items()} | {
         "loss": last["loss"]
     }
@@ -137,7 +138,7 @@ def _run_words(epochs: list[dict[str, Any]], config: dict[str, Any]) -> str:
     """`2 epochs, 24 steps done, batch_size 128, …`"""
     asked = [_counted(config[key], key) for key in ("epochs", "steps") if config.get(key)]
     done = [f"{_counted(epochs[-1]['step'], 'steps')} done"] if epochs else []
-    return ", ".join([*asked, *done, *(f"{key} {config[key]}" for key in SHOWN if key in config)])
+    return ", ".join([*asked, *done, *(f"{key} {config[key]}" for key in SHOWN if config.get(key) is not None)])
 
 
 def _time(about: dict[str, Any]) -> str:
@@ -177,7 +178,8 @@ def _validation(epoch: dict[str, Any], key: str) -> str:
     return format_percent(value, 2) if key == "accuracy" else format_number(value)
 
 
-def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str, palette: Palette) -> Figure:
+def _accuracy(epochs: list[dict[str, Any]], best: int | None, identity: str, command: str, palette: Palette) -> Figure:
+    """`best`: the epoch whose weights the model has, with early stopping."""
     numbers = [epoch["epoch"] + 1 for epoch in epochs]
     lines = [Line("training", numbers, [100 * epoch["accuracy"] for epoch in epochs])]
     validated = [e for e in epochs if (e.get("validation") or {}).get("accuracy") is not None]
@@ -191,4 +193,6 @@ def _accuracy(epochs: list[dict[str, Any]], identity: str, command: str, palette
     )  # fmt: skip
     rows = [[str(e["epoch"] + 1), format_percent(e["accuracy"], 2), _validation(e, "accuracy")] for e in epochs]
     note = f"At the end: {_validation(validated[-1], 'accuracy')} on the validation rows." if validated else ""
+    if best is not None and best < len(epochs):
+        note = f"The model is that of epoch {best + 1}: {_validation(epochs[best], 'accuracy')} on the validation rows."
     return Figure("Accuracy", svg, Table("Accuracy by epoch", ["epoch", "training", "validation"], rows), command, note)

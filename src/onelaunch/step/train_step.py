@@ -203,6 +203,11 @@ class TrainStep:
             self.model, nn.parallel.DistributedDataParallel
         )  # a single rank would wait for the others
         recording = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self.loss is not None and len(args) > 2 and "positional argument" in str(error):
+            raise OnelaunchError(
+                f"step has {len(args)} arguments: all but the last go to the model, {first_line(error)}; pass several targets "
+                "as one tuple, as in step(x, (y, weight))"
+            ) from error
         if self._compiles and alone and not recording and not isinstance(error, OnelaunchError):
             require_possible(
                 "step", lambda *args, **kwargs: self._forward_and_loss(args, kwargs), self.model, args, kwargs

@@ -19,17 +19,21 @@ MAX_MARKED = 30  # epochs; lines of more have no markers
 Epochs = list[dict[str, Any]]  # as in `History.epochs`
 
 
-def draw(losses: list[float], epochs: Epochs, title: str, path: Path) -> Path:
-    """Write the figure to `path`, whose suffix (.png, .svg or .pdf) selects the format, and return `path`."""
+def draw(losses: list[float], epochs: Epochs, title: str, path: Path, best: int | None = None) -> Path:
+    """Write the figure to `path`, whose suffix (.png, .svg or .pdf) selects the format, and return `path`.
+
+    best: the epoch whose weights the model has, if that is not the last; it is marked.
+    """
     columns = 2 if any(epoch["accuracy"] is not None for epoch in epochs) else 1
     figure = new_figure(title, 5.2 * columns, 3.8)
-    _draw_loss(add_axes(figure, 1, columns, 1, x="step", y="loss"), losses, epochs)
+    kept = epochs[best] if best is not None and best < len(epochs) else None
+    _draw_loss(add_axes(figure, 1, columns, 1, x="step", y="loss"), losses, epochs, kept)
     if columns == 2:
-        _draw_accuracy(add_axes(figure, 1, columns, 2, x="epoch", y="accuracy, %"), epochs)
+        _draw_accuracy(add_axes(figure, 1, columns, 2, x="epoch", y="accuracy, %"), epochs, kept)
     return save_figure(figure, path)
 
 
-def _draw_loss(axes: Axes, losses: list[float], epochs: Epochs) -> None:
+def _draw_loss(axes: Axes, losses: list[float], epochs: Epochs, kept: dict[str, Any] | None) -> None:
     stretch = max(1, ceil_div(len(losses), MAX_POINTS))
     whole = len(losses) // stretch * stretch
     if whole:
@@ -40,19 +44,36 @@ def _draw_loss(axes: Axes, losses: list[float], epochs: Epochs) -> None:
     _plot(axes, "validation", [e["step"] for e in validated], [e["validation"]["loss"] for e in validated])
     if whole and min(losses) > 0:
         set_log_scale(axes, losses)
+    _mark(axes, kept, "step")
     add_legend(axes)
 
 
-def _draw_accuracy(axes: Axes, epochs: Epochs) -> None:
+def _draw_accuracy(axes: Axes, epochs: Epochs, kept: dict[str, Any] | None) -> None:
     from matplotlib.ticker import MaxNLocator
 
     _plot(axes, "training", [e["epoch"] + 1 for e in epochs], [100 * e["accuracy"] for e in epochs])
     validated = [epoch for epoch in epochs if epoch["validation"]]
     values = [100 * epoch["validation"]["accuracy"] for epoch in validated]
-    end = f" ({values[-1]:.2f} % at the end)" if values else ""
-    _plot(axes, "validation", [e["epoch"] + 1 for e in validated], values, end)
+    where = "at the end" if kept is None else f"in epoch {kept['epoch'] + 1}"
+    shown = [100 * kept["validation"]["accuracy"]] if kept and kept["validation"] else values[-1:]
+    _plot(
+        axes,
+        "validation",
+        [e["epoch"] + 1 for e in validated],
+        values,
+        "".join(f" ({one:.2f} % {where})" for one in shown),
+    )
+    _mark(axes, kept, "epoch")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     add_legend(axes)
+
+
+def _mark(axes: Axes, kept: dict[str, Any] | None, x: str) -> None:
+    """A vertical line at the epoch whose weights the model has."""
+    if kept is not None:
+        axes.axvline(
+            kept[x] + (x == "epoch"), color=LIGHT["low"], linestyle="--", linewidth=1.5, label="best epoch", zorder=0
+        )
 
 
 def _plot(axes: Axes, name: str, x: list[int], y: list[float], remark: str = "") -> None:

@@ -57,7 +57,7 @@ class History:
         from onelaunch.train.curves import draw
 
         title = f"{len(self.losses):,} steps on {self.engine}, {self.seconds:.3g} s"
-        return draw(self.losses, self.epochs, title, require_path("path", path))
+        return draw(self.losses, self.epochs, title, require_path("path", path), best=self.best_epoch)
 
     def __repr__(self) -> str:
         result = f", last epoch {summary(self.epochs[-1])}" if self.epochs else ""

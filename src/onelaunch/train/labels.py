@@ -96,7 +96,9 @@ def _classes(argument: str, y: torch.Tensor, classes: int, names: Names | None) 
     if int(y.min()) < 0 or int(y.max()) >= classes:
         row = int(((y < 0) | (y >= classes)).nonzero()[0, 0])
         known = f"its {classes} outputs take 0 to {classes - 1}"
-        known += f"; pass {argument} - 1" if int(y.min()) == 1 and int(y.max()) == classes else ""
+        known += f"; pass {argument} - 1" if int(y.min()) == 1 and int(y.max()) == classes > 1 else ""
+        if classes == 1:
+            known = "it has one output; pass loss='bce_with_logits', or a model with an output per class"
         raise OnelaunchError(f"{argument}[{row}]={int(y[row])} is not a class of this model: {known}")
     return y.contiguous()
 

@@ -77,7 +77,8 @@ def _trial(workload: Workload) -> Trial:
     }
     if workload.kind == "mlp" and workload.precision != "bf16":
         peers["scikit-learn"] = _scikit_learn_epoch(run, workload)
-    return Trial(_ours(run), lambda: _check(workload), peers, units=steps, floor_flops=ROWS * workload.flops_per_row)
+    flops = ROWS * workload.flops_per_row if workload.precision == "fp32" else None  # the bound is that of fp32
+    return Trial(_ours(run), lambda: _check(workload), peers, units=steps, floor_flops=flops)
 
 
 def _register(workload: Workload) -> None:
