@@ -63,3 +63,9 @@ def as_features(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if x.dtype == torch.uint8:
         return x.to(dtype) / 255
     return x.to(dtype) if x.is_floating_point() else x
+
+
+def own_features(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`as_features` in memory of its own: a model may change its input in place, and x may be the caller's array."""
+    found = as_features(x, dtype)
+    return found.clone() if found is x else found

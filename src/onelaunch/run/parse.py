@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -148,15 +149,19 @@ def _in_the_way(model: nn.Module) -> str:
 
 def _tensor_names(model: nn.Module) -> dict[int, str]:
     """The name of each parameter and buffer of the state_dict, by id. Raises NotAnMlpError where two share their memory."""
-    owners: dict[int, str] = {}
+    places: list[tuple[int, int, str]] = []  # first address, end, name
     buffers = model.named_buffers(remove_duplicate=False)
     names = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
         if nn.parameter.is_lazy(tensor):
             raise NotAnMlpError(f"{name} is not initialised yet")
-        if owners.setdefault(tensor.data_ptr(), name) != name and tensor.numel():
-            raise NotAnMlpError(f"{owners[tensor.data_ptr()]} and {name} share their memory")
         names[id(tensor)] = name
+        if tensor.numel():
+            reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+            places.append((tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), name))
+    for (_, end, name), (begin, _, other) in pairwise(sorted(places)):
+        if begin < end:
+            raise NotAnMlpError(f"{name} and {other} share their memory")
     state = model.state_dict(keep_vars=True)
     if any(id(tensor) not in names or names[id(tensor)] != name for name, tensor in state.items()):
         raise NotAnMlpError("the model's state_dict has other tensors than its parameters and buffers")

@@ -31,6 +31,7 @@ class WithCallbacks(Listener):
 
     def __init__(self, listener: Listener, callbacks: tuple[Callback, ...]) -> None:
         self.listener, self.callbacks = listener, callbacks
+        self.needs_weights = any(getattr(callback, "needs_weights", True) for callback in callbacks)
 
     def started(self, history: History) -> None:
         self.listener.started(history)
@@ -46,6 +47,8 @@ class CsvLogger:
 
     The file is replaced atomically after each epoch. A resumed run continues it, because the History has its earlier epochs.
     """
+
+    needs_weights = False  # of the model: it reads the History only
 
     def __init__(self, path: str | Path) -> None:
         self.path = require_path("path", path)
@@ -69,6 +72,8 @@ class TensorBoardLogger:
 
     It needs the package tensorboard. A resumed run writes its earlier epochs again, which TensorBoard shows once.
     """
+
+    needs_weights = False
 
     def __init__(self, folder: str | Path) -> None:
         folder = require_path("folder", folder)

@@ -18,7 +18,7 @@ from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line
 from onelaunch.run.generators import seeded
 from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.network import BatchNorm, Network, NotAnMlpError
-from onelaunch.run.objective import as_features
+from onelaunch.run.objective import own_features
 from onelaunch.run.options import CUSTOM_LOSS, LOSSES
 from onelaunch.run.parse import MisfitError, parse_network
 from onelaunch.run.spec import Spec
@@ -214,6 +214,13 @@ def _trainable(model: Any) -> list[nn.Parameter]:
         raise OnelaunchError("model has no parameter to train (none has requires_grad=True)")
     if any(not is_lazy(p) and (p.is_inference() or p.is_meta) for p in parameters):
         raise OnelaunchError("model was made under torch.inference_mode() or on the meta device: make it outside")
+    for name, parameter in model.named_parameters():
+        if not is_lazy(parameter) and any(
+            n > 1 and not step for n, step in zip(parameter.shape, parameter.stride(), strict=True)
+        ):
+            raise OnelaunchError(
+                f"model: {name} is an expanded tensor, whose values share memory: pass its .contiguous()"
+            )
     devices = {p.device for p in parameters}
     if len(devices) > 1:
         raise OnelaunchError(f"model is on several devices ({', '.join(map(str, devices))}): move it to one")
@@ -275,7 +282,7 @@ def _output_shape(
     try:
         # Lazy modules draw their weights here, from the run's seed; the state of the user's generator does not change.
         with evaluation(model), seeded(spec.seed, devices), torch.autocast(x.device.type, enabled=False):
-            output = model(*(as_features(part, dtype) for part in inputs))
+            output = model(*(own_features(part, dtype) for part in inputs))
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
         raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {first_line(error)}") from error

@@ -41,6 +41,8 @@ _said: set[str] = set()
 class Listener:
     """Called once when a run has been accepted and is about to start, then after each epoch."""
 
+    needs_weights = False  # whether the model must hold the weights of the epoch that has ended
+
     def started(self, history: History) -> None: ...
 
     def epoch(self, history: History, record: dict[str, Any]) -> None: ...
@@ -76,7 +78,8 @@ def drive(
     if not team.leads:
         progress, listener = Progress(), Listener()
     epoch_end = EpochEnd(run)
-    run = dataclasses.replace(run, checkpoints=checkpoint is not None or epoch_end.needs_weights)
+    needs_weights = epoch_end.needs_weights or listener.needs_weights
+    run = dataclasses.replace(run, checkpoints=checkpoint is not None or needs_weights)
     with checkpoint_lock(written, must_exist=resume):
         resumed = None
         if resume and checkpoint:
@@ -121,11 +124,10 @@ def drive(
                     raise_if_diverged(segment.first_step, segment.losses, checkpoint)
                     record = recorder.add(segment, seconds)
                     history.plan, history.allocations = session.plan, dict(session.allocations)
-                    completes = record is not None and epoch_end.needs_weights
-                    if written or completes:
+                    if written or (record is not None and needs_weights):
                         saving = time.perf_counter()
                         state = session.snapshot()
-                        if record and completes:
+                        if record and epoch_end.needs_weights:
                             epoch_end.complete(record)
                         if written:
                             save(state)

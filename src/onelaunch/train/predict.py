@@ -12,7 +12,7 @@ from torch import nn
 
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, require_integer
-from onelaunch.run.objective import as_features
+from onelaunch.run.objective import own_features
 from onelaunch.train.argument_names import advise
 from onelaunch.train.inputs import check_finite, to_tensor
 from onelaunch.trial_runs import evaluation
@@ -111,7 +111,7 @@ def outputs_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], batch_size: i
     with evaluation(model):
         for first in range(0, len(inputs[0]), batch_size):
             batch = [
-                as_features(part[first : first + batch_size].to(parameter.device), parameter.dtype) for part in inputs
+                own_features(part[first : first + batch_size].to(parameter.device), parameter.dtype) for part in inputs
             ]
             try:
                 output = model(*batch)

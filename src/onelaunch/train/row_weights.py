@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from onelaunch.errors import OnelaunchError, abbreviate_list
 from onelaunch.run.spec import Spec
 from onelaunch.train.labels import Names
+
+USUAL_EXPONENT = 20  # of the largest weight, to the base 2
 
 
 def row_weights_of(
@@ -26,7 +29,14 @@ def row_weights_of(
         weights = of_rows if weights is None else weights * of_rows
     if weights is not None and not float(weights.sum(dtype=torch.float64)) > 0:
         raise OnelaunchError("class_weight and sample_weight leave no training row with a weight above 0")
-    return weights
+    return None if weights is None else _of_usual_size(weights)
+
+
+def _of_usual_size(weights: torch.Tensor) -> torch.Tensor:
+    """The weights times a power of two, exactly, where products with losses would leave float32's range: a mean does not
+    depend on their scale."""
+    exponent = math.frexp(float(weights.max()))[1]
+    return weights if abs(exponent) <= USUAL_EXPONENT else (weights.double() * 2.0**-exponent).float()
 
 
 def _sample_weights(weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

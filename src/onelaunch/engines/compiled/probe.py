@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from onelaunch.engines.contract import Run
 from onelaunch.format import format_seconds
-from onelaunch.run.objective import as_features
+from onelaunch.run.objective import own_features
 from onelaunch.run.recorder import dropout_modules
 from onelaunch.trial_runs import evaluation
 
@@ -40,7 +40,7 @@ def probe_reason(run: Run) -> str:
 def _flops_per_row(run: Run, calls: Counter[torch.nn.Module]) -> float:
     """Floating-point operations of the forward pass per row, and the calls of each dropout module, on a few rows."""
     dtype = next(run.model.parameters()).dtype
-    rows = [as_features(one[:PROBED_ROWS], dtype) for one in (run.x, *run.more_x)]
+    rows = [own_features(one[:PROBED_ROWS], dtype) for one in (run.x, *run.more_x)]
     counter = FlopCounterMode(display=False)
     hooks = [
         module.register_forward_hook(lambda module, inputs, output: calls.update([module]))

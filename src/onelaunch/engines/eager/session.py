@@ -26,7 +26,7 @@ from onelaunch.errors import OnelaunchError, first_line
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import permutation
 from onelaunch.run.distributed import LostRankError, is_lost_rank, lost_rank_error, world
-from onelaunch.run.objective import as_features, count_correct, has_accuracy, loss_of, values_per_row
+from onelaunch.run.objective import as_features, count_correct, has_accuracy, loss_of, own_features, values_per_row
 from onelaunch.run.step_scalars import batch_weights
 
 EVALUATION_ROWS = 256
@@ -322,7 +322,7 @@ class EagerSession:
     def _evaluate_rows(self, x: tuple[torch.Tensor, ...], y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The mean loss of these validation rows, and the number of correct predictions if they are counted."""
         with self._autocast():
-            output = self.model(*(as_features(one, self.dtype) for one in x))
+            output = self.model(*(own_features(one, self.dtype) for one in x))
         if isinstance(output, torch.Tensor):
             output = output.to(self.dtype)
         return self._loss(output, y), count_correct(self.spec, output, y) if has_accuracy(self.spec) else None
