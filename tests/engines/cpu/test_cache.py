@@ -14,7 +14,7 @@ from onelaunch.engines.cpu import cache
 from onelaunch.engines.cpu.code import product
 from onelaunch.engines.cpu.code.kernel import Unit
 from onelaunch.engines.cpu.code.optimizer import UpdateRule
-from onelaunch.engines.cpu.native import library
+from onelaunch.engines.cpu.native import Library, library
 from onelaunch.engines.cpu.plan.target import host
 from onelaunch.engines.cpu.session import CpuSession
 from tests.engines.cpu.runs import data, make, train_natively
@@ -80,3 +80,7 @@ def test_the_key_follows_code_and_machine() -> None:
     assert key != cache.key_of(Unit("update", (UpdateRule("adam"),)), target)
     assert key != cache.key_of(unit, dataclasses.replace(target, features=target.features + ",+none"))
     assert key != cache.key_of(unit, dataclasses.replace(target, llvm="0"))
+
+
+def test_a_library_with_nothing_to_load_links_nothing() -> None:
+    assert Library(host(), None).load([]) == []

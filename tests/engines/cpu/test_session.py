@@ -147,3 +147,13 @@ def test_snapshots_have_the_names_of_the_contract_and_write_into_the_model(cache
     assert run.model[0].weight is weight  # type: ignore[index]
     assert not torch.equal(before, weight)
     assert int(run.model[1].num_batches_tracked) == 7  # type: ignore[index]
+
+
+def test_a_session_that_trained_no_step_leaves_the_model_alone(cache_folder: Path) -> None:
+    x, y = data("cross_entropy", 20, 5, 3)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model(x)
+    versions = {name: tensor._version for name, tensor in model.state_dict(keep_vars=True).items()}
+    CpuSession(make(model, x, y, steps=4), {}, cache_folder=cache_folder).close()
+    assert int(model.state_dict()["1.num_batches_tracked"]) == 1
+    assert {name: tensor._version for name, tensor in model.state_dict(keep_vars=True).items()} == versions

@@ -22,6 +22,11 @@ def _sources_digest() -> str:
     return digest.hexdigest()
 
 
+@functools.cache
+def _target_digest(target: Target) -> str:
+    return hashlib.sha256(f"{target!r}\n{_sources_digest()}".encode()).hexdigest()
+
+
 def key_of(unit: Unit, target: Target) -> str:
     """The key of a unit's object code."""
-    return hashlib.sha256("\n".join((repr(unit), repr(target), _sources_digest())).encode()).hexdigest()
+    return hashlib.sha256(f"{unit!r}\n{_target_digest(target)}".encode()).hexdigest()

@@ -151,7 +151,7 @@ class MemberSession(CpuSession):
         self.run, self.spec = run, run.spec
         self._tensors = dict(run.model.state_dict(keep_vars=True))
         self._done = 0
-        self._between_steps = True
+        self._has_results = False
         self._weight_sums = None
         self.arena.order[run.spec.rows :] = (
             0  # numbers past the end are read, and those of another run may be too large
@@ -213,9 +213,9 @@ class MemberSession(CpuSession):
             "all_tallies": tallies.ctypes.data,
         }  # fmt: skip
         words = np.array([fields[name] for name in driver.EPOCHS.fields], np.int64)
-        self._between_steps = False
+        self._has_results = False
         self._epochs(words.ctypes.data, None)
-        self._between_steps = True
+        self._has_results = True
         self._done = first_step + count * steps
         means = losses.sum(axis=0) * row_weights(spec, first_step, steps, self.run.outputs)
         each = torch.from_numpy(means.astype(np.float32))

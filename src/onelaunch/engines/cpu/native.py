@@ -53,17 +53,27 @@ def object_code(text: str, machine: Any) -> bytes:
     return machine.emit_object(llvm.parse_assembly(text))
 
 
+def _loader(triple: str) -> Any:
+    """An LLVM engine that loads object code and compiles nothing."""
+    import llvmlite.binding as llvm
+
+    _initialize("native")
+    # Its machine needs no processor: code is compiled by another one. LLVM frees this one together with the engine.
+    machine = llvm.Target.from_triple(triple).create_target_machine(jit=True)
+    empty = llvm.parse_assembly("")
+    engine = llvm.create_mcjit_compiler(empty, machine)
+    engine.remove_module(empty)  # otherwise it is compiled with the first object: 0.9 ms to set up LLVM's passes
+    return engine
+
+
 class Library:
     """Units in memory, loaded from the cache or compiled when they are first asked for. Their code stays until the library is
     dropped. One library per process and target serves all sessions (`library`)."""
 
     def __init__(self, target: Target, cache_folder: Path | None) -> None:
         """`cache_folder`: None neither reads nor writes a cache."""
-        import llvmlite.binding as llvm
-
         self._target, self._cache_folder = target, cache_folder
-        # LLVM frees the target machine of an engine together with it, so the engine has one of its own.
-        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine_for(target))
+        self._engine = _loader(target.triple)
         self._keys: dict[Unit, str] = {}  # of the units in memory
         self._addresses: dict[tuple[Unit, str], int] = {}
         self._lock = threading.Lock()
@@ -79,9 +89,8 @@ class Library:
 
         compiled = []
         with self._lock:
-            for unit in units:
-                if unit in self._keys:
-                    continue
+            missing = [unit for unit in dict.fromkeys(units) if unit not in self._keys]
+            for unit in missing:
                 key = key_of(unit, self._target)
                 code = OBJECTS.load(self._cache_folder, key) if self._cache_folder else None
                 if code is None:
@@ -91,7 +100,8 @@ class Library:
                         OBJECTS.store(self._cache_folder, key, code)
                 self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
                 self._keys[unit] = key
-            self._engine.finalize_object()
+            if missing:  # LLVM crashes where it has nothing to link
+                self._engine.finalize_object()
         return compiled
 
     def address(self, unit: Unit, kernel: Kernel | str) -> int:

@@ -78,7 +78,7 @@ class CpuSession:
         self.program = program_for(settings_for(run, partitions), target or host())
         self.precision = run.spec.precision if self.program.plan.settings.planes else "fp32"
         self._plan = self.program.plan
-        self.plan = str(self._plan)
+        self.plan = self.program.description
         self.library = library(self._plan.target, cache_folder or OBJECTS.folder())
         self.compiled = self.library.load(self.program.units)  # what was neither in memory nor on disk
         self.arena = Arena(self._plan, self.spec.rows, memory)
@@ -88,11 +88,12 @@ class CpuSession:
         )
         self._tensors = dict(run.model.state_dict(keep_vars=True))
         self._done = 0  # steps of the run that the arena's weights have seen
-        self._between_steps = True  # False during a call: if interrupted, its weights mix two steps and are not used
+        # Whether the arena has the weights after whole steps, at least one. A call that is interrupted leaves a mix of two.
+        self._has_results = False
         self._step_seconds = 0.0
         self._weight_sums: np.ndarray[Any, Any] | None = None  # of each batch of the epoch, where rows are weighted
         self._load(state)
-        self._table = Table(self.program, self.library.address, self.arena.address, self._outside())
+        self._table = Table(self.program.template, self.library.address, self.arena.address, self._outside())
         enter = self.library.function(driver.UNIT, driver.RUN, ctypes.c_void_p, ctypes.c_void_p)
         self._entries = {name: partial(enter, fields, None) for name, fields in self._table.entries.items()}
         self._row_order = self.library.function(ROW_ORDER, "row_order", ctypes.c_void_p, *[ctypes.c_int64] * 4)
@@ -253,9 +254,9 @@ class CpuSession:
         first_row = step % spec.steps_per_epoch * spec.batch_size
         self.arena.set_words("call.train", count, first_row, step)
         begin = time.perf_counter()
-        self._between_steps = False
+        self._has_results = False
         self._call("train")
-        self._between_steps = True
+        self._has_results = True
         self._step_seconds = (time.perf_counter() - begin) / count
         self.team.note(self._step_seconds)
 
@@ -278,5 +279,5 @@ class CpuSession:
 
     def close(self) -> None:
         self.team.close()
-        if self._between_steps:
+        if self._has_results:
             self._write_back()

@@ -22,6 +22,7 @@ from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.settings import Settings
 from onelaunch.engines.cpu.plan.target import Target
 from onelaunch.engines.cpu.program import backward, clip, forward, rows
+from onelaunch.engines.cpu.program.table import Template
 from onelaunch.engines.cpu.program.work import Work
 
 MAX_PROGRAMS = 64  # kept for further runs of equal settings
@@ -95,7 +96,17 @@ class Program:
     ticks: dict[str, int]
     plan: Plan
 
-    @property
+    @functools.cached_property
+    def description(self) -> str:
+        """The plan, for people."""
+        return str(self.plan)
+
+    @functools.cached_property
+    def template(self) -> Template:
+        """What the tables of all sessions are made from."""
+        return Template(self.lists, self.plan)
+
+    @functools.cached_property
     def units(self) -> list[Unit]:
         """What the program needs compiled."""
         found = {command.unit: None for lists in self.lists.values() for commands in lists for command in commands}

@@ -1,62 +1,47 @@
-"""A program in memory, as the driver reads it: lists of (kernel, fields), with every address filled in."""
+"""A program in memory, as the driver reads it: lists of (kernel, fields), with every address filled in.
+
+`Template` has what all sessions of a program share: the words, and which of them are relative to some address. `Table` is a
+copy of them for one session.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from onelaunch.engines.cpu.code import driver
 from onelaunch.engines.cpu.code.kernel import Address, Command, FieldValue, Kernel, Unit
+from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
-from onelaunch.engines.cpu.program.program import Program
 
 WORD = 8  # bytes per field
 LINE = CACHE_LINE // WORD
+TABLE, ARENA = "table", "arena"
+Base = str | tuple[Unit, Kernel]  # TABLE, ARENA, a name of the session's (x, rows, seed, ...), or a kernel
 
 
-class Table:
-    """`entries` has the address of the driver's fields for each entry point. Keep the table as long as they are used.
+class Template:
+    """`words`: int64, each an absolute number or relative to a base. `positions`: the relative words of each base.
+    `entries`: the bytes from the table's start to the driver's fields for each entry point.
 
     The fields of a command, and every list, begin at a cache line.
     """
 
-    def __init__(
-        self, program: Program, function: Callable[[Unit, Kernel], int], arena: int, outside: Mapping[str, int]
-    ) -> None:
-        """`function`: the address of a kernel. `arena`: that of the arena. `outside`: addresses and numbers that commands name
-        and the arena does not have: x, y, order, rows, seed, and those of the validation data."""
-        self._function = function
-        self._offsets = {name: arena + buffer.offset for name, buffer in program.plan.buffers.items()}
-        self._written: dict[int, int] = {}  # by id of the command: entry points share commands
-        self._memory = np.zeros(self._max_words(program), np.int64)
-        self._address = int(self._memory.ctypes.data)
-        words = self._words = list[int | Address]([0] * (-self._address % CACHE_LINE // WORD))
-        self.entries = {name: self._entry(program, name, *lists) for name, lists in program.lists.items()}
-        # The words that `bind` sets, by their position.
-        self._outside = [(position, word) for position, word in enumerate(words) if isinstance(word, Address)]
-        self._memory[: len(words)] = [0 if isinstance(word, Address) else word for word in words]
-        self.bind(outside)
+    def __init__(self, lists: Mapping[str, tuple[list[Command], list[Command]]], plan: Plan) -> None:
+        self._plan = plan
+        self._words: list[int] = []
+        self._positions: defaultdict[Base, list[int]] = defaultdict(list)
+        self._written: dict[int, Address] = {}  # by id of the command: entry points share commands
+        self.entries = {name: self._entry(name, *each).offset for name, each in lists.items()}
+        self.words = np.array(self._words, np.int64)
+        self.positions = {base: np.array(found) for base, found in self._positions.items()}
 
-    def bind(self, outside: Mapping[str, int]) -> None:
-        """Set the addresses and numbers that are outside the arena. Entry points keep their addresses."""
-        for position, address in self._outside:
-            self._memory[position] = outside[address.buffer] + address.offset
-
-    @staticmethod
-    def _max_words(program: Program) -> int:
-        lists = [each for lists in program.lists.values() for each in lists]
-        commands = {id(command): command for each in lists for command in each}.values()
-        size = sum(len(command.values) + LINE for command in commands) + sum(2 * len(each) + 2 + LINE for each in lists)
-        size += sum(
-            len(v) + LINE for c in commands if c.kernel.has_lists for v in c.values.values() if isinstance(v, tuple)
-        )
-        return size + len(program.lists) * (len(driver.RUN.fields) + LINE) + LINE
-
-    def _entry(self, program: Program, name: str, before: list[Command], commands: list[Command]) -> int:
+    def _entry(self, name: str, before: list[Command], commands: list[Command]) -> Address:
         kind = name.split(".")[0]
-        settings = program.plan.settings
+        settings = self._plan.settings
         training = kind == "train"
         return self._fields(driver.RUN.command(
             driver.UNIT, before=self._list(before), commands=self._list(commands), call=Address(f"call.{kind}"),
@@ -65,31 +50,69 @@ class Table:
             scalars=Address("scalars"),
         ))  # fmt: skip
 
-    def _list(self, commands: list[Command]) -> int:
-        words: list[int | Address] = []
+    def _list(self, commands: list[Command]) -> Address:
+        pairs: list[FieldValue | Command] = []
         for command in commands:
             if id(command) not in self._written:
                 self._written[id(command)] = self._fields(command)
-            words += [self._function(command.unit, command.kernel), self._written[id(command)]]
-        return self._write([*words, 0, 0])
+            pairs += [command, self._written[id(command)]]
+        return self._write([*pairs, 0, 0])
 
-    def _fields(self, command: Command) -> int:
+    def _fields(self, command: Command) -> Address:
         values = [command.values[name] for name in command.kernel.fields]
-        return self._write([value if type(value) is int else self._word(value) for value in values])
+        if command.kernel.has_lists:
+            values = [self._list_of(value) for value in values]
+        return self._write(values)
 
-    def _word(self, value: FieldValue) -> int | Address:
-        if isinstance(value, int):
-            return value
-        if isinstance(value, Address):
-            found = self._offsets.get(value.buffer)
-            return value if found is None else found + value.offset
-        if isinstance(value, float):
-            return int(struct.unpack("<i", struct.pack("<f", value))[0])
-        return self._write([self._word(item) for item in value])
+    def _list_of(self, value: FieldValue) -> FieldValue:
+        """A list is stored on its own; its place stands for it."""
+        return self._write(value) if isinstance(value, tuple) and not isinstance(value, Address) else value
 
-    def _write(self, words: list[int | Address]) -> int:
-        """Store words at the next cache line and return their address."""
-        start = len(self._words)
-        self._words += words
-        self._words += [0] * (-len(words) % LINE)
-        return self._address + WORD * start
+    def _write(self, values: Iterable[FieldValue | Command]) -> Address:
+        """Store values at the next cache line and return where that is. A command stands for its kernel's address."""
+        words, buffers, positions = self._words, self._plan.buffers, self._positions
+        start = len(words)
+        for value in values:
+            if isinstance(value, int):
+                words.append(value)
+            elif isinstance(value, Address):
+                buffer = buffers.get(value.buffer)
+                positions[ARENA if buffer else value.buffer].append(len(words))
+                words.append(value.offset + (buffer.offset if buffer else 0))
+            elif isinstance(value, Command):
+                positions[value.unit, value.kernel].append(len(words))
+                words.append(0)
+            else:
+                words.append(struct.unpack("<i", struct.pack("<f", value))[0])
+        words += [0] * (-len(words) % LINE)
+        return Address(TABLE, WORD * start)
+
+
+class Table:
+    """`entries` has the address of the driver's fields for each entry point. Keep the table as long as they are used."""
+
+    def __init__(
+        self, template: Template, function: Callable[[Unit, Kernel], int], arena: int, outside: Mapping[str, int]
+    ) -> None:
+        """`function`: the address of a kernel. `arena`: that of the arena. `outside`: addresses and numbers that commands name
+        and the arena does not have: x, y, order, rows, seed, and those of the validation data."""
+        self._template = template
+        memory = np.empty(len(template.words) + LINE, np.int64)
+        start = -memory.ctypes.data % CACHE_LINE // WORD
+        self._words = memory[start : start + len(template.words)]
+        self._words[:] = template.words
+        address = int(self._words.ctypes.data)
+        self.entries = {name: address + offset for name, offset in template.entries.items()}
+        self._add({TABLE: address, ARENA: arena})
+        self._add({base: function(*base) for base in template.positions if isinstance(base, tuple)})
+        self.bind(outside)
+
+    def bind(self, outside: Mapping[str, int]) -> None:
+        """Set the addresses and numbers that are outside the arena. Entry points keep their addresses."""
+        names = [base for base in self._template.positions if isinstance(base, str) and base not in (TABLE, ARENA)]
+        self._add({name: outside[name] for name in names})
+
+    def _add(self, bases: Mapping[Base, int]) -> None:
+        for base, value in bases.items():
+            positions = self._template.positions[base]
+            self._words[positions] = self._template.words[positions] + value
