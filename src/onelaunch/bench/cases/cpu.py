@@ -111,7 +111,10 @@ for _workload in (
 
 
 def _start_trial(starts: Sequence[Workload], seen: Sequence[Workload] = ()) -> Trial:
-    """The start of a session as in a new process, for each of `starts` in turn. Code on disk is that of the networks `seen`."""
+    """The start of a session with no code in memory, for each of `starts` in turn. On disk is the code of the networks `seen`.
+
+    Programs (lists of commands, not code) stay in memory from one start to the next.
+    """
     torch.manual_seed(0)
     keep = tempfile.TemporaryDirectory(prefix="onelaunch-bench-")
     folder = Path(keep.name)
