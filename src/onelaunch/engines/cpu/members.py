@@ -24,7 +24,7 @@ import torch
 from onelaunch.engines.contract import Metrics, Run, Segment, State
 from onelaunch.engines.cpu.code import driver
 from onelaunch.engines.cpu.code.units import ROW_ORDER
-from onelaunch.engines.cpu.plan.plan import MAX_CALL_STEPS
+from onelaunch.engines.cpu.plan.layout import MAX_CALL_STEPS
 from onelaunch.engines.cpu.plan.settings import SCALARS, TALLY, Settings
 from onelaunch.engines.cpu.session import CALL_SECONDS, CpuSession, settings_for
 from onelaunch.engines.cpu.threads import Team

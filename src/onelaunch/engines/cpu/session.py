@@ -22,7 +22,7 @@ from onelaunch.engines.cpu.cache import OBJECTS
 from onelaunch.engines.cpu.code import driver
 from onelaunch.engines.cpu.code.units import ROW_ORDER
 from onelaunch.engines.cpu.native import library
-from onelaunch.engines.cpu.plan.plan import MAX_CALL_STEPS
+from onelaunch.engines.cpu.plan.layout import MAX_CALL_STEPS
 from onelaunch.engines.cpu.plan.settings import MIN_VALIDATION_BATCH, SCALARS, TALLY, Settings, useful_partitions
 from onelaunch.engines.cpu.plan.target import Target, host
 from onelaunch.engines.cpu.program.program import program_for
@@ -135,7 +135,7 @@ class CpuSession:
                 arena.view(f"scale.{stage.index}.{number}")[: stage.width] = 1  # for a norm without a weight
         for parameter in plan.parameters:
             arena.write(parameter.buffer, self._tensors[parameter.name].detach().numpy())
-            for number, kind in enumerate(plan.state_names if parameter.trained else ()):
+            for number, kind in enumerate(plan.settings.state_names if parameter.trained else ()):
                 saved = state.get(f"{kind}.{parameter.name}")
                 if saved is not None:
                     arena.write(parameter.buffer, saved.detach().cpu().float().numpy(), self._shift(number))
@@ -148,7 +148,7 @@ class CpuSession:
         self._write_back()
         state: State = {}
         for parameter in self._plan.parameters:
-            for number, kind in enumerate(self._plan.state_names if parameter.trained else ()):
+            for number, kind in enumerate(self._plan.settings.state_names if parameter.trained else ()):
                 values = self.arena.read(parameter.buffer, parameter.inputs, parameter.outputs, self._shift(number))
                 state[f"{kind}.{parameter.name}"] = torch.from_numpy(values)
         return state

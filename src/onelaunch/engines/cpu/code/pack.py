@@ -15,7 +15,7 @@ from onelaunch.engines.cpu.code.gradient import transpose
 from onelaunch.engines.cpu.code.instructions import Int, Value
 from onelaunch.engines.cpu.code.kernel import Kernel
 from onelaunch.engines.cpu.code.product import by_parity
-from onelaunch.engines.cpu.plan.plan import TERMS
+from onelaunch.engines.cpu.plan.division import TERMS
 
 TILE_ROWS = 16
 STEP_BYTES = 64  # TERMS numbers in bf16

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onelaunch.integers import ceil_div
-from onelaunch.optimizers import CONSTANTS
+from onelaunch.optimizers import CONSTANTS, OPTIMIZERS
 from onelaunch.run.network import Network
 
 CONTROL = ("spins_before_yield", "yield_thread", "abandoned")  # what a barrier reads, eight bytes each
@@ -40,6 +40,11 @@ class Settings:
     validates: bool = False  # there is validation data
     planes: int = 0  # of operands in bf16: 1 ("bf16") or 2 ("tf32"); 0 for products in fp32
     profile: bool = False  # count the clock ticks of every phase and barrier (see program.py)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The optimizer's states of a parameter, in the order of the arena."""
+        return OPTIMIZERS[self.optimizer].state_names(self.momentum)
 
 
 def useful_partitions(network: Network, batch: int, threads: int) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from onelaunch.engines.cpu.code.clip import CLIPPED_UPDATE, SQUARES
 from onelaunch.engines.cpu.code.kernel import Address, Command, Unit
-from onelaunch.engines.cpu.plan.plan import Panel, split
+from onelaunch.engines.cpu.plan.division import Panel
+from onelaunch.engines.cpu.plan.rows import split
 from onelaunch.engines.cpu.program.work import Work, of_one_width
 from onelaunch.integers import round_up
 

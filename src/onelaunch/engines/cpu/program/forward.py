@@ -10,7 +10,7 @@ from onelaunch.engines.cpu.code.elementwise import Group, field_values
 from onelaunch.engines.cpu.code.gather import GATHER
 from onelaunch.engines.cpu.code.kernel import Address, Command, FieldValue, Unit
 from onelaunch.engines.cpu.code.tile import cover
-from onelaunch.engines.cpu.plan.plan import Panel
+from onelaunch.engines.cpu.plan.division import Panel
 from onelaunch.engines.cpu.plan.stages import Add, Stage
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
 from onelaunch.engines.cpu.program import tiles

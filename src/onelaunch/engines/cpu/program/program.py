@@ -21,7 +21,7 @@ from onelaunch.engines.cpu.code.units import ROW_ORDER
 from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.settings import Settings
 from onelaunch.engines.cpu.plan.target import Target
-from onelaunch.engines.cpu.program import backward, clip, forward, rows
+from onelaunch.engines.cpu.program import backward, backward_products, clip, forward, rows
 from onelaunch.engines.cpu.program.table import Template
 from onelaunch.engines.cpu.program.work import Work
 
@@ -49,9 +49,9 @@ def training_phases(plan: Plan) -> list[tuple[str, Build]]:
     backward_phases: list[list[Build]] = [[]]
     for stage in reversed(stages[1:]):
         if plan.needs_input_gradient(stage):
-            backward_phases[-1].append(partial(backward.input_gradient, stage=stage))
-        backward_phases[-1].append(partial(backward.weight_update, stage=stage))
-        backward_phases[-1].append(partial(backward.update_layer_norms, stage=stage))
+            backward_phases[-1].append(partial(backward_products.input_gradient, stage=stage))
+        backward_phases[-1].append(partial(backward_products.weight_update, stage=stage))
+        backward_phases[-1].append(partial(backward_products.update_layer_norms, stage=stage))
         if plan.needs_input_gradient(stage):
             before = stages[stage.index - 1]
             # Partial sums of dX. Those of the last stage are complete and stay in their partition, unless it reads rows.
@@ -60,7 +60,7 @@ def training_phases(plan: Plan) -> list[tuple[str, Build]]:
             backward_phases[-1].append(partial(backward.reduce_gradient, stage=before))
             if before.layer_norms:  # rows of the gradient, and sums for scale and shift
                 backward_phases.append([])
-    backward_phases[-1].append(partial(backward.update_layer_norms, stage=stages[0]))
+    backward_phases[-1].append(partial(backward_products.update_layer_norms, stage=stages[0]))
     backward_phases[-1].append(partial(forward.gather, ahead=True))  # the next batch
     phases += [(f"backward {number}", partial(_in_turn, phase)) for number, phase in enumerate(backward_phases)]
     if plan.settings.clips:

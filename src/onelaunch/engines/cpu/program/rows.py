@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onelaunch.engines.cpu.code.kernel import Command, Unit
 from onelaunch.engines.cpu.code.summed_update import SUMMED_UPDATE
-from onelaunch.engines.cpu.program import backward, clip, forward
+from onelaunch.engines.cpu.program import backward, backward_products, clip, forward
 from onelaunch.engines.cpu.program.work import Work
 
 
@@ -21,9 +21,9 @@ def forward_and_backward(work: Work) -> list[Command]:
         commands += forward.forward(work, stage)
     commands += forward_and_loss(work)
     for stage in reversed(plan.stages[1:]):
-        commands += backward.weight_update(work, stage)
+        commands += backward_products.weight_update(work, stage)
         if plan.needs_input_gradient(stage):
-            commands += backward.input_gradient(work, stage)
+            commands += backward_products.input_gradient(work, stage)
             commands += backward.reduce_gradient(work, plan.stages[stage.index - 1])
     return commands + forward.gather(work, ahead=True)
 
@@ -40,4 +40,6 @@ def update(work: Work) -> list[Command]:
         )
         for start, run, stride, rows, _ in clip.parts(work) if start.buffer.startswith(("weight", "bias"))
     ]  # fmt: skip
-    return commands + [command for stage in plan.stages for command in backward.update_layer_norms(work, stage)]
+    return commands + [
+        command for stage in plan.stages for command in backward_products.update_layer_norms(work, stage)
+    ]

@@ -9,7 +9,8 @@ from onelaunch.engines.cpu.code import pack, tile_products
 from onelaunch.engines.cpu.code.kernel import Address, Command, FieldValue, Unit
 from onelaunch.engines.cpu.code.pack import BLOCK, STEP_BYTES, TERMS
 from onelaunch.engines.cpu.code.tile_products import STEP_OF_PAIRS
-from onelaunch.engines.cpu.plan.plan import Panel
+from onelaunch.engines.cpu.plan.division import Panel
+from onelaunch.engines.cpu.plan.layout import packed_row_bytes
 from onelaunch.engines.cpu.plan.stages import Stage
 from onelaunch.engines.cpu.program.work import Work, next_rows, of_one_width
 from onelaunch.integers import ceil_div
@@ -44,7 +45,7 @@ def pack_inputs(work: Work, stage: Stage, rows: tuple[int, int]) -> Command:
 def _left_of_rows(work: Work, terms: int, rows: int) -> tuple[int, int, int]:
     """(steps, bytes of a row, bytes of a plane) of a left operand whose rows have `terms` terms."""
     steps = ceil_div(terms, TERMS)
-    row = work.plan.left_row(steps)
+    row = packed_row_bytes(steps)
     return steps, row, row * BLOCK * ceil_div(rows, BLOCK)
 
 

@@ -7,7 +7,8 @@ from itertools import groupby
 
 from onelaunch.engines.cpu.code.kernel import Address, FieldValue
 from onelaunch.engines.cpu.code.optimizer import UpdateRule
-from onelaunch.engines.cpu.plan.plan import Panel, Plan
+from onelaunch.engines.cpu.plan.division import Panel
+from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.stages import Stage
 from onelaunch.engines.cpu.plan.target import CACHE_LINE
 from onelaunch.integers import ceil_div
