@@ -82,7 +82,9 @@ def guarded(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="mprotect")
-@pytest.mark.parametrize(("name", "uint8_rows", "partitions"), cases(tuple(NETWORKS), (False, True), (1, 2)))
+@pytest.mark.parametrize(
+    ("name", "uint8_rows", "partitions"), [*cases(tuple(NETWORKS), (False, True), (1, 2)), ("rows, plain", False, 3)]
+)
 def test_poisoned_memory_between_guard_pages(name: str, uint8_rows: bool, partitions: int, cache_folder: Path) -> None:
     """Arena, x, y and validation data each end right before a page that must not be touched (a fault ends the test run).
 

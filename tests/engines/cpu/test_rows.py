@@ -11,19 +11,19 @@ import torch
 from torch import nn
 
 from onelaunch.activations import ACTIVATIONS
-from onelaunch.engines.contract import Run
+from onelaunch.engines.contract import Run, State
 from onelaunch.engines.cpu.code.kernel import Unit
 from onelaunch.engines.cpu.code.optimizer import UpdateRule
 from onelaunch.engines.cpu.code.units import text_of
 from onelaunch.engines.cpu.native import machine_for, object_code
 from onelaunch.engines.cpu.plan.plan import Plan
 from onelaunch.engines.cpu.plan.target import Target, host, named
-from onelaunch.engines.cpu.session import settings_for
+from onelaunch.engines.cpu.session import CpuSession, settings_for
 from onelaunch.run.spec import LOSSES
 from onelaunch.train.inputs import make_run
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.engines.cpu.native_functions import runnable_targets
-from tests.engines.cpu.runs import Course, assert_close, data, make, train_natively, train_plainly
+from tests.engines.cpu.runs import Bystander, Course, assert_close, copy_of, data, make, train_natively, train_plainly
 from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, assert_same_course, assert_same_weights, weighted_loop
 
@@ -146,6 +146,32 @@ def test_weighted_rows(loss: str, outputs: int, cache_folder: Path) -> None:
     ours = train(run, cache_folder)
     assert_same_course(ours.losses.tolist(), expected, LOSS_TOLERANCE)
     assert_same_weights(ours.model, twin, WEIGHT_TOLERANCE)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_every_partition_has_the_same_parameters_and_states(optimizer: str, cache_folder: Path) -> None:
+    """Also after a resume, which has the bits of a run that never stopped."""
+    torch.manual_seed(0)
+    x, y = data("cross_entropy", ROWS, 9, 3)
+    model = nn.Sequential(
+        nn.Linear(9, 40), nn.LayerNorm(40), nn.ReLU(), nn.Linear(40, 33), nn.LayerNorm(33), nn.Linear(33, 3)
+    )
+    run = make(model, x, y, epochs=4, batch_size=BATCH, optimizer=optimizer)
+    whole = train(run, cache_folder)
+    own, state = copy_of(run), State()
+    for first in (0, 6):  # of 12 steps
+        session = CpuSession(own, state, cache_folder=cache_folder, partitions=2)
+        plan, states = session.program.plan, len(session.program.plan.settings.state_names)
+        assert plan.private_weights
+        segments = session.segments(first, Bystander())
+        losses = [next(segments).losses for _ in range(2)]
+        assert torch.equal(torch.cat(losses), whole.losses[first : first + 6].float())
+        copies = session.arena.view("parameters").reshape(-1, plan.state_stride // 4)[: 2 * (1 + states)]
+        assert (copies[: 1 + states] == copies[1 + states :]).all()
+        assert copies.any(axis=1).all()
+        state = session.snapshot()
+        session.close()
+    assert_same_weights(own.model, whole.model, 0)
 
 
 def test_nan_is_not_hidden(cache_folder: Path) -> None:

@@ -115,7 +115,7 @@ class Layout:
                 self._place_norm(stage, number, (("weight", "scale"), ("bias", "shift")), trained=True)
         stride = round_up(self._end - start, PAGE)
         gradients = division.partitions if division.by_rows else int(self.settings.clips)
-        size = stride * (1 + len(self.settings.state_names) + gradients)
+        size = stride * (division.weight_copies * (1 + len(self.settings.state_names)) + gradients)
         self.buffers["parameters"] = Buffer("parameters", start, size)
         self._end = start + size
         return stride

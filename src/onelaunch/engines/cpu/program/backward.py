@@ -184,7 +184,7 @@ def _through_layer_norm(work: Work, stage: Stage, number: int, rows: tuple[int, 
     return layer_norm.BACKWARD.command(
         Unit("layer_norm_backward", options), gradient=Address(f"gradient.panels.{stage.index}"),
         skip=skip or Address("zeros"), before=before or Address("zeros"), normal=Address(f"normalised.{here}"),
-        deviation=Address(f"row_deviation.{here}"), scale=Address(f"scale.{here}"), first=rows[0], last=rows[1],
+        deviation=Address(f"row_deviation.{here}"), scale=work.parameter(f"scale.{here}"), first=rows[0], last=rows[1],
         sums=Address(f"norm_sums.{here}.{work.partition}"), units=stage.width, padded=plan.padded(stage),
         vectors=plan.padded(stage) // plan.lanes, pitch=plan.pitch(stage), all_rows=plan.rows, per_unit=1 / stage.width,
     )  # fmt: skip

@@ -31,7 +31,7 @@ def input_gradient(work: Work, stage: Stage) -> list[Command]:
     if plan.in_tiles(stage):
         return tiles.input_gradient(work, stage, panels)
     partial = Address(f"partial.{stage.index % 2}.{0 if whole and not plan.by_rows else work.partition}")
-    weights, transposed = Address(f"weight.{stage.index}"), Address(f"gradient.transposed.{stage.index}")
+    weights, transposed = work.parameter(f"weight.{stage.index}"), Address(f"gradient.transposed.{stage.index}")
     a, rest = weights + panels[0].first * inputs, panels[-1]
     commands = []
     for run in of_one_width(plan.owned_batch_panels(work.partition)):
@@ -89,11 +89,12 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
 
 
 def update_layer_norms(work: Work, stage: Stage) -> list[Command]:
-    """Update scale and shift of the stage's LayerNorms, on this partition's columns, from the sums of all partitions."""
+    """Update scale and shift of the stage's LayerNorms from the sums of all partitions: on this partition's columns, or on all
+    columns of its copy."""
     plan = work.plan
     rows = [plan.owned_rows(partition, plan.batch) for partition in range(plan.partitions)]
     sources = [partition for partition, (first, last) in enumerate(rows) if first < last]
-    panels = plan.owned_panels(stage, work.partition)
+    panels = plan.panels(stage) if plan.private_weights else plan.owned_panels(stage, work.partition)
     commands = []
     for number in stage.layer_norms if panels else ():
         layer = stage.groups[number].layer_norm
@@ -107,7 +108,7 @@ def update_layer_norms(work: Work, stage: Stage) -> list[Command]:
             if exists:
                 commands.append(SUMMED_UPDATE.command(
                     Unit("summed_update", (work.rule,)), sums=sums, sources=len(sums),
-                    parameters=Address(f"{name}.{stage.index}.{number}") + column, panels=1, panel=0,
+                    parameters=work.parameter(f"{name}.{stage.index}.{number}") + column, panels=1, panel=0,
                     count=sum(panel.width for panel in panels), state_stride=plan.state_stride, hyper=work.hyper,
                 ))  # fmt: skip
     return commands

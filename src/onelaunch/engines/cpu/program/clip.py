@@ -14,11 +14,12 @@ from onelaunch.integers import round_up
 
 
 def parts(work: Work) -> Iterator[tuple[Address, list[Panel], int, int, int]]:
-    """(address, panels, floats between panels, rows, columns in use) of this partition's part of every parameter."""
+    """(address, panels, floats between panels, rows, columns in use) of the part of every parameter that this partition
+    updates."""
     plan = work.plan
     for parameter in plan.parameters:
         rows = max(1, parameter.inputs)
-        first, last = split(rows, plan.partitions, work.partition)
+        first, last = (0, rows) if plan.private_weights else split(rows, plan.partitions, work.partition)
         if not parameter.trained or first == last:
             continue
         panels = plan.panels_of(round_up(parameter.outputs, plan.lanes))

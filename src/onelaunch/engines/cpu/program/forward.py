@@ -102,8 +102,8 @@ def _product(work: Work, stage: Stage, panels: Sequence[Panel], rows: tuple[int,
     even, odd = work.output(before)
     vectors = width // plan.lanes
     return product.PRODUCTS[vectors].command(
-        product.UNIT, a=even, odd_a=odd, b=Address(f"weight.{stage.index}") + column * inputs,
-        c=work.result(stage, 0) + column, start=Address(f"bias.{stage.index}") + column,
+        product.UNIT, a=even, odd_a=odd, b=work.parameter(f"weight.{stage.index}") + column * inputs,
+        c=work.result(stage, 0) + column, start=work.parameter(f"bias.{stage.index}") + column,
         b_panel=width * inputs, c_panel=width, start_panel=width, a_row=plan.pitch(before), c_row=pitch,
         length=inputs, repeats=1, jump=0, last_row=plan.pitch(before), last_length=inputs, floor=floor, panels=len(panels),
         **cover(*rows, plan.target.heights(vectors)),
@@ -176,7 +176,7 @@ def _layer_norm(work: Work, stage: Stage, number: int, rows: tuple[int, int], fi
     return layer_norm.forward_kernel(group).command(
         Unit("layer_norm", (group, work.training, work.training and stage.stores_derivative(number))), normal=normal,
         rows=rows[1] - rows[0], units=stage.width, vectors=plan.padded(stage) // plan.lanes, unit_count=float(stage.width),
-        eps=layer.eps, scale=Address(f"scale.{here}"), shift=Address(f"shift.{here}"), deviation=kept, **fields,
+        eps=layer.eps, scale=work.parameter(f"scale.{here}"), shift=work.parameter(f"shift.{here}"), deviation=kept, **fields,
     )  # fmt: skip
 
 

@@ -29,14 +29,15 @@ def forward_and_backward(work: Work) -> list[Command]:
 
 
 def update(work: Work) -> list[Command]:
-    """Update this partition's part of all parameters with the sum of all partitions' gradients."""
+    """Update this partition's part of all parameters, or its copy of them, with the sum of all partitions' gradients."""
     plan = work.plan
     shifts = [plan.gradient_shift(partition) // 4 for partition in range(plan.partitions)]
+    copy = plan.copy_shift(work.partition) // 4
     commands = [
         SUMMED_UPDATE.command(
             Unit("summed_update", (work.rule,)), sums=tuple(start + shift for shift in shifts), sources=len(shifts),
-            parameters=start, panels=len(run), panel=stride, count=rows * run[0].width, state_stride=plan.state_stride,
-            hyper=work.hyper,
+            parameters=start + copy, panels=len(run), panel=stride, count=rows * run[0].width,
+            state_stride=plan.state_stride, hyper=work.hyper,
         )
         for start, run, stride, rows, _ in clip.parts(work) if start.buffer.startswith(("weight", "bias"))
     ]  # fmt: skip

@@ -22,6 +22,10 @@ class Work:
         self.batch = plan.batch if training else plan.settings.validation_batch
         self.hyper = Address("hyperparameters")
 
+    def parameter(self, name: str) -> Address:
+        """A parameter, or this partition's copy of it."""
+        return Address(name, self.plan.copy_shift(self.partition))
+
     @property
     def rule(self) -> UpdateRule:
         settings = self.plan.settings
