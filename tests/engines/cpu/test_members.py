@@ -165,7 +165,7 @@ def test_a_stop_is_served_within_the_first_epoch(monkeypatch):
 
     def noted_train(self, step, count):
         trained.append(count)
-        train(self, step, count)
+        return train(self, step, count)
 
     def noted_whole(self, first_step, count):
         trained.append(count * self.spec.steps_per_epoch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from onelaunch.optimizers import constants
 from onelaunch.rng import permutation_bits, signed_seed
 from onelaunch.run.network import tensor_name
 from onelaunch.run.objective import has_accuracy
-from onelaunch.run.step_scalars import batch_weights, row_weights, step_scalars
+from onelaunch.run.step_scalars import batch_weights, step_scalars
 
 CALL_SECONDS = 0.05  # target duration of a native call: Python serves signals and progress between calls
 PROBE_SECONDS = 0.005  # of a probe, which compares one thread with several: short, since half of the probes are slower
@@ -83,6 +83,8 @@ class CpuSession:
         self.compiled = self.library.load(self.program.units)  # what was neither in memory nor on disk
         self.arena = Arena(self._plan, self.spec.rows, memory)
         self.allocations = {"arena": 1}
+        self._scalars = self.arena.view("scalars").reshape(-1, len(SCALARS))
+        self._loss_sums, self._tallies = self._views("losses", np.float64), self._views("tally", np.int64)
         self.team = Team(
             self._plan.partitions, lambda: self.arena.set_words("control", SPINS_BEFORE_YIELD, yield_address(), 1)
         )
@@ -202,8 +204,7 @@ class CpuSession:
         step, reported = first_step, time.perf_counter()
         while step < end:
             count = min(self._call_steps(), end - step)
-            self._train(step, count)
-            losses[step - first_step : step - first_step + count] = self._losses(step, count)
+            losses[step - first_step : step - first_step + count] = self._train(step, count)
             step += count
             self._done = step
             now = time.perf_counter()
@@ -223,20 +224,21 @@ class CpuSession:
         first = step % self.spec.steps_per_epoch
         return None if self._weight_sums is None else self._weight_sums[first : first + count]
 
-    def _tally(self, name: str, dtype: type = np.int64) -> list[np.ndarray[Any, Any]]:
-        """One entry of every partition's tally, each as a view of one element."""
+    def _tally(self, name: str) -> list[np.int64]:
+        """One entry of every partition's tally."""
         column = TALLY.index(name)
-        return [view[column : column + 1] for view in self._views("tally", dtype)]
+        return [tally[column] for tally in self._tallies]
 
     def _clear_tally(self, *names: str) -> None:
-        for name in names:
-            for view in self._tally(name):
-                view[:] = 0
+        for tally in self._tallies:
+            for name in names:
+                tally[TALLY.index(name)] = 0
 
     def _correct(self) -> int | None:
-        return int(np.sum(self._tally("correct"))) if has_accuracy(self.spec) else None
+        return int(sum(self._tally("correct"))) if has_accuracy(self.spec) else None
 
     def _views(self, name: str, dtype: type) -> list[np.ndarray[Any, Any]]:
+        """A buffer of every partition."""
         return [self.arena.view(f"{name}.{number}", dtype) for number in range(self._plan.partitions)]
 
     def _call_steps(self) -> int:
@@ -254,10 +256,15 @@ class CpuSession:
             order = self.arena.order[:rows]
             order[:] = self.run.train_rows.numpy()[order]
 
-    def _train(self, step: int, count: int) -> None:
+    def _train(self, step: int, count: int) -> np.ndarray[Any, Any]:
+        """Train `count` steps; returns the mean loss of each: the partitions' sums, added in their order, times the row weight.
+
+        Small networks have thousands of calls per second, so NumPy's views are made once per session.
+        """
         spec = self.spec
         scalars = step_scalars(spec, step, count, self.run.outputs, self._sums(step, count))
-        self.arena.view("scalars").reshape(-1, len(SCALARS))[:count] = np.stack([scalars[name] for name in SCALARS], 1)
+        for column, name in enumerate(SCALARS):
+            self._scalars[:count, column] = scalars[name]
         first_row = step % spec.steps_per_epoch * spec.batch_size
         self.arena.set_words("call.train", count, first_row, step)
         begin = time.perf_counter()
@@ -266,22 +273,18 @@ class CpuSession:
         self._has_results = True
         self._step_seconds = (time.perf_counter() - begin) / count
         self.team.note(self._step_seconds)
+        return reduce(np.add, [losses[:count] for losses in self._loss_sums]) * scalars["row_weight"]
 
     def _call(self, kind: str) -> None:
         numbers = range(self._plan.partitions) if self._plan.partitions > 1 else ()
         self.team.call(self._entries[f"{kind}.alone"], [self._entries[f"{kind}.{number}"] for number in numbers])
 
-    def _losses(self, step: int, count: int) -> np.ndarray[Any, Any]:
-        """The mean loss per step: the partitions' sums, added in their order, times the row weight."""
-        total = np.sum([view[:count] for view in self._views("losses", np.float64)], axis=0)
-        return total * row_weights(self.spec, step, count, self.run.outputs, self._sums(step, count))
-
     def _validate(self) -> Metrics:
         assert self.run.validation is not None
         self._clear_tally("validation_loss", "validation_correct")
         self._call("validate")
-        loss_sum = sum(float(view[0]) for view in self._tally("validation_loss", np.float64))
-        correct = int(np.sum(self._tally("validation_correct")))
+        loss_sum = sum(float(entry.view(np.float64)) for entry in self._tally("validation_loss"))
+        correct = int(sum(self._tally("validation_correct")))
         return Metrics.of(self.spec, loss_sum, correct, len(self.run.validation[0]), self.run.outputs)
 
     def close(self) -> None:
