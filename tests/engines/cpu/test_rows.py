@@ -161,6 +161,8 @@ def test_every_partition_has_the_same_parameters_and_states(optimizer: str, cach
     own, state = copy_of(run), State()
     for first in (0, 6):  # of 12 steps
         session = CpuSession(own, state, cache_folder=cache_folder, partitions=2)
+        session.team.note = lambda seconds: None  # type: ignore[method-assign, assignment]
+        session.team.uses_threads = True
         plan, states = session.program.plan, len(session.program.plan.settings.state_names)
         assert plan.private_weights
         segments = session.segments(first, Bystander())

@@ -84,16 +84,14 @@ def phases_of(commands: list[Command]) -> list[list[Command]]:
 
 def preempted(program: Program, position: int) -> Program:
     """The program of two partitions in which, in every phase of a step, partition 0 executes `position` commands, then
-    partition 1 all of its own, then partition 0 the rest."""
-    own, others = (phases_of(program.lists[f"train.{number}"][1]) for number in range(2))
-    mixed = [
-        command
-        for first, second in zip(own, others, strict=True)
-        for command in (*first[:position], *second, *first[position:])
-    ]
-    return dataclasses.replace(
-        program, lists={**program.lists, "train.alone": (program.lists["train.alone"][0], mixed)}
-    )
+    partition 1 all of its own, then partition 0 the rest. So it does before the first step."""
+
+    def mixed(own: list[Command], others: list[Command]) -> list[Command]:
+        phases = zip(phases_of(own), phases_of(others), strict=True)
+        return [c for first, second in phases for c in (*first[:position], *second, *first[position:])]
+
+    before, steps = (mixed(*both) for both in zip(program.lists["train.0"], program.lists["train.1"], strict=True))
+    return dataclasses.replace(program, lists={**program.lists, "train.alone": (before, steps)})
 
 
 def test_no_phase_reads_what_another_partition_writes_in_it(

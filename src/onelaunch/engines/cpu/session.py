@@ -134,21 +134,14 @@ class CpuSession:
                     arena.view(name, np.uint8)[:] = 0
         for stage in plan.stages:
             for number in (*stage.batch_norms, *stage.layer_norms):
-                for copy in range(plan.weight_copies):
-                    scale = arena.view(f"scale.{stage.index}.{number}", shift=plan.copy_shift(copy))
-                    scale[: stage.width] = 1  # for a norm without a weight
+                arena.view(f"scale.{stage.index}.{number}")[: stage.width] = 1  # for a norm without a weight
         for parameter in plan.parameters:
-            self._store(parameter.buffer, self._tensors[parameter.name].detach())
+            arena.write(parameter.buffer, self._tensors[parameter.name].detach().numpy())
             for number, kind in enumerate(plan.settings.state_names if parameter.trained else ()):
                 saved = state.get(f"{kind}.{parameter.name}")
                 if saved is not None:
-                    self._store(parameter.buffer, saved.detach().cpu().float(), self._shift(number))
+                    arena.write(parameter.buffer, saved.detach().cpu().float().numpy(), self._shift(number))
         arena.is_zero = False
-
-    def _store(self, buffer: str, tensor: torch.Tensor, shift: int = 0) -> None:
-        """Write a parameter or one of its states into every copy."""
-        for copy in range(self._plan.weight_copies):
-            self.arena.write(buffer, tensor.numpy(), shift + self._plan.copy_shift(copy))
 
     def _shift(self, state: int) -> int:
         return (state + 1) * self._plan.state_stride

@@ -110,6 +110,21 @@ def test_rows_are_divided_where_activations_outnumber_weights() -> None:
     assert not plan_of(*NETWORKS["batch norms"], batch=1000).by_rows
 
 
+def test_two_partitions_of_few_weights_have_a_copy_of_them_each() -> None:
+    def private(*widths: int, batch: int = 128, partitions: int = 2) -> bool:
+        layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
+        plan = plan_of(*layers[:-1], batch=batch, partitions=partitions)
+        assert plan.gradient_shift(0) == plan.copy_stride * (partitions if plan.private_weights else 1)
+        last = plan.gradient_shift(partitions - 1) + plan.state_stride
+        assert plan.buffers["parameters"].size == (last if plan.by_rows else plan.copy_stride)
+        return plan.private_weights
+
+    assert private(30, 64, 64, 2)
+    assert not private(30, 64, 64, 2, batch=63)  # by columns
+    assert not private(30, 64, 64, 2, partitions=4)
+    assert not private(64, 96, 96, 10, batch=200)
+
+
 def test_activation_rows_are_an_odd_number_of_lines_apart() -> None:
     plan = plan_of(*NETWORKS["plain"])
     assert [plan.pitch(stage) // 16 % 2 for stage in plan.stages] == [1, 1, 1]
@@ -118,6 +133,7 @@ def test_activation_rows_are_an_odd_number_of_lines_apart() -> None:
 def test_the_plan_reads_well() -> None:
     rows = str(plan_of(*NETWORKS["narrow"], batch=64))
     assert "work split into 2 partitions, each with its rows of the batch in all layers" in rows
+    assert "and a copy of the weights" in rows
     assert "update with the sum of all partitions' gradients" in rows
     text = str(plan_of(*NETWORKS["batch norms"]))
     assert "stage 1: linear 9 -> 33, batch norm, gelu, dropout 0.5" in text

@@ -1,4 +1,5 @@
-"""The update of parameters whose gradients are in memory as one sum per partition, added in the order of the partitions."""
+"""The update of parameters whose gradients are in memory as one sum per partition, added in the order of the partitions. Also
+the copy of parameters and states for a partition that keeps its own."""
 
 from __future__ import annotations
 
@@ -13,10 +14,18 @@ SUMMED_UPDATE = Kernel(
     "list sums, i64 sources, ptr parameters, i64 panels, i64 panel, i64 count, i64 state_stride, ptr hyper",
     "scalars",
 )
+COPY = Kernel("copy", "ptr source, ptr target, i64 count")  # floats, a multiple of a vector's
 
 
 def emit(module: Module, rule: UpdateRule) -> None:
     module.kernel(SUMMED_UPDATE, lambda f: _summed_update(f, rule))
+    module.kernel(COPY, _copy)
+
+
+def _copy(f: Function) -> None:
+    f.loop(
+        f["count"], lambda index: f.store(f.vload(f["source"], index), f["target"], index), step=f.lanes, index="vector"
+    )
 
 
 def _summed_update(f: Function, rule: UpdateRule) -> None:

@@ -3,8 +3,8 @@
 The work of a step is split into `partitions`. Partition t owns whole panels of every stage: their forward, their part of dX,
 their dW and the update. The last layer is owned by input rows instead, and its forward is split by batch rows, so that loss
 and gradient need no exchange. Where `divides_rows` (rows.py) says so, partition t takes its rows of the batch through all
-stages instead, and stores a gradient of all parameters of its own. It then updates its part of the parameters, or a copy of
-all that it keeps for itself. Results depend on the number of partitions, not on the number of threads.
+stages instead, and stores a gradient of all parameters of its own. It then updates its part of the parameters, or on a thread
+of its own a copy of all. Results depend on the number of partitions, not on the number of threads.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from onelaunch.engines.cpu.plan.rows import divides_rows, split, split_rows
+from onelaunch.engines.cpu.plan.rows import divides_rows, has_private_weights, split, split_rows
 from onelaunch.engines.cpu.plan.settings import Settings
 from onelaunch.engines.cpu.plan.stages import Stage, stages_of
 from onelaunch.engines.cpu.plan.target import CACHE_LINE, Target
@@ -24,10 +24,6 @@ MIN_TILE_WIDTH, MIN_TILE_BATCH, TERMS = 64, {1: 16, 2: 64}, 32
 # Up to this many partitions, each gathers the whole batch for itself. The rows then never travel between cores (the first
 # forward of 784-128-128-128-10, batch 32, two threads: 28 -> 18 µs), and a step needs no barrier at its end.
 MAX_PRIVATE_INPUTS = 4
-# By rows and up to this many partitions, each keeps all weights, so that products never read what another core has written
-# (30-64-64-2 with LayerNorm, batch 128, two threads: 51 -> 42 µs per step). Of p partitions, each then reads p - 1 gradients
-# of all weights; otherwise of its part of the weights, and the other parts of the weights. More than two are not measured.
-MAX_PRIVATE_WEIGHTS = 2
 
 
 class Panel(NamedTuple):
@@ -52,9 +48,9 @@ class Division:
         self.panel_width = 2 * self.lanes
         self.rows = round_up(self.batch, self.lanes)
         self.by_rows = divides_rows(settings, self.panel_width)  # each partition has its rows in all stages
-        # Each partition keeps all parameters, and updates all of them.
-        self.private_weights = self.by_rows and self.partitions <= MAX_PRIVATE_WEIGHTS
-        self.weight_copies = self.partitions if self.private_weights else 1
+        self.private_weights = self.by_rows and has_private_weights(
+            settings
+        )  # each thread has a copy of the parameters
 
     @property
     def last(self) -> Stage:

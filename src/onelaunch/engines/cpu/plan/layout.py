@@ -114,8 +114,9 @@ class Layout:
             for number in (*stage.batch_norms, *stage.layer_norms):
                 self._place_norm(stage, number, (("weight", "scale"), ("bias", "shift")), trained=True)
         stride = round_up(self._end - start, PAGE)
+        copies = division.partitions if division.private_weights else 1
         gradients = division.partitions if division.by_rows else int(self.settings.clips)
-        size = stride * (division.weight_copies * (1 + len(self.settings.state_names)) + gradients)
+        size = stride * (copies * (1 + len(self.settings.state_names)) + gradients)
         self.buffers["parameters"] = Buffer("parameters", start, size)
         self._end = start + size
         return stride

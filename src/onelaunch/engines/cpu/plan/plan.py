@@ -21,12 +21,13 @@ class Plan(Division):
 
     def gradient_shift(self, partition: int) -> int:
         """Bytes from a parameter to its stored gradient; in a plan by rows, to that of a partition's rows."""
-        copies = self.weight_copies * (1 + len(self.settings.state_names))
-        return self.state_stride * (copies + (partition if self.by_rows else 0))
+        first = self.partitions * self.copy_stride if self.private_weights else self.copy_stride
+        return first + (self.state_stride * partition if self.by_rows else 0)
 
-    def copy_shift(self, partition: int) -> int:
-        """Bytes from a parameter to the copy of it that a partition reads and updates."""
-        return self.state_stride * (1 + len(self.settings.state_names)) * partition if self.private_weights else 0
+    @property
+    def copy_stride(self) -> int:
+        """Bytes of all parameters with their optimizer states, and from one copy of them to the next."""
+        return self.state_stride * (1 + len(self.settings.state_names))
 
     def __str__(self) -> str:
         settings = self.settings
@@ -37,7 +38,7 @@ class Plan(Division):
             f"network {settings.network}, batch {settings.batch}, {settings.optimizer}, {settings.loss}; "
             f"work split into {self.partitions} partition{'s' * (self.partitions > 1)}"
             f"{', each with its rows of the batch in all layers' if self.by_rows else ''}"
-            f"{' and its own copy of the weights' if self.private_weights else ''}",
+            f"{' and a copy of the weights' if self.private_weights else ''}",
             f"arena {self.size / 2**20:.2f} MiB: parameters and optimizer state "
             f"{self.buffers['parameters'].size / 2**20:.2f} MiB, the rest activations, gradients and control",
             *map(self._line, self.stages),

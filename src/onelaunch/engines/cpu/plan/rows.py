@@ -15,6 +15,12 @@ MIN_ROWS = 32  # per partition: with fewer, tiles of dW are short and the weight
 MAX_WEIGHTS = 2**15  # up to here it was faster in every measurement; 64-256-256-10 with Adam was slower in two of three
 
 
+# Partitions and weights up to which each partition on a thread of its own keeps a copy of all weights. Of p partitions, each
+# then reads p - 1 gradients of all weights; otherwise those of its part, and the other parts of the weights. With 2 and 6,000
+# weights it takes 0.8 to 0.95 of the time, with 16,000 as long, with 26,000 and Adam 1.03. More than 2 are not measured.
+MAX_PRIVATE_PARTITIONS, MAX_PRIVATE_WEIGHTS = 2, 2**13
+
+
 def split(units: int, partitions: int, partition: int) -> tuple[int, int]:
     """The half-open range of `units` that belongs to one partition."""
     return units * partition // partitions, units * (partition + 1) // partitions
@@ -39,5 +45,16 @@ def divides_rows(settings: Settings, block: int) -> bool:
         return False
     ranges = [split_rows(settings.batch, block, partitions, partition) for partition in range(partitions)]
     activations = settings.batch * sum(linear.outputs for linear in linears[:-1])
-    weights = sum(linear.inputs * linear.outputs for linear in linears)
-    return min(last - first for first, last in ranges) >= MIN_ROWS and weights < min(activations, MAX_WEIGHTS)
+    return min(last - first for first, last in ranges) >= MIN_ROWS and _weights(settings) < min(
+        activations, MAX_WEIGHTS
+    )
+
+
+def has_private_weights(settings: Settings) -> bool:
+    """Whether every thread of a plan by rows reads and updates a copy of all weights, so that its products never wait for cache
+    lines that another core has written."""
+    return settings.partitions <= MAX_PRIVATE_PARTITIONS and _weights(settings) <= MAX_PRIVATE_WEIGHTS
+
+
+def _weights(settings: Settings) -> int:
+    return sum(linear.inputs * linear.outputs for linear in settings.network.linears)

@@ -94,7 +94,7 @@ def update_layer_norms(work: Work, stage: Stage) -> list[Command]:
     plan = work.plan
     rows = [plan.owned_rows(partition, plan.batch) for partition in range(plan.partitions)]
     sources = [partition for partition, (first, last) in enumerate(rows) if first < last]
-    panels = plan.panels(stage) if plan.private_weights else plan.owned_panels(stage, work.partition)
+    panels = plan.panels(stage) if work.private else plan.owned_panels(stage, work.partition)
     commands = []
     for number in stage.layer_norms if panels else ():
         layer = stage.groups[number].layer_norm

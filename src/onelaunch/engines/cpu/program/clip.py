@@ -19,7 +19,7 @@ def parts(work: Work) -> Iterator[tuple[Address, list[Panel], int, int, int]]:
     plan = work.plan
     for parameter in plan.parameters:
         rows = max(1, parameter.inputs)
-        first, last = (0, rows) if plan.private_weights else split(rows, plan.partitions, work.partition)
+        first, last = (0, rows) if work.private else split(rows, plan.partitions, work.partition)
         if not parameter.trained or first == last:
             continue
         panels = plan.panels_of(round_up(parameter.outputs, plan.lanes))

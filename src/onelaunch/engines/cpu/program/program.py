@@ -129,9 +129,14 @@ def program_for(settings: Settings, target: Target) -> Program:
 
 def _add_entry_points(program: Program, kind: str, phases: list[tuple[str, Build]], *, training: bool) -> None:
     plan = program.plan
-    works = [Work(plan, number, training=training) for number in range(plan.partitions)]
-    first: list[tuple[str, Build]] = [("gather first", forward.gather)] if training else []
-    built = {name: [build(work) for work in works] for name, build in [*first, *phases]}
+    first: list[tuple[str, Build]] = [("gather first", rows.begin)] if training else []
+
+    def build_all(*, alone: bool) -> dict[str, list[list[Command]]]:
+        works = [Work(plan, number, training=training, alone=alone) for number in range(plan.partitions)]
+        return {name: [build(work) for work in works] for name, build in [*first, *phases]}
+
+    built = build_all(alone=False)
+    built_alone = build_all(alone=True) if plan.private_weights and training else built
 
     def tick(partition: int, name: str) -> list[Command]:
         if not plan.settings.profile:
@@ -140,7 +145,7 @@ def _add_entry_points(program: Program, kind: str, phases: list[tuple[str, Build
         return [driver.TICK.command(driver.UNIT, ticks=Address(f"ticks.{partition}"), counter=counter)]
 
     def alone(names: list[str]) -> list[Command]:
-        return [c for name in names for part in [*built[name], tick(0, name)] for c in part]
+        return [c for name in names for part in [*built_alone[name], tick(0, name)] for c in part]
 
     def together(names: list[str], partition: int) -> list[Command]:
         commands = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from onelaunch.engines.cpu.code.kernel import Command, Unit
-from onelaunch.engines.cpu.code.summed_update import SUMMED_UPDATE
+from onelaunch.engines.cpu.code.kernel import Address, Command, Unit
+from onelaunch.engines.cpu.code.summed_update import COPY, SUMMED_UPDATE
 from onelaunch.engines.cpu.program import backward, backward_products, clip, forward
 from onelaunch.engines.cpu.program.work import Work
 
@@ -28,16 +28,26 @@ def forward_and_backward(work: Work) -> list[Command]:
     return commands + forward.gather(work, ahead=True)
 
 
+def begin(work: Work) -> list[Command]:
+    """Before the first step: this partition's rows of the first batch, and its copy of the parameters."""
+    copied = []
+    if work.private and work.partition:
+        count = work.plan.copy_stride // 4
+        copied.append(COPY.command(
+            Unit("summed_update", (work.rule,)), source=Address("parameters"), target=work.parameter("parameters"), count=count
+        ))  # fmt: skip
+    return forward.gather(work) + copied
+
+
 def update(work: Work) -> list[Command]:
     """Update this partition's part of all parameters, or its copy of them, with the sum of all partitions' gradients."""
     plan = work.plan
     shifts = [plan.gradient_shift(partition) // 4 for partition in range(plan.partitions)]
-    copy = plan.copy_shift(work.partition) // 4
     commands = [
         SUMMED_UPDATE.command(
             Unit("summed_update", (work.rule,)), sums=tuple(start + shift for shift in shifts), sources=len(shifts),
-            parameters=start + copy, panels=len(run), panel=stride, count=rows * run[0].width,
-            state_stride=plan.state_stride, hyper=work.hyper,
+            parameters=work.parameter(start.buffer) + start.offset // 4, panels=len(run), panel=stride,
+            count=rows * run[0].width, state_stride=plan.state_stride, hyper=work.hyper,
         )
         for start, run, stride, rows, _ in clip.parts(work) if start.buffer.startswith(("weight", "bias"))
     ]  # fmt: skip

@@ -15,16 +15,17 @@ from onelaunch.integers import ceil_div
 
 
 class Work:
-    """`training` is False for a batch of validation rows."""
+    """`training` is False for a batch of validation rows. `alone`: one thread executes all partitions."""
 
-    def __init__(self, plan: Plan, partition: int, *, training: bool) -> None:
+    def __init__(self, plan: Plan, partition: int, *, training: bool, alone: bool) -> None:
         self.plan, self.partition, self.training = plan, partition, training
+        self.private = plan.private_weights and training and not alone  # it has its own copy of the parameters
         self.batch = plan.batch if training else plan.settings.validation_batch
         self.hyper = Address("hyperparameters")
 
     def parameter(self, name: str) -> Address:
         """A parameter, or this partition's copy of it."""
-        return Address(name, self.plan.copy_shift(self.partition))
+        return Address(name, self.partition * self.plan.copy_stride if self.private else 0)
 
     @property
     def rule(self) -> UpdateRule:
