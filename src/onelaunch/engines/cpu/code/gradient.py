@@ -27,10 +27,10 @@ BLOCKS = (
 
 @functools.cache
 def reduce_kernel(group: Group) -> Kernel:
-    """`skip` has the gradient that reaches the stage's output through additions, in panels."""
-    return Kernel(
-        "reduce", f"list partials, i64 sources, i64 back, ptr skip, {BLOCKS}{', ' * bool(group.names)}{group.fields}"
-    )
+    """`skip` has the gradient that reaches the stage's output through additions, in panels. `added` receives the gradient that
+    an addition at the stage's end sends to its source."""
+    operands = "list partials, i64 sources, i64 back, ptr skip, ptr added"
+    return Kernel("reduce", f"{operands}, {BLOCKS}{', ' * bool(group.names)}{group.fields}")
 
 
 @functools.cache
@@ -38,9 +38,9 @@ def transpose_kernel(group: Group) -> Kernel:
     return Kernel("transpose", f"{BLOCKS}{', ' * bool(group.names)}{group.fields}")
 
 
-def emit_reduce(module: Module, group: Group, through: Through, skips: bool) -> None:
+def emit_reduce(module: Module, group: Group, through: Through, skips: bool, sends: bool) -> None:
     """`reduce`: a stage's gradient from the partial sums of dX; with the field `back`, also in the transposed layout."""
-    module.kernel(reduce_kernel(group), lambda f: _reduce(f, group, through, skips))
+    module.kernel(reduce_kernel(group), lambda f: _reduce(f, group, through, skips, sends))
 
 
 def emit_transpose(module: Module, group: Group, through: Through) -> None:
@@ -132,7 +132,7 @@ class _Block:
             f.store(column, place)
 
 
-def _reduce(f: Function, group: Group, through: Through, skips: bool) -> None:
+def _reduce(f: Function, group: Group, through: Through, skips: bool, sends: bool) -> None:
     work = _Block(f, group, through)
 
     def block(at: Value, in_panel: Value, in_activations: Value) -> None:
@@ -148,6 +148,9 @@ def _reduce(f: Function, group: Group, through: Through, skips: bool) -> None:
         if skips:
             skip = f.at(f["skip"], in_panel)
             rows = [f.fadd(row, f.vload(skip, f.mul(n, f["width"]), "skip")) for n, row in enumerate(rows)]
+        if sends:
+            for place, row in zip(f.rows(f.at(f["added"], in_panel), f["width"], f.lanes), rows, strict=True):
+                f.store(row, place)
         done = work.rows(rows, in_panel, in_activations)
         f.when(f.compare("ne", f["back"], f.i64(0), "back"), lambda: work.back(done, at))
 

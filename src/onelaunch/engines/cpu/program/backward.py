@@ -111,17 +111,40 @@ def reduce_gradient(work: Work, stage: Stage) -> list[Command]:
             for start, width in plan.batch_panels():
                 lines = partial + (start * plan.padded(stage) + first * width)
                 commands += prefetch(lines, last - first, width, 0, width)
-    skip = _skip(work, stage, len(stage.groups) - 1)
+    skip, added = _skip(work, stage, len(stage.groups) - 1), None
     way, group, operations, saved = _through(stage)
-    unit, kernel = Unit("reduce", (group, way, skip is not None)), gradient.reduce_kernel(group)
+    whole = len(stage.groups) == 1
+    if _ends_with_addition(work, stage):
+        whole, added = True, _added(work, stage, 1)[0]
+        if before := _derivative(stage, 0):
+            way, saved = "derivative", before
+    unit = Unit("reduce", (group, way, skip is not None, added is not None))
+    kernel = gradient.reduce_kernel(group)
     shared: dict[str, FieldValue] = {
         "partials": partials, "sources": len(partials), "saved": saved, "skip": skip or Address("zeros"),
-        "back": int(len(stage.groups) == 1 and stage.index > 0 and plan.needs_input_gradient(stage)), **operations,
+        "added": added or Address("zeros"), "back": int(whole and stage.index > 0 and plan.needs_input_gradient(stage)),
+        **operations,
     }  # fmt: skip
     for run in of_one_width(panels):
         for batch_run, blocks in _batch_runs(work, rows):
             commands.append(kernel.command(unit, **_blocks(work, stage, run, batch_run, blocks), **shared))
-    return commands + through_groups(work, stage, rows)
+    return commands if whole else commands + through_groups(work, stage, rows)
+
+
+def _ends_with_addition(work: Work, stage: Stage) -> bool:
+    """Whether a stage is f(Linear) + x, with nothing after the addition: `reduce` then takes the gradient through all of it."""
+    if len(stage.groups) != 2 or not stage.index or not isinstance(stage.groups[1].head, Add):
+        return False
+    return not stage.groups[1].operations and not stage.groups[0].tapped and _added(work, stage, 1)[1] != "more"
+
+
+def _added(work: Work, stage: Stage, number: int) -> tuple[Address | None, Sends]:
+    """Where the addition at the head of a group sends its gradient, and whether it is the first to write there."""
+    head, stages = stage.groups[number].head, work.plan.stages
+    if not isinstance(head, Add) or not sends_gradient(stages, stage, number):
+        return None, "nothing"
+    address = Address(skip_buffer(stages, stages[head.stage], head.group))
+    return address, "first" if adds_first(stages, stage, number) else "more"
 
 
 def _batch_runs(work: Work, rows: tuple[int, int]) -> list[tuple[list[Panel], tuple[int, int]]]:
@@ -212,19 +235,16 @@ def _through_head(work: Work, stage: Stage, number: int, run: Sequence[Panel], r
     skip, before = _skip(work, stage, number - 1), _derivative(stage, number - 1)
     if group.batch_norm and skip is None:
         before = None  # done by the norm
-    sends: Sends = "nothing"
-    base = added = Address(f"gradient.panels.{stage.index}")
-    if sends_gradient(plan.stages, stage, number):
-        assert isinstance(group.head, Add)
-        added = Address(skip_buffer(plan.stages, plan.stages[group.head.stage], group.head.group))
-        sends = "first" if adds_first(plan.stages, stage, number) else "more"
+    base = Address(f"gradient.panels.{stage.index}")
+    added, sends = _added(work, stage, number)
     if sends == "nothing" and skip is None and before is None:
         return []
     column, width = run[0]
     place = column * plan.rows + rows[0] * width
     in_activations = column + rows[0] * plan.pitch(stage)
     return [gradient.THROUGH_GROUP.command(
-        Unit("through_group", (sends, skip is not None, before is not None)), gradient=base + place, added=added + place,
-        skip=(skip or base) + place, before=before + in_activations if before else base, panels=len(run),
+        Unit("through_group", (sends, skip is not None, before is not None)), gradient=base + place,
+        added=(added or base) + place, skip=(skip or base) + place,
+        before=before + in_activations if before else base, panels=len(run),
         panel=width * plan.rows, rows=rows[1] - rows[0], width=width, pitch=plan.pitch(stage),
     )]  # fmt: skip
