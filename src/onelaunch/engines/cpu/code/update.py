@@ -21,7 +21,7 @@ NEXT_ROWS = "ptr x, i64 row_bytes, i64 lines, i64 pieces, i64 times, i64 batch, 
 FIELDS = (
     "ptr a, ptr odd_a, ptr b, ptr c, i64 b_panel, i64 c_panel, i64 a_step, i64 length, i64 state_stride, ptr hyper, "
     f"{TILE_FIELDS}, "
-    # 1 to prefetch a tile's weights and states before the product, 0 where they are in L1 anyway.
+    # 1 to prefetch what a tile will write (weights and states, or the gradient) before the product, 0 where it is near anyway.
     f"i64 far, {NEXT_ROWS}"
 )
 WEIGHT_UPDATES = {
@@ -84,7 +84,7 @@ def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
                 copies = update.copies(c, f["state_stride"])
 
                 def prefetch(position: Int) -> None:
-                    for copy in copies:
+                    for copy in copies[-1:] if rule.stores else copies:
                         f.prefetch(copy, position, write=True)
 
                 f.loop(prefetched, prefetch, step=CACHE_LINE // 4, index="line")

@@ -63,7 +63,8 @@ def weight_update(work: Work, stage: Stage) -> list[Command]:
     gradients, unit = Address(f"gradient.panels.{stage.index}"), Unit("update", (rule,))
     row, last_row = work.summed_rows
     even, odd = (buffer + row * plan.pitch(before) for buffer in work.output(before))
-    far = 4 * (last - first) * sum(panel.width for panel in panels) > NEAR_BYTES
+    # A private partition's gradients have just been read by the other core, so that a store waits for their lines.
+    far = work.private or 4 * (last - first) * sum(panel.width for panel in panels) > NEAR_BYTES
     in_tiles = plan.in_tiles(stage)
     commands = tiles.weight_update(work, stage, panels) if in_tiles and panels else []
     for number, run in enumerate(of_one_width(panels) if first < last and not in_tiles else ()):
