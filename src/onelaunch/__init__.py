@@ -19,3 +19,7 @@ def _is_command_line() -> bool:
 if TYPE_CHECKING or not _is_command_line():
     from onelaunch.public import *  # noqa: F403
     from onelaunch.public import __all__ as __all__
+
+    def __dir__() -> list[str]:
+        """The public names, without the modules that importing them loads."""
+        return sorted(__all__)

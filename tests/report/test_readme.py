@@ -93,7 +93,7 @@ def test_a_peer_that_is_faster_within_the_spread_is_named(project):
     assert "| ops/relu | NVIDIA H200 | JAX &amp; scan | ≈ 1.11× its time |" in files[project / ALL]
     text = files[project / "README.md"]
     assert "In 1 of 2 recorded cases [a peer is faster]" in text
-    assert "\nIn 1 more its median is lower by less than the spread.\n" in text
+    assert "\nIn 1 more a peer's median is lower, by less than the spread.\n" in text
 
 
 def test_peers_that_take_less_energy_are_listed(project):
