@@ -366,3 +366,28 @@ def test_a_flipped_byte_in_the_weights_is_noticed(finished_run):
     weights.unlink()
     with pytest.raises(ol.OnelaunchError, match=r"model\.safetensors: No such file or directory\): pass one of"):
         ol.load(finished_run)
+
+
+def test_what_a_user_should_know_of_the_run_is_said(cli, tmp_path):
+    """Dates and cut categories become notes, and so does a validation loss that has risen since its lowest value."""
+    random = np.random.default_rng(3)
+    rows: list[dict[str, object]] = [
+        {"day": f"2024-03-{1 + number % 28:02d}", "noise": f"{random.normal():.3f}", "y": random.choice(["a", "b"])}
+        for number in range(160)
+    ]
+    table = write(tmp_path / "t.csv", rows)
+    flags = ("--data", table, "--target", "y", "--hidden", "64,64", "--lr", "0.02", "--no-progress")
+    out = cli("train", *flags, "--epochs", "40", "--out", tmp_path / "run").out
+    assert "column 'day' is text, as '2024-03-01' is a date: write numbers" in out
+    assert re.search(r"the validation loss was lowest in epoch \d+ \(\S+\): --early-stopping 5 keeps that model", out)
+    stopped = cli("train", *flags, "--epochs", "40", "--early-stopping", "3", "--out", tmp_path / "stopped").out
+    best = re.search(r"best epoch (\d+) of (\d+): .*validation loss ([\d.]+)", stopped)
+    assert best is not None
+    assert int(best[1]) < int(best[2])
+    assert f"in epoch {best[1]}, the best" in stopped  # beside the course of the loss
+    assert "was lowest in" not in stopped
+    about = json.loads((tmp_path / "stopped" / "run.json").read_text())
+    assert about["best_epoch"] == int(best[1]) - 1
+    page = (tmp_path / "stopped" / "report.html").read_text()
+    assert f"The model is that of epoch {best[1]}" in page
+    assert "early_stopping" in page

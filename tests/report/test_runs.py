@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from onelaunch.report.machine import busy
 from onelaunch.report.write import write_report
 from tests.report.conftest import EPOCHS
 from tests.report.outline import Outline
@@ -123,3 +124,11 @@ def test_the_only_script_is_the_one_that_the_policy_names(tmp_path):
     (script,) = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'" in page
+
+
+def test_only_who_used_the_cores_while_contenders_were_timed_makes_a_machine_busy():
+    content = {"machine": {"cpu": {"cores": 16}}, "cores_taken": [11.0, 9.0]}
+    assert busy(content)
+    assert busy({**content, "cases": [{"cores_taken": None}]})
+    assert not busy({**content, "cases": [{"cores_taken": 0.1}, {"cores_taken": 1.2}]})
+    assert busy({**content, "cases": [{"cores_taken": 0.1}, {"cores_taken": 8.0}]})

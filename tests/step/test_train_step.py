@@ -207,6 +207,10 @@ def test_errors_in_one_line() -> None:
         ol.train_step(model, F.cross_entropy, torch.optim.SGD(nn.Linear(2, 2).parameters()))
     with pytest.raises(ValueError, match=r"^loss has shape \(12,\)"):
         ol.train_step(model, nn.CrossEntropyLoss(reduction="none"), optimizer, compile=False)(x, y)
+    with pytest.raises(
+        ValueError, match=r"^step has 4 arguments: all but the last go to the model, .*pass several targets"
+    ):
+        ol.train_step(model, F.cross_entropy, optimizer, compile=False)(x, y, y, y)
     lists = Lists()
     with pytest.raises(ValueError, match=r"^loss=None, but the model returned a list without a loss"):
         ol.train_step(lists, None, torch.optim.SGD(lists.parameters()), compile=False)(x)

@@ -158,3 +158,19 @@ def test_the_rule_is_part_of_the_run(tmp_path):
     run(network(), epochs=2, checkpoint=path)
     with pytest.raises(ol.CheckpointError, match=r"made with early_stopping=.*'patience': 4"):
         run(network(), checkpoint=path, resume=True, early_stopping=5)
+
+
+def test_the_figure_marks_the_epoch_that_is_kept(tmp_path) -> None:
+    epochs = [
+        {"epoch": n, "step": 10 * (n + 1), "loss": 1.0 - 0.1 * n, "accuracy": 0.5 + 0.1 * n,
+         "validation": {"loss": 1.0, "accuracy": accuracy}}
+        for n, accuracy in enumerate((0.6, 0.75, 0.7))
+    ]  # fmt: skip
+    history = ol.History(engine="cpu", losses=[1.0] * 30, epochs=epochs, best_epoch=1)
+    text = history.plot(tmp_path / "kept.svg").read_text()
+    assert "best epoch" in text
+    assert "75.00 % in epoch 2" in text
+    history.best_epoch = None
+    text = history.plot(tmp_path / "last.svg").read_text()
+    assert "best epoch" not in text
+    assert "70.00 % at the end" in text

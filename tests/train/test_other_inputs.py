@@ -187,3 +187,9 @@ def test_mistakes_get_one_line(mistake):
     with pytest.raises(ol.OnelaunchError, match=message) as caught:
         ol.fit(linear(), given.pop("x"), given.pop("y", None), **given)
     assert "\n" not in str(caught.value)
+
+
+def test_one_output_for_two_classes_gets_the_right_advice() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    with pytest.raises(ol.OnelaunchError, match="it has one output; pass loss='bce_with_logits'"):
+        ol.fit(model, torch.randn(20, 3), torch.arange(20) % 2, epochs=1, progress=False)
