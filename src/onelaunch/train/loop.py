@@ -34,7 +34,7 @@ from onelaunch.train.interrupts import on_interrupt
 from onelaunch.train.progress import Progress
 
 log = logging.getLogger("onelaunch")
-COST = "A native engine trains an MLP of Linear, norm, activation, dropout and residual layers 3 to 9 times faster"
+COST = "A native engine trains an MLP of Linear, norm, activation, dropout and residual layers several times faster"
 _said: set[str] = set()
 
 
