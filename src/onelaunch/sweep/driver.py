@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +14,7 @@ from torch import nn
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.run.metric_names import is_loss
-from onelaunch.sweep.active import Job, Outcome, Switch
+from onelaunch.sweep.active import Job, MemberError, Outcome, Switch
 from onelaunch.sweep.halving import parts_of, survivors
 from onelaunch.sweep.kept_weights import KeptWeights, State, weights_of
 from onelaunch.sweep.member import Member, Record
@@ -96,7 +97,7 @@ class Driver:
         self.progress.update(len(self.members), self._best[1] if self._best else "")
 
     def _train(self, members: Sequence[Member], part: float) -> None:
-        if not is_here(self.n_jobs):
+        if members and not is_here(self.n_jobs):
             self._train_elsewhere(members, part)
             return
         for outcome in train(self._jobs(members, part), self.switch, self.callbacks):
@@ -114,6 +115,8 @@ class Driver:
 
         After a stop, workers that see this machine's files return the members that they have finished.
         """
+        with contextlib.suppress(MemberError):
+            self.runs.model(members[0])  # raises if it shares tensors with the trial's: workers would not all notice
         with tempfile.TemporaryDirectory(prefix="onelaunch-") as folder:
             self.switch.stop_file = Path(folder) / "stop"
             try:
@@ -127,6 +130,7 @@ class Driver:
         self.switch.plans["joblib"] = f"chunks of members, {self.n_jobs} jobs at a time"
 
     def _add(self, outcome: Outcome) -> None:
+        self.runs.shared_tensors.check_buffers()
         shared = shared_fields(outcome.history, self.shared)
         weights = weights_of(outcome.run.model) if outcome.run else {}
         self._keep(record_of(outcome, shared), weights)
@@ -199,6 +203,7 @@ def train_elsewhere(task: Elsewhere, members: Sequence[Member]) -> list[tuple[Re
             )
             for outcome in train(jobs(), switch, task.callbacks)
         }
+        task.runs.shared_tensors.check_buffers()
     return [found[member.index] for member in members if member.index in found]
 
 

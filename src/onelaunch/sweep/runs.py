@@ -26,6 +26,7 @@ from onelaunch.run.spec import Spec
 from onelaunch.sweep.active import MemberError
 from onelaunch.sweep.grid import OPTIONS, model_parameters
 from onelaunch.sweep.member import Member
+from onelaunch.sweep.shared_tensors import SharedTensors
 from onelaunch.sweep.splits import Splits
 from onelaunch.train.inputs import check_batch_norm, check_finite, check_lengths, make_run, to_tensor
 from onelaunch.train.labels import encode
@@ -102,6 +103,7 @@ class MemberRuns:
         self._threads = torch.get_num_threads()  # of this process, also for members that train in another
         self._seeded = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # made and still in use
+        self.shared_tensors = SharedTensors()
         self._specs: dict[tuple[int, int], Spec] = {}
         self._bases: dict[Any, Run] = {}
         self._views: OrderedDict[Any, View] = OrderedDict()
@@ -154,6 +156,7 @@ class MemberRuns:
         if model in self._models:
             raise OnelaunchError("make_model returned the same module twice: return a new one in each call")
         self._models.add(model)
+        self.shared_tensors.add(model)
         return model
 
     def _made(self, arguments: dict[str, Any]) -> Any:
