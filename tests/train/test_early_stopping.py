@@ -12,7 +12,7 @@ from torch import nn
 
 import onelaunch as ol
 from onelaunch.run.early_stopping import BestEpoch
-from onelaunch.train.checkpoint import load_checkpoint
+from onelaunch.train.checkpoint import load_checkpoint, save_checkpoint
 from tests.reference import problem
 from tests.train.checkpointed import same
 
@@ -174,3 +174,33 @@ def test_the_figure_marks_the_epoch_that_is_kept(tmp_path) -> None:
     text = history.plot(tmp_path / "last.svg").read_text()
     assert "best epoch" not in text
     assert "70.00 % at the end" in text
+
+
+def test_the_validation_rows_are_part_of_a_run_that_follows_them(tmp_path):
+    path = tmp_path / "run.safetensors"
+    x, y = noisy()
+    run(network(), epochs=2, checkpoint=path, validation=(x, y))
+    before = path.read_bytes()
+    for other in ((x + 1, y), (x, y.flip(0)), (x[:60], y[:60])):
+        with pytest.raises(
+            ol.CheckpointError, match=r"made with other validation rows.*: pass the validation"
+        ) as caught:
+            run(network(), checkpoint=path, resume=True, validation=other)
+        assert "\n" not in str(caught.value)
+    assert path.read_bytes() == before
+    old = load_checkpoint(path)
+    del old.about["validation"]  # as older versions wrote it
+    save_checkpoint(path, old)
+    assert run(network(), epochs=3, checkpoint=path, resume=True, validation=(x + 1, y)).losses
+    with pytest.raises(ol.CheckpointError, match="other validation rows"):  # the resumed run has noted its rows
+        run(network(), epochs=3, checkpoint=path, resume=True, validation=(x, y))
+
+
+def test_a_run_that_is_only_watched_may_have_other_validation_rows(tmp_path):
+    path = tmp_path / "run.safetensors"
+    x, y = noisy()
+    run(network(), epochs=2, checkpoint=path, validation=(x, y), early_stopping=None)
+    model, whole = network(), network()
+    run(model, epochs=4, checkpoint=path, resume=True, validation=(x + 1, y), early_stopping=None)
+    run(whole, epochs=4, validation=(x, y), early_stopping=None)
+    assert same(model, whole)

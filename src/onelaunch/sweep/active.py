@@ -84,7 +84,7 @@ class ActiveMember:
         self.run = dataclasses.replace(run, checkpoints=True) if self.epoch_end.needs_weights else run
         self.history = History(engine=engine, reason=reason, device=device)
         self.recorder = Recorder(run.spec, run.outputs, self.history)
-        self.saver = Saver(run, self.recorder, self.epoch_end, None, "", finite_before)
+        self.saver = Saver(run, self.recorder, self.epoch_end, None, {}, finite_before)
         self.state: State = {}
         self.target = run.spec.total_steps
         self.error = ""

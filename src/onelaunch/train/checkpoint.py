@@ -174,6 +174,14 @@ def fingerprint(run: Run) -> str:
     return f"{list(run.x.shape)} {checksum((run.x, run.y, *run.more_x, *weights)):08x}"
 
 
+def validation_fingerprint(run: Run) -> str:
+    """As `fingerprint`, of the validation rows; empty without any."""
+    if run.validation is None:
+        return ""
+    x, y = run.validation
+    return f"{list(x.shape)} {checksum((x, y, *run.more_validation_x)):08x}"
+
+
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Of the values of all tensors; of 1,024 evenly spaced rows of a tensor that is very large."""
     found = 0
@@ -191,6 +199,11 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     _check_model(path, checkpoint, run.model)
     if checkpoint.about["data"] != fingerprint(run):
         raise _error(path, "was made with other data: pass the data of that run")
+    if run.spec.early_stopping:  # else validation rows do not change the weights
+        validation = validation_fingerprint(run)
+        if checkpoint.about.get("validation", validation) != validation:  # an older version did not keep it
+            rows = "was made with other validation rows, which early_stopping follows"
+            raise _error(path, f"{rows}: pass the validation of that run")
     # An option that an older version did not have was at its default.
     defaults = {option.name: option.default for option in fields(run.spec)}
     was, now = {**defaults, "metrics": [], **checkpoint.about["spec"]}, run.spec.to_dict()

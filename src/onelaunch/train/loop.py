@@ -28,6 +28,7 @@ from onelaunch.train.checkpoint import (
     save_checkpoint,
     set_aside,
     tensors_of,
+    validation_fingerprint,
 )
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.interrupts import on_interrupt
@@ -98,7 +99,10 @@ def drive(
             epoch_end.restore(resumed.about.get("best", {}), resumed.best)
         elif written and written.exists():
             set_aside(written)
-        data = resumed.about["data"] if resumed else fingerprint(run) if written else ""
+        data = {}
+        if written:
+            rows = resumed.about["data"] if resumed else fingerprint(run)
+            data = {"data": rows, "validation": validation_fingerprint(run)}
         save = Saver(run, recorder, epoch_end, written, data)
         try:
             session = engine.start(run, state)
@@ -176,10 +180,10 @@ class Saver:
     """Writes the checkpoint of a run, unless its weights are no longer finite."""
 
     def __init__(
-        self, run: Run, recorder: Recorder, epoch_end: EpochEnd, path: Path | None, data: str,
+        self, run: Run, recorder: Recorder, epoch_end: EpochEnd, path: Path | None, data: dict[str, str],
         finite_before: frozenset[str] | None = None,
     ) -> None:  # fmt: skip
-        """`data` is the fingerprint of the run's rows. `finite_before`: the names of the tensors whose values are finite at
+        """`data` has the fingerprints of the run's rows. `finite_before`: the names of the tensors whose values are finite at
         the start, where they are known; a mask may contain -inf."""
         self.run, self.recorder, self.epoch_end, self.path, self._data = run, recorder, epoch_end, path, data
         if finite_before is None:
@@ -196,7 +200,7 @@ class Saver:
         run, history = self.run, self.recorder.history
         about = {
             "spec": run.spec.to_dict(), "model": str(run.model), "frozen": frozen_parameters(run.model),
-            "data": self._data, "engine": history.engine, "precision": history.precision, "epochs": history.epochs,
+            **self._data, "engine": history.engine, "precision": history.precision, "epochs": history.epochs,
             "partial": self.recorder.partial(), "seconds": history.seconds, "best": self.epoch_end.to_dict(),
         }  # fmt: skip
         losses = torch.tensor(history.losses, dtype=torch.float32)
