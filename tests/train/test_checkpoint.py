@@ -272,3 +272,45 @@ def test_a_full_disk_is_named_and_the_weights_stay_in_the_model(tmp_path, monkey
     assert same(model, expected)
     assert load_checkpoint(path).step == 0
     assert [file.name for file in tmp_path.iterdir()] == ["run.safetensors"]
+
+
+class Remembers(nn.Module):
+    """Adds what it has seen in training, which is in buffers that are not persistent; one of them is made by the forward."""
+
+    mean: torch.Tensor
+    last: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(7, 4)
+        self.register_buffer("mean", torch.zeros(7), persistent=False)
+        self.register_buffer("last", None, persistent=False)
+        self.register_buffer("positions", torch.arange(7).expand(3, -1), persistent=False)
+        self.register_buffer("sparse", torch.eye(7).to_sparse(), persistent=False)
+        self.register_buffer("complex", torch.zeros(2, dtype=torch.complex64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.mean if self.last is None else self.mean + self.last
+        if self.training:
+            self.mean.mul_(0.9).add_(x.detach().mean(0))
+            self.last = x.detach()[0].clone()
+        return self.layer(x + before)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_buffers_that_are_not_persistent_are_resumed(tmp_path, wrapped):
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Remembers()) if wrapped else Remembers()
+
+    path, whole, model = tmp_path / "run.safetensors", make(), make()
+    expected = run(whole)
+    run(make(), epochs=3, checkpoint=path)
+    old = load_checkpoint(path)
+    assert run(model, checkpoint=path, resume=True).losses == expected.losses
+    assert same(model, whole)
+    for left, right in zip(model.buffers(), whole.buffers(), strict=True):
+        assert torch.equal(left.to_dense(), right.to_dense())
+    old.buffers = {}  # as older versions wrote it
+    save_checkpoint(path, old)
+    assert run(make(), checkpoint=path, resume=True).losses[:15] == expected.losses[:15]

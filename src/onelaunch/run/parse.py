@@ -155,6 +155,8 @@ def _tensor_names(model: nn.Module) -> dict[int, str]:
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *buffers]:
         if nn.parameter.is_lazy(tensor):
             raise NotAnMlpError(f"{name} is not initialised yet")
+        if tensor.layout is not torch.strided:
+            raise NotAnMlpError(f"{name} is sparse")
         names[id(tensor)] = name
         if tensor.numel():
             reach = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -42,6 +42,7 @@ class Checkpoint:
     losses: torch.Tensor
     about: dict[str, Any]  # spec, data, engine, precision, epochs, partial, seconds, best
     best: State = field(default_factory=dict)  # the weights of the best epoch, where early stopping keeps them
+    buffers: State = field(default_factory=dict)  # those that are not in the model's state_dict
 
     @property
     def step(self) -> int:
@@ -78,6 +79,7 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
         {f"model.{name}": tensor for name, tensor in checkpoint.model.items()}
         | {f"state.{name}": tensor for name, tensor in checkpoint.state.items()}
         | {f"best.{name}": tensor for name, tensor in checkpoint.best.items()}
+        | {f"buffer.{name}": tensor for name, tensor in checkpoint.buffers.items()}
         | {"losses": checkpoint.losses}
     )
     about = json.dumps({"format": FORMAT, **checkpoint.about})
@@ -122,8 +124,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
         raise _error(path, f"has format {about.get('format')}, this version reads {FORMAT}")
     if not _is_complete(about) or tensors["losses"].dim() != 1:
         raise _error(path, f"is incomplete: {remedy}")
-    model, state, best = (_part(tensors, f"{kind}.") for kind in ("model", "state", "best"))
-    return Checkpoint(model, state, tensors["losses"], about, best)
+    model, state, best, buffers = (_part(tensors, f"{kind}.") for kind in ("model", "state", "best", "buffer"))
+    return Checkpoint(model, state, tensors["losses"], about, best, buffers)
 
 
 def _about(text: str) -> dict[str, Any]:
@@ -255,3 +257,33 @@ def tensors_of(model: nn.Module) -> State:
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(f"model has {name}, which is not a tensor and cannot be saved: pass checkpoint=None")
     return state
+
+
+def other_buffers(model: nn.Module) -> State:
+    """The buffers that are not persistent, so not in the state_dict: a forward may update them all the same.
+
+    Sparse and complex ones, which safetensors cannot hold, are left out.
+    """
+    names = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    return {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if name in names and buffer.layout is torch.strided and not buffer.is_complex()
+    }
+
+
+def restore_buffers(model: nn.Module, saved: State) -> None:
+    """Give the buffers that are not persistent their saved values; a checkpoint of an older version has none."""
+    for name, value in saved.items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        here = module._buffers.get(own)
+        if here is None or _kind(here) != _kind(value):  # a forward has made it
+            device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+            module.register_buffer(own, value.to(device), persistent=False)
+        elif not torch.equal(here.cpu(), value):  # one that is expanded cannot be written, nor do its values change
+            here.copy_(value)

@@ -25,6 +25,8 @@ from onelaunch.train.checkpoint import (
     fingerprint,
     frozen_parameters,
     load_checkpoint,
+    other_buffers,
+    restore_buffers,
     save_checkpoint,
     set_aside,
     tensors_of,
@@ -92,6 +94,7 @@ def drive(
         state: State = {}
         if resumed:
             run.model.load_state_dict(resumed.model)
+            restore_buffers(run.model, resumed.buffers)
             state = resumed.state
             history.losses, history.epochs = resumed.losses.tolist(), resumed.about["epochs"]
             history.seconds = resumed.about["seconds"]
@@ -204,8 +207,8 @@ class Saver:
             "partial": self.recorder.partial(), "seconds": history.seconds, "best": self.epoch_end.to_dict(),
         }  # fmt: skip
         losses = torch.tensor(history.losses, dtype=torch.float32)
-        best = self.epoch_end.weights
-        save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about, best))
+        best, buffers = self.epoch_end.weights, other_buffers(run.model)
+        save_checkpoint(self.path, Checkpoint(tensors_of(run.model), state, losses, about, best, buffers))
 
     def raise_on_bad_weights(self) -> None:
         """Raise DivergedError if the last update has overflowed, which a finite loss does not show.
