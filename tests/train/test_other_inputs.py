@@ -101,7 +101,7 @@ def test_a_loss_function_takes_whatever_the_model_returns():
     assert history.epochs[-1]["loss"] < history.epochs[0]["loss"]
 
 
-def loader(batch_size: int = 20, **options) -> DataLoader:
+def loader(batch_size: int | None = 20, **options) -> DataLoader:
     x, y = torch.arange(1050.0).reshape(150, 7) / 1000, torch.arange(150) % 4
     return DataLoader(TensorDataset(x, y), batch_size=batch_size, **options)
 
@@ -164,6 +164,18 @@ MISTAKES = {
     "fraction of a loader": ({"x": loader(), "validation": 0.1}, r"validation=0.1 cannot hold rows out of a DataLoader"),
     "loader of no pairs": ({"x": DataLoader([1, 2, 3, 4])}, r"its batches must be pairs \(x, y\)"),
     "endless loader": ({"x": DataLoader(Endless(), batch_size=2)}, r"x is a DataLoader of unknown length"),
+    "endless validation": (
+        {"x": X, "y": Y, "validation": DataLoader(Endless(), batch_size=2)}, r"validation is a DataLoader of unknown length",
+    ),
+    "all rows dropped": ({"x": loader(400, drop_last=True)}, r"x .* has no batch: drop_last=True drops its 150 rows"),
+    "all validation rows dropped": (
+        {"x": X, "y": Y, "validation": loader(400, drop_last=True)}, r"validation is a DataLoader that has no batch",
+    ),
+    "loader of no rows": ({"x": DataLoader(TensorDataset(X[:0], Y[:0]))}, r"x is a DataLoader that has no rows: pass"),
+    "loader of rows": ({"x": loader(None)}, r"x is a DataLoader of single rows, not of batches: pass a batch_size"),
+    "validation of rows": (
+        {"x": X, "y": Y, "validation": loader(None)}, r"validation is a DataLoader of single rows, not of batches",
+    ),
     "native engine": ({"x": loader(), "engine": "cpu"}, r"engine='cpu' cannot run this: x is a DataLoader"),
     "loss by the inner name": ({"x": X, "y": Y, "loss": "custom"}, r"loss='custom' is not known: pass the function itself"),
     "loss of no number": ({"x": X, "y": Y, "loss": lambda a, b: a}, r"loss must return a tensor with one number.*\[20, 4\]"),
