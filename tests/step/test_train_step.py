@@ -161,7 +161,7 @@ def test_an_exception_leaves_no_gradients(accumulate: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=accumulate, compile=False)
     (x, y), *_ = batches(1)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ol.OnelaunchError):
         step(x[:, :3], y)
     fails[0] = True
     with pytest.raises(KeyError, match="in backward"):
@@ -182,6 +182,12 @@ def test_errors_in_one_line() -> None:
         ol.train_step(3, None, optimizer)
     with pytest.raises(TypeError, match=r"^loss='mse' is not a function"):
         ol.train_step(model, "mse", optimizer)
+    with pytest.raises(TypeError, match=r"^loss=nn\.CrossEntropyLoss is a class, .*: pass nn\.CrossEntropyLoss\(\)$"):
+        ol.train_step(model, nn.CrossEntropyLoss, optimizer)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"^optimizer=LBFGS needs a closure.*: pass another, such as torch\.optim\.Adam"
+    ):
+        ol.train_step(model, F.cross_entropy, torch.optim.LBFGS(model.parameters()))
     with pytest.raises(TypeError, match=r"^optimizer='adam' is not a torch\.optim\.Optimizer: pass one, such as torch"):
         ol.train_step(model, None, "adam")
     with pytest.raises(TypeError, match=r"^train_step has no argument 'clip'; did you mean 'clip_norm'\?$"):
@@ -191,7 +197,7 @@ def test_errors_in_one_line() -> None:
     for clip_norm in (0, -1.0, "1", True, float("nan")):
         with pytest.raises(ValueError, match=r"^clip_norm=.* must be a number above 0"):
             ol.train_step(model, None, optimizer, clip_norm=clip_norm)
-    for autocast in ("fp8", 16, ["bf16"]):
+    for autocast in ("fp8", 16, ["bf16"], torch.int8, torch.float64):
         with pytest.raises(ValueError, match=r"^autocast=.* is not known: pass 'bf16'"):
             ol.train_step(model, None, optimizer, autocast=autocast)
     with pytest.raises(ValueError, match=r"^accumulate=0 must be 1 or more"):
@@ -218,6 +224,55 @@ def test_errors_in_one_line() -> None:
         ol.train_step(model, lambda output, target: 1.0, optimizer, compile=False)(x, y)  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused(without: Callable[[], Any]) -> None:
+    model = network()
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    (x, y), *_ = batches(1)
+    with (
+        without(),
+        pytest.raises(ol.OnelaunchError, match=r"^step needs gradients, but was called under .*: call it outside$"),
+    ):
+        step(x, y)
+    assert torch.isfinite(step(x, y))
+    step = ol.train_step(
+        model, lambda output, target: output.detach().sum(), torch.optim.SGD(model.parameters()), compile=False
+    )
+    with pytest.raises(
+        ol.OnelaunchError, match=r"^loss depends on no parameter that requires gradients: do not detach it"
+    ):
+        step(x, y)
+
+
+class Wrapped(nn.Linear):
+    """Returns its output in something else than a tensor."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(8, 4)
+        self.wrap = wrap
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.wrap(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (lambda y: (y, y), r"the model returned a tuple, and loss raised .*loss=lambda .*\(output\[0\], target\)"),
+        (lambda y: {"scores": y}, r"the model returned a dict, and loss raised .*\(output\['scores'\], target\)"),
+        (lambda y: None, r"the model returned None, which has no loss: return its output from forward"),
+    ],
+    ids=["tuple", "dict", "None"],
+)
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["cross_entropy", "mse"])
+def test_an_output_that_is_not_a_tensor_in_one_line(wrap: Any, message: str, loss: nn.Module) -> None:
+    model = Wrapped(wrap)
+    step = ol.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    (x, y), *_ = batches(1)
+    with pytest.raises(ol.OnelaunchError, match=f"^{message}[^\n]*$"):
+        step(x, y)
+
+
 WRONG = {
     "width": (
         lambda x, y: (x[:, :5], y),
@@ -233,10 +288,11 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_inputs_of_a_compiled_step_in_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_inputs_of_a_step_in_one_line(name: str, compile: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, (made, message) = network(), WRONG[name]
-    step = ol.train_step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1))
+    step = ol.train_step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), compile=compile)
     (x, y), *_ = batches(1)
     with pytest.raises(ol.OnelaunchError, match=f"^{message}[^\n]*$"):
         step(*made(x, y))

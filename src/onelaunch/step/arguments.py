@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from onelaunch.device import AUTOCAST_DTYPES
@@ -23,11 +25,18 @@ ADVICE = {  # arguments of other libraries: how to say it here
 
 def check_arguments(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -> None:
     check_model(model)
+    if isinstance(loss, type):
+        name: str = loss.__name__
+        name = f"nn.{name}" if getattr(nn, name, None) is loss else name
+        raise ArgumentTypeError(f"loss={name} is a class, not a function of (output, target): pass {name}()")
     if loss is not None and not callable(loss):
         raise ArgumentTypeError(f"loss={abbreviate(loss)} is not a function of (output, target): pass one, or None")
     if not isinstance(optimizer, torch.optim.Optimizer):
         remedy = "pass one, such as torch.optim.Adam(model.parameters())"
         raise ArgumentTypeError(f"optimizer={abbreviate(optimizer)} is not a torch.optim.Optimizer: {remedy}")
+    if _needs_closure(optimizer):
+        why = "needs a closure, to compute the loss several times per step"
+        raise OnelaunchError(f"optimizer={type(optimizer).__name__} {why}: pass another, such as torch.optim.Adam(…)")
     if not any(group["params"] for group in optimizer.param_groups):
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
     owned = {id(parameter) for parameter in model.parameters()}
@@ -41,6 +50,12 @@ def check_arguments(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scale
         raise ArgumentTypeError(f"scaler={abbreviate(scaler)} is not a torch.amp.GradScaler: pass one, or None")
 
 
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step` has an argument without a default, as LBFGS's has."""
+    _, *others = inspect.signature(type(optimizer).step).parameters.values()  # without self
+    return any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in others)
+
+
 def require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ArgumentTypeError for lists of numbers and NumPy arrays where none of the arguments holds a tensor."""
     leaves = tree_flatten((args, kwargs))[0]
@@ -52,10 +67,11 @@ def require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
-    if autocast is None or isinstance(autocast, torch.dtype):
+    """The dtype for `torch.autocast`; raises OnelaunchError for one in which it does not compute."""
+    if autocast is None or autocast in (*AUTOCAST_DTYPES.values(), torch.float32):
         return autocast
     if not isinstance(autocast, str) or autocast not in AUTOCAST_DTYPES:
         raise OnelaunchError(
-            f"autocast={abbreviate(autocast)} is not known: pass 'bf16', 'fp16', a torch.dtype or None"
+            f"autocast={abbreviate(autocast)} is not known: pass 'bf16', 'fp16', torch.bfloat16, torch.float16 or None"
         )
     return AUTOCAST_DTYPES[autocast]

@@ -24,8 +24,8 @@ from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.arguments import ADVICE, autocast_dtype, check_arguments, require_tensors
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
+from onelaunch.step.failures import explain_failure
 from onelaunch.step.inputs import Pending, own_loss, parameter_names, signature
-from onelaunch.wrong_inputs import require_possible
 
 if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
     from onelaunch.step.adam_update import AdamUpdate
@@ -112,6 +112,10 @@ class TrainStep:
             raise OnelaunchError(f"step has no {what}: pass the model's inputs and then the target, as in step(x, y)")
         if not any(isinstance(leaf, torch.Tensor) for leaf in args) and self.loss is not None:
             require_tensors(args, kwargs)
+        if not torch.is_grad_enabled():
+            raise OnelaunchError(
+                "step needs gradients, but was called under torch.no_grad() or inference_mode(): call it outside"
+            )
         if not self._started:
             self._started = True
             if self._compiles and self.device.type == "cpu":
@@ -171,23 +175,30 @@ class TrainStep:
             try:
                 loss = self._forward(args, kwargs)
             except Exception as error:
-                self._explain(error, args, kwargs)
+                if not self._is_recording():
+                    explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
                 raise
         if not isinstance(loss, torch.Tensor) or loss.dim():
             what = f"has shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"is a {type(loss).__name__}"
             raise OnelaunchError(f"loss {what}: return a 0-d tensor, as with reduction='mean'")
+        if not loss.requires_grad:
+            raise OnelaunchError(
+                "loss depends on no parameter that requires gradients: do not detach it, nor freeze the whole model"
+            )
         scaled = loss / self.accumulate if self.accumulate > 1 else loss
         try:
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             if update:
                 self._update()
         except BaseException:
-            recording = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if not recording:  # the gradients are those of a part of the model
+            if not self._is_recording():  # the gradients are those of a part of the model
                 self._micro_step = 0
                 self._zero_gradients()
             raise
         return loss.detach()
+
+    def _is_recording(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @staticmethod
     def _start_on_cpu(args: tuple[Any, ...]) -> None:
@@ -196,22 +207,6 @@ class TrainStep:
         for leaf in tree_flatten(args)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.dim():
                 torch._dynamo.maybe_mark_dynamic(leaf, 0)
-
-    def _explain(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise OnelaunchError, in one line, where the inputs are to blame for an error of the compiled step."""
-        alone = not isinstance(
-            self.model, nn.parallel.DistributedDataParallel
-        )  # a single rank would wait for the others
-        recording = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if self.loss is not None and len(args) > 2 and "positional argument" in str(error):
-            raise OnelaunchError(
-                f"step has {len(args)} arguments: all but the last go to the model, {first_line(error)}; pass several targets "
-                "as one tuple, as in step(x, (y, weight))"
-            ) from error
-        if self._compiles and alone and not recording and not isinstance(error, OnelaunchError):
-            require_possible(
-                "step", lambda *args, **kwargs: self._forward_and_loss(args, kwargs), self.model, args, kwargs
-            )
 
     def _update(self) -> None:
         if self.clip_norm is not None:
