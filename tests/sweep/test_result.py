@@ -67,8 +67,13 @@ def test_histories_have_all_members(result):
     assert len(result.histories) == 24
     assert result.histories[-1].losses[:1] == result.histories[23].losses[:1]
     assert len(result.histories[:3]) == 3
-    with pytest.raises(IndexError):
-        _ = result.histories[24]
+    assert [history.losses[:1] for history in result.histories] == [h.losses[:1] for h in result.histories[:]]
+    for index in (24, -25):
+        for read in (result.histories.__getitem__, result.model):
+            with pytest.raises(ol.OnelaunchError, match=f"member {index} is not there: the sweep has 24") as caught:
+                read(index)
+            assert isinstance(caught.value, IndexError)
+    assert same_weights(result.model(-24), result.model(0))
 
 
 def test_the_plan_names_the_engine(result):

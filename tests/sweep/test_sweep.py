@@ -149,6 +149,9 @@ def test_a_diverging_member_is_reported_and_does_not_stop_the_others():
     result = ol.sweep(make_model, X, Y, grid={"lr": [1e30, 1e-2], "optimizer": ["sgd"]}, folds=2, epochs=2, **QUIET)
     assert list(result.failures) == [0, 1]
     assert "smaller lr" in result.failures[0]
+    with pytest.raises(ol.OnelaunchError, match=r"member 0 \(lr=1e\+30, .*\) failed: ") as caught:
+        result.model(0)
+    assert str(caught.value).endswith(result.failures[0])
     assert result.best.parameters["lr"] == 1e-2
     assert "failed" in str(result.table)
     nothing = ol.sweep(make_model, X, Y, grid={"lr": [1e30], "optimizer": ["sgd"]}, folds=2, epochs=2, **QUIET)
@@ -203,6 +206,10 @@ def test_ctrl_c_keeps_what_is_finished(monkeypatch):
     assert f"{len(result.records)} of 2,000 members finished" in str(result.table)
     with pytest.raises(ol.OnelaunchError, match="has not finished"):
         _ = result.histories[1999]
+    losses = [history.losses for history in result.histories]
+    assert len(losses) == 2000
+    assert [index for index, each in enumerate(losses) if each] == sorted(result.records)
+    assert result.histories[1998:][1].losses == []
 
 
 def test_ctrl_c_while_models_are_made():

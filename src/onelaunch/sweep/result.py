@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
@@ -17,8 +17,24 @@ from onelaunch.sweep.table import Table, with_parameters
 from onelaunch.train.history import History
 
 
+class MissingMemberError(OnelaunchError, IndexError):
+    """The number of a member that the sweep does not have."""
+
+
+def _number_of(index: object, count: int) -> int:
+    """The number of a member of a sweep that has `count`; a negative index counts from the end."""
+    number = require_integer("index", index, "the number of a member")
+    if not -count <= number < count:
+        raise MissingMemberError(f"member {number} is not there: the sweep has {count}, pass 0 to {count - 1}")
+    return number % count
+
+
 class Histories(Sequence[History]):
-    """The History of each member, made from its record when it is asked for."""
+    """The History of each member, made from its record when it is asked for.
+
+    After Ctrl-C, `histories[i]` raises OnelaunchError for a member that has not finished. A loop and a slice have an empty
+    History in its place, as for a member that failed before its first step, so that each stays beside its member.
+    """
 
     def __init__(self, records: Mapping[int, Record], count: int) -> None:
         self._records, self._count = records, count
@@ -32,14 +48,17 @@ class Histories(Sequence[History]):
     def __getitem__(self, index: slice) -> list[History]: ...
     def __getitem__(self, index: int | slice) -> History | list[History]:
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(self._count))]
-        number = require_integer("index", index, "the number of a member")
-        number += self._count if number < 0 else 0
-        if not 0 <= number < self._count:
-            raise IndexError(f"member {index} is not there: the sweep has {self._count}")
+            return [self._history(number) for number in range(*index.indices(self._count))]
+        number = _number_of(index, self._count)
         if number not in self._records:
             raise OnelaunchError(f"member {number} has not finished: the sweep was stopped before")
-        return self._records[number].history()
+        return self._history(number)
+
+    def __iter__(self) -> Iterator[History]:
+        return map(self._history, range(self._count))
+
+    def _history(self, number: int) -> History:
+        return self._records[number].history() if number in self._records else History()
 
 
 @dataclass
@@ -66,7 +85,8 @@ class Sweep:
 
     @property
     def histories(self) -> Histories:
-        """`histories[i]`: the History of member i, as `fit` would have returned it."""
+        """`histories[i]`: the History of member i, as `fit` would have returned it. In a loop it is empty for a member that
+        has not finished."""
         return Histories(self.records, len(self.members))
 
     @property
@@ -87,10 +107,12 @@ class Sweep:
 
     def model(self, index: int) -> nn.Module:
         """The trained network of a finished member. If its weights were not kept, it is trained again, to the same bits on
-        the CPU."""
-        number = require_integer("index", index, "the number of a member")
+        the CPU. Raises OnelaunchError for a member that failed or has not finished."""
+        number = _number_of(index, len(self.members))
         if number not in self.records:
             raise OnelaunchError(f"member {number} has no result: pass the number of a finished member")
+        if reason := self.records[number].error:
+            raise OnelaunchError(f"member {number} ({self.members[number]}) failed: {reason}")
         return self.make_trained(self.members[number])
 
     @property
