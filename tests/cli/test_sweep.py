@@ -14,6 +14,7 @@ import pytest
 
 import onelaunch as ol
 import onelaunch.cli.sweep
+from onelaunch.sweep.store import Store
 
 CONFIG = """
 data = "blobs.npz"
@@ -96,6 +97,21 @@ def test_ctrl_c_keeps_what_is_finished(start, config, tmp_path):
     assert process.returncode == 130, err
     assert "continue with: onelaunch sweep" in out
     assert (tmp_path / "found" / "table.csv").exists()
+
+
+def test_ctrl_c_while_an_earlier_start_is_read(cli, config, monkeypatch):
+    options = ("--out", "found", "--no-progress", "--strategy", "halving")
+    assert cli("sweep", config, *options).code == 0
+    read = Store._read
+
+    def interrupted(self, *given):
+        signal.raise_signal(signal.SIGINT)
+        return read(self, *given)
+
+    monkeypatch.setattr(Store, "_read", interrupted)
+    outcome = cli("sweep", config, *options)
+    assert (outcome.code, outcome.err) == (130, "")
+    assert "continue with: onelaunch sweep" in outcome.out
 
 
 def test_a_full_disk_at_the_end_still_shows_the_table(cli, config, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,29 @@ def test_the_current_folder_is_a_checkpoint_and_has_one_writer(tmp_path, monkeyp
     ol.sweep(make_model, X, Y, callbacks=[second], **arguments(Path()))
     assert len(refused) == 2
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "part-000001.safetensors", "sweep.json"]
+
+
+@pytest.mark.parametrize("strategy", ["grid", "halving"])
+@pytest.mark.parametrize("n_jobs", [None, 2])
+def test_ctrl_c_while_the_folder_is_read_keeps_what_is_finished(tmp_path, monkeypatch, strategy, n_jobs):
+    """The folder is read to its end, nothing is trained, and a later start continues."""
+    options = {"grid": {"lr": [1e-3, 1e-2, 0.1]}, "strategy": strategy, "folds": 2, "epochs": 2, "progress": False}
+    add, read, folder = store.Store.add, store.Store._read, tmp_path / "kept"
+
+    def all_but_one(self: store.Store, record: Any, weights: Any) -> None:
+        if record.index != 5:
+            add(self, record, weights)
+
+    def interrupted(self: store.Store, *given: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return read(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.Store, "add", all_but_one)
+        whole = ol.sweep(make_model, X, Y, checkpoint=folder, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(store.Store, "_read", interrupted)
+        result = ol.sweep(make_model, X, Y, checkpoint=folder, n_jobs=n_jobs, **options)
+    assert result.interrupted
+    assert sorted(result.records) == [0, 1, 2, 3, 4]
+    assert str(ol.sweep(make_model, X, Y, checkpoint=folder, **options).table) == str(whole.table)

@@ -41,7 +41,7 @@ class Driver:
         self.members, self.runs, self.metric, self.store, self.progress = members, runs, metric, store, progress
         self.callbacks, self.n_jobs = callbacks, n_jobs
         self.shared: dict[tuple[str, ...], dict[str, Any]] = {}
-        self.records: dict[int, Record] = store.load(self.shared)
+        self.records: dict[int, Record] = {}
         self.weights = KeptWeights(metric)
         self.switch = Switch()
         self._paused: dict[int, Outcome] = {}  # members that wait for the next rung
@@ -50,17 +50,17 @@ class Driver:
         self._best: tuple[float, str] | None = None
 
     def run(self, *, halving: bool) -> Sweep:
-        """Train the members that have no record yet. After Ctrl-C the result has those that are finished."""
+        """Train the members that have no record yet. After Ctrl-C the result has those that are finished, also if it came
+        while the checkpoint was read."""
         begin = time.perf_counter()
-        self._done = sum(record.finished for record in self.records.values())
-        with (
-            random_state_kept(), on_interrupt(self.switch.interrupt),
-            self.progress.running(len(self.members), self._done),
-        ):  # fmt: skip
-            if halving:
-                self._halve()
-            else:
-                self._train([member for member in self.members if member.index not in self.records], 1.0)
+        with random_state_kept(), on_interrupt(self.switch.interrupt):
+            self.records.update(self.store.load(self.shared))
+            self._done = sum(record.finished for record in self.records.values())
+            with self.progress.running(len(self.members), self._done):
+                if halving:
+                    self._halve()
+                else:
+                    self._train([member for member in self.members if member.index not in self.records], 1.0)
         self._paused = {}
         if self.switch.stop and not self.records:
             raise KeyboardInterrupt
@@ -97,7 +97,9 @@ class Driver:
         self.progress.update(len(self.members), self._best[1] if self._best else "")
 
     def _train(self, members: Sequence[Member], part: float) -> None:
-        if members and not is_here(self.n_jobs):
+        if self.switch.stop or not members:
+            return
+        if not is_here(self.n_jobs):
             self._train_elsewhere(members, part)
             return
         for outcome in train(self._jobs(members, part), self.switch, self.callbacks):
