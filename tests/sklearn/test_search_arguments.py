@@ -146,6 +146,39 @@ def test_a_score_that_raises_is_the_error_score():
     refused(ValueError, "all 2 fits failed: scoring raised", {"alpha": [0.1]}, {}, cv=2, scoring=score)
 
 
+@pytest.mark.parametrize("error_score", [np.nan, "raise"])
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (None, r"scoring must return a number, got None"),
+        ("high", r"scoring must return a number, got 'high'"),
+        ([1.0, 2.0], r"scoring must return a number, got \[1\.0, 2\.0\]"),
+        ({"a": 1.0, "b": None}, r"scoring\['b'\] must return a number, got None"),
+    ],
+    ids=str,
+)
+def test_a_score_that_is_not_a_number_is_refused(score, message, error_score):
+    options = {"cv": 2, "refit": False, "scoring": lambda estimator, x, y: score, "error_score": error_score}
+    with pytest.raises(ValueError, match=r"scoring must return a number"):
+        GridSearchCV(ESTIMATOR, {"alpha": [0.1]}, **options).fit(X, Y)
+    refused(ValueError, message, {"alpha": [0.1]}, {}, **options)
+
+
+def test_one_metric_of_several_may_raise():
+    def raises(estimator: Any, x: Any, y: Any) -> float:
+        raise ZeroDivisionError("no rows")
+
+    options: dict[str, Any] = {"cv": 2, "scoring": {"good": "accuracy", "bad": raises}, "refit": "good"}
+    ours = SweepCV(ESTIMATOR, {"alpha": [0.1]}, **options)
+    message = r"scoring\['bad'\] raised ZeroDivisionError: no rows: its score is nan"
+    with pytest.warns(UserWarning, match=message), pytest.warns(UserWarning, match="non-finite"):
+        ours.fit(X, Y)
+    assert np.isnan(ours.cv_results_["mean_test_bad"]).all()
+    assert np.isfinite(ours.best_score_)
+    with pytest.raises(ZeroDivisionError):
+        SweepCV(ESTIMATOR, {"alpha": [0.1]}, error_score="raise", **options).fit(X, Y)
+
+
 @pytest.mark.parametrize("cv", [
     None, np.int64(2), KFold(2, shuffle=True, random_state=0),
     [(np.arange(0, 150, 2), np.arange(1, 150, 2))], [(np.arange(150) % 3 > 0, np.arange(150) % 3 == 0)],

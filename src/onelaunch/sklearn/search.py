@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import clone, is_classifier
+from sklearn.metrics._scorer import _MultimetricScorer
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.pipeline import Pipeline
 from sklearn.utils import _safe_indexing, indexable
@@ -20,6 +21,7 @@ from onelaunch.errors import MAX_LONG_LINE, ArgumentTypeError, OnelaunchError, d
 from onelaunch.sklearn.estimator import BaseMLP
 from onelaunch.sklearn.parameter_checks import check_parameters
 from onelaunch.sklearn.parameter_names import in_parameters, named_by_parameters
+from onelaunch.sklearn.scores import checked_scores
 from onelaunch.sklearn.search_arguments import (
     Parameters,
     candidates_of,
@@ -289,6 +291,8 @@ class _Evaluation:
                 raise
             self._fail(fit.number, f"scoring raised {described(error)}", fit.begin)
             return
+        several = isinstance(self.task.scorers, _MultimetricScorer)
+        entry = {name: checked_scores(each, self.task.error_score, several=several) for name, each in entry.items()}
         # Fits train together: a fit's time is its share of the seconds since it began.
         self.out[fit.number] = {
             **entry, "fit_time": sum(history.seconds for history in histories), "score_time": time.time() - trained,
