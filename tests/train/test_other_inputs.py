@@ -178,6 +178,8 @@ MISTAKES = {
     ),
     "native engine": ({"x": loader(), "engine": "cpu"}, r"engine='cpu' cannot run this: x is a DataLoader"),
     "loss by the inner name": ({"x": X, "y": Y, "loss": "custom"}, r"loss='custom' is not known: pass the function itself"),
+    "class as loss": ({"x": X, "y": Y, "loss": nn.CrossEntropyLoss}, r"loss=nn.CrossEntropyLoss is a class.*: pass nn.Cross"),
+    "class beside a loader": ({"x": loader(), "loss": nn.L1Loss}, r"loss=nn.L1Loss is a class.*: pass nn.L1Loss\(\)"),
     "loss of no number": ({"x": X, "y": Y, "loss": lambda a, b: a}, r"loss must return a tensor with one number.*\[20, 4\]"),
     "weights of a function": (
         {"x": X, "y": Y, "loss": own_loss, "sample_weight": torch.ones(20)},

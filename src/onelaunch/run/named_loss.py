@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from onelaunch.errors import ArgumentTypeError
+
 FUNCTIONS: dict[Callable[..., Any], str] = {
     F.cross_entropy: "cross_entropy",
     F.mse_loss: "mse",
@@ -21,12 +23,22 @@ MODULES: dict[type[nn.Module], str] = {
 }
 
 
+def require_no_class(loss: Any) -> None:
+    """Raise ArgumentTypeError for a class as loss, such as nn.CrossEntropyLoss without parentheses."""
+    if isinstance(loss, type):
+        name: str = loss.__name__
+        name = f"nn.{name}" if getattr(nn, name, None) is loss else name
+        raise ArgumentTypeError(f"loss={name} is a class, not a function of (output, target): pass {name}()")
+
+
 def with_named_loss(options: dict[str, Any], y: torch.Tensor) -> dict[str, Any]:
     """`options` with the name of the loss, if it is one of PyTorch's with settings that we have; else as they are.
+    Raises ArgumentTypeError for a class.
 
     y: the targets. Probabilities as targets of cross entropy are left to PyTorch.
     """
     loss = options.get("loss")
+    require_no_class(loss)
     name = FUNCTIONS.get(loss) if isinstance(loss, type(F.mse_loss)) else MODULES.get(type(loss))  # type: ignore[arg-type]
     if name is None or (name == "cross_entropy" and y.is_floating_point() and y.dim() > 1):
         return options

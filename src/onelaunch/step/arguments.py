@@ -6,12 +6,12 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from onelaunch.device import AUTOCAST_DTYPES
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate
 from onelaunch.fuse.fuse import check_model
+from onelaunch.run.named_loss import require_no_class
 from onelaunch.wrong_inputs import described
 
 ADVICE = {  # arguments of other libraries: how to say it here
@@ -25,10 +25,7 @@ ADVICE = {  # arguments of other libraries: how to say it here
 
 def check_arguments(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -> None:
     check_model(model)
-    if isinstance(loss, type):
-        name: str = loss.__name__
-        name = f"nn.{name}" if getattr(nn, name, None) is loss else name
-        raise ArgumentTypeError(f"loss={name} is a class, not a function of (output, target): pass {name}()")
+    require_no_class(loss)
     if loss is not None and not callable(loss):
         raise ArgumentTypeError(f"loss={abbreviate(loss)} is not a function of (output, target): pass one, or None")
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from onelaunch.engines.eager.loader import Batch, loader_batches
 from onelaunch.errors import OnelaunchError
 from onelaunch.rng import check_seed
+from onelaunch.run.named_loss import require_no_class
 from onelaunch.run.options import Options
 
 
@@ -20,6 +21,7 @@ def open_loader(
     """(inputs and targets of the first batch, the options with the loader's batch size, rows per epoch)."""
     if y is not None:
         raise OnelaunchError("x is a DataLoader, which has the targets too: leave y out")
+    require_no_class(options.get("loss"))
     batches, rows = _lengths("x", loader)
     inputs, targets = next(_batches("x", loader, check_seed(options.get("seed", 0))))
     size = loader.batch_size or len(targets)
