@@ -45,7 +45,7 @@ class TableEncoder:
 
         Raises DataError for a repeated name, an infinite number, text in a numeric column, or no usable column.
         """
-        columns = list(columns)
+        columns, categorical = list(columns), set(categorical)
         check_columns(table, columns, categorical)
         numbers: list[str] = []
         flagged: list[int] = []
@@ -53,6 +53,8 @@ class TableEncoder:
         left_out: dict[str, str] = {}
         for name in columns:
             column = table.column(name)
+            if name in categorical and column.dtype != object:  # of a table in memory
+                column = np.array([*_texts(column), None], object)[:-1]
             if column.dtype == object:
                 found = _categories(column)
                 if isinstance(found, str):

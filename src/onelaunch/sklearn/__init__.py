@@ -1,7 +1,7 @@
 """scikit-learn estimators that train on onelaunch's engines: `MLPClassifier`, `MLPRegressor`, and the search `SweepCV`.
 
-They have the parameters and attributes of scikit-learn's own classes of these names. scikit-learn itself is the optional
-extra `onelaunch[sklearn]`.
+They have the parameters and attributes of scikit-learn's own classes of these names. `TableEncoder` prepares tables with text
+for them. scikit-learn itself is the optional extra `onelaunch[sklearn]`.
 """
 
 try:
@@ -12,5 +12,6 @@ except ImportError as error:
 from onelaunch.sklearn.classifier import MLPClassifier
 from onelaunch.sklearn.regressor import MLPRegressor
 from onelaunch.sklearn.search import SweepCV
+from onelaunch.sklearn.table_encoder import TableEncoder
 
-__all__ = ["MLPClassifier", "MLPRegressor", "SweepCV"]
+__all__ = ["MLPClassifier", "MLPRegressor", "SweepCV", "TableEncoder"]

@@ -162,7 +162,7 @@ def to_tensor(argument: str, value: Any) -> torch.Tensor:
         if array.dtype.kind not in "buif":
             named = _text_columns(value)
             where = f"text in column {named[0]!r}" if named else f"dtype {array.dtype}"
-            remedy = ", or a CSV file with text to `onelaunch train`" if named else ""
+            remedy = ": onelaunch.sklearn.TableEncoder makes them from a table" if named else ""
             raise ArgumentTypeError(f"{argument} has {where}: pass numbers (float, integer or uint8){remedy}")
         if array.dtype in (np.uint16, np.uint32, np.uint64):
             array = array.astype(np.int64)

@@ -1,0 +1,43 @@
+"""A transformer for tables with text and missing values: the preprocessing of `onelaunch train`, in a scikit-learn pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.utils.validation import check_is_fitted
+
+from onelaunch.data import encoder
+from onelaunch.data.table_encoding import as_table
+from onelaunch.errors import ArgumentTypeError
+
+
+class TableEncoder(TransformerMixin, BaseEstimator):
+    """Turns the columns of a table into the inputs of a network: numbers scaled, text as one input per category.
+
+    `make_pipeline(TableEncoder(), MLPClassifier(scale=None)).fit(frame, y)` trains on a DataFrame. Columns are found by name
+    when rows are transformed; a category that `fit` has not seen becomes zeros. docs/tables.md has the rules.
+
+    categorical: the names of columns of numbers that are names of categories.
+    """
+
+    def __init__(self, categorical: Sequence[str] = ()) -> None:
+        self.categorical = categorical
+
+    def fit(self, X: Any, y: Any = None) -> TableEncoder:
+        """Learn scaling and categories. X: a pandas or polars DataFrame, a dict of columns, or the path of a file."""
+        if isinstance(self.categorical, str):
+            raise ArgumentTypeError(
+                f"categorical={self.categorical!r} is a str: pass a list, such as [{self.categorical!r}]"
+            )
+        table = as_table(X, self.categorical)
+        self.encoder_ = encoder.TableEncoder.fit(table, table.names, self.categorical)
+        self.n_features_in_, self.feature_names_in_ = len(table.names), np.array(table.names, dtype=object)
+        return self
+
+    def transform(self, X: Any) -> np.ndarray:
+        """The inputs of the rows of X, float32 `[rows, inputs]`."""
+        check_is_fitted(self)
+        return self.encoder_.transform(as_table(X, list(self.encoder_.categories)))

@@ -1,0 +1,70 @@
+"""Tables with text in a scikit-learn pipeline."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.pipeline import make_pipeline
+
+import onelaunch as ol
+from onelaunch.sklearn import MLPClassifier, SweepCV, TableEncoder
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def frame(rows: int = 240, seed: int = 0) -> tuple[pd.DataFrame, np.ndarray]:
+    random = np.random.default_rng(seed)
+    size, city = random.normal(100, 30, rows), random.choice(["Rome", "Oslo", "Lima"], rows)
+    size[random.random(rows) < 0.1] = np.nan
+    floor = random.integers(0, 3, rows)
+    y = np.where(np.nan_to_num(size, nan=100) + 40 * (city == "Oslo") + 30 * (floor == 1) > 120, "dear", "cheap")
+    return pd.DataFrame({"size": size, "city": city, "floor": floor}), y
+
+
+def test_a_pipeline_learns_from_text_and_missing_values() -> None:
+    x, y = frame()
+    pipeline = make_pipeline(TableEncoder(categorical=["floor"]), MLPClassifier(scale=None, random_state=0))
+    pipeline.fit(x, y)
+    new, expected = frame(seed=1)
+    assert (pipeline.predict(new) == expected).mean() > 0.85
+    shuffled = new[["floor", "city", "size"]].assign(more=1.0)  # columns are found by name
+    assert np.array_equal(pipeline.predict(shuffled), pipeline.predict(new))
+    again = pickle.loads(pickle.dumps(pipeline))
+    assert np.array_equal(again.predict_proba(new), pipeline.predict_proba(new))
+
+
+def test_the_inputs_are_those_of_the_documentation() -> None:
+    x, _ = frame(rows=40)  # too few rows for ramps
+    encoder = TableEncoder(categorical=["floor"]).fit(x)
+    inputs = encoder.transform(x)
+    assert inputs.dtype == np.float32
+    assert inputs.shape == (40, 1 + 1 + 3 + 3)  # size, its flag, three cities, three floors
+    assert np.array_equal(inputs[:, 1], x["size"].isna().to_numpy(np.float32))
+    unknown = encoder.transform(x.assign(city="Bonn"))
+    assert not unknown[:, 2:5].any()
+    assert list(encoder.feature_names_in_) == ["size", "city", "floor"]
+
+
+def test_a_search_over_a_pipeline() -> None:
+    x, y = frame(rows=120)
+    rows = TableEncoder().fit_transform(x)
+    found = SweepCV(MLPClassifier(scale=None, max_iter=3), {"dropout": [0.0, 0.2]}, cv=2).fit(rows, y)
+    assert found.best_params_["dropout"] in (0.0, 0.2)
+    assert clone(TableEncoder(categorical=("floor",))).categorical == ("floor",)
+
+
+def test_mistakes_are_one_line() -> None:
+    x, _ = frame(rows=30)
+    with pytest.raises(NotFittedError):
+        TableEncoder().transform(x)
+    with pytest.raises(TypeError, match=r"^categorical='floor' is a str: pass a list, such as \['floor'\]$"):
+        TableEncoder(categorical="floor").fit(x)
+    with pytest.raises(ol.OnelaunchError, match="lacks the column"):
+        TableEncoder().fit(x).transform(x[["size"]])
+    with pytest.raises(TypeError, match="pass the path of a file, a DataFrame, or a dict of columns"):
+        TableEncoder().fit(x.to_numpy())
