@@ -24,6 +24,14 @@ PYTORCHS = (
 )  # what its functions raise for wrong shapes, types and labels
 
 
+def require_no_class(loss: Any) -> None:
+    """Raise ArgumentTypeError for a class as loss, such as nn.CrossEntropyLoss without parentheses."""
+    if isinstance(loss, type):
+        name: str = loss.__name__
+        name = f"nn.{name}" if getattr(nn, name, None) is loss else name
+        raise ArgumentTypeError(f"loss={name} is a class, not a function of (output, target): pass {name}()")
+
+
 def require_known_names(caller: str, model: nn.Module, names: Mapping[str, Any]) -> None:
     """Raise ArgumentTypeError for a named input that the model's forward does not have, such as a misspelt option."""
     try:

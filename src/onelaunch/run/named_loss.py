@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from onelaunch.errors import ArgumentTypeError
+from onelaunch.wrong_inputs import require_no_class
 
 FUNCTIONS: dict[Callable[..., Any], str] = {
     F.cross_entropy: "cross_entropy",
@@ -21,14 +21,6 @@ MODULES: dict[type[nn.Module], str] = {
     nn.MSELoss: "mse",
     nn.BCEWithLogitsLoss: "bce_with_logits",
 }
-
-
-def require_no_class(loss: Any) -> None:
-    """Raise ArgumentTypeError for a class as loss, such as nn.CrossEntropyLoss without parentheses."""
-    if isinstance(loss, type):
-        name: str = loss.__name__
-        name = f"nn.{name}" if getattr(nn, name, None) is loss else name
-        raise ArgumentTypeError(f"loss={name} is a class, not a function of (output, target): pass {name}()")
 
 
 def with_named_loss(options: dict[str, Any], y: torch.Tensor) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from torch.utils._pytree import tree_flatten
 from onelaunch.device import AUTOCAST_DTYPES
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate
 from onelaunch.fuse.fuse import check_model
-from onelaunch.run.named_loss import require_no_class
-from onelaunch.wrong_inputs import described
+from onelaunch.wrong_inputs import described, require_no_class
 
 ADVICE = {  # arguments of other libraries: how to say it here
     **dict.fromkeys(("criterion", "loss_fn"), "loss="),

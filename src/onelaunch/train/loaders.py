@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from onelaunch.engines.eager.loader import Batch, loader_batches
 from onelaunch.errors import OnelaunchError
 from onelaunch.rng import check_seed
-from onelaunch.run.named_loss import require_no_class
 from onelaunch.run.options import Options
+from onelaunch.wrong_inputs import require_no_class
 
 
 def open_loader(
