@@ -28,15 +28,15 @@ def load_data(settings: TrainConfig) -> tuple[Dataset, TrainConfig]:
     if dataset.fallback:
         say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
     if dataset.encoding is not None:
-        for name, reason in dataset.encoding.encoder.left_out.items():
+        encoder = dataset.encoding.encoder
+        for name, reason in encoder.left_out.items():
             say("note", f"column {name!r} is not used: it {reason}")
-        commas = dataset.encoding.encoder.decimal_commas
+        commas = encoder.decimal_commas
         if text := decimal_comma(dataset.classes or ()):
             commas |= {dataset.encoding.target.name: text}
         for name, text in commas.items():
             point = with_point(text)
             say("note", f"column {name!r} is text, as {text!r} has a decimal comma: for numbers write {point}")
-        encoder = dataset.encoding.encoder
         for name, text in encoder.dates.items():
             say("note", f"column {name!r} is text, as {text!r} is a date: write numbers, such as days, or leave it out")
         for name in encoder.cut:

@@ -28,9 +28,8 @@ def summary_lines(run: Path, history: History) -> list[str]:
     if head.more and head.more[0][0].startswith("always"):
         first += f" ({head.more[0][0]}: {head.more[0][1]})"
     course = f"loss {format_number(history.losses[0])} → {format_number(history.losses[-1])}"
-    best = history.best_epoch
-    validation = history.epochs[-1 if best is None else best]["validation"]
-    when = "" if best is None else f" in epoch {best + 1}, the best"
+    validation = history.kept["validation"]
+    when = "" if history.best_epoch is None else f" in epoch {history.best_epoch + 1}, the best"
     course += f", validation {format_number(validation['loss'])}{when}" if validation else ""
     steps = len(history.losses)
     speed = f"{steps:,} steps of {format_seconds(history.seconds / steps)} on engine {history.engine}"

@@ -191,9 +191,8 @@ def train_into(
         raise
     folder.finish(model, history)
     folder.describe(status="finished", **_outcome(history))
-    last = history.epochs[-1 if history.best_epoch is None else history.best_epoch]
-    best = "" if history.best_epoch is None else f"best epoch {last['epoch'] + 1} of {len(history.epochs)}: "
-    say("result", f"{best}{summary(last)}, in {history.seconds:.3g} s")
+    best = "" if history.best_epoch is None else f"best epoch {history.best_epoch + 1} of {len(history.epochs)}: "
+    say("result", f"{best}{summary(history.kept)}, in {history.seconds:.3g} s")
     if advice := _advice(history):
         say("note", advice)
     _score(folder, settings, dataset)

@@ -59,11 +59,15 @@ class History:
         title = f"{len(self.losses):,} steps on {self.engine}, {self.seconds:.3g} s"
         return draw(self.losses, self.epochs, title, require_path("path", path), best=self.best_epoch)
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The record of the epoch whose weights the model has: the best with early stopping, else the last."""
+        return self.epochs[-1 if self.best_epoch is None else self.best_epoch]
+
     def __repr__(self) -> str:
         result = f", last epoch {summary(self.epochs[-1])}" if self.epochs else ""
         if self.best_epoch is not None and self.best_epoch < len(self.epochs):
-            best = self.best_epoch
-            result = f", best epoch {best + 1} of {len(self.epochs)} {summary(self.epochs[best])}"
+            result = f", best epoch {self.best_epoch + 1} of {len(self.epochs)} {summary(self.kept)}"
         return f"<History: {len(self.losses)} steps on {self.engine} in {self.seconds:.3g} s{result}>"
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from onelaunch.activations import ACTIVATIONS
+from onelaunch.bench.workload import Residual
 from onelaunch.engines.contract import Run, State
 from onelaunch.engines.cpu.code.kernel import Unit
 from onelaunch.engines.cpu.code.optimizer import UpdateRule
@@ -56,17 +57,6 @@ def test_200_steps_follow_plain_pytorch(
     assert ours.correct == reference.correct
 
 
-class Branch(nn.Module):
-    """x + inner(x)."""
-
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*inner)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
-
-
 class Dense(nn.Module):
     """Additions of the same value twice, of a value inside a stage, and of the input."""
 
@@ -93,8 +83,8 @@ NETWORKS: dict[str, tuple[Callable[[], list[nn.Module]], int, int, int, int]] = 
                  nn.LayerNorm(33, elementwise_affine=False), nn.Linear(33, 17), nn.LayerNorm(17), nn.Tanh()], 150, 65, 17, 2,
     ),
     "residual, pre-norm": (
-        lambda: [nn.Linear(9, 40), Branch(nn.LayerNorm(40), nn.Linear(40, 70), nn.GELU(), nn.Linear(70, 40)),
-                 Branch(nn.Linear(40, 40), nn.ReLU()), nn.LayerNorm(40), nn.Linear(40, 3)], 300, 127, 3, 3,
+        lambda: [nn.Linear(9, 40), Residual(nn.LayerNorm(40), nn.Linear(40, 70), nn.GELU(), nn.Linear(70, 40)),
+                 Residual(nn.Linear(40, 40), nn.ReLU()), nn.LayerNorm(40), nn.Linear(40, 3)], 300, 127, 3, 3,
     ),
     "additions inside a stage and from the input": (lambda: [nn.LayerNorm(9), Dense(9), nn.Linear(9, 3)], 150, 64, 3, 2),
     "activation of the input, linear after linear": (

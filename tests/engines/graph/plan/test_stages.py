@@ -6,22 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from onelaunch.bench.workload import Residual
 from onelaunch.engines.graph import ENGINE
 from onelaunch.engines.graph.plan.stages import stages_of
 from onelaunch.engines.stages import UnsupportedNetworkError
 from onelaunch.run.parse import parse_network
 from onelaunch.train.inputs import make_run
-
-
-class Branch(nn.Module):
-    """x + inner(x)."""
-
-    def __init__(self, *inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(*inner)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +27,10 @@ class Branch(nn.Module):
             "layer '2' is a second LayerNorm after one Linear",
         ),
         ([nn.Linear(4, 4), nn.LayerNorm(4, eps=0.0), nn.Linear(4, 2)], "layer '1' has eps=0.0"),
-        ([Branch(nn.Linear(4, 4)), nn.Linear(4, 2)], "the network's input is added to a later value"),
-        ([nn.Linear(4, 4), Branch(nn.ReLU()), nn.Linear(4, 2)], "a value is added within its own stage"),
+        ([Residual(nn.Linear(4, 4)), nn.Linear(4, 2)], "the network's input is added to a later value"),
+        ([nn.Linear(4, 4), Residual(nn.ReLU()), nn.Linear(4, 2)], "a value is added within its own stage"),
         (
-            [nn.Linear(4, 4), Branch(Branch(nn.Linear(4, 4)), nn.Linear(4, 4)), nn.Linear(4, 2)],
+            [nn.Linear(4, 4), Residual(Residual(nn.Linear(4, 4)), nn.Linear(4, 4)), nn.Linear(4, 2)],
             "a value is added twice",
         ),
         ([nn.Linear(4, 2), nn.Sigmoid()], "a layer follows the last Linear"),
