@@ -10,8 +10,9 @@ from onelaunch.device import chip_of
 from onelaunch.engines.members import MemberTask
 from onelaunch.engines.resident.members.memory import MembersMemory, SharedRows
 from onelaunch.engines.resident.members.placement import choose_members_plan
+from onelaunch.engines.resident.members.slices import Slice
 from onelaunch.engines.resident.members.train import settings_of
-from onelaunch.engines.resident.session import PARAMS
+from onelaunch.engines.resident.session import PARAMS, RECORD
 from onelaunch.rng import keep_threshold
 from onelaunch.train.inputs import make_run
 from tests.engines.graph.harness import network
@@ -52,7 +53,8 @@ def test_weights_go_in_and_out(memory: MembersMemory) -> None:
 
 
 def test_the_table_has_each_members_own_parameters(memory: MembersMemory) -> None:
-    table = memory.table(1000, 64).numpy().view(PARAMS)
+    whole = [Slice(number, task.first_step, task.last_step, 0) for number, task in enumerate(memory.tasks)]
+    table = memory.table(1000, 64, whole).numpy().view(PARAMS)
     assert table["lr"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert table["seed"].tolist() == [number + 2**62 for number in range(MEMBERS)]
     assert table["control"].tolist() == [1000, 1064, 1128, 1192]
@@ -67,6 +69,16 @@ def test_the_table_has_each_members_own_parameters(memory: MembersMemory) -> Non
     assert table["keep"][:, 0].tolist() == [keep_threshold(0.1 * (number + 1)) for number in range(MEMBERS)]
     assert np.all(np.diff(table["losses"].astype(np.int64)) == 4 * STEPS)
     assert np.all(table["fault_step"] == 2**63)
+
+
+def test_a_slice_has_its_members_memory_from_its_first_step_on(memory: MembersMemory) -> None:
+    table = memory.table(0, 64, [Slice(1, 1, 3, 0), Slice(0, 0, 6, 0), Slice(1, 3, 7, 1)]).numpy().view(PARAMS)
+    assert table["first_step"].tolist() == [1, 0, 3]
+    assert table["last_step"].tolist() == [3, 6, 7]
+    assert table["weights"][0] == table["weights"][2] != table["weights"][1]
+    assert int(table["losses"][2]) - int(table["losses"][0]) == 4 * 2
+    assert int(table["records"][2]) - int(table["records"][0]) == RECORD.itemsize
+    assert table["control"].tolist() == [0, 64, 128]
 
 
 def test_the_first_loss_that_is_not_finite_is_found(memory: MembersMemory) -> None:

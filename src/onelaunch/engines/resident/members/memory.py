@@ -15,6 +15,7 @@ from onelaunch.engines.members import MemberTask
 from onelaunch.engines.resident.batch_weights import BatchWeights
 from onelaunch.engines.resident.buffers import parameter_shapes, rows_as_fetched, targets_as_fetched
 from onelaunch.engines.resident.members.group import same_tensor
+from onelaunch.engines.resident.members.slices import Slice
 from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.stages import dropouts_of, stages_of
 from onelaunch.engines.resident.session import CLOCK_HZ, PARAMS, PATIENCE_SECONDS, RECORD, run_values
@@ -100,7 +101,6 @@ class MembersMemory:
         self.scratch = torch.empty(
             max(16, plan.exchange.size * plan.blocks * places), dtype=torch.uint8, device=self.device
         )
-        self.next = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.batch_weights = BatchWeights(int(self._first_loss[-1]), summing) if summing else None
         self._rows = rows
 
@@ -128,8 +128,8 @@ class MembersMemory:
         names = [name for name, _ in self._shapes]
         return self._flat([{name: task.state.get(f"{kind}.{name}") for name in names} for task in self.tasks])
 
-    def table(self, control_address: int, control_bytes: int) -> torch.Tensor:
-        """The parameters of all members, on the device."""
+    def table(self, control_address: int, control_bytes: int, slices: Sequence[Slice]) -> torch.Tensor:
+        """The parameters of all slices, on the device."""
         params, numbers = np.zeros(len(self.tasks), PARAMS), np.arange(len(self.tasks), dtype=np.uint64)
         values = [run_values(task.run) | self._row_values(task) for task in self.tasks]
         for name in values[0]:
@@ -138,7 +138,6 @@ class MembersMemory:
         params["weights"] = self.weights.data_ptr() + numbers * row_bytes
         for place, state in enumerate(self.states):
             params[f"state{place}"] = state.data_ptr() + numbers * row_bytes
-        params["control"] = control_address + numbers * control_bytes
         params["losses"] = self._losses.data_ptr() + self._first_loss[:-1] * 4
         params["records"] = self._records.data_ptr() + self._first_record[:-1] * RECORD.itemsize
         if self.batch_weights is not None:
@@ -149,7 +148,13 @@ class MembersMemory:
             for place, dropout in enumerate(dropouts_of(stages_of(task.run.network))):
                 scale = np.float32(keep_scale(dropout.p)).view(np.uint32)
                 entry[2 * place : 2 * place + 2] = keep_threshold(dropout.p), scale
-        return torch.from_numpy(params.view(np.uint8)).to(self.device)
+        member, first, last, epochs = np.array(slices, np.int64).T
+        table = params[member]
+        table["losses"] += (4 * (first - table["first_step"].astype(np.int64))).astype(np.uint64)
+        table["records"] += (RECORD.itemsize * epochs).astype(np.uint64)
+        table["first_step"], table["last_step"] = first, last
+        table["control"] = control_address + np.arange(len(table), dtype=np.uint64) * control_bytes
+        return torch.from_numpy(table.view(np.uint8)).to(self.device)
 
     def _row_values(self, task: MemberTask) -> dict[str, int]:
         """The parameters that say which rows a member reads, and which steps it takes."""

@@ -17,9 +17,11 @@ from onelaunch.engines.members import MemberResult, MembersMonitor, MemberTask
 from onelaunch.engines.resident.members.group import members_settings
 from onelaunch.engines.resident.members.memory import MembersMemory, SharedRows, all_uint8
 from onelaunch.engines.resident.members.placement import FREE, Forced, MembersPlan, choose_members_plan
+from onelaunch.engines.resident.members.slices import launches_of
 from onelaunch.engines.resident.plan.settings import Settings
 from onelaunch.engines.resident.session import (
     CONTROL,
+    PARAMS,
     POLL_SECONDS,
     REGISTER_RESERVES,
     architecture,
@@ -151,7 +153,7 @@ def _launches(tasks: Sequence[MemberTask], found: MembersPlan) -> Iterator[Seque
 
 
 class Launch:
-    """One launch over some of the members."""
+    """Some of the members, whose memory is on the device together: one launch, or several in turns (slices.py)."""
 
     def __init__(
         self, tasks: Sequence[MemberTask], found: MembersPlan, kernel: LoadedKernel, rows: SharedRows,
@@ -161,12 +163,17 @@ class Launch:
 
         self.tasks, self.found, self.kernel = tasks, found, kernel
         self.device = tasks[0].run.device
-        self.grid = min(found.places, len(tasks)) * found.plan.blocks
-        self._control = MappedArray(len(tasks), CONTROL, self.device)
-        self._first = np.array([task.first_step for task in tasks], np.int64)
+        self._launches = launches_of(tasks, found.places, whole=summing is not None)
+        slices = [one for launch in self._launches for one in launch]
+        self._slices_of = [list[int]() for _ in tasks]  # by task: the numbers of its slices
+        for number, one in enumerate(slices):
+            self._slices_of[one.member].append(number)
+        self._control = MappedArray(len(slices), CONTROL, self.device)
+        self._first = np.array([one.first_step for one in slices], np.int64)
         self._control.array["done"] = self._first
         self._memory = MembersMemory(tasks, found.plan, rows, found.places, summing)
-        self._table = self._memory.table(self._control.address, CONTROL.itemsize)
+        self._table = self._memory.table(self._control.address, CONTROL.itemsize, slices)
+        self._next = torch.zeros(len(self._launches), dtype=torch.int32, device=self.device)
 
     def finish(self, monitor: MembersMonitor, before: int = 0) -> list[MemberResult]:
         """Wait for the launch, and return the results. `before`: steps of earlier launches, for the report."""
@@ -174,17 +181,20 @@ class Launch:
         return list(self.results())
 
     def start(self) -> None:
-        plan, queue = self.found.plan, np.zeros(1, QUEUE)
-        queue["members"], queue["next"] = self._table.data_ptr(), self._memory.next.data_ptr()
-        queue["scratch"], queue["count"] = self._memory.scratch.data_ptr(), len(self.tasks)
-        stream = torch.cuda.current_stream(self.device)
-        if self._memory.batch_weights:
-            steps = max(task.last_step - task.first_step for task in self.tasks)
-            self._memory.batch_weights.launch(stream, steps, queue.tobytes(), len(self.tasks))
-        self.kernel.launch(
-            stream, grid=self.grid, block=plan.threads, cluster=plan.blocks, shared_bytes=plan.shared.size,
-            args=[queue.tobytes()],
-        )  # fmt: skip
+        plan, stream, first = self.found.plan, torch.cuda.current_stream(self.device), 0
+        for number, launch in enumerate(self._launches):
+            queue = np.zeros(1, QUEUE)
+            queue["members"] = self._table.data_ptr() + first * PARAMS.itemsize
+            queue["next"] = self._next.data_ptr() + 4 * number
+            queue["scratch"], queue["count"] = self._memory.scratch.data_ptr(), len(launch)
+            if self._memory.batch_weights:  # every task is in one piece
+                steps = max(task.last_step - task.first_step for task in self.tasks)
+                self._memory.batch_weights.launch(stream, steps, queue.tobytes(), len(launch))
+            self.kernel.launch(
+                stream, grid=min(self.found.places, len(launch)) * plan.blocks, block=plan.threads, cluster=plan.blocks,
+                shared_bytes=plan.shared.size, args=[queue.tobytes()],
+            )  # fmt: skip
+            first += len(launch)
         self._ended = torch.cuda.Event()
         self._ended.record(stream)
         _ = self._memory.on_host
@@ -198,7 +208,7 @@ class Launch:
                 if now - reported > 0.05:
                     reported = now
                     monitor.report(before + self.steps)
-                if monitor.stop:
+                if monitor.stop or control["fault"].any():
                     control["stop"] = 1
                 time.sleep(POLL_SECONDS)
         finally:
@@ -214,7 +224,7 @@ class Launch:
 
     @property
     def steps(self) -> int:
-        """Steps done so far by all members of the launch."""
+        """Steps done so far by all members."""
         return int((self._control.array["done"].astype(np.int64) - self._first).sum())
 
     def _raise_on_fault(self) -> None:
@@ -222,9 +232,10 @@ class Launch:
         if not len(faults):
             return
         control = self._control.array[faults[0]]
+        task = next(task for task, own in zip(self.tasks, self._slices_of, strict=True) if faults[0] in own)
         what = self.found.plan.exchange_names().get(int(control["fault"]) - 1, "its rows")
         raise OnelaunchError(
-            f"engine='resident' stopped: member {self.tasks[faults[0]].index} timed out waiting for {what} at step "
+            f"engine='resident' stopped: member {task.index} timed out waiting for {what} at step "
             f"{control['fault_step']}; another program may hold the GPU: try again, or pass engine='eager'"
         )
 
@@ -242,16 +253,16 @@ class Launch:
             yield MemberResult(task.index, segments, {} if ends else self._memory.state(number))
 
     def _is_done(self, number: int, broken: bool) -> bool:
-        control = self._control.array[number]
-        return bool(control["finished"]) and (broken or int(control["done"]) == self.tasks[number].last_step)
+        control = self._control.array[self._slices_of[number]]
+        return bool(control["finished"].all()) and (broken or int(control["done"][-1]) == self.tasks[number].last_step)
 
     def _segments(
         self, number: int, losses: torch.Tensor, records: np.ndarray, weights: torch.Tensor | None, broken: int | None
     ) -> Iterator[Segment]:  # fmt: skip
         """`broken`: the position of the first loss that is not finite, after which nothing means anything."""
-        task, control = self.tasks[number], self._control.array[number]
+        task, control = self.tasks[number], self._control.array[self._slices_of[number]]
         run, spec = task.run, task.run.spec
-        step, end = task.first_step, int(control["done"])
+        step, end = task.first_step, int(control["done"][-1])
         if broken is not None:
             end = task.first_step + broken + 1
         starts = list(range(step - step % spec.steps_per_epoch, end, spec.steps_per_epoch))
@@ -259,10 +270,10 @@ class Launch:
         sizes = np.diff([*starts, end]).tolist()
         parts = losses[: end - step].split(sizes)
         sums = [None] * len(parts) if weights is None else weights[: end - step].clone().split(sizes)
-        recorded = min(int(control["epochs"]), len(starts))
+        recorded = min(int(control["epochs"].sum()), len(starts))
         if recorded == len(starts) and end != spec.epoch_end(starts[-1]):
             recorded -= 1  # the last epoch is not complete
-        correct = [*records["correct"][:recorded].tolist(), int(control["correct"])] if has_accuracy(spec) else None
+        correct = [*records["correct"][:recorded].tolist(), int(control["correct"][-1])] if has_accuracy(spec) else None
         validated: list[Metrics] = []
         if run.validation is not None:
             rows, columns = len(run.validation[0]), ("validation_loss", "validation_correct")
