@@ -165,6 +165,37 @@ def test_a_queue_longer_than_the_places_gives_the_same_bits():
         assert_same_weights(run.model, runs[number % 3].model, 0)
 
 
+def test_members_that_take_turns_have_the_bits_of_whole_runs(monkeypatch):
+    """With a few members more than places, all take turns in slices of some epochs."""
+    from onelaunch.engines.resident.members import slices
+
+    count = torch.cuda.get_device_properties(DEVICE).multi_processor_count + 8
+    x, y = rows_of(WIDTHS, rows=300)
+    trained, launches = [], list[int]()
+
+    def counted(*given: Any, **named: Any) -> Any:
+        found = slices.launches_of(*given, **named)
+        launches.append(len(found))
+        return found
+
+    monkeypatch.setattr("onelaunch.engines.resident.members.train.launches_of", counted)
+    for most in (slices.MAX_SLICES, 1):
+        monkeypatch.setattr(slices, "MAX_SLICES", most)
+        runs = []
+        for number in range(count):
+            torch.manual_seed(number)
+            options = {"steps": STEPS, "batch_size": 32, "optimizer": "adam", "precision": "bf16", "seed": number}
+            runs.append(make_run(network(WIDTHS, "relu", 0.2), x, y, (x[:77], y[:77]), options))
+        trained.append((runs, train(runs, forced=PLACES["one block"])))
+    assert launches[0] > 1 == launches[1]
+    (in_turns, results), (whole, expected) = trained
+    for run, twin, result, other in zip(in_turns, whole, results, expected, strict=True):
+        assert losses(result) == losses(other)
+        assert [one.validation for one in result.segments] == [one.validation for one in other.segments]
+        assert [one.correct for one in result.segments] == [one.correct for one in other.segments]
+        assert_same_weights(run.model, twin, 0)
+
+
 @pytest.mark.parametrize("place", ["one block", "cluster by units"])
 def test_a_task_goes_on_from_the_state_of_another(place):
     """Successive halving: the first steps of all members, then the rest of some, with the bits of one whole run."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from onelaunch.device import Chip
+from onelaunch.engines.resident.members.slices import rounds
 from onelaunch.engines.resident.plan.placement import plans_by_rows, plans_by_units
 from onelaunch.engines.resident.plan.plan import Plan
 from onelaunch.engines.resident.plan.rows_plan import RowsPlan
@@ -21,7 +22,6 @@ from onelaunch.engines.resident.plan.settings import (
     Settings,
 )
 from onelaunch.engines.stages import UnsupportedNetworkError
-from onelaunch.integers import ceil_div
 
 RESERVED_BYTES = 1024  # of shared memory, which the device keeps for itself per block
 MAX_PER_MULTIPROCESSOR = 4  # blocks: more would leave fewer than 64 registers per thread
@@ -51,13 +51,12 @@ class MembersPlan:
         busy = BUSY_SHARE * plan.predicted_microseconds * per if per > 1 else 0.0  # issue slots that blocks compete for
         return max(math.hypot(alone, busy), 2 * streamed * per / L2_KIB_PER_MICROSECOND)
 
-    def steps_per_second(self, members: int) -> float:
-        """Predicted, of all members together, if all take the same number of steps."""
-        rounds = ceil_div(members, self.places)
-        return members / (rounds * self.microseconds) * 1e6
+    def steps_per_second(self, members: int, epochs: int = 1) -> float:
+        """Predicted, of all members together, if all take the same number of steps and can take turns in so many epochs."""
+        return members / (rounds(members, self.places, epochs) * self.microseconds) * 1e6
 
-    def describe(self, members: int) -> str:
-        plan, rate = self.plan, self.steps_per_second(members)
+    def describe(self, members: int, epochs: int = 1) -> str:
+        plan, rate = self.plan, self.steps_per_second(members, epochs)
         by = "rows" if isinstance(plan, RowsPlan) else "units"
         where = f"a cluster of {plan.blocks} blocks, divided by {by}," if plan.blocks > 1 else "one block"
         per = plan.settings.per_multiprocessor
@@ -85,8 +84,9 @@ FREE = Forced()
 
 @functools.lru_cache(maxsize=64)
 def choose_members_plan(
-    settings: Settings, chip: Chip, members: int, *, reserved_registers: int = RESERVED_REGISTERS, forced: Forced = FREE
-) -> MembersPlan:
+    settings: Settings, chip: Chip, members: int, epochs: int = 1, *, reserved_registers: int = RESERVED_REGISTERS,
+    forced: Forced = FREE,
+) -> MembersPlan:  # fmt: skip
     """The placement with the most predicted steps per second; UnsupportedNetworkError with the reason where none fits.
 
     It is needed when the engine is chosen, described and started. For a network of 784 inputs it takes half a second to find.
@@ -108,7 +108,7 @@ def choose_members_plan(
     if not fitting:
         reason = min(refused, key=lambda plan: plan.shared.size).refusal if refused else "too wide for its blocks"
         raise UnsupportedNetworkError(f"the network does not fit on the chip: {reason}")
-    return max(fitting, key=lambda found: found.steps_per_second(members))
+    return max(fitting, key=lambda found: found.steps_per_second(members, epochs))
 
 
 def places(plan: Plan, chip: Chip) -> int:

@@ -29,11 +29,10 @@ def launches_of(tasks: Sequence[MemberTask], places: int, *, whole: bool = False
 
     A member is in a launch at most once, and its slices are in order.
     """
-    ends = _epoch_ends(tasks[0])
-    alike = len({(task.first_step, task.last_step, task.run.spec.steps_per_epoch) for task in tasks}) == 1
-    count = 1 if whole or not alike else slices_per_member(len(tasks), places, len(ends))
+    count = slices_per_member(len(tasks), places, 1 if whole else shared_epochs(tasks))
     if count == 1:
         return [[Slice(number, task.first_step, task.last_step, 0) for number, task in enumerate(tasks)]]
+    ends = _epoch_ends(tasks[0])
     cuts = [len(ends) * part // count for part in range(count + 1)]
     bounds = [tasks[0].first_step, *(ends[cut - 1] for cut in cuts[1:])]
     entries = [
@@ -44,14 +43,27 @@ def launches_of(tasks: Sequence[MemberTask], places: int, *, whole: bool = False
     return [entries[first : first + places] for first in range(0, len(entries), places)]
 
 
+def shared_epochs(tasks: Sequence[MemberTask]) -> int:
+    """The epochs of each task if all are alike, so that they can take turns; else 1."""
+    alike = {(task.first_step, task.last_step, task.run.spec.steps_per_epoch) for task in tasks}
+    return len(_epoch_ends(tasks[0])) if len(alike) == 1 else 1
+
+
 def slices_per_member(members: int, places: int, epochs: int) -> int:
     """The number that is predicted fastest: 1 where the places are filled evenly anyway."""
     if members <= places:
         return 1
-    return min(
-        range(1, min(epochs, MAX_SLICES) + 1),
-        key=lambda count: ceil_div(members * count, places) / count + SLICE_COST * ceil_div(members * count, places),
-    )
+    return min(range(1, min(epochs, MAX_SLICES) + 1), key=lambda count: _rounds(members, places, count))
+
+
+def rounds(members: int, places: int, epochs: int) -> float:
+    """The time until all have ended, in lengths of a run."""
+    return _rounds(members, places, slices_per_member(members, places, epochs))
+
+
+def _rounds(members: int, places: int, count: int) -> float:
+    launches = ceil_div(members * count, places)
+    return launches / count + (SLICE_COST * launches if count > 1 else 0.0)
 
 
 def _epoch_ends(task: MemberTask) -> list[int]:

@@ -17,7 +17,7 @@ from onelaunch.engines.members import MemberResult, MembersMonitor, MemberTask
 from onelaunch.engines.resident.members.group import members_settings
 from onelaunch.engines.resident.members.memory import MembersMemory, SharedRows, all_uint8
 from onelaunch.engines.resident.members.placement import FREE, Forced, MembersPlan, choose_members_plan
-from onelaunch.engines.resident.members.slices import launches_of
+from onelaunch.engines.resident.members.slices import launches_of, shared_epochs
 from onelaunch.engines.resident.plan.settings import Settings
 from onelaunch.engines.resident.session import (
     CONTROL,
@@ -49,7 +49,7 @@ def settings_of(runs: Sequence[Run]) -> Settings:
 def members_unsupported_reason(runs: Sequence[Run]) -> str:
     """Why the engine cannot train these runs together, though it may train each alone; empty when it can."""
     try:
-        choose_members_plan(settings_of(runs), chip_of(runs[0].device), len(runs))
+        _plan_of(runs)
     except UnsupportedNetworkError as reason:
         return str(reason)
     return ""
@@ -58,21 +58,29 @@ def members_unsupported_reason(runs: Sequence[Run]) -> str:
 def members_plan(runs: Sequence[Run]) -> str:
     """For people: how many members run at once, where each is placed, and the predicted steps per second of all."""
     try:
-        found = choose_members_plan(settings_of(runs), chip_of(runs[0].device), len(runs))
+        found, epochs = _plan_of(runs)
     except UnsupportedNetworkError as reason:
         raise UnsupportedError(f"engine='resident' cannot train these members together: {reason}") from None
-    return found.describe(len(runs))
+    return found.describe(len(runs), epochs)
+
+
+def _plan_of(runs: Sequence[Run]) -> tuple[MembersPlan, int]:
+    """The plan of whole runs, and the epochs in which they can take turns."""
+    tasks = [MemberTask(number, run, 0, run.spec.total_steps) for number, run in enumerate(runs)]
+    settings = settings_of(runs)
+    epochs = 1 if settings.weighted else shared_epochs(tasks)
+    return choose_members_plan(settings, chip_of(runs[0].device), len(runs), epochs), epochs
 
 
 def prepare(
-    settings: Settings, device: torch.device, members: int, forced: Forced = FREE
+    settings: Settings, device: torch.device, members: int, epochs: int, forced: Forced = FREE
 ) -> tuple[MembersPlan, LoadedKernel, LoadedKernel | None]:
     """The plan with the number of places that the device really has, its kernel, and `sum_weights` if rows have weights."""
     chip = chip_of(device)
     for largest in LARGEST_CLUSTERS if chip.clusters else (1,):
         possible = dataclasses.replace(chip, clusters=chip.clusters and largest > 1, largest_cluster=largest)
         try:
-            found, cubin = _compile(settings, possible, device, members, forced)
+            found, cubin = _compile(settings, possible, device, members, epochs, forced)
         except UnsupportedNetworkError as reason:
             raise UnsupportedError(f"engine='resident' cannot train these members together: {reason}") from None
         kernel, plan = load(cubin, "train", device), found.plan
@@ -84,13 +92,13 @@ def prepare(
 
 
 def _compile(
-    settings: Settings, chip: Chip, device: torch.device, members: int, forced: Forced
+    settings: Settings, chip: Chip, device: torch.device, members: int, epochs: int, forced: Forced
 ) -> tuple[MembersPlan, Cubin]:
     """The chosen plan, compiled. Where the compiler spills registers, more weights move to shared memory."""
     tried: list[tuple[int, MembersPlan, Cubin]] = []
     for reserved in REGISTER_RESERVES:
         try:
-            found = choose_members_plan(settings, chip, members, reserved_registers=reserved, forced=forced)
+            found = choose_members_plan(settings, chip, members, epochs, reserved_registers=reserved, forced=forced)
         except UnsupportedNetworkError:
             if not tried:
                 raise
@@ -113,7 +121,9 @@ def train_members(
     if not tasks:
         return
     runs = [task.run for task in tasks]
-    found, kernel, summing = prepare(settings_of(runs), runs[0].device, len(tasks), forced)
+    settings = settings_of(runs)
+    epochs = 1 if settings.weighted else shared_epochs(tasks)
+    found, kernel, summing = prepare(settings, runs[0].device, len(tasks), epochs, forced)
     rows, done, running = SharedRows(found.plan), 0, deque[Launch]()
     try:
         for part in _launches(tasks, found):
