@@ -193,7 +193,7 @@ def test_members_that_take_turns_have_the_bits_of_whole_runs(monkeypatch):
         assert losses(result) == losses(other)
         assert [one.validation for one in result.segments] == [one.validation for one in other.segments]
         assert [one.correct for one in result.segments] == [one.correct for one in other.segments]
-        assert_same_weights(run.model, twin, 0)
+        assert_same_weights(run.model, twin.model, 0)
 
 
 @pytest.mark.parametrize("place", ["one block", "cluster by units"])
