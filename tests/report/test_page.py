@@ -171,7 +171,7 @@ def test_the_section_of_a_run(tmp_path):
     (run / "run.json").write_text(json.dumps({"status": "running"}))
     html = write_report([run], tmp_path / "page.html").read_text()
     assert "<dd>32, gelu, dropout 0.25, batch norm</dd>" in html
-    assert "Training run run (unfinished)" in html
+    assert "Training run: run (unfinished)" in html
 
 
 def test_factors_are_relative_to_ours(tmp_path, html):

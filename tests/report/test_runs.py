@@ -97,6 +97,12 @@ def test_a_run_without_scores_opens_with_its_last_epoch(tmp_path):
     assert words[words.index("65.00 %") + 2] == "accuracy after the last epoch"
 
 
+def test_with_early_stopping_a_run_opens_with_its_best_epoch(tmp_path):
+    run = make_run(tmp_path, "run", 0.0, scores=None, best_epoch=0)
+    words = Outline(write_report([run], tmp_path / "page.html").read_text()).text
+    assert "accuracy after epoch 1, the best" in words
+
+
 def test_several_runs_make_a_leaderboard(tmp_path):
     scores = {"a": 0.7, "b": 0.9, "c": 0.8}
     runs = [make_run(tmp_path, name, score, IMAGES, seconds=10 * score) for name, score in scores.items()]
@@ -115,7 +121,7 @@ def test_several_runs_make_a_leaderboard(tmp_path):
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
     runs = [make_run(tmp_path / parent, "run", 0.5) for parent in ("one", "two")]
     words = Outline(write_report(runs, tmp_path / "page.html").read_text()).text
-    assert all(f"Training run {run}" in words for run in runs)
+    assert all(f"Training run: {run}" in words for run in runs)
 
 
 def test_the_only_script_is_the_one_that_the_policy_names(tmp_path):

@@ -15,6 +15,7 @@ from onelaunch.report.palette import Palette
 from onelaunch.report.predictions import mistakes, prediction_figures
 from onelaunch.report.read import Source
 from onelaunch.report.scale import is_wide
+from onelaunch.train.history import kept_epoch
 from onelaunch.train.run_folder import CONFIG
 
 POINTS = 120
@@ -57,29 +58,33 @@ def run_section(source: Source, identity: str, palette: Palette) -> Section:
     running = about.get("status") == "running"
     if running:
         statements.append(("bad", "Unfinished: this run had not ended when the page was made. This is what was done."))
-    title = f"Training run {source.name}{' (unfinished)' if running else ''}"
+    title = f"Training run: {source.name}{' (unfinished)' if running else ''}"
     parts = [*mistakes(predictions), *([_usage(source)] if source.content.get("has_model") else [])]
     return Section(identity, title, facts, [], figures, statements, headline(source.content), parts)
 
 
 def result_of(content: dict[str, Any]) -> Result | None:
-    """The accuracy or R² of the held-out rows, else the last validation accuracy or loss, else the last training loss."""
+    """The accuracy or R² of the held-out rows, else the validation accuracy or loss, else the training loss, of the epoch whose
+    weights the model has."""
     scores = (content["about"].get("scores") or {}).get("scores") or {}
     for name, higher in (("accuracy", True), ("R²", True), ("RMSE", False)):
         if scores.get(name) is not None:
             return Result(name, scores[name], True, higher)
     if not content["epochs"]:
         return None
-    best = content["about"].get("best_epoch")
-    last = content["epochs"][-1 if best is None or best >= len(content["epochs"]) else best]
-    found = {f"validation {name}": value for name, value in (last.get("validation") or {}).items()} | {
-        "loss": last["loss"]
+    kept = content["epochs"][_kept_epoch(content)]
+    found = {f"validation {name}": value for name, value in (kept.get("validation") or {}).items()} | {
+        "loss": kept["loss"]
     }
     names = [name for name in ("validation accuracy", "validation loss", "loss") if found.get(name) is not None]
     if not names:
         return None
     accuracy = names[0] == "validation accuracy"
     return Result("accuracy" if accuracy else names[0], found[names[0]], False, accuracy)
+
+
+def _kept_epoch(content: dict[str, Any]) -> int:
+    return kept_epoch(len(content["epochs"]), content["about"].get("best_epoch"))
 
 
 def headline(content: dict[str, Any]) -> Headline | None:
@@ -89,11 +94,10 @@ def headline(content: dict[str, Any]) -> Headline | None:
         return None
     scores, constant = ((about.get("scores") or {}).get(key) or {} for key in ("scores", "constant"))
     rows = (content.get("predictions") or {}).get("rows")
-    where = (
-        (f"on {rows:,} held-out rows" if rows else "on the held-out rows")
-        if result.held_out
-        else "after the last epoch"
-    )
+    epoch = _kept_epoch(content)
+    where = "after the last epoch" if epoch == len(content["epochs"]) - 1 else f"after epoch {epoch + 1}, the best"
+    if result.held_out:
+        where = f"on {rows:,} held-out rows" if rows else "on the held-out rows"
     more = []
     if constant.get(result.name) is not None:
         always = "the most frequent class" if result.name == "accuracy" else "the mean"

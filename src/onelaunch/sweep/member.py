@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from onelaunch.run.spec import Spec
-from onelaunch.train.history import History
+from onelaunch.train.history import History, kept_epoch
 
 Array = np.ndarray[Any, Any]
 EPOCH_COLUMNS = ("epoch", "step", "loss", "accuracy", "lr", "seconds")
@@ -101,9 +101,9 @@ class Record:
         """
         if self.error or not len(self.epochs):
             return float("nan")
-        last = len(self.epochs) - 1 if self.best_epoch is None else self.best_epoch
         if metric in self.metrics:
-            return float(self.epochs[last, len(EPOCH_COLUMNS) + self.metrics.index(metric)])
+            kept = kept_epoch(len(self.epochs), self.best_epoch)
+            return float(self.epochs[kept, len(EPOCH_COLUMNS) + self.metrics.index(metric)])
         return float(self.epochs[-1, EPOCH_COLUMNS.index(metric)]) if metric in EPOCH_COLUMNS else float("nan")
 
     def reaches(self, part: float) -> bool:

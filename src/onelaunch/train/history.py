@@ -62,13 +62,18 @@ class History:
     @property
     def kept(self) -> dict[str, Any]:
         """The record of the epoch whose weights the model has: the best with early stopping, else the last."""
-        return self.epochs[-1 if self.best_epoch is None else self.best_epoch]
+        return self.epochs[kept_epoch(len(self.epochs), self.best_epoch)]
 
     def __repr__(self) -> str:
         result = f", last epoch {summary(self.epochs[-1])}" if self.epochs else ""
         if self.best_epoch is not None and self.best_epoch < len(self.epochs):
             result = f", best epoch {self.best_epoch + 1} of {len(self.epochs)} {summary(self.kept)}"
         return f"<History: {len(self.losses)} steps on {self.engine} in {self.seconds:.3g} s{result}>"
+
+
+def kept_epoch(epochs: int, best: int | None) -> int:
+    """The number of the epoch, of so many, whose weights the model has: the best where it was restored, else the last."""
+    return epochs - 1 if best is None or best >= epochs else best
 
 
 def flat_epochs(epochs: list[dict[str, Any]]) -> list[dict[str, Any]]:
