@@ -60,6 +60,8 @@ def test_steps_set_aside_epochs_and_layers_set_aside_hidden():
         ({"hidden": "128"}, r"hidden='128' has the wrong type: .*list"),
         ({"hidden": [1.5]}, r"hidden=\[1.5\] has the wrong type"),
         ({"dropout": "much"}, r"dropout='much' has the wrong type"),
+        ({"dropout": [0.0, 0.2]}, r"dropout=.* \(expected float\); lists of values to try are for `onelaunch sweep`$"),
+        ({"split_seed": -1}, "split_seed=-1 must be between 0"),
         ({"batch_norm": 1}, r"batch_norm=1 has the wrong type"),
         ({"epochs": 1, "steps": 1}, r"epochs and steps are both given"),
         ({"layers": [1, 2], "hidden": [3]}, r"layers and hidden are both given"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import errno
+import json
 import os
 import shutil
 import signal
 import time
+import tomllib
 
 import numpy as np
 import pytest
@@ -115,8 +117,12 @@ def test_ctrl_c_while_an_earlier_start_is_read(cli, config, monkeypatch):
 
 
 def test_a_full_disk_at_the_end_still_shows_the_table(cli, config, monkeypatch):
+    write = onelaunch.cli.sweep.write_atomic
+
     def full(path, content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if path.name == "table.csv":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, content)
 
     monkeypatch.setattr(onelaunch.cli.sweep, "write_atomic", full)
     outcome = cli("sweep", config, "--out", "found", "--no-progress")
@@ -127,9 +133,56 @@ def test_a_full_disk_at_the_end_still_shows_the_table(cli, config, monkeypatch):
 
 def test_the_folder_of_a_sweep_is_not_that_of_a_run(cli, config, tmp_path):
     assert cli("sweep", config, "--out", "found", "--no-progress").code == 0
-    assert (tmp_path / "found" / "sweep.toml").read_text() == CONFIG
     shutil.rmtree(tmp_path / "found" / "members")
     outcome = cli("sweep", config, "--out", "found", "--no-progress")
     assert (outcome.code, outcome.err) == (2, "error: out='found' is not empty: pass another folder\n")
     outcome = cli("train", "--resume", "found")
     assert (outcome.code, "is not a run folder" in outcome.err) == (2, True)
+    outcome = cli("predict", "found", "blobs.npz")
+    assert (outcome.code, "it is that of a sweep, pass found/best" in " ".join(outcome.err.split())) == (2, True)
+
+
+def test_the_command_that_continues_a_sweep_has_the_flags(cli, config, tmp_path, monkeypatch):
+    flags = ("--out", "found", "--no-progress", "--steps", 20, "--lr", 0.01, "--folds", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "add", _interrupting(Store.add))
+        outcome = cli("sweep", config, *flags)
+    assert outcome.code == 130
+    said = " ".join(outcome.out.split())
+    assert "continue with: onelaunch sweep found/sweep.toml --out found" in said
+    written = tomllib.loads((tmp_path / "found" / "sweep.toml").read_text())
+    expected = tomllib.loads(CONFIG) | {"steps": 20, "lr": 0.01, "folds": 2, "data": str(tmp_path / "blobs.npz")}
+    del expected["epochs"]
+    assert written == expected
+    changed = cli("sweep", "found/sweep.toml", "--out", "found", "--no-progress", "--epochs", 3)
+    assert (changed.code, "holds another sweep" in changed.err) == (2, True)
+    assert tomllib.loads((tmp_path / "found" / "sweep.toml").read_text()) == expected
+    assert cli("sweep", "found/sweep.toml", "--out", "found", "--no-progress").code == 0
+    assert cli("sweep", config, "--out", "whole", *flags[2:]).code == 0
+    assert table(tmp_path / "found") == table(tmp_path / "whole")
+
+
+def _interrupting(add):
+    """`Store.add` with a Ctrl-C after the first member; a second one would end the sweep at once."""
+    signals = iter([signal.SIGINT])
+
+    def interrupted(self, *given):
+        add(self, *given)
+        for number in signals:
+            signal.raise_signal(number)
+
+    return interrupted
+
+
+def test_the_best_run_repeats_from_its_config(cli, config, tmp_path):
+    """Also where the best seed is not the one that chose the rows held out."""
+    for first, second in ((3, 8), (8, 3)):
+        config.write_text(CONFIG.replace("[0, 1]", str([first, second])).replace("[[4], [6, 5]]", "[6, 5]"))
+        folder, again = tmp_path / f"found{first}", tmp_path / f"again{first}"
+        assert cli("sweep", config, "--out", folder, "--no-progress").code == 0
+        assert cli("train", folder / "best" / "config.toml", "--out", again, "--no-progress").code == 0
+        runs = [json.loads((path / "run.json").read_text()) for path in (folder / "best", again)]
+        assert runs[0]["scores"] == runs[1]["scores"]
+        assert tomllib.loads((folder / "best" / "config.toml").read_text())["split_seed"] == first
+        weights = [(path / "model.safetensors").read_bytes() for path in (folder / "best", again)]
+        assert weights[0] == weights[1]

@@ -9,7 +9,8 @@ import tomllib
 from collections.abc import Container
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from onelaunch.activation_names import ACTIVATION_NAMES
 from onelaunch.errors import OnelaunchError, reason_of, require_option, suggest
@@ -40,6 +41,7 @@ class TrainConfig(Options):
     task: str | None = option(None, f"of a table: {one_of(TASKS)}; inferred from its target when not given")
     categorical: tuple[str, ...] | list[str] = option((), "columns of a table whose numbers are names of categories")
     validation: float = option(0.2, "fraction of the rows held out, for data without a test set of its own")
+    split_seed: int | None = option(None, "seed that chooses the rows held out; --seed when not given")
     layers: list[int] | None = option(None, "all widths, such as 784,128,10; or give --hidden")
     hidden: list[int] = option([512, 512], "hidden widths, such as 128,128; the rest comes from the data")
     activation: str = option("relu", one_of(ACTIVATION_NAMES))
@@ -53,6 +55,11 @@ class TrainConfig(Options):
         None, "stop after this many epochs without a better validation loss; keep the best"
     )
     out: str | None = option(None, "folder for the run; a new one under runs/ when not given")
+
+    @property
+    def rows_seed(self) -> int:
+        """The seed that chooses the rows held out."""
+        return self.seed if self.split_seed is None else self.split_seed
 
     def fit_options(self) -> dict[str, Any]:
         """The arguments of `fit` that describe the run."""
@@ -68,17 +75,27 @@ class TrainConfig(Options):
         return replace(self, loss=loss, batch_size=batch_size, epochs=epochs)
 
     def to_toml(self) -> str:
-        """All keys that describe the run, without `out`. Relative paths are made absolute, so that it runs from anywhere."""
-        import tomli_w
+        """All keys that describe the run."""
+        values = asdict(self)
+        if self.layers is not None:
+            del values["hidden"]
+        return as_toml(values)
 
-        left_out = ("out", "hidden") if self.layers is not None else ("out",)
-        values = {key: value for key, value in asdict(self).items() if value not in (None, ()) and key not in left_out}
-        for key in ("data", "data_dir"):
-            is_name = key == "data" and not Path(values[key]).suffix  # "mnist" stays, even beside a folder of that name
-            if key in values and not is_name and Path(values[key]).exists():
-                values[key] = str(Path(values[key]).resolve())
-        # A path may hold bytes that UTF-8 cannot encode. A config with replaced characters is better than none.
-        return tomli_w.dumps(values).encode("utf-8", "replace").decode("utf-8")
+
+def as_toml(values: dict[str, Any]) -> str:
+    """A config file with these keys but `out`, and without those that are None or (). Relative paths are made absolute, so that
+    it runs from anywhere."""
+    import tomli_w
+
+    kept = {key: value for key, value in values.items() if value not in (None, ()) and key != "out"}
+    for key in ("data", "data_dir"):
+        is_name = (
+            key == "data" and not Path(kept.get(key, "")).suffix
+        )  # "mnist" stays, even beside a folder of that name
+        if key in kept and not is_name and Path(kept[key]).exists():
+            kept[key] = str(Path(kept[key]).resolve())
+    # A path may hold bytes that UTF-8 cannot encode. A config with replaced characters is better than none.
+    return tomli_w.dumps(kept).encode("utf-8", "replace").decode("utf-8")
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -95,16 +112,22 @@ def read_config(path: Path) -> dict[str, Any]:
         raise OnelaunchError(f"config {str(path)!r} is not TOML: {str(error).splitlines()[0]}; {remedy}") from error
 
 
-def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:
-    """Flags over file over defaults, checked. If `steps` (or `layers`) is given, the default `epochs` (or `hidden`) is not."""
-    from onelaunch.train.mlp import check_architecture
-
+def merge(from_file: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """Flags over file. `steps` as a flag replaces `epochs` of the file too, and so on."""
     given = {**from_file, **flags}
     for one, other in (("epochs", "steps"), ("layers", "hidden")):
         if one in given and other in given:
             if (one in flags) == (other in flags):
                 raise OnelaunchError(f"{one} and {other} are both given: pass one of the two")
             given.pop(other if one in flags else one)
+    return given
+
+
+def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig:
+    """Flags over file over defaults, checked. If `steps` (or `layers`) is given, the default `epochs` (or `hidden`) is not."""
+    from onelaunch.train.mlp import check_architecture
+
+    given = merge(from_file, flags)
     if "steps" in given:
         given["epochs"] = None
     is_table = isinstance(given.get("data"), str) and is_table_file(Path(given["data"]))
@@ -121,6 +144,8 @@ def make_config(from_file: dict[str, Any], flags: dict[str, Any]) -> TrainConfig
     check_architecture(config.layers if config.layers is not None else [1, 1], config.activation, config.dropout)
     if not 0 < config.validation < 1:
         raise OnelaunchError(f"validation={config.validation} must be a fraction between 0 and 1, such as 0.2")
+    if not 0 <= config.rows_seed < 2**64:
+        raise OnelaunchError(f"split_seed={config.split_seed} must be between 0 and 2**64 - 1: pass a number such as 0")
     if config.out == "":
         raise OnelaunchError("out='' names no folder: pass one, or leave it out for a new one under runs/")
     if config.data_dir is not None and config.data not in IMAGE_SETS:
@@ -147,6 +172,13 @@ def _check_table_options(config: TrainConfig, is_table: bool) -> None:
         )
 
 
+def is_grid(value: Any, annotation: Any) -> bool:
+    """Whether a value of the file is a list of values, for a key of this type."""
+    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+    takes_list = any(get_origin(kind) in (list, tuple) for kind in kinds)
+    return isinstance(value, list) and (not takes_list or any(isinstance(entry, list) for entry in value))
+
+
 def known_as(name: str, options: Container[str]) -> str:
     """The option that has this name in another library, such as `lr` for `learning_rate`; empty when there is none."""
     from onelaunch.train.argument_names import ELSEWHERE
@@ -170,5 +202,6 @@ def _check_types(given: dict[str, Any]) -> dict[str, Any]:
         except ValidationError as error:
             kind = types[key].__name__ if isinstance(types[key], type) else str(types[key]).replace(" | None", "")
             reason = error.errors()[0]["msg"].lower()
-            raise OnelaunchError(f"{key}={value!r} has the wrong type: {reason} (expected {kind})") from None
+            advice = "; lists of values to try are for `onelaunch sweep`" if is_grid(value, types[key]) else ""
+            raise OnelaunchError(f"{key}={value!r} has the wrong type: {reason} (expected {kind}){advice}") from None
     return checked

@@ -55,14 +55,14 @@ def _load_table(settings: TrainConfig) -> Dataset:
     task = settings.task or (TASK_OF_LOSS[settings.loss] if settings.loss else None)
     return load_table(
         Path(settings.data).expanduser(), target=settings.target, task=task, categorical=tuple(settings.categorical),
-        fraction=settings.validation, seed=settings.seed,
+        fraction=settings.validation, seed=settings.rows_seed,
     )  # fmt: skip
 
 
 def _load_arrays(settings: TrainConfig) -> Dataset:
     values = None if settings.loss is None else settings.loss != "cross_entropy"
     dataset = load(settings.data, data_dir=settings.data_dir, target=settings.target, values=values)
-    return dataset if dataset.test_x is not None else split(dataset, settings.validation, settings.seed)
+    return dataset if dataset.test_x is not None else split(dataset, settings.validation, settings.rows_seed)
 
 
 def options_of(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:

@@ -7,14 +7,13 @@ import io
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import typer
 from rich.console import Console
 from torch import nn
 
-from onelaunch.cli.config import TrainConfig, make_config, read_config
+from onelaunch.cli.config import TrainConfig, as_toml, is_grid, make_config, merge, read_config
 from onelaunch.cli.run_data import load_data, options_of
 from onelaunch.cli.say import say
 from onelaunch.cli.train import build, fits_into_memory, train_into, widths_of
@@ -24,12 +23,12 @@ from onelaunch.errors import OnelaunchError, abbreviate, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.run.options import Options
 from onelaunch.sweep import Sweep, sweep
-from onelaunch.train.run_folder import CONFIG, RunFolder
+from onelaunch.train.run_folder import BEST, CONFIG, RunFolder
 
 OWN = {"strategy": str, "n": int, "folds": int, "metric": str, "n_jobs": int}  # keys of the file that `train` has not
 ARCHITECTURE = ("hidden", "layers", "activation", "dropout", "batch_norm")
-MEMBERS, TABLE, PAGE, FIGURE, BEST = "members", "table.csv", "sweep.html", "sweep.png", "best"
-GRID = "sweep.toml"  # a copy of the config; a folder with a config.toml would be that of a run
+MEMBERS, TABLE, PAGE, FIGURE = "members", "table.csv", "sweep.html", "sweep.png"
+GRID = "sweep.toml"  # the config with the flags; a folder with a config.toml would be that of a run
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,12 @@ class Plan:
 
 
 def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str, Any]) -> None:
-    plan = make_plan(read_config(config), own, flags)
+    from_file = read_config(config)
+    plan = make_plan(from_file, own, flags)
     dataset, settings = load_data(plan.settings)
     folder = _folder(settings.out, config)
+    if not (folder / GRID).exists():  # an earlier start's stays: with another config it does not continue
+        _write(folder / GRID, as_toml(merge({**from_file, **own}, flags)))
     say("sweep", ", ".join(f"{name}: {len(values)} values" for name, values in plan.grid.items()))
     options = {name: value for name, value in options_of(settings, dataset).items() if name not in plan.grid}
     validation: dict[str, Any] = {} if "folds" in plan.own else {"validation": (dataset.test_x, dataset.test_y)}
@@ -54,12 +56,9 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
             **plan.own, **validation, **options,
         )  # fmt: skip
     _report(folder, result)
-    _write(folder / GRID, config.read_text(encoding="utf-8"))
     if result.interrupted:
-        say(
-            "stopped",
-            f"saved; continue with: onelaunch sweep {shlex.quote(str(config))} --out {shlex.quote(str(folder))}",
-        )
+        again = shlex.join(("onelaunch", "sweep", str(folder / GRID), "--out", str(folder)))
+        say("stopped", f"saved; continue with: {again}")
         raise KeyboardInterrupt("announced")
     if len(result.failures) == len(result.members):
         raise typer.Exit(1)  # the table says why, and there is no best model
@@ -100,7 +99,7 @@ def make_plan(from_file: dict[str, Any], own: dict[str, Any], flags: dict[str, A
         if isinstance(value, bool) or not isinstance(value, OWN[name]):
             raise OnelaunchError(f"{name}={abbreviate(value)} has the wrong type: expected {OWN[name].__name__}")
     types = get_type_hints(TrainConfig)
-    grid = {name: value for name, value in given.items() if name not in flags and _is_grid(value, types.get(name))}
+    grid = {name: value for name, value in given.items() if name not in flags and is_grid(value, types.get(name))}
     for name, values in grid.items():
         if name in types and name not in Options.__dataclass_fields__ and name not in ARCHITECTURE:
             raise OnelaunchError(f"{name}={abbreviate(values)} cannot be a list: it is the same for all members")
@@ -117,13 +116,6 @@ def make_plan(from_file: dict[str, Any], own: dict[str, Any], flags: dict[str, A
     if not checked:
         raise OnelaunchError("config has no list of values to try: write for example lr = [0.001, 0.01]")
     return Plan(settings, checked, found_own)
-
-
-def _is_grid(value: Any, annotation: Any) -> bool:
-    """Whether a value of the file is a list of values, for a key of this type."""
-    kinds = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    takes_list = any(get_origin(kind) in (list, tuple) for kind in kinds)
-    return isinstance(value, list) and (not takes_list or any(isinstance(entry, list) for entry in value))
 
 
 def _folder(out: str | None, config: Path) -> Path:
@@ -161,7 +153,8 @@ def _train_best(path: Path, plan: Plan, settings: TrainConfig, dataset: Dataset,
     }
     if "hidden" in changed:
         changed["layers"] = None
-    settings = replace(settings, **changed, seed=best.seed, out=None)
+    # The rows held out stay those of the sweep, whatever the best seed is.
+    settings = replace(settings, **{**changed, "seed": best.seed}, split_seed=settings.rows_seed, out=None)
     say("best", f"{best}, {result.table.heading} {result.table.format_value(row.mean)}; trained on all training rows:")
     if (path / CONFIG).exists():
         folder = RunFolder.open(path)

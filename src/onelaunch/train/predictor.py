@@ -22,7 +22,7 @@ from onelaunch.train.checkpoint import digest_of
 from onelaunch.train.inputs import check_finite, to_tensor
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
-from onelaunch.train.run_folder import ABOUT, CONFIG, MODEL, TABLE
+from onelaunch.train.run_folder import ABOUT, BEST, CONFIG, MODEL, TABLE
 from onelaunch.train.scores import Scores, class_scores, value_scores
 from onelaunch.train.tensor_files import read_tensors
 
@@ -162,10 +162,12 @@ def load(run_folder: str | Path) -> Predictor:
         return Predictor(path, model, str(about["loss"]), classes, encoding, float(about["baseline"]))
     except OSError as error:
         what = f"{error.filename or path}: {reason_of(error)}"
-        resume = f", or end this one with `onelaunch train --resume {path}`" if (path / CONFIG).exists() else ""
-        raise OnelaunchError(
-            f"{path} is not the folder of a finished run ({what}): pass one of `onelaunch train`{resume}"
-        ) from None
+        remedy = "pass one of `onelaunch train`"
+        if (path / CONFIG).exists():
+            remedy += f", or end this one with `onelaunch train --resume {path}`"
+        elif (path / BEST / ABOUT).exists():
+            remedy = f"it is that of a sweep, pass {path / BEST}"
+        raise OnelaunchError(f"{path} is not the folder of a finished run ({what}): {remedy}") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, OnelaunchError):
             raise

@@ -34,6 +34,7 @@ from onelaunch.train.history import History, json_ready
 from onelaunch.train.loop import Listener
 
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
+BEST = "best"  # in the folder of a sweep: the run folder of its best model
 CHECKPOINT, MODEL, TABLE, LOCK = "checkpoint.safetensors", "model.safetensors", "table.json", ".lock"
 DIGEST = "data_digest"  # the entry of run.json with the digest of the data file
 PREDICTIONS = "predictions.json"

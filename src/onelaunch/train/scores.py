@@ -15,7 +15,8 @@ Scores = dict[str, float]
 def class_scores(y: np.ndarray, predicted: np.ndarray, classes: int, majority: int) -> tuple[Scores, Scores]:
     """Accuracy, balanced accuracy and F1 of predicted class numbers, and the same of always predicting `majority`.
 
-    F1 is that of the second class of two, and the unweighted mean over the classes of more.
+    F1 is that of the second class of two, and of more the unweighted mean over those in `y` or among the predictions, as
+    scikit-learn defines it.
     """
     from sklearn import metrics
 
@@ -24,11 +25,10 @@ def class_scores(y: np.ndarray, predicted: np.ndarray, classes: int, majority: i
 
     def scores(chosen: np.ndarray) -> Scores:
         recalls = [float((chosen[y == label] == label).mean()) for label in present]
-        labels = None if classes == 2 else np.arange(classes)
         return {
             "accuracy": float((chosen == y).mean()),
             "balanced accuracy": float(np.mean(recalls)),
-            "F1": float(metrics.f1_score(y, chosen, labels=labels, average=average, zero_division=0.0)),
+            "F1": float(metrics.f1_score(y, chosen, average=average, zero_division=0.0)),
         }
 
     return scores(predicted), scores(np.full_like(predicted, majority))
