@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -262,6 +263,11 @@ def draws_in_numpy(model: Written, x: Tensor) -> Tensor:
     return model.last(model.second(model.first(x)))
 
 
+def seeds(model: Written, x: Tensor) -> Tensor:
+    torch.manual_seed(torch.initial_seed() + 1)
+    return model.last(model.second(model.first(x)))
+
+
 def stores(model: Written, x: Tensor) -> Tensor:
     model.hidden = model.first(x)
     return model.last(model.second(model.hidden))
@@ -295,6 +301,8 @@ REFUSED: dict[str, tuple[Callable[[Written, Tensor], object], str]] = {
     "dropout in evaluation": (always_drops, "drops units in evaluation"),
     "Python's random": (draws_in_python, "draws random numbers"),
     "NumPy's random": (draws_in_numpy, "draws random numbers"),
+    "PyTorch's random": (lambda m, x: m.last(m.second(m.first(x) + torch.rand(1))), "calls rand"),
+    "PyTorch's seed": (seeds, "draws random numbers"),
     "attributes": (stores, "changes the attributes of 'the model'"),
     "no gradient": (without_gradient, "forward (switches gradients off|calls _set_grad_enabled)"),
     "detach": (detaches, "calls detach"),
@@ -380,3 +388,21 @@ def test_falling_back_is_said_once_in_one_line(caplog):
     assert "conv1 (Conv2d), conv2 (Conv2d), pool (MaxPool2d)" in lines[0]
     assert "\n" not in lines[0]
     assert "times faster" in lines[0]
+
+
+def test_other_threads_may_draw_random_numbers():
+    """As they do when they make models of their own."""
+    ended = threading.Event()
+
+    def draw() -> None:
+        while not ended.is_set():
+            nn.Linear(8, 8)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        for _ in range(50):
+            parse_network(nn.Sequential(nn.Linear(7, 8), nn.ReLU(), nn.Linear(8, 3)))
+    finally:
+        ended.set()
+        thread.join()

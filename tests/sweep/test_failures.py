@@ -209,3 +209,31 @@ def test_a_member_whose_callback_raised_is_tried_again_in_its_checkpoint(tmp_pat
     again = Failing(OSError("no disk"), lr=0.0)
     assert not ol.sweep(picky, X, Y, callbacks=[again], **arguments).failures
     assert again.calls == [0.25, 0.25]
+
+
+@pytest.mark.parametrize("strategy", ["grid", "halving"])
+@pytest.mark.parametrize("engine", ["cpu", "eager"])
+def test_a_member_that_diverges_at_once_is_kept_in_the_checkpoint(tmp_path, engine, strategy):
+    """Before its first loss, so that it has none to store."""
+    options: dict[str, Any] = {
+        **OPTIONS,
+        "optimizer": "sgd",
+        "engine": engine,
+        "strategy": strategy,
+        "checkpoint": tmp_path,
+    }
+    tables = [ol.sweep(make_model, X, Y, grid={"lr": [1e-3, 1e30]}, **options).table for _ in range(2)]
+    assert tables[0].to_dicts() == tables[1].to_dicts()
+    assert [bool(row.failed) for row in tables[0]] == [False, True]
+
+
+def test_folds_may_be_a_splitter_of_scikit_learn():
+    from sklearn.model_selection import StratifiedKFold
+
+    given = StratifiedKFold(3, shuffle=True, random_state=1)
+    options = {name: value for name, value in OPTIONS.items() if name != "validation"}
+    tables = [
+        ol.sweep(make_model, X, Y, grid={"lr": [1e-3, 1e-2]}, folds=folds, **options).table.to_dicts()
+        for folds in (given, list(given.split(X, Y)))
+    ]
+    assert tables[0] == tables[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -82,12 +83,14 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path):
         ({"batch_size": 16}, r"made with batch_size=32, not 16: pass batch_size=32"),
         ({"lr": 0.5}, r"made with lr=0.05, not 0.5"),
         ({"seed": 1}, r"made with seed=0, not 1"),
+        ({"seed": 1, "validation": 0.2}, r"made with seed=0, not 1"),  # the seed chooses the rows held out
+        ({"sample_weight": np.ones(len(data()[1]))}, r"pass the data, validation and sample_weight of that run"),
     ):
         options = {"model": network(), **change}
         with pytest.raises(ol.CheckpointError, match=message):
             run(options.pop("model"), checkpoint=path, resume=True, **options)
     x, y = data()
-    with pytest.raises(ol.CheckpointError, match="other data"):
+    with pytest.raises(ol.CheckpointError, match="other rows or weights"):
         ol.fit(
             network(), x + 1, y, epochs=6, checkpoint=path, resume=True, progress=False, **OPTIMIZERS["sgd-momentum"]
         )

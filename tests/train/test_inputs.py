@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
+import pandas
 import pytest
 import torch
+from scipy import sparse
 from torch import nn
 
 import onelaunch as ol
@@ -51,7 +55,7 @@ MISTAKES = {
     "soft labels": ({"y": torch.full((20, 4), 0.25)}, r"y has 4 values per row, and row 0 is not one-hot: pass class numbers"),
     "two classes per row": ({"y": torch.ones(20, 3, dtype=torch.int64)}, r"y has shape \[20, 3\].*one class per row"),
     "more names than outputs": ({"y": list("abcdeabcdeabcdeabcde")}, r"y has 5 classes \(a, b, c, d, e\), the model 4 outputs"),
-    "names and numbers": ({"y": np.array(["a", 1] * 10, dtype=object)}, r"y holds 1: pass one class name or one number"),
+    "names and numbers": ({"y": np.array(["a", 1] * 10, dtype=object)}, r"y holds 1: pass class names alone, or numbers alone"),
     "names for mse": ({"y": ["a", "b"] * 10, "loss": "mse"}, r"y holds class names, which loss='mse' does not take"),
     "unknown validation name": (
         {"y": ["cat", "dog"] * 10, "validation": (X, ["cat", "dgo"] * 10)},
@@ -111,6 +115,9 @@ MISTAKES = {
     "features": ({"x": X[:, :5]}, r"x has 5 values per row, the model's first Linear takes 7"),
     "images without Flatten": ({"x": torch.randn(20, 7, 7)}, r"put nn.Flatten\(\) first"),
     "words": ({"x": np.array([["a"] * 7] * 20)}, r"x has dtype <U1: pass numbers"),
+    "no rows": ({"x": None}, r"x is None: pass one row per sample"),
+    "SciPy's sparse": ({"x": sparse.csr_array(X.numpy())}, r"x is a sparse csr_array: pass x.toarray\(\)"),
+    "dates": ({"x": pandas.DataFrame({"when": pandas.date_range("2020", periods=20)})}, r"x has dates in column 'when': pass"),
     "ragged": ({"x": [[1.0], [1.0, 2.0]]}, r"x has rows of different lengths"),
     "complex": ({"x": X.to(torch.complex64)}, r"x must be a dense tensor of real numbers"),
     "sparse": ({"x": X.to_sparse()}, r"x must be a dense tensor"),
@@ -221,3 +228,18 @@ def test_quantized_rows_are_named():
     rows = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
     with pytest.raises(TypeError, match="x must be a dense tensor of real numbers, not quantized"):
         ol.fit(MODEL, rows, Y, epochs=1, progress=False)
+
+
+def test_numbers_in_python_objects_are_numbers():
+    """pandas' nullable columns and object arrays become such."""
+    frame = pandas.DataFrame(X.numpy().astype(np.float64)).astype("Float64")
+    targets = (Y, Y.numpy().astype(object), pandas.Series(Y.numpy()).astype("Int64"), [int(y) for y in Y])
+    losses = [
+        ol.fit(copy.deepcopy(MODEL), rows, y, epochs=1, progress=False).losses
+        for rows in (X, frame, X.numpy().astype(object))
+        for y in targets
+    ]
+    assert all(each == losses[0] for each in losses)
+    frame.iloc[3, 2] = pandas.NA
+    with pytest.raises(ol.OnelaunchError, match=r"x holds NaN or Inf \(first in row 3\)"):
+        ol.fit(copy.deepcopy(MODEL), frame, Y, epochs=1, progress=False)

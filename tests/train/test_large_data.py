@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import onelaunch as ol
-from onelaunch.train import inputs
-from onelaunch.train.inputs import first_row_not_finite, make_run
+from onelaunch.train import arrays, inputs
+from onelaunch.train.arrays import first_row_not_finite
+from onelaunch.train.inputs import make_run
 from tests.train.large_data import INPUTS, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,7 +78,7 @@ def test_rows_held_out_in_place_give_the_bits_of_a_copy(engine, monkeypatch):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_the_first_row_that_is_not_finite_is_found(bad, monkeypatch):
-    monkeypatch.setattr(inputs, "CHECKED_VALUES", 30)
+    monkeypatch.setattr(arrays, "CHECKED_VALUES", 30)
     x = torch.full((100, 7), 3e38)  # their sums overflow, and are no reason to refuse them
     assert first_row_not_finite(x) is None
     x[61, 3] = x[99, 0] = bad

@@ -43,10 +43,11 @@ def test_suggests_a_rate_that_learns_and_leaves_the_model_alone(engine, tmp_path
     ("arguments", "message"),
     [
         ({"steps": 3}, r"steps=3 must be 10 or more"),
-        ({"min_lr": 1.0, "max_lr": 0.1}, r"must be positive numbers, the first one smaller"),
+        ({"min_lr": 1.0, "max_lr": 0.1}, r"must be positive numbers below 1e30, the first one smaller"),
         ({"min_lr": "a"}, r"min_lr='a' is not a number"),
         ({"batchsize": 3}, r"lr_find has no argument 'batchsize'; did you mean 'batch_size'"),
-        ({"epochs": 3}, r"lr_find has no argument 'epochs'"),
+        ({"epochs": 3}, r"lr_find has no argument 'epochs': pass steps=, the number of steps"),
+        ({"lr": 3}, r"lr_find has no argument 'lr': pass min_lr= and max_lr="),
         ({"y": torch.randn(150, 4) * 1e30, "loss": "mse"}, r"diverges from the first steps on"),
     ],
 )

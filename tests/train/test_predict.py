@@ -115,7 +115,10 @@ def test_a_model_that_was_not_fitted_gives_its_outputs():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"x": torch.randn(5, 6)}, r"model cannot take x with rows of shape \(6,\)"),
+        (
+            {"x": torch.randn(5, 6)},
+            r"model cannot take x with rows of shape \(6,\): its first Linear takes 7 values per row",
+        ),
         ({"x": torch.empty(0, 7)}, r"x is empty"),
         ({"batch_size": 0}, r"batch_size=0 must be 1 or more"),
         ({"batch_size": "a"}, r"batch_size='a' is not an integer"),

@@ -28,7 +28,8 @@ from onelaunch.sweep.grid import OPTIONS, model_parameters
 from onelaunch.sweep.member import Member
 from onelaunch.sweep.shared_tensors import SharedTensors
 from onelaunch.sweep.splits import Splits
-from onelaunch.train.inputs import check_batch_norm, check_finite, check_lengths, make_run, to_tensor
+from onelaunch.train.arrays import check_finite, check_lengths, to_tensor
+from onelaunch.train.inputs import check_batch_norm, make_run
 from onelaunch.train.labels import encode
 from onelaunch.train.predict import remember_task
 from onelaunch.train.row_weights import row_weights_of
@@ -92,6 +93,8 @@ class MemberRuns:
             self.x = tuple(to_tensor("x", part) for part in x) if isinstance(x, tuple) else to_tensor("x", x)
             self.y = to_tensor("y", y)
             self.count = len(self.y)
+            if hasattr(folds, "split") and hasattr(folds, "get_n_splits"):  # scikit-learn's, such as KFold(5)
+                folds = list(folds.split(np.empty((self.count, 0)), np.asarray(self.y)))
             for part in self.x if isinstance(self.x, tuple) else (self.x,):
                 check_lengths("x", part, "y", self.y)
                 check_finite("x", part)

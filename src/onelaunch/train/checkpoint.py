@@ -155,7 +155,8 @@ def digest_of(tensors: Mapping[str, torch.Tensor], about: str = "") -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        if tensor.numel():  # NumPy's empty arrays have strides that `view` refuses
+            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -199,23 +200,25 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
 def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     """Raise CheckpointError if the checkpoint is of another model, other data or another run, and name the difference."""
     _check_model(path, checkpoint, run.model)
-    if checkpoint.about["data"] != fingerprint(run):
-        raise _error(path, "was made with other data: pass the data of that run")
-    if run.spec.early_stopping:  # else validation rows do not change the weights
-        validation = validation_fingerprint(run)
-        if checkpoint.about.get("validation", validation) != validation:  # an older version did not keep it
-            rows = "was made with other validation rows, which early_stopping follows"
-            raise _error(path, f"{rows}: pass the validation of that run")
     # An option that an older version did not have was at its default.
     defaults = {option.name: option.default for option in fields(run.spec)}
     was, now = {**defaults, "metrics": [], **checkpoint.about["spec"]}, run.spec.to_dict()
     length_may_change = run.spec.schedule == "constant"  # in the other schedules every step depends on the run's length
-    for argument in sorted(now.keys() - FREE_TO_CHANGE):
+    for argument in sorted(now.keys() - FREE_TO_CHANGE - {"rows"}):
         if was.get(argument) == now[argument] or (argument in ("epochs", "steps") and length_may_change):
             continue
         hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
         old = f"{argument}={was.get(argument)!r}"
         raise _error(path, f"was made with {old}, not {now[argument]!r}{hint}: pass {old}, or start a new run")
+    if was.get("rows") != now["rows"] or checkpoint.about["data"] != fingerprint(run):
+        raise _error(
+            path, "was made with other rows or weights: pass the data, validation and sample_weight of that run"
+        )
+    if run.spec.early_stopping:  # else validation rows do not change the weights
+        validation = validation_fingerprint(run)
+        if checkpoint.about.get("validation", validation) != validation:  # an older version did not keep it
+            rows = "was made with other validation rows, which early_stopping follows"
+            raise _error(path, f"{rows}: pass the validation of that run")
     steps = run.spec.total_steps
     if checkpoint.step > steps:
         end = f"is at step {checkpoint.step}, past the end of this run ({steps} steps)"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import warnings
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ from onelaunch.run.objective import own_features
 from onelaunch.run.options import CUSTOM_LOSS, LOSSES
 from onelaunch.run.parse import MisfitError, parse_network
 from onelaunch.run.spec import Spec
+from onelaunch.train.arrays import check_finite, check_lengths, to_tensor
 from onelaunch.train.hold_out import hold_out
 from onelaunch.train.labels import Names, encode, targets_of
 from onelaunch.train.loaders import all_rows, open_loader
@@ -31,7 +30,6 @@ from onelaunch.trial_runs import evaluation
 
 MAX_COPIED_BYTES = 2**26  # of x: from a smaller one, the rows that are not held out are copied
 MAX_DEVICE_FRACTION = 0.6  # of the device's free memory that x may take: engines make copies in other layouts
-CHECKED_VALUES = 2**24  # values per piece of the check for NaN
 
 
 def make_run(
@@ -148,61 +146,11 @@ def _network(model: nn.Module, x: torch.Tensor, spec: Spec) -> tuple[Network | N
     return network, ""
 
 
-def to_tensor(argument: str, value: Any) -> torch.Tensor:
-    """A dense tensor of real numbers from a tensor, an array or nested lists, without a copy if none is needed."""
-    if not isinstance(value, torch.Tensor):
-        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
-            raise OnelaunchError(f"{argument} is a masked array with masked values: fill in or drop such rows")
-        try:
-            array = np.asarray(value)
-        except ValueError:
-            raise ArgumentTypeError(f"{argument} has rows of different lengths: pass a rectangular array") from None
-        except (RuntimeError, TypeError) as error:
-            raise ArgumentTypeError(f"{argument} cannot become an array ({error}): pass an array or a tensor") from None
-        if array.dtype.kind not in "buif":
-            named = _text_columns(value)
-            where = f"text in column {named[0]!r}" if named else f"dtype {array.dtype}"
-            remedy = ": onelaunch.sklearn.TableEncoder makes them from a table" if named else ""
-            raise ArgumentTypeError(f"{argument} has {where}: pass numbers (float, integer or uint8){remedy}")
-        if array.dtype in (np.uint16, np.uint32, np.uint64):
-            array = array.astype(np.int64)
-        if array.dtype == np.longdouble:
-            array = array.astype(np.float64)
-        # PyTorch cannot take negative strides or a foreign byte order.
-        if any(stride < 0 for stride in array.strides) or not array.dtype.isnative:
-            array = array.astype(array.dtype.newbyteorder("="), copy=True)
-        with (
-            warnings.catch_warnings()
-        ):  # PyTorch warns about read-only memory, such as a memory-mapped file; we only read
-            warnings.simplefilter("ignore", UserWarning)
-            value = torch.from_numpy(array)
-    if value.layout != torch.strided or value.is_complex() or value.is_nested or value.is_meta or value.is_quantized:
-        kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
-        what = f"{kind} {value.dtype} on {value.device}"
-        raise ArgumentTypeError(f"{argument} must be a dense tensor of real numbers, not {what}")
-    if value.ndim == 0:
-        raise OnelaunchError(f"{argument} is a single number: pass one row per sample")
-    return value.detach()
-
-
 def stays_on_host(x: torch.Tensor, device: torch.device) -> bool:
     """Whether rows on the host are too large for what is free of a CUDA device's memory, and are streamed from the host."""
     if device.type != "cuda" or x.device.type != "cpu":
         return False
     return x.nbytes > MAX_DEVICE_FRACTION * torch.cuda.mem_get_info(device)[0]
-
-
-def first_row_not_finite(x: torch.Tensor) -> int | None:
-    """The first row with NaN or an infinity, or None. Reads x once, in pieces, and allocates little."""
-    values = max(1, x[0].numel()) if len(x) else 1
-    for first in range(0, len(x), rows := max(1, CHECKED_VALUES // values)):
-        part = x[first : first + rows]
-        if math.isfinite(part.sum().item()):  # a sum of finite values may overflow: then each value is looked at
-            continue
-        finite = torch.isfinite(part)
-        if not finite.all():
-            return first + int((~finite).nonzero()[0, 0])
-    return None
 
 
 def _trainable(model: Any) -> list[nn.Parameter]:
@@ -225,27 +173,6 @@ def _trainable(model: Any) -> list[nn.Parameter]:
     if len(devices) > 1:
         raise OnelaunchError(f"model is on several devices ({', '.join(map(str, devices))}): move it to one")
     return parameters
-
-
-def _text_columns(value: Any) -> list[str]:
-    """The names of the columns of a DataFrame that are not numbers; empty for anything else."""
-    columns = getattr(value, "columns", ())
-    return [str(name) for name in columns if np.asarray(value[name]).dtype.kind not in "buif"]
-
-
-def check_lengths(x_name: str, x: torch.Tensor, y_name: str, y: torch.Tensor) -> None:
-    if len(x) != len(y):
-        raise OnelaunchError(f"{x_name} has {len(x)} rows and {y_name} has {len(y)}: pass the same number of rows")
-    if len(x) == 0:
-        raise OnelaunchError(f"{x_name} is empty: pass at least one row")
-
-
-def check_finite(argument: str, x: torch.Tensor) -> None:
-    """Raise OnelaunchError for floating-point rows that hold NaN or an infinity."""
-    if x.is_floating_point() and (row := first_row_not_finite(x)) is not None:
-        raise OnelaunchError(
-            f"{argument} holds NaN or Inf (first in row {row}), or numbers too large for {x.dtype}: fill in or drop such rows"
-        )
 
 
 def _features(argument: str, x: torch.Tensor, network: Network | None, dtype: torch.dtype) -> torch.Tensor:

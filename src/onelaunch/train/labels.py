@@ -24,11 +24,15 @@ def encode(argument: str, y: Any, known: Names | None = None) -> tuple[Any, Name
     array = np.asarray(y) if not isinstance(y, list) or any(isinstance(label, str) for label in y[:1]) else None
     if array is None or array.dtype.kind not in "OUST" or array.ndim not in (1, 2) or array.size == 0:
         return y, None
+    if array.dtype == object and all(isinstance(label, int | float | np.number | np.bool_) for label in array.flat):
+        return np.array(array.tolist()), None
     if array.ndim == 2 and array.shape[1] == 1:
         array = array[:, 0]
     if array.ndim != 1 or not all(isinstance(label, str | np.str_) for label in array):
         wrong = next((label for label in array.flat if not isinstance(label, str | np.str_)), "rows of several names")
-        raise ArgumentTypeError(f"{argument} holds {abbreviate(wrong)}: pass one class name or one number per row")
+        raise ArgumentTypeError(
+            f"{argument} holds {abbreviate(wrong)}: pass class names alone, or numbers alone, one per row"
+        )
     array = array.astype(np.str_)
     names = np.array(known) if known is not None else np.unique(array)
     index = np.minimum(np.searchsorted(names, array), len(names) - 1)

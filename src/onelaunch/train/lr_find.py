@@ -75,6 +75,13 @@ class _Watch:
         self.stop = not math.isfinite(loss)
 
 
+ADVICE = {
+    "epochs": ": pass steps=, the number of steps",
+    "lr": ": pass min_lr= and max_lr=",
+    "schedule": ": the learning rate rises from min_lr= to max_lr=",
+}
+
+
 def lr_find(
     model: nn.Module, x: Any, y: Any, *, min_lr: float = 1e-7, max_lr: float = 10.0, steps: int = 100,
     sample_weight: Any = None, **options: Any,
@@ -91,7 +98,9 @@ def lr_find(
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ArgumentTypeError(f"{name}={value!r:.60} is not a number")
     if not 0 < min_lr < max_lr < 1e30:
-        raise OnelaunchError(f"min_lr={min_lr} and max_lr={max_lr} must be positive numbers, the first one smaller")
+        raise OnelaunchError(
+            f"min_lr={min_lr} and max_lr={max_lr} must be positive numbers below 1e30, the first one smaller"
+        )
     known = {field.name for field in dataclasses.fields(Options)} - {
         "epochs",
         "schedule",
@@ -101,6 +110,7 @@ def lr_find(
     }
     if unknown := sorted(options.keys() - known):
         hint = suggest(unknown[0], known) or f": it has {', '.join(sorted(known))}"
+        hint = ADVICE.get(unknown[0], hint)
         raise ArgumentTypeError(f"lr_find has no argument {unknown[0]!r}{hint}")
     copied = copy.deepcopy(model)
     run = make_run(copied, x, y, None, {**options, "steps": steps, "lr": max_lr}, sample_weight=sample_weight)

@@ -14,7 +14,7 @@ from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, require_integer
 from onelaunch.run.objective import own_features
 from onelaunch.train.argument_names import advise
-from onelaunch.train.inputs import check_finite, to_tensor
+from onelaunch.train.arrays import check_finite, to_tensor
 from onelaunch.trial_runs import evaluation
 
 TASK = "_onelaunch_task"  # the attribute of a model that `fit` has trained; copies and pickles of the model keep it
@@ -117,7 +117,11 @@ def outputs_of(model: nn.Module, inputs: tuple[torch.Tensor, ...], batch_size: i
                 output = model(*batch)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 shapes = ", ".join(str(tuple(part.shape[1:])) for part in inputs)
-                raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {first_line(error)}") from error
+                linear = next((module for module in model.modules() if isinstance(module, nn.Linear)), None)
+                reason = first_line(error)
+                if linear is not None and inputs[0].ndim == 2 and inputs[0].shape[1] != linear.in_features:
+                    reason = f"its first Linear takes {linear.in_features} values per row"
+                raise OnelaunchError(f"model cannot take x with rows of shape {shapes}: {reason}") from error
             if not isinstance(output, torch.Tensor) or len(output) != len(batch[0]):
                 raise OnelaunchError(
                     "model must return one tensor with one row per sample: for a single row pass x[None]"

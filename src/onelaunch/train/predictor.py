@@ -18,8 +18,8 @@ from torch import nn
 from onelaunch.data.table_encoding import TableEncoding, as_table
 from onelaunch.data.table_file import Table
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of, require_path
+from onelaunch.train.arrays import check_finite, to_tensor
 from onelaunch.train.checkpoint import digest_of
-from onelaunch.train.inputs import check_finite, to_tensor
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 from onelaunch.train.run_folder import ABOUT, BEST, CONFIG, MODEL, TABLE
