@@ -25,7 +25,7 @@ MISTAKES = [
     ({"epsilon": -1}, "epsilon=-1 must be a finite number"),
     ({"solver": "sgd", "momentum": "x"}, "momentum='x' is not a number"),
     ({"early_stopping": True, "n_iter_no_change": 0}, "n_iter_no_change=0 must be 1 or more epochs"),
-    ({"early_stopping": True, "tol": "x"}, "tol='x' is not a number"),
+    ({"early_stopping": True, "tol": "x"}, "tol='x' must be a finite number"),
     (
         {"batch_norm": True, "batch_size": 1},
         "batch_size=1 leaves a batch of one row among 149.*: pass another batch_size$",

@@ -11,7 +11,7 @@ from sklearn.utils import column_or_1d, compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets, type_of_target, unique_labels
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
-from onelaunch.errors import OnelaunchError, abbreviate
+from onelaunch.errors import OnelaunchError, abbreviate, require_option
 from onelaunch.run import table_defaults as defaults
 from onelaunch.sklearn.estimator import BaseMLP, dense
 from onelaunch.sklearn.rows import make_rows
@@ -155,6 +155,8 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
             self._multilabel = multilabel
             self._check_labels(found, multilabel, all_of_them=False)
         if self.class_weight is not None:
+            if isinstance(self.class_weight, str):
+                require_option("class_weight", self.class_weight, ("balanced",), or_else="a dict {label: weight}")
             by_class = compute_sample_weight(self.class_weight, y)
             if not (np.isfinite(by_class).all() and (by_class >= 0).all()):
                 given = abbreviate(self.class_weight)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any
 
@@ -40,6 +41,8 @@ def check_parameters(estimator: Any) -> None:
         raise OnelaunchError("shuffle=False: rows are always visited in random order; leave it out")
     if estimator.batch_norm and estimator.layer_norm:
         raise OnelaunchError("batch_norm=True and layer_norm=True: pass one of the two")
+    if not _is_switch(estimator.verbose) and not isinstance(estimator.verbose, numbers.Integral):
+        raise ArgumentTypeError(f"verbose={abbreviate(estimator.verbose)} must be True, False or an integer")
     _check_early_stopping(estimator)
 
 
@@ -51,6 +54,10 @@ def _check_early_stopping(estimator: Any) -> None:
         raise ArgumentTypeError(
             f"early_stopping={abbreviate(given)} must be True, False or 'auto': pass a number of epochs as n_iter_no_change"
         )
+    if require_integer("n_iter_no_change", estimator.n_iter_no_change, "a number of epochs, 1 or more") < 1:
+        raise OnelaunchError(f"n_iter_no_change={estimator.n_iter_no_change} must be 1 or more epochs")
+    if not _is_number(estimator.tol) or not 0 <= estimator.tol < math.inf:
+        raise OnelaunchError(f"tol={abbreviate(estimator.tol)} must be a finite number, 0 or more")
     if not _is_number(fraction) or not 0 < fraction < 1:
         raise OnelaunchError(
             f"validation_fraction={abbreviate(fraction)} must be a fraction between 0 and 1, such as 0.1"
