@@ -73,7 +73,7 @@ def _plan_of(runs: Sequence[Run]) -> tuple[MembersPlan, int]:
 
 
 def prepare(
-    settings: Settings, device: torch.device, members: int, epochs: int, forced: Forced = FREE
+    settings: Settings, device: torch.device, members: int, forced: Forced = FREE, *, epochs: int = 1
 ) -> tuple[MembersPlan, LoadedKernel, LoadedKernel | None]:
     """The plan with the number of places that the device really has, its kernel, and `sum_weights` if rows have weights."""
     chip = chip_of(device)
@@ -123,7 +123,7 @@ def train_members(
     runs = [task.run for task in tasks]
     settings = settings_of(runs)
     epochs = 1 if settings.weighted else shared_epochs(tasks)
-    found, kernel, summing = prepare(settings, runs[0].device, len(tasks), epochs, forced)
+    found, kernel, summing = prepare(settings, runs[0].device, len(tasks), forced, epochs=epochs)
     rows, done, running = SharedRows(found.plan), 0, deque[Launch]()
     try:
         for part in _launches(tasks, found):
