@@ -294,6 +294,21 @@ def test_decimal_commas_are_noted(cli, tmp_path):
         assert message in outcome.err
 
 
+def test_decimal_commas_are_noted_without_a_header_too(cli, tmp_path):
+    comma_table(tmp_path / "commas.csv")
+    lines = (tmp_path / "commas.csv").read_text().splitlines()[1:]
+    (tmp_path / "bare.csv").write_text("\n".join(lines))
+    outcome = cli("train", "--data", "bare.csv", "--target", "2", *QUICK, "--out", "run")
+    assert outcome.code == 0, outcome.err
+    assert "60 rows of 3 columns (1 of text), 2 classes in column '2', no header line" in outcome.out
+    assert "column '0' is not used: it has numbers with decimal commas, such as '" in outcome.out
+    assert "column '1' is text, as '0,5' has a decimal comma: for numbers write 0.5" in outcome.out
+    (tmp_path / "bare.csv").write_text("".join(f"{number},25;{'yn'[number % 2]}\n" for number in range(60)))
+    outcome = cli("train", "--data", "bare.csv", "--target", "1", *QUICK, "--out", "other")
+    assert outcome.code == 2
+    assert re.search(r"says anything \('0' has numbers with decimal commas, .*: write \d+\.25\): add or", outcome.err)
+
+
 def test_f1_says_which_class_it_is_of(cli, trained):
     assert re.search(r"F1 of 'small' 0\.\d+ \(constant", (trained["kind"].parent / "kind.txt").read_text())
     assert "F1 of 'small' 0." in cli("evaluate", trained["kind"], trained["table"]).out

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onelaunch.data import table_file
-from onelaunch.data.table_file import Table, TableFile, decimal_comma, with_point
+from onelaunch.data.table_file import Table, TableFile, decimal_comma, separator_of, with_point
 from onelaunch.errors import DataError
 
 CONTENT = "size;kind;code;y\n1.5;red;1;a\n;blue ;x;b\nNA; ;2;a\n-3;None;?;b\n"
@@ -93,3 +95,63 @@ def test_parquet(tmp_path):
     (tmp_path / "b.parquet").write_bytes(b"PAR1 is not all")
     with pytest.raises(DataError, match="is not a parquet file"):
         TableFile(tmp_path / "b.parquet")
+
+
+DECIMALS = st.decimals(-99, 99, places=2).map(lambda number: str(number).replace(".", ","))
+WORDS = st.sampled_from(["red", "y", "a b", '"x, y; z"', '"two\nlines, or; more"', '5" pipe', ""])
+ROWS = st.integers(1, 30)
+SEPARATORS = st.sampled_from(",;\t")
+
+
+@given(st.data(), ROWS, st.integers(1, 3), SEPARATORS.filter(lambda text: text != ","), st.booleans())
+def test_decimal_commas_do_not_separate(data, rows, numbers, separator, header):
+    """Whether all fields have a decimal comma or some are whole, and whether a comma is also in the header."""
+    fields = [st.one_of(DECIMALS, st.integers(0, 9).map(str))] * numbers + [WORDS]
+    lines = [[DECIMALS, *fields] for _ in range(rows)]
+    texts = [separator.join(data.draw(field) for field in line) for line in lines]
+    names = separator.join(["length, m", *(f"n{number}" for number in range(numbers)), "kind"])
+    assert separator_of("\n".join([names] * header + texts) + "\n") == separator
+
+
+@given(st.data(), ROWS, st.integers(1, 4), SEPARATORS, st.booleans())
+def test_tables_with_decimal_points_keep_their_separator(data, rows, numbers, separator, header):
+    fields = [st.decimals(-99, 99, places=2).map(str)] * numbers + [WORDS]
+    texts = [separator.join(data.draw(field) for field in fields) for _ in range(rows)]
+    names = separator.join([*(f"n{number}" for number in range(numbers)), "kind"])
+    assert separator_of("\n".join([names] * header + texts)) == separator
+
+
+@pytest.mark.parametrize(
+    ("head", "separator"),
+    [
+        ("", ","),
+        ("word\nother\n", ","),
+        ("1,2\n3,4\n", ","),
+        ("0,5;y\n", ";"),
+        ("0,5;1,5;2,5\n0,25;1,75;2,5\n", ";"),
+        ("0,5;1,5\n0,25;1,75;2,5\n", ";"),  # the reader then names the line with too many fields
+        ("0,5\t1,5\n0,25\t1,75\n", "\t"),
+        ("1,2,a;b\n3,4,c;d\n", ","),
+        ("a,b;c,d\n1,x;y,2\n", ","),
+        ("a,b,c\n1,2\n", ","),
+        ('a;"b, c, d, e"\n1;"unfinished, field', ";"),
+        ('"a, b, c\nd";1\n"x";2\n', ";"),
+    ],
+)
+def test_the_separator_of_the_first_lines(head, separator):
+    assert separator_of(head) == separator
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("0,13;-0,13;y\n0,5;1,5;n\n0,1;2,5;y\n", ("0", "1", "2")),
+        ("0.13,-0.13,y\n0.5,1.5,n\n0.1,2.5,y\n", ("0", "1", "2")),
+        ("1100.5,1200.5,y\n0.5,1.5,u\n0.1,2.5,v\n", ("1100.5", "1200.5", "y")),
+        ("length;1;kind\n0,5;1,5;n\n", ("length", "1", "kind")),
+    ],
+)
+def test_a_header_is_told_from_rows(tmp_path, content, names):
+    (tmp_path / "a.csv").write_text(content)
+    file = TableFile(tmp_path / "a.csv")
+    assert (file.names, file.header) == (names, names[0] != "0")

@@ -70,11 +70,11 @@ class TableEncoder:
                 flagged.append(len(numbers))
             numbers.append(name)
         if len(numbers) > MAX_INPUTS:
-            _refuse_inputs(table, len(numbers))
+            _refuse_inputs(table, len(numbers), left_out)
         scaling = FeatureScaling.fit(_matrix(table, numbers))
         encoder = cls(tuple(numbers), scaling, tuple(flagged), categories, left_out)
         if not 1 <= encoder.inputs <= MAX_INPUTS:
-            _refuse_inputs(table, encoder.inputs)
+            _refuse_inputs(table, encoder.inputs, left_out)
         return encoder
 
     @property
@@ -193,8 +193,10 @@ def one_hot(codes: np.ndarray, width: int) -> np.ndarray:
     return (codes[:, None] == np.arange(width)).astype(np.float32)
 
 
-def _refuse_inputs(table: Table, inputs: int) -> NoReturn:
-    few = "no column that says anything (each is constant, empty or an identifier): add one"
+def _refuse_inputs(table: Table, inputs: int, left_out: Mapping[str, str]) -> NoReturn:
+    reasons = "; ".join(f"{name!r} {reason}" for name, reason in list(left_out.items())[:3])
+    more = f"; and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+    few = f"no column that says anything ({reasons}{more}): add or correct one"
     many = f"{inputs:,} inputs after encoding, more than {MAX_INPUTS:,}: leave out columns"
     raise DataError(f"{table.path}: has {many if inputs else few}")
 

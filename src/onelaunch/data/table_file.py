@@ -1,7 +1,8 @@
 """Tables of named columns from `.csv`, `.tsv` and `.txt` files, each also with `.gz`, and from `.parquet` files.
 
-The separator is a comma, semicolon or tab, whichever the first line has most of. A column in which every field is a number or
-missing is numeric, any other column is text. Empty fields and the words in MISSING are missing values.
+The separator is a comma, semicolon or tab: one that divides the first lines into equally many fields, and of several such the
+one that they have most of, unless its commas are decimal commas. A column in which every field is a number or missing is
+numeric, any other column is text. Empty fields and the words in MISSING are missing values.
 
 Rows stream through the standard library's reader into one float64 buffer per column. Only a file with text columns is read a
 second time, for the text. 60,000 × 785 numbers take about 10 s, and little more memory than the result.
@@ -29,6 +30,9 @@ from onelaunch.errors import DataError, reason_of
 TARGET_NAMES = ("target", "label", "y", "class")
 MISSING = frozenset({"", "na", "n/a", "nan", "null", "?"})  # compared in lower case
 MISSING_NUMBERS = MISSING | {"none"}  # which may be a name in a text column
+SEPARATORS = ",;\t"  # in the order of preference
+HEAD_LINES = 20  # by which separator and header are recognised
+QUOTED = re.compile(r'(^|[,;\t])[ ]*"[^"]*(?:""[^"]*)*("|\Z)', re.MULTILINE)  # a field in quotes, with what precedes it
 DECIMAL_COMMA = re.compile(r"[+-]?[0-9][0-9.]*,[0-9]+")
 MAX_FIELD = 2**31 - 1  # characters; the standard library's own limit is 131,072
 CHUNK_CELLS = 1 << 18
@@ -76,11 +80,11 @@ class TableFile:
             self.header, self.names = True, _parquet_names(path)
             return
         with self._records() as records:
-            head = [record for _, record in itertools.islice(records, 2)]
+            head = [[field.strip() for field in record] for _, record in itertools.islice(records, HEAD_LINES)]
         if not head:
             raise DataError(f"{path}: is empty: pass a file with a header line and rows of numbers")
-        first = [text.strip() for text in head[0]]
-        self.header = _is_header(first, head[1] if len(head) == 2 else [], target)
+        first = head[0]
+        self.header = _is_header(first, head[1:], target)
         self.names = tuple(first) if self.header else tuple(str(column) for column in range(len(first)))
 
     def read(self, as_text: Iterable[str] = ()) -> Table:
@@ -157,12 +161,31 @@ def _open(path: Path) -> TextIO:
 
 
 def _split_lines(file: TextIO) -> Iterator[tuple[int, list[str]]]:
-    first = re.sub(r'"[^"]*"', "", next((line for line in file if line.strip()), ""))
+    head = "".join(itertools.islice((line for line in file if line.strip()), HEAD_LINES))
     file.seek(0)
-    reader = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+    reader = csv.reader(file, delimiter=separator_of(head), strict=True)
     for record in reader:
         if len(record) > 1 or (record and record[0].strip()):
             yield reader.line_num, record
+
+
+def separator_of(head: str) -> str:
+    """The separator of a file that begins with these lines. Fields in quotes do not count."""
+    cut = QUOTED.sub(lambda match: match[1] + ("" if match[2] else "\0"), head)  # \0: the quotes end beyond the head
+    lines = [line for line in cut.splitlines() if line.strip() and "\0" not in line] or [cut]
+    counts = {separator: [line.count(separator) for line in lines] for separator in SEPARATORS}
+    even = [separator for separator, found in counts.items() if min(found) == max(found) > 0]
+    possible = even or [separator for separator, found in counts.items() if found[0]] or [","]
+    chosen = max(possible, key=lambda separator: counts[separator][0])
+    if chosen == ",":  # a decimal comma also divides all lines alike
+        return next((other for other in possible if other != "," and _has_decimal_commas(lines, other)), ",")
+    return chosen
+
+
+def _has_decimal_commas(lines: list[str], separator: str) -> bool:
+    """Whether the separator gives a column of numbers with decimal commas. The first line may be a header."""
+    records = [map(_text, line.split(separator)) for line in lines[1:] or lines]
+    return any(decimal_comma(column) for column in zip(*records, strict=False))
 
 
 def _add_numbers(numbers: array.array[float], fields: tuple[str, ...]) -> bool:
@@ -190,14 +213,25 @@ def _text(field: str) -> str:
     return "" if stripped.lower() in MISSING else stripped
 
 
-def _is_header(first: list[str], second: list[str], target: str | None) -> bool:
-    """Whether the first line holds names. A name may be a number: pandas calls nameless columns 0, 1, 2, …"""
-    numbers = [index for index, field in enumerate(first) if is_number(field)]
+def _is_header(first: list[str], others: list[list[str]], target: str | None) -> bool:
+    """Whether the first line holds names. A name may be a number: pandas calls nameless columns 0, 1, 2, …
+
+    A class may be called y, as target columns are, but then it is also in one of the other lines."""
+    numbers = [index for index, field in enumerate(first) if _is_numeric(field)]
     if not numbers or (len(numbers) > 2 and all(first[index] == str(index) for index in numbers)):
         return True
-    if any(field == target or field.lower() in TARGET_NAMES for field in first if not is_number(field)):
-        return True
-    return any(is_number(below) and not is_number(field) for field, below in zip(first, second, strict=False))
+    names = {index: field for index, field in enumerate(first) if index not in numbers}
+    for index, field in names.items():
+        below = [line[index] for line in others if index < len(line)]
+        if field == target or (field.lower() in TARGET_NAMES and field not in below):
+            return True
+        if below and _is_numeric(below[0]):
+            return True
+    return False
+
+
+def _is_numeric(field: str) -> bool:
+    return is_number(field) or DECIMAL_COMMA.fullmatch(field) is not None
 
 
 def _is_plain(text: str) -> bool:
