@@ -71,8 +71,9 @@ def test_a_round_trip_gives_the_scores_of_training(cli, trained, tmp_path, targe
     assert "column 'id' is not used: it has 240 different texts in 240 rows" in printed
     assert "column 'empty' is not used: it has no value" in printed
     assert "column 'same' is not used: it is constant" in printed
-    held_out = held_out_rows(ROWS, 0.2, 0)[1]
     rows = rows_of()
+    classes = np.array([row["kind"] == "small" for row in rows], np.int64) if target == "kind" else None
+    held_out = held_out_rows(ROWS, 0.2, 0, classes)[1]
     new = write(tmp_path / "new.csv", [rows[row] for row in held_out])
     outcome = cli("evaluate", trained[target], new)
     assert (outcome.code, outcome.err) == (0, "")
@@ -83,6 +84,20 @@ def test_a_round_trip_gives_the_scores_of_training(cli, trained, tmp_path, targe
     )
     assert value > 0.85 > 0.7 > constant
     assert not any(path.suffix in (".pkl", ".pickle", ".pt") for path in trained[target].iterdir())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rare_classes_are_held_out_by_their_share(cli, tmp_path, seed):
+    """A class with 10 of 210 rows gives 2; a class with a single row is learned, and a note says that it has no score."""
+    labels = ["rare"] * 10 + ["usual"] * 199 + ["single"]
+    lines = [f"{number % 7}.5,{number % 4},{label}" for number, label in enumerate(labels)]
+    (tmp_path / "rare.csv").write_text("a,b,y\n" + "\n".join(lines))
+    outcome = cli("train", "--data", "rare.csv", *QUICK, "--epochs", "1", "--seed", str(seed), "--out", "run")
+    assert outcome.code == 0, outcome.err
+    assert "no row of class 'single' is held out: the scores say nothing about it\n" in outcome.out
+    confusion = json.loads((tmp_path / "run" / "predictions.json").read_text())["confusion"]
+    held_out = [sum(count for true, _, count in confusion if true == code) for code in range(3)]
+    assert held_out == [2, 0, 40]
 
 
 def test_predict_does_not_replace_the_table_it_reads(cli, trained, tmp_path):

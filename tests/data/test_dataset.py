@@ -1,11 +1,14 @@
-"""`split`: which rows it holds out, and what it refuses."""
+"""`split` and `held_out_rows`: which rows are held out, and what is refused."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onelaunch.data import Dataset, split
+from onelaunch.data.dataset import held_out_rows
 from onelaunch.errors import ArgumentTypeError, DataError, OnelaunchError
 from onelaunch.rng import permutation
 
@@ -49,3 +52,30 @@ def test_split_refuses() -> None:
         split(rows(10), "a", 0)  # type: ignore[arg-type]
     with pytest.raises(OnelaunchError, match="seed=-1"):
         split(rows(10), 0.5, -1)
+
+
+@given(st.lists(st.integers(0, 5), min_size=2, max_size=200), st.floats(0.01, 0.99), st.integers(0, 9))
+def test_each_class_gives_its_share_and_keeps_a_row(labels: list[int], fraction: float, seed: int) -> None:
+    classes = np.array(labels)
+    rest, test = held_out_rows(len(labels), fraction, seed, classes)
+    assert sorted([*rest.tolist(), *test.tolist()]) == list(range(len(labels)))
+    assert len(test) == min(max(round(len(labels) * fraction), 1), len(labels) - 1)
+    sizes, held = np.bincount(classes, minlength=6), np.bincount(classes[test], minlength=6)
+    if len(rest) >= (sizes > 0).sum():
+        assert (held <= np.maximum(sizes - 1, 0)).all()
+    single = int((sizes == 1).sum())  # their shares are the others' to give
+    share = sizes * len(test) / len(labels)
+    assert (held > share - 1).all()
+    if fraction <= 0.5:
+        assert (held < share + 1 + single).all()
+    place = {row: position for position, row in enumerate(permutation(len(labels), seed, 2**61).tolist())}
+    for part in (rest, test):
+        assert [place[row] for row in part.tolist()] == sorted(place[row] for row in part.tolist())
+
+
+def test_without_classes_the_rows_are_those_of_split() -> None:
+    rest, test = held_out_rows(50, 0.3, 4)
+    data = split(rows(50), 0.3, 4)
+    np.testing.assert_array_equal(data.y, rest)
+    assert data.test_y is not None
+    np.testing.assert_array_equal(data.test_y, test)

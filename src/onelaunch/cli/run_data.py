@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +26,45 @@ def load_data(settings: TrainConfig) -> tuple[Dataset, TrainConfig]:
     completed by what the data says."""
     dataset = _load_table(settings) if is_table_file(Path(settings.data)) else _load_arrays(settings)
     say("data", dataset.source)
-    if dataset.fallback:
-        say("note", "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it")
+    for note in _notes(dataset):
+        say("note", note)
     if dataset.encoding is not None:
-        encoder = dataset.encoding.encoder
-        for name, reason in encoder.left_out.items():
-            say("note", f"column {name!r} is not used: it {reason}")
-        commas = encoder.decimal_commas
-        if text := decimal_comma(dataset.classes or ()):
-            commas |= {dataset.encoding.target.name: text}
-        for name, text in commas.items():
-            point = with_point(text)
-            say("note", f"column {name!r} is text, as {text!r} has a decimal comma: for numbers write {point}")
-        for name, text in encoder.dates.items():
-            say("note", f"column {name!r} is text, as {text!r} is a date: write numbers, such as days, or leave it out")
-        for name in encoder.cut:
-            if name not in encoder.dates:
-                say("note", f"column {name!r} has many categories: the {MAX_CATEGORIES} most frequent ones are used")
         say("task", f"{dataset.encoding.target.task} of {dataset.encoding.target.name!r}")
+    return dataset, settings.resolved(len(dataset.x), dataset.classes is not None)
+
+
+def _notes(dataset: Dataset) -> Iterator[str]:
+    """What may surprise about the data: one line each."""
+    if dataset.fallback:
+        yield "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it"
+    if dataset.encoding is not None:
+        yield from _table_notes(dataset)
     elif dataset.classes is not None and len(dataset.classes) > max(20, len(dataset.x) // 2):
-        say("note", f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse")
+        yield f"{len(dataset.classes):,} classes in {len(dataset.x):,} rows: to learn numbers pass --loss mse"
     for what, array in (("features", dataset.x), ("targets", dataset.y)):
         if array.dtype == np.float32 and (spread := float(array.std())) > MAX_DEVIATION:
-            say("note", f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster")
-    return dataset, settings.resolved(len(dataset.x), dataset.classes is not None)
+            yield f"the {what} vary by {spread:.3g} and are not scaled here: near 1 a network learns faster"
+
+
+def _table_notes(dataset: Dataset) -> Iterator[str]:
+    encoder = dataset.encoding.encoder
+    for name, reason in encoder.left_out.items():
+        yield f"column {name!r} is not used: it {reason}"
+    commas = encoder.decimal_commas
+    if text := decimal_comma(dataset.classes or ()):
+        commas |= {dataset.encoding.target.name: text}
+    for name, text in commas.items():
+        yield f"column {name!r} is text, as {text!r} has a decimal comma: for numbers write {with_point(text)}"
+    for name, text in encoder.dates.items():
+        yield f"column {name!r} is text, as {text!r} is a date: write numbers, such as days, or leave it out"
+    for name in encoder.cut:
+        if name not in encoder.dates:
+            yield f"column {name!r} has many categories: the {MAX_CATEGORIES} most frequent ones are used"
+    if dataset.classes is not None and dataset.test_y is not None:
+        counts = np.bincount(dataset.test_y, minlength=len(dataset.classes))
+        if absent := [repr(name) for name, count in zip(dataset.classes, counts, strict=True) if not count]:
+            what, it = ("class", "it") if len(absent) == 1 else ("the classes", "them")
+            yield f"no row of {what} {abbreviate_list(absent)} is held out: the scores say nothing about {it}"
 
 
 def _load_table(settings: TrainConfig) -> Dataset:

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from onelaunch.data.hold_out import held_out_mask, hold_out_order
 from onelaunch.errors import ArgumentTypeError, DataError
-from onelaunch.rng import permutation
-
-SPLIT_EPOCH = 2**61  # `split` uses the permutation of an epoch that no run reaches
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,14 @@ def split(dataset: Dataset, fraction: float, seed: int) -> Dataset:
     )
 
 
-def held_out_rows(rows: int, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(training rows, test rows) of `split`, for 2 rows or more."""
-    held_out = min(max(round(rows * fraction), 1), rows - 1)
-    order = permutation(rows, seed, SPLIT_EPOCH).numpy()
-    return order[held_out:], order[:held_out]
+def held_out_rows(
+    rows: int, fraction: float, seed: int, classes: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(training rows, test rows) of 2 rows or more, both in the order of `permutation(rows, seed, 2**61)`.
+
+    Without `classes` they are those of `split`. With them, int64 `[rows]`, each class gives its share of the test rows, and
+    one of its rows stays in training where there are rows enough.
+    """
+    order = hold_out_order(rows, seed)
+    held = held_out_mask(order, fraction, classes, keep_one=True)[order]
+    return order[~held], order[held]

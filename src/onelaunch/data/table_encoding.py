@@ -41,7 +41,7 @@ class TableEncoding:
 def load_table(
     path: Path, *, target: str | None, task: str | None, categorical: Sequence[str], fraction: float, seed: int
 ) -> Dataset:
-    """The rows of the file, encoded, with `fraction` of them held out as its test part, the same ones as `split` holds out.
+    """The rows of the file, encoded, with `fraction` of them held out as its test part; classes keep their proportions.
 
     target: name or index of the target column; None finds a column called target, label, y or class.
     task: "classification", "regression", or None to infer it from the target. categorical: columns of numbers that are names.
@@ -66,12 +66,12 @@ def encode_table(
     columns = [column for column in table.names if column != name]
     check_columns(table, columns, categorical)
     goal = TableTarget.fit(table, name, task)
-    rest, test = held_out_rows(len(table), fraction, seed)
+    y = goal.values(table)
+    rest, test = held_out_rows(len(table), fraction, seed, y if goal.classes else None)
     training, testing = table.take(rest), table.take(test)
     if goal.scaling is not None:  # its mean and deviation are those of the training rows
         goal = TableTarget.fit(training, name, "regression")
     encoder = TableEncoder.fit(training, columns, categorical)
-    y = goal.values(table)
     what = f"{len(goal.classes):,} classes" if goal.classes else "values"
     heading = "" if table.header else ", no header line"
     text = f" ({len(encoder.categories)} of text)" if encoder.categories else ""

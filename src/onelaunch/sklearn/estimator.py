@@ -15,6 +15,7 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import nn
 
+from onelaunch.data.hold_out import held_out_count
 from onelaunch.data.scaling import FeatureScaling
 from onelaunch.device import default_device
 from onelaunch.errors import OnelaunchError, abbreviate, require_integer
@@ -26,7 +27,6 @@ from onelaunch.sklearn.parameter_names import named_by_parameters
 from onelaunch.sklearn.rows import Rows, to_float32
 from onelaunch.sklearn.training import Network, Prepared, train_networks
 from onelaunch.train.history import History
-from onelaunch.train.hold_out import held_out_count
 from onelaunch.train.memory import no_room_reason, parameters_of, training_copies
 from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from onelaunch.data.hold_out import HOLD_OUT_EPOCH
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer
 from onelaunch.rng import MASK32, PERMUTATION_STREAM, permutation, philox
-from onelaunch.train.hold_out import HOLD_OUT_EPOCH, hold_out
+from onelaunch.train.hold_out import hold_out
 
 FOLD_SEED = 0  # the folds are those of one permutation, the same for every member
 BOOTSTRAP_STREAM = (
