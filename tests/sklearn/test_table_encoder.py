@@ -50,6 +50,12 @@ def test_the_inputs_are_those_of_the_documentation() -> None:
     assert list(encoder.feature_names_in_) == ["size", "city", "floor"]
 
 
+def test_columns_may_have_numbers_as_names() -> None:
+    x, _ = frame(rows=40)
+    x.columns = range(3)
+    assert set(TableEncoder(categorical=[2]).fit(x).encoder_.categories) == {"1", "2"}
+
+
 def test_a_search_over_a_pipeline() -> None:
     x, y = frame(rows=120)
     rows = TableEncoder().fit_transform(x)
@@ -64,6 +70,8 @@ def test_mistakes_are_one_line() -> None:
         TableEncoder().transform(x)
     with pytest.raises(TypeError, match=r"^categorical='floor' is a str: pass a list, such as \['floor'\]$"):
         TableEncoder(categorical="floor").fit(x)
+    with pytest.raises(ol.OnelaunchError, match=r"^categorical='Flor': x has no such column; did you mean 'floor'\?$"):
+        TableEncoder(categorical=["city", "Flor"]).fit(x)
     with pytest.raises(ol.OnelaunchError, match="lacks the column"):
         TableEncoder().fit(x).transform(x[["size"]])
     with pytest.raises(TypeError, match="pass the path of a file, a DataFrame, or a dict of columns"):

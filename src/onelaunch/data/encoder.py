@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -184,6 +184,13 @@ def check_columns(table: Table, columns: Iterable[str], categorical: Iterable[st
             _refuse_infinite(table, name)
         elif name not in categorical:
             _refuse_mistakes(table, name)
+
+
+def check_categorical(where: str, names: Sequence[str], categorical: Iterable[str]) -> None:
+    """Raise DataError for a name in `categorical` that is not among the names of the columns. where: the table's name."""
+    for name in categorical:
+        if name not in names:
+            raise DataError(f"categorical={name!r}: {where} has no such column{suggest(name, names)}")
 
 
 def one_hot(codes: np.ndarray, width: int) -> np.ndarray:

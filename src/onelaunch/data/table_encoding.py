@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from onelaunch.data.dataset import Dataset, held_out_rows
-from onelaunch.data.encoder import TableEncoder, check_columns
+from onelaunch.data.encoder import TableEncoder, check_categorical, check_columns
 from onelaunch.data.table_file import MISSING, Table, TableFile, is_number
 from onelaunch.data.table_target import TableTarget
 from onelaunch.data.tables import target_column
-from onelaunch.errors import ArgumentTypeError, DataError, suggest
+from onelaunch.errors import ArgumentTypeError, DataError
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,7 @@ def load_table(
         raise DataError(f"{path}: {'is not a file' if path.exists() else 'no such file'}: check the path")
     file = TableFile(path, target)
     name = file.names[target_column(file, target)]
-    for column in categorical:
-        if column not in file.names:
-            raise DataError(f"categorical={column!r}: {path} has no such column{suggest(column, file.names)}")
+    check_categorical(str(path), file.names, categorical)
     table = file.read(as_text=(name, *categorical))
     return encode_table(table, name, task, categorical, fraction, seed)
 

@@ -23,7 +23,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):
     categorical: the names of columns of numbers that are names of categories.
     """
 
-    def __init__(self, categorical: Sequence[str] = ()) -> None:
+    def __init__(self, categorical: Sequence[str | int] = ()) -> None:
         self.categorical = categorical
 
     def fit(self, X: Any, y: Any = None) -> TableEncoder:
@@ -32,8 +32,10 @@ class TableEncoder(TransformerMixin, BaseEstimator):
             raise ArgumentTypeError(
                 f"categorical={self.categorical!r} is a str: pass a list, such as [{self.categorical!r}]"
             )
-        table = as_table(X, self.categorical)
-        self.encoder_ = encoder.TableEncoder.fit(table, table.names, self.categorical)
+        categorical = [str(name) for name in self.categorical]  # a DataFrame may have numbers as names
+        table = as_table(X, categorical)
+        encoder.check_categorical(table.path, table.names, categorical)
+        self.encoder_ = encoder.TableEncoder.fit(table, table.names, categorical)
         self.n_features_in_, self.feature_names_in_ = len(table.names), np.array(table.names, dtype=object)
         return self
 
