@@ -140,8 +140,8 @@ class TableEncoder:
     @property
     def dates(self) -> dict[str, str]:
         """By text column whose categories are dates, such as "2024-05-31": one of them."""
-        found = {name: [text for text in texts if text] for name, texts in self.categories.items()}
-        return {name: texts[0] for name, texts in found.items() if texts and all(map(DATE.match, texts))}
+        found = {name: _date(categories) for name, categories in self.categories.items()}
+        return {name: text for name, text in found.items() if text}
 
     @property
     def cut(self) -> list[str]:
@@ -235,8 +235,16 @@ def _categories(column: np.ndarray) -> tuple[str, ...] | str:
     if values > max(MIN_IDENTIFIER_VALUES, (len(column) - counts[""]) / 2):
         if commas := decimal_comma(counts):
             return f"has numbers with decimal commas, such as {commas!r}, which are text: write {with_point(commas)}"
+        if date := _date(counts):
+            return f"has dates, such as {date!r}, which are text: write numbers, such as days"
         return f"has {values:,} different texts in {len(column):,} rows, as an identifier has"
     return tuple(sorted(sorted(counts, key=lambda text: (-counts[text], text))[:MAX_CATEGORIES]))
+
+
+def _date(texts: Iterable[str]) -> str:
+    """The first of the texts if all that are not missing are dates, such as "2024-05-31"; else an empty string."""
+    present = [text for text in texts if text]
+    return present[0] if present and all(map(DATE.match, present)) else ""
 
 
 def _unusable_reason(table: Table, name: str) -> str:
