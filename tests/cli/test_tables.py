@@ -6,6 +6,7 @@ import csv
 import json
 import re
 import shutil
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -418,6 +419,11 @@ def test_what_a_user_should_know_of_the_run_is_said(cli, tmp_path):
         r"column 'hour' is not used: it has dates, such as '\d+/\d/2024 12:\d+', which are text: write numb", out
     )
     assert re.search(r"the validation loss was lowest in epoch \d+ \(\S+\): --early-stopping 5 keeps that model", out)
+    notes = re.findall(r"^note     (.*)$", out, re.MULTILINE)
+    assert len(notes) == 3
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == notes
+    page = unescape((tmp_path / "run" / "report.html").read_text())
+    assert "".join(f"<dt>note</dt><dd>{note}</dd>" for note in notes) in page
     stopped = cli("train", *flags, "--epochs", "40", "--early-stopping", "3", "--out", tmp_path / "stopped").out
     best = re.search(r"best epoch (\d+) of (\d+): .*validation loss ([\d.]+)", stopped)
     assert best is not None

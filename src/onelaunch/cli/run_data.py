@@ -26,14 +26,14 @@ def load_data(settings: TrainConfig) -> tuple[Dataset, TrainConfig]:
     completed by what the data says."""
     dataset = _load_table(settings) if is_table_file(Path(settings.data)) else _load_arrays(settings)
     say("data", dataset.source)
-    for note in _notes(dataset):
+    for note in data_notes(dataset):
         say("note", note)
     if dataset.encoding is not None:
         say("task", f"{dataset.encoding.target.task} of {dataset.encoding.target.name!r}")
     return dataset, settings.resolved(len(dataset.x), dataset.classes is not None)
 
 
-def _notes(dataset: Dataset) -> Iterator[str]:
+def data_notes(dataset: Dataset) -> Iterator[str]:
     """What may surprise about the data: one line each."""
     if dataset.fallback:
         yield "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it"

@@ -41,6 +41,7 @@ def run_section(source: Source, identity: str, palette: Palette) -> Section:
     facts = [
         ("network", network_of(source.content)),
         ("data", about.get("data", "")),
+        *(("note", str(note)) for note in about.get("notes") or ()),
         ("run", _run_words(epochs, config)),
         ("status", about.get("status", "")),
         ("engine", about.get("reason", "")),
