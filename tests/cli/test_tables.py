@@ -87,20 +87,6 @@ def test_a_round_trip_gives_the_scores_of_training(cli, trained, tmp_path, targe
     assert not any(path.suffix in (".pkl", ".pickle", ".pt") for path in trained[target].iterdir())
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_rare_classes_are_held_out_by_their_share(cli, tmp_path, seed):
-    """A class with 10 of 210 rows gives 2; a class with a single row is learned, and a note says that it has no score."""
-    labels = ["rare"] * 10 + ["usual"] * 199 + ["single"]
-    lines = [f"{number % 7}.5,{number % 4},{label}" for number, label in enumerate(labels)]
-    (tmp_path / "rare.csv").write_text("a,b,y\n" + "\n".join(lines))
-    outcome = cli("train", "--data", "rare.csv", *QUICK, "--epochs", "1", "--seed", str(seed), "--out", "run")
-    assert outcome.code == 0, outcome.err
-    assert "no row of class 'single' is held out: the scores say nothing about it\n" in outcome.out
-    confusion = json.loads((tmp_path / "run" / "predictions.json").read_text())["confusion"]
-    held_out = [sum(count for true, _, count in confusion if true == code) for code in range(3)]
-    assert held_out == [2, 0, 40]
-
-
 def test_predict_does_not_replace_the_table_it_reads(cli, trained, tmp_path):
     content = Path(trained["table"]).read_bytes()
     outcome = cli("predict", trained["kind"], trained["table"], "--out", trained["table"])
@@ -287,42 +273,11 @@ def test_new_rows_that_do_not_fit_are_one_line(cli, trained, tmp_path, change, m
     assert outcome.err.count("\n") == 1
 
 
-def comma_table(path: Path) -> None:
-    """A number with decimal commas in every row, a few of them in another column, and a target of the same kind."""
-    rows = [f"{number},5;{number % 3},5;{number % 2};{number * 2},25" for number in range(60)]
-    path.write_text("size;grade;kind;price\n" + "\n".join(rows) + "\n")
-
-
-def test_decimal_commas_are_noted(cli, tmp_path):
-    comma_table(tmp_path / "commas.csv")
-    outcome = cli("train", "--data", "commas.csv", "--target", "kind", *QUICK, "--out", "run")
-    assert outcome.code == 0, outcome.err
-    assert "column 'size' is not used: it has numbers with decimal commas, such as '" in outcome.out
-    assert "column 'grade' is text, as '0,5' has a decimal comma: for numbers write 0.5" in outcome.out
-    outcome = cli("train", "--data", "commas.csv", "--target", "grade", *QUICK, "--out", "other")
-    assert "column 'grade' is text, as '0,5' has a decimal comma: for numbers write 0.5" in outcome.out
-    for task, message in (
-        ((), "which make them text: write 0.25 for 0,25"),
-        (("--task", "regression"), ": write 0.25, or"),
-    ):
-        outcome = cli("train", "--data", "commas.csv", "--target", "price", *task, *QUICK, "--out", "third")
-        assert outcome.code == 2
-        assert message in outcome.err
-
-
-def test_decimal_commas_are_noted_without_a_header_too(cli, tmp_path):
-    comma_table(tmp_path / "commas.csv")
-    lines = (tmp_path / "commas.csv").read_text().splitlines()[1:]
-    (tmp_path / "bare.csv").write_text("\n".join(lines))
-    outcome = cli("train", "--data", "bare.csv", "--target", "2", *QUICK, "--out", "run")
-    assert outcome.code == 0, outcome.err
-    assert "60 rows of 3 columns (1 of text), 2 classes in column '2', no header line" in outcome.out
-    assert "column '0' is not used: it has numbers with decimal commas, such as '" in outcome.out
-    assert "column '1' is text, as '0,5' has a decimal comma: for numbers write 0.5" in outcome.out
-    (tmp_path / "bare.csv").write_text("".join(f"{number},25;{'yn'[number % 2]}\n" for number in range(60)))
-    outcome = cli("train", "--data", "bare.csv", "--target", "1", *QUICK, "--out", "other")
-    assert outcome.code == 2
-    assert re.search(r"says anything \('0' has numbers with decimal commas, .*: write \d+\.25\): add or", outcome.err)
+def test_a_file_that_lacks_the_header_of_training_is_one_line(cli, trained, tmp_path):
+    (tmp_path / "new.csv").write_text("h1,120.5,3,Rome,,x\nh2,80.5,2,Oslo,,x\n")
+    outcome = cli("predict", trained["kind"], "new.csv")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "has no header line, and columns are found by name: add one with the columns 'size', 'rooms'" in outcome.err
 
 
 def test_f1_says_which_class_it_is_of(cli, trained):

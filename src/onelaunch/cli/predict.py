@@ -11,7 +11,6 @@ import numpy as np
 import typer
 
 from onelaunch.data import load as load_data
-from onelaunch.data.table_encoding import as_table
 from onelaunch.errors import DataError, OnelaunchError, reason_of, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.train.export import export
@@ -77,7 +76,7 @@ def _rows(predictor: Predictor, data: Path) -> Any:
     if predictor.encoding is None:
         return _array(data)
     encoding = predictor.encoding
-    table = as_table(data, encoding.text_columns)
+    table = encoding.read(data)
     known = {*encoding.encoder.columns, *encoding.encoder.left_out, encoding.target.name}
     extra = [name for name in table.names if name not in known]
     if extra:

@@ -14,7 +14,7 @@ from onelaunch.data.encoder import TableEncoder, check_categorical, check_column
 from onelaunch.data.table_file import MISSING, Table, TableFile, is_number
 from onelaunch.data.table_target import TableTarget
 from onelaunch.data.tables import target_column
-from onelaunch.errors import ArgumentTypeError, DataError
+from onelaunch.errors import ArgumentTypeError, DataError, abbreviate_list
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,30 @@ class TableEncoding:
 
     encoder: TableEncoder
     target: TableTarget
+    header: bool = True  # False: columns have no names, and are found by their positions
+
+    def read(self, data: Any) -> Table:
+        """The rows to predict, from anything that `as_table` takes.
+
+        Raises DataError for a file without a header line whose columns cannot be those of training.
+        """
+        table = as_table(data, self.text_columns, header=None if self.header else False)
+        if table.header:
+            return table
+        used, columns = self.encoder.columns, len(self.encoder.columns) + len(self.encoder.left_out) + 1
+        if self.header and any(name not in table.index for name in used):
+            raise DataError(
+                f"{table.path}: has no header line, and columns are found by name: add one with the columns "
+                f"{abbreviate_list([*map(repr, used)])}"
+            )
+        last = self.target.name == str(columns - 1)
+        if not self.header and len(table.names) not in (columns, columns - last):
+            place = f"column {self.target.name}, the target, may be {'missing' if last else 'any text, such as ?'}"
+            raise DataError(
+                f"{table.path}: has {len(table.names)} columns and training had {columns}, without a header line: pass the "
+                f"same columns in the same order; {place}"
+            )
+        return table
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -30,12 +54,13 @@ class TableEncoding:
         return (*self.encoder.categories, self.target.name)
 
     def to_json(self) -> dict[str, Any]:
-        return {"encoder": self.encoder.to_json(), "target": self.target.to_json()}
+        return {"encoder": self.encoder.to_json(), "target": self.target.to_json(), "header": self.header}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> TableEncoding:
         """The encoding that `to_json` described; raises KeyError, TypeError or ValueError if it did not."""
-        return cls(TableEncoder.from_json(content["encoder"]), TableTarget.from_json(content["target"]))
+        encoder, target = TableEncoder.from_json(content["encoder"]), TableTarget.from_json(content["target"])
+        return cls(encoder, target, bool(content.get("header", True)))
 
 
 def load_table(
@@ -80,14 +105,15 @@ def encode_table(
     return Dataset(
         Path(table.path).name, source, encoder.transform(training), goal.encode(y[rest]),
         encoder.transform(testing), goal.encode(y[test]), goal.classes,
-        encoding=TableEncoding(encoder, goal), test_values=y[test], test_table=testing,
+        encoding=TableEncoding(encoder, goal, table.header), test_values=y[test], test_table=testing,
     )  # fmt: skip
 
 
-def as_table(data: Any, text_columns: Sequence[str]) -> Table:
+def as_table(data: Any, text_columns: Sequence[str], header: bool | None = None) -> Table:
     """A Table from the path of a file, a pandas or polars DataFrame, a dict of columns, or a Table.
 
-    text_columns: the columns to read as text, where the data has them. Raises ArgumentTypeError for anything else.
+    text_columns: the columns to read as text, where the data has them. header: whether a file has a header line; None finds
+    it out. Raises ArgumentTypeError for anything else.
     """
     if isinstance(data, Table):
         return data
@@ -95,7 +121,7 @@ def as_table(data: Any, text_columns: Sequence[str]) -> Table:
         path = Path(data).expanduser()
         if not path.is_file():
             raise DataError(f"{path}: {'is not a file' if path.exists() else 'no such file'}: check the path")
-        return TableFile(path).read(as_text=text_columns)
+        return TableFile(path, header=header).read(as_text=text_columns)
     if not isinstance(data, Mapping) and not hasattr(data, "columns"):
         kind = type(data).__name__
         raise ArgumentTypeError(f"x is of type {kind}: pass the path of a file, a DataFrame, or a dict of columns")

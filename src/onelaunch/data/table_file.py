@@ -72,8 +72,8 @@ class Table:
 class TableFile:
     """A file whose header has been read: `names`, and `read()` for the rows."""
 
-    def __init__(self, path: Path, target: str | None = None) -> None:
-        """`target` helps to tell a header from a first row: a field of that name makes it a header."""
+    def __init__(self, path: Path, target: str | None = None, header: bool | None = None) -> None:
+        """`target` helps to tell a header from a first row: a field of that name makes it a header. `header` decides it."""
         self.path = path
         self._parquet = path.suffix.lower() == ".parquet"
         if self._parquet:
@@ -84,7 +84,7 @@ class TableFile:
         if not head:
             raise DataError(f"{path}: is empty: pass a file with a header line and rows of numbers")
         first = head[0]
-        self.header = _is_header(first, head[1:], target)
+        self.header = _is_header(first, head[1:], target) if header is None else header
         self.names = tuple(first) if self.header else tuple(str(column) for column in range(len(first)))
 
     def read(self, as_text: Iterable[str] = ()) -> Table:
@@ -217,11 +217,12 @@ def _is_header(first: list[str], others: list[list[str]], target: str | None) ->
     """Whether the first line holds names. A name may be a number: pandas calls nameless columns 0, 1, 2, …
 
     A class may be called y, as target columns are, but then it is also in one of the other lines."""
-    numbers = [index for index, field in enumerate(first) if _is_numeric(field)]
+    numbers = {index for index, field in enumerate(first) if _is_numeric(field)}
     if not numbers or (len(numbers) > 2 and all(first[index] == str(index) for index in numbers)):
         return True
-    names = {index: field for index, field in enumerate(first) if index not in numbers}
-    for index, field in names.items():
+    for index, field in enumerate(first):
+        if index in numbers or (field and not _text(field)):  # a number, or a word for a missing value
+            continue
         below = [line[index] for line in others if index < len(line)]
         if field == target or (field.lower() in TARGET_NAMES and field not in below):
             return True

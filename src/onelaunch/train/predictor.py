@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from onelaunch.data.table_encoding import TableEncoding, as_table
+from onelaunch.data.table_encoding import TableEncoding
 from onelaunch.data.table_file import Table
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of, require_path
 from onelaunch.train.arrays import check_finite, to_tensor
@@ -93,7 +93,7 @@ class Predictor:
         if isinstance(x, Table):  # its maker has looked for unseen categories
             return x
         if self.encoding is not None:
-            table = as_table(x, self.encoding.text_columns)
+            table = self.encoding.read(x)
             self._report_unseen(table)
             return table
         if isinstance(x, str | Path):
