@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -54,6 +55,48 @@ def test_columns_may_have_numbers_as_names() -> None:
     x, _ = frame(rows=40)
     x.columns = range(3)
     assert set(TableEncoder(categorical=[2]).fit(x).encoder_.categories) == {"1", "2"}
+
+
+def test_the_inputs_have_names() -> None:
+    x, _ = frame(rows=40)
+    x["lift"] = np.where(x["floor"] > 1, "yes", "no")
+    x.loc[::7, "city"] = None
+    encoder = TableEncoder(categorical=["floor"]).fit(x)
+    names = [
+        "size",
+        "size missing",
+        "city missing",
+        "city=Lima",
+        "city=Oslo",
+        "city=Rome",
+        "floor=0",
+        "floor=1",
+        "floor=2",
+    ]
+    assert encoder.get_feature_names_out().tolist() == [*names, "lift=yes"]
+    inputs = dict(zip(encoder.get_feature_names_out(list(x)), encoder.transform(x).T, strict=True))
+    assert np.array_equal(inputs["city=Oslo"], (x["city"] == "Oslo").to_numpy(np.float32))
+    assert np.array_equal(inputs["city missing"], x["city"].isna().to_numpy(np.float32))
+    assert np.array_equal(inputs["lift=yes"] > 0, x["lift"] == "yes")
+    with pytest.raises(ValueError, match="input_features is not equal to feature_names_in_"):
+        encoder.get_feature_names_out(["a", "b", "c", "d"])
+    with pytest.raises(NotFittedError):
+        TableEncoder().get_feature_names_out()
+
+
+@pytest.mark.parametrize("rows", [40, 400])  # without and with ramps
+def test_the_inputs_as_a_data_frame(rows: int, tmp_path: Path) -> None:
+    x, _ = frame(rows)
+    x.index = range(7, 7 + rows)
+    encoder = TableEncoder().set_output(transform="pandas")
+    found = encoder.fit_transform(x)
+    assert list(found.columns) == encoder.get_feature_names_out().tolist()
+    assert found.columns.is_unique
+    assert ("size ramp 8" in found) == (rows == 400)
+    assert list(found.index) == list(x.index)
+    assert np.array_equal(found, TableEncoder().fit_transform(x))
+    x.to_csv(tmp_path / "x.csv", index=False)
+    assert np.array_equal(encoder.transform(tmp_path / "x.csv"), found)
 
 
 def test_a_search_over_a_pipeline() -> None:

@@ -83,6 +83,22 @@ class TableEncoder:
         return self.scaling.outputs + len(self.flagged) + sum(map(_width, self.categories.values()))
 
     @property
+    def input_names(self) -> tuple[str, ...]:
+        """The name of each input, in the order of `transform`: `age`, `age ramp 1`, `age missing`, `colour=red`.
+
+        The input of a column with two categories is called after the second one, for which it is 1.
+        """
+        ramps: Counter[str] = Counter()
+        names = list(self.numbers)
+        for column in self.scaling.ramp_column.tolist():
+            ramps[self.numbers[column]] += 1
+            names.append(f"{self.numbers[column]} ramp {ramps[self.numbers[column]]}")
+        names += [f"{self.numbers[index]} missing" for index in self.flagged]
+        for name, found in self.categories.items():
+            names += [f"{name}={text}" if text else f"{name} missing" for text in found[-_width(found) :]]
+        return tuple(names)
+
+    @property
     def columns(self) -> tuple[str, ...]:
         """The names of the columns that are used."""
         return (*self.numbers, *self.categories)

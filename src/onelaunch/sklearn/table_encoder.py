@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import _check_feature_names_in, check_is_fitted
 
 from onelaunch.data import encoder
 from onelaunch.data.table_encoding import as_table
@@ -43,3 +43,12 @@ class TableEncoder(TransformerMixin, BaseEstimator):
         """The inputs of the rows of X, float32 `[rows, inputs]`."""
         check_is_fitted(self)
         return self.encoder_.transform(as_table(X, list(self.encoder_.categories)))
+
+    def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
+        """The name of each input: `age`, `age ramp 1`, `age missing`, `colour=red`. Text that is missing is `colour missing`.
+
+        input_features: None, or the names of the columns of `fit`.
+        """
+        check_is_fitted(self)
+        _check_feature_names_in(self, input_features)
+        return np.array(self.encoder_.input_names, dtype=object)
