@@ -68,6 +68,20 @@ def test_decimal_commas_are_noted_without_a_header_too(cli, tmp_path):
     assert re.search(r"says anything \('0' has numbers with decimal commas, .*: write \d+\.25\): add or", outcome.err)
 
 
+def test_a_run_from_before_stratify_resumes_with_its_rows(cli, tmp_path):
+    lines = [f"{number % 7}.5,{number % 4},{'ab'[number % 3 == 0]}" for number in range(90)]
+    (tmp_path / "t.csv").write_text("a,b,y\n" + "\n".join(lines))
+    first = ("--data", "t.csv", *QUICK, "--no-stratify", "--schedule", "constant")
+    assert cli("train", *first, "--out", "old").code == 0
+    config = tmp_path / "old" / "config.toml"
+    config.write_text(config.read_text().replace("stratify = false\n", ""))
+    resumed = cli("train", "--resume", "old", "--epochs", 14, "--no-progress")
+    assert resumed.code == 0, resumed.err
+    assert cli("train", *first, "--epochs", 14, "--out", "whole").code == 0
+    old, whole = (json.loads((tmp_path / name / "run.json").read_text())["scores"] for name in ("old", "whole"))
+    assert old == whole
+
+
 @pytest.fixture(scope="module")
 def positional(tmp_path_factory) -> Path:
     """A folder with a run on bare.csv, a file without a header: a target, two numbers, text, and a constant last column."""

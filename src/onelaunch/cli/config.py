@@ -42,6 +42,7 @@ class TrainConfig(Options):
     categorical: tuple[str, ...] | list[str] = option((), "columns of a table whose numbers are names of categories")
     validation: float = option(0.2, "fraction of the rows held out, for data without a test set of its own")
     split_seed: int | None = option(None, "seed that chooses the rows held out; --seed when not given")
+    stratify: bool = option(True, "of a table: each class gives its share of the rows held out")
     layers: list[int] | None = option(None, "all widths, such as 784,128,10; or give --hidden")
     hidden: list[int] = option([512, 512], "hidden widths, such as 128,128; the rest comes from the data")
     activation: str = option("relu", one_of(ACTIVATION_NAMES))

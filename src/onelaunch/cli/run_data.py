@@ -71,7 +71,7 @@ def _load_table(settings: TrainConfig) -> Dataset:
     task = settings.task or (TASK_OF_LOSS[settings.loss] if settings.loss else None)
     return load_table(
         Path(settings.data).expanduser(), target=settings.target, task=task, categorical=tuple(settings.categorical),
-        fraction=settings.validation, seed=settings.rows_seed,
+        fraction=settings.validation, seed=settings.rows_seed, stratify=settings.stratify,
     )  # fmt: skip
 
 

@@ -44,7 +44,8 @@ def run_train(config: Path | None, resume: Path | None, progress: bool, flags: d
     else:
         if config is not None or "out" in flags:
             raise OnelaunchError("resume takes its config and folder from the run: leave out CONFIG and --out")
-        settings = make_config(read_config(config_of(resume)), flags)
+        # A run of a version without `stratify` has held out its rows regardless of their classes.
+        settings = make_config({"stratify": False, **read_config(config_of(resume))}, flags)
     with process_group() as team:  # several processes if torchrun started this one
         if resume is not None and not flags and is_finished(resume):
             say("finished", f"the run in {resume} is done: nothing is left to train")

@@ -64,12 +64,15 @@ class TableEncoding:
 
 
 def load_table(
-    path: Path, *, target: str | None, task: str | None, categorical: Sequence[str], fraction: float, seed: int
-) -> Dataset:
-    """The rows of the file, encoded, with `fraction` of them held out as its test part; classes keep their proportions.
+    path: Path, *, target: str | None, task: str | None, categorical: Sequence[str], fraction: float, seed: int,
+    stratify: bool = True,
+) -> Dataset:  # fmt: skip
+    """The rows of the file, encoded, with `fraction` of them held out as its test part.
+
 
     target: name or index of the target column; None finds a column called target, label, y or class.
     task: "classification", "regression", or None to infer it from the target. categorical: columns of numbers that are names.
+    stratify: classes have the same proportions in both parts.
     """
     if not path.is_file():
         raise DataError(f"{path}: {'is not a file' if path.exists() else 'no such file'}: check the path")
@@ -77,11 +80,11 @@ def load_table(
     name = file.names[target_column(file, target)]
     check_categorical(str(path), file.names, categorical)
     table = file.read(as_text=(name, *categorical))
-    return encode_table(table, name, task, categorical, fraction, seed)
+    return encode_table(table, name, task, categorical, fraction, seed, stratify)
 
 
 def encode_table(
-    table: Table, name: str, task: str | None, categorical: Sequence[str], fraction: float, seed: int
+    table: Table, name: str, task: str | None, categorical: Sequence[str], fraction: float, seed: int, stratify: bool
 ) -> Dataset:
     """See `load_table`."""
     if len(table) < 2:
@@ -90,7 +93,7 @@ def encode_table(
     check_columns(table, columns, categorical)
     goal = TableTarget.fit(table, name, task)
     y = goal.values(table)
-    rest, test = held_out_rows(len(table), fraction, seed, y if goal.classes else None)
+    rest, test = held_out_rows(len(table), fraction, seed, y if goal.classes and stratify else None)
     training, testing = table.take(rest), table.take(test)
     if goal.scaling is not None:  # its mean and deviation are those of the training rows
         goal = TableTarget.fit(training, name, "regression")
