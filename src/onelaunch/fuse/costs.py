@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onelaunch.fuse.graph import storages_of, tensor_of, written_by
+from onelaunch.fuse.graph import storages_of, tensor_of, tensors_of, written_by
 from onelaunch.roofline import Cost
 
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, operator.matmul, torch.einsum)
@@ -43,9 +43,7 @@ def is_counter(node: fx.Node) -> bool:
 
 def size_of(node: Any) -> float:
     """Bytes of a node's tensor, or of the tensors it returns; 0 where it has none."""
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    tensors = value if isinstance(value, tuple | list) else (value,)
-    return float(sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor)))
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(node)))
 
 
 def unfused_cost(node: fx.Node) -> Cost:
@@ -55,9 +53,7 @@ def unfused_cost(node: fx.Node) -> Cost:
     read, written = sum(map(size_of, node.all_input_nodes)), size_of(node)
     flops = flops_of(node)
     forward = Cost(read + written, flops, 1)
-    value = node.meta.get("example_value")
-    results = value if isinstance(value, tuple | list) else (value,)
-    if not any(isinstance(one, torch.Tensor) and one.requires_grad for one in results):
+    if not any(tensor.requires_grad for tensor in tensors_of(node)):
         return forward
     launches = 2 if is_library_call(node) else 1
     return forward + Cost(written + 2 * read, 2 * flops, launches)

@@ -152,6 +152,13 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def tensors_of(*nodes: Any) -> list[torch.Tensor]:
+    """The fake tensors that these nodes are or return."""
+    values = [node.meta.get("example_value") for node in nodes if isinstance(node, fx.Node)]
+    leaves = [leaf for value in values for leaf in (value if isinstance(value, tuple | list) else (value,))]
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def is_layer(operation: Operation) -> bool:
     """Whether the weight is a matrix and the bias a vector of one number per output, as `ol.linear` takes them."""
     weight, bias, output = map(tensor_of, (operation.arguments["weight"], operation.arguments["bias"], operation.node))
@@ -162,9 +169,7 @@ def is_layer(operation: Operation) -> bool:
 
 def storages_of(*nodes: Any) -> set[int]:
     """The memory of the tensors that these nodes are or return, as numbers: views of one tensor have the same."""
-    values = [node.meta.get("example_value") for node in nodes if isinstance(node, fx.Node)]
-    leaves = [leaf for value in values for leaf in (value if isinstance(value, tuple | list) else (value,))]
-    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {tensor.untyped_storage()._cdata for tensor in tensors_of(*nodes)}
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:

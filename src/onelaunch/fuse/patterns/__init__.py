@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 from torch import fx
 
 from onelaunch.fuse.graph import storages_of, written_by
+from onelaunch.fuse.modes import mark_modes, share_mode
 from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.attention import MaskedAttention
 from onelaunch.fuse.patterns.batch_norm import BatchNormActivationDropout
@@ -26,12 +27,15 @@ REPLACES = "onelaunch_replaces"  # the key of the metadata of a replacement: nam
 
 def find_matches(graph: fx.Graph, accepted: Callable[[Match], bool] = lambda match: True) -> list[Match]:
     """What the patterns find in `graph`, in its order, as far as it is `accepted`; no node is in two of them."""
+    mark_modes(graph)
     taken: set[fx.Node] = set()
     found = []
     for node in graph.nodes:
         for pattern in PATTERNS:
             match = None if node in taken else pattern.match(node)
-            if match is not None and taken.isdisjoint(match.nodes) and accepted(match) and not _is_overwritten(match):
+            if match is None or not taken.isdisjoint(match.nodes) or not share_mode(match.nodes):
+                continue
+            if accepted(match) and not _is_overwritten(match):
                 found.append(match)
                 taken.update(match.nodes)
     return found

@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import fx
 
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import Operation, is_layer, operation_of, storages_of, tensor_of, written_by
+from onelaunch.fuse.graph import Operation, is_layer, operation_of, storages_of, tensor_of, tensors_of, written_by
+from onelaunch.fuse.modes import share_mode
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
 from onelaunch.roofline import Cost
 
 # Outputs of one layer. Larger products fill the device by themselves: a Llama-like model (8192 rows, 1024 wide) takes 18.0 ms
 # per step with its layers apart and 20.2 ms with them as one; BERT (4096 rows, 768 wide) takes 7.05 and 6.72 ms.
 MAX_OUTPUTS = 5_000_000
-MADE = "onelaunch_parallel_linear"  # the key of the input's metadata that holds the one product, once it is made
+MADE = "onelaunch_parallel_linear"  # the key of the first layer's metadata that holds the one product, once it is made
 
 
 class ParallelLinear:
@@ -40,7 +41,7 @@ class ParallelLinear:
         arguments = {
             "input": source, "weights": tuple(one.arguments["weight"] for one in layers),
             "biases": tuple(one.arguments["bias"] for one in layers), "index": [one.node for one in layers].index(node),
-            "made": source.meta.setdefault(MADE, {}), "parts": [f"linear ({len(layers)} as one)"],
+            "made": layers[0].node.meta.setdefault(MADE, {}), "parts": [f"linear ({len(layers)} as one)"],
         }  # fmt: skip
         return Match(self, (node,), arguments)
 
@@ -86,9 +87,11 @@ def _shape(node: fx.Node) -> torch.Size:
 
 
 def _is_plain(operation: Operation) -> bool:
-    """A linear layer of parameters, whose result is read by operations of the graph only."""
+    """A linear layer of parameters, whose result is read by operations of the graph only, and differentiated if it can be."""
     if operation.name != "linear" or not is_layer(operation):
         return False
+    if is_differentiated(operation.node) and not any(one.requires_grad for one in tensors_of(*operation.node.users)):
+        return False  # as part of a product its parameters would have gradients of 0 instead of none
     tensors = operation.arguments["weight"], operation.arguments["bias"]
     if any(one is not None and one.op not in ("placeholder", "get_attr") for one in tensors):
         return False
@@ -98,11 +101,12 @@ def _is_plain(operation: Operation) -> bool:
 
 
 def _alike(one: Operation, other: Operation) -> bool:
-    """Whether two layers with one input can be one product: both with or without bias, and of one type."""
+    """Whether two layers with one input can be one product: both with or without bias, of one type, and in one mode."""
     mine, theirs = tensor_of(one.arguments["weight"]), tensor_of(other.arguments["weight"])
     same_type = mine is not None and theirs is not None and mine.dtype == theirs.dtype
     biased = (one.arguments["bias"] is None) == (other.arguments["bias"] is None)
-    return same_type and biased and one.arguments["input"] is other.arguments["input"]
+    same = same_type and biased and share_mode((one.node, other.node))
+    return same and one.arguments["input"] is other.arguments["input"]
 
 
 def _is_written(graph: fx.Graph, layers: list[fx.Node]) -> bool:

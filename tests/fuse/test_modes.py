@@ -1,0 +1,124 @@
+"""Operations in different modes stay apart: with and without gradients, under autocast and outside it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.fuse.rewritten import Of, Rewritten
+
+X, TARGET = torch.randn(8, 6), torch.randint(6, (8,))
+
+
+def autocast(enabled: bool = True) -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+
+
+def assert_same(forward: Callable[..., torch.Tensor], titles: list[str], **parts: nn.Module) -> None:
+    """Types, values and gradients, and which parameters have none, as those of the model that is not rewritten."""
+    parts = parts or {"a": nn.Linear(6, 6), "b": nn.Linear(6, 6)}
+    model = Of(forward, **parts)
+    other = copy.deepcopy(model)
+    rewritten = Rewritten(model)
+    got, expected = rewritten(X), other(X)
+    assert rewritten.titles == titles
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected)
+    got.sum().backward()
+    expected.sum().backward()
+    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert (one.grad is None) == (two.grad is None), name
+        if one.grad is not None:
+            torch.testing.assert_close(one.grad, two.grad, msg=name)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_student_and_its_teacher(frozen: bool, mode: Callable[[], AbstractContextManager[Any]]) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with mode():
+            wanted = m.teacher(x)
+        return F.mse_loss(m.student(x), wanted.clone() + 1)
+
+    student = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    teacher = copy.deepcopy(student).requires_grad_(not frozen)
+    assert_same(forward, ["linear + tanh"] * 2, teacher=teacher, student=student)
+
+
+def test_layers_on_both_sides_of_another_mode_are_one_product() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        first = m.a(x)
+        with torch.no_grad():
+            scale = x.sum()
+        with autocast():
+            low = x @ x.T
+        return first * m.b(x) * scale + low.float().sum()
+
+    assert_same(forward, ["linear (2 as one)"] * 2)
+
+
+def test_groups_of_layers_with_one_input_have_a_product_each() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            fixed = m.a(x) * m.b(x)
+        return m.a(x) * m.b(x) + fixed + F.linear(x, m.a.weight) * F.linear(x, m.b.weight)
+
+    assert_same(forward, ["linear (2 as one)"] * 6)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_layers_in_and_outside_autocast(enabled: bool) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        with autocast(not enabled):
+            first = m.a(x)
+        with autocast(enabled):
+            second = m.b(x)
+        return first.float() * second.float()
+
+    assert_same(forward, [])
+
+
+def test_an_activation_without_gradients_of_a_layer_with_them() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        hidden = m.a(x)
+        with torch.no_grad():
+            gate = torch.relu(hidden)
+        return gate * m.b(x + 1).sum()
+
+    assert_same(forward, [])
+
+
+def test_a_layer_whose_result_is_detached_has_no_gradient() -> None:
+    assert_same(lambda m, x: m.a(x).detach() * m.b(x), [])
+    assert_same(lambda m, x: m.a(x).chunk(2, 1)[0].repeat(1, 2) * m.b(x), ["linear (2 as one)"] * 2)
+
+
+def head_in_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with autocast():
+        logits = m.a(x)
+    return F.cross_entropy(logits.float(), TARGET)
+
+
+def loss_without_autocast(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with autocast():
+        logits = m.a(x)
+        with autocast(False):
+            return F.cross_entropy(logits.float(), TARGET)
+
+
+def fixed_head(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = m.a(x)
+    return F.cross_entropy(logits, TARGET) + m.b(x).sum()
+
+
+@pytest.mark.parametrize("forward", [head_in_autocast, loss_without_autocast, fixed_head])
+def test_a_head_and_a_loss_in_different_modes(forward: Callable[..., torch.Tensor]) -> None:
+    assert_same(forward, [])
