@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.fuse.costs import flops_of, size_of
-from onelaunch.fuse.graph import name_of, tensor_of, value_of, written_by
+from onelaunch.fuse.graph import name_of, storages_of, tensor_of, value_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated
 from onelaunch.roofline import Cost
 
@@ -22,9 +23,6 @@ MAX_OPERATIONS = 100  # that compute the mask
 MAX_ELEMENTS = 2**28  # of the mask: it is computed once, on the CPU, while the model is compiled
 KIND = "onelaunch_mask"  # the key of the mask's metadata that holds what it is
 CREATORS = ("arange", "ones", "zeros", "full", "tensor", "eye", "new_ones", "new_zeros", "new_full")
-RANDOM = (
-    "rand", "randn", "randint", "bernoulli", "dropout", "normal_", "uniform_", "multinomial", "empty", "new_empty",
-)  # fmt: skip
 
 
 class MaskedAttention:
@@ -68,8 +66,10 @@ def _kind_of(mask: fx.Node) -> str | None:
     if tensor is None or tensor.dtype != torch.bool or tensor.dim() < 2 or tensor.numel() > MAX_ELEMENTS:
         return None
     values: dict[fx.Node, Any] = {}
+    changed = storages_of(*(one for node in mask.graph.nodes for one in written_by(node)))
     try:
-        value = value_of(mask, values, lambda node: len(values) < MAX_OPERATIONS and _is_constant(node))
+        with _SameInEveryCall():
+            value = value_of(mask, values, lambda node: len(values) < MAX_OPERATIONS and _is_constant(node, changed))
     except (TypeError, RuntimeError, AttributeError, IndexError, ValueError):
         return None
     if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
@@ -81,9 +81,18 @@ def _kind_of(mask: fx.Node) -> str | None:
     return "causal" if rows == columns and torch.equal(value, causal.expand_as(value)) else None
 
 
-def _is_constant(node: fx.Node) -> bool:
-    """Whether an operation is neither an input, nor random, nor changed in place."""
-    name, creates = name_of(node), not node.all_input_nodes
-    if node.op not in ("call_function", "call_method") or name in RANDOM or (creates and name not in CREATORS):
+def _is_constant(node: fx.Node, changed: set[int]) -> bool:
+    """Whether an operation is no input, and its memory not among what is changed in place."""
+    if node.op not in ("call_function", "call_method") or (not node.all_input_nodes and name_of(node) not in CREATORS):
         return False
-    return not written_by(node) and not any(node in written_by(user) for user in node.users)
+    return not written_by(node) and not storages_of(node) & changed
+
+
+class _SameInEveryCall(TorchDispatchMode):
+    """Inside, an operator raises ValueError if its results may differ: random numbers, memory as it is, or a library's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        varies = torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
+        if varies or func.namespace not in ("aten", "prim", "prims"):
+            raise ValueError(str(func))
+        return func(*args, **(kwargs or {}))
