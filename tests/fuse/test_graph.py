@@ -94,6 +94,22 @@ def test_written_by_operators_and_inplace_arguments() -> None:
     assert written_by(made) == []
 
 
+@pytest.mark.parametrize(
+    "module", [nn.ReLU6(True), nn.Hardtanh(inplace=True), nn.CELU(inplace=True), nn.Hardsigmoid(True), nn.RReLU(inplace=True),
+               nn.Threshold(0, 1, True), nn.Dropout2d(inplace=True), nn.Mish(True)],
+)  # fmt: skip
+def test_written_by_modules_that_work_in_place(module: nn.Module) -> None:
+    made, node = nodes_of(lambda x: module(x * 1), torch.randn(2, 3, 2, 2))
+    assert written_by(node) == [made]
+    module.inplace = False  # type: ignore[assignment]
+    assert written_by(nodes_of(lambda x: module(x * 1), torch.randn(2, 3, 2, 2))[1]) == []
+
+
+def test_written_by_arguments_with_names() -> None:
+    made, node = nodes_of(lambda x: F.relu6(inplace=True, input=x * 1), torch.randn(3))
+    assert written_by(node) == [made]
+
+
 def test_modules_by_their_path() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:

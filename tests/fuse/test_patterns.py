@@ -217,13 +217,14 @@ def test_losses_that_are_left_alone() -> None:
     assert titles_of(lambda x: F.cross_entropy(layer(x)[:, :, None], target[:, None]), x) == []
 
 
-def test_features_changed_before_the_loss_are_not_chunked() -> None:
+@pytest.mark.parametrize("change", [torch.zero_, nn.Hardtanh(0, 0.1, True)])
+def test_features_changed_before_the_loss_are_not_chunked(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     layer = linear()
 
     def forward(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         x = x * 1
         logits = layer(x)
-        x.zero_()
+        change(x)
         return F.cross_entropy(logits, target + x[:, 0].long())
 
     x, target = torch.randn(5, 6), torch.randint(6, (5,))
@@ -303,20 +304,30 @@ def test_layers_with_one_input_that_stay_apart() -> None:
         x += 1
         return first + model.b(x)
 
+    def between_by_a_module(model: Of, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        first = model.a(x)
+        nn.Hardtanh(inplace=True)(x)
+        return first + model.b(x)
+
     def result_changed(model: Of, x: torch.Tensor) -> torch.Tensor:
         first, second = model.a(x), model.b(x)
         return first.view(-1).mul_(2).view(-1, 6) + second
 
+    def result_changed_by_a_module(model: Of, x: torch.Tensor) -> torch.Tensor:
+        return nn.ReLU6(inplace=True)(model.a(x)) * model.b(x)
+
     def scaled(model: Of, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, model.a.weight * 2) + F.linear(x, model.b.weight)  # type: ignore[union-attr]
 
-    for function in (result_changed, scaled):
+    for function in (result_changed, result_changed_by_a_module, scaled):
         assert_same_step(Of(function, a=linear(), b=linear()), torch.randn(4, 6), [])
     with torch.no_grad():  # with gradients PyTorch itself refuses
-        model, x = Of(between, a=linear(), b=linear()), torch.randn(4, 6)
-        rewritten = Rewritten(model)
-        torch.testing.assert_close(rewritten(x), model(x))
-        assert rewritten.titles == []
+        for function in (between, between_by_a_module):
+            model, x = Of(function, a=linear(), b=linear()), torch.randn(4, 6)
+            rewritten = Rewritten(model)
+            torch.testing.assert_close(rewritten(x), model(x))
+            assert rewritten.titles == []
     biased = Of(lambda model, x: model.a(x) + model.b(x), a=linear(), b=linear(bias=False))
     assert_same_step(biased, torch.randn(4, 6), [])
 

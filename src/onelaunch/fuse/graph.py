@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -172,16 +175,27 @@ def storages_of(*nodes: Any) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors_of(*nodes)}
 
 
+@functools.cache
+def _position_of_inplace(function: Any) -> int:
+    """Where the argument `inplace` stands in a call, as `nn.ReLU6` gives it; beyond all arguments where there is none."""
+    try:
+        names = [*inspect.signature(function).parameters]
+    except (TypeError, ValueError):  # the name of a method, or a function in C
+        names = []
+    return names.index("inplace") if "inplace" in names else sys.maxsize
+
+
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The arguments that an operation changes in place."""
     if node.op not in ("call_function", "call_method"):
         return []
-    operation = operation_of(node)
     name = name_of(node)
-    inplace = operation.arguments.get("inplace") if operation is not None else node.kwargs.get("inplace")
+    position = _position_of_inplace(node.target)
+    inplace = node.kwargs.get("inplace") or node.args[position : position + 1] == (True,)
     # Also functions such as torch.relu_; the underscore of operator.and_ only keeps it from being a keyword.
     is_method = bool(re.search("[^_]_$", name)) and node.target not in (operator.and_, operator.or_)
-    written = list(node.args[:1]) if inplace or is_method or node.target in INPLACE_OPERATORS else []
+    first = node.args[0] if node.args else node.kwargs.get("input")
+    written = [first] if inplace or is_method or node.target in INPLACE_OPERATORS else []
     written.append(node.kwargs.get("out"))
     return [one for one in written if isinstance(one, fx.Node)]
 
