@@ -1,4 +1,4 @@
-"""Operations in different modes stay apart: with and without gradients, under autocast and outside it."""
+"""Operations in different modes stay apart: with and without gradients, under autocast and outside it, inside vmap."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import onelaunch as ol
 from tests.fuse.rewritten import Of, Rewritten
 
 X, TARGET = torch.randn(8, 6), torch.randint(6, (8,))
@@ -122,3 +123,47 @@ def fixed_head(m: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("forward", [head_in_autocast, loss_without_autocast, fixed_head])
 def test_a_head_and_a_loss_in_different_modes(forward: Callable[..., torch.Tensor]) -> None:
     assert_same(forward, [])
+
+
+def gated(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(m.a(x)) * m.b(x)
+
+
+def dual(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.forward_ad.dual_level():
+        return torch.autograd.forward_ad.unpack_dual(gated(m, torch.autograd.forward_ad.make_dual(x, x))).tangent
+
+
+TRANSFORMED: dict[str, Callable[..., torch.Tensor]] = {
+    "vmap": lambda m, x: torch.vmap(lambda row: gated(m, row))(x),
+    "in place": lambda m, x: torch.vmap(lambda row: m.a(row).relu_())(x),
+    "not batched": lambda m, x: torch.vmap(lambda row: row * gated(m, x).sum())(x),
+    "grad": lambda m, x: torch.func.grad(lambda row: gated(m, row).sum())(x),
+    "grad of each": lambda m, x: torch.vmap(torch.func.grad(lambda row: gated(m, row).sum()))(x),
+    "jvp": lambda m, x: torch.func.jvp(lambda row: gated(m, row), (x,), (x,))[1],
+    "dual": dual,
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_nothing_is_replaced_inside_a_transformation(name: str) -> None:
+    """Behind it the layers are one product, as they are without it."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return gated(m, TRANSFORMED[name](m, x) + 1)
+
+    assert_same(forward, ["linear (2 as one)"] * 2)
+    explanation = ol.explain(Of(forward, a=nn.Linear(6, 6), b=nn.Linear(6, 6)), X)
+    assert explanation.operations[-1].name == "mul"
+    assert explanation.operations[-1].shape == (8, 6)
+
+
+def test_nested_tensors_are_left_alone() -> None:
+    nested = torch.nested.nested_tensor([torch.randn(3, 6), torch.randn(5, 6)], layout=torch.jagged)
+    model = Of(gated, a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    rewritten = Rewritten(model)
+    torch.testing.assert_close(rewritten(nested).values(), model(nested).values())
+    assert rewritten.titles == []
+    explanation = ol.explain(model, nested)
+    assert [operation.shape for operation in explanation.operations] == [(8, 6)] * 4
+    assert explanation.operations[1].cost.bytes > 2 * 8 * 6 * 4  # forward and backward

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onelaunch.fuse.graph import storages_of, tensor_of, tensors_of, written_by
+from onelaunch.fuse.graph import in_memory, storages_of, tensor_of, tensors_of, written_by
 from onelaunch.roofline import Cost
 
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, operator.matmul, torch.einsum)
@@ -43,7 +43,7 @@ def is_counter(node: fx.Node) -> bool:
 
 def size_of(node: Any) -> float:
     """Bytes of a node's tensor, or of the tensors it returns; 0 where it has none."""
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(node)))
+    return float(sum(tensor.numel() * tensor.element_size() for tensor in map(in_memory, tensors_of(node))))
 
 
 def unfused_cost(node: fx.Node) -> Cost:

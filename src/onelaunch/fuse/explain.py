@@ -20,7 +20,7 @@ from onelaunch.fuse.decide import ALL, chosen_patterns, known_seconds
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
 from onelaunch.fuse.generated import Kernel, read_kernels
-from onelaunch.fuse.graph import module_of, name_of, operation_of, tensor_of
+from onelaunch.fuse.graph import in_memory, module_of, name_of, operation_of, tensor_of, tensors_of
 from onelaunch.fuse.patterns import find_matches, pays
 from onelaunch.fuse.patterns.pattern import Match
 from onelaunch.roofline import Cost, DeviceModel, device_model, named_device
@@ -175,7 +175,7 @@ def _reason(
 
 def _operation(node: fx.Node, index: dict[fx.Node, int], roof: DeviceModel) -> Operation:
     cost = unfused_cost(node)
-    tensor = tensor_of(node)
+    tensor = next(map(in_memory, tensors_of(node)), None)
     dtype = tensor.dtype if tensor is not None else torch.float32
     shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
     sources = tuple(sorted(index[source] for source in _sources(node, index)))

@@ -150,9 +150,9 @@ def addition(node: fx.Node | None, source: fx.Node | None = None) -> tuple[fx.No
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
-    """The fake tensor that a node had when it was captured."""
+    """The fake tensor that a node had when it was captured; None for a nested one, whose rows no pattern knows."""
     value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) else None
+    return value if isinstance(value, torch.Tensor) and not value.is_nested else None
 
 
 def tensors_of(*nodes: Any) -> list[torch.Tensor]:
@@ -160,6 +160,14 @@ def tensors_of(*nodes: Any) -> list[torch.Tensor]:
     values = [node.meta.get("example_value") for node in nodes if isinstance(node, fx.Node)]
     leaves = [leaf for value in values for leaf in (value if isinstance(value, tuple | list) else (value,))]
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that one inside `torch.vmap` or `torch.func.grad` stands for; all values of a nested tensor."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    inner: torch.Tensor | None = getattr(tensor, "_values", None) if tensor.is_nested else None
+    return inner if isinstance(inner, torch.Tensor) else tensor
 
 
 def is_layer(operation: Operation) -> bool:
@@ -172,7 +180,7 @@ def is_layer(operation: Operation) -> bool:
 
 def storages_of(*nodes: Any) -> set[int]:
     """The memory of the tensors that these nodes are or return, as numbers: views of one tensor have the same."""
-    return {tensor.untyped_storage()._cdata for tensor in tensors_of(*nodes)}
+    return {in_memory(tensor).untyped_storage()._cdata for tensor in tensors_of(*nodes)}
 
 
 @functools.cache
