@@ -64,6 +64,8 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """A trial run leaves no trace: buffers, gradients and random generators are as before."""
+    tables = [module._buffers for module in model.modules() if isinstance(module._buffers, dict)]  # not a script's
+    entries = [dict(table) for table in tables]  # `self.mean = …` puts in another tensor
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
@@ -73,6 +75,9 @@ def restored(model: nn.Module) -> Iterator[None]:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
+        for table, own in zip(tables, entries, strict=True):
+            table.clear()
+            table.update(own)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

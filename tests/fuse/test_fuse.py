@@ -202,6 +202,32 @@ def test_example_inputs_on_a_cpu_measure_nothing() -> None:
     assert x.grad is None
 
 
+def test_buffers_that_forward_replaces_stay() -> None:
+    class Tracked(nn.Module):
+        mean: torch.Tensor
+        last: torch.Tensor | None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(6))
+            self.register_buffer("last", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+            self.last = x
+            return x - self.mean
+
+    model = Tracked()
+    before = model.mean
+    ol.explain(model, X)
+    fused = ol.fuse(model, X)
+    assert model.mean is fused.mean is before
+    assert model.last is None
+    assert not before.any()
+    fused(X)
+    torch.testing.assert_close(model.mean, 0.1 * X.mean(0))
+
+
 def test_uncompiled_when_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     fused = ol.fuse(model)
