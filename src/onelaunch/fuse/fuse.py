@@ -30,6 +30,7 @@ class FusedCall:
     def __init__(self, module: nn.Module, choice: Choice = UNMEASURED) -> None:
         self.module, self.choice = module, choice
         self._compiled: Callable[..., Any] | None = None
+        self._hooks = _own_hooks(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # an outer compiler has the whole program
@@ -41,8 +42,9 @@ class FusedCall:
             return own(*args, **kwargs)
         if self.choice.patterns is None:
             return type(self.module)._call_impl(self.module, *args, **kwargs)
-        if self._compiled is None:
-            self._compiled = compiled(uncompiled_call(self.module), *self.choice)
+        hooks = _own_hooks(self.module)
+        if self._compiled is None or hooks != self._hooks:  # Dynamo does not notice hooks that are added or removed
+            self._compiled, self._hooks = compiled(uncompiled_call(self.module), *self.choice), hooks
         if not self._called:
             self._called = True
             if device_of(args, kwargs) == torch.device("cpu"):
@@ -77,6 +79,16 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
         require_possible("fuse", uncompiled_call(fused), model, inputs, named_inputs)
         call.decide(inputs, named_inputs)
     return fused
+
+
+def _own_hooks(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    """The numbers of the hooks of the module itself."""
+    if (
+        module._backward_hooks and module._is_full_backward_hook is None
+    ):  # of the model that was fused, which has this set
+        module._is_full_backward_hook = True
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return tuple(before), tuple(after), tuple(module._backward_pre_hooks), tuple(module._backward_hooks)
 
 
 def is_fused(model: nn.Module) -> bool:
