@@ -16,6 +16,7 @@ from pathlib import Path
 MAX_NAMED = 5  # entries of a long list that a message names
 MAX_LINE = 120  # characters of a message from elsewhere
 MAX_LONG_LINE = 400  # characters of one that may be our own, which ends with the remedy
+SYNONYMS = {"swish": "silu", "logistic": "sigmoid"}  # other libraries' names of options
 
 
 class OnelaunchError(ValueError):
@@ -81,7 +82,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def suggest(value: object, options: Iterable[str]) -> str:
     """`"; did you mean 'adam'?"` when an option is close to `value`, else an empty string."""
     by_lower = {option.lower(): option for option in options}
-    close = difflib.get_close_matches(str(value).lower(), by_lower, n=1)
+    name = str(value).lower()
+    close = [SYNONYMS[name]] if SYNONYMS.get(name) in by_lower else difflib.get_close_matches(name, by_lower, n=1)
     return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 

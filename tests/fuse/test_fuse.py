@@ -274,6 +274,9 @@ def test_errors_in_one_line() -> None:
 
     with pytest.raises(TypeError, match=r"^model is a function: pass a torch\.nn\.Module$"):
         ol.fuse(test_modes)  # type: ignore[type-var]
+    for container in (nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict()):
+        with pytest.raises(TypeError, match=r"^model is a Module\w+, which has no forward: pass a module that has"):
+            ol.fuse(container, X)
     with pytest.raises(TypeError, match=r"^model is a Bare without modules: call super\(\)"):
         ol.fuse(Bare())
     with pytest.raises(

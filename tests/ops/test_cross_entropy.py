@@ -120,6 +120,10 @@ def test_errors_name_the_argument() -> None:
         cross_entropy(logits[:, :0], target)
     with pytest.raises(ValueError, match=r"label_smoothing=3\.0"):
         CrossEntropyLoss(label_smoothing=3.0)
+    with pytest.raises(
+        ValueError, match=r"weight is given, and class weights are not fused: use torch\.nn\.functional"
+    ):
+        cross_entropy(logits, target, weight=torch.ones(5))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="class weights are not fused"):
         CrossEntropyLoss(torch.ones(5))  # type: ignore[arg-type]
 

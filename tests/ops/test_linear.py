@@ -114,6 +114,8 @@ def test_opcheck(device: torch.device) -> None:
 
 def test_errors_name_the_argument() -> None:
     x, w = torch.ones(3, 4), torch.ones(5, 4)
+    with pytest.raises(ValueError, match=r"activation='swish' is not known.*; did you mean 'silu'\?$"):
+        linear(x, w, activation="swish")
     with pytest.raises(ValueError, match=r"activation='relo'.*'relu'.*did you mean 'relu'"):
         linear(x, w, activation="relo")
     with pytest.raises(ValueError, match=r"dropout=-0\.1"):

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,6 +135,17 @@ def test_a_fused_model_uncompiled_and_a_group_added_later() -> None:
     assert_same_weights(model, before, 1e-8)  # the new group is clipped too
 
 
+def test_numbers_of_numpy_and_names_of_types() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        step = ol.train_step(
+            model, None, optimizer, clip_norm=np.float32(0.5), autocast=name, capture=False, compile=False
+        )
+        assert (step.clip_norm, step.autocast) == (0.5, dtype)
+        assert type(step.clip_norm) is float
+
+
 def test_many_steps_do_not_share_dynamos_limit() -> None:
     """Each model is compiled: with one code object for all, Dynamo stops after 8."""
     for width in range(2, 13):
@@ -197,6 +209,13 @@ def test_errors_in_one_line() -> None:
     for clip_norm in (0, -1.0, "1", True, float("nan")):
         with pytest.raises(ValueError, match=r"^clip_norm=.* must be a number above 0"):
             ol.train_step(model, None, optimizer, clip_norm=clip_norm)
+    for switch in ("capture", "compile"):
+        with pytest.raises(TypeError, match=rf"^{switch}='no' must be True or False$"):
+            ol.train_step(model, None, optimizer, **{switch: "no"})  # type: ignore[arg-type]
+    with pytest.raises(
+        TypeError, match=r"^model is a ModuleList, which has no forward: pass a module that has, such as"
+    ):
+        ol.train_step(nn.ModuleList([model]), None, optimizer)
     for autocast in ("fp8", 16, ["bf16"], torch.int8, torch.float64):
         with pytest.raises(ValueError, match=r"^autocast=.* is not known: pass 'bf16'"):
             ol.train_step(model, None, optimizer, autocast=autocast)

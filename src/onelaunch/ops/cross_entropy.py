@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from onelaunch.errors import OnelaunchError
 from onelaunch.ops.arguments import KERNEL_DTYPES, KnownCalls, kernels
 from onelaunch.ops.call_context import (
     any_autocast,
@@ -225,12 +226,17 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
+    weight: None = None,
 ) -> Tensor:
     """`F.cross_entropy`, with the gradient written in the forward pass.
 
     `target` holds class indices; class probabilities (a float tensor) are passed on to `F.cross_entropy`. Under
-    `torch.autocast` the loss is float32, without a float32 copy of the logits.
+    `torch.autocast` the loss is float32, without a float32 copy of the logits. `weight` must be None.
     """
+    if weight is not None:
+        raise OnelaunchError(
+            "weight is given, and class weights are not fused: use torch.nn.functional.cross_entropy(…, weight=…)"
+        )
     if not isinstance(logits, Tensor):
         options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
         return dispatch_override(cross_entropy, "logits", logits, target, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import numbers
 from typing import Any
 
 import torch
@@ -20,9 +21,13 @@ ADVICE = {  # arguments of other libraries: how to say it here
     **dict.fromkeys(("accumulation_steps", "accumulate_grad_batches"), "accumulate="),
     "lr": "the optimizer's: torch.optim.Adam(model.parameters(), lr=…)",
 }
+# By the names of the precisions and of PyTorch's types.
+AUTOCAST_NAMES = {**AUTOCAST_DTYPES, **{str(dtype).removeprefix("torch."): dtype for dtype in AUTOCAST_DTYPES.values()}}
 
 
-def check_arguments(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any) -> None:
+def check_arguments(
+    model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any, capture: Any, compile: Any
+) -> None:
     check_model(model)
     require_no_class(loss)
     if loss is not None and not callable(loss):
@@ -39,11 +44,14 @@ def check_arguments(model: Any, loss: Any, optimizer: Any, clip_norm: Any, scale
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
         raise OnelaunchError("optimizer holds no parameter of model: pass model.parameters() to it")
     if clip_norm is not None and (
-        isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or not clip_norm > 0
+        isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real) or not float(clip_norm) > 0
     ):
         raise OnelaunchError(f"clip_norm={abbreviate(clip_norm)} must be a number above 0, or None")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentTypeError(f"scaler={abbreviate(scaler)} is not a torch.amp.GradScaler: pass one, or None")
+    for name, value in (("capture", capture), ("compile", compile)):
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(f"{name}={abbreviate(value)} must be True or False")
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
@@ -66,8 +74,8 @@ def autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype for `torch.autocast`; raises OnelaunchError for one in which it does not compute."""
     if autocast is None or autocast in (*AUTOCAST_DTYPES.values(), torch.float32):
         return autocast
-    if not isinstance(autocast, str) or autocast not in AUTOCAST_DTYPES:
+    if not isinstance(autocast, str) or autocast not in AUTOCAST_NAMES:
         raise OnelaunchError(
             f"autocast={abbreviate(autocast)} is not known: pass 'bf16', 'fp16', torch.bfloat16, torch.float16 or None"
         )
-    return AUTOCAST_DTYPES[autocast]
+    return AUTOCAST_NAMES[autocast]

@@ -68,9 +68,9 @@ class TrainStep:
         autocast: torch.dtype | str | None, scaler: torch.amp.GradScaler | None, accumulate: int, capture: bool,
         compile: bool,
     ) -> None:  # fmt: skip
-        check_arguments(model, loss, optimizer, clip_norm, scaler)
+        check_arguments(model, loss, optimizer, clip_norm, scaler, capture, compile)
         self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.clip_norm, self.scaler = clip_norm, scaler
+        self.clip_norm, self.scaler = None if clip_norm is None else float(clip_norm), scaler
         self.accumulate = require_integer("accumulate", accumulate, "1 or more")
         if self.accumulate < 1:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
