@@ -1,0 +1,98 @@
+"""Attention with a mask that is always the same: which masks count as such, and what is computed then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.fuse.rewritten import Of, Rewritten, assert_same_step, titles_of
+
+
+def causal_by_arange(x: torch.Tensor) -> torch.Tensor:
+    """As `transformers` does it, for every row of the batch."""
+    position = torch.arange(x.shape[1], device=x.device)
+    mask = position[None, None, None, :] <= position[None, None, :, None]
+    return (mask & position.new_ones((), dtype=torch.bool)).expand(len(x), -1, -1, -1)
+
+
+def changed_in_place(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    mask.logical_or_(x[0, 0, 0] > 100)
+    return mask
+
+
+def changed_through_a_view(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    mask[:, 3:].fill_(False)
+    return mask
+
+
+def not_causal_after_all(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(4, 4, dtype=torch.bool).tril()
+    mask.diagonal(-1).zero_()
+    return mask
+
+
+MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
+    "arange": (causal_by_arange, ["attention (causal mask)"]),
+    "tril": (lambda x: torch.ones(4, 4, dtype=torch.bool).tril(), ["attention (causal mask)"]),
+    "full": (lambda x: torch.ones(4, 4, dtype=torch.bool), ["attention (full mask)"]),
+    "banded": (lambda x: torch.ones(4, 4, dtype=torch.bool).tril().triu(-1), []),
+    "of the input": (lambda x: causal_by_arange(x) & (x[:, None, :, :1] < 100), []),
+    "in place": (changed_in_place, []),
+    "through a view": (changed_through_a_view, []),
+    "through a diagonal": (not_causal_after_all, []),
+    "additive": (lambda x: torch.zeros(4, 4, dtype=x.dtype), []),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_attention_with_a_mask_that_never_changes(name: str) -> None:
+    make, titles = MASKS[name]
+
+    def forward(model: Of, x: torch.Tensor) -> torch.Tensor:
+        heads = model.a(x)[:, None]
+        return F.scaled_dot_product_attention(heads, x[:, None], heads * 2, attn_mask=make(x))[:, 0]
+
+    assert_same_step(Of(forward, a=nn.Linear(6, 6)), torch.randn(3, 4, 6), titles, aot=name == "arange")
+
+
+RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rand_like": lambda ones: torch.rand_like(ones) > -1,
+    "randn_like": lambda ones: torch.randn_like(ones) > -100,
+    "randint_like": lambda ones: torch.randint_like(ones, 2) > -1,
+    "normal": lambda ones: torch.normal(ones) > -100,
+    "bernoulli": lambda ones: torch.bernoulli(ones).bool(),
+    "poisson": lambda ones: torch.poisson(ones) > -1,
+    "dropout": lambda ones: F.dropout(ones) > -1,
+    "rrelu": lambda ones: F.rrelu(-ones, training=True) > -1,
+    "empty_like": lambda ones: (torch.empty_like(ones) > 0) | True,
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_a_random_mask_is_no_constant_and_takes_no_random_numbers(name: str) -> None:
+    """Each is always true, which only the operator's kind tells from one that is not."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=RANDOM[name](torch.ones(4, 4)))
+
+    x = torch.randn(2, 4, 6)
+    torch.manual_seed(0)
+    expected = forward(x), torch.rand(1)
+    torch.manual_seed(0)
+    rewritten = Rewritten(forward)
+    torch.testing.assert_close((rewritten(x), torch.rand(1)), expected)
+    assert rewritten.titles == []
+
+
+def test_attention_with_a_causal_mask_of_other_keys_keeps_it() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(3, 5, dtype=torch.bool).tril()
+        return F.scaled_dot_product_attention(x[:, :3], x, x, attn_mask=mask)
+
+    assert titles_of(forward, torch.randn(2, 5, 6)) == []
