@@ -186,3 +186,25 @@ def test_the_best_run_repeats_from_its_config(cli, config, tmp_path):
         assert tomllib.loads((folder / "best" / "config.toml").read_text())["split_seed"] == first
         weights = [(path / "model.safetensors").read_bytes() for path in (folder / "best", again)]
         assert weights[0] == weights[1]
+
+
+def test_class_weights_by_name_may_be_a_list(cli, tmp_path):
+    rows = "".join(f"{number % 5},{number % 3},{'yes' if number % 4 else 'no'}\n" for number in range(60))
+    (tmp_path / "t.csv").write_text("a,b,t\n" + rows)
+    (tmp_path / "grid.toml").write_text(
+        'data="t.csv"\ntarget="t"\nepochs=1\nclass_weight=[{no=1.0,yes=3.0},{no=3.0,yes=1.0},"balanced"]\n'
+    )
+    outcome = cli("sweep", "grid.toml", "--out", "found", "--no-progress")
+    assert outcome.code == 0, outcome.err
+    assert [row["failed"] for row in table(tmp_path / "found")] == ["0"] * 3
+    weight = tomllib.loads((tmp_path / "found" / "best" / "config.toml").read_text())["class_weight"]
+    assert weight in ({"no": 1.0, "yes": 3.0}, {"no": 3.0, "yes": 1.0}, "balanced")
+
+
+def test_a_corrected_config_takes_the_folder_of_the_mistake(cli, config, tmp_path):
+    config.write_text(CONFIG.replace("seed = [0, 1]", "seed = [0, 0]"))
+    wrong = cli("sweep", config, "--out", "found", "--no-progress")
+    assert (wrong.code, "repeats a seed" in wrong.err) == (2, True)
+    config.write_text(CONFIG)
+    assert cli("sweep", config, "--out", "found", "--no-progress").code == 0
+    assert tomllib.loads((tmp_path / "found" / "sweep.toml").read_text())["seed"] == [0, 1]

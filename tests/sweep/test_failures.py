@@ -237,3 +237,37 @@ def test_folds_may_be_a_splitter_of_scikit_learn():
         for folds in (given, list(given.split(X, Y)))
     ]
     assert tables[0] == tables[1]
+
+
+def test_folds_that_need_groups_say_how_to_pass_them():
+    from sklearn.model_selection import GroupKFold
+
+    with pytest.raises(
+        ol.OnelaunchError, match=r"folds=GroupKFold.* cannot split these rows .*: pass its pairs"
+    ) as caught:
+        ol.sweep(make_model, X, Y, grid={"lr": [0.1]}, folds=GroupKFold(3), epochs=1, progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_metric_that_some_candidates_lack_is_refused():
+    grid = {"metrics": [("f1",), ()], "lr": [0.1, 0.2]}
+    with pytest.raises(ol.OnelaunchError, match=r"metric='f1' is not among grid\['metrics'\] \(\): add it there"):
+        ol.sweep(make_model, X, Y, grid=grid, metric="f1", **OPTIONS)
+
+
+def test_a_metric_without_a_value_is_no_failure(tmp_path):
+    held = (X[:4], np.zeros(4, np.int64))  # of one class
+    options = {**OPTIONS, "validation": held, "metric": "roc_auc"}
+    result = ol.sweep(make_model, X, Y, grid={"lr": [0.1, 0.2]}, **options)
+    assert not result.failures
+    assert "undefined" in str(result.table)
+    assert "failed" not in str(result.table)
+    with pytest.raises(ol.OnelaunchError, match="metric='roc_auc' is undefined on the validation rows"):
+        _ = result.best
+    result.html(tmp_path / "sweep.html")
+
+
+@pytest.mark.parametrize("seeds", [[[1], [2]], ["a"], [1.5]])
+def test_seeds_that_are_no_integers(seeds):
+    with pytest.raises(ol.OnelaunchError, match=r"seed=.* is not an integer"):
+        ol.sweep(make_model, X, Y, grid={"seed": seeds}, **OPTIONS)

@@ -83,16 +83,20 @@ def _load_arrays(settings: TrainConfig) -> Dataset:
 
 def options_of(settings: TrainConfig, dataset: Dataset) -> dict[str, Any]:
     """The arguments of `fit` that describe the run, with classes by their numbers."""
-    options, weight = settings.fit_options(), settings.class_weight
-    if isinstance(weight, dict) and dataset.classes is not None:
-        for label in weight:
-            if str(label) not in dataset.classes:
-                known = abbreviate_list(dataset.classes)
-                raise OnelaunchError(
-                    f"class_weight names {str(label)!r}, which is not a class of {dataset.name}: it has {known}"
-                )
-        options["class_weight"] = {dataset.classes.index(str(label)): value for label, value in weight.items()}
-    return options
+    return {**settings.fit_options(), "class_weight": weight_by_number(settings.class_weight, dataset)}
+
+
+def weight_by_number(weight: Any, dataset: Dataset) -> Any:
+    """`class_weight` with the numbers of classes for their names; as it is where it names none."""
+    if not isinstance(weight, dict) or dataset.classes is None:
+        return weight
+    for label in weight:
+        if str(label) not in dataset.classes:
+            known = abbreviate_list(dataset.classes)
+            raise OnelaunchError(
+                f"class_weight names {str(label)!r}, which is not a class of {dataset.name}: it has {known}"
+            )
+    return {dataset.classes.index(str(label)): value for label, value in weight.items()}
 
 
 def data_digest(settings: TrainConfig) -> str | None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from onelaunch.cli.config import TrainConfig, as_toml, is_grid, make_config, merge, read_config
-from onelaunch.cli.run_data import load_data, options_of
+from onelaunch.cli.run_data import load_data, options_of, weight_by_number
 from onelaunch.cli.say import say
 from onelaunch.cli.train import build, fits_into_memory, train_into, widths_of
 from onelaunch.data import Dataset
@@ -23,11 +23,12 @@ from onelaunch.errors import OnelaunchError, abbreviate, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.run.options import Options
 from onelaunch.sweep import Sweep, sweep
-from onelaunch.train.run_folder import BEST, CONFIG, RunFolder
+from onelaunch.train.run_folder import BEST, CONFIG, LOCK, RunFolder
 
 OWN = {"strategy": str, "n": int, "folds": int, "metric": str, "n_jobs": int}  # keys of the file that `train` has not
 ARCHITECTURE = ("hidden", "layers", "activation", "dropout", "batch_norm")
 MEMBERS, TABLE, PAGE, FIGURE = "members", "table.csv", "sweep.html", "sweep.png"
+WEIGHT = "class_weight"
 GRID = "sweep.toml"  # the config with the flags; a folder with a config.toml would be that of a run
 
 
@@ -49,10 +50,13 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
         _write(folder / GRID, as_toml(merge({**from_file, **own}, flags)))
     say("sweep", ", ".join(f"{name}: {len(values)} values" for name, values in plan.grid.items()))
     options = {name: value for name, value in options_of(settings, dataset).items() if name not in plan.grid}
+    grid = plan.grid | {
+        name: [weight_by_number(value, dataset) for value in plan.grid[name]] for name in plan.grid.keys() & {WEIGHT}
+    }
     validation: dict[str, Any] = {} if "folds" in plan.own else {"validation": (dataset.test_x, dataset.test_y)}
     with fits_into_memory():
         result = sweep(
-            Maker(settings, dataset), dataset.x, dataset.y, grid=plan.grid, checkpoint=folder / MEMBERS, progress=progress,
+            Maker(settings, dataset), dataset.x, dataset.y, grid=grid, checkpoint=folder / MEMBERS, progress=progress,
             **plan.own, **validation, **options,
         )  # fmt: skip
     _report(folder, result)
@@ -120,8 +124,12 @@ def make_plan(from_file: dict[str, Any], own: dict[str, Any], flags: dict[str, A
 
 def _folder(out: str | None, config: Path) -> Path:
     """A new folder, or that of an earlier start of a sweep, which continues there."""
-    if out is not None and (Path(out).expanduser() / MEMBERS).is_dir():
-        return Path(out).expanduser()
+    if out is not None:
+        earlier = Path(out).expanduser()
+        if (earlier / MEMBERS).is_dir():
+            return earlier
+        if (earlier / GRID).is_file() and {path.name for path in earlier.iterdir()} <= {GRID, LOCK}:  # after a mistake
+            (earlier / GRID).unlink()
     folder = RunFolder.create(out, config.stem)
     folder.close()
     return folder.path
@@ -153,6 +161,9 @@ def _train_best(path: Path, plan: Plan, settings: TrainConfig, dataset: Dataset,
     }
     if "hidden" in changed:
         changed["layers"] = None
+    if WEIGHT in changed:  # the run's config has the names of the classes
+        numbers = [weight_by_number(value, dataset) for value in plan.grid[WEIGHT]]
+        changed[WEIGHT] = plan.grid[WEIGHT][numbers.index(changed[WEIGHT])]
     # The rows held out stay those of the sweep, whatever the best seed is.
     settings = replace(settings, **{**changed, "seed": best.seed}, split_seed=settings.rows_seed, out=None)
     say("best", f"{best}, {result.table.heading} {result.table.format_value(row.mean)}; trained on all training rows:")

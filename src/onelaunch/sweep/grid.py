@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer, suggest
+from onelaunch.rng import check_seed
 from onelaunch.run.options import Options
 from onelaunch.train.argument_names import ELSEWHERE
 
@@ -96,7 +97,7 @@ def make_grid(grid: Any, make_model: Callable[..., nn.Module] | nn.Module) -> Gr
             raise OnelaunchError(f"grid[{name!r}] is an argument of both fit and make_model: rename make_model's")
         if name not in parameters and name not in OPTIONS and not takes_any:
             raise OnelaunchError(_unknown(name, parameters))
-    seeds = {tuple(part.pop("seed")) if "seed" in part else None for part in checked}
+    seeds = {tuple(map(check_seed, part.pop("seed"))) if "seed" in part else None for part in checked}
     if len(seeds) > 1:
         raise OnelaunchError("grid: all of its dicts need the same seeds: name 'seed' in each of them, or in none")
     found = seeds.pop()

@@ -22,14 +22,15 @@ def page(table: Table, records: Records, about: dict[str, Any]) -> str:
 def content(table: Table, records: Records, about: dict[str, Any]) -> dict[str, Any]:
     """What the page shows, ready for JSON. Values are numbers on numeric scales, and texts otherwise."""
     parameters: list[dict[str, Any]] = []
+    fixed: dict[str, str] = {}
     for name in table.names:
         values = [row.parameters[name] for row in table if name in row.parameters]
         if len({repr(value) for value in values}) > 1:
             scale = scale_of(values)
             texts = [] if scale != "names" else names_of(values)
             parameters.append({"name": name, "scale": scale, "names": texts})
-    fixed = {name: str(value) for name in table.names for value in [table.rows[0].parameters.get(name)]
-             if name not in [parameter["name"] for parameter in parameters]}  # fmt: skip
+        elif values:
+            fixed[name] = str(values[0]) + ("" if len(values) == len(table) else " (where it is given)")
     rows = [
         {
             "values": [

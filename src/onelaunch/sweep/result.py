@@ -95,6 +95,8 @@ class Sweep:
         rows = self.table.rows
         if not rows or rows[0].best_member is None:
             reasons = f": {rows[0].failed[0]}" if rows and rows[0].failed else ""
+            if self.records and not self.failures:
+                reasons = f": metric={self.table.metric!r} is undefined on the validation rows, pass another"
             raise OnelaunchError(f"no member of the sweep has a result{reasons}")
         return rows[0]
 

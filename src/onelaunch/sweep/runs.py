@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, described
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, described, first_line
 from onelaunch.run.generators import GENERATORS
 from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.options import CUSTOM_LOSS
@@ -61,6 +61,16 @@ class View:
         return sum(part.nbytes for part in parts)
 
 
+def _pairs_of(splitter: Any, rows: int, y: torch.Tensor) -> list[Any]:
+    try:
+        return list(splitter.split(np.empty((rows, 0)), y.cpu().numpy()))
+    except (ValueError, TypeError) as error:
+        raise OnelaunchError(
+            f"folds={abbreviate(splitter)} cannot split these rows ({first_line(error)}): pass its pairs of row numbers, "
+            "such as GroupKFold(5).split(x, y, groups)"
+        ) from None
+
+
 class MemberRuns:
     """Makes models and Runs. Not for use by several threads at once."""
 
@@ -94,7 +104,7 @@ class MemberRuns:
             self.y = to_tensor("y", y)
             self.count = len(self.y)
             if hasattr(folds, "split") and hasattr(folds, "get_n_splits"):  # scikit-learn's, such as KFold(5)
-                folds = list(folds.split(np.empty((self.count, 0)), np.asarray(self.y)))
+                folds = _pairs_of(folds, self.count, self.y)
             for part in self.x if isinstance(self.x, tuple) else (self.x,):
                 check_lengths("x", part, "y", self.y)
                 check_finite("x", part)
@@ -115,6 +125,14 @@ class MemberRuns:
     def __getstate__(self) -> dict[str, Any]:
         """Without what another process can make itself: joblib sends members to others in chunks."""
         return {**vars(self), "_bases": {}, "_views": OrderedDict(), "_seeded": False, "_models": weakref.WeakSet()}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Rows, targets and weights of all members; empty for a DataLoader."""
+        if self._loader:
+            return []
+        weights = [] if self._sample_weight is None else [self._sample_weight]
+        return [*(self.x if isinstance(self.x, tuple) else (self.x,)), self.y, *weights]
 
     @property
     def validates(self) -> bool:

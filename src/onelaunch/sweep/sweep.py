@@ -12,13 +12,14 @@ from torch import nn
 
 from onelaunch.engines import choose
 from onelaunch.engines.contract import Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, UnsupportedError, require_option, suggest
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, UnsupportedError, abbreviate, require_option, suggest
 from onelaunch.rng import check_seed
 from onelaunch.run.metric_names import VALIDATION_METRICS, require_metric
 from onelaunch.run.options import CUSTOM_LOSS, Options
 from onelaunch.sweep.active import MemberError
 from onelaunch.sweep.driver import Driver
 from onelaunch.sweep.grid import OPTIONS, Candidate, Grid, candidates_of, make_grid
+from onelaunch.sweep.identity import identity_of
 from onelaunch.sweep.member import Member
 from onelaunch.sweep.progress import make_sweep_progress
 from onelaunch.sweep.result import Sweep
@@ -26,7 +27,6 @@ from onelaunch.sweep.runs import MemberRuns, random_state_kept
 from onelaunch.sweep.store import open_store
 from onelaunch.train.argument_names import ELSEWHERE
 from onelaunch.train.callbacks import Callback, check_callbacks
-from onelaunch.train.checkpoint import checksum, fingerprint
 
 STRATEGIES = ("grid", "random", "halving")
 ADVICE = {
@@ -108,7 +108,7 @@ def sweep(
         raise OnelaunchError("strategy='halving' compares candidates on validation rows: pass folds= or validation=")
     with random_state_kept():
         trial = _trial(members, runs)  # raises what is wrong with the data before anything is trained
-    about = _identity(members, given, strategy, runs, trial) if checkpoint is not None else {}
+    about = identity_of(members, given, strategy, metric, runs, trial) if checkpoint is not None else {}
     with open_store(checkpoint, about) as store:
         driver = Driver(members, runs, metric, store, make_sweep_progress(progress), called, n_jobs)
         return driver.run(halving=strategy == "halving")
@@ -145,27 +145,6 @@ def _trial(members: Sequence[Member], runs: MemberRuns) -> Run:
         raise mistake
     named = " ".join(str(member).split())
     raise OnelaunchError(f"no candidate can be trained; the first, {named}, failed: {first}") from mistake
-
-
-def _identity(
-    members: Sequence[Member], given: dict[str, Any], strategy: str, runs: MemberRuns, trial: Run
-) -> dict[str, Any]:
-    """What two sweeps must have in common for one to continue the other. Functions count by their names."""
-    held = (*(trial.validation or ()), *trial.more_validation_x)
-    options = {name: _name_of(value) if callable(value) else repr(value) for name, value in given.items()}
-    return {
-        "grid": [
-            f"{m.seed} {m.split} { {name: _name_of(v) if callable(v) else v for name, v in m.parameters.items()} }"
-            for m in members
-        ],
-        "options": repr(sorted(options.items())), "strategy": strategy, "folds": f"{checksum(runs.splits.given()):08x}",
-        "validation": f"{checksum(held):08x}" if held else "", "model": str(trial.model),
-        "weights": f"{checksum(trial.model.state_dict().values()):08x}", "data": fingerprint(trial),
-    }  # fmt: skip
-
-
-def _name_of(function: Any) -> str:
-    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def members_of(candidates: Sequence[Candidate], seeds: Sequence[int], splits: int) -> list[Member]:
@@ -212,7 +191,12 @@ def _add_metric(metric: Any, options: dict[str, Any], grid: Grid) -> str | None:
     if metric is None:
         return None
     require_metric("metric", metric, VALIDATION_METRICS)
-    if metric not in ("loss", "accuracy") and metric not in options.get("metrics", ()) and "metrics" not in grid.names:
+    if metric in ("loss", "accuracy"):
+        return str(metric)
+    for choice in (choice for part in grid.parts for choice in part.get("metrics", ())):
+        if metric not in choice:
+            raise OnelaunchError(f"metric={metric!r} is not among grid['metrics'] {abbreviate(choice)}: add it there")
+    if metric not in options.get("metrics", ()):
         options["metrics"] = (*options.get("metrics", ()), metric)
     return str(metric)
 

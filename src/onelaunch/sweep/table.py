@@ -41,7 +41,7 @@ class Table:
 
     def _score(self, row: Row) -> str:
         if row.mean != row.mean:
-            return "failed"
+            return "failed" if row.failed else "undefined"
         value = self.format_value(row.mean)
         return value if len(row.members) - len(row.failed) < 2 else f"{value} ± {self.format_value(row.std)}"
 
