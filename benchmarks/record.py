@@ -1,16 +1,18 @@
 """Records every benchmark of this machine's GPU: `python benchmarks/record.py [--folder benchmarks/results] [--only ops]`.
 
 Peers that compile first (torch.compile, JAX) take most of the time. So all groups first run once side by side, with every cache
-on disk and their figures thrown away, and then one after another with the machine to themselves. The real models are compiled
-in a process each, a few at a time, and timed under a lock, one after another. Each group writes
-`GROUP-CHIP-DATE.json`; `make readme` puts the newest recording of each case into the README and docs. A group that fails does
-not stop the others.
+on disk and their figures thrown away, and then one after another with the machine to themselves. The real models and sweeps are
+built in a process each, a few at a time, and timed under a lock, one after another. Each group writes `GROUP-CHIP-DATE.json`;
+`make readme` puts the newest recording of each case into the README and docs. A group that fails does not stop the others.
+
+Where a machine is lent for minutes at a time: `--stage warm-up` and then, before its disk is gone, `--stage record`.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +57,10 @@ class Recording:
     parts: tuple[tuple[str, ...], ...] = ()  # further arguments of each process of the warm-up; none for no warm-up
     inside: str = ""  # for a command that writes a folder: the name of the results file in it
 
+    def warm_ups(self, outs: Iterator[str]) -> list[tuple[str, ...]]:
+        """The commands of the warm-up, each with a path of its own to write to."""
+        return [(*self.command, next(outs), *part) for part in self.parts]
+
     def record(self, out: Path) -> bool:
         with tempfile.TemporaryDirectory() as folder:
             to = Path(folder) if self.inside else out
@@ -71,6 +78,16 @@ class SideBySide:
     filters: tuple[str, ...]  # one case each
     alone: tuple[str, ...]  # cases built and timed afterwards, when no other process is left
     processes: int
+    quick: bool = True  # without the peers that take minutes to compile
+
+    def command(self, name: str, out: str) -> tuple[str, ...]:
+        quick = (
+            ("--quick", "--limit", "3600") if self.quick else ()
+        )  # with a limit of its own it does not stop after a minute
+        return (*ONELAUNCH, "bench", self.group, "--filter", name, *quick, "--out", out)
+
+    def warm_ups(self, outs: Iterator[str]) -> list[tuple[str, ...]]:
+        return [self.command(name, next(outs)) for name in (*self.filters, *self.alone)]
 
     def record(self, out: Path) -> bool:
         with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +95,7 @@ class SideBySide:
             variables = {**environment(), LOCK: str(Path(folder) / "lock")}
 
             def run(name: str) -> bool:
-                command = (*ONELAUNCH, "bench", self.group, "--filter", name, "--out", str(paths[name]))
+                command = self.command(name, str(paths[name]))
                 return subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode == 0
 
             with ThreadPoolExecutor(self.processes) as pool:
@@ -87,7 +104,8 @@ class SideBySide:
             found = [load_results(path) for path in paths.values() if path.exists()]
         if found:
             joined = {key: [entry for one in found for entry in one[key]] for key in ("planned", "left_out", "cases")}
-            whole = {**found[-1], **joined, "command": f"onelaunch bench {self.group}", "finished": all(done)}
+            command = f"onelaunch bench {self.group}{' --quick' * self.quick}"
+            whole = {**found[-1], **joined, "command": command, "finished": all(done)}
             write_atomic(out, json.dumps(whole, indent=1) + "\n")
         return all(done)
 
@@ -119,7 +137,7 @@ RECORDINGS: dict[str, Recording | SideBySide] = {
         for name, group in BENCH_GROUPS.items() if group.on_gpu is not False
     },
     "models": SideBySide("models", MODELS, MODELS_ALONE, processes=4),
-    "sweep": SideBySide("sweep", SWEEPS, ("sweep/digits",), processes=8),
+    "sweep": SideBySide("sweep", SWEEPS, ("sweep/digits",), processes=8, quick=False),
     "large": bench("train", "--large", parts=("2048", "8192", "4096", "262144")),
     "sizes": Recording(
         (*ONELAUNCH, "compare", "configs/classic-hidden.toml", "--precision", "bf16", "--epochs", "1",
@@ -133,20 +151,19 @@ RECORDINGS: dict[str, Recording | SideBySide] = {
 
 def warm_up(recordings: list[Recording | SideBySide], seconds: float) -> None:
     """Run every part once, side by side, so that compiled code is on disk. The times are thrown away."""
-    commands = [(one.command, part) for one in recordings if isinstance(one, Recording) for part in one.parts]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        outs = (str(Path(folder) / str(number)) for number in itertools.count())  # of files or folders
+        groups = [one.warm_ups(outs) for one in recordings]
+        # In turns: not all of the largest models at once, which would not fit into the device's memory.
+        in_turns = [command for turn in itertools.zip_longest(*groups) for command in turn if command]
 
-        def run(number: int) -> None:
-            command, part = commands[number]
-            out = str(Path(folder) / f"{number}.json")  # the name of a file or of a folder
+        def run(command: tuple[str, ...]) -> None:
             try:
-                subprocess.run(
-                    (*command, out, *part), env=environment(), cwd=ROOT, capture_output=True, timeout=seconds
-                )
+                subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, timeout=seconds)
             except subprocess.TimeoutExpired:
-                print(f"not warm after {seconds:.0f} s: {' '.join((*command[3:-1], *part))}", flush=True)
+                print(f"not warm after {seconds:.0f} s: {' '.join(command[3:])}", flush=True)
 
-        list(pool.map(run, range(len(commands))))
+        list(pool.map(run, in_turns))
     for choices in ("linear", "fuse"):  # they were measured on a GPU that other processes used
         shutil.rmtree(cache_folder(choices), ignore_errors=True)
 
@@ -167,6 +184,7 @@ def main() -> int:
     parser.add_argument(
         "--warm-up-seconds", type=float, default=240, help="time limit of each warm-up process; 0 for no warm-up"
     )
+    parser.add_argument("--stage", choices=("both", "warm-up", "record"), default="both", help="default: both")
     options = parser.parse_args()
     names = chosen(parser, options.only, options.skip)
     if not torch.cuda.is_available():
@@ -181,9 +199,11 @@ def main() -> int:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    if options.warm_up_seconds:
+    if options.warm_up_seconds and options.stage != "record":
         warm_up([recordings[name] for name in names], options.warm_up_seconds)
         print(f"warm after {time.perf_counter() - begin:.0f} s", flush=True)
+    if options.stage == "warm-up":
+        return 0
     failed = []
     for name in names:
         if not recordings[name].record(folder / f"{name}-{chip}-{datetime.date.today():%Y-%m-%d}.json"):

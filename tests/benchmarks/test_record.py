@@ -38,6 +38,22 @@ def test_every_warm_up_filter_selects_cases() -> None:
                 assert select([group], part), f"{name}: --filter {part}"
 
 
+def test_the_warm_up_runs_every_part_once_with_a_path_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(record, "subprocess", SimpleNamespace(run=lambda command, **_: commands.append(command)))
+    monkeypatch.setattr(record, "cache_folder", lambda name: tmp_path / name)
+    record.warm_up(list(record.RECORDINGS.values()), 1.0)
+    outs = [command[command.index("--out") + 1] for command in commands]
+    assert len(set(outs)) == len(commands)
+    assert not any(out.startswith("--") for out in outs)
+    for name in ("models/llama", "models/fuse-resnet", "sweep/digits"):
+        assert sum(name in command for command in commands) == 1
+    large = [number for number, command in enumerate(commands) if "bench" in command and "models" in command][:2]
+    assert large[1] - large[0] > 1  # not side by side
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, when torch.compile is first used
 def test_results_are_taken_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small `compare --sizes`: what the recording of the sizes keeps is what `make readme` draws."""
