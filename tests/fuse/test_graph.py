@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
+from onelaunch.fuse.backend import changes_inputs
 from onelaunch.fuse.captured import capture_graphs
 from onelaunch.fuse.graph import (
     is_layer,
@@ -20,6 +22,7 @@ from onelaunch.fuse.graph import (
     tensor_of,
     written_by,
 )
+from tests.fuse.rewritten import Rewritten
 
 
 def nodes_of(function: Any, *args: Any) -> list[fx.Node]:
@@ -108,6 +111,57 @@ def test_written_by_modules_that_work_in_place(module: nn.Module) -> None:
 def test_written_by_arguments_with_names() -> None:
     made, node = nodes_of(lambda x: F.relu6(inplace=True, input=x * 1), torch.randn(3))
     assert written_by(node) == [made]
+
+
+@torch.library.custom_op("onelaunch_tests::double", mutates_args=("x",))
+def double(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+@torch.compiler.allow_in_graph
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    return x.mul_(2)
+
+
+WRITERS: dict[str, Any] = {
+    "list": lambda x: torch._foreach_mul_([x], 2.0),
+    "overload": lambda x: torch.ops.aten.mul_.Tensor(x, 2.0),
+    "packet": lambda x: torch.ops.aten.mul_(x, 2.0),
+    "operator": lambda x: x.__iadd__(2.0),
+    "norm": lambda x: F.batch_norm(torch.ones(2, 4), x[0], x[1], training=True),
+    "other norm": lambda x: F.instance_norm(torch.ones(2, 4, 3), x[0], x[1]),
+    "embedding": lambda x: F.embedding(torch.tensor([0]), x, max_norm=0.5),
+    "bag": lambda x: F.embedding_bag(torch.tensor([[0]]), x, None, 0.5),
+    "custom": lambda x: torch.ops.onelaunch_tests.double(x),
+    "unknown": unknown,
+    "checkpoint": lambda x: checkpoint(lambda y: y.mul_(2).tanh(), x, use_reentrant=False),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_writers_of_every_kind_are_seen(name: str) -> None:
+    """By the list of arguments that are changed, by layers with one input, and before a CUDA graph is recorded."""
+    q, k = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        first = torch.relu(q(x))
+        WRITERS[name](x)
+        return first + torch.tanh(k(x))
+
+    x = torch.rand(3, 4) + 1
+    rewritten = Rewritten(forward)
+    with torch.no_grad():
+        torch.testing.assert_close(rewritten(x.clone()), forward(x.clone()))
+    assert not any("as one" in title for title in rewritten.titles)
+    assert changes_inputs(rewritten.graphs[0].graph, [x, *q.parameters(), *k.parameters()])
+
+
+def test_reading_is_not_writing() -> None:
+    def function(x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        x = F.batch_norm(x, norm[0], norm[1]) + F.embedding(torch.tensor([0]), x)
+        return torch.ops.aten.add(torch.ops.aten.mul.Tensor(x, 2.0), x)
+
+    assert not any(map(written_by, nodes_of(function, torch.randn(3, 4), torch.ones(2, 4))))
 
 
 def test_modules_by_their_path() -> None:

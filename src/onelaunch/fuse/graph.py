@@ -45,6 +45,18 @@ INPLACE_OPERATORS = (
     operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
     operator.iand, operator.ior, operator.ixor, operator.ilshift, operator.irshift, operator.imatmul, operator.setitem,
 )  # fmt: skip
+_INPLACE_OPERATOR_METHODS = {f"__{function.__name__}__" for function in INPLACE_OPERATORS}
+_PRIVATE_INPLACE = re.compile("^_.*[^_]_$")  # such as torch._foreach_lerp_ and _fused_adam_, which change several lists
+_MODULES = ("torch", "_operator", "math", "builtins")  # whose functions say by name or argument what they change
+_STATISTICS = ("running_mean", "running_var")
+# function -> (the argument that makes it change others, that argument's default, the arguments that it changes)
+_WRITERS: dict[Any, tuple[str, Any, tuple[str, ...]]] = {
+    F.batch_norm: ("training", False, _STATISTICS),
+    F.instance_norm: ("use_input_stats", True, _STATISTICS),
+    F.embedding: ("max_norm", None, ("weight",)),
+    F.embedding_bag: ("max_norm", None, ("weight",)),
+}
+_NATIVE_NORMS = (torch.batch_norm, torch.instance_norm, torch.native_batch_norm)
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{name: (name.rstrip("_"), _UNARY) for name in ("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_")},
     "add": ("add", ("input", "other")),
@@ -194,18 +206,55 @@ def _position_of_inplace(function: Any) -> int:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The arguments that an operation changes in place."""
+    """The arguments that an operation changes in place; all of an operation that PyTorch does not describe."""
     if node.op not in ("call_function", "call_method"):
         return []
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return _written_by_schema(node)
     name = name_of(node)
+    if not is_of_torch(node) or _PRIVATE_INPLACE.search(name) or node.target in _NATIVE_NORMS:
+        return node.all_input_nodes
     position = _position_of_inplace(node.target)
     inplace = node.kwargs.get("inplace") or node.args[position : position + 1] == (True,)
     # Also functions such as torch.relu_; the underscore of operator.and_ only keeps it from being a keyword.
     is_method = bool(re.search("[^_]_$", name)) and node.target not in (operator.and_, operator.or_)
+    is_operator = node.target in INPLACE_OPERATORS or name in _INPLACE_OPERATOR_METHODS
     first = node.args[0] if node.args else node.kwargs.get("input")
-    written = [first] if inplace or is_method or node.target in INPLACE_OPERATORS else []
-    written.append(node.kwargs.get("out"))
-    return [one for one in written if isinstance(one, fx.Node)]
+    written: list[Any] = [first] if inplace or is_method or is_operator else []
+    if node.target in _WRITERS:
+        condition, default, names = _WRITERS[node.target]
+        given = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
+        written += [given.get(one) for one in names] if given.get(condition, default) not in (None, False) else []
+    return _nodes_in(written, node.kwargs.get("out"))
+
+
+def is_of_torch(node: fx.Node) -> bool:
+    """Whether a call is of a tensor's method, an operator, or a function or ATen operator of PyTorch; not higher-order."""
+    if node.op == "call_method":
+        return True
+    if isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return str(node.target).startswith("aten.")
+    module = getattr(node.target, "__module__", None) or getattr(node.target, "__objclass__", torch.Tensor).__module__
+    return module.split(".")[0] in _MODULES and not isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _written_by_schema(node: fx.Node) -> list[fx.Node]:
+    packet: Any = node.target
+    one = isinstance(packet, torch._ops.OpOverload)
+    overloads = [packet] if one else [getattr(packet, name) for name in packet.overloads()]
+    written = []
+    for schema in (overload._schema for overload in overloads):
+        given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+        changed = (argument.name for argument in schema.arguments if argument.is_write)
+        written += [given.get(name) for name in changed]
+    return _nodes_in(written)
+
+
+def _nodes_in(*values: Any) -> list[fx.Node]:
+    """The nodes among these values, and in lists of them."""
+    found: dict[fx.Node, None] = {}
+    fx.node.map_arg(values, lambda node: found.setdefault(node))
+    return [*found]
 
 
 def module_of(node: fx.Node) -> str:
