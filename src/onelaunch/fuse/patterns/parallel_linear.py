@@ -16,6 +16,7 @@ from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import Operation, is_layer, operation_of, storages_of, tensor_of, tensors_of, written_by
 from onelaunch.fuse.modes import share_mode
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
+from onelaunch.fuse.strides import may_be_sliced
 from onelaunch.roofline import Cost
 
 # Outputs of one layer. Larger products fill the device by themselves: a Llama-like model (8192 rows, 1024 wide) takes 18.0 ms
@@ -54,9 +55,6 @@ class ParallelLinear:
             bias = graph.call_function(torch.cat, (given["biases"],)) if biased else None
             product = graph.call_function(F.linear, (given["input"], weight, bias))
             made["parts"] = graph.call_method("split", (product, [_shape(one)[0] for one in weights], -1))
-        for user in match.nodes[0].users:
-            if user.op == "call_method" and user.target == "view":  # the columns of a wider product have gaps
-                user.target = "reshape"
         return graph.call_function(operator.getitem, (made["parts"], given["index"]))
 
     def cost(self, match: Match) -> Cost:
@@ -87,7 +85,7 @@ def _shape(node: fx.Node) -> torch.Size:
 
 
 def _is_plain(operation: Operation) -> bool:
-    """A linear layer of parameters, whose result is read by operations of the graph only, and differentiated if it can be."""
+    """A linear layer of parameters, whose result may be columns of a product, and is differentiated if it can be."""
     if operation.name != "linear" or not is_layer(operation):
         return False
     if is_differentiated(operation.node) and not any(one.requires_grad for one in tensors_of(*operation.node.users)):
@@ -95,9 +93,7 @@ def _is_plain(operation: Operation) -> bool:
     tensors = operation.arguments["weight"], operation.arguments["bias"]
     if any(one is not None and one.op not in ("placeholder", "get_attr") for one in tensors):
         return False
-    views = [user for user in operation.node.users if user.target == "view" and len(user.args) == 2]
-    views_as_type = any(isinstance(view.args[1], torch.dtype) for view in views)
-    return isinstance(operation.arguments["input"], fx.Node) and not views_as_type
+    return isinstance(operation.arguments["input"], fx.Node) and may_be_sliced(operation.node)
 
 
 def _alike(one: Operation, other: Operation) -> bool:

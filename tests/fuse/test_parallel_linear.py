@@ -1,0 +1,78 @@
+"""Linear layers with one input: which stay apart because of strides or gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.fuse.rewritten import Of, Rewritten, assert_same_step
+
+APART = ("parallel_linear",)
+
+
+@torch.library.custom_op("onelaunch_tests::flat", mutates_args=())
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """Takes its input to be contiguous."""
+    return x.as_strided((x.numel(),), (1,), x.storage_offset()).clone()
+
+
+@flat.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.numel())
+
+
+def layers() -> dict[str, nn.Module]:
+    return {"q": nn.Linear(8, 8), "k": nn.Linear(8, 8)}
+
+
+def windows(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.k(x)
+    s = h.stride()
+    pairs = h.as_strided((len(x), x.shape[1] - 1, 2, 8), (s[0], s[1], s[1], s[2]))
+    return pairs.sum(2) + torch.tanh(m.q(x))[:, 1:]
+
+
+USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "as_strided": windows,
+    "flattened view": lambda m, x: torch.relu(m.q(x).view(4, -1)) + torch.tanh(m.k(x).view(4, -1)),
+    "view of a view": lambda m, x: m.q(x).unsqueeze(0).view(4, -1) + m.k(x).unsqueeze(0).view(4, -1),
+    "view_as": lambda m, x: m.q(x).view_as(x.reshape(4, -1)) + m.k(x).view_as(x.reshape(4, -1)),
+    "no conversion": lambda m, x: m.q(x).double().view(4, -1) + m.k(x).double().view(4, -1),
+    "no dropout": lambda m, x: F.dropout(m.q(x), 0.1, False).view(4, -1) + F.dropout(m.k(x), 0.1, False).view(4, -1),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("aot", [True, False])
+def test_uses_that_depend_on_strides(name: str, aot: bool) -> None:
+    with torch.no_grad():
+        model, x = Of(USES[name], **layers()).double(), torch.randn(4, 6, 8).double()
+        rewritten = Rewritten(model, APART, aot)
+        torch.testing.assert_close(rewritten(x), model(x))
+    assert rewritten.titles == []
+
+
+def test_a_custom_operator_may_depend_on_strides() -> None:
+    model, x = Of(lambda m, x: flat(m.q(x)) + flat(m.k(x)), **layers()), torch.randn(4, 6, 8)
+    rewritten = Rewritten(model, APART)
+    with torch.no_grad():
+        torch.testing.assert_close(rewritten(x), model(x))
+    assert rewritten.titles == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.relu(m.q(x)) * m.k(x).softmax(-1),
+        lambda m, x: m.q(x).reshape(4, -1) + m.k(x).flatten(1),
+        lambda m, x: m.q(x).view(-1, 2, 4).transpose(0, 1).contiguous().view(-1) + m.k(x).chunk(2)[0].sum(),
+        lambda m, x: m.q(x).view(24, 8) @ m.k(x).permute(2, 0, 1).reshape(8, -1),
+    ],
+)
+def test_uses_that_do_not_depend_on_strides(function: Any) -> None:
+    assert_same_step(Of(function, **layers()), torch.randn(4, 6, 8), ["linear (2 as one)"] * 2, aot=True)
