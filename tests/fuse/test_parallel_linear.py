@@ -76,3 +76,40 @@ def test_a_custom_operator_may_depend_on_strides() -> None:
 )
 def test_uses_that_do_not_depend_on_strides(function: Any) -> None:
     assert_same_step(Of(function, **layers()), torch.randn(4, 6, 8), ["linear (2 as one)"] * 2, aot=True)
+
+
+def caches(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.cache = torch.relu(m.k(x)).detach()
+    return torch.relu(m.q(x)) + m.cache
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: torch.relu(m.q(x)) * F.softmax(m.k(x), -1).argmax(-1, keepdim=True),
+        lambda m, x: torch.relu(m.q(x)) * torch.tanh(m.k(x)).detach(),
+        lambda m, x: torch.relu(m.q(x)) * F.normalize(m.k(x)).detach(),
+        lambda m, x: torch.relu(m.q(x)) * (torch.sigmoid(m.k(x)) > 0.5),
+        caches,
+    ],
+)
+def test_a_layer_without_gradients_still_has_none(function: Any) -> None:
+    """Not gradients of 0, with which an optimizer's weight decay would move its weights."""
+    model = Of(function, **layers())
+    rewritten = Rewritten(model, APART, aot=True)
+    rewritten(torch.randn(4, 6, 8)).sum().backward()
+    assert [name for name, one in model.named_parameters() if one.grad is None] == ["k.weight", "k.bias"]
+    assert rewritten.titles == []
+
+
+def test_results_of_frozen_layers_have_no_gradients() -> None:
+    q, k, x = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), torch.randn(4, 6, 8)
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.relu(q(x)), torch.tanh(k(x))
+
+    rewritten = Rewritten(forward, APART, aot=True)
+    assert [one.requires_grad for one in rewritten(x)] == [True, False]
+    assert rewritten.titles == []
+    rewritten(x.requires_grad_())
+    assert rewritten.titles == ["linear (2 as one)"] * 2

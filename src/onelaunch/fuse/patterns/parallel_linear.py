@@ -88,7 +88,7 @@ def _is_plain(operation: Operation) -> bool:
     """A linear layer of parameters, whose result may be columns of a product, and is differentiated if it can be."""
     if operation.name != "linear" or not is_layer(operation):
         return False
-    if is_differentiated(operation.node) and not any(one.requires_grad for one in tensors_of(*operation.node.users)):
+    if is_differentiated(operation.node) and not _reaches_gradients(operation.node):
         return False  # as part of a product its parameters would have gradients of 0 instead of none
     tensors = operation.arguments["weight"], operation.arguments["bias"]
     if any(one is not None and one.op not in ("placeholder", "get_attr") for one in tensors):
@@ -97,12 +97,26 @@ def _is_plain(operation: Operation) -> bool:
 
 
 def _alike(one: Operation, other: Operation) -> bool:
-    """Whether two layers with one input can be one product: both with or without bias, of one type, and in one mode."""
+    """Whether two layers with one input can be one product: alike in bias, type, mode and gradients."""
     mine, theirs = tensor_of(one.arguments["weight"]), tensor_of(other.arguments["weight"])
     same_type = mine is not None and theirs is not None and mine.dtype == theirs.dtype
     biased = (one.arguments["bias"] is None) == (other.arguments["bias"] is None)
-    same = same_type and biased and share_mode((one.node, other.node))
+    differentiated = is_differentiated(one.node) == is_differentiated(other.node)
+    same = same_type and biased and differentiated and share_mode((one.node, other.node))
     return same and one.arguments["input"] is other.arguments["input"]
+
+
+def _reaches_gradients(node: fx.Node) -> bool:
+    """Whether a result of the graph that has gradients depends on `node` by operations that have them."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        one = waiting.pop()
+        if any(user.op == "output" for user in one.users):
+            return True
+        found = {user for user in one.users if any(tensor.requires_grad for tensor in tensors_of(user))} - seen
+        seen |= found
+        waiting += found
+    return False
 
 
 def _is_written(graph: fx.Graph, layers: list[fx.Node]) -> bool:
