@@ -65,6 +65,27 @@ def test_an_input_changed_between_linear_and_activation() -> None:
     assert rewritten.titles == ["linear + relu"]
 
 
+def added_to(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    h += x
+    return h
+
+
+def partly_replaced(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    h[:, 0] = x[:, 0]
+    return h
+
+
+@pytest.mark.parametrize("change", [added_to, partly_replaced])
+@pytest.mark.parametrize("aot", [True, False])
+def test_a_result_that_is_changed_later_is_not_saved(change: Callable[..., torch.Tensor], aot: bool) -> None:
+    """As `h += x` after leaky_relu, whose gradient PyTorch computes from its input and `ol.linear` from its result."""
+    for act in (F.leaky_relu, F.elu, F.selu):
+        model = Of(lambda m, x, act=act: change(act(m.a(x)), x), a=linear())
+        assert_same_step(model, torch.randn(5, 6), [], aot=aot)
+    model = Of(lambda m, x: change(F.silu(m.a(x)), x), a=linear())  # which saves its input
+    assert_same_step(model, torch.randn(5, 6), ["linear + silu"], aot=aot)
+
+
 def test_running_statistics_move_in_the_order_of_the_batch_norms() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         first, second = m.n(x), m.n(2 * x + 1)

@@ -13,9 +13,10 @@ from torch import fx
 
 from onelaunch.activations import saves_input
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import is_layer, operation_of, sole_user, tensor_of
+from onelaunch.fuse.graph import is_layer, operation_of, sole_user, storages_of, tensor_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, with_dtype
 from onelaunch.ops import linear
+from onelaunch.ops.linear_reference import backward_needs
 from onelaunch.roofline import Cost
 
 
@@ -28,7 +29,7 @@ class LinearActivationDropout:
             return None
         view = _view_of_rows(node) if operation.name == "addmm" else None
         nodes, activation, p = epilogue(view or node)
-        if not nodes:
+        if not nodes or (backward_needs(activation, p) == "output" and _is_changed_later(nodes[-1])):
             return None
         parts = ["linear", *([activation] if activation else []), *(["dropout"] if p else [])]
         arguments = {**operation.arguments, "activation": activation, "p": p, "parts": parts}
@@ -77,3 +78,13 @@ def _view_of_rows(node: fx.Node) -> fx.Node | None:
     if user is None or user.op != "call_method" or user.target != "view" or before is None or after is None:
         return None
     return user if after.shape[-1] == before.shape[-1] else None
+
+
+def _is_changed_later(result: fx.Node) -> bool:
+    """Whether a later operation changes this value or a view of it, as no value may be that is saved for the backward pass."""
+    memory, node = storages_of(result), result.next
+    while node.op != "output":
+        if storages_of(*written_by(node)) & memory:
+            return True
+        node = node.next
+    return False
