@@ -135,6 +135,12 @@ def operation_of(node: fx.Node) -> Operation | None:
     return Operation(name, node, {**DEFAULTS.get(name, {}), **given})
 
 
+def are_constants(*values: Any) -> bool:
+    """Whether these are numbers, or tuples of them, that are the same in every call; not symbols or tensors."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return all(isinstance(leaf, int | float) for leaf in leaves)
+
+
 def sole_user(node: fx.Node) -> fx.Node | None:
     """The node that uses the value of `node`, if it is the only one."""
     return next(iter(node.users)) if len(node.users) == 1 else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import operation_of, tensor_of
+from onelaunch.fuse.graph import are_constants, operation_of, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, with_dtype
 from onelaunch.ops import batch_norm
 from onelaunch.roofline import Cost
@@ -19,7 +19,7 @@ class BatchNormActivationDropout:
         if operation is None or operation.name != "batch_norm":
             return None
         given = operation.arguments
-        constants = isinstance(given["training"], bool) and isinstance(given["momentum"], int | float)
+        constants = isinstance(given["training"], bool) and are_constants(given["momentum"], given["eps"])
         nodes, activation, p = epilogue(node)
         if not constants or not nodes or (p and not given["training"]):  # the op drops nothing in evaluation
             return None

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from onelaunch.fuse.costs import flops_of, size_of
-from onelaunch.fuse.graph import addition, next_operation, operation_of, sole_user, tensor_of
+from onelaunch.fuse.graph import addition, are_constants, next_operation, operation_of, sole_user, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops.conv_batch_norm_relu import conv_batch_norm_relu
 from onelaunch.roofline import Cost
@@ -22,7 +22,8 @@ class ConvolutionBatchNormRelu:
         if convolution is None or convolution.name != "conv2d" or norm is None or norm.name != "batch_norm":
             return None
         x, given = tensor_of(convolution.arguments["input"]), norm.arguments
-        if x is None or x.dim() != 4 or isinstance(convolution.arguments["padding"], str):
+        settings = [convolution.arguments[name] for name in ("stride", "padding", "dilation", "groups")]
+        if x is None or x.dim() != 4 or not are_constants(*settings, given["eps"]):
             return None
         if given["training"] is not False or given["running_mean"] is None or given["running_var"] is None:
             return None

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import Operation, is_layer, operation_of, sole_user, tensor_of
+from onelaunch.fuse.graph import Operation, are_constants, is_layer, operation_of, sole_user, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops import linear_cross_entropy
 from onelaunch.roofline import Cost
@@ -46,6 +46,8 @@ class LinearCrossEntropy:
         if flat.dim() != 2 or flat.shape[1] != logits.shape[-1] or given["weight"] is not None:
             return None
         if given["reduction"] not in ("mean", "sum") or target.dim() != 1:
+            return None
+        if not are_constants(given["ignore_index"], given["label_smoothing"]):
             return None
         if given.get("size_average") is not None or given.get("reduce") is not None or not is_layer(linear):
             return None
