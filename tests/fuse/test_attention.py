@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
+from onelaunch.fuse.graph import value_of
 from tests.fuse.rewritten import Of, Rewritten, assert_same_step, titles_of
 
 
@@ -96,3 +99,28 @@ def test_attention_with_a_causal_mask_of_other_keys_keeps_it() -> None:
         return F.scaled_dot_product_attention(x[:, :3], x, x, attn_mask=mask)
 
     assert titles_of(forward, torch.randn(2, 5, 6)) == []
+
+
+@pytest.mark.parametrize(("query", "mask"), [((2, 5, 6), (1, 1, 5, 5)), ((1, 2, 5, 6), (3, 1, 5, 5))])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_mask_that_does_not_fit_is_left(query: tuple[int, ...], mask: tuple[int, ...], causal: bool) -> None:
+    """PyTorch raises; without its mask, attention would not."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        full = torch.ones(mask, dtype=torch.bool)
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=full.tril() if causal else full)
+
+    rewritten = Rewritten(forward)
+    with contextlib.suppress(RuntimeError):
+        rewritten(torch.randn(query))
+    assert rewritten.titles == []
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_a_mask_for_another_device_is_computed_on_the_cpu(device: Any) -> None:
+    graph = fx.Graph()
+    ones = graph.call_function(torch.ones, (4, 4), {"dtype": torch.bool, "device": device})
+    mask = graph.call_method("tril", (graph.call_method("to", (ones, device)),))
+    value = value_of(mask, {}, lambda node: True)
+    assert value.device.type == "cpu"
+    assert torch.equal(value, torch.ones(4, 4, dtype=torch.bool).tril())

@@ -116,10 +116,19 @@ def value_of(node: fx.Node, values: dict[fx.Node, Any], is_allowed: Callable[[fx
         if not is_allowed(node):
             raise ValueError(node.name)
         needed = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value_of(one, values, is_allowed))
-        on_cpu = torch.utils._pytree.tree_map_only(torch.device, lambda _: torch.device("cpu"), needed)
+        on_cpu = torch.utils._pytree.tree_map_only((torch.device, str), _without_device, needed)
         function: Any = getattr(type(on_cpu[0][0]), name_of(node)) if node.op == "call_method" else node.target
         values[node] = function(*on_cpu[0], **on_cpu[1])
     return values[node]
+
+
+def _without_device(value: torch.device | str) -> torch.device | str:
+    """The CPU for a device or its name; any other text as it is."""
+    try:
+        torch.device(value)
+    except RuntimeError:
+        return value
+    return torch.device("cpu")
 
 
 def operation_of(node: fx.Node) -> Operation | None:

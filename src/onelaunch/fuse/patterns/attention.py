@@ -38,7 +38,7 @@ class MaskedAttention:
         if KIND not in mask.meta:
             mask.meta[KIND] = _kind_of(mask)
         kind = mask.meta[KIND]
-        if kind is None or (kind == "causal" and query.shape[-2] != key.shape[-2]):
+        if kind is None or not _fits(mask, query, key):
             return None
         return Match(self, (node,), {**given, "kind": kind, "parts": [f"attention ({kind} mask)"]})
 
@@ -70,15 +70,26 @@ def _kind_of(mask: fx.Node) -> str | None:
     try:
         with _SameInEveryCall():
             value = value_of(mask, values, lambda node: len(values) < MAX_OPERATIONS and _is_constant(node, changed))
+        return _kind_of_value(value.cpu()) if value.shape == tensor.shape else None
     except (TypeError, RuntimeError, AttributeError, IndexError, ValueError):
         return None
-    if not isinstance(value, torch.Tensor) or value.shape != tensor.shape:
-        return None
+
+
+def _kind_of_value(value: torch.Tensor) -> str | None:
     if bool(value.all()):
         return "full"
     rows, columns = value.shape[-2:]
     causal = torch.ones(rows, columns, dtype=torch.bool).tril()
     return "causal" if rows == columns and torch.equal(value, causal.expand_as(value)) else None
+
+
+def _fits(mask: fx.Node, query: torch.Tensor, key: torch.Tensor) -> bool:
+    """Whether the mask can be expanded to the scores; where not, PyTorch raises."""
+    given, scores = tensor_of(mask), (*query.shape[:-1], key.shape[-2])
+    if given is None or given.dim() > len(scores):
+        return False
+    pairs = zip(reversed(given.shape), reversed(scores), strict=False)
+    return all(one in (1, two) for one, two in pairs)
 
 
 def _is_constant(node: fx.Node, changed: set[int]) -> bool:
