@@ -139,6 +139,16 @@ def test_not_with_gradients() -> None:
     assert rewritten.titles == ["conv2d + batch_norm + relu"]
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("frozen", [True, False])
+def test_not_where_gradients_are_cut_in_place(inplace: bool, frozen: bool) -> None:
+    model = with_statistics(Block(lambda m, x: F.relu(m.norm(m.conv(x)), inplace).detach_()))
+    model.conv.requires_grad_(not frozen)  # type: ignore[union-attr]
+    rewritten, x = Rewritten(model, NAMES, aot=True), torch.randn(2, 4, 5, 5).double()
+    torch.testing.assert_close(rewritten(x), model(x))
+    assert rewritten.titles == []
+
+
 def test_under_autocast() -> None:
     model, x = Block(lambda m, x: F.relu(m.norm(m.conv(x)) + m.conv(x))).eval(), torch.randn(2, 4, 5, 5)
     rewritten = Rewritten(model, NAMES)

@@ -236,6 +236,7 @@ def test_losses_that_are_left_alone() -> None:
     assert titles_of(lambda x: F.cross_entropy(layer(x), soft), x) == []
     assert titles_of(lambda x: F.cross_entropy(layer(x), target, weight=torch.ones(6)), x) == []
     assert titles_of(lambda x: F.cross_entropy(layer(x)[:, :, None], target[:, None]), x) == []
+    assert titles_of(lambda x: F.cross_entropy(layer(x).view(1, -1), target[:1]), x[0]) == []
 
 
 @pytest.mark.parametrize("change", [torch.zero_, nn.Hardtanh(0, 0.1, True)])

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from onelaunch.fuse.costs import flops_of, size_of
-from onelaunch.fuse.graph import addition, are_constants, next_operation, operation_of, sole_user, tensor_of
+from onelaunch.fuse.graph import addition, are_constants, name_of, next_operation, operation_of, sole_user, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops.conv_batch_norm_relu import conv_batch_norm_relu
 from onelaunch.roofline import Cost
@@ -35,7 +35,9 @@ class ConvolutionBatchNormRelu:
             last, residual = user, added[1]
             chain.append(last)
         relu = next_operation(last)
-        if relu is None or relu.activation != "relu" or is_differentiated(relu.node):
+        if relu is None or relu.activation != "relu" or any(map(is_differentiated, (*chain, relu.node))):
+            return None
+        if any(name_of(user) == "detach_" for user in relu.node.users):  # then nothing tells whether it had gradients
             return None
         arguments = {f"norm_{name}": given[name] for name in ("running_mean", "running_var", "weight", "bias", "eps")}
         parts = ["conv2d", "batch_norm", *(["add"] if residual is not None else []), "relu"]

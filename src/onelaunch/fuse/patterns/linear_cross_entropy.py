@@ -41,7 +41,7 @@ class LinearCrossEntropy:
         self, linear: Operation, loss: Operation, chain: list[fx.Node], logits: torch.Tensor | None
     ) -> Match | None:
         given, flat, target = loss.arguments, tensor_of(chain[-1]), tensor_of(loss.arguments["target"])
-        if logits is None or flat is None or target is None or target.is_floating_point():
+        if logits is None or logits.dim() < 2 or flat is None or target is None or target.is_floating_point():
             return None
         if flat.dim() != 2 or flat.shape[1] != logits.shape[-1] or given["weight"] is not None:
             return None
