@@ -90,9 +90,8 @@ def as_toml(values: dict[str, Any]) -> str:
 
     kept = {key: value for key, value in values.items() if value not in (None, ()) and key != "out"}
     for key in ("data", "data_dir"):
-        is_name = (
-            key == "data" and not Path(kept.get(key, "")).suffix
-        )  # "mnist" stays, even beside a folder of that name
+        # "mnist" stays, even beside a folder of that name.
+        is_name = key == "data" and not Path(kept.get(key, "")).suffix
         if key in kept and not is_name and Path(kept[key]).exists():
             kept[key] = str(Path(kept[key]).resolve())
     # A path may hold bytes that UTF-8 cannot encode. A config with replaced characters is better than none.

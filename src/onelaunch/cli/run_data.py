@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,15 @@ def load_data(settings: TrainConfig) -> tuple[Dataset, TrainConfig]:
     completed by what the data says."""
     dataset = _load_table(settings) if is_table_file(Path(settings.data)) else _load_arrays(settings)
     say("data", dataset.source)
-    for note in data_notes(dataset):
+    dataset = replace(dataset, notes=tuple(_notes(dataset)))
+    for note in dataset.notes:
         say("note", note)
     if dataset.encoding is not None:
         say("task", f"{dataset.encoding.target.task} of {dataset.encoding.target.name!r}")
     return dataset, settings.resolved(len(dataset.x), dataset.classes is not None)
 
 
-def data_notes(dataset: Dataset) -> Iterator[str]:
-    """What may surprise about the data: one line each."""
+def _notes(dataset: Dataset) -> Iterator[str]:
     if dataset.fallback:
         yield "this is a small stand-in: put the full set into a folder and pass --data-dir to train on it"
     if dataset.encoding is not None:

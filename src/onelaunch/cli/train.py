@@ -17,7 +17,7 @@ from torch import nn
 from onelaunch.bench.results import commit
 from onelaunch.cli.config import TrainConfig, make_config, read_config
 from onelaunch.cli.remedies import in_flags
-from onelaunch.cli.run_data import data_digest, data_notes, load_data, options_of
+from onelaunch.cli.run_data import data_digest, load_data, options_of
 from onelaunch.cli.say import echo, say
 from onelaunch.cli.summary import next_step, summary_lines
 from onelaunch.data import Dataset
@@ -147,12 +147,11 @@ def train_into(
     folder.refuse_other_data(settings.data, digest)
     device = "cpu" if settings.engine == "cpu" else default_device()
     model = model.to(device)
-    notes = list(data_notes(dataset))
     folder.begin(
         settings.to_toml(),
         {
             "data": dataset.source,
-            "notes": notes,
+            "notes": list(dataset.notes),
             DIGEST: digest,
             "table": dataset.encoding is not None,
             "classes": dataset.classes,
@@ -198,7 +197,7 @@ def train_into(
     say("result", f"{best}{summary(history.kept)}, in {history.seconds:.3g} s")
     if advice := _advice(history):
         say("note", advice)
-        folder.describe(notes=[*notes, advice])
+        folder.describe(notes=[*dataset.notes, advice])
     _score(folder, settings, dataset)
     for line in summary_lines(folder.path, history):
         echo(line)

@@ -38,6 +38,8 @@ class Dataset:
     """Of flat rows that are images: the shape of one image."""
     test_table: Any = None
     """Of a table, the rows of its test part as the file has them, a `table_file.Table`."""
+    notes: tuple[str, ...] = ()
+    """What may surprise about the data: one line each."""
 
 
 def split(dataset: Dataset, fraction: float, seed: int) -> Dataset:
