@@ -151,7 +151,7 @@ RECORDINGS: dict[str, Recording | SideBySide] = {
 
 def warm_up(recordings: list[Recording | SideBySide], seconds: float) -> None:
     """Run every part once, side by side, so that compiled code is on disk. The times are thrown away."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) * 2 // 3)) as pool:
         outs = (str(Path(folder) / str(number)) for number in itertools.count())  # of files or folders
         groups = [one.warm_ups(outs) for one in recordings]
         # In turns: not all of the largest models at once, which would not fit into the device's memory.
