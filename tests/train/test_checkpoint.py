@@ -8,6 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import onelaunch as ol
@@ -195,6 +196,17 @@ def test_the_same_weights_with_another_activation_are_another_model(tmp_path):
         ol.CheckpointError, match=r"another model: it has \(2\): ReLU\(\) where this one has \(2\): Tanh\(\)"
     ):
         run(other, checkpoint=path, resume=True)
+
+
+def test_another_loss_function_is_refused(tmp_path):
+    def loss_of(power: float):
+        return lambda output, y: (output - F.one_hot(y.long(), output.shape[1])).abs().pow(power).mean()
+
+    path, common = tmp_path / "run.safetensors", {"optimizer": "sgd", "engine": "eager"}
+    run(network(), epochs=1, loss=loss_of(1.5), checkpoint=path, **common)
+    with pytest.raises(ol.CheckpointError, match="another loss function: pass that one as loss"):
+        run(network(), epochs=2, loss=loss_of(2.0), checkpoint=path, resume=True, **common)
+    run(network(), epochs=2, loss=loss_of(1.5), checkpoint=path, resume=True, **common)
 
 
 def test_state_that_is_not_a_tensor_is_named_before_training(tmp_path):

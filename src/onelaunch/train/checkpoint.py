@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -23,16 +22,15 @@ from torch import nn
 from onelaunch.engines.contract import Run, State
 from onelaunch.errors import CheckpointError, unwritable_reason
 from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
+from onelaunch.train.described import described, fingerprint, validation_fingerprint
 from onelaunch.train.tensor_files import read_tensors
 
 FORMAT = 1
 FREE_TO_CHANGE = {"engine", "memory", "precision", "metrics"}  # they say how a run is executed and watched
-SAMPLED_ROWS = 1024
 ABOUT = {
     "format": int, "spec": dict, "model": str, "data": str, "engine": str, "epochs": list, "partial": dict,
     "seconds": int | float,
 }  # fmt: skip
-MAX_CHECKSUM_BYTES = 2**28  # of larger data, the fingerprint covers SAMPLED_ROWS rows only
 
 
 @dataclass
@@ -171,32 +169,6 @@ def set_aside(path: Path) -> None:
         raise _error(path, f"exists and cannot be moved aside: {error.strerror}") from error
 
 
-def fingerprint(run: Run) -> str:
-    """Shape and checksum of the run's data: of all rows, or of 1,024 evenly spaced ones if the data is very large."""
-    weights = () if run.weights is None else (run.weights,)
-    return f"{list(run.x.shape)} {checksum((run.x, run.y, *run.more_x, *weights)):08x}"
-
-
-def validation_fingerprint(run: Run) -> str:
-    """As `fingerprint`, of the validation rows; empty without any."""
-    if run.validation is None:
-        return ""
-    x, y = run.validation
-    return f"{list(x.shape)} {checksum((x, y, *run.more_validation_x)):08x}"
-
-
-def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the values of all tensors; of 1,024 evenly spaced rows of a tensor that is very large."""
-    found = 0
-    for tensor in tensors:
-        sample = tensor
-        if tensor.nbytes > MAX_CHECKSUM_BYTES:
-            rows = torch.linspace(0, len(tensor) - 1, min(SAMPLED_ROWS, len(tensor)), dtype=torch.float64).long()
-            sample = tensor[rows.to(tensor.device)]
-        found = zlib.crc32(sample.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, found)
-    return found
-
-
 def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     """Raise CheckpointError if the checkpoint is of another model, other data or another run, and name the difference."""
     _check_model(path, checkpoint, run.model)
@@ -210,6 +182,8 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
         hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
         old = f"{argument}={was.get(argument)!r}"
         raise _error(path, f"was made with {old}, not {now[argument]!r}{hint}: pass {old}, or start a new run")
+    if checkpoint.about.get("loss", loss := described(run.loss_function)) != loss:  # an older version did not keep it
+        raise _error(path, "was made with another loss function: pass that one as loss, or start a new run")
     if was.get("rows") != now["rows"] or checkpoint.about["data"] != fingerprint(run):
         raise _error(
             path, "was made with other rows or weights: pass the data, validation and sample_weight of that run"

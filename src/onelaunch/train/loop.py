@@ -22,7 +22,6 @@ from onelaunch.train.checkpoint import (
     Checkpoint,
     check_fits,
     checkpoint_lock,
-    fingerprint,
     frozen_parameters,
     load_checkpoint,
     other_buffers,
@@ -30,8 +29,8 @@ from onelaunch.train.checkpoint import (
     save_checkpoint,
     set_aside,
     tensors_of,
-    validation_fingerprint,
 )
+from onelaunch.train.described import described, fingerprint, validation_fingerprint
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.interrupts import on_interrupt
 from onelaunch.train.progress import Progress
@@ -105,7 +104,7 @@ def drive(
         data = {}
         if written:
             rows = resumed.about["data"] if resumed else fingerprint(run)
-            data = {"data": rows, "validation": validation_fingerprint(run)}
+            data = {"data": rows, "validation": validation_fingerprint(run), "loss": described(run.loss_function)}
         save = Saver(run, recorder, epoch_end, written, data)
         try:
             session = engine.start(run, state)
@@ -186,8 +185,8 @@ class Saver:
         self, run: Run, recorder: Recorder, epoch_end: EpochEnd, path: Path | None, data: dict[str, str],
         finite_before: frozenset[str] | None = None,
     ) -> None:  # fmt: skip
-        """`data` has the fingerprints of the run's rows. `finite_before`: the names of the tensors whose values are finite at
-        the start, where they are known; a mask may contain -inf."""
+        """`data` says what rows and loss function the run has. `finite_before`: the names of the tensors whose values are
+        finite at the start, where they are known; a mask may contain -inf."""
         self.run, self.recorder, self.epoch_end, self.path, self._data = run, recorder, epoch_end, path, data
         if finite_before is None:
             finite_before = frozenset(name for name, tensor in self._floats() if _is_finite(tensor))
