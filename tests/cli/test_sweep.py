@@ -49,19 +49,24 @@ def test_the_folder_has_table_page_and_best_model(cli, config, tmp_path):
     assert len(rows) == 4
     assert rows[0]["hidden"] in ("[4]", "[6, 5]")
     assert float(rows[0]["mean"]) >= float(rows[-1]["mean"])
-    assert (folder / "sweep.html").stat().st_size > 5000
+    page = (folder / "sweep.html").read_bytes()
+    assert len(page) > 5000
+    assert "held-out rows, which chose it among 8 networks" in outcome.out
+    assert "which chose it among 8 networks" in (folder / "best" / "report.html").read_text()
     assert (folder / "sweep.png").exists()
     best = ol.load(folder / "best")
     assert best.predict(np.zeros((2, 5), np.float32)).shape == (2,)
     again = cli("sweep", config, "--out", "found", "--no-progress")
     assert again.code == 0, again.err
     assert table(folder) == rows
+    assert (folder / "sweep.html").read_bytes() == page  # it says how the sweep ran
 
 
 def test_folds_and_flags(cli, config, tmp_path):
     outcome = cli("sweep", config, "--out", "found", "--folds", 2, "--lr", 0.01, "--strategy", "random", "--n", 1)
     assert outcome.code == 0, outcome.err
     rows = table(tmp_path / "found")
+    assert "which chose it" not in outcome.out  # the folds did
     assert [row["members"] for row in rows] == ["4"]
     assert "lr" not in rows[0]
 

@@ -38,7 +38,7 @@ def test_a_run_leaves_its_folder(cli, blobs, tmp_path):
         "run      result", "report   result/report.html", "predict  onelaunch predict result rows.npy"
     ]  # fmt: skip
     assert re.search(
-        r"\n\d+\.\d\d %  accuracy on 80 held-out rows \(always the most frequent class: .*\)\n[▁-█]{9}  loss ",
+        r"\n\d+\.\d\d %  accuracy on 80 held-out rows \(always the most frequent class: .*\)\n[▁-█]{9}  training loss ",
         result.out,
     )
     assert "blobs.npz, 400 rows of 5, 3 classes" in result.out

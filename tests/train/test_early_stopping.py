@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
+import shutil
 import time
 
 import pytest
@@ -157,7 +158,24 @@ def test_the_rule_is_part_of_the_run(tmp_path):
     path = tmp_path / "run.safetensors"
     run(network(), epochs=2, checkpoint=path)
     with pytest.raises(ol.CheckpointError, match=r"made with early_stopping=.*'patience': 4"):
-        run(network(), checkpoint=path, resume=True, early_stopping=5)
+        run(network(), checkpoint=path, resume=True, early_stopping=ol.EarlyStopping(4, "accuracy"))
+
+
+def test_a_stopped_run_says_so_and_goes_on_with_more_patience_or_none(tmp_path, caplog):
+    path, copy = tmp_path / "run.safetensors", tmp_path / "copy.safetensors"
+    ended = len(run(network(), early_stopping=2, checkpoint=path).epochs)
+    shutil.copyfile(path, copy)
+    assert len(run(network(), early_stopping=2, checkpoint=path, resume=True).epochs) == ended
+    assert f"early_stopping=2 ended this run after epoch {ended}: pass a larger one, or None" in caplog.text
+    model, whole = network(), network()
+    history = run(model, early_stopping=6, checkpoint=path, resume=True)
+    assert validation_losses(history) == validation_losses(run(whole, early_stopping=6))
+    assert len(history.epochs) > ended
+    assert same(model, whole)
+    model, whole = network(), network()
+    run(model, epochs=ended + 3, early_stopping=None, checkpoint=copy, resume=True)
+    run(whole, epochs=ended + 3, early_stopping=None)
+    assert same(model, whole)
 
 
 def test_the_figure_marks_the_epoch_that_is_kept(tmp_path) -> None:

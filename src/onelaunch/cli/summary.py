@@ -27,7 +27,10 @@ def summary_lines(run: Path, history: History) -> list[str]:
     first = typer.style(head.figure, fg="blue", bold=True) + f"  {head.words}"
     if head.more and head.more[0][0].startswith("always"):
         first += f" ({head.more[0][0]}: {head.more[0][1]})"
-    course = f"loss {format_number(history.losses[0])} → {format_number(history.losses[-1])}"
+    first_loss, loss = history.epochs[0]["loss"], history.kept["loss"]
+    course = f"training loss {format_number(loss)}"
+    if first_loss != loss:
+        course = f"training loss {format_number(first_loss)} → {format_number(loss)}"
     validation = history.kept["validation"]
     when = "" if history.best_epoch is None else f" in epoch {history.best_epoch + 1}, the best"
     course += f", validation {format_number(validation['loss'])}{when}" if validation else ""

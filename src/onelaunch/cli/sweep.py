@@ -145,8 +145,9 @@ def _report(folder: Path, result: Sweep) -> None:
     for index, reason in list(result.failures.items())[:3]:
         say("failed", f"{result.members[index]}: {reason}")
     _write(folder / TABLE, text.getvalue())
-    result.plot(folder / FIGURE)
-    result.html(folder / PAGE)
+    if result.plan or not (folder / PAGE).exists():  # the page of a sweep that was finished before says how it ran
+        result.plot(folder / FIGURE)
+        result.html(folder / PAGE)
     say("table", str(folder / TABLE))
     say("page", str(folder / PAGE))
 
@@ -173,7 +174,9 @@ def _train_best(path: Path, plan: Plan, settings: TrainConfig, dataset: Dataset,
         folder = RunFolder.create(str(path), "best")
     try:
         model = build(settings, widths_of(settings, dataset))
-        train_into(folder, settings, dataset, model, progress, resumes=folder.checkpoint.exists())
+        compared = 1 if "folds" in plan.own else len(result.members)
+        resumes = folder.checkpoint.exists()
+        train_into(folder, settings, dataset, model, progress, resumes=resumes, chosen_among=compared)
     finally:
         folder.close()
 

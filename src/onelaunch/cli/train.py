@@ -140,9 +140,10 @@ class _Narrator(Listener):
 
 
 def train_into(
-    folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn.Module, progress: bool, *, resumes: bool
-) -> None:
-    """Train `model` and keep everything about the run in `folder`."""
+    folder: RunFolder, settings: TrainConfig, dataset: Dataset, model: nn.Module, progress: bool, *, resumes: bool,
+    chosen_among: int = 1,
+) -> None:  # fmt: skip
+    """Train `model` and keep everything about the run in `folder`. `chosen_among`: networks that the held-out rows compared."""
     digest = data_digest(settings)
     folder.refuse_other_data(settings.data, digest)
     device = "cpu" if settings.engine == "cpu" else default_device()
@@ -153,6 +154,7 @@ def train_into(
             "data": dataset.source,
             "notes": list(dataset.notes),
             DIGEST: digest,
+            "chosen_among": chosen_among,
             "table": dataset.encoding is not None,
             "classes": dataset.classes,
             "loss": settings.loss,

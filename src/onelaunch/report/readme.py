@@ -28,7 +28,7 @@ ALL, MEASURING = "docs/results.md", "docs/measuring.md"
 HEADLINES = {
     "train/pixels/784-128-128-128-10/32/sgd/bf16": "train MLP 784-128-128-128-10, batch 32, bf16",
     "cpu/784-128-128-128-10/32/sgd": "train MLP 784-128-128-128-10, batch 32, fp32",
-    "sweep/16-64-64-2/32/adam/512": "a step of one of 512 MLPs 16-64-64-2 trained at once, bf16",
+    "sweep/784-128-128-128-10/32/sgd/64": "a step of one of 64 MLPs 784-128-128-128-10 trained at once, bf16",
     "sweep/digits": "grid search over MLPs 64-32-10 on digits, 5 folds",
     "models/gpt2": "`ol.train_step` of GPT-2 small, 8×1024 tokens, bf16, AdamW",
     "ops/relu_dropout-fp32-training": "ReLU + Dropout of 50·2²⁰ fp32 values, forward + backward",

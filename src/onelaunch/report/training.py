@@ -99,6 +99,8 @@ def headline(content: dict[str, Any]) -> Headline | None:
     where = "after the last epoch" if epoch == len(content["epochs"]) - 1 else f"after epoch {epoch + 1}, the best"
     if result.held_out:
         where = f"on {rows:,} held-out rows" if rows else "on the held-out rows"
+        if (others := about.get("chosen_among", 1)) > 1:
+            where += f", which chose it among {others:,} networks"
     more = []
     if constant.get(result.name) is not None:
         always = "the most frequent class" if result.name == "accuracy" else "the mean"

@@ -176,7 +176,8 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     defaults = {option.name: option.default for option in fields(run.spec)}
     was, now = {**defaults, "metrics": [], **checkpoint.about["spec"]}, run.spec.to_dict()
     length_may_change = run.spec.schedule == "constant"  # in the other schedules every step depends on the run's length
-    for argument in sorted(now.keys() - FREE_TO_CHANGE - {"rows"}):
+    free = FREE_TO_CHANGE | ({"early_stopping"} if _may_follow(was["early_stopping"], now["early_stopping"]) else set())
+    for argument in sorted(now.keys() - free - {"rows"}):
         if was.get(argument) == now[argument] or (argument in ("epochs", "steps") and length_may_change):
             continue
         hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
@@ -197,6 +198,11 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
     if checkpoint.step > steps:
         end = f"is at step {checkpoint.step}, past the end of this run ({steps} steps)"
         raise _error(path, f"{end}: pass more epochs or steps")
+
+
+def _may_follow(was: dict[str, Any] | None, now: dict[str, Any] | None) -> bool:
+    """Whether a run with the one rule of early stopping can go on with the other: with another patience, or without."""
+    return was is not None and (now is None or {**now, "patience": was.get("patience")} == was)
 
 
 def _check_model(path: Path, checkpoint: Checkpoint, model: nn.Module) -> None:

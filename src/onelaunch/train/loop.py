@@ -120,6 +120,11 @@ def drive(
             listener.started(history)
             if written and not resumed:  # so that a run that is killed in its first epoch can be resumed too
                 save(session.snapshot())
+            if epoch_end.best and epoch_end.stopped:
+                log.warning(
+                    f"early_stopping={epoch_end.best.rule.patience} ended this run after epoch {len(history.epochs)}: "
+                    "pass a larger one, or None, to go on"
+                )
             switch = StopSwitch(progress)
             with on_interrupt(switch.interrupt), progress.running(run.spec, history, run.outputs):
                 history.startup_seconds = time.perf_counter() - started

@@ -39,7 +39,7 @@ PEER_GRID: dict[str, list[Any]] = {"learning_rate_init": np.geomspace(1e-4, 1e-1
 ALONE = 20  # fits one after another
 ROWS, PEER_STEPS, CHECKED_STEPS, CHECKED = 61_440, 250, 100, (0, 1, -1)
 STEPS, FEWER_STEPS = 40_000, 10_000  # per call: as long as a run of `onelaunch bench train`, and for much work
-SAMPLES = 5
+SAMPLES = 8  # with fewer, one slow sample is the spread
 
 
 def digits_model() -> nn.Module:
