@@ -46,6 +46,22 @@ class Scaled(nn.Module):
         return self.delta * l1(output, y)
 
 
+class Weighted:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.weight * l1(output, y)
+
+
+def bound(value: Any = 1.0, by_keyword: float = 1.0):
+    def loss(output: torch.Tensor, y: torch.Tensor, *, factor: float = by_keyword) -> torch.Tensor:
+        weight = value["a"] if isinstance(value, dict) else float(torch.as_tensor(value).sum())
+        return factor * weight * l1(output, y)
+
+    return loss
+
+
 def changed(array: np.ndarray, first: int) -> np.ndarray:
     found = array.copy()
     found[first:] = (found[first:] + 1) % 3 if array is Y else found[first:] * 2
@@ -62,6 +78,15 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "the arguments of a partial": (
         {"loss": functools.partial(F.cross_entropy, label_smoothing=0.1)},
         {"loss": functools.partial(F.cross_entropy, label_smoothing=0.2)},
+    ),
+    "the settings of a loss object": ({"loss": Weighted(1.0)}, {"loss": Weighted(2.0)}),
+    "a keyword that a function is bound to": ({"loss": bound(by_keyword=1.0)}, {"loss": bound(by_keyword=2.0)}),
+    "a tensor that a function is bound to": ({"loss": bound(torch.ones(3))}, {"loss": bound(torch.arange(3.0))}),
+    "a dict that a function is bound to": ({"loss": bound({"a": 1.0})}, {"loss": bound({"a": 2.0})}),
+    "a NumPy number that a function is bound to": ({"loss": bound(np.float32(1))}, {"loss": bound(np.float32(2))}),
+    "bootstrap": ({"validation": (X, Y)}, {"bootstrap": True}),
+    "where one part of the rows ends": (
+        {"rows": [range(20), range(20, 60)], "validation": (X, Y)}, {"rows": [range(40), range(40, 60)]},
     ),
     "the code of a function": ({"loss": l1}, {"loss": l2}),
     "a loss in the grid": ({"grid": {"loss": [Scaled(1.0), Scaled(2.0)]}}, {"grid": {"loss": [Scaled(1.0), Scaled(3.0)]}}),

@@ -101,7 +101,9 @@ def test_any_single_flipped_byte_is_noticed(tmp_path):
     assert len(ol.sweep(make_model, X, Y, **arguments(tmp_path / "kept")).records) == 2
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"grid": 1, "sha256": "0"}', "\udcff"])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", "[" * 100_000, '{"grid": 1, "sha256": "0"}', "\udcff"], ids=range(6)
+)
 def test_a_damaged_description_is_named(tmp_path, content):
     ol.sweep(make_model, X, Y, **arguments(tmp_path / "kept"))
     (tmp_path / "kept" / "sweep.json").write_bytes(content.encode("utf-8", "surrogateescape"))

@@ -20,14 +20,15 @@ def identity_of(
 ) -> dict[str, Any]:
     """By name of what may differ, as JSON values. `trial`: the Run of the first member that can be trained."""
     held = (*(trial.validation or ()), *trial.more_validation_x)
-    data = runs.tensors
+    data, given = runs.tensors, runs.splits.given()
     return {
         "grid": [f"{m.seed} {m.split} {described(m.parameters)}" for m in members],
         "options": described(options),
         "strategy": f"{strategy} {metric}"
         if strategy == "halving"
         else strategy,  # there the metric decides who goes on
-        "folds": f"{checksum(runs.splits.given()):08x}",
+        "folds": f"{[len(rows) for rows in given]} {checksum(given):08x}",
+        "bootstrap": runs.splits.bootstrap,
         "validation": f"{checksum(held):08x}" if held else "",
         "model": str(trial.model),
         "weights": f"{checksum(trial.model.state_dict().values()):08x}",

@@ -61,7 +61,7 @@ class Store:
             earlier = self._read_about(self.folder / ABOUT)
             differs = [name for name in self.about if earlier.get(name) != self.about[name]]
             if differs:
-                raise _error(self.folder, f"holds another sweep (its {', '.join(differs)} differ): pass another folder")
+                raise _error(self.folder, f"holds another sweep (with other {', '.join(differs)}): pass another folder")
             for part in _parts_of(self.folder):
                 for record in self._read(part, shared):
                     found[record.index] = record
@@ -81,7 +81,7 @@ class Store:
             about = _object(path.read_text(encoding="utf-8"))
             if "sha256" in about and about.pop("sha256") != digest_of({}, json.dumps(about)):
                 raise ValueError("its checksum does not match")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _error(path, f"is damaged ({error}): pass another folder as checkpoint") from error
         return about
 
@@ -103,7 +103,7 @@ class Store:
                     ))  # fmt: skip
                     if entry["weights"]:
                         self._places[int(index)] = part
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise _error(part, f"is damaged ({error}): delete this file, and its members train again") from error
         return found
 

@@ -130,7 +130,7 @@ def _about(text: str) -> dict[str, Any]:
     """The parsed description, or an empty dict if `text` is not a JSON object."""
     try:
         about = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         about = None
     return about if isinstance(about, dict) else {}
 
