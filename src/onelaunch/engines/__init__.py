@@ -33,11 +33,11 @@ def choose(run: Run, failed: Mapping[str, str] = MappingProxyType({})) -> tuple[
     """
     requested = run.spec.engine
     names = list(FASTEST_FIRST) if requested == "auto" else [requested]
-    passed_over: list[str] = []
+    passed_over: dict[str, list[str]] = {}  # the engines, by the reason
     reason = ""
     several_processes = world().size > 1
     if several_processes and requested == "auto":
-        names, passed_over = ["eager"], ["several processes train together"]
+        names, passed_over = ["eager"], {"several processes train together": []}
         _refuse_slower_processes(run)
     for name in names:
         found = engine_or_reason(name, run.device)
@@ -46,7 +46,7 @@ def choose(run: Run, failed: Mapping[str, str] = MappingProxyType({})) -> tuple[
         reason = failed.get(name) or (found if isinstance(found, str) else found.unsupported_reason(run))
         if not reason and not isinstance(found, str):
             return found, _choice_reason(name, requested, passed_over)
-        passed_over.append(f"{name}: {reason}")
+        passed_over.setdefault(reason, []).append(name)
     if requested != "auto":
         raise UnsupportedError(f"engine={requested!r} cannot run this: {reason}; pass engine='auto'")
     # The eager engine comes last and runs every model: it can only have refused the requested precision or memory.
@@ -64,8 +64,9 @@ def _refuse_slower_processes(run: Run) -> None:
     )
 
 
-def _choice_reason(name: str, requested: str, passed_over: list[str]) -> str:
+def _choice_reason(name: str, requested: str, passed_over: Mapping[str, list[str]]) -> str:
     if requested != "auto":
         return f"{name}, as requested"
-    others = f" ({'; '.join(passed_over)})" if passed_over else ""
+    parts = [f"{', '.join(engines)}: {reason}" if engines else reason for reason, engines in passed_over.items()]
+    others = f" ({'; '.join(parts)})" if parts else ""
     return f"{name}, the fastest that can run this here{others}"

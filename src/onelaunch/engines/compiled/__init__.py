@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onelaunch.device import cuda_unavailable_reason
 from onelaunch.engines.contract import Run
 from onelaunch.engines.eager import ENGINE as EAGER
 
@@ -23,8 +24,8 @@ class CompiledEngine:
     name = "compiled"
 
     def unavailable_reason(self, device: torch.device) -> str:
-        if device.type != "cuda":
-            return "it needs a CUDA device"
+        if reason := cuda_unavailable_reason(device):
+            return reason
         return "" if importlib.util.find_spec("triton") is not None else "Triton is not installed"
 
     def unsupported_reason(self, run: Run) -> str:
