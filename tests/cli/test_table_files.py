@@ -138,3 +138,22 @@ def test_a_target_in_the_last_place_may_be_missing(cli, tmp_path):
     assert cli("predict", "run", "new.csv").out == cli("predict", "run", "bare.csv").out
     (tmp_path / "new.csv").write_text("0.5\n1.5\n")
     assert "; column 2, the target, may be missing" in cli("predict", "run", "new.csv").err
+
+
+@pytest.mark.parametrize("target", ["won", "flag"])
+def test_booleans_of_a_data_frame_are_those_of_the_file(cli, tmp_path, target):
+    pandas = pytest.importorskip("pandas")
+    random = np.random.default_rng(0)
+    flag, x = random.random(120) < 0.5, random.normal(size=120)
+    frame = pandas.DataFrame({"flag": flag, "x": x, "won": np.where(flag, "yes", "no")})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    outcome = cli("train", "--data", "t.csv", "--target", target, "--hidden", "8", "--epochs", "20", "--lr", "0.05",
+                  "--no-progress", "--out", "run")  # fmt: skip
+    assert outcome.code == 0, outcome.err
+    predictor = ol.load(tmp_path / "run")
+    expected = predictor.evaluate(tmp_path / "t.csv")
+    assert expected["scores"]["accuracy"] == 1
+    assert predictor.evaluate(pandas.read_csv(tmp_path / "t.csv")) == expected
+    assert predictor.evaluate(frame, frame[target]) == expected
+    one = {name: frame[name].tolist()[0] for name in frame}
+    assert predictor.predict(one).tolist() == [str(one[target])]

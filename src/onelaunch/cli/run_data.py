@@ -15,6 +15,7 @@ from onelaunch.data import NAMES, Dataset, load, split
 from onelaunch.data.encoder import MAX_CATEGORIES
 from onelaunch.data.table_encoding import load_table
 from onelaunch.data.table_file import decimal_comma, with_point
+from onelaunch.data.table_values import Positions
 from onelaunch.errors import OnelaunchError, abbreviate_list
 from onelaunch.files import digest_of_file
 from onelaunch.table_names import is_table_file
@@ -91,13 +92,14 @@ def weight_by_number(weight: Any, dataset: Dataset) -> Any:
     """`class_weight` with the numbers of classes for their names; as it is where it names none."""
     if not isinstance(weight, dict) or dataset.classes is None:
         return weight
+    positions = Positions(dataset.classes)
     for label in weight:
-        if str(label) not in dataset.classes:
+        if positions[str(label)] < 0:
             known = abbreviate_list(dataset.classes)
             raise OnelaunchError(
                 f"class_weight names {str(label)!r}, which is not a class of {dataset.name}: it has {known}"
             )
-    return {dataset.classes.index(str(label)): value for label, value in weight.items()}
+    return {positions[str(label)]: value for label, value in weight.items()}
 
 
 def data_digest(settings: TrainConfig) -> str | None:

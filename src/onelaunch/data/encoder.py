@@ -19,6 +19,7 @@ import numpy as np
 
 from onelaunch.data.scaling import FeatureScaling
 from onelaunch.data.table_file import Table, decimal_comma, is_number, with_point
+from onelaunch.data.table_values import Positions, has_spellings, number_of, plain, text_of
 from onelaunch.errors import DataError, abbreviate_list, suggest
 
 FORMAT = 1
@@ -126,19 +127,14 @@ class TableEncoder:
                 f"{table.path}: lacks the column(s) {abbreviate_list([*map(repr, absent)])}: add them{hint}"
             )
         _check_names(table, self.columns)
-        for name in self.numbers:
-            column = table.column(name)
-            if column.dtype == object:
-                row = next(row for row, text in enumerate(column) if text and not is_number(text))
-                raise DataError(
-                    f"{table.place(row, name)}: {column[row]!r} is not a number, as in training: correct it"
-                )
-            _refuse_infinite(table, name)
+        numbers = np.empty((len(table), len(self.numbers)))
+        for index, name in enumerate(self.numbers):
+            numbers[:, index] = _as_numbers(table, name)
         codes = np.empty((len(table), len(self.categories)), np.int64)
         for index, (name, found) in enumerate(self.categories.items()):
-            code = {category: position for position, category in enumerate(found)}
-            codes[:, index] = [code.get(text, -1) for text in _texts(table.column(name))]
-        return _matrix(table, self.numbers), codes
+            positions = Positions(found)
+            codes[:, index] = [positions[text] for text in _texts(table.column(name))]
+        return numbers, codes
 
     def unseen(self, table: Table) -> dict[str, int]:
         """By text column: how many rows have a category that training did not have, where there are any."""
@@ -197,7 +193,7 @@ def check_columns(table: Table, columns: Iterable[str], categorical: Iterable[st
     _check_names(table, columns)
     for name in columns:
         if table.column(name).dtype != object:
-            _refuse_infinite(table, name)
+            _refuse_infinite(table, name, table.column(name))
         elif name not in categorical:
             _refuse_mistakes(table, name)
 
@@ -237,12 +233,14 @@ def _texts(column: np.ndarray) -> list[str]:
     """The fields of a text column. A column of numbers has the texts that the same numbers have in a text column."""
     if column.dtype == object:
         return column.tolist()
-    return ["" if np.isnan(value) else f"{value:.15g}" for value in column.tolist()]
+    return [text_of(value) for value in column.tolist()]
 
 
 def _categories(column: np.ndarray) -> tuple[str, ...] | str:
     """The categories of a text column, sorted; or the reason to leave the column out."""
     counts = Counter(column.tolist())
+    if all(map(has_spellings, counts)):
+        counts = _merged(counts)
     values = len(counts) - ("" in counts)
     if values == 0:
         return "has no value"
@@ -255,6 +253,14 @@ def _categories(column: np.ndarray) -> tuple[str, ...] | str:
             return f"has dates, such as {date!r}, which are text: write numbers, such as days"
         return f"has {values:,} different texts in {len(column):,} rows, as an identifier has"
     return tuple(sorted(sorted(counts, key=lambda text: (-counts[text], text))[:MAX_CATEGORIES]))
+
+
+def _merged(counts: Counter[str]) -> Counter[str]:
+    """The counts of the values, whose spellings are counted together."""
+    found: Counter[str] = Counter()
+    for text, count in counts.items():
+        found[plain(text)] += count
+    return found
 
 
 def _date(texts: Iterable[str]) -> str:
@@ -271,13 +277,24 @@ def _unusable_reason(table: Table, name: str) -> str:
     return "is constant" if len(present) == len(column) and (present == present[0]).all() else ""
 
 
-def _refuse_infinite(table: Table, name: str) -> None:
-    infinite = np.isinf(table.column(name))
+def _as_numbers(table: Table, name: str) -> np.ndarray:
+    """The column of new rows as finite numbers with NaN, 1 and 0 for booleans; raises DataError for a word."""
+    column = table.column(name)
+    if column.dtype == object:
+        numbers = [number_of(text) for text in column]
+        if None in numbers:
+            row = numbers.index(None)
+            raise DataError(f"{table.place(row, name)}: {column[row]!r} is not a number, as in training: correct it")
+        column = np.array(numbers, np.float64)
+    _refuse_infinite(table, name, column)
+    return column
+
+
+def _refuse_infinite(table: Table, name: str, column: np.ndarray) -> None:
+    infinite = np.isinf(column)
     if infinite.any():
         row = int(np.argmax(infinite))
-        raise DataError(
-            f"{table.place(row, name)}: {table.column(name)[row]} is not a finite number: correct or empty it"
-        )
+        raise DataError(f"{table.place(row, name)}: {column[row]} is not a finite number: correct or empty it")
 
 
 def _refuse_mistakes(table: Table, name: str) -> None:

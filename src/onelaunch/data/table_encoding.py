@@ -140,9 +140,12 @@ def as_table(data: Any, text_columns: Sequence[str], header: bool | None = None)
 
 
 def _column(values: Any, as_text: bool) -> np.ndarray:
-    """float64 with NaN, or an object array of str with "" for a missing value: of a text column, or if a value is text."""
+    """float64 with NaN, or an object array of str with "" for a missing value: of a text column, or if a value is text.
+
+    Booleans are the texts True and False, as in a file.
+    """
     array = np.asarray(values)
-    if array.dtype.kind in "buif":
+    if array.dtype.kind == "f" or (array.dtype.kind in "ui" and not as_text):  # a float64 may lack digits of an integer
         return array.astype(np.float64)
     texts = ["" if _is_missing(value) else str(value).strip() for value in array.tolist()]
     texts = ["" if text.lower() in MISSING else text for text in texts]

@@ -288,7 +288,7 @@ def _read_parquet(path: Path, names: tuple[str, ...], text_columns: set[int]) ->
     columns: list[np.ndarray] = []
     for index, column in enumerate(content.columns):
         kind = column.type
-        is_numeric = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind) or pyarrow.types.is_boolean(kind)
+        is_numeric = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
         values = column.to_pylist()
         if is_numeric and index not in text_columns:
             columns.append(np.array([math.nan if value is None else value for value in values], np.float64))

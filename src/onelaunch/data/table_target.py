@@ -6,7 +6,6 @@ regressed; `task` overrides this. Regression targets are standardised.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,10 @@ import numpy as np
 
 from onelaunch.data.scaling import TargetScaling
 from onelaunch.data.table_file import Table, decimal_comma, is_number, with_point
+from onelaunch.data.table_values import BOOLEANS, WHOLE_NUMBER, Positions, number_of, plain
 from onelaunch.errors import DataError, abbreviate_list
 
 MAX_NUMBERED_CLASSES = 20  # with more different whole numbers, a column is a quantity
-WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
 
 
 @dataclass(frozen=True)
@@ -83,12 +82,12 @@ class TableTarget:
         labels = _labels(table, self.name)
         if self.classes is None:
             return _numbers(table, self.name, labels)
-        codes = {label: code for code, label in enumerate(self.classes)}
+        codes = Positions(self.classes)
         for row, label in enumerate(labels):
-            if _plain(label) not in codes:
+            if codes[label] < 0:
                 known = f"training had {abbreviate_list([*map(repr, self.classes)])}"
                 raise DataError(f"{table.place(row, self.name)}: {label!r} is a class that is not known: {known}")
-        return np.array([codes[_plain(label)] for label in labels], np.int64)
+        return np.array([codes[label] for label in labels], np.int64)
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         """What the network learns: the class numbers, or standardised float32 numbers [rows, 1]."""
@@ -123,20 +122,19 @@ def _text(number: float) -> str:
 
 
 def _numbers(table: Table, name: str, labels: Sequence[str]) -> np.ndarray:
-    wrong = next(
-        (row for row, label in enumerate(labels) if not is_number(label) or not np.isfinite(float(label))), None
-    )
+    numbers = [number_of(label) for label in labels]
+    wrong = next((row for row, number in enumerate(numbers) if number is None or not np.isfinite(number)), None)
     if wrong is not None:
         raise DataError(f"{table.place(wrong, name)}: {labels[wrong]!r} is not a finite number: correct it")
-    return np.array([float(label) for label in labels], np.float64)
-
-
-def _plain(label: str) -> str:
-    """`3` for `3.00` and `+3`; anything else unchanged."""
-    return str(int(float(label))) if WHOLE_NUMBER.fullmatch(label) and abs(float(label)) < 2**53 else label
+    return np.array(numbers, np.float64)
 
 
 def _classes(labels: Sequence[str]) -> tuple[str, ...]:
-    """The different labels, sorted: as numbers if all of them are."""
-    found = {_plain(label) for label in labels}
-    return tuple(sorted(found, key=float) if all(map(is_number, found)) else sorted(found))
+    """The different labels, sorted: as numbers if all of them are. Booleans are spelled as in the file if it has one way."""
+    written = {label if label.lower() in BOOLEANS else plain(label) for label in labels}
+    found = {plain(label) for label in written}
+    if len(found) == len(written):
+        found = written
+    return tuple(
+        sorted(found, key=lambda label: (float(label), label)) if all(map(is_number, found)) else sorted(found)
+    )

@@ -16,6 +16,7 @@ import numpy as np
 
 from onelaunch.data.dataset import Dataset
 from onelaunch.data.table_file import TARGET_NAMES, Table, TableFile, decimal_comma, is_number, with_point
+from onelaunch.data.table_values import number_of
 from onelaunch.errors import DataError, suggest
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
@@ -43,8 +44,11 @@ def _feature(table: Table, index: int) -> np.ndarray:
     """A column as float32; raises DataError unless all its values are finite numbers."""
     column, name = table.columns[index], table.names[index]
     if column.dtype == object:
-        row = next(row for row, text in enumerate(column) if not is_number(text))
-        _refuse(table, row, name, column[row])
+        found = [number_of(text) for text in column]
+        if None in found:
+            row = found.index(None)
+            _refuse(table, row, name, column[row])
+        column = np.array(found, np.float64)
     with np.errstate(over="ignore"):
         numbers = column.astype(np.float32)
     if not np.isfinite(numbers).all():
