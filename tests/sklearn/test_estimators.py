@@ -114,7 +114,38 @@ def test_regression_with_one_and_with_several_targets():
     both = MLPRegressor(**QUICK).fit(x, np.stack([y, -1e-3 * y], 1))
     assert both.predict(x).shape == (442, 2)
     assert both.score(x, np.stack([y, -1e-3 * y], 1)) > 0.4
-    assert MLPRegressor(**QUICK, scale=None).fit(x, y / 100).score(x, y / 100) > 0.2
+    assert MLPRegressor(**QUICK, scale=None, scale_target=False).fit(x, y / 100).score(x, y / 100) > 0.2
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("targets", [1, 2])
+def test_targets_are_standardised_whatever_the_features_are(weighted, targets):
+    x, y = load_diabetes(return_X_y=True)
+    x = 20 * x  # around 1
+    y = np.stack([1e4 + 1e3 * y, 1e-3 * y], 1)[:, :targets]
+    weight = np.linspace(0.1, 2, len(y)) if weighted else None
+    scaled = MLPRegressor(**QUICK, scale=None).fit(x, y[:, 0] if targets == 1 else y, weight)
+    assert scaled._scaling is None
+    assert scaled.score(x, y) > 0.4
+    plain = clone(scaled).set_params(scale="robust", scale_target=False).fit(x, y[:, 0] if targets == 1 else y)
+    assert plain._scaling is not None
+    assert plain.score(x, y) < 0  # the targets are far from 0
+
+
+@pytest.mark.parametrize("scale_target", [False, True])
+def test_a_constant_target_is_learned(scale_target):
+    model = MLPRegressor(**QUICK, scale_target=scale_target).fit(IRIS_X, np.full(len(IRIS_X), 0.5))
+    np.testing.assert_allclose(model.predict(IRIS_X), 0.5, atol=0.2)
+
+
+@pytest.mark.parametrize("scale", [None, "robust"])
+def test_a_regressor_that_was_saved_without_scale_target_is_read(scale):
+    model = MLPRegressor(**QUICK, scale=scale, scale_target=scale is not None).fit(IRIS_X, IRIS_Y)
+    state = {name: value for name, value in vars(model).items() if name != "scale_target"}
+    again = MLPRegressor.__new__(MLPRegressor)
+    again.__setstate__(state)
+    assert again.get_params() == model.get_params()
+    np.testing.assert_array_equal(again.predict(IRIS_X), model.predict(IRIS_X))
 
 
 @pytest.mark.parametrize("kind", ["csr", "frame", "polars", "float32", "list"])

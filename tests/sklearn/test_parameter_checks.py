@@ -104,10 +104,17 @@ def test_targets_of_any_size_are_learned(scale):
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in reduce")  # scikit-learn's own check sums y
 def test_targets_that_overflow_are_not_called_nan():
-    message = r"^y has the value 1e\+300, too large for float32: scale it down, or leave scale='robust'$"
+    message = r"^y has the value 1e\+300, too large for float32: scale it down, or leave scale_target=True$"
     with pytest.raises(OnelaunchError, match=message):
-        MLPRegressor(**QUICK, scale=None).fit(IRIS_X, 1e300 * (IRIS_Y + 1.0))
+        MLPRegressor(**QUICK, scale_target=False).fit(IRIS_X, 1e300 * (IRIS_Y + 1.0))
     with pytest.raises(
         OnelaunchError, match=r"^y has values up to 1\.7e\+308, whose sum is not a finite number: scale"
     ):
         MLPRegressor(**QUICK).fit(IRIS_X, 1.7e308 * (IRIS_Y - 1.0))
+    with pytest.raises(OnelaunchError, match=r"^X has the value 1e\+300, too large .*, or leave scale='robust'$"):
+        MLPRegressor(**QUICK, scale=None).fit(IRIS_X + 1e300, IRIS_Y)
+
+
+def test_the_scaling_of_targets_is_a_switch():
+    with pytest.raises(OnelaunchError, match=r"^scale_target='no' must be True or False$"):
+        MLPRegressor(**QUICK, scale_target="no").fit(IRIS_X, IRIS_Y)

@@ -66,6 +66,13 @@ def test_several_metrics_a_regressor_and_weights():
     np.testing.assert_array_equal(ours.predict(x), theirs.predict(x))
 
 
+def test_the_scaling_of_targets_may_differ():
+    x, y = load_diabetes(return_X_y=True)
+    estimator, grid = MLPRegressor((5,), max_iter=2, random_state=1), {"scale_target": [True, False], "scale": [None]}
+    ours, theirs = (search(estimator, grid, cv=3, refit=False).fit(x, y) for search in (SweepCV, GridSearchCV))
+    np.testing.assert_array_equal(scores(ours), scores(theirs))
+
+
 def test_random_candidates_and_groups():
     groups = np.arange(len(X)) % 7
     arguments: dict[str, Any] = {"n_iter": 3, "random_state": 4, "cv": GroupKFold(3)}

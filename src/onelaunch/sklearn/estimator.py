@@ -143,7 +143,7 @@ class BaseMLP(BaseEstimator):
         check_parameters(self)
         if not continues:
             self._scaling = FeatureScaling.fit(rows.x, rows.weight) if self.scale else None
-        return to_float32("X", rows.x) if self._scaling is None else self._scaling.transform(rows.x)
+        return to_float32("X", rows.x, "scale='robust'") if self._scaling is None else self._scaling.transform(rows.x)
 
     def _fit_prepared(self, prepared: Prepared, *, continues: bool, epochs: int | None = None) -> None:
         """Train the networks together and set the attributes of the fit.

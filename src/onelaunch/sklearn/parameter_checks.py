@@ -13,7 +13,7 @@ from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, requ
 
 SCALES = ("robust",)
 SOLVERS = ("adam", "sgd")  # scikit-learn's, but for lbfgs
-SWITCHES = ("batch_norm", "layer_norm", "shuffle", "nesterovs_momentum", "warm_start")
+SWITCHES = ("batch_norm", "layer_norm", "shuffle", "nesterovs_momentum", "warm_start", "scale_target")
 
 
 def check_parameters(estimator: Any) -> None:
@@ -22,7 +22,7 @@ def check_parameters(estimator: Any) -> None:
     if estimator.device == "cuda" and not torch.cuda.is_available():
         raise OnelaunchError("device='cuda', but this machine has no CUDA device: pass 'auto' or 'cpu'")
     for name in SWITCHES:
-        if not _is_switch(getattr(estimator, name)):
+        if hasattr(estimator, name) and not _is_switch(getattr(estimator, name)):
             raise ArgumentTypeError(f"{name}={abbreviate(getattr(estimator, name))} must be True or False")
     dropout = estimator.dropout
     if not _is_number(dropout) or not 0 <= dropout < 1:

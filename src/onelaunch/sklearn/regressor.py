@@ -10,6 +10,7 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from onelaunch.data.scaling import TargetScaling
+from onelaunch.run import table_defaults as defaults
 from onelaunch.sklearn.estimator import BaseMLP, dense
 from onelaunch.sklearn.rows import make_rows, to_float32
 from onelaunch.sklearn.training import Prepared
@@ -19,9 +20,62 @@ class MLPRegressor(RegressorMixin, BaseMLP):
     """A neural network for regression, trained by onelaunch's engines; scikit-learn's MLPRegressor with more options.
 
     It takes one or several targets and dense or sparse rows. The parameters are those of `MLPClassifier`, without
-    class_weight and label_smoothing. With scale="robust" the targets are standardised for training as well; predictions are
-    in the units of y.
+    class_weight and label_smoothing. Predictions are in the units of y.
+
+    scale_target: True standardises the targets for training, whatever `scale` does to the features; False takes them as
+    they are, which suits targets around 1.
     """
+
+    def __init__(
+        self,
+        hidden_layer_sizes: Any = defaults.HIDDEN,
+        activation: str = "relu",
+        *,
+        alpha: float = defaults.WEIGHT_DECAY,
+        batch_size: int | str = "auto",
+        learning_rate_init: float = defaults.LR,
+        max_iter: int | str = "auto",
+        early_stopping: bool | str = "auto",
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        tol: float = 1e-4,
+        random_state: Any = None,
+        warm_start: bool = False,
+        verbose: bool = False,
+        dropout: float = defaults.DROPOUT,
+        batch_norm: bool = False,
+        layer_norm: bool = False,
+        schedule: str = defaults.SCHEDULE,
+        optimizer: str = defaults.OPTIMIZER,
+        solver: str | None = None,
+        learning_rate: str | None = None,
+        shuffle: bool = True,
+        momentum: float = 0.9,
+        nesterovs_momentum: bool = True,
+        beta_1: float | None = None,
+        beta_2: float | None = None,
+        epsilon: float | None = None,
+        scale: str | None = "robust",
+        scale_target: bool = True,
+        n_estimators: int = 1,
+        precision: str = "auto",
+        engine: str = "auto",
+        device: str = "auto",
+    ) -> None:
+        super().__init__(
+            hidden_layer_sizes, activation, alpha=alpha, batch_size=batch_size, learning_rate_init=learning_rate_init,
+            max_iter=max_iter, early_stopping=early_stopping, validation_fraction=validation_fraction,
+            n_iter_no_change=n_iter_no_change, tol=tol, random_state=random_state, warm_start=warm_start,
+            verbose=verbose, dropout=dropout, batch_norm=batch_norm, layer_norm=layer_norm, schedule=schedule,
+            optimizer=optimizer, solver=solver, learning_rate=learning_rate, shuffle=shuffle, momentum=momentum,
+            nesterovs_momentum=nesterovs_momentum, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, scale=scale,
+            n_estimators=n_estimators, precision=precision, engine=engine, device=device,
+        )  # fmt: skip
+        self.scale_target = scale_target
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """An estimator that was saved without `scale_target` standardised its targets if it scaled its features."""
+        super().__setstate__({"scale_target": state.get("scale") is not None, **state})
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> MLPRegressor:
         """Train on the rows of X [rows, features] with targets y [rows] or [rows, targets]; returns self.
@@ -57,9 +111,12 @@ class MLPRegressor(RegressorMixin, BaseMLP):
             raise ValueError(f"y has {targets.shape[1]} targets, the fitted estimator {self.n_outputs_}: pass as many")
         rows = make_rows(dense(X), targets, sample_weight)
         if not continues:
-            self._target_scaling = TargetScaling.fit(rows.y, rows.weight) if self.scale else None
+            self._target_scaling = TargetScaling.fit(rows.y, rows.weight) if self.scale_target else None
             self._flat = flat
-        scaled = to_float32("y", rows.y) if self._target_scaling is None else self._target_scaling.transform(rows.y)
+        if self._target_scaling is None:
+            scaled = to_float32("y", rows.y, "scale_target=True")
+        else:
+            scaled = self._target_scaling.transform(rows.y)
         self.out_activation_ = "identity"
         return Prepared(self._scaled(rows, continues=continues), scaled, rows.weight, targets.shape[1], "mse")
 

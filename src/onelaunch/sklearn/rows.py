@@ -40,13 +40,16 @@ def make_rows(x: np.ndarray, y: np.ndarray, weight: np.ndarray | None) -> Rows:
     return Rows(x, y, weight)
 
 
-def to_float32(argument: str, values: np.ndarray) -> np.ndarray:
-    """The finite `values` as float32; raises OnelaunchError if one of them is too large for it."""
+def to_float32(argument: str, values: np.ndarray, scaling: str) -> np.ndarray:
+    """The finite `values` as float32; raises OnelaunchError if one of them is too large for it.
+
+    scaling: the setting that scales them, for the message.
+    """
     with np.errstate(over="ignore"):
         found = values.astype(np.float32)
     finite = np.isfinite(found)
     if not finite.all():
         raise OnelaunchError(
-            f"{argument} has the value {values[~finite][0]:.3g}, too large for float32: scale it down, or leave scale='robust'"
+            f"{argument} has the value {values[~finite][0]:.3g}, too large for float32: scale it down, or leave {scaling}"
         )
     return found

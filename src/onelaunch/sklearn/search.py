@@ -36,7 +36,7 @@ from onelaunch.sweep.trainer import train
 from onelaunch.train.history import History
 from onelaunch.train.interrupts import on_interrupt
 
-OF_THE_ROWS = ("scale", "class_weight")  # the parameters on which the prepared rows depend
+OF_THE_ROWS = ("scale", "scale_target", "class_weight")  # the parameters on which the prepared rows depend
 
 
 class SweepCV(BaseSearchCV):
