@@ -119,3 +119,27 @@ def test_mistakes_are_one_line() -> None:
         TableEncoder().fit(x).transform(x[["size"]])
     with pytest.raises(TypeError, match="pass the path of a file, a DataFrame, or a dict of columns"):
         TableEncoder().fit(x.to_numpy())
+
+
+@pytest.mark.parametrize("kind", ["text", "datetime64[s]", "datetime64[ns]"])
+def test_columns_that_are_not_used_are_named(kind: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    x, _ = frame(rows=60)
+    days = np.datetime64("2024-01-01") + np.arange(60)
+    x["day"] = days.astype(str) if kind == "text" else days.astype(kind)
+    x["month"] = days.astype("datetime64[M]").astype(str if kind == "text" else kind)
+    x["month"] = [f"{month}-01"[:10] for month in x["month"]] if kind == "text" else x["month"]
+    x["id"], x["same"] = [f"n{row}" for row in range(60)], 1
+    encoder = TableEncoder().fit(x)
+    assert encoder.left_out_ == {
+        "day": "has dates, such as '2024-01-01', which are text: write numbers, such as days",
+        "id": "has 60 different texts in 60 rows, as an identifier has",
+        "same": "is constant",
+    }
+    assert caplog.messages == [
+        *(f"column {name!r} is not used: it {reason}" for name, reason in encoder.left_out_.items()),
+        "column 'month' is text, as '2024-01-01' is a date: write numbers, such as days, or leave it out",
+    ]
+    x.to_csv(tmp_path / "x.csv", index=False)
+    assert np.array_equal(encoder.transform(tmp_path / "x.csv"), encoder.transform(x))
+    with pytest.raises(NotFittedError):
+        _ = TableEncoder().left_out_

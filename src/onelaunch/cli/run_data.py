@@ -12,9 +12,9 @@ import numpy as np
 from onelaunch.cli.config import TASK_OF_LOSS, TrainConfig
 from onelaunch.cli.say import say
 from onelaunch.data import NAMES, Dataset, load, split
-from onelaunch.data.encoder import MAX_CATEGORIES
+from onelaunch.data.encoder import decimal_comma_note
 from onelaunch.data.table_encoding import load_table
-from onelaunch.data.table_file import decimal_comma, with_point
+from onelaunch.data.table_file import decimal_comma
 from onelaunch.data.table_values import Positions
 from onelaunch.errors import OnelaunchError, abbreviate_list
 from onelaunch.files import digest_of_file
@@ -49,19 +49,9 @@ def _notes(dataset: Dataset) -> Iterator[str]:
 
 
 def _table_notes(dataset: Dataset) -> Iterator[str]:
-    encoder = dataset.encoding.encoder
-    for name, reason in encoder.left_out.items():
-        yield f"column {name!r} is not used: it {reason}"
-    commas = encoder.decimal_commas
+    yield from dataset.encoding.encoder.notes
     if text := decimal_comma(dataset.classes or ()):
-        commas |= {dataset.encoding.target.name: text}
-    for name, text in commas.items():
-        yield f"column {name!r} is text, as {text!r} has a decimal comma: for numbers write {with_point(text)}"
-    for name, text in encoder.dates.items():
-        yield f"column {name!r} is text, as {text!r} is a date: write numbers, such as days, or leave it out"
-    for name in encoder.cut:
-        if name not in encoder.dates:
-            yield f"column {name!r} has many categories: the {MAX_CATEGORIES} most frequent ones are used"
+        yield decimal_comma_note(dataset.encoding.target.name, text)
     if dataset.classes is not None and dataset.test_y is not None:
         counts = np.bincount(dataset.test_y, minlength=len(dataset.classes))
         if absent := [repr(name) for name, count in zip(dataset.classes, counts, strict=True) if not count]:

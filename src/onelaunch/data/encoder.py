@@ -9,7 +9,6 @@ Everything an encoder knows is plain data: `to_json` and `from_json`, never pick
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,16 +18,12 @@ import numpy as np
 
 from onelaunch.data.scaling import FeatureScaling
 from onelaunch.data.table_file import Table, decimal_comma, is_number, with_point
-from onelaunch.data.table_values import Positions, has_spellings, number_of, plain, text_of
+from onelaunch.data.table_values import Positions, number_of, text_of
+from onelaunch.data.text_columns import MAX_CATEGORIES, categories_of, date_in
 from onelaunch.errors import DataError, abbreviate_list, suggest
 
 FORMAT = 1
-MAX_CATEGORIES = 255  # of one column; the rarer ones are encoded as zeros
-DATE = re.compile(r"\d{4}[-/.]\d{1,2}[-/.]\d{1,2}([ T]|$)|\d{1,2}[-/.]\d{1,2}[-/.]\d{4}([ T]|$)")
 MAX_INPUTS = 1 << 16
-MIN_IDENTIFIER_VALUES = (
-    20  # a text column with more distinct values than this, and than half of its rows, is an identifier
-)
 MOSTLY_NUMBERS = 0.9  # a text column with at least this fraction of numbers is a numeric column with a mistake in it
 
 
@@ -57,7 +52,7 @@ class TableEncoder:
             if name in categorical and column.dtype != object:  # of a table in memory
                 column = np.array([*_texts(column), None], object)[:-1]
             if column.dtype == object:
-                found = _categories(column)
+                found = categories_of(column)
                 if isinstance(found, str):
                     left_out[name] = found
                 else:
@@ -144,21 +139,19 @@ class TableEncoder:
         return {name: count for name, count in zip(self.categories, counts, strict=True) if count}
 
     @property
-    def decimal_commas(self) -> dict[str, str]:
-        """By text column whose categories are numbers with decimal commas: one of them, such as "3,14"."""
-        found = {name: decimal_comma(categories) for name, categories in self.categories.items()}
-        return {name: text for name, text in found.items() if text}
-
-    @property
-    def dates(self) -> dict[str, str]:
-        """By text column whose categories are dates, such as "2024-05-31": one of them."""
-        found = {name: _date(categories) for name, categories in self.categories.items()}
-        return {name: text for name, text in found.items() if text}
-
-    @property
-    def cut(self) -> list[str]:
-        """The text columns with more categories than are kept."""
-        return [name for name, texts in self.categories.items() if len(texts) == MAX_CATEGORIES]
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the columns, one line each: which are not used, and which are text by mistake."""
+        found = [f"column {name!r} is not used: it {reason}" for name, reason in self.left_out.items()]
+        for name, categories in self.categories.items():
+            if text := decimal_comma(categories):
+                found.append(decimal_comma_note(name, text))
+            if text := date_in(categories):
+                found.append(
+                    f"column {name!r} is text, as {text!r} is a date: write numbers, such as days, or leave it out"
+                )
+            elif len(categories) == MAX_CATEGORIES:
+                found.append(f"column {name!r} has many categories: the {MAX_CATEGORIES} most frequent ones are used")
+        return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -205,6 +198,11 @@ def check_categorical(where: str, names: Sequence[str], categorical: Iterable[st
             raise DataError(f"categorical={name!r}: {where} has no such column{suggest(name, names)}")
 
 
+def decimal_comma_note(name: str, text: str) -> str:
+    """What a user should know of a column with decimal commas, such as that of `text`."""
+    return f"column {name!r} is text, as {text!r} has a decimal comma: for numbers write {with_point(text)}"
+
+
 def one_hot(codes: np.ndarray, width: int) -> np.ndarray:
     """float32 [rows, width]: 1 at a row's code, zeros for -1. With width 1: -1 and 1 for the codes 0 and 1, 0 for -1."""
     if width == 1:
@@ -234,39 +232,6 @@ def _texts(column: np.ndarray) -> list[str]:
     if column.dtype == object:
         return column.tolist()
     return [text_of(value) for value in column.tolist()]
-
-
-def _categories(column: np.ndarray) -> tuple[str, ...] | str:
-    """The categories of a text column, sorted; or the reason to leave the column out."""
-    counts = Counter(column.tolist())
-    if all(map(has_spellings, counts)):
-        counts = _merged(counts)
-    values = len(counts) - ("" in counts)
-    if values == 0:
-        return "has no value"
-    if len(counts) == 1:
-        return "is constant"
-    if values > max(MIN_IDENTIFIER_VALUES, (len(column) - counts[""]) / 2):
-        if commas := decimal_comma(counts):
-            return f"has numbers with decimal commas, such as {commas!r}, which are text: write {with_point(commas)}"
-        if date := _date(counts):
-            return f"has dates, such as {date!r}, which are text: write numbers, such as days"
-        return f"has {values:,} different texts in {len(column):,} rows, as an identifier has"
-    return tuple(sorted(sorted(counts, key=lambda text: (-counts[text], text))[:MAX_CATEGORIES]))
-
-
-def _merged(counts: Counter[str]) -> Counter[str]:
-    """The counts of the values, whose spellings are counted together."""
-    found: Counter[str] = Counter()
-    for text, count in counts.items():
-        found[plain(text)] += count
-    return found
-
-
-def _date(texts: Iterable[str]) -> str:
-    """The first of the texts if all that are not missing are dates, such as "2024-05-31"; else an empty string."""
-    present = [text for text in texts if text]
-    return present[0] if present and all(map(DATE.match, present)) else ""
 
 
 def _unusable_reason(table: Table, name: str) -> str:

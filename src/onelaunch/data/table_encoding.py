@@ -147,11 +147,21 @@ def _column(values: Any, as_text: bool) -> np.ndarray:
     array = np.asarray(values)
     if array.dtype.kind == "f" or (array.dtype.kind in "ui" and not as_text):  # a float64 may lack digits of an integer
         return array.astype(np.float64)
+    if array.dtype.kind == "M":
+        array = _date_texts(array)
     texts = ["" if _is_missing(value) else str(value).strip() for value in array.tolist()]
     texts = ["" if text.lower() in MISSING else text for text in texts]
     if not as_text and all(not text or is_number(text) for text in texts):  # [1.5, None] is an array of objects
         return np.array([float(text) if text else np.nan for text in texts])
     return np.array([*texts, None], object)[:-1]
+
+
+def _date_texts(dates: np.ndarray) -> np.ndarray:
+    """The dates as a file has them: `2024-05-31`, or `2024-05-31 12:00:00` if one has a time; NaT is missing."""
+    present = dates[~np.isnat(dates)]
+    unit = next((unit for unit in ("D", "s", "us") if (present == present.astype(f"M8[{unit}]")).all()), "ns")
+    texts = dates.astype(f"M8[{unit}]").astype(str).tolist()
+    return np.array(["" if text == "NaT" else text.replace("T", " ") for text in texts], object)
 
 
 def _is_missing(value: Any) -> bool:
