@@ -21,6 +21,8 @@ FLAGS = TrainConfig.__dataclass_fields__
         ("pass betas=[0.9, 0.95], or start a new run", "pass --betas 0.9,0.95, or start a new run"),
         ("pass lr=1e-05.", "pass --lr 1e-05."),
         ("pass clip_norm=None", "pass no --clip-norm"),
+        ("pass target as one of 'a', 'target'", "pass --target as one of 'a', 'target'"),
+        ("pass another target", "pass another --target"),
     ],
 )
 def test_a_remedy_is_a_flag(message, shown):
@@ -34,6 +36,7 @@ def test_a_remedy_is_a_flag(message, shown):
         "pass validation=(x, y), or a smaller lr",  # no flag takes a pair
         "pass metric='loss'",  # not a flag of train
         "pass one of 'batch_size', 'lr'",
+        "pass data and a target as arrays",  # ordinary words
     ],
 )
 def test_what_is_no_flag_stays(message):
@@ -46,3 +49,10 @@ def test_the_column_of_a_table(cli, tmp_path):
     result = cli("train", "--data", "table.csv", "--out", "run")
     assert result.code == 2
     assert "or pass --categorical 'zip code' to read the column as categories" in result.err
+
+
+def test_the_target_of_a_table(cli, tmp_path):
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n3,4\n")
+    result = cli("train", "--data", "table.csv", "--out", "run")
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert result.err.endswith("pass --target as one of 'a', 'b'\n")

@@ -19,6 +19,7 @@ def in_flags(message: str, flags: Collection[str]) -> str:
         return message
     names = "|".join(sorted(flags, key=len, reverse=True))
     remedy = re.sub(rf"(?<![\w'.-])({names})=({VALUE})", lambda found: _flag(found[1], found[2]), remedy)
+    remedy = re.sub(rf"^(another )?({names})(?= as |$)", lambda found: (found[1] or "") + _flag(found[2], ""), remedy)
     words = "|".join(name for name in flags if "_" in name)  # the others are also ordinary words
     if words:
         remedy = re.sub(rf"(?<![\w'.-])({words})(?![\w=.'])", lambda found: _flag(found[1], ""), remedy)
