@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import onelaunch as ol
 from tests.cli.conftest import invoke
@@ -157,3 +158,33 @@ def test_booleans_of_a_data_frame_are_those_of_the_file(cli, tmp_path, target):
     assert predictor.evaluate(frame, frame[target]) == expected
     one = {name: frame[name].tolist()[0] for name in frame}
     assert predictor.predict(one).tolist() == [str(one[target])]
+
+
+def test_dates_are_numbers(cli, tmp_path):
+    pandas = pytest.importorskip("pandas")
+    random = np.random.default_rng(0)
+    days = random.permutation(200)
+    frame = pandas.DataFrame({
+        "day": pandas.Timestamp("2024-01-01") + pandas.to_timedelta(days, unit="D"),
+        "x": random.normal(size=200), "price": 100 + days + random.normal(size=200),
+    })  # fmt: skip
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    outcome = cli("train", "--data", "t.csv", "--target", "price", *QUICK, "--out", "run")
+    assert "200 rows of 2 columns (1 of dates), values in column 'price'" in outcome.out
+    assert "note " not in outcome.out
+    predictor = ol.load(tmp_path / "run")
+    expected = predictor.evaluate(tmp_path / "t.csv")
+    assert expected["scores"]["R²"] > 0.9
+    assert predictor.evaluate(frame) == expected
+    assert cli("export", "run", "model.pt2").code == 0
+    extra = {"onelaunch": ""}
+    torch.export.load(tmp_path / "model.pt2", extra_files=extra)
+    assert json.loads(extra["onelaunch"])["dates"] == ["day"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_word_among_the_dates_makes_them_text_wherever_it_is_held_out(cli, tmp_path, seed):
+    rows = "".join(f"{'soon' if row == 7 else f'2024-01-0{1 + row % 9}'},{row % 5},{row % 2}\n" for row in range(40))
+    (tmp_path / "t.csv").write_text(f"day,x,y\n{rows}")
+    outcome = cli("train", "--data", "t.csv", *QUICK, "--epochs", "1", "--seed", str(seed), "--out", "run")
+    assert (outcome.code, "2 columns (1 of text)" in outcome.out) == (0, True)

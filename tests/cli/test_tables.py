@@ -359,7 +359,7 @@ def test_what_a_user_should_know_of_the_run_is_said(cli, tmp_path):
     random = np.random.default_rng(3)
     rows: list[dict[str, object]] = [
         {
-            "day": f"2024-03-{1 + number % 28:02d}",
+            "day": f"{1 + number % 28}.3.2024",
             "hour": f"{1 + number % 28}/{1 + number // 28}/2024 12:{number % 60:02d}",
             "noise": f"{random.normal():.3f}",
             "y": random.choice(["a", "b"]),
@@ -369,9 +369,9 @@ def test_what_a_user_should_know_of_the_run_is_said(cli, tmp_path):
     table = write(tmp_path / "t.csv", rows)
     flags = ("--data", table, "--target", "y", "--hidden", "64,64", "--lr", "0.02", "--no-progress")
     out = cli("train", *flags, "--epochs", "40", "--out", tmp_path / "run").out
-    assert "column 'day' is text, as '2024-03-01' is a date: write numbers" in out
+    assert "column 'day' is text, as '1.3.2024' is a date: write dates as 2024-05-31, or leave it out" in out
     assert re.search(
-        r"column 'hour' is not used: it has dates, such as '\d+/\d/2024 12:\d+', which are text: write numb", out
+        r"column 'hour' is not used: it has dates, such as '\d+/\d/2024 12:\d+', which are text: write dates", out
     )
     assert re.search(r"the validation loss was lowest in epoch \d+ \(\S+\): --early-stopping 5 keeps that model", out)
     notes = re.findall(r"^note     (.*)$", out, re.MULTILINE)

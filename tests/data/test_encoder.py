@@ -58,6 +58,29 @@ def test_json_keeps_every_bit():
     assert again.left_out == encoder.left_out
 
 
+def test_dates_are_kept_by_json_and_may_lack():
+    table = make_table({"day": ["2024-01-01", "", "2024-01-09", "2024-01-05"], "same": ["2024-01-01"] * 4})
+    encoder = TableEncoder.fit(table, table.names)
+    assert (encoder.numbers, encoder.dates, encoder.left_out) == (("day",), ("day",), {"same": "is constant"})
+    assert encoder.parts(table)[0][[0, 2, 3], 0].tolist() == [19723, 19731, 19727]
+    content = json.loads(json.dumps(encoder.to_json()))
+    again = TableEncoder.from_json(content)
+    np.testing.assert_array_equal(again.transform(table), encoder.transform(table))
+    with pytest.raises(ValueError, match="do not match"):
+        TableEncoder.from_json(content | {"dates": ["other"]})
+    with pytest.raises(DataError, match=r"line 2, column 'day': 'soon' is not a date such as 2024-05-31, as in train"):
+        encoder.transform(make_table({"day": ["soon"]}))
+
+
+def test_an_encoder_that_was_saved_with_dates_as_text_is_read():
+    table = make_table({"day": ["2024-01-01", "2024-01-02", "2024-01-01"], "x": [1, 2, 3]})
+    content = TableEncoder.fit(table, table.names, categorical=("day",)).to_json()
+    del content["dates"]
+    again = TableEncoder.from_json(content)
+    assert again.categories == {"day": ("2024-01-01", "2024-01-02")}
+    assert again.transform(table)[:, -1].tolist() == [-1, 1, -1]
+
+
 def test_an_identifier_is_left_out_and_rare_categories_share_a_code():
     names = [f"id{i}" for i in range(900)]
     common = [f"c{i % 300}" for i in range(900)]

@@ -13,7 +13,7 @@ from onelaunch.data import load
 from onelaunch.data.encoder import TableEncoder
 from onelaunch.data.table_encoding import as_table
 from onelaunch.data.table_target import TableTarget
-from onelaunch.data.table_values import Positions, number_of, plain, text_of
+from onelaunch.data.table_values import Positions, days_of, number_of, plain, text_of
 
 FLAGS = [True, False, True, None, False, True]
 
@@ -34,6 +34,19 @@ def test_numbers_and_texts():
     assert np.isnan([number_of(""), number_of("None")]).all()
     numbers = (3.0, 0.1 + 0.2, float("nan"), 1234567890123456.0, float("inf"))
     assert [text_of(number) for number in numbers] == ["3", "0.3", "", "1234567890123456", "inf"]
+
+
+@pytest.mark.parametrize(
+    ("text", "days"),
+    [
+        *(("1970-01-02", 1.0), ("1969-12-31 12:00", -0.5), ("2024-02-29T06:00:00", 19782.25)),
+        *(("1970-01-01T01:00:00Z", 1 / 24), ("1970-01-01 00:00:00+01:00", -1 / 24)),
+        *(("1970-01-01 12:00:00.000000000", 0.5), ("2023-02-29", None), ("2024-5-3", None), ("2024-W01-1", None)),
+        *(("20240101", None), ("1970-01-01 later", None), ("x", None)),
+    ],
+)
+def test_days(text, days):
+    assert days_of(text) == days
 
 
 @pytest.mark.parametrize(

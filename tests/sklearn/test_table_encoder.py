@@ -121,25 +121,54 @@ def test_mistakes_are_one_line() -> None:
         TableEncoder().fit(x.to_numpy())
 
 
-@pytest.mark.parametrize("kind", ["text", "datetime64[s]", "datetime64[ns]"])
-def test_columns_that_are_not_used_are_named(kind: str, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_columns_that_are_not_used_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     x, _ = frame(rows=60)
-    days = np.datetime64("2024-01-01") + np.arange(60)
-    x["day"] = days.astype(str) if kind == "text" else days.astype(kind)
-    x["month"] = days.astype("datetime64[M]").astype(str if kind == "text" else kind)
-    x["month"] = [f"{month}-01"[:10] for month in x["month"]] if kind == "text" else x["month"]
+    x["day"] = [f"{1 + row % 30}/{1 + row // 30}/2024" for row in range(60)]
+    x["month"] = [f"1/{1 + row // 30}/2024" for row in range(60)]
     x["id"], x["same"] = [f"n{row}" for row in range(60)], 1
     encoder = TableEncoder().fit(x)
     assert encoder.left_out_ == {
-        "day": "has dates, such as '2024-01-01', which are text: write numbers, such as days",
+        "day": "has dates, such as '1/1/2024', which are text: write dates as 2024-05-31",
         "id": "has 60 different texts in 60 rows, as an identifier has",
         "same": "is constant",
     }
     assert caplog.messages == [
         *(f"column {name!r} is not used: it {reason}" for name, reason in encoder.left_out_.items()),
-        "column 'month' is text, as '2024-01-01' is a date: write numbers, such as days, or leave it out",
+        "column 'month' is text, as '1/1/2024' is a date: write dates as 2024-05-31, or leave it out",
     ]
-    x.to_csv(tmp_path / "x.csv", index=False)
-    assert np.array_equal(encoder.transform(tmp_path / "x.csv"), encoder.transform(x))
     with pytest.raises(NotFittedError):
         _ = TableEncoder().left_out_
+
+
+DAYS = np.datetime64("2024-01-01") + np.arange(60)
+DATES = {
+    "text": DAYS.astype(str),
+    "seconds": DAYS.astype("M8[s]"),
+    "nanoseconds": DAYS.astype("M8[ns]"),
+    "pandas": pd.Series(DAYS.astype("M8[s]")).astype("datetime64[ns]"),
+    "with a zone": pd.Series(DAYS.astype("M8[s]")).dt.tz_localize("UTC"),
+    "objects": pd.Series(DAYS.tolist(), dtype=object),
+    "with a time": pd.Series([f"{day}T00:00:00Z" for day in DAYS]),
+}
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_dates_are_numbers_in_every_container(gaps: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    numbers = pd.DataFrame({"day": np.arange(60.0), "x": np.arange(60) % 7})
+    frames = [numbers.assign(day=dates) for dates in DATES.values()]
+    for one in [numbers, *frames] if gaps else []:
+        one.loc[::9, "day"] = None
+    expected = TableEncoder().fit_transform(numbers)
+    for number, one in enumerate(frames):
+        encoder = TableEncoder().fit(one)
+        assert encoder.encoder_.dates == ("day",)
+        np.testing.assert_allclose(encoder.transform(one), expected, atol=1e-6)
+        one.to_csv(tmp_path / f"{number}.csv", index=False)
+        one.to_parquet(tmp_path / f"{number}.parquet")
+    for data in [*frames, *tmp_path.iterdir(), frames[0].to_dict("list")]:
+        assert np.array_equal(encoder.transform(data), encoder.transform(frames[0]))
+    assert not caplog.messages
+    as_text = TableEncoder(categorical=["day"]).fit(frames[0])
+    assert as_text.left_out_["day"].startswith(f"has {53 if gaps else 60} different texts")
+    with pytest.raises(ol.OnelaunchError, match=r"column 'day': '7' is not a date such as 2024-05-31, as in training"):
+        encoder.transform({"day": [7], "x": [1]})

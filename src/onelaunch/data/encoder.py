@@ -2,7 +2,8 @@
 
 The inputs of a row are, in this order: the scaled numeric columns with their ramps (0 for a missing value), one 0/1 flag for
 each numeric column that had missing values in training, and the one-hot code of each text column. A missing text is a
-category of its own if training had one. A category that training did not have is encoded as zeros.
+category of its own if training had one. A category that training did not have is encoded as zeros. A column of ISO dates is
+numeric: days since 1970-01-01.
 
 Everything an encoder knows is plain data: `to_json` and `from_json`, never pickle.
 """
@@ -18,8 +19,8 @@ import numpy as np
 
 from onelaunch.data.scaling import FeatureScaling
 from onelaunch.data.table_file import Table, decimal_comma, is_number, with_point
-from onelaunch.data.table_values import Positions, number_of, text_of
-from onelaunch.data.text_columns import MAX_CATEGORIES, categories_of, date_in
+from onelaunch.data.table_values import Positions, days_of, number_of, text_of
+from onelaunch.data.text_columns import MAX_CATEGORIES, categories_of, date_in, has_dates
 from onelaunch.errors import DataError, abbreviate_list, suggest
 
 FORMAT = 1
@@ -34,21 +35,26 @@ class TableEncoder:
     flagged: tuple[int, ...]  # the indices in `numbers` of the columns with a flag for missing values
     categories: Mapping[str, tuple[str, ...]]  # by text column, in the order of the file: its categories, sorted
     left_out: Mapping[str, str]  # by column that is not used: the reason
+    dates: tuple[str, ...] = ()  # the names in `numbers` of the columns of dates
 
     @classmethod
-    def fit(cls, table: Table, columns: Iterable[str], categorical: Iterable[str] = ()) -> TableEncoder:
+    def fit(
+        cls, table: Table, columns: Iterable[str], categorical: Iterable[str] = (), dates: Iterable[str] | None = None
+    ) -> TableEncoder:
         """The encoder of these columns of `table`; the columns in `categorical` may consist of numbers.
 
+        dates: the columns of dates, as `date_columns` finds them; None finds them in `table`.
         Raises DataError for a repeated name, an infinite number, text in a numeric column, or no usable column.
         """
         columns, categorical = list(columns), set(categorical)
         check_columns(table, columns, categorical)
-        numbers: list[str] = []
+        dates = set(date_columns(table, columns, categorical) if dates is None else dates)
+        numbers: dict[str, np.ndarray] = {}
         flagged: list[int] = []
         categories: dict[str, tuple[str, ...]] = {}
         left_out: dict[str, str] = {}
         for name in columns:
-            column = table.column(name)
+            column = _as_numbers(table, name, True) if name in dates else table.column(name)
             if name in categorical and column.dtype != object:  # of a table in memory
                 column = np.array([*_texts(column), None], object)[:-1]
             if column.dtype == object:
@@ -58,17 +64,18 @@ class TableEncoder:
                 else:
                     categories[name] = found
                 continue
-            reason = _unusable_reason(table, name)
+            reason = _unusable_reason(column)
             if reason:
                 left_out[name] = reason
                 continue
             if np.isnan(column).any():
                 flagged.append(len(numbers))
-            numbers.append(name)
+            numbers[name] = column
         if len(numbers) > MAX_INPUTS:
             _refuse_inputs(table, len(numbers), left_out)
-        scaling = FeatureScaling.fit(_matrix(table, numbers))
-        encoder = cls(tuple(numbers), scaling, tuple(flagged), categories, left_out)
+        scaling = FeatureScaling.fit(np.stack([*numbers.values()], axis=1) if numbers else np.empty((len(table), 0)))
+        used = tuple(name for name in numbers if name in dates)
+        encoder = cls(tuple(numbers), scaling, tuple(flagged), categories, left_out, used)
         if not 1 <= encoder.inputs <= MAX_INPUTS:
             _refuse_inputs(table, encoder.inputs, left_out)
         return encoder
@@ -124,7 +131,7 @@ class TableEncoder:
         _check_names(table, self.columns)
         numbers = np.empty((len(table), len(self.numbers)))
         for index, name in enumerate(self.numbers):
-            numbers[:, index] = _as_numbers(table, name)
+            numbers[:, index] = _as_numbers(table, name, name in self.dates)
         codes = np.empty((len(table), len(self.categories)), np.int64)
         for index, (name, found) in enumerate(self.categories.items()):
             positions = Positions(found)
@@ -147,7 +154,7 @@ class TableEncoder:
                 found.append(decimal_comma_note(name, text))
             if text := date_in(categories):
                 found.append(
-                    f"column {name!r} is text, as {text!r} is a date: write numbers, such as days, or leave it out"
+                    f"column {name!r} is text, as {text!r} is a date: write dates as 2024-05-31, or leave it out"
                 )
             elif len(categories) == MAX_CATEGORIES:
                 found.append(f"column {name!r} has many categories: the {MAX_CATEGORIES} most frequent ones are used")
@@ -161,6 +168,7 @@ class TableEncoder:
             "flagged": list(self.flagged),
             "categories": {name: list(found) for name, found in self.categories.items()},
             "left_out": dict(self.left_out),
+            "dates": list(self.dates),
         }
 
     @classmethod
@@ -171,10 +179,12 @@ class TableEncoder:
         scaling = FeatureScaling.from_json(content["scaling"])
         numbers = tuple(map(str, content["numbers"]))
         flagged = tuple(map(int, content["flagged"]))
-        if len(scaling.center) != len(numbers) or not all(0 <= i < len(numbers) for i in flagged):
+        dates = tuple(map(str, content.get("dates", ())))  # an older version wrote none
+        known = all(0 <= i < len(numbers) for i in flagged) and all(name in numbers for name in dates)
+        if len(scaling.center) != len(numbers) or not known:
             raise ValueError("the lengths of its lists do not match")
         categories = {str(name): tuple(map(str, found)) for name, found in content["categories"].items()}
-        return cls(numbers, scaling, flagged, categories, dict(content["left_out"]))
+        return cls(numbers, scaling, flagged, categories, dict(content["left_out"]), dates)
 
 
 def check_columns(table: Table, columns: Iterable[str], categorical: Iterable[str] = ()) -> None:
@@ -189,6 +199,11 @@ def check_columns(table: Table, columns: Iterable[str], categorical: Iterable[st
             _refuse_infinite(table, name, table.column(name))
         elif name not in categorical:
             _refuse_mistakes(table, name)
+
+
+def date_columns(table: Table, columns: Iterable[str], categorical: Iterable[str] = ()) -> tuple[str, ...]:
+    """The columns of ISO dates, but for those in `categorical`. Call it before a table is divided, as `check_columns`."""
+    return tuple(name for name in columns if name not in categorical and has_dates(table.column(name)))
 
 
 def check_categorical(where: str, names: Sequence[str], categorical: Iterable[str]) -> None:
@@ -222,11 +237,6 @@ def _width(categories: tuple[str, ...]) -> int:
     return 1 if len(categories) == 2 else len(categories)
 
 
-def _matrix(table: Table, names: Iterable[str]) -> np.ndarray:
-    columns = [table.column(name) for name in names]
-    return np.stack(columns, axis=1) if columns else np.empty((len(table), 0))
-
-
 def _texts(column: np.ndarray) -> list[str]:
     """The fields of a text column. A column of numbers has the texts that the same numbers have in a text column."""
     if column.dtype == object:
@@ -234,22 +244,22 @@ def _texts(column: np.ndarray) -> list[str]:
     return [text_of(value) for value in column.tolist()]
 
 
-def _unusable_reason(table: Table, name: str) -> str:
-    column = table.column(name)
+def _unusable_reason(column: np.ndarray) -> str:
     present = column[~np.isnan(column)]
     if not len(present):
         return "has no value"
     return "is constant" if len(present) == len(column) and (present == present[0]).all() else ""
 
 
-def _as_numbers(table: Table, name: str) -> np.ndarray:
-    """The column of new rows as finite numbers with NaN, 1 and 0 for booleans; raises DataError for a word."""
+def _as_numbers(table: Table, name: str, is_date: bool) -> np.ndarray:
+    """The column as finite numbers with NaN: 1 and 0 for booleans, days for dates; raises DataError for a word."""
     column = table.column(name)
-    if column.dtype == object:
-        numbers = [number_of(text) for text in column]
+    if column.dtype == object or is_date:
+        texts = _texts(column)
+        numbers = [days_of(text) if is_date else number_of(text) for text in texts]
         if None in numbers:
-            row = numbers.index(None)
-            raise DataError(f"{table.place(row, name)}: {column[row]!r} is not a number, as in training: correct it")
+            row, kind = numbers.index(None), "date such as 2024-05-31" if is_date else "number"
+            raise DataError(f"{table.place(row, name)}: {texts[row]!r} is not a {kind}, as in training: correct it")
         column = np.array(numbers, np.float64)
     _refuse_infinite(table, name, column)
     return column

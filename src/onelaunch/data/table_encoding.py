@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onelaunch.data.dataset import Dataset, held_out_rows
-from onelaunch.data.encoder import TableEncoder, check_categorical, check_columns
+from onelaunch.data.encoder import TableEncoder, check_categorical, check_columns, date_columns
 from onelaunch.data.table_file import MISSING, Table, TableFile, is_number
 from onelaunch.data.table_target import TableTarget
 from onelaunch.data.tables import target_column
@@ -97,10 +97,13 @@ def encode_table(
     training, testing = table.take(rest), table.take(test)
     if goal.scaling is not None:  # its mean and deviation are those of the training rows
         goal = TableTarget.fit(training, name, "regression")
-    encoder = TableEncoder.fit(training, columns, categorical)
+    encoder = TableEncoder.fit(training, columns, categorical, date_columns(table, columns, categorical))
     what = f"{len(goal.classes):,} classes" if goal.classes else "values"
     heading = "" if table.header else ", no header line"
-    text = f" ({len(encoder.categories)} of text)" if encoder.categories else ""
+    kinds = [
+        f"{len(found)} of {kind}" for kind, found in (("text", encoder.categories), ("dates", encoder.dates)) if found
+    ]
+    text = f" ({', '.join(kinds)})" if kinds else ""
     source = (
         f"{table.path}, {len(table):,} rows of {len(columns):,} columns{text}, {what} in column {name!r}{heading}, "
         f"split {len(rest):,}/{len(test):,}"

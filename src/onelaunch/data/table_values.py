@@ -9,10 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 
 from onelaunch.data.table_file import MISSING_NUMBERS, is_number
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
+ISO_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([T ].+)?")
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 BOOLEANS = {"true": "True", "false": "False"}  # by the text in lower case
 OTHER_SPELLING = {"True": "1", "False": "0", "1": "True", "0": "False"}
 
@@ -38,6 +41,22 @@ def number_of(text: str) -> float | None:
     text = BOOLEANS.get(text.lower(), text)
     text = OTHER_SPELLING[text] if text in BOOLEANS.values() else text
     return float(text) if is_number(text) else None
+
+
+def days_of(text: str) -> float | None:
+    """The days from 1970-01-01 to an ISO date, such as `2024-05-31` or `2024-05-31T12:00:00Z`; NaN if it is missing, None if
+    it is something else. A time without a zone is in UTC."""
+    if text.lower() in MISSING_NUMBERS:
+        return math.nan
+    if not ISO_DATE.fullmatch(text):
+        return None
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return (moment - EPOCH) / timedelta(days=1)
 
 
 def text_of(number: float) -> str:

@@ -1,4 +1,4 @@
-"""The categories of a text column, or the reason not to use it."""
+"""What a text column holds: dates, categories, or nothing to learn from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from onelaunch.data.table_file import decimal_comma, with_point
-from onelaunch.data.table_values import has_spellings, plain
+from onelaunch.data.table_values import ISO_DATE, days_of, has_spellings, plain
 
 MAX_CATEGORIES = 255  # of one column; the rarer ones are encoded as zeros
 MIN_IDENTIFIER_VALUES = 20  # a column with more different texts than this, and than half of its rows, is an identifier
@@ -30,7 +30,7 @@ def categories_of(column: np.ndarray) -> tuple[str, ...] | str:
         if commas := decimal_comma(counts):
             return f"has numbers with decimal commas, such as {commas!r}, which are text: write {with_point(commas)}"
         if date := date_in(counts):
-            return f"has dates, such as {date!r}, which are text: write numbers, such as days"
+            return f"has dates, such as {date!r}, which are text: write dates as 2024-05-31"
         return f"has {values:,} different texts in {len(column):,} rows, as an identifier has"
     return tuple(sorted(sorted(counts, key=lambda text: (-counts[text], text))[:MAX_CATEGORIES]))
 
@@ -44,6 +44,14 @@ def _merged(counts: Counter[str]) -> Counter[str]:
 
 
 def date_in(texts: Iterable[str]) -> str:
-    """The first of the texts if all that are not missing are dates, such as "2024-05-31"; else an empty string."""
+    """A date that is no ISO date, such as "31.5.2024", if all texts that are not missing are dates; else an empty string."""
     present = [text for text in texts if text]
-    return present[0] if present and all(map(DATE.match, present)) else ""
+    found = next((text for text in present if days_of(text) is None), "")
+    return found if all(map(DATE.match, present)) else ""
+
+
+def has_dates(column: np.ndarray) -> bool:
+    """Whether it is a text column in which all values that are not missing are ISO dates, such as "2024-05-31"."""
+    if column.dtype != object or any(days_of(text) is None for text in column):
+        return False
+    return any(map(ISO_DATE.fullmatch, column))

@@ -1,9 +1,9 @@
 """A run as one file for other programs: `.onnx`, or PyTorch's `.pt2`, with the preprocessing inside the graph.
 
-The exported model of a table takes `numbers`, float64 [rows, numeric columns] with NaN for a missing value, and, if the table
-has text columns, `categories`, int64 [rows, text columns] with -1 for a category that training did not have. It returns
-`probabilities` [rows, classes] or `values` [rows]. The names of columns, categories and classes are stored with it, as JSON
-under the key "onelaunch". The exported model of a run on arrays takes `rows`, float32.
+The exported model of a table takes `numbers`, float64 [rows, numeric columns] with NaN for a missing value and the days since
+1970-01-01 for a date, and, if the table has text columns, `categories`, int64 [rows, text columns] with -1 for a category that
+training did not have. It returns `probabilities` [rows, classes] or `values` [rows]. The names of columns, categories and
+classes are stored with it, as JSON under the key "onelaunch". The exported model of a run on arrays takes `rows`, float32.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ def _about(predictor: Predictor, names: list[str]) -> dict[str, Any]:
         encoder = predictor.encoding.encoder
         about |= {
             "numbers": encoder.numbers,
+            "dates": encoder.dates,
             "categories": dict(encoder.categories),
             "target": predictor.encoding.target.name,
         }
