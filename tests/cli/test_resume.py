@@ -160,3 +160,13 @@ def test_resume_with_another_model_is_refused(cli, finished_run):
     assert result.code == 2
     assert "is of another model" in result.err
     assert {name: (finished_run / name).read_bytes() for name in kept} == kept
+
+
+def test_resume_with_other_columns_is_refused_and_keeps_the_table(cli, tmp_path):
+    rows = "".join(f"{number % 5},{number % 3},{number % 2}\n" for number in range(40))
+    (tmp_path / "t.csv").write_text(f"a,b,y\n{rows}")
+    assert cli("train", "--data", "t.csv", *QUICK, "--out", "run").code == 0
+    kept = (tmp_path / "run" / "table.json").read_bytes()
+    assert cli("train", "--resume", "run", "--epochs", 6, "--categorical", "a").code == 2
+    assert (tmp_path / "run" / "table.json").read_bytes() == kept
+    assert cli("predict", "run", "t.csv").code == 0

@@ -167,9 +167,8 @@ def train_into(
             "commit": commit(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
         },
+        None if dataset.encoding is None else dataset.encoding.to_json(),
     )
-    if dataset.encoding is not None:
-        folder.save_table(dataset.encoding.to_json())
     narrator = _Narrator(folder, resumes)
     try:
         history = fit_with(

@@ -49,6 +49,7 @@ class RunFolder(Listener):
         self._lock = _lock(path)
         self._config = ""
         self._about: dict[str, Any] = {}
+        self._table: dict[str, Any] | None = None
 
     @classmethod
     def create(cls, out: str | None, name: str) -> RunFolder:
@@ -103,18 +104,20 @@ class RunFolder(Listener):
                 f"new run with onelaunch train {shlex.quote(str(self.path / CONFIG))}"
             )
 
-    def begin(self, config: str, about: dict[str, Any]) -> None:
-        """Set the configuration and the content of run.json.
+    def begin(self, config: str, about: dict[str, Any], table: dict[str, Any] | None = None) -> None:
+        """Set the configuration, the content of run.json and, for a table, how its columns are encoded.
 
         A new folder gets its config.toml at once, so that the run can be resumed whatever happens. The files of an earlier run
         do not change before `started`.
         """
-        self._config, self._about = config, about
+        self._config, self._about, self._table = config, about, table
         if not (self.path / CONFIG).exists():
             self._write(CONFIG, config)
 
     def started(self, history: History) -> None:
         self._write(CONFIG, self._config)
+        if self._table is not None:
+            self._write(TABLE, json.dumps(self._table, indent=1) + "\n")
         self.describe(status="running")
         # The checkpoint knows which epochs are done: this drops the incomplete or surplus lines of a killed run.
         self._write(METRICS, "".join(_line(history, record) for record in history.epochs))
@@ -140,10 +143,6 @@ class RunFolder(Listener):
 
         tensors = unshared(model.state_dict())
         self._write(MODEL, save(tensors, {"sha256": digest_of(tensors)}))
-
-    def save_table(self, content: dict[str, Any]) -> None:
-        """Write how the columns of the run's table are encoded."""
-        self._write(TABLE, json.dumps(content, indent=1) + "\n")
 
     def save_predictions(self, content: dict[str, Any]) -> None:
         self._write(PREDICTIONS, json.dumps(json_ready(content)) + "\n")
