@@ -32,8 +32,8 @@ def test_plain(text, expected):
 def test_numbers_and_texts():
     assert [number_of(text) for text in ("2.5", "True", "false", "word")] == [2.5, 1.0, 0.0, None]
     assert np.isnan([number_of(""), number_of("None")]).all()
-    numbers = (3.0, 0.1 + 0.2, float("nan"), 1234567890123456.0, float("inf"))
-    assert [text_of(number) for number in numbers] == ["3", "0.3", "", "1234567890123456", "inf"]
+    numbers = (3.0, 0.1 + 0.2, float("nan"), 1234567890123456.0, 1e300, float("inf"))
+    assert [text_of(number) for number in numbers] == ["3", "0.3", "", "1234567890123456", "1e+300", "inf"]
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def days_of(text: str) -> float | None:
 
 
 def text_of(number: float) -> str:
-    """The number as a file has it: `3` for 3.0, at most 15 digits of a fraction; an empty text for NaN."""
+    """The number as a file has it: `3` for 3.0, and 15 digits of a fraction or a very large number; nothing for NaN."""
     if math.isnan(number):
         return ""
-    return str(int(number)) if number.is_integer() else f"{number:.15g}"
+    return str(int(number)) if number.is_integer() and abs(number) < 1e18 else f"{number:.15g}"
 
 
 class Positions(dict[str, int]):
