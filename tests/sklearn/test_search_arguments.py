@@ -127,6 +127,7 @@ def test_a_parameter_of_the_wrong_type_fails_its_candidate_alone():
     assert found.best_params_ == {"alpha": 0.1}
 
 
+@pytest.mark.filterwarnings("ignore:One or more")
 def test_a_score_that_raises_is_the_error_score():
     def score(estimator: Any, x: Any, y: Any) -> float:
         if estimator.alpha == 0.1:
@@ -134,16 +135,59 @@ def test_a_score_that_raises_is_the_error_score():
         return 1.0
 
     found = SweepCV(ESTIMATOR, {"alpha": [0.1, 0.2]}, cv=2, scoring=score)
-    with (
-        pytest.warns(RuntimeWarning, match="scoring raised ZeroDivisionError: no rows"),
-        pytest.warns(UserWarning, match="non-finite"),
-    ):
+    with pytest.warns(UserWarning, match="scoring raised") as caught:
         found.fit(X, Y)
+    messages = [str(each.message) for each in caught]
+    assert "scoring raised ZeroDivisionError: no rows: the score is error_score=nan" in messages
+    assert not any("fits failed" in message for message in messages)
     assert np.isnan(found.cv_results_["mean_test_score"][0])
     assert found.best_params_ == {"alpha": 0.2}
     with pytest.raises(ZeroDivisionError):
         SweepCV(ESTIMATOR, {"alpha": [0.1]}, cv=2, scoring=score, error_score="raise").fit(X, Y)
-    refused(ValueError, "all 2 fits failed: scoring raised", {"alpha": [0.1]}, {}, cv=2, scoring=score)
+
+
+def only_many_rows(estimator: Any, x: Any, y: Any) -> float:
+    if len(x) < 60:
+        raise RuntimeError("few rows")
+    return float(estimator.score(x, y))
+
+
+def named_scores(estimator: Any, x: Any, y: Any) -> dict[str, float]:
+    return {"a": only_many_rows(estimator, x, y), "b": 1.0}
+
+
+@pytest.mark.filterwarnings("ignore:One or more", "ignore:Scoring failed")
+@pytest.mark.parametrize("error_score", [np.nan, 0.0])
+@pytest.mark.parametrize("refit", [True, "b", False])
+def test_scores_that_always_raise_are_those_of_grid_search(refit, error_score):
+    scoring = {"a": only_many_rows, "b": "accuracy"} if refit == "b" else only_many_rows
+    options: dict[str, Any] = {
+        "cv": 3, "scoring": scoring, "refit": refit, "error_score": error_score, "return_train_score": True
+    }  # fmt: skip
+    ours, theirs = (kind(ESTIMATOR, {"alpha": [0.1, 0.2]}, **options) for kind in (SweepCV, GridSearchCV))
+    with pytest.warns(UserWarning, match=r"raised RuntimeError: few rows: .*score is"):
+        ours.fit(X, Y)
+    theirs.fit(X, Y)
+    assert set(ours.cv_results_) == set(theirs.cv_results_)
+    for key in (key for key in ours.cv_results_ if "_test_" in key or "_train_" in key):
+        np.testing.assert_array_equal(ours.cv_results_[key], theirs.cv_results_[key])
+    assert (ours.best_index_, ours.best_params_) == (theirs.best_index_, theirs.best_params_)
+    if refit:
+        np.testing.assert_array_equal(ours.predict(X), theirs.predict(X))
+
+
+@pytest.mark.filterwarnings("ignore:One or more")
+def test_a_function_of_several_scores_may_raise():
+    search = SweepCV(ESTIMATOR, {"alpha": [0.1]}, cv=3, scoring=named_scores, refit="b", return_train_score=True)
+    folds = [(np.arange(90), np.arange(90, 150)), (np.arange(60, 150), np.arange(50))]
+    with pytest.warns(UserWarning, match="scoring raised RuntimeError: few rows"):
+        search.set_params(cv=folds).fit(X, Y)
+    found = search.cv_results_
+    assert np.isfinite(found["split0_test_a"]).all()
+    assert np.isnan(found["split1_test_b"]).all()
+    assert np.isfinite(found["mean_train_a"]).all()
+    with pytest.raises(RuntimeError, match="few rows"):
+        search.set_params(error_score="raise").fit(X, Y)
 
 
 @pytest.mark.parametrize("error_score", [np.nan, "raise"])

@@ -7,10 +7,29 @@ import numbers
 import warnings
 from typing import Any
 
-from onelaunch.errors import ArgumentTypeError, abbreviate
+from sklearn.metrics._scorer import _MultimetricScorer
+
+from onelaunch.errors import ArgumentTypeError, abbreviate, described
 
 
-def checked_scores(scores: Any, error_score: Any, *, several: bool) -> Any:
+def scores_of(scorer: Any, estimator: Any, x: Any, y: Any, error_score: Any, arguments: dict[str, Any]) -> Any:
+    """The scores of a fit, as in GridSearchCV: one number, or a dict of them by metric. None if the one scorer raised.
+
+    A scorer that raises is a warning, and the fit has not failed; with `error_score="raise"` it raises here.
+    """
+    several = isinstance(scorer, _MultimetricScorer)
+    try:
+        scores = scorer(estimator, x, y, **arguments)
+    except Exception as error:  # with several metrics, one that they have in common, such as a missing method
+        if several or error_score == "raise":
+            raise
+        message = f"scoring raised {described(error)}: the score is error_score={error_score}"
+        warnings.warn(message, UserWarning, stacklevel=2)
+        return None
+    return _checked(scores, error_score, several=several)
+
+
+def _checked(scores: Any, error_score: Any, *, several: bool) -> Any:
     """`scores` as plain numbers. Raises ArgumentTypeError, a ValueError as in GridSearchCV, for anything else.
 
     several: whether scikit-learn called one scorer per metric. The text of a traceback then stands for a metric whose scorer

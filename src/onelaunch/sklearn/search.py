@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import clone, is_classifier
-from sklearn.metrics._scorer import _MultimetricScorer
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.pipeline import Pipeline
 from sklearn.utils import _safe_indexing, indexable
 from sklearn.utils.validation import _num_samples
 
-from onelaunch.errors import MAX_LONG_LINE, ArgumentTypeError, OnelaunchError, described, first_line
+from onelaunch.errors import MAX_LONG_LINE, ArgumentTypeError, OnelaunchError, first_line
 from onelaunch.sklearn.estimator import BaseMLP
 from onelaunch.sklearn.parameter_checks import check_parameters
 from onelaunch.sklearn.parameter_names import in_parameters, named_by_parameters
-from onelaunch.sklearn.scores import checked_scores
+from onelaunch.sklearn.scores import scores_of
 from onelaunch.sklearn.search_arguments import (
     Parameters,
     candidates_of,
@@ -136,12 +135,12 @@ class SweepCV(BaseSearchCV):
         return self
 
     def _set_results(self, candidates: list[Parameters], out: list[dict[str, Any]], refit_metric: Any) -> None:
-        first = next(entry["test_scores"] for entry in out if not entry["fit_error"])
+        first: Any = next((entry["test_scores"] for entry in out if entry["test_scores"] is not None), None)
         self.multimetric_ = isinstance(first, dict)
         if callable(self.scoring) and self.multimetric_:
             self._check_refit_for_multimetric(first)
             refit_metric = self.refit
-        for entry in out:  # a fit that failed has the error score for every metric
+        for entry in out:  # a fit or scorer that failed has the error score for every metric
             for name in ("test_scores", "train_scores"):
                 if entry.get(name, 0) is None:
                     entry[name] = dict.fromkeys(first, self.error_score) if self.multimetric_ else self.error_score
@@ -178,9 +177,10 @@ class Task:
         return _safe_indexing(self.X, chosen), _safe_indexing(self.y, chosen), weights
 
     def score(self, estimator: BaseMLP, rows: tuple[Any, Any, Any]) -> Any:
-        """One number, or a dict of them for several metrics."""
+        """One number, a dict of them for several metrics, or None where the scorer raised."""
         X, y, weights = rows
-        return self.scorers(estimator, X, y, **({"sample_weight": weights} if self.weighs_scores else {}))
+        arguments = {"sample_weight": weights} if self.weighs_scores else {}
+        return scores_of(self.scorers, estimator, X, y, self.error_score, arguments)
 
 
 @dataclass
@@ -282,17 +282,9 @@ class _Evaluation:
         train_rows, test_rows = self.task.splits[fit.split]
         trained = time.time()
         rows = self._test_rows(fit.split, test_rows)
-        try:
-            entry = {"test_scores": self.task.score(fit.estimator, rows)}
-            if self.task.train_scores:
-                entry["train_scores"] = self.task.score(fit.estimator, self.task.rows(train_rows))
-        except Exception as error:
-            if self.task.error_score == "raise":
-                raise
-            self._fail(fit.number, f"scoring raised {described(error)}", fit.begin)
-            return
-        several = isinstance(self.task.scorers, _MultimetricScorer)
-        entry = {name: checked_scores(each, self.task.error_score, several=several) for name, each in entry.items()}
+        entry = {"test_scores": self.task.score(fit.estimator, rows)}
+        if self.task.train_scores:
+            entry["train_scores"] = self.task.score(fit.estimator, self.task.rows(train_rows))
         # Fits train together: a fit's time is its share of the seconds since it began.
         self.out[fit.number] = {
             **entry, "fit_time": sum(history.seconds for history in histories), "score_time": time.time() - trained,
