@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import joblib
 import numpy as np
 import pytest
 import torch
+from sklearn import config_context
 from sklearn.base import clone
 from sklearn.datasets import load_diabetes, load_iris
+from sklearn.metrics import accuracy_score, make_scorer
 from sklearn.model_selection import GridSearchCV, GroupKFold, KFold, RandomizedSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -73,6 +76,26 @@ def test_the_scaling_of_targets_may_differ():
     np.testing.assert_array_equal(scores(ours), scores(theirs))
 
 
+@pytest.mark.parametrize("n_jobs", [None, 2])
+@pytest.mark.parametrize(("fits", "scored"), [(False, True), (True, False), (True, True)])
+def test_metadata_routing_says_where_weights_go(fits, scored, n_jobs):
+    weights = np.linspace(0, 1, len(Y))
+    with config_context(enable_metadata_routing=True):
+        estimator = clone(ESTIMATOR).set_fit_request(sample_weight=fits).set_score_request(sample_weight=scored)
+        several = {name: make_scorer(accuracy_score) for name in "ab"}
+        several["a"].set_score_request(sample_weight=scored)
+        several["b"].set_score_request(sample_weight=not scored)
+        for scoring in (None, several):
+            options: dict[str, Any] = {"scoring": scoring, "refit": "a" if scoring else True, "cv": 2}
+            with joblib.parallel_config("threading"):
+                ours = SweepCV(estimator, {"alpha": [0.0, 0.1]}, n_jobs=n_jobs, **options)
+                ours.fit(X, Y, sample_weight=weights)
+            theirs = GridSearchCV(estimator, {"alpha": [0.0, 0.1]}, **options).fit(X, Y, sample_weight=weights)
+            for name in scoring or ("score",):
+                np.testing.assert_array_equal(scores(ours, name, 2), scores(theirs, name, 2))
+            np.testing.assert_array_equal(ours.predict_proba(X), theirs.predict_proba(X))
+
+
 def test_random_candidates_and_groups():
     groups = np.arange(len(X)) % 7
     arguments: dict[str, Any] = {"n_iter": 3, "random_state": 4, "cv": GroupKFold(3)}
@@ -112,10 +135,8 @@ def test_other_estimators_are_refused():
 
 @pytest.mark.parametrize("backend", ["threading", "loky"])
 def test_chunks_through_joblib_have_the_same_scores(backend):
-    from joblib import parallel_config
-
     grid = {"alpha": [0.0, 0.1, 0.2]}
-    with parallel_config(backend):
+    with joblib.parallel_config(backend):
         ours = SweepCV(ESTIMATOR, grid, cv=2, n_jobs=2).fit(X, Y)
     np.testing.assert_array_equal(scores(ours, splits=2), scores(SweepCV(ESTIMATOR, grid, cv=2).fit(X, Y), splits=2))
 
@@ -137,13 +158,11 @@ def test_jobs_give_the_networks_of_this_process():
 
 def test_a_local_dask_cluster():
     distributed = pytest.importorskip("distributed")
-    from joblib import parallel_config
-
     grid = {"alpha": [0.0, 0.1, 0.2]}
     with (
         distributed.LocalCluster(n_workers=2, threads_per_worker=1, processes=False, dashboard_address=None) as cluster,
         distributed.Client(cluster),
-        parallel_config("dask"),
+        joblib.parallel_config("dask"),
     ):
         ours = SweepCV(ESTIMATOR, grid, cv=2, n_jobs=2).fit(X, Y)
     np.testing.assert_array_equal(scores(ours, splits=2), scores(SweepCV(ESTIMATOR, grid, cv=2).fit(X, Y), splits=2))

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sklearn import config_context, get_config
 from sklearn.base import clone, is_classifier
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.pipeline import Pipeline
@@ -84,8 +85,8 @@ class SweepCV(BaseSearchCV):
     def fit(self, X: Any, y: Any = None, *, groups: Any = None, sample_weight: Any = None) -> SweepCV:
         """Train and score every candidate on every fold, then the best one on all rows; returns self.
 
-        groups: passed to the splitter of `cv`. sample_weight: one number per row, for training, and for scores where
-        GridSearchCV of the installed scikit-learn weighs them.
+        groups: passed to the splitter of `cv`. sample_weight: one number per row, for training and for scores where
+        GridSearchCV of the installed scikit-learn weighs them, or where metadata routing requests it.
         """
         if not isinstance(self.estimator, BaseMLP):
             remedy = "pass MLPClassifier or MLPRegressor, or use scikit-learn's GridSearchCV"
@@ -105,15 +106,14 @@ class SweepCV(BaseSearchCV):
         weights = weights_of(sample_weight, X)
         scorers, refit_metric = self._get_scorers()
         routed = self._get_routed_params_for_fit({} if weights is None else {"sample_weight": weights})
-        weighs_scores = "sample_weight" in routed.scorer.score
         splits = splits_of(self.cv, X, y, groups, classifier=is_classifier(self.estimator))
         self.n_splits_ = len(splits)
         if self.verbose:
             total = len(candidates) * len(splits)
             print(f"Fitting {len(splits)} folds for each of {len(candidates)} candidates, totalling {total} fits")
         task = Task(
-            self.estimator, X, y, weights, splits, scorers, weighs_scores, self.return_train_score,
-            self.error_score, torch.get_num_threads(),
+            self.estimator, X, y, routed.estimator.fit.get("sample_weight"), routed.scorer.score.get("sample_weight"),
+            splits, scorers, self.return_train_score, self.error_score, torch.get_num_threads(), get_config(),
         )  # fmt: skip
         pairs = [(candidate, split) for candidate in candidates for split in range(len(splits))]
         out = in_chunks(evaluate, task, pairs, self.n_jobs)
@@ -127,7 +127,7 @@ class SweepCV(BaseSearchCV):
         if self.refit:
             self.best_estimator_ = clone(self.estimator).set_params(**clone(self.best_params_, safe=False))
             begin = time.time()
-            self.best_estimator_.fit(X, y, sample_weight)
+            self.best_estimator_.fit(X, y, **routed.estimator.fit)
             self.refit_time_ = time.time() - begin
             if hasattr(self.best_estimator_, "feature_names_in_"):
                 self.feature_names_in_ = self.best_estimator_.feature_names_in_
@@ -164,22 +164,23 @@ class Task:
     estimator: BaseMLP
     X: Any
     y: Any
-    weights: Any
+    fit_weights: Any
+    score_weights: Any
     splits: list[tuple[np.ndarray, np.ndarray]]
     scorers: Any
-    weighs_scores: bool
     train_scores: bool
     error_score: Any
     threads: int  # of the process that searches: those of others must not change results
+    settings: dict[str, Any]  # of scikit-learn, in the thread that searches: others have their own
 
-    def rows(self, chosen: np.ndarray) -> tuple[Any, Any, Any]:
-        weights = None if self.weights is None else _safe_indexing(self.weights, chosen)
+    def rows(self, chosen: np.ndarray, weights: Any) -> tuple[Any, Any, Any]:
+        weights = None if weights is None else _safe_indexing(weights, chosen)
         return _safe_indexing(self.X, chosen), _safe_indexing(self.y, chosen), weights
 
     def score(self, estimator: BaseMLP, rows: tuple[Any, Any, Any]) -> Any:
         """One number, a dict of them for several metrics, or None where the scorer raised."""
         X, y, weights = rows
-        arguments = {"sample_weight": weights} if self.weighs_scores else {}
+        arguments = {} if weights is None else {"sample_weight": weights}
         return scores_of(self.scorers, estimator, X, y, self.error_score, arguments)
 
 
@@ -200,7 +201,8 @@ class Fit:
 
 def evaluate(task: Task, pairs: Sequence[tuple[Parameters, int]]) -> list[dict[str, Any]]:
     """Train all pairs of candidate and fold together, and score each. Returns what `_format_results` of scikit-learn takes."""
-    return _Evaluation(task, pairs).run()
+    with config_context(**task.settings):
+        return _Evaluation(task, pairs).run()
 
 
 class _Evaluation:
@@ -254,7 +256,7 @@ class _Evaluation:
         key = (split, *(repr(settings.get(name)) for name in OF_THE_ROWS))
         if key not in self._prepared:
             before = set(vars(estimator))
-            prepared = estimator._prepare(*self.task.rows(self.task.splits[split][0]))
+            prepared = estimator._prepare(*self.task.rows(self.task.splits[split][0], self.task.fit_weights))
             learned = {name: value for name, value in vars(estimator).items() if name not in before}
             self._prepared[key] = prepared, learned
         prepared, learned = self._prepared[key]
@@ -284,7 +286,7 @@ class _Evaluation:
         rows = self._test_rows(fit.split, test_rows)
         entry = {"test_scores": self.task.score(fit.estimator, rows)}
         if self.task.train_scores:
-            entry["train_scores"] = self.task.score(fit.estimator, self.task.rows(train_rows))
+            entry["train_scores"] = self.task.score(fit.estimator, self.task.rows(train_rows, self.task.score_weights))
         # Fits train together: a fit's time is its share of the seconds since it began.
         self.out[fit.number] = {
             **entry, "fit_time": sum(history.seconds for history in histories), "score_time": time.time() - trained,
@@ -293,5 +295,5 @@ class _Evaluation:
 
     def _test_rows(self, split: int, chosen: np.ndarray) -> tuple[Any, Any, Any]:
         if split not in self._rows:
-            self._rows[split] = self.task.rows(chosen)
+            self._rows[split] = self.task.rows(chosen, self.task.score_weights)
         return self._rows[split]
