@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
@@ -136,6 +137,30 @@ def test_jobs_have_the_bits_of_this_process():
     for index in range(2):
         assert there.histories[index].losses == here.histories[index].losses
         assert same_weights(there.model(index), here.model(index))
+
+
+class Noisy(nn.Module):
+    """Draws from PyTorch's global generator, and lets other threads go on in the meantime."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(rows()[0].shape[1], width)
+        time.sleep(1e-3)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        time.sleep(1e-3)
+        return self.last(hidden + torch.randn_like(hidden))
+
+
+def test_threads_as_workers_have_the_bits_of_one():
+    """The members of the eager engine seed PyTorch's generators, which the threads of a process share."""
+    arguments = {"grid": {"seed": range(8)}, "epochs": 2, "batch_size": 32, "engine": "eager", "progress": False}
+    here = ol.sweep(Noisy, *rows(), **arguments)
+    with joblib.parallel_config("threading"):
+        there = ol.sweep(Noisy, *rows(), n_jobs=4, **arguments)
+    assert [found.losses for found in there.histories] == [found.losses for found in here.histories]
 
 
 def test_a_candidate_that_fails_in_a_job_is_a_row():

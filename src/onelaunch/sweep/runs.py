@@ -72,7 +72,7 @@ def _pairs_of(splitter: Any, rows: int, y: torch.Tensor) -> list[Any]:
 
 
 class MemberRuns:
-    """Makes models and Runs. Not for use by several threads at once."""
+    """Makes models and Runs. Threads, which joblib and Dask may have as workers, take turns in `run` and `model`."""
 
     def __init__(
         self, make_model: Callable[..., nn.Module] | nn.Module, x: Any, y: Any, *, options: dict[str, Any],
@@ -207,6 +207,10 @@ class MemberRuns:
 
     def run(self, member: Member) -> Run:
         """The checked Run of a member, with a new model. Raises MemberError where others may still be trained."""
+        with GENERATORS:
+            return self._checked_run(member)
+
+    def _checked_run(self, member: Member) -> Run:
         options, model = self.options_of(member), self.model(member)
         try:
             return dataclasses.replace(self._run(member, options, model), threads=self._threads)

@@ -45,7 +45,7 @@ class SharedTensors:
 
     def check_buffers(self) -> None:
         """Raises OnelaunchError if training has changed a buffer that several models have."""
-        for name, buffer, before in self._buffers.values():
+        for name, buffer, before in list(self._buffers.values()):  # another thread may add some
             if checksum((buffer,)) != before:
                 raise _error(name)
 

@@ -1,6 +1,7 @@
 """Settings that PyTorch has once per process and a run needs for itself: random generators, matmul precision, modes.
 
-Inside `run_settings()` the run's values apply, outside the user's. The calls of CUDA's allocators inside are counted.
+Inside `run_settings()` the run's values apply, outside the user's. Runs in several threads take turns there. The calls of
+CUDA's allocators inside are counted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from onelaunch.engines.contract import State
+from onelaunch.run.generators import GENERATORS, seeded
 
 
 class ProcessSettings:
@@ -23,8 +25,7 @@ class ProcessSettings:
         self.device, self.precision, self.exact = device, precision, exact
         self.allocations: dict[str, int] = {}
         self._cuda_devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(self._cuda_devices):
-            torch.manual_seed(seed)
+        with seeded(seed, self._cuda_devices):
             self._rng = self._generators()
         if "engine.rng_cpu" in state:
             self._rng[0] = state["engine.rng_cpu"].cpu()
@@ -40,6 +41,11 @@ class ProcessSettings:
     @contextlib.contextmanager
     def run_settings(self) -> Iterator[None]:
         """Apply the run's settings inside the block and restore the user's after it."""
+        with GENERATORS, self._applied():
+            yield
+
+    @contextlib.contextmanager
+    def _applied(self) -> Iterator[None]:
         users_precision = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if self.precision == "tf32" else "highest")
         users_convolutions = torch.backends.cudnn.allow_tf32
