@@ -16,6 +16,7 @@ import pytest
 
 import onelaunch as ol
 import onelaunch.cli.sweep
+from onelaunch.sweep.spread import LostWorkerError
 from onelaunch.sweep.store import Store
 
 CONFIG = """
@@ -38,6 +39,19 @@ def config(tmp_path, blobs):
 
 def table(folder):
     return list(csv.DictReader((folder / "table.csv").read_text().splitlines()))
+
+
+def test_a_lost_worker_is_one_line(cli, config, monkeypatch):
+    def lost(*_arguments, **_options):
+        raise LostWorkerError("n_jobs=2: a worker process ended")
+
+    monkeypatch.setattr(onelaunch.cli.sweep, "sweep", lost)
+    outcome = cli("sweep", config, "--out", "found", "--no-progress")
+    assert outcome.code == 2
+    assert outcome.err == (
+        "error: a worker process ended, perhaps for lack of memory; finished members are saved, continue with: "
+        "onelaunch sweep found/sweep.toml --out found\n"
+    )
 
 
 def test_the_folder_has_table_page_and_best_model(cli, config, tmp_path):

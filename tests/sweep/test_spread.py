@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from torch import nn
 import onelaunch as ol
 from onelaunch.sweep.active import Switch
 from onelaunch.sweep.driver import Driver
-from onelaunch.sweep.spread import MAX_CHUNK, as_they_come, in_chunks, watched
+from onelaunch.sweep.spread import MAX_CHUNK, LostWorkerError, _lost_worker, as_they_come, in_chunks, watched
 from tests.conftest import ROOT
 from tests.sweep.models import make_model, rows, same_weights
 
@@ -97,8 +98,38 @@ def test_a_broken_pool_after_a_stop_is_the_end():
     with joblib.parallel_config("threading"):
         stopped = Switch(steps=1)
         assert list(as_they_come(broken, stopped, range(9), 2, stopped)) == []
-        with pytest.raises(BrokenProcessPool):
+        with pytest.raises(LostWorkerError):
             list(as_they_come(broken, Switch(), range(9), 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Deadly:
+    """Kills the worker that makes its network."""
+
+    parent: int
+
+    def __call__(self) -> nn.Module:
+        if os.getpid() != self.parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return make_model()
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path):
+    reason = "^n_jobs=2: a worker process ended, perhaps for lack of memory: pass a smaller number"
+    arguments = {"grid": {"seed": range(2)}, "epochs": 1, "progress": False, "n_jobs": 2}
+    kept = tmp_path / "kept"
+    message = rf"{reason}; the same call continues with checkpoint='.*kept'$"
+    with joblib.parallel_config("loky"), pytest.raises(LostWorkerError, match=message):
+        ol.sweep(Deadly(os.getpid()), *rows(), checkpoint=kept, **arguments)
+    result = ol.sweep(Deadly(os.getpid()), *rows(), checkpoint=kept, **{**arguments, "n_jobs": None})
+    assert len(result.records) == 2
+
+
+def test_a_task_that_a_worker_cannot_read_is_one_line():
+    error = BrokenProcessPool("A task has failed to un-serialize.")
+    error.__cause__ = Exception('\n"""\nTraceback (most recent call last):\nValueError: no number\n"""')
+    found = str(_lost_worker(2, error))
+    assert found.startswith("n_jobs=2: a worker process cannot read its task (ValueError: no number): pass ")
 
 
 def test_a_worker_hears_of_a_stop(tmp_path):

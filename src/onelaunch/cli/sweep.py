@@ -23,6 +23,7 @@ from onelaunch.errors import OnelaunchError, abbreviate, unwritable_reason
 from onelaunch.files import write_atomic
 from onelaunch.run.options import Options
 from onelaunch.sweep import Sweep, sweep
+from onelaunch.sweep.spread import LOST, LostWorkerError
 from onelaunch.train.run_folder import BEST, CONFIG, LOCK, RunFolder
 
 OWN = {"strategy": str, "n": int, "folds": int, "metric": str, "n_jobs": int}  # keys of the file that `train` has not
@@ -54,14 +55,17 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
         name: [weight_by_number(value, dataset) for value in plan.grid[name]] for name in plan.grid.keys() & {WEIGHT}
     }
     validation: dict[str, Any] = {} if "folds" in plan.own else {"validation": (dataset.test_x, dataset.test_y)}
-    with fits_into_memory():
-        result = sweep(
-            Maker(settings, dataset), dataset.x, dataset.y, grid=grid, checkpoint=folder / MEMBERS, progress=progress,
-            **plan.own, **validation, **options,
-        )  # fmt: skip
+    again = shlex.join(("onelaunch", "sweep", str(folder / GRID), "--out", str(folder)))
+    try:
+        with fits_into_memory():
+            result = sweep(
+                Maker(settings, dataset), dataset.x, dataset.y, grid=grid, checkpoint=folder / MEMBERS,
+                progress=progress, **plan.own, **validation, **options,
+            )  # fmt: skip
+    except LostWorkerError as error:
+        raise OnelaunchError(f"{LOST}; finished members are saved, continue with: {again}") from error
     _report(folder, result)
     if result.interrupted:
-        again = shlex.join(("onelaunch", "sweep", str(folder / GRID), "--out", str(folder)))
         say("stopped", f"saved; continue with: {again}")
         raise KeyboardInterrupt("announced")
     if len(result.failures) == len(result.members):

@@ -21,7 +21,7 @@ from onelaunch.sweep.member import Member, Record
 from onelaunch.sweep.progress import SweepProgress
 from onelaunch.sweep.result import Sweep
 from onelaunch.sweep.runs import MemberRuns, random_state_kept
-from onelaunch.sweep.spread import as_they_come, is_here, watched
+from onelaunch.sweep.spread import LostWorkerError, as_they_come, is_here, watched
 from onelaunch.sweep.store import Store
 from onelaunch.sweep.table import Table
 from onelaunch.sweep.trainer import shared_fields, train
@@ -127,6 +127,11 @@ class Driver:
                     for record, weights in found:
                         self.shared.setdefault(tuple(record.shared.values()), record.shared)
                         self._keep(record, weights)
+            except LostWorkerError as error:
+                if self.store.folder is None:
+                    raise
+                kept = f"the same call continues with checkpoint={str(self.store.folder)!r}"
+                raise LostWorkerError(f"{error}; {kept}") from error
             finally:
                 self.switch.stop_file = None
         self.switch.plans["joblib"] = f"chunks of members, {self.n_jobs} jobs at a time"

@@ -20,10 +20,15 @@ from onelaunch.sweep.active import Switch
 CHUNKS_PER_JOB = 4  # so that a slow chunk does not leave the other workers idle for long
 MAX_CHUNK = 256  # members per call: what a sweep that is killed loses, per job
 WATCH_SECONDS = 0.1  # how often a worker looks for the file that says stop
+LOST = "a worker process ended, perhaps for lack of memory"
 Task = TypeVar("Task")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Work = Callable[[Task, Sequence[Item]], list[Result]]
+
+
+class LostWorkerError(OnelaunchError):
+    """A worker process has been killed, or has crashed."""
 
 
 def is_here(n_jobs: int | None) -> bool:
@@ -70,9 +75,17 @@ def as_they_come(
     try:
         for first in range(0, len(chunks), max(1, each)):
             yield from parallel(calls(first, first + each))
-    except BrokenProcessPool:  # Ctrl-C reaches workers too, and ends those that have not begun a chunk yet
+    except BrokenProcessPool as error:  # Ctrl-C reaches workers too, and ends those that have not begun a chunk yet
         if not switch.stop:
-            raise
+            raise _lost_worker(n_jobs, error) from error
+
+
+def _lost_worker(n_jobs: int | None, error: BrokenProcessPool) -> OnelaunchError:
+    if "un-serialize" in str(error):  # its cause has the traceback of the worker
+        reason = str(error.__cause__).strip(' \n"').splitlines()[-1]
+        remedy = "pass functions and data that other processes can import, or n_jobs=None"
+        return OnelaunchError(f"n_jobs={n_jobs}: a worker process cannot read its task ({reason}): {remedy}")
+    return LostWorkerError(f"n_jobs={n_jobs}: {LOST}: pass a smaller number")
 
 
 def _in_a_worker(
