@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.errors import OnelaunchError
 from onelaunch.sweep.active import Switch
 from onelaunch.sweep.driver import Driver
 from onelaunch.sweep.spread import MAX_CHUNK, LostWorkerError, _lost_worker, as_they_come, in_chunks, watched
@@ -130,6 +131,12 @@ def test_a_task_that_a_worker_cannot_read_is_one_line():
     error.__cause__ = Exception('\n"""\nTraceback (most recent call last):\nValueError: no number\n"""')
     found = str(_lost_worker(2, error))
     assert found.startswith("n_jobs=2: a worker process cannot read its task (ValueError: no number): pass ")
+
+
+def test_a_model_that_cannot_be_sent_is_one_line():
+    message = r"^n_jobs=2 cannot send its task to a worker \(Can't pickle [^\n]*\): define functions in a module[^\n]*$"
+    with joblib.parallel_config("multiprocessing"), pytest.raises(OnelaunchError, match=message):
+        ol.sweep(lambda: make_model(), *rows(), grid={"seed": range(2)}, epochs=1, progress=False, n_jobs=2)
 
 
 def test_a_worker_hears_of_a_stop(tmp_path):

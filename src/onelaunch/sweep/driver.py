@@ -18,6 +18,7 @@ from onelaunch.sweep.active import Job, MemberError, Outcome, Switch
 from onelaunch.sweep.halving import parts_of, survivors
 from onelaunch.sweep.kept_weights import KeptWeights, State, weights_of
 from onelaunch.sweep.member import Member, Record
+from onelaunch.sweep.pickled import MakeTrained
 from onelaunch.sweep.progress import SweepProgress
 from onelaunch.sweep.result import Sweep
 from onelaunch.sweep.runs import MemberRuns, random_state_kept
@@ -49,6 +50,10 @@ class Driver:
         self._table = Table((), metric, runs.validates, 0, 0)  # to format values
         self._best: tuple[float, str] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a result that is pickled: without the stream or terminal of its progress."""
+        return {**vars(self), "progress": SweepProgress()}
+
     def run(self, *, halving: bool) -> Sweep:
         """Train the members that have no record yet. After Ctrl-C the result has those that are finished, also if it came
         while the checkpoint was read."""
@@ -72,7 +77,7 @@ class Driver:
         plan = "\n".join(f"{group}: {text}" for group, text in self.switch.plans.items())
         return Sweep(
             self.members, self.records, self.metric, self.runs.validates, plan, time.perf_counter() - begin,
-            self.switch.stop, self.trained,
+            self.switch.stop, MakeTrained(self.trained),
         )  # fmt: skip
 
     def _halve(self) -> None:

@@ -124,7 +124,11 @@ class MemberRuns:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what another process can make itself: joblib sends members to others in chunks."""
-        return {**vars(self), "_bases": {}, "_views": OrderedDict(), "_seeded": False, "_models": weakref.WeakSet()}
+        own = {name: value for name, value in vars(self).items() if name != "_models"}  # pickle takes no WeakSet
+        return {**own, "_bases": {}, "_views": OrderedDict(), "_seeded": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _models=weakref.WeakSet())
 
     @property
     def tensors(self) -> list[torch.Tensor]:

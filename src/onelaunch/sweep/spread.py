@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -78,14 +79,25 @@ def as_they_come(
     except BrokenProcessPool as error:  # Ctrl-C reaches workers too, and ends those that have not begun a chunk yet
         if not switch.stop:
             raise _lost_worker(n_jobs, error) from error
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        if "pickle" not in str(error):
+            raise
+        remedy = "define functions in a module, or pass n_jobs=None"
+        raise OnelaunchError(
+            f"n_jobs={n_jobs} cannot send its task to a worker ({_reason(error)}): {remedy}"
+        ) from error
 
 
 def _lost_worker(n_jobs: int | None, error: BrokenProcessPool) -> OnelaunchError:
-    if "un-serialize" in str(error):  # its cause has the traceback of the worker
-        reason = str(error.__cause__).strip(' \n"').splitlines()[-1]
+    if "un-serialize" in str(error):
         remedy = "pass functions and data that other processes can import, or n_jobs=None"
-        return OnelaunchError(f"n_jobs={n_jobs}: a worker process cannot read its task ({reason}): {remedy}")
+        return OnelaunchError(f"n_jobs={n_jobs}: a worker process cannot read its task ({_reason(error)}): {remedy}")
     return LostWorkerError(f"n_jobs={n_jobs}: {LOST}: pass a smaller number")
+
+
+def _reason(error: Exception) -> str:
+    """The last line of the error, or of the traceback in quotes that joblib has as its cause."""
+    return str(error.__cause__ or error).strip(' \n"').splitlines()[-1]
 
 
 def _in_a_worker(
