@@ -17,3 +17,16 @@ def seeded(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
     with GENERATORS, torch.random.fork_rng(list(devices)):
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Restore the state of PyTorch's generators at the end of the block, which may seed them."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    kept = torch.random.fork_rng(devices)
+    kept.__enter__()
+    try:
+        yield
+    finally:
+        with GENERATORS:
+            kept.__exit__(None, None, None)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from onelaunch.errors import OnelaunchError
+from onelaunch.run.generators import random_state_kept
 from onelaunch.run.metric_names import is_loss
 from onelaunch.sweep.active import Job, MemberError, Outcome, Switch
 from onelaunch.sweep.halving import parts_of, survivors
@@ -21,7 +22,7 @@ from onelaunch.sweep.member import Member, Record
 from onelaunch.sweep.pickled import MakeTrained
 from onelaunch.sweep.progress import SweepProgress
 from onelaunch.sweep.result import Sweep
-from onelaunch.sweep.runs import MemberRuns, random_state_kept
+from onelaunch.sweep.runs import MemberRuns
 from onelaunch.sweep.spread import LostWorkerError, as_they_come, is_here, watched
 from onelaunch.sweep.store import Store
 from onelaunch.sweep.table import Table

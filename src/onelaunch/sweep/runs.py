@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -301,16 +301,3 @@ class MemberRuns:
         if self._classes is None:
             self._classes = base.y.cpu()
         return self._classes
-
-
-@contextlib.contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Restore the state of PyTorch's generators at the end of the block, which seeds them for every model."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
-    kept = torch.random.fork_rng(devices)
-    kept.__enter__()
-    try:
-        yield
-    finally:
-        with GENERATORS:
-            kept.__exit__(None, None, None)

@@ -14,6 +14,7 @@ from onelaunch.engines import choose
 from onelaunch.engines.contract import Run
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, UnsupportedError, abbreviate, require_option, suggest
 from onelaunch.rng import check_seed
+from onelaunch.run.generators import random_state_kept
 from onelaunch.run.metric_names import VALIDATION_METRICS, require_metric
 from onelaunch.run.options import CUSTOM_LOSS, Options
 from onelaunch.sweep.active import MemberError
@@ -23,7 +24,7 @@ from onelaunch.sweep.identity import identity_of
 from onelaunch.sweep.member import Member
 from onelaunch.sweep.progress import make_sweep_progress
 from onelaunch.sweep.result import Sweep
-from onelaunch.sweep.runs import MemberRuns, random_state_kept
+from onelaunch.sweep.runs import MemberRuns
 from onelaunch.sweep.store import open_store
 from onelaunch.train.argument_names import ELSEWHERE
 from onelaunch.train.callbacks import Callback, check_callbacks
