@@ -71,6 +71,19 @@ def test_a_network_that_the_requested_engine_refuses_is_a_failed_row():
         ol.sweep(model, X, Y, grid={"softly": [True], "lr": [0.1, 0.2]}, engine="cpu", **OPTIONS)
 
 
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_split_that_cannot_be_trained_fails_alone(bad):
+    """Here a split whose rows all have weight 0, wherever it stands."""
+    weights = np.r_[np.zeros(20), np.ones(len(Y) - 20)]
+    splits = [np.arange(20, 90), np.arange(20)] if bad else [np.arange(20), np.arange(20, 90)]
+    options = {"sample_weight": weights, "epochs": 1, "validation": (X, Y), "progress": False}
+    result = ol.sweep(make_model, X, Y, grid={"lr": [0.1, 0.01]}, rows=splits, **options)
+    assert list(result.failures) == [bad, 2 + bad]
+    assert "leave no training row with a weight above 0" in result.failures[bad]
+    with pytest.raises(ol.OnelaunchError, match=r"^class_weight and sample_weight leave no training row"):
+        ol.sweep(make_model, X, Y, grid={"lr": [0.1, 0.01]}, rows=[splits[bad]] * 2, **options)
+
+
 def test_where_all_fail_the_first_candidate_is_named():
     with pytest.raises(ol.OnelaunchError) as caught:
         ol.sweep(picky, X, Y, grid={"width": [7, 9], "lr": [0.1, 0.2]}, **OPTIONS)

@@ -21,6 +21,10 @@ class MemberError(OnelaunchError):
     """A member that cannot be trained, while others may: its model cannot be made, or does not fit the data."""
 
 
+class SplitError(MemberError):
+    """A member that cannot be trained on its rows, while the candidate may be on those of other splits."""
+
+
 def callback_failure(error: Exception) -> str:
     """Why a member failed whose callback raised `error`."""
     return (

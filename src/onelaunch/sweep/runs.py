@@ -23,7 +23,7 @@ from onelaunch.run.generators import GENERATORS
 from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.options import CUSTOM_LOSS
 from onelaunch.run.spec import Spec
-from onelaunch.sweep.active import MemberError
+from onelaunch.sweep.active import MemberError, SplitError
 from onelaunch.sweep.grid import OPTIONS, model_parameters
 from onelaunch.sweep.member import Member
 from onelaunch.sweep.shared_tensors import SharedTensors
@@ -218,6 +218,8 @@ class MemberRuns:
         options, model = self.options_of(member), self.model(member)
         try:
             return dataclasses.replace(self._run(member, options, model), threads=self._threads)
+        except MemberError:
+            raise
         except OnelaunchError as error:
             raise MemberError(str(error)) from error
         except Exception as error:  # of the user's model, in a trial of two rows
@@ -227,6 +229,12 @@ class MemberRuns:
         if self._loader:  # its length and batch size are those of the loader
             return make_run(model, self.x, self.y, self._validation, options, sample_weight=self._sample_weight)
         base = self._base(member, model, options)
+        try:
+            return self._on_split(member, model, base)
+        except OnelaunchError as error:
+            raise SplitError(str(error)) from error
+
+    def _on_split(self, member: Member, model: nn.Module, base: Run) -> Run:
         view = self._view(member, base)
         spec = self.spec(member, len(view.y))
         check_batch_norm(base.network, spec)

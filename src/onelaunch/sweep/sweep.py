@@ -17,7 +17,7 @@ from onelaunch.rng import check_seed
 from onelaunch.run.generators import random_state_kept
 from onelaunch.run.metric_names import VALIDATION_METRICS, require_metric
 from onelaunch.run.options import CUSTOM_LOSS, Options
-from onelaunch.sweep.active import MemberError
+from onelaunch.sweep.active import MemberError, SplitError
 from onelaunch.sweep.driver import Driver
 from onelaunch.sweep.grid import OPTIONS, Candidate, Grid, candidates_of, make_grid
 from onelaunch.sweep.identity import identity_of
@@ -129,9 +129,12 @@ def _trial(members: Sequence[Member], runs: MemberRuns) -> Run:
     A mistake that all candidates have in common is raised as it is; else the error names the first candidate.
     """
     failed: list[tuple[Member, MemberError | UnsupportedError]] = []
-    tried = set()
-    for member in _firsts(members):
-        if (key := runs.kind_of(member)) in tried:
+    tried: set[tuple[str, int]] = set()
+    of_the_rows: set[int] = set()  # candidates that other splits may train
+    for member in (*_firsts(members), *members):
+        if member.split and member.candidate not in of_the_rows:
+            continue
+        if (key := (runs.kind_of(member), member.split)) in tried:
             continue
         tried.add(key)
         try:
@@ -140,6 +143,8 @@ def _trial(members: Sequence[Member], runs: MemberRuns) -> Run:
             return run
         except (MemberError, UnsupportedError) as error:
             failed.append((member, error))
+            if isinstance(error, SplitError):
+                of_the_rows.add(member.candidate)
     member, first = failed[0]
     mistake = first if isinstance(first, UnsupportedError) else first.__cause__
     if isinstance(mistake, OnelaunchError) and all(str(error) == str(first) for _, error in failed):
