@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, described, first_line
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, described
 from onelaunch.run.generators import GENERATORS
 from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.options import CUSTOM_LOSS
@@ -27,7 +27,7 @@ from onelaunch.sweep.active import MemberError, SplitError
 from onelaunch.sweep.grid import OPTIONS, model_parameters
 from onelaunch.sweep.member import Member
 from onelaunch.sweep.shared_tensors import SharedTensors
-from onelaunch.sweep.splits import Splits
+from onelaunch.sweep.splits import Splits, pairs_of
 from onelaunch.train.arrays import check_finite, check_lengths, to_tensor
 from onelaunch.train.inputs import check_batch_norm, make_run
 from onelaunch.train.labels import encode
@@ -59,16 +59,6 @@ class View:
     def bytes(self) -> int:
         parts = (self.x, self.y, *self.more_x, *(self.validation or ()), *self.more_validation)
         return sum(part.nbytes for part in parts)
-
-
-def _pairs_of(splitter: Any, rows: int, y: torch.Tensor) -> list[Any]:
-    try:
-        return list(splitter.split(np.empty((rows, 0)), y.cpu().numpy()))
-    except (ValueError, TypeError) as error:
-        raise OnelaunchError(
-            f"folds={abbreviate(splitter)} cannot split these rows ({first_line(error)}): pass its pairs of row numbers, "
-            "such as GroupKFold(5).split(x, y, groups)"
-        ) from None
 
 
 class MemberRuns:
@@ -104,7 +94,7 @@ class MemberRuns:
             self.y = to_tensor("y", y)
             self.count = len(self.y)
             if hasattr(folds, "split") and hasattr(folds, "get_n_splits"):  # scikit-learn's, such as KFold(5)
-                folds = _pairs_of(folds, self.count, self.y)
+                folds = pairs_of(folds, self.count, self.y)
             for part in self.x if isinstance(self.x, tuple) else (self.x,):
                 check_lengths("x", part, "y", self.y)
                 check_finite("x", part)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from onelaunch.data.hold_out import HOLD_OUT_EPOCH
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, require_integer
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate, first_line, require_integer
 from onelaunch.rng import MASK32, PERMUTATION_STREAM, permutation, philox
 from onelaunch.train.hold_out import hold_out
 
@@ -141,3 +141,14 @@ def _indices(name: str, values: Any, rows: int) -> Indices:
         wrong = array[(array < 0) | (array >= rows)][0]
         raise OnelaunchError(f"{name} has row {wrong}: x has the rows 0 to {rows - 1}")
     return torch.from_numpy(array.astype(np.int64))
+
+
+def pairs_of(splitter: Any, rows: int, y: torch.Tensor) -> list[Any]:
+    """The pairs of row numbers of a splitter of scikit-learn."""
+    try:
+        return list(splitter.split(np.empty((rows, 0)), y.cpu().numpy()))
+    except (ValueError, TypeError) as error:
+        raise OnelaunchError(
+            f"folds={abbreviate(splitter)} cannot split these rows ({first_line(error)}): pass its pairs of row numbers, "
+            "such as GroupKFold(5).split(x, y, groups)"
+        ) from None

@@ -124,7 +124,7 @@ def _firsts(members: Sequence[Member]) -> list[Member]:
 
 
 def _trial(members: Sequence[Member], runs: MemberRuns) -> Run:
-    """The Run of the first candidate that can be trained. Raises OnelaunchError if none can.
+    """The Run of the first candidate that can be trained, on one split at least. Raises OnelaunchError if none can.
 
     A mistake that all candidates have in common is raised as it is; else the error names the first candidate.
     """
