@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from onelaunch.data.encoder import TableEncoder
 from onelaunch.data.table_encoding import as_table
 from onelaunch.data.table_target import TableTarget
 from onelaunch.data.table_values import Positions, days_of, number_of, plain, text_of
+from onelaunch.errors import DataError
 
 FLAGS = [True, False, True, None, False, True]
 
@@ -23,6 +25,8 @@ FLAGS = [True, False, True, None, False, True]
     [
         *(("3.00", "3"), ("+3", "3"), ("-3.", "-3"), ("-0", "0"), ("0.0", "0"), ("03", "03"), ("00", "00")),
         *(("TRUE", "True"), ("false", "False"), ("truth", "truth"), ("3.50", "3.50"), ("", ""), ("9" * 30, "9" * 30)),
+        *(("2024-05-31T00:00:00.000", "2024-05-31"), ("2024-05-31 12:30", "2024-05-31 12:30:00")),
+        *(("2024-05-31T12:30:00.2500", "2024-05-31 12:30:00.25"), ("2024-05-31T12:30Z", "2024-05-31T12:30Z")),
     ],
 )
 def test_plain(text, expected):
@@ -52,7 +56,7 @@ def test_days(text, days):
 @pytest.mark.parametrize(
     ("known", "texts", "expected"),
     [
-        (("", "1", "2"), ("1", "1.0", "01", "+2", "", "3", "True"), (1, 1, 1, 2, 0, -1, 1)),
+        (("", "1", "2"), ("1", "1.0", "01", "+2", "", "3", "True"), (1, 1, 1, 2, 0, -1, -1)),
         (("01", "1"), ("1", "01", "1.0", "001"), (1, 0, 1, -1)),  # 001 may be either
         (("02134", "10001"), ("2134", "2134.0", "10001"), (0, 0, 1)),
         (("False", "True"), ("true", "FALSE", "1", "0.0", "2", ""), (1, 0, 1, 0, -1, -1)),
@@ -147,3 +151,55 @@ def test_numbers_of_categories_are_the_same_in_every_container(tmp_path, gap):
 def test_booleans_among_the_numbers_of_an_array_file(tmp_path):
     dataset = load(flag_file(tmp_path / "t.csv", "True", "False", [True, False, True]), target="x")
     assert dataset.x.tolist() == [[1], [0], [1]]
+
+
+def test_numbers_too_long_to_be_rounded_are_not_mixed_up():
+    long = ["12345678901234567890", "22345678901234567890", "1e400"]
+    assert [Positions(long)[text] for text in ("12345678901234567899", "1e500", *long)] == [-1, -1, 0, 1, 2]
+
+
+def test_one_is_not_true_among_other_categories():
+    assert [Positions(["no", "True", "yes"])[text] for text in ("1", "true")] == [-1, 1]
+    assert [Positions(["0", "1", "2"])[text] for text in ("True", "2.0")] == [-1, 2]
+
+
+def test_numbers_of_numpy_in_a_column_of_objects_are_not_missing():
+    objects = [np.float64(1), None, np.float64(2), pd.NA, np.True_, np.nan]
+    table = as_table({"n": objects[:4], "b": [objects[4], None, np.False_, pd.NA]}, ())
+    np.testing.assert_array_equal(table.column("n"), [1, np.nan, 2, np.nan])
+    assert table.column("b").tolist() == ["True", "", "False", ""]
+
+
+def test_dates_as_categories_are_the_same_in_every_container(tmp_path):
+    moments = pd.to_datetime(["2024-01-01 00:00", "2024-01-01 12:00"] * 3)
+    frame = pd.DataFrame({"d": moments, "z": range(6)})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    frame.to_parquet(tmp_path / "t.parquet")
+    containers = (frame, dict(frame), {"d": list(moments), "z": range(6)}, tmp_path / "t.csv", tmp_path / "t.parquet")
+    encoder = TableEncoder.fit(as_table(frame, ["d"]), ["d", "z"], ["d"])
+    expected = encoder.transform(as_table(frame, ["d"]))
+    for container in containers:
+        table = as_table(container, ["d"])
+        assert encoder.categories == TableEncoder.fit(table, ["d", "z"], ["d"]).categories
+        np.testing.assert_array_equal(encoder.transform(table), expected)
+    np.testing.assert_array_equal(encoder.transform(as_table(frame[:1], ["d"])), expected[:1])
+
+
+def test_decimals_and_texts_of_numbers_in_parquet_are_numbers(tmp_path):
+    pd.DataFrame({"a": [Decimal("1.25"), None, Decimal("3")], "t": ["0", "6", None]}).to_parquet(tmp_path / "t.parquet")
+    table = as_table(tmp_path / "t.parquet", ())
+    np.testing.assert_array_equal(table.column("a"), [1.25, np.nan, 3])
+    np.testing.assert_array_equal(table.column("t"), [0, 6, np.nan])
+    assert as_table(tmp_path / "t.parquet", ["t"]).column("t").tolist() == ["0", "6", ""]
+
+
+def test_dates_past_9999_durations_and_short_floats(tmp_path):
+    pd.DataFrame({"d": np.array(["9999-12-31", "12000-01-01"], "M8[s]")}).to_parquet(tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"column 'd' cannot be read .*: correct it"):
+        as_table(tmp_path / "t.parquet", ())
+    durations = np.array([36, 12], "m8[h]")
+    for unit in ("ns", "us", "s"):
+        assert as_table({"m": durations.astype(f"m8[{unit}]")}, ()).column("m").tolist() == [1.5, 0.5]
+    assert as_table({"p": np.array(["1970-02-01"], "M8[ps]")}, ()).column("p").tolist() == ["1970-02-01"]
+    column = as_table({"f": np.array([0.1, 2], np.float32)}, ["f"]).column("f")
+    assert column.tolist() == [0.1, 2.0]

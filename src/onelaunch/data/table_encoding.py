@@ -148,6 +148,10 @@ def _column(values: Any, as_text: bool) -> np.ndarray:
     Booleans are the texts True and False, as in a file.
     """
     array = np.asarray(values)
+    if array.dtype.kind == "m":
+        array = array / np.timedelta64(1, "D")
+    if as_text and array.dtype in (np.float16, np.float32):
+        array = array.astype(str).astype(np.float64)  # 0.1, as in a file
     if array.dtype.kind == "f" or (array.dtype.kind in "ui" and not as_text):  # a float64 may lack digits of an integer
         return array.astype(np.float64)
     if array.dtype.kind == "M":
@@ -161,6 +165,8 @@ def _column(values: Any, as_text: bool) -> np.ndarray:
 
 def _date_texts(dates: np.ndarray) -> np.ndarray:
     """The dates as a file has them: `2024-05-31`, or `2024-05-31 12:00:00` if one has a time; NaT is missing."""
+    if np.datetime_data(dates.dtype)[0] in ("ps", "fs", "as"):
+        dates = dates.astype("M8[ns]")
     present = dates[~np.isnat(dates)]
     unit = next((unit for unit in ("D", "s", "us") if (present == present.astype(f"M8[{unit}]")).all()), "ns")
     texts = dates.astype(f"M8[{unit}]").astype(str).tolist()
@@ -168,5 +174,8 @@ def _date_texts(dates: np.ndarray) -> np.ndarray:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether it is None, NaN or pandas' NA, whose comparison with itself is no bool."""
-    return value is None or (value != value) is not False
+    """Whether it is None, NaN or pandas' NA, whose comparison with itself has no truth value."""
+    try:
+        return value is None or bool(value != value)
+    except (TypeError, ValueError):
+        return True

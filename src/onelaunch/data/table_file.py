@@ -282,17 +282,23 @@ def _parquet(path: Path):  # type: ignore[no-untyped-def]  # pyarrow has no type
 
 
 def _read_parquet(path: Path, names: tuple[str, ...], text_columns: set[int]) -> Table:
-    import pyarrow
+    from pyarrow import types
 
     content = _parquet(path).read()
     columns: list[np.ndarray] = []
     for index, column in enumerate(content.columns):
         kind = column.type
-        is_numeric = pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind)
-        values = column.to_pylist()
+        is_numeric = any(test(kind) for test in (types.is_integer, types.is_floating, types.is_decimal))
+        try:
+            values = column.to_pylist()
+        except (OverflowError, ValueError) as error:  # dates that Python does not have
+            raise DataError(f"{path}: column {names[index]!r} cannot be read ({error}): correct it") from None
         if is_numeric and index not in text_columns:
             columns.append(np.array([math.nan if value is None else value for value in values], np.float64))
+            continue
+        texts = ["" if value is None else _text(str(value)) for value in values]
+        if index not in text_columns and all(not text or is_number(text) for text in texts):  # as in a file of text
+            columns.append(np.array([float(text) if text else math.nan for text in texts]))
         else:
-            texts = ["" if value is None else _text(str(value)) for value in values]
             columns.append(np.array([*texts, None], object)[:-1])
     return Table(str(path), names, tuple(columns), np.arange(content.num_rows))

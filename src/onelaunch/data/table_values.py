@@ -15,23 +15,30 @@ from onelaunch.data.table_file import MISSING_NUMBERS, is_number
 
 WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.0*)?")
 ISO_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}([T ].+)?")
+ISO_TIME = re.compile(r"([0-9]{4}-[0-9]{2}-[0-9]{2})[T ]([0-9]{2}:[0-9]{2})(?::([0-9]{2})(?:\.([0-9]+))?)?")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+MAX_ROUNDED = 1e15  # of a larger number, 15 digits may be those of another one
 BOOLEANS = {"true": "True", "false": "False"}  # by the text in lower case
 OTHER_SPELLING = {"True": "1", "False": "0", "1": "True", "0": "False"}
 
 
 def plain(text: str) -> str:
-    """`3` for `3.00` and `+3`, `True` for `TRUE` and `true`; anything else, such as `03`, unchanged."""
+    """`3` for `3.00` and `+3`, `True` for `TRUE` and `true`, `2024-05-31` for `2024-05-31T00:00:00`; anything else, such as
+    `03`, unchanged."""
     if WHOLE_NUMBER.fullmatch(text):
         whole = text.partition(".")[0]
         digits = whole.lstrip("+-")
         return text if digits[0] == "0" and len(digits) > 1 else str(int(whole))
+    if found := ISO_TIME.fullmatch(text):
+        date, minutes, seconds, fraction = found.groups(default="")
+        time = f"{minutes}:{seconds or '00'}.{fraction.rstrip('0')}".rstrip(".")
+        return date if time == "00:00:00" else f"{date} {time}"
     return BOOLEANS.get(text.lower(), text)
 
 
 def has_spellings(text: str) -> bool:
-    """Whether it is a number, a boolean or missing, so that another program may write it differently."""
-    return not text or is_number(text) or text.lower() in BOOLEANS
+    """Whether it is a number, a boolean, a date or missing, so that another program may write it differently."""
+    return not text or is_number(text) or text.lower() in BOOLEANS or ISO_DATE.fullmatch(text) is not None
 
 
 def number_of(text: str) -> float | None:
@@ -80,12 +87,14 @@ class Positions(dict[str, int]):
         for text, position in self.items():
             key = self._key(text)
             self._alike[key] = -1 if key in self._alike else position
+        keys = self._alike.keys() - {""}
+        self._binary = keys <= {"True", "False"} or keys <= {"0", "1"}
 
     def __missing__(self, text: str) -> int:
         key = self._key(text)
         found = self.get(plain(text), self._alike.get(key))
         if found is None:
-            found = self._alike.get(OTHER_SPELLING[key], -1) if key in OTHER_SPELLING else -1
+            found = self._alike.get(OTHER_SPELLING[key], -1) if self._binary and key in OTHER_SPELLING else -1
         self[text] = found
         return found
 
@@ -93,6 +102,6 @@ class Positions(dict[str, int]):
         """The same text for all spellings of a value."""
         if WHOLE_NUMBER.fullmatch(text):
             return str(int(text.partition(".")[0]))
-        if self._fractions and text and is_number(text):
+        if self._fractions and text and is_number(text) and abs(float(text)) < MAX_ROUNDED:
             return text_of(float(text))
         return plain(text)
