@@ -24,6 +24,9 @@ class MLPRegressor(RegressorMixin, BaseMLP):
 
     scale_target: True standardises the targets for training, whatever `scale` does to the features; False takes them as
     they are, which suits targets around 1.
+
+    `validation_scores_` and `best_validation_score_` are minus the mean squared error of the targets as they are trained on,
+    where scikit-learn has R².
     """
 
     def __init__(
