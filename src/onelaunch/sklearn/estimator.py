@@ -72,6 +72,7 @@ class BaseMLP(BaseEstimator):
         beta_2: float | None = None,
         epsilon: float | None = None,
         scale: str | None = "robust",
+        scale_target: bool = True,  # a classifier, which has no such parameter, does not use it
         n_estimators: int = 1,
         precision: str = "auto",
         engine: str = "auto",
@@ -104,6 +105,7 @@ class BaseMLP(BaseEstimator):
         self.beta_2 = beta_2
         self.epsilon = epsilon
         self.scale = scale
+        self.scale_target = scale_target
         self.n_estimators = n_estimators
         self.precision = precision
         self.engine = engine

@@ -10,7 +10,6 @@ from sklearn.utils import column_or_1d
 from sklearn.utils.validation import _check_sample_weight, validate_data
 
 from onelaunch.data.scaling import TargetScaling
-from onelaunch.run import table_defaults as defaults
 from onelaunch.sklearn.estimator import BaseMLP, dense
 from onelaunch.sklearn.rows import make_rows, to_float32
 from onelaunch.sklearn.training import Prepared
@@ -28,53 +27,6 @@ class MLPRegressor(RegressorMixin, BaseMLP):
     `validation_scores_` and `best_validation_score_` are minus the mean squared error of the targets as they are trained on,
     where scikit-learn has R².
     """
-
-    def __init__(
-        self,
-        hidden_layer_sizes: Any = defaults.HIDDEN,
-        activation: str = "relu",
-        *,
-        alpha: float = defaults.WEIGHT_DECAY,
-        batch_size: int | str = "auto",
-        learning_rate_init: float = defaults.LR,
-        max_iter: int | str = "auto",
-        early_stopping: bool | str = "auto",
-        validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
-        tol: float = 1e-4,
-        random_state: Any = None,
-        warm_start: bool = False,
-        verbose: bool = False,
-        dropout: float = defaults.DROPOUT,
-        batch_norm: bool = False,
-        layer_norm: bool = False,
-        schedule: str = defaults.SCHEDULE,
-        optimizer: str = defaults.OPTIMIZER,
-        solver: str | None = None,
-        learning_rate: str | None = None,
-        shuffle: bool = True,
-        momentum: float = 0.9,
-        nesterovs_momentum: bool = True,
-        beta_1: float | None = None,
-        beta_2: float | None = None,
-        epsilon: float | None = None,
-        scale: str | None = "robust",
-        scale_target: bool = True,
-        n_estimators: int = 1,
-        precision: str = "auto",
-        engine: str = "auto",
-        device: str = "auto",
-    ) -> None:
-        super().__init__(
-            hidden_layer_sizes, activation, alpha=alpha, batch_size=batch_size, learning_rate_init=learning_rate_init,
-            max_iter=max_iter, early_stopping=early_stopping, validation_fraction=validation_fraction,
-            n_iter_no_change=n_iter_no_change, tol=tol, random_state=random_state, warm_start=warm_start,
-            verbose=verbose, dropout=dropout, batch_norm=batch_norm, layer_norm=layer_norm, schedule=schedule,
-            optimizer=optimizer, solver=solver, learning_rate=learning_rate, shuffle=shuffle, momentum=momentum,
-            nesterovs_momentum=nesterovs_momentum, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon, scale=scale,
-            n_estimators=n_estimators, precision=precision, engine=engine, device=device,
-        )  # fmt: skip
-        self.scale_target = scale_target
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """An estimator that was saved without `scale_target` standardised its targets if it scaled its features."""
