@@ -25,7 +25,7 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     """
     if torch.cuda.device_count() > 1:  # PyTorch's own capture stream belongs to the device of the first capture
         options.setdefault("stream", _stream_on(torch.cuda.current_device()))
-    _clear_workspaces()
+    clear_workspaces()
     try:
         with _disabled_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
             yield
@@ -36,10 +36,10 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
             generator.graphsafe_set_state(generator.clone_state())
         raise
     finally:
-        _clear_workspaces()  # no other work uses the graph's
+        clear_workspaces()  # no other work uses the graph's
 
 
-def _clear_workspaces() -> None:
+def clear_workspaces() -> None:
     """Let cuBLAS allocate workspaces anew: inside a capture, in the graph's own memory."""
     if torch.cuda.is_initialized():
         torch._C._cuda_clearCublasWorkspaces()

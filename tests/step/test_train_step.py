@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.capture import clear_workspaces
 from onelaunch.fuse import backend
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
@@ -436,3 +437,22 @@ def test_an_exception_between_replays() -> None:
                 step(x[:, :3], y)
         losses.append(float(step(x, y)))
     assert_same_course(losses, plain_losses(other, torch.optim.Adam(other.parameters()), data), LOSS_TOLERANCE * 10)
+
+
+@pytest.mark.gpu
+def test_a_step_holds_one_workspace_of_the_matrix_library() -> None:
+    """The backward pass runs in a thread with a workspace of its own: 32 MiB more, more than the whole of a small network."""
+    model, (data, *_) = network("cuda"), batches(1, "cuda")
+    clear_workspaces()
+    before = torch.cuda.memory_allocated()
+    square = torch.ones(64, 64, device="cuda")
+    square = square @ square
+    workspace = torch.cuda.memory_allocated() - before
+    clear_workspaces()
+    step = ol.train_step(model, F.cross_entropy, torch.optim.Adam(model.parameters()))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(4):
+        step(*data)
+    assert step.reason == ""
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * workspace

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from onelaunch.argument_names import advise_by
-from onelaunch.capture import capturing
+from onelaunch.capture import capturing, clear_workspaces
 from onelaunch.errors import OnelaunchError, first_line, require_integer
 from onelaunch.fuse import backend
 from onelaunch.fuse.captured import without_log_breaks
@@ -171,6 +171,7 @@ class TrainStep:
         autocast = torch.autocast(
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
+        self._release_workspaces()
         with without_log_breaks(), autocast:
             try:
                 loss = self._forward(args, kwargs)
@@ -186,6 +187,7 @@ class TrainStep:
                 "loss depends on no parameter that requires gradients: do not detach it, nor freeze the whole model"
             )
         scaled = loss / self.accumulate if self.accumulate > 1 else loss
+        self._release_workspaces()
         try:
             (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             if update:
@@ -196,6 +198,11 @@ class TrainStep:
                 self._zero_gradients()
             raise
         return loss.detach()
+
+    def _release_workspaces(self) -> None:
+        """Before each pass: autograd's thread has a cuBLAS workspace of its own, and a recording would hold both of 32 MiB."""
+        if not self.reason:
+            clear_workspaces()
 
     def _is_recording(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
