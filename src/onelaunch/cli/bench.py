@@ -122,7 +122,7 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     for name, reason in result["absent"].items():
         print_line(console, f"absent: {name} ({reason})")
     if result["floor_share"] is not None:
-        print_line(console, f"{result['floor_share']:.0%} of the floor's speed")
+        print_line(console, f"{result['floor_share']:.0%} of the bound's speed")
     if result.get("gpu"):
         print_line(console, _clocks(result["gpu"]))
 

@@ -104,7 +104,7 @@ def group_table(cases: list[dict[str, Any]], title: str) -> Table:
     energy = any(energy_of(case) for case in cases)
     clocks = any(case.get("gpu") for case in cases)
     head = ["case", "onelaunch", "spread", "n", *(f"against {peer}" for peer in peers)]
-    optional = {"share of the floor's speed": shares, "peak memory": memory, "energy": energy, "clock": clocks}
+    optional = {"share of the bound's speed": shares, "peak memory": memory, "energy": energy, "clock": clocks}
     head += [name for name, shown in optional.items() if shown]
     rows = []
     for case in cases:
@@ -213,7 +213,7 @@ def _roofline(
     ]
     rate = format_si(bandwidth, "B/s")
     note = f"The slope is the copy of a large tensor, {rate} here; the flat part is a large matrix product."
-    table = Table("Roofline", ["case", "FLOPs per byte", "reached", "share of the floor's speed"], rows)
+    table = Table("Roofline", ["case", "FLOPs per byte", "reached", "share of the bound's speed"], rows)
     return Figure("Roofline", svg, table, command, note, names)
 
 

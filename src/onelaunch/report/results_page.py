@@ -25,9 +25,9 @@ INTRODUCTION = """\
 
 - Times are medians. "against X" is X's time divided by ours: above 1× onelaunch is faster.
 - ≈ marks a difference within the spread of the two: too noisy to tell.
-- "% of the bound" compares our time with the shortest possible one: the bytes or the arithmetic of the case
-  at the highest speed measured on this chip. Steps of small networks are limited by latency: a percent or
-  less is normal for them.
+- "% of the bound" compares our time with that of the bytes or the arithmetic of the case at the speed of a
+  copy or a matrix product measured in the same run. It may exceed 100 %. Steps of small networks are limited
+  by latency: a percent or less is normal for them.
 
 ## Where a peer is faster
 """
