@@ -1,18 +1,15 @@
 """Records every benchmark of this machine's GPU: `python benchmarks/record.py [--folder benchmarks/results] [--only ops]`.
 
-Peers that compile first (torch.compile, JAX) take most of the time. So all groups first run once side by side, with every cache
-on disk and their figures thrown away, and then one after another with the machine to themselves. The real models and sweeps are
-built in a process each, a few at a time, and timed under a lock, one after another. Each group writes `GROUP-CHIP-DATE.json`;
-`make readme` puts the newest recording of each case into the README and docs. A group that fails does not stop the others.
-
-Where a machine is lent for minutes at a time: `--stage warm-up` and then, before its disk is gone, `--stage record`.
+All commands run one after another, with the machine to themselves: peers that compile (torch.compile, JAX) time kernels while
+they do, and beside other processes they choose wrong ones. Each group writes `GROUP-CHIP-DATE.json`; `make readme` puts the
+newest recording of each case into the README and docs. A group that fails does not stop the others. All of it takes about an
+hour, most of it to compile peers; `--only` and `--skip` divide it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import itertools
 import json
 import os
 import shutil
@@ -20,19 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-import onelaunch.bench.cases  # noqa: F401 (fills REGISTRY)
-from onelaunch.bench.alone import LOCK
 from onelaunch.bench.case import GROUPS as BENCH_GROUPS
-from onelaunch.bench.case import REGISTRY
 from onelaunch.bench.results import load_results
-from onelaunch.files import cache_folder, write_atomic
+from onelaunch.bench.run import select
+from onelaunch.files import write_atomic
 
 ROOT = Path(__file__).resolve().parent.parent
 ONELAUNCH = (sys.executable, "-m", "onelaunch")
@@ -54,12 +47,7 @@ class Recording:
     """A command that records results. The path to write to is appended to it."""
 
     command: tuple[str, ...]
-    parts: tuple[tuple[str, ...], ...] = ()  # further arguments of each process of the warm-up; none for no warm-up
     inside: str = ""  # for a command that writes a folder: the name of the results file in it
-
-    def warm_ups(self, outs: Iterator[str]) -> list[tuple[str, ...]]:
-        """The commands of the warm-up, each with a path of its own to write to."""
-        return [(*self.command, next(outs), *part) for part in self.parts]
 
     def record(self, out: Path) -> bool:
         with tempfile.TemporaryDirectory() as folder:
@@ -71,101 +59,51 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class SideBySide:
-    """A group of `onelaunch bench` whose cases are built in a process each, some at a time, and timed one after another."""
+class CaseByCase:
+    """A group of `onelaunch bench` with a process for each case: none finds another's compiled code, or has less memory."""
 
-    group: str
-    filters: tuple[str, ...]  # one case each
-    alone: tuple[str, ...]  # cases built and timed afterwards, when no other process is left
-    processes: int
-    quick: bool = True  # without the peers that take minutes to compile
-
-    def command(self, name: str, out: str) -> tuple[str, ...]:
-        quick = (
-            ("--quick", "--limit", "3600") if self.quick else ()
-        )  # with a limit of its own it does not stop after a minute
-        return (*ONELAUNCH, "bench", self.group, "--filter", name, *quick, "--out", out)
-
-    def warm_ups(self, outs: Iterator[str]) -> list[tuple[str, ...]]:
-        return [self.command(name, next(outs)) for name in (*self.filters, *self.alone)]
+    command: tuple[str, ...]
 
     def record(self, out: Path) -> bool:
+        cases = [case.name for case in select([self.command[self.command.index("bench") + 1]])]
         with tempfile.TemporaryDirectory() as folder:
-            paths = {name: Path(folder) / f"{number}.json" for number, name in enumerate((*self.filters, *self.alone))}
-            variables = {**environment(), LOCK: str(Path(folder) / "lock")}
-
-            def run(name: str) -> bool:
-                command = self.command(name, str(paths[name]))
-                return subprocess.run(command, env=variables, cwd=ROOT, check=False).returncode == 0
-
-            with ThreadPoolExecutor(self.processes) as pool:
-                done = list(pool.map(run, self.filters))
-            done += map(run, self.alone)
-            found = [load_results(path) for path in paths.values() if path.exists()]
+            paths = [Path(folder) / f"{number}.json" for number in range(len(cases))]
+            done = [
+                Recording((*self.command[:-1], "--filter", name, self.command[-1])).record(path)
+                for name, path in zip(cases, paths, strict=True)
+            ]
+            found = [load_results(path) for path in paths if path.exists()]
         if found:
             joined = {key: [entry for one in found for entry in one[key]] for key in ("planned", "left_out", "cases")}
-            command = f"onelaunch bench {self.group}{' --quick' * self.quick}"
+            command = " ".join(("onelaunch", *self.command[len(ONELAUNCH) : -1]))
             whole = {**found[-1], **joined, "command": command, "finished": all(done)}
             write_atomic(out, json.dumps(whole, indent=1) + "\n")
         return all(done)
 
 
-def bench(*words: str, parts: tuple[str, ...] = ("",)) -> Recording:
-    # With a limit of its own, --quick does not stop after a minute.
-    command = (*ONELAUNCH, "bench", *words, "--quick", "--limit", "3600", "--out")
-    return Recording(command, tuple(("--filter", part) for part in parts))
+def bench(*words: str, quick: bool = True) -> tuple[str, ...]:
+    few = (
+        ("--quick", "--limit", "3600") if quick else ()
+    )  # with a limit of its own, --quick does not stop after a minute
+    return (*ONELAUNCH, "bench", *words, *few, "--out")
 
 
 def script(name: str) -> Recording:
     return Recording((sys.executable, str(ROOT / "benchmarks" / name), "--out"))
 
 
-WARM_UP_FILTERS = {
-    "train": ("sgd/bf16", "adam", "sgd/auto", "sgd/fp32", "train/epoch", "mnist-98"),
-    "ops": ("relu_dropout", "batch_norm", "cross_entropy", "linear"),
-}
-# In this order four of them at a time fit into 140 GB of device memory. Of those alone, the host's time or `fuse`'s choice
-# between candidates counts.
-MODELS = tuple(f"models/{name}" for name in ("llama", "gpt2", "bert", "encoder", "vit", "mixer", "resnet"))
-MODELS_ALONE = tuple(
-    f"models/{name}" for name in ("dqn", "eval-mlp", "eval-bert", "eval-resnet", "fuse-bert", "fuse-resnet")
-)
-SWEEPS = tuple(name for name in REGISTRY if name.startswith("sweep/") and name != "sweep/digits")
-RECORDINGS: dict[str, Recording | SideBySide] = {
-    **{
-        name: bench(name, parts=WARM_UP_FILTERS.get(name, ("",)))
-        for name, group in BENCH_GROUPS.items() if group.on_gpu is not False
-    },
-    "models": SideBySide("models", MODELS, MODELS_ALONE, processes=4),
-    "sweep": SideBySide("sweep", SWEEPS, ("sweep/digits",), processes=8, quick=False),
-    "large": bench("train", "--large", parts=("2048", "8192", "4096", "262144")),
+RECORDINGS: dict[str, Recording | CaseByCase] = {
+    **{name: Recording(bench(name)) for name, group in BENCH_GROUPS.items() if group.on_gpu is not False},
+    "models": CaseByCase(bench("models")),
+    "sweep": CaseByCase(bench("sweep", quick=False)),
+    "large": Recording(bench("train", "--large")),
     "sizes": Recording(
         (*ONELAUNCH, "compare", "configs/classic-hidden.toml", "--precision", "bf16", "--epochs", "1",
-         "--sizes", ",".join(SIZES), "--out"),
-        tuple(("--sizes", size) for size in SIZES), "compare.json",
+         "--sizes", ",".join(SIZES), "--out"), "compare.json",
     ),
     "cold-launch": script("cold_launch.py"),
     "resident-phases": script("resident_phases.py"),
 }  # fmt: skip
-
-
-def warm_up(recordings: list[Recording | SideBySide], seconds: float) -> None:
-    """Run every part once, side by side, so that compiled code is on disk. The times are thrown away."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, (os.cpu_count() or 2) * 2 // 3)) as pool:
-        outs = (str(Path(folder) / str(number)) for number in itertools.count())  # of files or folders
-        groups = [one.warm_ups(outs) for one in recordings]
-        # In turns: not all of the largest models at once, which would not fit into the device's memory.
-        in_turns = [command for turn in itertools.zip_longest(*groups) for command in turn if command]
-
-        def run(command: tuple[str, ...]) -> None:
-            try:
-                subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, timeout=seconds)
-            except subprocess.TimeoutExpired:
-                print(f"not warm after {seconds:.0f} s: {' '.join(command[3:])}", flush=True)
-
-        list(pool.map(run, in_turns))
-    for choices in ("linear", "fuse"):  # they were measured on a GPU that other processes used
-        shutil.rmtree(cache_folder(choices), ignore_errors=True)
 
 
 def chosen(parser: argparse.ArgumentParser, only: str, skip: str) -> list[str]:
@@ -181,10 +119,6 @@ def main() -> int:
     parser.add_argument("--only", default="", help=f"groups to record, of {', '.join(RECORDINGS)}")
     parser.add_argument("--skip", default="", help="groups to leave out")
     parser.add_argument("--data-dir", help="folder of the four MNIST files; else the cache, or a download")
-    parser.add_argument(
-        "--warm-up-seconds", type=float, default=240, help="time limit of each warm-up process; 0 for no warm-up"
-    )
-    parser.add_argument("--stage", choices=("both", "warm-up", "record"), default="both", help="default: both")
     options = parser.parse_args()
     names = chosen(parser, options.only, options.skip)
     if not torch.cuda.is_available():
@@ -199,11 +133,6 @@ def main() -> int:
     folder = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     begin = time.perf_counter()
-    if options.warm_up_seconds and options.stage != "record":
-        warm_up([recordings[name] for name in names], options.warm_up_seconds)
-        print(f"warm after {time.perf_counter() - begin:.0f} s", flush=True)
-    if options.stage == "warm-up":
-        return 0
     failed = []
     for name in names:
         if not recordings[name].record(folder / f"{name}-{chip}-{datetime.date.today():%Y-%m-%d}.json"):

@@ -42,13 +42,13 @@ def user_cache(home: Path) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
 
 
-def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
+def lock(descriptor: int) -> None:
     """Lock an open file against other processes, until it is closed or this one ends; BlockingIOError if another holds it.
 
     Raises OSError on a file system without locks, and does nothing on Windows.
     """
     if LOCKS:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def path_of(file: IO[Any], path: Path) -> str | Path:

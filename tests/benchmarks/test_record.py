@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,35 +24,32 @@ def test_the_cold_launch_script_imports() -> None:
     assert callable(cold_launch.main)
 
 
-def test_every_warm_up_filter_selects_cases() -> None:
-    """A filter that matches nothing would silently warm up nothing."""
-    for name, recording in record.RECORDINGS.items():
-        if isinstance(recording, record.SideBySide):
-            cases = [
-                case.name for part in (*recording.filters, *recording.alone) for case in select([recording.group], part)
-            ]
-            assert sorted(cases) == sorted(case.name for case in select([recording.group]))
-            continue
-        for option, part in recording.parts:
-            if option == "--filter":
-                group = recording.command[recording.command.index("bench") + 1]
-                assert select([group], part), f"{name}: --filter {part}"
+def test_a_group_is_recorded_case_by_case_into_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each process has one case; the second fails here before it has written anything."""
+    names: list[str] = []
 
+    def run(command: tuple[str, ...], **_: object) -> subprocess.CompletedProcess[str]:
+        name = command[command.index("--filter") + 1]
+        names.append(name)
+        assert [case.name for case in select(["models"], name)] == [name]
+        if len(names) == 2:
+            return subprocess.CompletedProcess(command, 1)
+        results = {
+            "planned": [name],
+            "left_out": [],
+            "cases": [{"name": name, "check": "skipped", "times": {}}],
+            "finished": True,
+            "command": "",
+        }
+        Path(command[-1]).write_text(json.dumps(results))
+        return subprocess.CompletedProcess(command, 0)
 
-def test_the_warm_up_runs_every_part_once_with_a_path_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    commands: list[tuple[str, ...]] = []
-    monkeypatch.setattr(record, "subprocess", SimpleNamespace(run=lambda command, **_: commands.append(command)))
-    monkeypatch.setattr(record, "cache_folder", lambda name: tmp_path / name)
-    record.warm_up(list(record.RECORDINGS.values()), 1.0)
-    outs = [command[command.index("--out") + 1] for command in commands]
-    assert len(set(outs)) == len(commands)
-    assert not any(out.startswith("--") for out in outs)
-    for name in ("models/llama", "models/fuse-resnet", "sweep/digits"):
-        assert sum(name in command for command in commands) == 1
-    large = [number for number, command in enumerate(commands) if "bench" in command and "models" in command][:2]
-    assert large[1] - large[0] > 1  # not side by side
+    monkeypatch.setattr(record, "subprocess", SimpleNamespace(run=run))
+    assert not record.RECORDINGS["models"].record(tmp_path / "models.json")
+    whole = json.loads((tmp_path / "models.json").read_text())
+    assert names == [case.name for case in select(["models"])]
+    assert [case["name"] for case in whole["cases"]] == [names[0], *names[2:]]
+    assert (whole["command"], whole["finished"]) == ("onelaunch bench models --quick --limit 3600", False)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, when torch.compile is first used

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from onelaunch.bench.alone import alone, beside_others, build
 from onelaunch.bench.busy import Watch, is_busy
 from onelaunch.bench.case import FLOOR, GROUPS, OURS, REGISTRY, Case, Trial, Work
 from onelaunch.bench.ceilings import Ceilings
@@ -138,7 +137,7 @@ def run_case(
     limit = limit or TimeLimit()
     result: dict[str, Any] = {"name": one.name, "group": one.group, "about": one.about, "unit": one.unit}
     try:
-        with beside_others(), limit.whole.cut(READY_SHARE * limit.whole.left()):
+        with limit.whole.cut(READY_SHARE * limit.whole.left()):
             trial = one.setup()
             trial.check()
     except OutOfTimeError:
@@ -155,18 +154,16 @@ def run_case(
     seconds, repeats = (1.0, 20) if quick else (6.0, 200)
     if trial.errors and not quick:
         seconds = math.inf  # a sample is a fold, and every fold counts
-    build(contenders)
     watch = Watch()
-    with alone():
-        before = gpu.state() if gpu else None
-        times, failed = measure(
-            contenders, units=trial.units, cuda=trial.cuda, seconds=seconds,
-            repeats=min(repeats, trial.repeats or repeats), self_timed=trial.self_timed, check_interrupts=check_interrupts,
-            warm_ups=WARM_UPS if trial.warm_ups is None else trial.warm_ups, limit=limit, watch=watch,
-        )  # fmt: skip
-        taken = watch.cores_taken()
-        after = gpu.state() if gpu else None
-        used = _energy(contenders, times, trial, quick)
+    before = gpu.state() if gpu else None
+    times, failed = measure(
+        contenders, units=trial.units, cuda=trial.cuda, seconds=seconds,
+        repeats=min(repeats, trial.repeats or repeats), self_timed=trial.self_timed, check_interrupts=check_interrupts,
+        warm_ups=WARM_UPS if trial.warm_ups is None else trial.warm_ups, limit=limit, watch=watch,
+    )  # fmt: skip
+    taken = watch.cores_taken()
+    after = gpu.state() if gpu else None
+    used = _energy(contenders, times, trial, quick)
     if failed.get(OURS) == OUT_OF_TIME:
         return result | {"check": OUT_OF_TIME, "times": {}}
     if OURS in failed:
@@ -197,7 +194,7 @@ def _peaks(trial: Trial, failed: Mapping[str, str]) -> dict[str, int]:
 
 
 def _floor(trial: Trial, times: Mapping[str, Timing], ceilings: Ceilings) -> dict[str, Any]:
-    """The shortest possible seconds per unit, and its share of our time: 1 is as fast as the device allows.
+    """The seconds per unit of the lower bound, and their share of our time: 1 is as fast as the device was seen to be.
 
     The floor is the time of a contender called "floor: …"; without one, the work that must be done at the measured ceilings.
     """

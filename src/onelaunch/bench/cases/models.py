@@ -94,8 +94,6 @@ PEERS: dict[str, Callable[..., Step]] = {
     REDUCE_OVERHEAD: functools.partial(torch_step, mode="reduce-overhead"),
 }
 SLOW_PEERS: dict[str, Callable[..., Step]] = {
-    EAGER: torch_step,
-    COMPILED: functools.partial(torch_step, mode="default"),
     MAX_AUTOTUNE: functools.partial(torch_step, mode=AUTOTUNE_MODE),
     f"{GRAPH}, max-autotune": functools.partial(captured_step, mode=AUTOTUNE_MODE),
 }
