@@ -352,6 +352,48 @@ class Lists(nn.Linear):
         return [x]
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_begins_without_gradients_and_leaves_those_of_others(device: str, accumulate: int) -> None:
+    """A GAN: the generator's step goes through the critic, whose gradients it neither changes nor uses."""
+
+    def train(alternately: Callable[[nn.Module, nn.Module, nn.Module], Any]) -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(1)
+        generator, critic = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+        alternately(generator.to(device), critic.to(device), nn.Sequential(generator, critic))
+        return generator, critic
+
+    data = [
+        torch.randn(6, 12, 8, device=device) for _ in range(8)
+    ]  # of each round: two batches for each of three arguments
+
+    def ours(generator: nn.Module, critic: nn.Module, both: nn.Module) -> None:
+        critical, generating = (
+            ol.train_step(model, nn.MSELoss(), torch.optim.SGD(owner.parameters(), lr=0.5), accumulate=accumulate)
+            for model, owner in ((critic, critic), (both, generator))
+        )
+        for x, y, z, *others in data:
+            critic.zero_grad(set_to_none=False)
+            for _ in range(accumulate):
+                generating(z, y)
+            assert not any(one.grad.any() for one in critic.parameters() if one.grad is not None)
+            critic(x).sum().backward()
+            for batch in (x, others[0])[:accumulate]:
+                critical(batch, y)
+
+    def theirs(generator: nn.Module, critic: nn.Module, both: nn.Module) -> None:
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.5) for one in (critic, generator)]
+        for x, y, z, *others in data:
+            for model, optimizer, batches in ((both, optimizers[1], (z, z)), (critic, optimizers[0], (x, others[0]))):
+                optimizer.zero_grad()
+                for batch in batches[:accumulate]:
+                    (F.mse_loss(model(batch), y) / accumulate).backward()
+                optimizer.step()
+
+    for one, other in zip(train(ours), train(theirs), strict=True):
+        assert_same_weights(one, other, WEIGHT_TOLERANCE * 10)
+
+
 # Recorded graphs.
 
 

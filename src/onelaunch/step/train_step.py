@@ -55,7 +55,8 @@ def train_step(
     compile: whether `torch.compile` compiles the forward and backward pass, with the patterns that won on every model measured.
 
     The loss comes back as a 0-d tensor, without waiting for the device. Learning-rate schedulers work as usual. A dict as the
-    only input is passed by name if forward has these names. Gradients are None after a step.
+    only input is passed by name if forward has these names. A step begins without gradients and leaves none; parameters that
+    the optimizer does not have keep theirs.
     """
     return TrainStep(model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile)
 
@@ -120,6 +121,8 @@ class TrainStep:
             self._started = True
             if self._compiles and self.device.type == "cpu":
                 self._start_on_cpu(args)
+        if self._micro_step == 0:  # a backward pass of the caller's may have left gradients
+            self._zero_gradients()
         update = self._micro_step == self.accumulate - 1
         if self.reason:
             loss = self._run(args, kwargs, update)
@@ -189,7 +192,8 @@ class TrainStep:
         scaled = loss / self.accumulate if self.accumulate > 1 else loss
         self._release_workspaces()
         try:
-            (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            with self._other_gradients_kept():
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             if update:
                 self._update()
         except BaseException:
@@ -203,6 +207,20 @@ class TrainStep:
         """Before each pass: autograd's thread has a cuBLAS workspace of its own, and a recording would hold both of 32 MiB."""
         if not self.reason:
             clear_workspaces()
+
+    @contextmanager
+    def _other_gradients_kept(self) -> Iterator[None]:
+        """For parameters that are not the optimizer's: a recording would add to memory that their owner may release."""
+        own = {*map(id, self.parameters)}
+        modules = [one for one in (self.model, self.loss) if isinstance(one, nn.Module)]
+        others = {one: one.grad for module in modules for one in module.parameters() if id(one) not in own}
+        for parameter in others:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in others.items():
+                parameter.grad = gradient
 
     def _is_recording(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
