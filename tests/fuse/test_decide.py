@@ -173,6 +173,39 @@ def test_decisions_are_measured_once(
     assert model[0].weight.grad is None
 
 
+PLAIN, BOTH, EACH = ["uncompiled", "compiled"], ["linear + relu_dropout"], ["linear", "relu_dropout"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected", "rounds"),
+    [
+        ({"linear + relu_dropout": 1.0}, ("linear", "relu_dropout"), [PLAIN + BOTH]),
+        ({"linear + relu_dropout": 2.5}, (), [PLAIN + BOTH, PLAIN + BOTH + EACH]),
+        ({"linear + relu_dropout": 2.5, "linear": 1.0}, ("linear",), [PLAIN + BOTH, PLAIN + BOTH + EACH]),
+        ({"linear + relu_dropout": float("inf"), "uncompiled": 1.0}, None, [PLAIN + BOTH, PLAIN + BOTH + EACH]),
+    ],
+)
+def test_patterns_are_tried_alone_where_they_do_not_win_together(
+    seconds: dict[str, float], expected: Any, rounds: list[list[str]], no_code: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times, measured = FakeTimes(), []
+    known = {"uncompiled": 3.0, "compiled": 2.0, "linear": 2.0, "relu_dropout": 2.0} | seconds
+
+    def program_seconds(runs: Any) -> dict[str, float]:
+        measured.append(list(runs))
+        return {name: known[name] for name in runs}
+
+    monkeypatch.setattr(decide, "device_of", lambda *values: torch.device("cuda", 0))
+    monkeypatch.setattr(decide, "_times_of", lambda device: times)
+    monkeypatch.setattr(decide, "pays", lambda match: True)
+    monkeypatch.setattr(decide, "program_times", program_seconds)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    model = nn.Sequential(nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 4), nn.GELU())
+    for _ in range(2):  # the second time from the cache
+        assert decide.decide(uncompiled_call(model), model, (torch.randn(3, 4),), {})[0] == Choice(expected)
+    assert measured == rounds
+
+
 def test_a_cpu_uses_all_patterns_unmeasured(no_code: None) -> None:
     model = nn.Linear(3, 3)
     assert decide.decide(uncompiled_call(model), model, (torch.ones(2, 3),), {})[0] == Choice()

@@ -1,7 +1,8 @@
 """Which patterns a model uses: the whole model is timed as it will run, and the fastest candidate is kept.
 
-Candidates are the model uncompiled, compiled by Inductor alone, compiled with all patterns that match, and with each kind of
-pattern alone; in evaluation, without gradients, also the compiled ones recorded as a CUDA graph. A kernel that wins by itself
+Candidates are the model uncompiled, compiled by Inductor alone and compiled with all patterns that match; if these do not win
+together, also with each kind of pattern alone. In evaluation, without gradients, the compiled ones are also recorded as a CUDA
+graph. Compiling takes most of the time, so no candidate is compiled that is not needed. A kernel that wins by itself
 may lose inside a compiled model, where it keeps Inductor from fusing its neighbours, so single kernels are not compared. The
 decision is kept on disk by graph, shapes, chip, versions and sources.
 """
@@ -72,17 +73,28 @@ def decide(
     kinds = sorted({match.pattern.name for one in captured for match in find_matches(one.graph, pays)})
     candidates = candidates_of(kinds, forward_only)
     times = _times_of(device)
-    found = times.times(key)
+    found = {name: seconds for name, seconds in times.times(key).items() if name in candidates}
     functions = {name: compiled(function, *choice) for name, choice in candidates.items()}
-    if not candidates.keys() <= found.keys():
+    while missing := still_needed(candidates, found, kinds):
         with restored(model), torch.cuda.device(device), trial_mode(model, args, kwargs):
-            runs = {name: functools.partial(run_once, one, model, args, kwargs) for name, one in functions.items()}
-            found = program_times(runs)
+            names = [name for name in candidates if name in found or name in missing]
+            found = program_times(
+                {name: functools.partial(run_once, functions[name], model, args, kwargs) for name in names}
+            )
         times.add(key, found)
-    best = fastest({name: found[name] for name in candidates})
-    said = ", ".join(f"{name} {format_seconds(found[name])}" for name in candidates)
+    best = fastest(found)
+    said = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in found.items())
     log.info("%s: %s is fastest (%s)", type(model).__name__, best, said)
     return candidates[best], functions[best]
+
+
+def still_needed(candidates: dict[str, Choice], found: dict[str, float], kinds: list[str]) -> list[str]:
+    """The candidates to measure next: those with one of several patterns only if all patterns together are not fastest."""
+    together = [name for name, choice in candidates.items() if len(choice.patterns or ()) in {0, len(kinds)}]
+    if missing := [name for name in together if name not in found]:
+        return missing
+    won = len(candidates[fastest({name: found[name] for name in together})].patterns or ()) == len(kinds)
+    return [] if won else [name for name in candidates if name not in found]
 
 
 def known_seconds(model: nn.Module, captured: list[Captured], device: torch.device) -> dict[str, float]:

@@ -63,8 +63,8 @@ class FusedCall:
 def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
     """`model` as a new module of the same class that runs compiled, over the same parameters, buffers, children and hooks.
 
-    With example inputs on a CUDA device the whole model is timed as it will run: uncompiled, compiled, and compiled with each
-    kind of pattern; in evaluation without gradients, and also as a CUDA graph. The fastest is kept, and remembered on disk.
+    With example inputs on a CUDA device the whole model is timed as it will run: uncompiled, compiled, and compiled with our
+    patterns; in evaluation without gradients, and also as a CUDA graph. The fastest is kept, and remembered on disk.
     Without example inputs all patterns are used. Raises OnelaunchError for example inputs that the model cannot take.
     """
     check_model(model)
