@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import onelaunch as ol
-from tests.fuse.models import ResNet
+from tests.fuse.models import Mixer, ResNet
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 WATCH = "<script>window.errors = []; addEventListener('error', e => errors.push(e.message));</script>"
@@ -166,7 +166,7 @@ def test_the_script_of_the_page_reads_the_explanation(tmp_path: Path) -> None:
     """In node.js, with a stand-in for the document: every key that it reads is there, and equal groups are one row."""
     if NODE is None:
         pytest.skip("no node.js")
-    explained = ol.explain(ResNet(), torch.randn(8, 3, 32, 32))
+    explained = ol.explain(Mixer(dropout=0.1), torch.randn(2, 3, 16, 16))
     page = explained.html(tmp_path / "page.html").read_text()
     data, script = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
     program = f"{STAND_IN}document.getElementById('data').textContent = {json.dumps(data)};\n{script}\n{ASK}"

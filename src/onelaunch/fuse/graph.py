@@ -25,7 +25,6 @@ _NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "
 # function -> (operation, its parameters in order)
 FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.linear: ("linear", ("input", "weight", "bias")),
-    torch.addmm: ("addmm", ("bias", "input", "weight")),
     F.conv2d: ("conv2d", _CONVOLUTION),
     F.batch_norm: ("batch_norm", _NORM),
     F.dropout: ("dropout", ("input", "p", "training", "inplace")),

@@ -46,5 +46,10 @@ class BatchNormActivationDropout:
         return Cost(8 * size + 2 * mask, 20.0 * output.numel(), 4)
 
     def pays(self, match: Match) -> bool:
-        """Only in training: in evaluation Inductor fuses the affine map with its neighbours on both sides."""
-        return match.arguments["training"] and served(match.arguments["input"])
+        """Only in training, of rows, with dropout: there the op was measured to win (65536 x 1024, 1.5 to 2.2 times).
+
+        Over images without dropout it gains nothing (ResNet-50 10.79 and 10.85 ms per step, ResNet-18 2,455 and 2,568 µs).
+        """
+        x = tensor_of(match.arguments["input"])
+        rows = x is not None and x.dim() == 2
+        return rows and match.arguments["training"] and match.arguments["p"] > 0 and served(match.arguments["input"])
