@@ -100,6 +100,24 @@ def test_modes() -> None:
     assert not torch.equal(fused(X), fused(X))
 
 
+def test_stored_methods_are_of_the_fused_model() -> None:
+    class Stored(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.forward = self.run
+            self.other = Net().forward
+
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(self.body(x), 0.5, self.training)
+
+    model = Stored()
+    fused = ol.fuse(model)
+    fused.eval()
+    assert torch.equal(fused(X), fused(X))
+    assert not torch.equal(model(X), model(X))
+    assert fused.other is model.other
+
+
 def test_copies_are_fused_and_their_own() -> None:
     fused = ol.fuse(Net())
     fused(X)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -71,7 +72,8 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
     if is_fused(model):
         return model
     fused = type(model).__new__(type(model))  # not copy.copy, which leaves out what a model's __getstate__ leaves out
-    fused.__dict__.update(model.__dict__)  # so the dicts of parameters, buffers, children and hooks are the model's
+    # So the dicts of parameters, buffers, children and hooks are the model's.
+    fused.__dict__.update({name: _rebound(value, model, fused) for name, value in model.__dict__.items()})
     call = FusedCall(fused)
     fused.__dict__["_call_impl"] = call
     if inputs or named_inputs:
@@ -79,6 +81,13 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
         require_possible("fuse", uncompiled_call(fused), model, inputs, named_inputs)
         call.decide(inputs, named_inputs)
     return fused
+
+
+def _rebound(value: Any, model: nn.Module, fused: nn.Module) -> Any:
+    """`value`; if it is a method bound to the model, as of `self.forward = self.run`, the same one bound to the fused model."""
+    if isinstance(value, types.MethodType) and value.__self__ is model:
+        return types.MethodType(value.__func__, fused)
+    return value
 
 
 def _own_hooks(module: nn.Module) -> tuple[tuple[int, ...], ...]:
