@@ -149,6 +149,27 @@ def test_a_model_whose_state_leaves_attributes_out() -> None:
     torch.testing.assert_close(ol.fuse(model)(X), model(X))
 
 
+def test_values_in_slots() -> None:
+    class Base(Net):
+        __slots__ = ("__private", "factor")
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.__private = 3.0
+            self.factor = 4.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x) * self.__private * self.factor
+
+    class Slotted(Base):
+        __slots__ = ("unset",)
+
+    model = Slotted()
+    fused = ol.fuse(model)
+    torch.testing.assert_close(fused(X), model(X))
+    assert not hasattr(fused, "unset")
+
+
 def test_many_fused_models_are_all_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo stops after 8 compilations of one code object."""
     compiled = []

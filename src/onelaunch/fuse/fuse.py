@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copyreg
 import sys
 import types
 from collections.abc import Callable
@@ -74,6 +76,9 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
     fused = type(model).__new__(type(model))  # not copy.copy, which leaves out what a model's __getstate__ leaves out
     # So the dicts of parameters, buffers, children and hooks are the model's.
     fused.__dict__.update({name: _rebound(value, model, fused) for name, value in model.__dict__.items()})
+    for name in copyreg._slotnames(type(model)):  # type: ignore[attr-defined]  # of `__slots__` in all its base classes
+        with contextlib.suppress(AttributeError):  # one without a value
+            object.__setattr__(fused, name, _rebound(object.__getattribute__(model, name), model, fused))
     call = FusedCall(fused)
     fused.__dict__["_call_impl"] = call
     if inputs or named_inputs:
