@@ -1,4 +1,4 @@
-"""Trial runs of a module that leave no trace: on copies of the inputs, with buffers, gradients and generators restored."""
+"""Trial runs of a module that leave no trace: on copies of the inputs, with the module's state and generators restored."""
 
 from __future__ import annotations
 
@@ -62,22 +62,35 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_attributes(model: nn.Module) -> Iterator[None]:
+    """Each module's attributes, buffers, parameters and children are afterwards the same objects as before.
+
+    What forward changes inside an object, such as a list that it appends to, is not undone.
+    """
+    names = ("_buffers", "_parameters", "_modules")
+    tables = [table for module in model.modules() for table in (vars(module), *(getattr(module, one) for one in names))]
+    before = [(table, dict(table)) for table in tables if isinstance(table, dict)]  # not a script's
+    try:
+        yield
+    finally:
+        for table, entries in before:
+            table.update(entries)
+            for name in table.keys() - entries.keys():
+                del table[name]
+
+
+@contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """A trial run leaves no trace: buffers, gradients and random generators are as before."""
-    tables = [module._buffers for module in model.modules() if isinstance(module._buffers, dict)]  # not a script's
-    entries = [dict(table) for table in tables]  # `self.mean = …` puts in another tensor
+    """A trial run leaves no trace: attributes, buffers, gradients and random generators are as before."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.is_cuda})
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), kept_attributes(model):
             yield
     finally:
-        for table, own in zip(tables, entries, strict=True):
-            table.clear()
-            table.update(own)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

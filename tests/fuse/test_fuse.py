@@ -258,6 +258,41 @@ def test_buffers_that_forward_replaces_stay() -> None:
     torch.testing.assert_close(model.mean, 0.1 * X.mean(0))
 
 
+@pytest.mark.parametrize("closure", [False, True])
+def test_attributes_that_forward_sets_stay(closure: bool) -> None:
+    class Part(nn.Module):
+        state: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.state = x if self.state is None else self.state.detach() * 0.5 + x
+            return self.state
+
+    class Stateful(Part):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.calls, self.kept = Part(), 0, X
+            if closure:
+                self.forward = lambda x: type(self).forward(self, x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not self.calls:
+                self.made = nn.Linear(6, 2)
+                del self.kept
+            self.calls += 1
+            return super().forward(self.made(self.part(x)))
+
+    model = Stateful()
+    before = {*vars(model)}
+    ol.explain(model, X)
+    fused = ol.fuse(model, X)
+    for one in (model, fused):
+        assert one.state is one.part.state is None
+        assert (one.calls, one.kept, [*one.children()]) == (0, X, [model.part])
+    assert vars(model).keys() == before
+    assert fused(X).shape == (4, 2)
+    assert (model if closure else fused).calls == 1
+
+
 def test_uncompiled_when_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Net()
     fused = ol.fuse(model)

@@ -44,7 +44,8 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
 
     On CUDA the kernels are read from what Inductor generates, and timed. Elsewhere they are predicted, as are times, from
     bytes, arithmetic and launches: for the device of the inputs (an H200 for a CPU), or the one that `device` names, such as
-    "A100". Evaluation is explained without gradients. The model's buffers and the random generators are restored.
+    "A100". Evaluation is explained without gradients. The model's attributes, its buffers and the random generators are
+    restored.
     """
     check_model(model)
     if not inputs and not named_inputs:

@@ -16,7 +16,7 @@ from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.fuse import backend
 from onelaunch.fuse.captured import uncompiled_call
 from onelaunch.fuse.decide import UNMEASURED, Choice, compiled, decide
-from onelaunch.trial_runs import device_of
+from onelaunch.trial_runs import device_of, kept_attributes
 from onelaunch.wrong_inputs import require_known_names, require_possible
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -83,8 +83,9 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
     fused.__dict__["_call_impl"] = call
     if inputs or named_inputs:
         require_known_names("fuse", model, named_inputs)
-        require_possible("fuse", uncompiled_call(fused), model, inputs, named_inputs)
-        call.decide(inputs, named_inputs)
+        with kept_attributes(model):  # a closure of forward may change them, instead of those of `fused`
+            require_possible("fuse", uncompiled_call(fused), fused, inputs, named_inputs)
+            call.decide(inputs, named_inputs)
     return fused
 
 
