@@ -124,3 +124,15 @@ def test_a_mask_for_another_device_is_computed_on_the_cpu(device: Any) -> None:
     value = value_of(mask, {}, lambda node: True)
     assert value.device.type == "cpu"
     assert torch.equal(value, torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+def test_a_mask_of_many_operations() -> None:
+    graph = fx.Graph()
+    mask = graph.call_function(torch.ones, (4, 4))
+    for _ in range(1500):
+        mask = graph.call_method("mul", (mask, mask))
+    assert value_of(mask, {}, lambda node: True).all()
+    values: dict[fx.Node, Any] = {}
+    with pytest.raises(ValueError, match="mul"):
+        value_of(mask, values, lambda node: len(values) < 100)
+    assert len(values) == 100

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import onelaunch as ol
+from onelaunch.fuse.explain import _sources
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS
 from tests.fuse.models import ResNet
 
@@ -267,3 +268,23 @@ def test_errors_in_one_line() -> None:
         ol.explain(nn.Linear(4, 4), torch.randn(3, 5))
     with pytest.raises(TypeError, match=r"^explain has no argument 'devise', nor has the model: Linear\.forward has"):
         ol.explain(nn.Linear(4, 4), torch.randn(3, 4), devise="H200")
+
+
+def test_sources_through_many_views() -> None:
+    """Each node is looked at once: paths through views with two inputs are exponentially many, and chains may be long."""
+
+    class Looked(dict[fx.Node, int]):
+        count = 0
+
+        def __contains__(self, node: object) -> bool:
+            self.count += 1
+            assert self.count < 10_000
+            return super().__contains__(node)
+
+    graph = fx.Graph()
+    one, two = graph.placeholder("one"), graph.placeholder("two")
+    node = graph.call_method("view_as", (one, two))
+    for _ in range(1500):
+        node = graph.call_method("view_as", (node, graph.call_method("view", (node, 24))))
+    assert _sources(node, Looked({one: 0, two: 1})) == [one, two]
+    assert _sources(graph.call_method("view_as", (two, node)), Looked({one: 0, two: 1})) == [two, one]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
@@ -101,7 +100,10 @@ def _add_graph(
     nodes = [node for node in calls if not is_view(node) and not is_counter(node)]
     first = len(explanation.operations)
     index = {node: first + number for number, node in enumerate(nodes)}
-    explanation.operations += [_operation(node, index, explanation.device) for node in nodes]
+    sources = {node: _sources(node, index) for node in nodes}
+    explanation.operations += [
+        _operation(node, [index[one] for one in sources[node]], explanation.device) for node in nodes
+    ]
 
     def accepted(match: Match) -> bool:  # without CUDA the explanation is of the device it names: what would pay there
         return match.pattern.name in chosen and (pays(match) if on_cuda else match.pattern.pays(match))
@@ -119,7 +121,7 @@ def _add_graph(
     for unit in sorted(units, key=lambda unit: index[unit.nodes[0]]):
         match = ours.get(unit.nodes[0]) if unit.runs == OURS else None
         reason = f"pattern {match.pattern.name}" if match is not None else ""
-        reason = reason or _reason(unit, left, runs, chosen, kernels is not None)
+        reason = reason or _reason(unit, left, runs, sources, chosen, kernels is not None)
         explanation.groups.append(_group(unit, match, reason, index, explanation.device, kernels is not None))
 
 
@@ -150,8 +152,9 @@ def _read_units(nodes: list[fx.Node], kernels: list[Kernel], ours: Iterable[Matc
 
 
 def _reason(
-    unit: Unit, left: dict[fx.Node, Match], runs: dict[fx.Node, str], chosen: tuple[str, ...], read: bool
-) -> str:
+    unit: Unit, left: dict[fx.Node, Match], runs: dict[fx.Node, str], sources: dict[fx.Node, list[fx.Node]],
+    chosen: tuple[str, ...], read: bool,
+) -> str:  # fmt: skip
     """Why a unit that no pattern took is as it is. `left`: matches that were not taken, by their nodes."""
     found = next((left[node] for node in unit.nodes if node in left), None)
     if found is not None and (unit.runs == LIBRARY or len(unit.nodes) == 1):
@@ -164,29 +167,38 @@ def _reason(
         many = f"{len(unit.nodes)} operations" if len(unit.nodes) > 1 else "it"
         return f"{'one kernel' if forward == 1 else f'{forward} kernels'} for {many}"
     node = unit.nodes[0]
-    users = [user for user in runs if node in _sources(user, runs)]
+    users = [user for user in runs if node in sources[user]]
     if unit.runs == LIBRARY:
         return f"{NO_PATTERN}{_name(node)} → {_name(users[0])}" if users and runs[users[0]] == INDUCTOR else ""
-    near = [*_sources(node, runs), *users]
+    near = [*sources[node], *users]
     if any(runs[other] == INDUCTOR for other in near):
         return "not joined with its neighbours"
     said = " and ".join(dict.fromkeys(f"{_name(other)} ({runs[other]})" for other in near))
     return f"alone {'between' if ' and ' in said else 'beside'} {said}" if said else "no neighbours"
 
 
-def _operation(node: fx.Node, index: dict[fx.Node, int], roof: DeviceModel) -> Operation:
+def _operation(node: fx.Node, sources: list[int], roof: DeviceModel) -> Operation:
     cost = unfused_cost(node)
     tensor = next(map(in_memory, tensors_of(node)), None)
     dtype = tensor.dtype if tensor is not None else torch.float32
     shape = tuple(map(int, tensor.shape)) if tensor is not None else ()
-    sources = tuple(sorted(index[source] for source in _sources(node, index)))
-    return Operation(_name(node), module_of(node), cost, roof.seconds(cost, dtype), dtype, shape, sources)
+    return Operation(
+        _name(node), module_of(node), cost, roof.seconds(cost, dtype), dtype, shape, tuple(sorted(sources))
+    )
 
 
 def _sources(node: fx.Node, among: Collection[fx.Node]) -> list[fx.Node]:
     """The operations among these that `node` reads, through views, in the order of its arguments."""
-    found = ([source] if source in among else _sources(source, among) for source in node.all_input_nodes)
-    return list(dict.fromkeys(itertools.chain(*found)))
+    found: list[fx.Node] = []
+    seen, waiting = set(), node.all_input_nodes[::-1]
+    while waiting:
+        source = waiting.pop()
+        if source in among and source not in seen:
+            found.append(source)
+        elif source not in seen:
+            waiting += source.all_input_nodes[::-1]
+        seen.add(source)
+    return found
 
 
 def _name(node: fx.Node) -> str:
@@ -204,6 +216,7 @@ def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[
     of: dict[fx.Node, list[fx.Node]] = {}
     depth: dict[fx.Node, int] = {}
     mine = set(nodes)
+    ends = mine | outside
     for node in nodes[0].graph.nodes if nodes else ():
         separate = node in outside or (node in mine and is_library_call(node))
         depth[node] = max((depth[source] for source in node.all_input_nodes), default=0) + separate
@@ -212,7 +225,7 @@ def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[
         if separate:
             clusters.append([node])
             continue
-        near = [source for source in _sources(node, of) if depth[source] == depth[node]]
+        near = [source for source in _sources(node, ends) if source in of and depth[source] == depth[node]]
         joined = next((of[source] for source in near if len(of[source]) < MAX_FUSED), None)
         if joined is None:
             joined = []

@@ -111,13 +111,21 @@ def value_of(node: fx.Node, values: dict[fx.Node, Any], is_allowed: Callable[[fx
 
     Raises ValueError where it needs one that is not allowed, or what PyTorch raises.
     """
-    if node not in values:
-        if not is_allowed(node):
-            raise ValueError(node.name)
-        needed = fx.node.map_arg((node.args, dict(node.kwargs)), lambda one: value_of(one, values, is_allowed))
-        on_cpu = torch.utils._pytree.tree_map_only((torch.device, str), _without_device, needed)
-        function: Any = getattr(type(on_cpu[0][0]), name_of(node)) if node.op == "call_method" else node.target
-        values[node] = function(*on_cpu[0], **on_cpu[1])
+    waiting = [node]
+    while waiting:
+        one = waiting[-1]
+        needed = [source for source in one.all_input_nodes if source not in values]
+        if one not in values and not is_allowed(one):
+            raise ValueError(one.name)
+        if one not in values and needed:
+            waiting += needed
+            continue
+        waiting.pop()
+        if one not in values:
+            given = fx.node.map_arg((one.args, dict(one.kwargs)), values.__getitem__)
+            args, kwargs = torch.utils._pytree.tree_map_only((torch.device, str), _without_device, given)
+            function: Any = getattr(type(args[0]), name_of(one)) if one.op == "call_method" else one.target
+            values[one] = function(*args, **kwargs)
     return values[node]
 
 
