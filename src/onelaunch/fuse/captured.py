@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import re
@@ -30,6 +31,7 @@ BREAKS = (
     (r"\b(RNN|LSTM|GRU)\b", "recurrent layers are not captured"),
     (r"step_unsupported", "Dynamo cannot follow the program here"),
 )
+WARNING_ONCE = "warning_once"  # a method that `transformers` adds to `logging.Logger`
 _numbers = itertools.count()
 
 
@@ -81,14 +83,15 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def without_log_breaks() -> Iterator[None]:
-    """Inside, Dynamo leaves out logged warnings, as of the losses of `transformers`, instead of ending a graph at each.
+    """Inside, Dynamo leaves out the warnings that `transformers` logs, as in its losses, instead of ending a graph at each.
 
-    Nor is an error logged that is also raised, such as one of shapes.
+    It ends a graph at other warnings, which are logged. Nor is an error logged that is also raised, such as one of shapes.
     """
-    once = getattr(logging.Logger, "warning_once", logging.Logger.warning)  # a method that `transformers` adds
     # PyTorch 2.11 sorts the set, so it may hold one function; it also logs that it cannot write the set as JSON.
-    newer = hasattr(torch._dynamo.config, "ignore_logging_functions")
-    messages = {once, logging.Logger.warning} if newer else {once}
+    if hasattr(torch._dynamo.config, "ignore_logging_functions"):
+        messages = _warnings_of_transformers(len(logging.Logger.manager.loggerDict))
+    else:
+        messages = {vars(logging.Logger)[WARNING_ONCE]} if WARNING_ONCE in vars(logging.Logger) else set()
     loggers = [logging.getLogger(name) for name in ("torch._dynamo.metrics_context", "torch._subclasses.fake_tensor")]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
@@ -99,6 +102,13 @@ def without_log_breaks() -> Iterator[None]:
     finally:
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
+
+
+@functools.lru_cache(maxsize=1)
+def _warnings_of_transformers(number: int) -> set[Callable[..., Any]]:
+    """The methods of its loggers that warn; looked up anew when the `number` of all loggers has changed."""
+    found = [logging.getLogger(name) for name in logging.Logger.manager.loggerDict if name.startswith("transformers")]
+    return {getattr(log, name) for log in found for name in ("warning", WARNING_ONCE) if hasattr(log, name)}
 
 
 @contextlib.contextmanager
