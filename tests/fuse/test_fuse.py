@@ -306,11 +306,20 @@ def test_errors_in_one_line() -> None:
         def __init__(self) -> None:
             pass
 
+    class Called(nn.Module):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
     with pytest.raises(TypeError, match=r"^model is a function: pass a torch\.nn\.Module$"):
         ol.fuse(test_modes)  # type: ignore[type-var]
     for container in (nn.ModuleList([nn.Linear(4, 4)]), nn.ModuleDict()):
         with pytest.raises(TypeError, match=r"^model is a Module\w+, which has no forward: pass a module that has"):
             ol.fuse(container, X)
+    for refused in (lambda model: ol.fuse(model), lambda model: ol.fuse(model, X), lambda model: ol.explain(model, X)):
+        with pytest.raises(
+            TypeError, match=r"^model is a Called, which has no forward: rename its __call__ to forward$"
+        ):
+            refused(Called())
     with pytest.raises(TypeError, match=r"^model is a Bare without modules: call super\(\)"):
         ol.fuse(Bare())
     with pytest.raises(

@@ -119,9 +119,9 @@ def check_model(model: Any) -> None:
         raise ArgumentTypeError(f"model is a {name} without modules: call super().__init__() in __init__")
     if isinstance(model, torch.jit.ScriptModule):
         raise OnelaunchError("model is a TorchScript module, which torch.compile cannot read: pass the nn.Module")
-    if type(model).__call__ is nn.Module.__call__ and getattr(model.forward, "__func__", None) is nn.Module.forward:
-        raise ArgumentTypeError(
-            f"model is a {name}, which has no forward: pass a module that has, such as nn.Sequential"
-        )
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:
+        called = type(model).__call__ is not nn.Module.__call__
+        remedy = "rename its __call__ to forward" if called else "pass a module that has, such as nn.Sequential"
+        raise ArgumentTypeError(f"model is a {name}, which has no forward: {remedy}")
     if any(nn.parameter.is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
         raise OnelaunchError(f"model is a {name} with parameters that are not initialised: call it on a batch first")
