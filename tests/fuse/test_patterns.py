@@ -229,6 +229,18 @@ def test_the_loss_keeps_its_type() -> None:
     assert rewritten.titles == ["linear + cross_entropy"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_only_a_conversion_that_rounds_nothing_is_left_out(dtype: torch.dtype) -> None:
+    """Nor one to float64: the op computes the loss of other types in float32."""
+    layer, x, target = nn.Linear(6, 9, dtype=dtype), torch.randn(5, 6).to(dtype), torch.randint(9, (5,))
+    for other in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        kept = other == dtype or (other == torch.float32 and dtype != torch.float64)
+        titles = ["linear + cross_entropy"] if kept else []
+        assert titles_of(lambda x, to=other: F.cross_entropy(layer(x).to(to), target), x) == titles
+    for other in {torch.float16, torch.bfloat16, torch.float8_e4m3fn} - {dtype}:
+        assert titles_of(lambda x, to=other: F.cross_entropy(layer(x).to(to).to(dtype), target), x) == []
+
+
 def test_losses_that_are_left_alone() -> None:
     layer, x, target = linear(), torch.randn(5, 6), torch.randint(6, (5,))
     soft = torch.rand(5, 6).softmax(1)

@@ -81,9 +81,14 @@ class LinearCrossEntropy:
 
 
 def _keeps_rows(user: fx.Node, source: fx.Node) -> bool:
-    """Whether `user` is a view or a conversion of `source` with the same rows of classes, in the same order."""
+    """Whether `user` is a view of `source` with the same rows of classes in the same order, or the conversion to float32.
+
+    A conversion to a narrower type rounds the logits, and the op computes no wider loss than in float32.
+    """
     before, after = tensor_of(source), tensor_of(user)
     if before is None or after is None or before.numel() != after.numel() or before.shape[-1] != after.shape[-1]:
         return False
+    widens = after.dtype == torch.float32 and before.dtype in (torch.float16, torch.bfloat16)
     converts = user.op == "call_method" and user.target in ("float", "to", "contiguous", "view", "reshape", "flatten")
-    return converts and user.args[0] is source and after.is_floating_point() and after.device == before.device
+    same = user.args[0] is source and after.device == before.device and (widens or after.dtype == before.dtype)
+    return converts and same and after.is_floating_point()
