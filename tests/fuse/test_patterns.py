@@ -131,9 +131,9 @@ def test_batch_norm_pays_over_rows_with_dropout() -> None:
 
 
 def test_dropout_behind_a_frozen_batch_norm_still_drops() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Dropout(1.0))
+    model = nn.Sequential(nn.BatchNorm1d(6).eval(), nn.Dropout(0.5))
     rewritten = Rewritten(model)
-    assert not rewritten(torch.randn(8, 6)).any()
+    assert not rewritten(torch.randn(8, 6)).all()
     assert rewritten.titles == []
 
 
@@ -239,6 +239,14 @@ def test_only_a_conversion_that_rounds_nothing_is_left_out(dtype: torch.dtype) -
         assert titles_of(lambda x, to=other: F.cross_entropy(layer(x).to(to), target), x) == titles
     for other in {torch.float16, torch.bfloat16, torch.float8_e4m3fn} - {dtype}:
         assert titles_of(lambda x, to=other: F.cross_entropy(layer(x).to(to).to(dtype), target), x) == []
+
+
+def test_dropout_of_everything_is_left_alone() -> None:
+    """PyTorch multiplies by 0, so that an infinity becomes NaN."""
+    x = torch.tensor([1.0, float("inf")])
+    rewritten = Rewritten(lambda x: F.dropout(F.relu(x), 1.0))
+    torch.testing.assert_close(rewritten(x), torch.tensor([0.0, float("nan")]), equal_nan=True)
+    assert rewritten.titles == []
 
 
 def test_losses_that_are_left_alone() -> None:

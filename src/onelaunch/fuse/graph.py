@@ -94,11 +94,14 @@ class Operation:
 
     @property
     def dropout(self) -> float | None:
-        """The probability of a dropout (0 in evaluation); None for another operation, or where it is not a constant."""
+        """The probability of a dropout (0 in evaluation); None for another operation, or where it is not a constant.
+
+        Also None for 1, where PyTorch multiplies by 0: an infinity becomes NaN, and 0 in our ops.
+        """
         p, training = self.arguments.get("p"), self.arguments.get("training")
         if self.name != "dropout" or not isinstance(p, int | float) or not isinstance(training, bool):
             return None
-        return float(p) if training else 0.0
+        return 0.0 if not training else None if p == 1 else float(p)
 
 
 def name_of(node: fx.Node) -> str:
