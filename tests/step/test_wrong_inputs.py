@@ -193,3 +193,24 @@ class Lists(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
         return [x]
+
+
+class TakesDict(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.layer(x["x"])
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_dict_that_was_passed_by_name_is_said_to_be(compile: bool) -> None:
+    model = TakesDict()
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), compile=compile)
+    (x, y), *_ = batches(1)
+    said = r"; the dict was passed by name, as its keys are arguments of forward"
+    with pytest.raises(ol.OnelaunchError, match=rf"^step\({{x: float32\[12, 8\]}}, int64\[12\]\) is not [^\n]*{said}$"):
+        step({"x": x}, y)
+    with pytest.raises(ol.OnelaunchError, match=r"is not possible: Target \d is out of bounds[^\n;]*$"):
+        step({"x": {"x": x}}, y + 4)

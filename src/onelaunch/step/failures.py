@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from onelaunch.errors import OnelaunchError, described, first_line
-from onelaunch.step.inputs import own_loss
+from onelaunch.step.inputs import own_loss, parameter_names, passed_by_name
 from onelaunch.wrong_inputs import require_possible
 
 
@@ -29,17 +29,27 @@ def explain_failure(
     if isinstance(error, OnelaunchError) or isinstance(model, nn.parallel.DistributedDataParallel):
         return  # a single rank would wait for the others
 
+    inputs = args if loss is None else args[:-1]
+    in_model = True
+
     def forward_and_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal in_model
+        output = call_model(args if loss is None else args[:-1], kwargs)
+        in_model = False
         if loss is None:
-            return own_loss(call_model(args, kwargs))
-        output = call_model(args[:-1], kwargs)
+            return own_loss(output)
         try:
             return loss(output, args[-1])
         except Exception as error:
             _require_tensor(output, error)
             raise
 
-    require_possible("step", forward_and_loss, model, args, kwargs)
+    try:
+        require_possible("step", forward_and_loss, model, args, kwargs)
+    except OnelaunchError as failure:
+        if not in_model or not passed_by_name(inputs, parameter_names(model)):
+            raise
+        raise OnelaunchError(f"{failure}; the dict was passed by name, as its keys are arguments of forward") from error
 
 
 def _require_tensor(output: Any, error: Exception) -> None:

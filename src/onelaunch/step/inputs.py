@@ -50,6 +50,11 @@ def parameter_names(model: nn.Module) -> set[str]:
         return set()
 
 
+def passed_by_name(inputs: tuple[Any, ...], names: set[str]) -> bool:
+    """Whether the only input is a dict whose keys are arguments of forward, which have these `names`."""
+    return len(inputs) == 1 and isinstance(inputs[0], Mapping) and names.issuperset(inputs[0])
+
+
 def own_loss(output: Any) -> torch.Tensor:
     """The loss within what a model returned."""
     if isinstance(output, torch.Tensor):

@@ -8,7 +8,7 @@ that was recorded; random numbers come from PyTorch's generators, which advance 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.arguments import ADVICE, autocast_dtype, check_arguments, require_tensors
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 from onelaunch.step.failures import explain_failure
-from onelaunch.step.inputs import Pending, own_loss, parameter_names, signature
+from onelaunch.step.inputs import Pending, own_loss, parameter_names, passed_by_name, signature
 
 if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
     from onelaunch.step.adam_update import AdamUpdate
@@ -166,7 +166,7 @@ class TrainStep:
         return self.loss(self._call_model(args[:-1], kwargs), args[-1])
 
     def _call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and isinstance(args[0], Mapping) and self._names.issuperset(args[0]):
+        if passed_by_name(args, self._names):
             return self.model(**args[0], **kwargs)
         return self.model(*args, **kwargs)
 
