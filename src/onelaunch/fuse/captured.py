@@ -85,7 +85,7 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def without_log_breaks() -> Iterator[None]:
     """Inside, Dynamo leaves out the warnings that `transformers` logs, as in its losses, instead of ending a graph at each.
 
-    It ends a graph at other warnings, which are logged. Nor is an error logged that is also raised, such as one of shapes.
+    It ends a graph at other warnings, which are logged. An error that is also raised, such as one of shapes, is not logged.
     """
     # PyTorch 2.11 sorts the set, so it may hold one function; it also logs that it cannot write the set as JSON.
     if hasattr(torch._dynamo.config, "ignore_logging_functions"):
