@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch._functorch.config
 from torch import fx
 
-from onelaunch.fuse.graph import name_of, storages_of, tensor_of, written_by
+from onelaunch.fuse.graph import memory_written_by, name_of, storages_of, tensor_of
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.recorded_call import RecordedCall, is_fixed
 
@@ -81,7 +81,7 @@ def changes_inputs(graph: fx.Graph, example_inputs: Sequence[Any]) -> bool:
     """Whether an operation writes to an input of the graph that is neither parameter nor buffer."""
     inputs = zip((node for node in graph.nodes if node.op == "placeholder"), example_inputs, strict=True)
     memory = storages_of(*(node for node, value in inputs if isinstance(value, torch.Tensor) and not is_fixed(value)))
-    return any(storages_of(*written_by(node)) & memory for node in graph.nodes)
+    return any(memory_written_by(node) & memory for node in graph.nodes)
 
 
 @functools.cache

@@ -47,6 +47,7 @@ INPLACE_OPERATORS = (
 _INPLACE_OPERATOR_METHODS = {f"__{function.__name__}__" for function in INPLACE_OPERATORS}
 _PRIVATE_INPLACE = re.compile("^_.*[^_]_$")  # such as torch._foreach_lerp_ and _fused_adam_, which change several lists
 _MODULES = ("torch", "_operator", "math", "builtins")  # whose functions say by name or argument what they change
+CHANGES_NOTHING = "onelaunch_changes_nothing"  # a key of a node's metadata
 _STATISTICS = ("running_mean", "running_var")
 # function -> (the argument that makes it change others, that argument's default, the arguments that it changes)
 _WRITERS: dict[Any, tuple[str, Any, tuple[str, ...]]] = {
@@ -251,6 +252,15 @@ def written_by(node: fx.Node) -> list[fx.Node]:
         given = inspect.signature(node.target).bind_partial(*node.args, **node.kwargs).arguments  # type: ignore[arg-type]
         written += [given.get(one) for one in names] if given.get(condition, default) not in (None, False) else []
     return _nodes_in(written, node.kwargs.get("out"))
+
+
+def memory_written_by(node: fx.Node) -> set[int]:
+    """The memory that an operation changes in place, as numbers. Every match asks this of many nodes; most change nothing."""
+    if node.meta.get(CHANGES_NOTHING):
+        return set()
+    written = written_by(node)
+    node.meta[CHANGES_NOTHING] = not written
+    return storages_of(*written)
 
 
 def is_of_torch(node: fx.Node) -> bool:

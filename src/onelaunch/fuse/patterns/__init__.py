@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 from torch import fx
 
-from onelaunch.fuse.graph import storages_of, written_by
+from onelaunch.fuse.graph import memory_written_by, storages_of
 from onelaunch.fuse.modes import mark_modes, share_mode
 from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.attention import MaskedAttention
@@ -62,7 +62,7 @@ def _is_overwritten(match: Match) -> bool:
         if node in inside:
             read |= storages_of(*(source for source in node.all_input_nodes if source not in inside))
         node = node.next
-        if storages_of(*written_by(node)) & read:
+        if memory_written_by(node) & read:
             return True
     return False
 

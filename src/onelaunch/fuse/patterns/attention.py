@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.fuse.costs import flops_of, size_of
-from onelaunch.fuse.graph import name_of, storages_of, tensor_of, value_of, written_by
+from onelaunch.fuse.graph import memory_written_by, name_of, storages_of, tensor_of, value_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated
 from onelaunch.roofline import Cost
 
@@ -66,7 +66,7 @@ def _kind_of(mask: fx.Node) -> str | None:
     if tensor is None or tensor.dtype != torch.bool or tensor.dim() < 2 or tensor.numel() > MAX_ELEMENTS:
         return None
     values: dict[fx.Node, Any] = {}
-    changed = storages_of(*(one for node in mask.graph.nodes for one in written_by(node)))
+    changed = {one for node in mask.graph.nodes for one in memory_written_by(node)}
     try:
         with _SameInEveryCall():
             value = value_of(mask, values, lambda node: len(values) < MAX_OPERATIONS and _is_constant(node, changed))

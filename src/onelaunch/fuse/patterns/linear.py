@@ -13,7 +13,7 @@ from torch import fx
 
 from onelaunch.activations import saves_input
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import is_layer, operation_of, storages_of, tensor_of, written_by
+from onelaunch.fuse.graph import is_layer, memory_written_by, operation_of, storages_of, tensor_of
 from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, with_dtype
 from onelaunch.ops import linear
 from onelaunch.ops.linear_reference import backward_needs
@@ -66,7 +66,7 @@ def _is_changed_later(result: fx.Node) -> bool:
     """Whether a later operation changes this value or a view of it, as no value may be that is saved for the backward pass."""
     memory, node = storages_of(result), result.next
     while node.op != "output":
-        if storages_of(*written_by(node)) & memory:
+        if memory_written_by(node) & memory:
             return True
         node = node.next
     return False

@@ -13,7 +13,15 @@ import torch.nn.functional as F
 from torch import fx
 
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import Operation, is_layer, operation_of, storages_of, tensor_of, tensors_of, written_by
+from onelaunch.fuse.graph import (
+    Operation,
+    is_layer,
+    memory_written_by,
+    operation_of,
+    storages_of,
+    tensor_of,
+    tensors_of,
+)  # fmt: skip
 from onelaunch.fuse.modes import share_mode
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
 from onelaunch.fuse.strides import may_be_sliced
@@ -22,6 +30,7 @@ from onelaunch.roofline import Cost
 # Outputs of one layer. Larger products fill the device by themselves: a Llama-like model (8192 rows, 1024 wide) takes 18.0 ms
 # per step with its layers apart and 20.2 ms with them as one; BERT (4096 rows, 768 wide) takes 7.05 and 6.72 ms.
 MAX_OUTPUTS = 5_000_000
+REACHING = "onelaunch_reaching"  # the key of the output's metadata that holds the operations with a way to gradients
 MADE = "onelaunch_parallel_linear"  # the key of the first layer's metadata that holds the one product, once it is made
 
 
@@ -108,15 +117,16 @@ def _alike(one: Operation, other: Operation) -> bool:
 
 def _reaches_gradients(node: fx.Node) -> bool:
     """Whether a result of the graph that has gradients depends on `node` by operations that have them."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        one = waiting.pop()
-        if any(user.op == "output" for user in one.users):
-            return True
-        found = {user for user in one.users if any(tensor.requires_grad for tensor in tensors_of(user))} - seen
-        seen |= found
-        waiting += found
-    return False
+    meta = node.graph.output_node().meta
+    if REACHING not in meta:
+        ways: set[fx.Node] = set()  # operations with gradients that reach one, and the output itself
+        meta[REACHING] = reaching = set()
+        for one in reversed(node.graph.nodes):
+            if not ways.isdisjoint(one.users):
+                reaching.add(one)
+            if one.op == "output" or (one in reaching and any(tensor.requires_grad for tensor in tensors_of(one))):
+                ways.add(one)
+    return node in meta[REACHING]
 
 
 def _is_written(graph: fx.Graph, layers: list[fx.Node]) -> bool:
@@ -126,7 +136,7 @@ def _is_written(graph: fx.Graph, layers: list[fx.Node]) -> bool:
     inside = False
     for node in graph.nodes:
         inside = inside or node is layers[0]
-        written = storages_of(*written_by(node))
+        written = memory_written_by(node)
         if written & results or (inside and written & inputs):
             return True
         if node.op == "output" and storages_of(*node.all_input_nodes) & results:
