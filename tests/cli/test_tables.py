@@ -384,6 +384,7 @@ def test_what_a_user_should_know_of_the_run_is_said(cli, tmp_path):
     assert best is not None
     assert int(best[1]) < int(best[2])
     assert f"in epoch {best[1]}, the best" in stopped  # beside the course of the loss
+    assert f"held-out rows, which chose it among {best[2]} epochs" in stopped
     assert "was lowest in" not in stopped
     about = json.loads((tmp_path / "stopped" / "run.json").read_text())
     assert about["best_epoch"] == int(best[1]) - 1

@@ -103,6 +103,17 @@ def test_with_early_stopping_a_run_opens_with_its_best_epoch(tmp_path):
     assert "accuracy after epoch 1, the best" in words
 
 
+@pytest.mark.parametrize(("about", "words"), [
+    ({"best_epoch": 1}, ", which chose it among 3 epochs"),
+    ({"best_epoch": 1, "chosen_among": 1200}, ", which chose it among 1,200 networks and 3 epochs"),
+    ({"best_epoch": None}, ""),
+])  # fmt: skip
+def test_a_score_on_rows_that_chose_the_model_says_so(tmp_path, about, words):
+    run = make_run(tmp_path, "run", 0.9, IMAGES, **about)
+    page = Outline(write_report([run], tmp_path / "page.html").read_text()).text
+    assert f"accuracy on 30 held-out rows{words}" in page
+
+
 def test_several_runs_make_a_leaderboard(tmp_path):
     scores = {"a": 0.7, "b": 0.9, "c": 0.8}
     runs = [make_run(tmp_path, name, score, IMAGES, seconds=10 * score) for name, score in scores.items()]

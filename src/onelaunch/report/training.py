@@ -98,9 +98,7 @@ def headline(content: dict[str, Any]) -> Headline | None:
     epoch = _kept_epoch(content)
     where = "after the last epoch" if epoch == len(content["epochs"]) - 1 else f"after epoch {epoch + 1}, the best"
     if result.held_out:
-        where = f"on {rows:,} held-out rows" if rows else "on the held-out rows"
-        if (others := about.get("chosen_among", 1)) > 1:
-            where += f", which chose it among {others:,} networks"
+        where = (f"on {rows:,} held-out rows" if rows else "on the held-out rows") + _choice(content)
     more = []
     if constant.get(result.name) is not None:
         always = "the most frequent class" if result.name == "accuracy" else "the mean"
@@ -109,6 +107,15 @@ def headline(content: dict[str, Any]) -> Headline | None:
     more += [("training", format_seconds(about.get("seconds"))), ("engine", about.get("engine", ""))]
     more += [("parameters", f"{about['parameters']:,}")] if "parameters" in about else []
     return Headline(str(result), f"{result.name} {where}", more)
+
+
+def _choice(content: dict[str, Any]) -> str:
+    """What the held-out rows have chosen: `, which chose it among 4 networks and 12 epochs`; empty if nothing."""
+    counts = {"networks": content["about"].get("chosen_among", 1)}
+    if content["about"].get("best_epoch") is not None:  # with early stopping
+        counts["epochs"] = len(content["epochs"])
+    among = " and ".join(f"{count:,} {things}" for things, count in counts.items() if count > 1)
+    return f", which chose it among {among}" if among else ""
 
 
 def _usage(source: Source) -> Code:
