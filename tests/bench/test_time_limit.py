@@ -108,8 +108,9 @@ def test_sampling_ends_with_the_time(monkeypatch):
 
 @pytest.mark.usefixtures("temporary_cases")
 @pytest.mark.parametrize("slow", ["setup", "check", "ours"])
-def test_a_case_without_time_is_left_out(slow, monkeypatch):
-    monkeypatch.setattr("onelaunch.bench.run.QUICK_SECONDS", 1.5)
+@pytest.mark.parametrize("limit", [None, 1.5])
+def test_a_case_without_time_is_left_out(slow, limit, monkeypatch):
+    monkeypatch.setattr("onelaunch.bench.run.QUICK_SECONDS", 1.5 if limit is None else 60.0)
 
     def sleeps() -> None:
         time.sleep(30)
@@ -122,13 +123,37 @@ def test_a_case_without_time_is_left_out(slow, monkeypatch):
     case("train/slow", "train", "a test")(setup)
     case("memory/quick", "memory", "a test")(lambda: Trial(ours=nothing, check=nothing))
     said: list[str] = []
+    begin = time.monotonic()
     results = run_cases(
-        [REGISTRY["train/slow"], REGISTRY["memory/quick"]], quick=True, show=lambda result: None, announce=said.append
-    )
-    assert results["left_out"] == ["train/slow"]
-    assert [one["name"] for one in results["cases"]] == ["memory/quick"]  # a group with time of its own
-    assert said[1].startswith("2 of 2: memory/quick, ")
+        [REGISTRY["train/slow"], REGISTRY["memory/quick"]], quick=True, show=lambda result: None, announce=said.append,
+        limit=limit,
+    )  # fmt: skip
+    assert time.monotonic() - begin < 20  # the slow case was cut off
     assert results["finished"]
+    if limit is None:
+        assert results["left_out"] == ["train/slow"]
+        assert [one["name"] for one in results["cases"]] == ["memory/quick"]  # a group with time of its own
+        assert said[1].startswith("2 of 2: memory/quick, ")
+        assert said[1].endswith(" s left for memory")
+    else:
+        assert results["left_out"] == ["train/slow", "memory/quick"]
+        assert all(words.endswith(" s left") for words in said)
+
+
+@pytest.mark.usefixtures("temporary_cases")
+def test_a_limit_is_divided_among_the_cases_of_all_groups(monkeypatch):
+    given: list[float] = []
+
+    def record(one, *, limit, **_options):
+        given.append(limit.left())
+        return {"name": one.name, "check": "passed", "times": {}}
+
+    monkeypatch.setattr("onelaunch.bench.run.run_case", record)
+    groups = ("train", "memory", "cpu")
+    for group in groups:
+        case(f"{group}/test", group, "a test")(lambda: Trial(ours=nothing, check=nothing))
+    run_cases([REGISTRY[f"{group}/test"] for group in groups], quick=True, show=lambda result: None, limit=3000)
+    assert given == pytest.approx([1000, 1500, 3000], abs=100)
 
 
 @pytest.mark.usefixtures("temporary_cases")

@@ -73,8 +73,8 @@ def run_cases(
 ) -> dict[str, Any]:
     """Run each case, and show and save it at once: after Ctrl-C or a kill the file holds what is done, with "finished" False.
 
-    `limit`: seconds after which no further case is started. `quick`: few repeats, and without a `limit` no more than
-    QUICK_SECONDS per group, in which a case or a peer may be cut off. The results name the cases that were left out.
+    `limit`: seconds after which no further case is started. `quick`: few repeats, and no more than `limit` seconds, or without
+    a `limit` QUICK_SECONDS per group, in which a case or a peer may be cut off. The results name the cases that were left out.
     `announce` is called with the number and name of each case, and with the time left.
     """
     check_limit(limit)
@@ -86,16 +86,23 @@ def run_cases(
     }  # fmt: skip
     begin, watch = time.monotonic(), Watch()
     limits: dict[str, TimeLimit] = {}
-    brief = quick and limit is None
+
+    def seconds_left() -> float:
+        """For a group that begins now; a `limit` counts from the first group on."""
+        if not quick:
+            return math.inf
+        return QUICK_SECONDS if limit is None else max(0.0, begin + limit - time.monotonic())
+
     try:
         with reraise_interrupts() as check_interrupts:
             for number, one in enumerate(cases, 1):
-                whole = limits.setdefault(one.group, TimeLimit(QUICK_SECONDS if brief else math.inf))
-                rest = sum(other.group == one.group for other in cases[number - 1 :])
+                whole = limits.setdefault(one.group, TimeLimit(seconds_left()))
+                rest = sum(limit is not None or other.group == one.group for other in cases[number - 1 :])
                 if whole.left() < MIN_LEFT or (limit is not None and time.monotonic() - begin > limit):
                     results["left_out"].append(one.name)
                     continue
-                left = f", {whole.left():.0f} s left for {one.group}" if brief else ""
+                left = f", {whole.left():.0f} s left" if whole.left() < math.inf else ""
+                left += f" for {one.group}" if left and limit is None else ""
                 announce(f"{number} of {len(cases)}: {one.name}{left}")  # a case may take minutes
                 result = run_case(
                     one, quick=quick, ceilings=ceilings, check_interrupts=check_interrupts, limit=whole.part(rest)

@@ -1,4 +1,5 @@
-"""The time that `--quick` gives to a group of cases. Each case gets an equal part of what is left; none runs past the end."""
+"""The time that `--quick` gives to a group of cases, or with `--limit` to all of them. Each case gets an equal part of what
+is left; none runs past the end."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-QUICK_SECONDS = 60.0  # per group
+QUICK_SECONDS = 60.0  # per group, without --limit
 MIN_CASE_SECONDS = 8.0
 READY_SHARE = 0.6  # of the time left, for a contender to compile: something is left for the others
 NAG_SECONDS = 0.5  # between two attempts to end work that swallows exceptions

@@ -82,10 +82,11 @@ def bench(
     ] = None,
     filter: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     quick: Annotated[
-        bool, typer.Option(help="A first look: few repeats, and at most 60 s per group unless --limit is given.")
+        bool, typer.Option(help="A first look: few repeats, and at most 60 s per group, or --limit seconds in all.")
     ] = False,
     limit: Annotated[
-        float | None, typer.Option(help="Start no case after this many seconds; name those left out.")
+        float | None,
+        typer.Option(help="Start no case after this many seconds; with --quick, end then. Name those left out."),
     ] = None,
     large: Annotated[
         bool, typer.Option(help="In group train: the networks and batches too large to be resident, and no others.")
