@@ -16,6 +16,7 @@ import pytest
 
 import onelaunch as ol
 import onelaunch.cli.sweep
+from onelaunch.sweep.driver import Driver
 from onelaunch.sweep.spread import LostWorkerError
 from onelaunch.sweep.store import Store
 
@@ -133,6 +134,44 @@ def test_ctrl_c_while_an_earlier_start_is_read(cli, config, monkeypatch):
     outcome = cli("sweep", config, *options)
     assert (outcome.code, outcome.err) == (130, "")
     assert "continue with: onelaunch sweep" in outcome.out
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("sweep", "no network is finished; start again with: "),  # before the first member
+    ("_report", "saved; continue with: "),
+    ("_train_best", "saved; continue with: "),
+])  # fmt: skip
+def test_ctrl_c_at_any_time_says_how_to_continue(cli, config, tmp_path, monkeypatch, name, words):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    options = ("--out", "found", "--no-progress")
+    with monkeypatch.context() as patch:
+        patch.setattr(onelaunch.cli.sweep, name, interrupted)
+        outcome = cli("sweep", config, *options)
+    assert (outcome.code, outcome.err) == (130, "")
+    assert outcome.out.endswith(f"stopped  {words}onelaunch sweep found/sweep.toml --out found\n")
+    assert cli("sweep", "found/sweep.toml", *options).code == 0
+    assert cli("sweep", config, "--out", "whole", "--no-progress").code == 0
+    assert table(tmp_path / "found") == table(tmp_path / "whole")
+
+
+def test_ctrl_c_before_the_first_member_starts_again(cli, config, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Driver, "_train", lambda *_arguments: signal.raise_signal(signal.SIGINT))
+        outcome = cli("sweep", config, "--out", "found", "--no-progress")
+    assert outcome.code == 130
+    assert "no network is finished; start again with: onelaunch sweep found/sweep.toml --out found" in outcome.out
+    assert cli("sweep", "found/sweep.toml", "--out", "found", "--no-progress").code == 0
+
+
+def test_ctrl_c_while_data_are_read_promises_nothing(cli, config, monkeypatch):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(onelaunch.cli.sweep, "load_data", interrupted)
+    outcome = cli("sweep", config, "--out", "found", "--no-progress")
+    assert (outcome.code, outcome.out, outcome.err) == (130, "", "stopped  interrupted\n")
 
 
 def test_a_full_disk_at_the_end_still_shows_the_table(cli, config, monkeypatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -24,6 +26,7 @@ from onelaunch.files import write_atomic
 from onelaunch.run.options import Options
 from onelaunch.sweep import Sweep, sweep
 from onelaunch.sweep.spread import LOST, LostWorkerError
+from onelaunch.sweep.store import PARTS
 from onelaunch.train.run_folder import BEST, CONFIG, LOCK, RunFolder
 
 OWN = {"strategy": str, "n": int, "folds": int, "metric": str, "n_jobs": int}  # keys of the file that `train` has not
@@ -47,30 +50,49 @@ def run_sweep(config: Path, own: dict[str, Any], progress: bool, flags: dict[str
     plan = make_plan(from_file, own, flags)
     dataset, settings = load_data(plan.settings)
     folder = _folder(settings.out, config)
-    if not (folder / GRID).exists():  # an earlier start's stays: with another config it does not continue
-        _write(folder / GRID, as_toml(merge({**from_file, **own}, flags)))
+    again = shlex.join(("onelaunch", "sweep", str(folder / GRID), "--out", str(folder)))
+    with _says_how_to_continue(folder, again):
+        if not (folder / GRID).exists():  # an earlier start's stays: with another config it does not continue
+            _write(folder / GRID, as_toml(merge({**from_file, **own}, flags)))
+        result = _compare(folder, plan, settings, dataset, progress, again)
+        _report(folder, result)
+        if result.interrupted:
+            raise KeyboardInterrupt
+        if len(result.failures) == len(result.members):
+            raise typer.Exit(1)  # the table says why, and there is no best model
+        _train_best(folder / BEST, plan, settings, dataset, result, progress)
+
+
+@contextmanager
+def _says_how_to_continue(folder: Path, again: str) -> Iterator[None]:
+    """Print the command that continues the sweep in `folder` if Ctrl-C ends the block, unless the block has said so itself."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        if not interrupt.args and (folder / GRID).exists():
+            kept = any((folder / MEMBERS).glob(PARTS))
+            words = "saved; continue with" if kept else "no network is finished; start again with"
+            say("stopped", f"{words}: {again}")
+            raise KeyboardInterrupt("announced") from None
+        raise
+
+
+def _compare(folder: Path, plan: Plan, settings: TrainConfig, dataset: Dataset, progress: bool, again: str) -> Sweep:
+    """Train the networks of the grid that `folder` does not have yet. After Ctrl-C the result has the finished ones."""
     say("sweep", ", ".join(f"{name}: {len(values)} values" for name, values in plan.grid.items()))
     options = {name: value for name, value in options_of(settings, dataset).items() if name not in plan.grid}
     grid = plan.grid | {
         name: [weight_by_number(value, dataset) for value in plan.grid[name]] for name in plan.grid.keys() & {WEIGHT}
     }
     validation: dict[str, Any] = {} if "folds" in plan.own else {"validation": (dataset.test_x, dataset.test_y)}
-    again = shlex.join(("onelaunch", "sweep", str(folder / GRID), "--out", str(folder)))
     try:
         with fits_into_memory():
-            result = sweep(
+            return sweep(
                 Maker(settings, dataset), dataset.x, dataset.y, grid=grid, checkpoint=folder / MEMBERS,
                 progress=progress, **plan.own, **validation, **options,
             )  # fmt: skip
     except LostWorkerError as error:
         raise OnelaunchError(f"{LOST}; finished members are saved, continue with: {again}") from error
-    _report(folder, result)
-    if result.interrupted:
-        say("stopped", f"saved; continue with: {again}")
-        raise KeyboardInterrupt("announced")
-    if len(result.failures) == len(result.members):
-        raise typer.Exit(1)  # the table says why, and there is no best model
-    _train_best(folder / BEST, plan, settings, dataset, result, progress)
 
 
 @dataclass(frozen=True)
