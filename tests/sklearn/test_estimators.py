@@ -57,6 +57,34 @@ def test_attributes_of_scikit_learns_class(fitted):
     assert MLPClassifier(**QUICK).fit(frame, IRIS_Y).feature_names_in_.tolist() == list("abcd")
 
 
+@pytest.mark.parametrize("kind", [MLPClassifier, MLPRegressor])
+@pytest.mark.parametrize(("values", "message"), [
+    (["Oslo", "Rome", "Oslo"], "could not convert string to float: 'Oslo'"),
+    ([1.0, np.nan, 2.0], "Input X contains NaN."),
+    (pd.array([1, None, 2], "Int64").astype(object), "float() argument must be"),
+])  # fmt: skip
+def test_text_and_missing_values_name_the_table_encoder(kind, values, message):
+    frame = pd.DataFrame({"age": [1, 2, 3], "other": values})
+    with pytest.raises((ValueError, TypeError)) as caught:
+        kind(**QUICK).fit(frame, [0, 1, 1])
+    first, *_, last = str(caught.value).split("\n")
+    assert first.startswith(message)
+    assert last == (
+        "TableEncoder of onelaunch.sklearn takes a DataFrame with text and missing values: "
+        f"make_pipeline(TableEncoder(), {kind.__name__}(scale=None))"
+    )
+    with pytest.raises((ValueError, TypeError), match="TableEncoder"):
+        kind(**QUICK).fit(frame[["age", "age"]].set_axis(["age", "other"], axis=1), [0, 1, 1]).predict(frame)
+
+
+@pytest.mark.parametrize(("x", "y"), [([[1.0], [2.0]], ["a", "b"]), ([[1.0], [2.0]], [1.0, np.nan]),
+                                      ([[1.0], [np.inf]], [1.0, 2.0])])  # fmt: skip
+def test_other_mistakes_do_not_name_the_table_encoder(x, y):
+    with pytest.raises(ValueError) as caught:
+        MLPRegressor(**QUICK).fit(x, y)
+    assert "TableEncoder" not in str(caught.value)
+
+
 def test_every_parameter_of_scikit_learn_that_is_promised():
     ours = set(MLPClassifier().get_params())
     assert {

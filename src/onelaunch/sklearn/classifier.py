@@ -9,13 +9,14 @@ from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin
 from sklearn.utils import column_or_1d, compute_sample_weight
 from sklearn.utils.multiclass import check_classification_targets, type_of_target, unique_labels
-from sklearn.utils.validation import _check_sample_weight, validate_data
+from sklearn.utils.validation import _check_sample_weight
 
 from onelaunch.errors import OnelaunchError, abbreviate, require_option
 from onelaunch.run import table_defaults as defaults
 from onelaunch.sklearn.estimator import BaseMLP, dense
 from onelaunch.sklearn.rows import make_rows
 from onelaunch.sklearn.training import Prepared
+from onelaunch.sklearn.validation import validated
 
 
 class MLPClassifier(ClassifierMixin, BaseMLP):
@@ -135,9 +136,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         all_labels: bool = True,
     ) -> Prepared:  # fmt: skip
         """The checked and scaled rows of a fit. Sets the attributes that follow from the data."""
-        X, y = validate_data(
-            self, X, y, accept_sparse="csr", multi_output=True, dtype=(np.float64, np.float32), reset=not continues
-        )
+        X, y = validated(self, X, y, multi_output=True, reset=not continues)
         if sample_weight is not None:
             sample_weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         check_classification_targets(y)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
 from onelaunch.data.hold_out import held_out_count
@@ -26,6 +26,7 @@ from onelaunch.sklearn.parameter_checks import check_parameters, hidden_widths
 from onelaunch.sklearn.parameter_names import named_by_parameters
 from onelaunch.sklearn.rows import Rows, to_float32
 from onelaunch.sklearn.training import Network, Prepared, train_networks
+from onelaunch.sklearn.validation import validated
 from onelaunch.train.history import History
 from onelaunch.train.memory import no_room_reason, parameters_of, training_copies
 from onelaunch.train.mlp import mlp
@@ -261,7 +262,7 @@ class BaseMLP(BaseEstimator):
     def _outputs(self, X: Any) -> list[np.ndarray]:
         """The float64 outputs of each network for the rows of X; in float64 they do not depend on the batch they are in."""
         check_is_fitted(self)
-        X = dense(validate_data(self, X, accept_sparse="csr", dtype=(np.float64, np.float32), reset=False))
+        X = dense(validated(self, X, reset=False))
         x = X if self._scaling is None else self._scaling.transform(X)
         return [float64_outputs(model, x) for model in self.models_]
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.utils import column_or_1d
-from sklearn.utils.validation import _check_sample_weight, validate_data
+from sklearn.utils.validation import _check_sample_weight
 
 from onelaunch.data.scaling import TargetScaling
 from onelaunch.sklearn.estimator import BaseMLP, dense
 from onelaunch.sklearn.rows import make_rows, to_float32
 from onelaunch.sklearn.training import Prepared
+from onelaunch.sklearn.validation import validated
 
 
 class MLPRegressor(RegressorMixin, BaseMLP):
@@ -52,10 +53,7 @@ class MLPRegressor(RegressorMixin, BaseMLP):
 
     def _prepare(self, X: Any, y: Any, sample_weight: Any = None, *, continues: bool = False) -> Prepared:
         """The checked and scaled rows of a fit. Sets the attributes that follow from the data."""
-        X, y = validate_data(
-            self, X, y, accept_sparse="csr", multi_output=True, y_numeric=True, dtype=(np.float64, np.float32),
-            reset=not continues,
-        )  # fmt: skip
+        X, y = validated(self, X, y, multi_output=True, y_numeric=True, reset=not continues)
         if sample_weight is not None:
             sample_weight = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         if y.ndim == 2 and y.shape[1] == 1:
