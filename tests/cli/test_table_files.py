@@ -131,6 +131,14 @@ def test_other_columns_than_those_of_training_are_refused(cli, positional, tmp_p
     assert message in outcome.err
 
 
+@pytest.mark.parametrize("frames", [True, False])
+def test_a_bad_value_of_a_frame_is_found_by_its_row(positional, frames):
+    kind = pytest.importorskip("pandas").DataFrame if frames else dict
+    frame = kind({1: ["0.5", "big"], 2: ["1.5", "1.5"], 3: ["u", "u"], 4: [7, 7]})
+    with pytest.raises(ValueError, match=r"^x: row 1, column '1': 'big' is not a number, as in training: correct it$"):
+        ol.load(positional / "run").predict(frame)
+
+
 def test_a_target_in_the_last_place_may_be_missing(cli, tmp_path):
     lines = [f"{number % 5}.5,{number % 3},{'no' if number % 5 < 2 else 'yes'}" for number in range(60)]
     (tmp_path / "bare.csv").write_text("\n".join(lines))

@@ -15,7 +15,7 @@ from onelaunch.errors import DataError
 def make_table(columns: dict[str, list], path: str = "t.csv") -> Table:
     arrays = [np.array([*values, None], object)[:-1] if any(isinstance(v, str) for v in values) else
               np.array(values, np.float64) for values in columns.values()]  # fmt: skip
-    return Table(path, tuple(columns), tuple(arrays), np.arange(2, 2 + len(arrays[0])))
+    return Table(path, tuple(columns), tuple(arrays), np.arange(2, 2 + len(arrays[0])), unit="line")
 
 
 NAN = float("nan")

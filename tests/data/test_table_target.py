@@ -14,7 +14,7 @@ from onelaunch.errors import DataError
 
 def table_of(labels: list[str]) -> Table:
     column = np.array([*labels, None], object)[:-1]
-    return Table("t.csv", ("y",), (column,), np.arange(2, 2 + len(labels)))
+    return Table("t.csv", ("y",), (column,), np.arange(2, 2 + len(labels)), unit="line")
 
 
 @pytest.mark.parametrize(

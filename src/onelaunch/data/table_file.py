@@ -48,6 +48,7 @@ class Table:
     columns: tuple[np.ndarray, ...]
     lines: np.ndarray  # for messages: the line of the file that each row was read from, or the row's number from 0
     header: bool = True
+    unit: str = "row"  # what `lines` counts; "line" for a text file
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -65,8 +66,8 @@ class Table:
         return replace(self, columns=tuple(column[rows] for column in self.columns), lines=self.lines[rows])
 
     def place(self, row: int, name: str) -> str:
-        """`houses.csv: line 7, column 'rooms'`, for a message."""
-        return f"{self.path}: {'row' if self.path.endswith('.parquet') else 'line'} {self.lines[row]}, column {name!r}"
+        """`houses.csv: line 7, column 'rooms'`, for a message; `x: row 5, column 'rooms'` for a DataFrame."""
+        return f"{self.path}: {self.unit} {self.lines[row]}, column {name!r}"
 
 
 class TableFile:
@@ -119,7 +120,7 @@ class TableFile:
                     texts[index] += map(_text, fields_of[index])
             for index, values in texts.items():
                 columns[index] = np.array([*values, None], object)[:-1]  # None: NumPy must not look into the strings
-        return Table(str(self.path), self.names, tuple(columns), np.frombuffer(lines, np.int64), self.header)
+        return Table(str(self.path), self.names, tuple(columns), np.frombuffer(lines, np.int64), self.header, "line")
 
     def _chunks(self) -> Iterator[tuple[list[int], list[tuple[str, ...]]]]:
         """(line numbers, columns of fields) of some rows at a time."""

@@ -114,9 +114,10 @@ def _targets(
         return y, None
     with_point = next((i for i, label in enumerate(labels) if not whole[i] and is_number(label)), None)
     if with_point is not None:
+        number, word = (f"{labels[row]!r} in {table.unit} {table.lines[row]}" for row in (with_point, words[0]))
         raise DataError(
-            f"{table.path}: column {name!r} has the number {labels[with_point]!r} in line {table.lines[with_point]} and the"
-            f" word {labels[words[0]]!r} in line {table.lines[words[0]]}: pass numbers alone (values) or names alone (classes)"
+            f"{table.path}: column {name!r} has the number {number} and the word {word}: pass numbers alone (values) or names "
+            "alone (classes)"
         )
     return sorted_classes(labels)
 
