@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.train.progress import LineProgress
 from tests.reference import problem
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -79,7 +82,18 @@ def test_without_a_terminal_each_epoch_is_one_line(capfd):
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("epoch 1/3  loss ")
-    assert ", validation loss " in lines[0]
+    assert ", validation " in lines[0]
     assert ", f1 0." in lines[0]
     run()
     assert capfd.readouterr().err == ""
+
+
+def test_the_line_of_an_epoch_fits_into_80_columns():
+    out, validation = io.StringIO(), {"loss": 0.57113, "accuracy": 0.975}
+    progress = LineProgress(out)
+    spec = SimpleNamespace(total_steps=1000, epoch_of=lambda step: step // 10)
+    with progress.running(spec, None, 3):
+        progress.epoch({"epoch": 99, "loss": 0.56563, "accuracy": 0.98125, "validation": validation, "seconds": 12.34})
+    line = "epoch 100/100  loss 0.5656, accuracy 98.12 %, validation 0.5711, 97.50 %  12.3 s\n"
+    assert out.getvalue() == line
+    assert len(line) <= 81  # with the end of the line

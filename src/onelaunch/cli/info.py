@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import typer
 
+from onelaunch.cli.say import wrap
 from onelaunch.device import default_device, describe_machine
 from onelaunch.engines import FASTEST_FIRST, engine_or_reason
 
@@ -43,4 +44,4 @@ def run_info() -> None:
         rows.append((f"engine {name}", f"{f'no: {reason}' if reason else 'yes'}; needs {NEEDS[name]}"))
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        typer.echo(f"{name:<{width}}  {value}")
+        typer.echo(f"{name:<{width}}  {wrap(value, width + 2)}")

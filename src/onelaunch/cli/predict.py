@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import typer
 
+from onelaunch.cli.say import say
 from onelaunch.data import load as load_data
 from onelaunch.errors import DataError, OnelaunchError, reason_of, unwritable_reason
 from onelaunch.files import write_atomic
@@ -64,7 +65,7 @@ def run_evaluate(run: Path, data: Path, target: str | None) -> None:
         dataset = load_data(data, target=target, values=predictor.loss != "cross_entropy")
         x, y = dataset.x, dataset.y
     found = predictor.evaluate(x, y)
-    typer.echo(f"scores   {describe(found['scores'], found['constant'], predictor.classes)}")
+    say("scores", describe(found["scores"], found["constant"], predictor.classes))
 
 
 def run_export(run: Path, path: Path) -> None:

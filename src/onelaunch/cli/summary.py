@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from onelaunch.cli.say import wrap
 from onelaunch.format import format_number, format_seconds
 from onelaunch.report.read import read_sources
 from onelaunch.report.training import headline, network_of
@@ -24,9 +25,10 @@ def summary_lines(run: Path, history: History) -> list[str]:
     head, about = headline(source.content), source.content["about"]
     if head is None:
         return []
-    first = typer.style(head.figure, fg="blue", bold=True) + f"  {head.words}"
+    result = head.words
     if head.more and head.more[0][0].startswith("always"):
-        first += f" ({head.more[0][0]}: {head.more[0][1]})"
+        result += f" ({head.more[0][0]}: {head.more[0][1]})"
+    first = f"{typer.style(head.figure, fg='blue', bold=True)}  {wrap(result, len(head.figure) + 2)}"
     first_loss, loss = history.epochs[0]["loss"], history.kept["loss"]
     course = f"training loss {format_number(loss)}"
     if first_loss != loss:
@@ -37,8 +39,9 @@ def summary_lines(run: Path, history: History) -> list[str]:
     steps = len(history.losses)
     speed = f"{steps:,} steps of {format_seconds(history.seconds / steps)} on engine {history.engine}"
     size = f", {about['parameters']:,} parameters" if "parameters" in about else ""
-    blocks = typer.style(sparkline(history.losses), fg="blue")
-    return ["", first, f"{blocks}  {course}", f"{network_of(source.content)}{size}; {speed}", ""]
+    blocks = sparkline(history.losses)
+    second = f"{typer.style(blocks, fg='blue')}  {wrap(course, len(blocks) + 2)}"
+    return ["", first, second, wrap(f"{network_of(source.content)}{size}; {speed}", 0), ""]
 
 
 def next_step(run: Path, is_table: bool) -> str:

@@ -95,21 +95,25 @@ def json_ready(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def summary(epoch: dict[str, Any]) -> str:
-    """An epoch's record as text: `loss 0.0312, accuracy 99.12 %, validation loss 0.0627, accuracy 98.11 %, f1 0.9811`."""
-    parts = [_scores(epoch, ("loss", "accuracy"))]
+def summary(epoch: dict[str, Any], *, short: bool = False) -> str:
+    """An epoch's record as text: `loss 0.0312, accuracy 99.12 %, validation loss 0.0627, accuracy 98.11 %, f1 0.9811`.
+
+    short: name what training and validation share once: `loss 0.0312, accuracy 99.12 %, validation 0.0627, 98.11 %, f1 0.9811`.
+    """
+    parts = _scores(epoch, ("loss", "accuracy"))
     if epoch["validation"]:
-        parts.append("validation " + _scores(epoch["validation"], tuple(epoch["validation"])))
+        found = _scores(epoch["validation"], tuple(epoch["validation"]), unnamed=("loss", "accuracy") if short else ())
+        parts.append("validation " + ", ".join(found))
     return ", ".join(parts)
 
 
-def _scores(values: dict[str, Any], names: tuple[str, ...]) -> str:
+def _scores(values: dict[str, Any], names: tuple[str, ...], unnamed: tuple[str, ...] = ()) -> list[str]:
     texts = []
     for name in names:
         if values[name] is not None:
-            percent = name == "accuracy"
-            texts.append(f"{name} " + (f"{values[name]:.2%}".replace("%", " %") if percent else f"{values[name]:.4g}"))
-    return ", ".join(texts)
+            text = f"{values[name]:.2%}".replace("%", " %") if name == "accuracy" else f"{values[name]:.4g}"
+            texts.append(text if name in unnamed else f"{name} {text}")
+    return texts
 
 
 class Recorder:

@@ -48,7 +48,8 @@ class LineProgress(Progress):
 
 
 def _line(record: dict[str, Any], epochs: int) -> str:
-    return f"epoch {record['epoch'] + 1}/{epochs}  {summary(record)}  {record['seconds']:.2f} s"
+    """The line of an epoch, at most 80 columns wide for usual numbers."""
+    return f"epoch {record['epoch'] + 1}/{epochs}  {summary(record, short=True)}  {record['seconds']:.1f} s"
 
 
 class TerminalProgress(Progress):
