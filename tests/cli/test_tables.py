@@ -379,6 +379,7 @@ def test_what_a_user_should_know_of_the_run_is_said(cli, tmp_path):
     assert json.loads((tmp_path / "run" / "run.json").read_text())["notes"] == notes
     page = unescape((tmp_path / "run" / "report.html").read_text())
     assert "".join(f"<dt>note</dt><dd>{note}</dd>" for note in notes) in page
+    assert f'<p class="note">T{notes[-1][1:]}.</p>' in page  # the advice is not folded
     stopped = cli("train", *flags, "--epochs", "40", "--early-stopping", "3", "--out", tmp_path / "stopped").out
     best = re.search(r"best epoch (\d+) of (\d+): .*validation loss ([\d.]+)", stopped)
     assert best is not None

@@ -27,7 +27,9 @@ VALUES = {
 }  # fmt: skip
 
 
-def make_run(folder: Path, name: str, score: float, predictions: Any = None, **about: Any) -> Path:
+def make_run(
+    folder: Path, name: str, score: float, predictions: Any = None, data: str = "digits", **about: Any
+) -> Path:
     run = folder / name
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("".join(json.dumps(epoch) + "\n" for epoch in EPOCHS))
@@ -35,7 +37,7 @@ def make_run(folder: Path, name: str, score: float, predictions: Any = None, **a
     scores = {"scores": {kind: score, "F1": 0.5}, "constant": {kind: 0.125, "F1": 0.1}}
     content = {"status": "finished", "engine": "cpu", "seconds": 2.0, "parameters": 1234, "scores": scores, **about}
     (run / "run.json").write_text(json.dumps(content))
-    (run / "config.toml").write_text('optimizer = "adam"\nlr = 0.1\n')
+    (run / "config.toml").write_text(f'optimizer = "adam"\nlr = 0.1\ndata = "{data}"\n')
     (run / "model.safetensors").write_text("")
     if predictions is not None:
         (run / "predictions.json").write_text(json.dumps(predictions))
@@ -122,11 +124,55 @@ def test_several_runs_make_a_leaderboard(tmp_path):
     board = page.split("<h2")[1]
     assert "Leaderboard of 4 runs" in board
     assert re.findall(r'<a href="#part\d">(\w+)</a>', board) == ["b", "c", "a", "values"]
-    assert re.findall(r"<td data-key=\"([\d.]*)\">(?:\d\d\.\d\d %|0.990 R²)</td>", board) == ["0.9", "0.8", "0.7", ""]
-    assert len(re.findall(r'<th scope="col"><button type="button">', board)) == 6
+    results = re.findall(r'<td data-key="(-?\d+)">(\d\d\.\d\d % accuracy|0.990 R²)</td>', board)
+    assert results == [
+        ("2", "90.00 % accuracy"),
+        ("1", "80.00 % accuracy"),
+        ("0", "70.00 % accuracy"),
+        ("-4", "0.990 R²"),
+    ]
+    heads = re.findall(r'<th scope="col"><button type="button">(.*?)</button>', board)
+    assert heads == ["run", "data", "result", "validation loss", "time", "engine", "network"]
+    assert "Best first, among runs of the same data and measure" in board
     lines = re.findall(r'<path class="l(\d+)" [^>]*><title>(\w+)</title>', board)
-    assert len(set(lines)) == 4  # the same colour in both figures, and no two alike
-    assert len({colour for colour, _ in lines}) == 4
+    assert len(set(lines)) == 3  # the same colour in both figures, and no two alike
+    assert len({colour for colour, _ in lines}) == 3
+
+
+def test_runs_on_different_data_are_not_ranked_against_each_other(tmp_path):
+    best = make_run(tmp_path, "best", 0.99, IMAGES, "other/iris.csv")
+    runs = [best, *(make_run(tmp_path, name, score, IMAGES) for name, score in {"a": 0.7, "b": 0.9}.items())]
+    board = write_report(runs, tmp_path / "page.html").read_text().split("<h2")[1]
+    assert re.findall(r'<a href="#part\d">(\w+)</a>', board) == ["b", "a", "best"]
+    assert re.findall(r"<td [^>]*>(digits|iris.csv|\d\d.\d\d %)</td>", board) == [
+        "digits", "90.00 %", "digits", "70.00 %", "iris.csv", "99.00 %",
+    ]  # fmt: skip
+    assert len(re.findall(r'<tr class="ours">', board)) == 1  # there is nothing that `best` is better than
+    assert "<h3>Validation loss on digits</h3>" in board
+
+
+def test_runs_that_can_all_be_compared_are_sorted_by_their_scores(tmp_path):
+    runs = [make_run(tmp_path, name, score, IMAGES) for name, score in {"a": 0.7, "b": 0.9}.items()]
+    board = write_report(runs, tmp_path / "page.html").read_text().split("<h2")[1]
+    assert re.findall(r'<td data-key="([\d.]+)">\d\d\.\d\d %</td>', board) == ["0.9", "0.7"]
+    assert '<button type="button">accuracy</button>' in board
+    assert "<h3>Validation loss</h3>" in board
+
+
+def test_names_of_few_classes_are_not_shortened(tmp_path):
+    classes = ["bronze", "silver", "not awarded"]
+    found = {"rows": 3, "classes": classes, "confusion": [[0, 0, 1], [1, 1, 1], [2, 2, 1]], "mistakes": []}
+    page = write_report([make_run(tmp_path, "run", 1.0, found)], tmp_path / "page.html").read_text()
+    chart = page.split("<h3>Confusion matrix</h3>")[1].split("</svg>")[0]
+    for name in classes:
+        assert len(re.findall(f"<text [^>]*>{name}</text>", chart)) == 2
+
+
+def test_the_advice_on_overfitting_is_visible(tmp_path):
+    run = make_run(tmp_path, "run", 0.9, advice="the loss was lowest in epoch 1: --early-stopping 5 keeps that model")
+    page = write_report([run], tmp_path / "page.html").read_text()
+    visible = page.split('<details class="about">')[0]
+    assert '<p class="note">The loss was lowest in epoch 1: --early-stopping 5 keeps that model.</p>' in visible
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):

@@ -198,7 +198,7 @@ def train_into(
     say("result", f"{best}{summary(history.kept)}, in {history.seconds:.3g} s")
     if advice := _advice(history):
         say("note", advice)
-        folder.describe(notes=[*dataset.notes, advice])
+        folder.describe(notes=[*dataset.notes, advice], advice=advice)
     _score(folder, settings, dataset)
     for line in summary_lines(folder.path, history):
         echo(line)

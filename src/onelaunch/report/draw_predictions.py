@@ -12,42 +12,46 @@ from onelaunch.report.scale import fitted
 MAX_CLASSES = 20  # of a confusion matrix
 MAX_COUNTED = 12  # classes of a matrix whose cells have room for their counts
 MAX_STRENGTH = 0.5  # opacity of a full cell: words on top of it stay readable
-LEFT, TOP, MAX_LABEL = 62.0, 34.0, 9  # characters of a class name
+LEFT, MAX_LEFT, TOP = 62.0, 120.0, 34.0
+CELL = 40.0  # height of a cell of a matrix, and its width unless names of classes need more
 ROW = 24.0  # height of a bar with its space
 SQUARE = 250.0  # height of the plot of values
 
 
-def shortened(name: str, most: int = MAX_LABEL) -> str:
+def shortened(name: str, most: int) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def confusion_chart(identity: str, title: str, classes: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
     """One row per true class and one column per prediction. A cell is as strong as its share of the row; right predictions
-    and mistakes have different colours."""
-    size = min(40.0, (WIDTH - LEFT - 4) / len(classes))
-    parts = [text(LEFT, 12, "predicted", "soft"), text(0, TOP - 4, "true", "soft")]
+    and mistakes have different colours. Names of classes get the room that there is."""
+    longest = max(map(len, classes)) * CHARACTER + 8
+    left = min(max(LEFT, longest), MAX_LEFT)
+    room = (WIDTH - left - 4) / len(classes)
+    width, height = min(room, max(CELL, longest)), min(room, CELL)
+    parts = [text(left, 12, "predicted", "soft"), text(0, TOP - 4, "true", "soft")]
     for column, name in enumerate(classes):
-        words = shortened(name, max(2, int(size / CHARACTER)))
-        parts.append(text(LEFT + (column + 0.5) * size, TOP - 4, words, "mid soft"))
+        words = shortened(name, max(2, int(width / CHARACTER)))
+        parts.append(text(left + (column + 0.5) * width, TOP - 4, words, "mid soft"))
     for row, name in enumerate(classes):
-        y = TOP + row * size
-        parts.append(text(LEFT - 6, y + size / 2 + 4, shortened(name), "end soft"))
+        y = TOP + row * height
+        parts.append(text(left - 6, y + height / 2 + 4, shortened(name, int((left - 6) / CHARACTER)), "end soft"))
         total = sum(counts[row])
         for column, count in enumerate(counts[row]):
             if not count:
                 continue
             strength = MAX_STRENGTH * (0.15 + 0.85 * count / total)
-            x, colour = LEFT + column * size, 0 if row == column else 1
-            box = f'x="{coordinate(x)}" y="{coordinate(y)}" width="{coordinate(size - 1)}" height="{coordinate(size - 1)}"'
+            x, colour = left + column * width, 0 if row == column else 1
+            box = f'x="{coordinate(x)}" y="{coordinate(y)}" width="{coordinate(width - 1)}" height="{coordinate(height - 1)}"'
             words = f"<title>{escape(f'{name} predicted as {classes[column]}: {count:,}')}</title>"
             parts.append(f'<rect class="m{colour}" {box} rx="2" opacity="{strength:.2f}">{words}</rect>')
-            if len(classes) <= MAX_COUNTED and len(str(count)) * CHARACTER <= size:
-                parts.append(text(x + (size - 1) / 2, y + size / 2 + 4, str(count), "mid"))
+            if len(classes) <= MAX_COUNTED and len(str(count)) * CHARACTER <= width:
+                parts.append(text(x + (width - 1) / 2, y + height / 2 + 4, str(count), "mid"))
     right, rows = sum(counts[i][i] for i in range(len(classes))), sum(map(sum, counts))
-    frame = f'<path class="frame" d="M{LEFT} {TOP}h{coordinate(size * len(classes))}v{coordinate(size * len(classes))}'
-    parts.append(f'{frame}H{LEFT}z"/>')
+    across, down = coordinate(width * len(classes)), coordinate(height * len(classes))
+    parts.append(f'<path class="frame" d="M{coordinate(left)} {TOP}h{across}v{down}H{coordinate(left)}z"/>')
     return chart(
-        identity, title, f"{right:,} of {rows:,} rows on the diagonal", TOP + size * len(classes) + 4, "".join(parts)
+        identity, title, f"{right:,} of {rows:,} rows on the diagonal", TOP + height * len(classes) + 4, "".join(parts)
     )
 
 

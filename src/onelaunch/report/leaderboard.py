@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import PurePath
 from typing import Any
 
 from onelaunch.colours import SERIES
@@ -14,54 +15,97 @@ from onelaunch.report.palette import Palette
 from onelaunch.report.read import Source
 from onelaunch.report.scale import is_wide
 from onelaunch.report.training import network_of, result_of
+from onelaunch.train.run_folder import DIGEST
 
 SETTINGS = ("optimizer", "lr", "batch_size", "seed")
 
 
-def leaderboard(runs: Sequence[tuple[Source, str]], identity: str, command: str, palette: Palette) -> Section:
-    """`runs`: each run with the identity of its own section. Those with the most common kind of result come first, the best
-    of them at the top."""
-    kinds = [result.name for source, _ in runs if (result := result_of(source.content))]
-    kind = max(kinds, key=kinds.count) if kinds else ""
+Runs = Sequence[tuple[Source, str]]  # each with the identity of its own section
 
-    def badness(entry: tuple[Source, str]) -> tuple[bool, float]:
-        result = result_of(entry[0].content)
-        if result is None or result.name != kind:
-            return True, math.inf
-        return False, -result.value if result.higher_is_better else result.value
 
-    ordered = sorted(runs, key=badness)
-    drawn = [source for source, _ in ordered[:SERIES]]
-    figures = [
-        _curves(drawn, f"{identity}-{key}", what, key, command, palette)
-        for key, what in (("loss", "Validation loss"), ("accuracy", "Validation accuracy"))
-        if sum(bool(_values(source, key)[0]) for source in drawn) > 1
-    ]
-    note = f"The curves are those of the best {SERIES}." if len(runs) > SERIES else ""
+def leaderboard(runs: Runs, identity: str, command: str, palette: Palette) -> Section:
+    """The runs of the same data and measure stand together, the best of them first; the largest such group is at the top."""
+    groups = _groups(runs)
+    figures = []
+    for number, group in enumerate(groups):
+        drawn = [source for source, _ in group[:SERIES]]
+        of = f" on {_data(drawn[0])}" if len(groups) > 1 else ""
+        figures += [
+            _curves(drawn, f"{identity}-{number}-{key}", what + of, key, command, palette)
+            for key, what in (("loss", "Validation loss"), ("accuracy", "Validation accuracy"))
+            if sum(bool(_values(source, key)[0]) for source in drawn) > 1
+        ]
+    note = f"The curves are those of the best {SERIES}." if max(map(len, groups)) > SERIES else ""
     statements = [("note", note)] if note else []
-    return Section(identity, f"Leaderboard of {len(runs)} runs", [], [_table(ordered, kind)], figures, statements)
+    return Section(identity, f"Leaderboard of {len(runs)} runs", [], [_table(groups)], figures, statements)
 
 
-def _table(ordered: Sequence[tuple[Source, str]], kind: str) -> Table:
+def _groups(runs: Runs) -> list[list[tuple[Source, str]]]:
+    """The runs that can be ranked against each other, best first; the largest group first, runs without a result last."""
+    found: dict[tuple[str, ...], list[tuple[Source, str]]] = {}
+    for source, identity in runs:
+        about, config = source.content["about"], source.content["config"]
+        result = result_of(source.content)
+        data = about.get(DIGEST) or config.get("data", "")
+        key = (result.name, str(data), str(config.get("target"))) if result else ()
+        found.setdefault(key, []).append((source, identity))
+
+    def badness(entry: tuple[Source, str]) -> float:
+        result = result_of(entry[0].content)
+        if result is None or math.isnan(result.value):
+            return math.inf
+        return -result.value if result.higher_is_better else result.value
+
+    order = sorted(found, key=lambda key: (not key, -len(found[key])))
+    return [sorted(found[key], key=badness) for key in order]
+
+
+def _data(source: Source) -> str:
+    """`houses.csv: price`; the name of a data set that has no target column."""
+    config = source.content["config"]
+    name = PurePath(str(config.get("data", ""))).name or NONE
+    return f"{name}: {config['target']}" if config.get("target") else name
+
+
+def _table(groups: Sequence[Runs]) -> Table:
+    ordered = [entry for group in groups for entry in group]
     settings = [
         name for name in SETTINGS if len({str(source.content["config"].get(name)) for source, _ in ordered}) > 1
     ]
-    head = ["run", kind or "result", "validation loss", "time", "engine", "network", *settings]
+    results = [result_of(source.content) for source, _ in ordered]
+    kinds = {result.name for result in results if result}
+    head = ["run", "data", kinds.pop() if len(kinds) == 1 else "result", "validation loss", "time", "engine", "network"]
+    losses = [values[-1] if (values := _values(source, "loss")[1]) else None for source, _ in ordered]
+    sizes = [len(group) for group in groups]
+    result_keys = _grouped([result.value if result else None for result in results], sizes)
+    loss_keys = _grouped(losses, sizes)
     rows, keys = [], []
-    for source, _ in ordered:
+    for number, ((source, _), result) in enumerate(zip(ordered, results, strict=True)):
         about, config = source.content["about"], source.content["config"]
-        result, seconds = result_of(source.content), about.get("seconds")
-        losses = _values(source, "loss")[1]
-        words = NONE if result is None else str(result) if result.name == kind else f"{result} {result.name}"
-        loss = losses[-1] if losses else None
+        words = NONE if result is None else str(result) if head[2] != "result" else f"{result} {result.name}"
         rows.append(
-            [source.name, words, format_number(loss), format_seconds(seconds), about.get("engine", ""),
-             network_of(source.content), *(str(config.get(name, NONE)) for name in settings)]
+            [source.name, _data(source), words, format_number(losses[number]), format_seconds(about.get("seconds")),
+             about.get("engine", ""), network_of(source.content), *(str(config.get(name, NONE)) for name in settings)]
         )  # fmt: skip
-        numbers = [result.value if result and result.name == kind else None, loss, seconds]
-        keys.append([0, *numbers, 0, 0, *(_number(config.get(name)) for name in settings)])
-    caption = "Best first; a click on a heading sorts by it"
-    return Table(caption, head, rows, frozenset([0]), keys, [identity for _, identity in ordered])
+        numbers = [result_keys[number], loss_keys[number], about.get("seconds")]
+        keys.append([0, 0, *numbers, 0, 0, *(_number(config.get(name)) for name in settings)])
+    first = [sum(sizes[:number]) for number, size in enumerate(sizes) if size > 1]
+    within = ", among runs of the same data and measure" if len(groups) > 1 else ""
+    caption = f"Best first{within}; a click on a heading sorts by it"
+    return Table(caption, [*head, *settings], rows, frozenset(first), keys, [identity for _, identity in ordered])
+
+
+def _grouped(values: Sequence[float | None], sizes: Sequence[int]) -> list[float | None]:
+    """Keys that sort the values within each group and keep the groups, of so many rows, together; None for NaN."""
+    values = [None if value is None or math.isnan(value) else value for value in values]
+    if len(sizes) == 1:
+        return values
+    keys: list[float | None] = []
+    for number, size in enumerate(sizes):
+        group = values[len(keys) : len(keys) + size]
+        ordered = sorted({value for value in group if value is not None})
+        keys += [None if value is None else ordered.index(value) - number * len(values) for value in group]
+    return keys
 
 
 def _number(value: Any) -> float | None:

@@ -56,6 +56,8 @@ def run_section(source: Source, identity: str, palette: Palette) -> Section:
             figures.append(_accuracy(epochs, about.get("best_epoch"), identity, command, palette))
     figures += prediction_figures(predictions, identity, command)
     statements = [] if epochs else [("note", "No epoch is finished yet.")]
+    if advice := str(about.get("advice") or ""):
+        statements.append(("note", f"{advice[0].upper()}{advice[1:]}."))
     running = about.get("status") == "running"
     if running:
         statements.append(("bad", "Unfinished: this run had not ended when the page was made. This is what was done."))
