@@ -92,6 +92,16 @@ def test_the_code_of_a_page_runs(page, written, tmp_path, monkeypatch, one_threa
     assert (tmp_path / written).is_file()
 
 
+def test_the_tables_on_which_a_peer_may_be_faster_are_those_of_the_results():
+    results = (DOCS / "results.md").read_text(encoding="utf-8")
+    lower = re.findall(r"^\| tabular/(.*?) \|.*\| (≈ )?[\d.]+× its time \|$", results, re.MULTILINE)
+    page = " ".join((DOCS / "tables.md").read_text(encoding="utf-8").split())
+    found = re.search(r"median time is lower than ours on (.*?), but the spreads are too large to tell", page)
+    assert found, "say on which tables a peer has a lower median"
+    assert sorted(found[1].split(" and ")) == sorted(name for name, _ in lower)
+    assert all(noisy for _, noisy in lower), "a peer is faster beyond the spreads: say so in tables.md"
+
+
 def test_every_tutorial_shows_a_script_and_its_picture():
     """The scripts themselves are run by test_examples.py."""
     shown = []
