@@ -10,9 +10,11 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import onelaunch as ol
+from tests.cli.conftest import invoke
 from tests.conftest import ROOT
 
 DOCS = ROOT / "docs"
@@ -90,6 +92,24 @@ def test_the_code_of_a_page_runs(page, written, tmp_path, monkeypatch, one_threa
     for block in blocks:
         exec(compile(block, page, "exec"), names)
     assert (tmp_path / written).is_file()
+
+
+def test_the_code_for_tables_runs(tmp_path, monkeypatch, one_thread):
+    pandas = pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    frame = pandas.DataFrame({"size": random.lognormal(4, 0.5, 200), "zip": random.integers(0, 3, 200)})
+    y = np.where(frame["size"] > 55, "large", "small")
+    frame.assign(target=y).to_csv("new.csv", index=False)
+    assert invoke("train", "--data", "new.csv", "--epochs", "2", "--out", "run", "--no-progress").code == 0
+    names: dict[str, object] = {
+        "ol": ol, "frame": frame, "new_frame": frame, "X": frame, "X_new": frame, "y": y,
+        "price": 1000 * frame["size"] * random.lognormal(0, 0.2, 200),
+    }  # fmt: skip
+    blocks = python_blocks(DOCS / "tables.md")
+    assert any("TransformedTargetRegressor" in block for block in blocks)
+    for block in blocks:
+        exec(compile(block, "tables.md", "exec"), names)
 
 
 def test_the_tables_on_which_a_peer_may_be_faster_are_those_of_the_results():
