@@ -77,6 +77,13 @@ def test_the_folder_has_table_page_and_best_model(cli, config, tmp_path):
     assert (folder / "sweep.html").read_bytes() == page  # it says how the sweep ran
 
 
+def test_a_resumed_best_run_still_says_that_it_was_chosen(cli, config):
+    config.write_text(CONFIG + 'schedule = "constant"\n')
+    assert cli("sweep", config, "--out", "found", "--no-progress").code == 0
+    resumed = cli("train", "--resume", "found/best", "--epochs", 3, "--no-progress")
+    assert "which chose it among 8 networks" in resumed.out, resumed.err
+
+
 def test_folds_and_flags(cli, config, tmp_path):
     outcome = cli("sweep", config, "--out", "found", "--folds", 2, "--lr", 0.01, "--strategy", "random", "--n", 1)
     assert outcome.code == 0, outcome.err

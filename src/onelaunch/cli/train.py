@@ -32,7 +32,17 @@ from onelaunch.train.mlp import mlp
 from onelaunch.train.predict import float64_outputs
 from onelaunch.train.predictions import describe_predictions
 from onelaunch.train.predictor import load as load_run
-from onelaunch.train.run_folder import CHECKPOINT, CURVES, DIGEST, RunFolder, config_of, has_other_data, is_finished
+from onelaunch.train.run_folder import (
+    CHECKPOINT,
+    CHOSEN_AMONG,
+    CURVES,
+    DIGEST,
+    RunFolder,
+    config_of,
+    has_other_data,
+    is_finished,
+    networks_compared,
+)
 from onelaunch.train.scores import describe
 
 RISEN = 1.2  # a validation loss of so many times its lowest value
@@ -76,7 +86,8 @@ def _lead(settings: TrainConfig, resume: Path | None, progress: bool) -> None:
     try:
         folder.refuse_lost_checkpoint()
         with fits_into_memory():
-            train_into(folder, settings, dataset, model, progress, resumes=resume is not None)
+            compared = networks_compared(folder.path)
+            train_into(folder, settings, dataset, model, progress, resumes=resume is not None, chosen_among=compared)
     except (OnelaunchError, KeyboardInterrupt):
         if resume is None:
             folder.discard()  # keeps a folder that has a checkpoint
@@ -154,7 +165,7 @@ def train_into(
             "data": dataset.source,
             "notes": list(dataset.notes),
             DIGEST: digest,
-            "chosen_among": chosen_among,
+            CHOSEN_AMONG: chosen_among,
             "table": dataset.encoding is not None,
             "classes": dataset.classes,
             "loss": settings.loss,

@@ -16,7 +16,7 @@ from onelaunch.report.predictions import mistakes, prediction_figures
 from onelaunch.report.read import Source
 from onelaunch.report.scale import is_wide
 from onelaunch.train.history import kept_epoch
-from onelaunch.train.run_folder import CONFIG
+from onelaunch.train.run_folder import CHOSEN_AMONG, CONFIG
 
 POINTS = 120
 SHOWN = ("batch_size", "loss", "optimizer", "lr", "schedule", "precision", "seed", "class_weight", "early_stopping")
@@ -113,7 +113,7 @@ def headline(content: dict[str, Any]) -> Headline | None:
 
 def _choice(content: dict[str, Any]) -> str:
     """What the held-out rows have chosen: `, which chose it among 4 networks and 12 epochs`; empty if nothing."""
-    counts = {"networks": content["about"].get("chosen_among", 1)}
+    counts = {"networks": content["about"].get(CHOSEN_AMONG, 1)}
     if content["about"].get("best_epoch") is not None:  # with early stopping
         counts["epochs"] = len(content["epochs"])
     among = " and ".join(f"{count:,} {things}" for things, count in counts.items() if count > 1)

@@ -36,6 +36,7 @@ from onelaunch.train.loop import Listener
 CONFIG, ABOUT, METRICS, CURVES = "config.toml", "run.json", "metrics.jsonl", "curves.png"
 BEST = "best"  # in the folder of a sweep: the run folder of its best model
 CHECKPOINT, MODEL, TABLE, LOCK = "checkpoint.safetensors", "model.safetensors", "table.json", ".lock"
+CHOSEN_AMONG = "chosen_among"  # the entry of run.json with the number of networks that the held-out rows compared
 DIGEST = "data_digest"  # the entry of run.json with the digest of the data file
 PREDICTIONS = "predictions.json"
 COMPARE_FILE = "compare.json"  # written by `onelaunch compare`, whose folder is not that of a run
@@ -189,6 +190,12 @@ def has_other_data(path: Path, digest: str | None) -> bool:
     """Whether the run in this folder began with a data file of another digest; False where one of the two is unknown."""
     began_with = _about(path).get(DIGEST)
     return began_with is not None and digest is not None and began_with != digest
+
+
+def networks_compared(path: Path) -> int:
+    """The number of networks among which held-out rows chose that of this folder: more than 1 for the best of a sweep."""
+    found = _about(path).get(CHOSEN_AMONG, 1)
+    return found if isinstance(found, int) else 1
 
 
 def _about(path: Path) -> dict[str, Any]:
