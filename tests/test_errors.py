@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onelaunch.errors import MAX_LINE, described, first_line
+from onelaunch.errors import MAX_LINE, first_line, type_and_message
 
 
 def test_the_first_line_with_words():
@@ -14,6 +14,6 @@ def test_the_first_line_with_words():
     assert first_line("x" * 200, limit=300) == "x" * 200
 
 
-def test_a_described_error_has_its_type_once():
-    assert described(KeyError("name")) == "KeyError: 'name'"
-    assert described(RuntimeError()) == "RuntimeError"
+def test_the_type_of_an_error_is_said_once():
+    assert type_and_message(KeyError("name")) == "KeyError: 'name'"
+    assert type_and_message(RuntimeError()) == "RuntimeError"

@@ -66,7 +66,7 @@ def first_line(message: object, limit: int = MAX_LINE) -> str:
     return line if len(line) <= limit else f"{line[: limit - 1]}…"
 
 
-def described(error: BaseException) -> str:
+def type_and_message(error: BaseException) -> str:
     """An error of the user's own code on one line: its type, and what it says."""
     kind, words = type(error).__name__, first_line(error)
     return kind if words == kind else f"{kind}: {words}"

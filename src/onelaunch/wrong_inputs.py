@@ -61,16 +61,18 @@ def require_possible(
     except Exception as error:
         if type(error) not in PYTORCHS or is_out_of_memory(error):
             raise
-        given = ", ".join([*map(described, args), *(f"{name}={described(value)}" for name, value in kwargs.items())])
+        given = ", ".join(
+            [*map(describe_input, args), *(f"{name}={describe_input(value)}" for name, value in kwargs.items())]
+        )
         raise OnelaunchError(
             f"{caller}({given}) is not possible: {first_line(error).rstrip('.')}: check these shapes, types and values"
         ) from error
 
 
-def described(value: Any) -> str:
+def describe_input(value: Any) -> str:
     """`float32[12, 8]` for a tensor, the name of its type for anything else."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{name}: {described(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{name}: {describe_input(inner)}" for name, inner in value.items()) + "}"
     return type(value).__name__

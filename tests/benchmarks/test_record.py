@@ -49,7 +49,7 @@ def test_a_group_is_recorded_case_by_case_into_one_file(monkeypatch: pytest.Monk
     whole = json.loads((tmp_path / "models.json").read_text())
     assert names == [case.name for case in select(["models"])]
     assert [case["name"] for case in whole["cases"]] == [names[0], *names[2:]]
-    assert (whole["command"], whole["finished"]) == ("onelaunch bench models --quick --limit 3600", False)
+    assert (whole["command"], whole["finished"]) == ("onelaunch bench models --quick --limit 36000", False)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch's own, when torch.compile is first used

@@ -9,7 +9,7 @@ from typing import Any
 
 from sklearn.metrics._scorer import _MultimetricScorer
 
-from onelaunch.errors import ArgumentTypeError, abbreviate, described
+from onelaunch.errors import ArgumentTypeError, abbreviate, type_and_message
 
 
 def scores_of(scorer: Any, estimator: Any, x: Any, y: Any, error_score: Any, arguments: dict[str, Any]) -> Any:
@@ -23,7 +23,7 @@ def scores_of(scorer: Any, estimator: Any, x: Any, y: Any, error_score: Any, arg
     except Exception as error:  # with several metrics, one that they have in common, such as a missing method
         if several or error_score == "raise":
             raise
-        message = f"scoring raised {described(error)}: the score is error_score={error_score}"
+        message = f"scoring raised {type_and_message(error)}: the score is error_score={error_score}"
         warnings.warn(message, UserWarning, stacklevel=2)
         return None
     return _checked(scores, error_score, several=several)

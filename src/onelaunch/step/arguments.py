@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 from onelaunch.device import AUTOCAST_DTYPES
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate
 from onelaunch.fuse.fuse import check_model
-from onelaunch.wrong_inputs import described, require_no_class
+from onelaunch.wrong_inputs import describe_input, require_no_class
 
 ADVICE = {  # arguments of other libraries: how to say it here
     **dict.fromkeys(("criterion", "loss_fn"), "loss="),
@@ -64,7 +64,7 @@ def require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ArgumentTypeError for lists of numbers and NumPy arrays where none of the arguments holds a tensor."""
     leaves = tree_flatten((args, kwargs))[0]
     if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        given = ", ".join(map(described, [*args, *kwargs.values()]))
+        given = ", ".join(map(describe_input, [*args, *kwargs.values()]))
         raise ArgumentTypeError(
             f"step({given}) has no tensors: pass tensors, as in step(torch.tensor(x), torch.tensor(y))"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onelaunch.errors import OnelaunchError, described, first_line
+from onelaunch.errors import OnelaunchError, first_line, type_and_message
 from onelaunch.step.inputs import own_loss, parameter_names, passed_by_name
 from onelaunch.wrong_inputs import require_possible
 
@@ -60,6 +60,6 @@ def _require_tensor(output: Any, error: Exception) -> None:
         raise OnelaunchError("the model returned None, which has no loss: return its output from forward") from error
     key = repr(next(iter(output), "logits")) if isinstance(output, Mapping) else "0"
     raise OnelaunchError(
-        f"the model returned a {type(output).__name__}, and loss raised {described(error)}: pass a function that takes its "
-        f"tensors, as in loss=lambda output, target: nn.functional.cross_entropy(output[{key}], target)"
+        f"the model returned a {type(output).__name__}, and loss raised {type_and_message(error)}: pass a function that "
+        f"takes its tensors, as in loss=lambda output, target: nn.functional.cross_entropy(output[{key}], target)"
     ) from error

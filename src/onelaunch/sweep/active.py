@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onelaunch.engines.contract import Run, State
 from onelaunch.engines.members import MemberResult, MemberTask
-from onelaunch.errors import DivergedError, OnelaunchError, described
+from onelaunch.errors import DivergedError, OnelaunchError, type_and_message
 from onelaunch.sweep.member import steps_of_part
 from onelaunch.train.best_weights import EpochEnd
 from onelaunch.train.callbacks import Callback
@@ -28,7 +28,9 @@ class SplitError(MemberError):
 def callback_failure(error: Exception) -> str:
     """Why a member failed whose callback raised `error`."""
     return (
-        f"a callback failed: {error}" if isinstance(error, OnelaunchError) else f"a callback raised {described(error)}"
+        f"a callback failed: {error}"
+        if isinstance(error, OnelaunchError)
+        else f"a callback raised {type_and_message(error)}"
     )
 
 

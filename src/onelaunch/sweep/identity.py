@@ -12,7 +12,7 @@ from typing import Any
 from onelaunch.engines.contract import Run
 from onelaunch.sweep.member import Member
 from onelaunch.sweep.runs import MemberRuns
-from onelaunch.train.described import checksum, described, fingerprint
+from onelaunch.train.fingerprints import checksum, fingerprint, identity_text
 
 
 def identity_of(
@@ -22,8 +22,8 @@ def identity_of(
     held = (*(trial.validation or ()), *trial.more_validation_x)
     data, given = runs.tensors, runs.splits.given()
     return {
-        "grid": [f"{m.seed} {m.split} {described(m.parameters)}" for m in members],
-        "options": described(options),
+        "grid": [f"{m.seed} {m.split} {identity_text(m.parameters)}" for m in members],
+        "options": identity_text(options),
         "strategy": f"{strategy} {metric}"
         if strategy == "halving"
         else strategy,  # there the metric decides who goes on

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from onelaunch.engines.contract import Run
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, described
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, type_and_message
 from onelaunch.run.generators import GENERATORS
 from onelaunch.run.named_loss import with_named_loss
 from onelaunch.run.options import CUSTOM_LOSS
@@ -179,7 +179,7 @@ class MemberRuns:
         try:
             return self.make_model(**arguments)
         except Exception as error:  # of the user's function
-            raise MemberError(f"make_model raised {described(error)}") from error
+            raise MemberError(f"make_model raised {type_and_message(error)}") from error
 
     def check_arguments(self, member: Member) -> None:
         """Raise ArgumentTypeError if make_model cannot be called with the candidate's parameters."""
@@ -213,7 +213,7 @@ class MemberRuns:
         except OnelaunchError as error:
             raise MemberError(str(error)) from error
         except Exception as error:  # of the user's model, in a trial of two rows
-            raise MemberError(f"the model raised {described(error)}") from error
+            raise MemberError(f"the model raised {type_and_message(error)}") from error
 
     def _run(self, member: Member, options: dict[str, Any], model: nn.Module) -> Run:
         if self._loader:  # its length and batch size are those of the loader

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from onelaunch.errors import OnelaunchError
-from onelaunch.train.described import checksum
+from onelaunch.train.fingerprints import checksum
 from onelaunch.trial_runs import kept_modes
 
 

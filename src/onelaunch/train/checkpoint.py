@@ -22,7 +22,7 @@ from torch import nn
 from onelaunch.engines.contract import Run, State
 from onelaunch.errors import CheckpointError, unwritable_reason
 from onelaunch.files import exclusive_lock, remove_leftovers, write_atomic
-from onelaunch.train.described import described, fingerprint, validation_fingerprint
+from onelaunch.train.fingerprints import fingerprint, identity_text, validation_fingerprint
 from onelaunch.train.tensor_files import read_tensors
 
 FORMAT = 1
@@ -183,7 +183,8 @@ def check_fits(path: Path, checkpoint: Checkpoint, run: Run) -> None:
         hint = " (its schedule depends on the length)" if argument in ("epochs", "steps") else ""
         old = f"{argument}={was.get(argument)!r}"
         raise _error(path, f"was made with {old}, not {now[argument]!r}{hint}: pass {old}, or start a new run")
-    if checkpoint.about.get("loss", loss := described(run.loss_function)) != loss:  # an older version did not keep it
+    loss = identity_text(run.loss_function)
+    if checkpoint.about.get("loss", loss) != loss:  # an older version did not keep it
         raise _error(path, "was made with another loss function: pass that one as loss, or start a new run")
     if was.get("rows") != now["rows"] or checkpoint.about["data"] != fingerprint(run):
         raise _error(

@@ -30,7 +30,7 @@ from onelaunch.train.checkpoint import (
     set_aside,
     tensors_of,
 )
-from onelaunch.train.described import described, fingerprint, validation_fingerprint
+from onelaunch.train.fingerprints import fingerprint, identity_text, validation_fingerprint
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.interrupts import on_interrupt
 from onelaunch.train.progress import Progress
@@ -104,7 +104,7 @@ def drive(
         data = {}
         if written:
             rows = resumed.about["data"] if resumed else fingerprint(run)
-            data = {"data": rows, "validation": validation_fingerprint(run), "loss": described(run.loss_function)}
+            data = {"data": rows, "validation": validation_fingerprint(run), "loss": identity_text(run.loss_function)}
         save = Saver(run, recorder, epoch_end, written, data)
         try:
             session = engine.start(run, state)

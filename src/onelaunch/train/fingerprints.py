@@ -51,16 +51,16 @@ def checksum(tensors: Iterable[torch.Tensor]) -> int:
     return found
 
 
-def described(value: Any) -> str:
+def identity_text(value: Any) -> str:
     """A text that is equal for equal values, in another process too."""
-    return _described(value, ())
+    return _identity_text(value, ())
 
 
-def _described(value: Any, inside: tuple[int, ...]) -> str:
+def _identity_text(value: Any, inside: tuple[int, ...]) -> str:
     """`inside`: the ids of the values that contain this one, so that one that contains itself does not go on for ever."""
     if id(value) in inside:
         return "itself"
-    text = functools.partial(_described, inside=(*inside, id(value)))
+    text = functools.partial(_identity_text, inside=(*inside, id(value)))
     if isinstance(value, torch.Tensor | np.ndarray):
         return _array(value)
     if isinstance(value, Mapping):
@@ -94,7 +94,7 @@ def _object(value: Any, text: Callable[[Any], str]) -> str:
 
 def _array(value: torch.Tensor | np.ndarray) -> str:
     if isinstance(value, np.ndarray):
-        found = described(value.tolist()) if value.dtype.hasobject else f"{zlib.crc32(value.tobytes()):08x}"
+        found = identity_text(value.tolist()) if value.dtype.hasobject else f"{zlib.crc32(value.tobytes()):08x}"
     else:
         is_plain = value.layout == torch.strided and not value.is_meta and not value.is_quantized
         found = f"{checksum((value,)):08x}" if is_plain else ""
@@ -112,12 +112,14 @@ def _bound_to(function: types.FunctionType) -> Iterator[Any]:
 
 def _code(code: types.CodeType) -> str:
     """What a function computes, without the lines on which it stands."""
-    constants = [_code(entry) if isinstance(entry, types.CodeType) else described(entry) for entry in code.co_consts]
+    constants = [
+        _code(entry) if isinstance(entry, types.CodeType) else identity_text(entry) for entry in code.co_consts
+    ]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 
 
 def _is_known(value: Any) -> bool:
-    """Whether `described` says what the value is: others, such as a data set, may have another text in every process."""
+    """Whether `identity_text` says what the value is: others, such as a data set, may have another text in every process."""
     if isinstance(value, Mapping):
         return all(map(_is_known, value.values()))
     if isinstance(value, tuple | list | set | frozenset):
