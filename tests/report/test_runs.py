@@ -144,11 +144,17 @@ def test_runs_on_different_data_are_not_ranked_against_each_other(tmp_path):
     runs = [best, *(make_run(tmp_path, name, score, IMAGES) for name, score in {"a": 0.7, "b": 0.9}.items())]
     board = write_report(runs, tmp_path / "page.html").read_text().split("<h2")[1]
     assert re.findall(r'<a href="#part\d">(\w+)</a>', board) == ["b", "a", "best"]
-    assert re.findall(r"<td [^>]*>(digits|iris.csv|\d\d.\d\d %)</td>", board) == [
-        "digits", "90.00 %", "digits", "70.00 %", "iris.csv", "99.00 %",
+    assert re.findall(r"<td [^>]*>(digits|other/iris.csv|\d\d.\d\d %)</td>", board) == [
+        "digits", "90.00 %", "digits", "70.00 %", "other/iris.csv", "99.00 %",
     ]  # fmt: skip
     assert len(re.findall(r'<tr class="ours">', board)) == 1  # there is nothing that `best` is better than
     assert "<h3>Validation loss on digits</h3>" in board
+
+
+def test_a_run_without_a_result_is_not_the_best_of_any(tmp_path):
+    runs = [make_run(tmp_path, name, float("nan"), IMAGES) for name in ("a", "b")]
+    board = write_report(runs, tmp_path / "page.html").read_text().split("<h2")[1]
+    assert '<tr class="ours">' not in board
 
 
 def test_runs_that_can_all_be_compared_are_sorted_by_their_scores(tmp_path):

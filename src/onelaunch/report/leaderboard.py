@@ -61,9 +61,9 @@ def _groups(runs: Runs) -> list[list[tuple[Source, str]]]:
 
 
 def _data(source: Source) -> str:
-    """`houses.csv: price`; the name of a data set that has no target column."""
+    """`2024/houses.csv: price`, with the folder where it is given; the name of a data set that has no target column."""
     config = source.content["config"]
-    name = PurePath(str(config.get("data", ""))).name or NONE
+    name = PurePath(*PurePath(str(config.get("data", ""))).parts[-2:]).as_posix()
     return f"{name}: {config['target']}" if config.get("target") else name
 
 
@@ -89,7 +89,8 @@ def _table(groups: Sequence[Runs]) -> Table:
         )  # fmt: skip
         numbers = [result_keys[number], loss_keys[number], about.get("seconds")]
         keys.append([0, 0, *numbers, 0, 0, *(_number(config.get(name)) for name in settings)])
-    first = [sum(sizes[:number]) for number, size in enumerate(sizes) if size > 1]
+    starts = [sum(sizes[:number]) for number, size in enumerate(sizes) if size > 1]
+    first = [number for number in starts if (best := results[number]) is not None and not math.isnan(best.value)]
     within = ", among runs of the same data and measure" if len(groups) > 1 else ""
     caption = f"Best first{within}; a click on a heading sorts by it"
     return Table(caption, [*head, *settings], rows, frozenset(first), keys, [identity for _, identity in ordered])
