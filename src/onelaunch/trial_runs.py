@@ -81,7 +81,10 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """A trial run leaves no trace: attributes, buffers, gradients and random generators are as before."""
+    """A trial run leaves no trace: attributes, buffers, gradients and random generators are as before.
+
+    Parameters are not copied, as a model may fill half of the memory: one that forward changes in place stays changed.
+    """
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:

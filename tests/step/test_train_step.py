@@ -193,3 +193,20 @@ def test_a_step_begins_without_gradients_and_leaves_those_of_others(device: str,
 
     for one, other in zip(train(ours), train(theirs), strict=True):
         assert_same_weights(one, other, WEIGHT_TOLERANCE * 10)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_loss_function_with_a_model_of_its_own_leaves_its_gradients(device: str, compile: bool) -> None:
+    generator, critic = (nn.Linear(8, 8).to(device) for _ in range(2))
+    step = ol.train_step(
+        generator, lambda made, y: F.mse_loss(critic(made), y), torch.optim.SGD(generator.parameters(), lr=0.1),
+        compile=compile,
+    )  # fmt: skip
+    critic(torch.ones(1, 8, device=device)).sum().backward()
+    before = [one.grad.clone() for one in critic.parameters() if one.grad is not None]
+    for _ in range(5):
+        step(torch.randn(12, 8, device=device), torch.randn(12, 8, device=device))
+    after = [one.grad for one in critic.parameters()]
+    assert len(before) == 2
+    assert all(map(torch.equal, before, after))

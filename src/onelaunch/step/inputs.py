@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,6 +63,20 @@ def own_loss(output: Any) -> torch.Tensor:
     if loss is None:
         raise OnelaunchError(f"loss=None, but the model returned a {type(output).__name__} without a loss: pass loss=")
     return loss
+
+
+def differentiated_parameters(loss: torch.Tensor) -> Iterator[nn.Parameter]:
+    """The parameters that a backward pass from `loss` gives gradients, also those that the loss function has by itself."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)  # of a node that adds to a leaf's gradient
+        if isinstance(variable, nn.Parameter):
+            yield variable
+        waiting += [source for source, _ in node.next_functions]
 
 
 def signature(leaf: Any) -> Any:

@@ -25,7 +25,14 @@ from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.arguments import ADVICE, autocast_dtype, check_arguments, require_tensors
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 from onelaunch.step.failures import explain_failure
-from onelaunch.step.inputs import Pending, own_loss, parameter_names, passed_by_name, signature
+from onelaunch.step.inputs import (
+    Pending,
+    differentiated_parameters,
+    own_loss,
+    parameter_names,
+    passed_by_name,
+    signature,
+)
 
 if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
     from onelaunch.step.adam_update import AdamUpdate
@@ -192,7 +199,7 @@ class TrainStep:
         scaled = loss / self.accumulate if self.accumulate > 1 else loss
         self._release_workspaces()
         try:
-            with self._other_gradients_kept():
+            with self._other_gradients_kept(loss):
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             if update:
                 self._update()
@@ -209,11 +216,10 @@ class TrainStep:
             clear_workspaces()
 
     @contextmanager
-    def _other_gradients_kept(self) -> Iterator[None]:
+    def _other_gradients_kept(self, loss: torch.Tensor) -> Iterator[None]:
         """For parameters that are not the optimizer's: a recording would add to memory that their owner may release."""
         own = {*map(id, self.parameters)}
-        modules = [one for one in (self.model, self.loss) if isinstance(one, nn.Module)]
-        others = {one: one.grad for module in modules for one in module.parameters() if id(one) not in own}
+        others = {one: one.grad for one in differentiated_parameters(loss) if id(one) not in own}
         for parameter in others:
             parameter.grad = None
         try:
