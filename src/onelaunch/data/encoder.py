@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from onelaunch.data.scaling import FeatureScaling
-from onelaunch.data.table_file import Table, decimal_comma, is_number, with_point
+from onelaunch.data.table_file import Table, decimal_comma, is_number, text_column, with_point
 from onelaunch.data.table_values import Positions, days_of, number_of, text_of
 from onelaunch.data.text_columns import MAX_CATEGORIES, categories_of, date_in, has_dates
 from onelaunch.errors import DataError, abbreviate_list, suggest
@@ -56,7 +56,7 @@ class TableEncoder:
         for name in columns:
             column = _as_numbers(table, name, True) if name in dates else table.column(name)
             if name in categorical and column.dtype != object:  # of a table in memory
-                column = np.array([*_texts(column), None], object)[:-1]
+                column = text_column(_texts(column))
             if column.dtype == object:
                 found = categories_of(column)
                 if isinstance(found, str):

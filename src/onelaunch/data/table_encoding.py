@@ -11,7 +11,7 @@ import numpy as np
 
 from onelaunch.data.dataset import Dataset, held_out_rows
 from onelaunch.data.encoder import TableEncoder, check_categorical, check_columns, date_columns
-from onelaunch.data.table_file import MISSING, Table, TableFile, is_number
+from onelaunch.data.table_file import MISSING, Table, TableFile, column_of
 from onelaunch.data.table_target import TableTarget
 from onelaunch.data.tables import target_column
 from onelaunch.errors import ArgumentTypeError, DataError, abbreviate_list
@@ -157,10 +157,7 @@ def _column(values: Any, as_text: bool) -> np.ndarray:
     if array.dtype.kind == "M":
         array = _date_texts(array)
     texts = ["" if _is_missing(value) else str(value).strip() for value in array.tolist()]
-    texts = ["" if text.lower() in MISSING else text for text in texts]
-    if not as_text and all(not text or is_number(text) for text in texts):  # [1.5, None] is an array of objects
-        return np.array([float(text) if text else np.nan for text in texts])
-    return np.array([*texts, None], object)[:-1]
+    return column_of(["" if text.lower() in MISSING else text for text in texts], as_text)
 
 
 def _date_texts(dates: np.ndarray) -> np.ndarray:

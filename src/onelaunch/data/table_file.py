@@ -17,7 +17,7 @@ import gzip
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -119,7 +119,7 @@ class TableFile:
                 for index in words:
                     texts[index] += map(_text, fields_of[index])
             for index, values in texts.items():
-                columns[index] = np.array([*values, None], object)[:-1]  # None: NumPy must not look into the strings
+                columns[index] = text_column(values)
         return Table(str(self.path), self.names, tuple(columns), np.frombuffer(lines, np.int64), self.header, "line")
 
     def _chunks(self) -> Iterator[tuple[list[int], list[tuple[str, ...]]]]:
@@ -249,6 +249,18 @@ def is_number(text: str) -> bool:
     return _is_plain(text.strip())
 
 
+def text_column(texts: Iterable[str]) -> np.ndarray:
+    """An object array of these strings, whose lengths NumPy must not look at: hence the None."""
+    return np.array([*texts, None], object)[:-1]
+
+
+def column_of(texts: Sequence[str], as_text: bool) -> np.ndarray:
+    """float64 with NaN if all texts that are not empty are numbers and need not be text; else a text column."""
+    if not as_text and all(not text or is_number(text) for text in texts):
+        return np.array([float(text) if text else math.nan for text in texts])
+    return text_column(texts)
+
+
 def decimal_comma(texts: Iterable[str]) -> str:
     """The first number with a decimal comma, such as "3,14", if every text that is not missing is one or is a number."""
     found = ""
@@ -298,8 +310,5 @@ def _read_parquet(path: Path, names: tuple[str, ...], text_columns: set[int]) ->
             columns.append(np.array([math.nan if value is None else value for value in values], np.float64))
             continue
         texts = ["" if value is None else _text(str(value)) for value in values]
-        if index not in text_columns and all(not text or is_number(text) for text in texts):  # as in a file of text
-            columns.append(np.array([float(text) if text else math.nan for text in texts]))
-        else:
-            columns.append(np.array([*texts, None], object)[:-1])
+        columns.append(column_of(texts, index in text_columns))
     return Table(str(path), names, tuple(columns), np.arange(content.num_rows))

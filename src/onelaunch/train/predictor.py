@@ -16,7 +16,7 @@ import numpy as np
 from torch import nn
 
 from onelaunch.data.table_encoding import TableEncoding
-from onelaunch.data.table_file import Table
+from onelaunch.data.table_file import Table, text_column
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, reason_of, require_path
 from onelaunch.train.arrays import check_finite, to_tensor
 from onelaunch.train.checkpoint import digest_of
@@ -136,7 +136,7 @@ class Predictor:
         if self.classes is None:
             return y.astype(np.float64)
         if self.encoding is not None:
-            column = np.array([*map(str, y.tolist()), None], object)[:-1]
+            column = text_column(map(str, y.tolist()))
             name = self.encoding.target.name
             return self.encoding.target.values(Table("y", (name,), (column,), np.arange(len(y))))
         return y.astype(np.int64)
