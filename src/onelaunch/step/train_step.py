@@ -128,10 +128,9 @@ class TrainStep:
             self._started = True
             if self._compiles and self.device.type == "cpu":
                 self._start_on_cpu(args)
-        if self._micro_step == 0:  # a backward pass of the caller's may have left gradients
-            self._zero_gradients()
         update = self._micro_step == self.accumulate - 1
         if self.reason:
+            self._begin_window()
             loss = self._run(args, kwargs, update)
         else:
             loss = self._record_or_replay(args, kwargs, update)
@@ -148,6 +147,8 @@ class TrainStep:
             self._forget_recordings()
         self._capturable.upload_rates()
         recorded = self._recorded.get(key)
+        if recorded is None or self.accumulate > 1:  # a recording of a whole step has gradients of its own
+            self._begin_window()
         if recorded is None:
             if key not in self._pending:
                 self._pending[key] = Pending(leaves, structure, self.device)
@@ -252,6 +253,11 @@ class TrainStep:
             self.scaler.step(self.optimizer)
             self.scaler.update()
         self._zero_gradients()
+
+    def _begin_window(self) -> None:
+        """Before the first call of those that the optimizer steps for: a backward pass elsewhere may have left gradients."""
+        if self._micro_step == 0:
+            self._zero_gradients()
 
     def _zero_gradients(self) -> None:
         """With accumulation every recording adds to the same memory, so it is zeroed instead of released."""
