@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,6 +138,16 @@ class FakeTimes:
         self.entries[key] = times
 
 
+def measure_as_on_cuda(monkeypatch: pytest.MonkeyPatch, program_seconds: Callable[[Any], dict[str, float]]) -> None:
+    """Let `decide` measure by `program_seconds`, with a new cache, whatever the device."""
+    times = FakeTimes()
+    monkeypatch.setattr(decide, "device_of", lambda *values: torch.device("cuda", 0))
+    monkeypatch.setattr(decide, "_times_of", lambda device: times)
+    monkeypatch.setattr(decide, "pays", lambda match: True)
+    monkeypatch.setattr(decide, "program_times", program_seconds)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [
@@ -149,7 +160,7 @@ def test_decisions_are_measured_once(
     seconds: dict[str, float], expected: Any, no_code: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a CUDA device, with made-up times."""
-    times, measured = FakeTimes(), []
+    measured = []
 
     def program_seconds(runs: Any) -> dict[str, float]:
         for run in runs.values():
@@ -157,11 +168,7 @@ def test_decisions_are_measured_once(
         measured.append(list(runs))
         return seconds
 
-    monkeypatch.setattr(decide, "device_of", lambda *values: torch.device("cuda", 0))
-    monkeypatch.setattr(decide, "_times_of", lambda device: times)
-    monkeypatch.setattr(decide, "pays", lambda match: True)
-    monkeypatch.setattr(decide, "program_times", program_seconds)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    measure_as_on_cuda(monkeypatch, program_seconds)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     x = torch.randn(3, 4, requires_grad=True)
     for _ in range(2):
@@ -188,18 +195,14 @@ PLAIN, BOTH, EACH = ["uncompiled", "compiled"], ["linear + relu_dropout"], ["lin
 def test_patterns_are_tried_alone_where_they_do_not_win_together(
     seconds: dict[str, float], expected: Any, rounds: list[list[str]], no_code: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    times, measured = FakeTimes(), []
+    measured = []
     known = {"uncompiled": 3.0, "compiled": 2.0, "linear": 2.0, "relu_dropout": 2.0} | seconds
 
     def program_seconds(runs: Any) -> dict[str, float]:
         measured.append(list(runs))
         return {name: known[name] for name in runs}
 
-    monkeypatch.setattr(decide, "device_of", lambda *values: torch.device("cuda", 0))
-    monkeypatch.setattr(decide, "_times_of", lambda device: times)
-    monkeypatch.setattr(decide, "pays", lambda match: True)
-    monkeypatch.setattr(decide, "program_times", program_seconds)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    measure_as_on_cuda(monkeypatch, program_seconds)
     model = nn.Sequential(nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 4), nn.GELU())
     for _ in range(2):  # the second time from the cache
         assert decide.decide(uncompiled_call(model), model, (torch.randn(3, 4),), {})[0] == Choice(expected)

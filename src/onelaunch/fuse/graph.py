@@ -118,18 +118,18 @@ def value_of(node: fx.Node, values: dict[fx.Node, Any], is_allowed: Callable[[fx
     waiting = [node]
     while waiting:
         one = waiting[-1]
-        needed = [source for source in one.all_input_nodes if source not in values]
-        if one not in values and not is_allowed(one):
+        if one in values:
+            waiting.pop()
+            continue
+        if not is_allowed(one):
             raise ValueError(one.name)
-        if one not in values and needed:
+        if needed := [source for source in one.all_input_nodes if source not in values]:
             waiting += needed
             continue
-        waiting.pop()
-        if one not in values:
-            given = fx.node.map_arg((one.args, dict(one.kwargs)), values.__getitem__)
-            args, kwargs = torch.utils._pytree.tree_map_only((torch.device, str), _without_device, given)
-            function: Any = getattr(type(args[0]), name_of(one)) if one.op == "call_method" else one.target
-            values[one] = function(*args, **kwargs)
+        given = fx.node.map_arg((one.args, dict(one.kwargs)), values.__getitem__)
+        args, kwargs = torch.utils._pytree.tree_map_only((torch.device, str), _without_device, given)
+        function: Any = getattr(type(args[0]), name_of(one)) if one.op == "call_method" else one.target
+        values[one] = function(*args, **kwargs)
     return values[node]
 
 

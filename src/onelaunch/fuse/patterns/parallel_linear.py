@@ -21,7 +21,7 @@ from onelaunch.fuse.graph import (
     storages_of,
     tensor_of,
     tensors_of,
-)  # fmt: skip
+)
 from onelaunch.fuse.modes import share_mode
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
 from onelaunch.fuse.strides import may_be_sliced
