@@ -62,20 +62,21 @@ class Recording:
 class CaseByCase:
     """A group of `onelaunch bench` with a process for each case: none finds another's compiled code, or has less memory."""
 
-    command: tuple[str, ...]
+    group: str
+    quick: bool = True
 
     def record(self, out: Path) -> bool:
-        cases = [case.name for case in select([self.command[self.command.index("bench") + 1]])]
+        cases = [case.name for case in select(self.group)]
         with tempfile.TemporaryDirectory() as folder:
             paths = [Path(folder) / f"{number}.json" for number in range(len(cases))]
             done = [
-                Recording((*self.command[:-1], "--filter", name, self.command[-1])).record(path)
+                Recording(bench(self.group, "--filter", name, quick=self.quick)).record(path)
                 for name, path in zip(cases, paths, strict=True)
             ]
             found = [load_results(path) for path in paths if path.exists()]
         if found:
             joined = {key: [entry for one in found for entry in one[key]] for key in ("planned", "left_out", "cases")}
-            command = " ".join(("onelaunch", *self.command[len(ONELAUNCH) : -1]))
+            command = " ".join(("onelaunch", *bench(self.group, quick=self.quick)[len(ONELAUNCH) : -1]))
             whole = {**found[-1], **joined, "command": command, "finished": all(done)}
             write_atomic(out, json.dumps(whole, indent=1) + "\n")
         return all(done)
@@ -92,8 +93,8 @@ def script(name: str) -> Recording:
 
 RECORDINGS: dict[str, Recording | CaseByCase] = {
     **{name: Recording(bench(name)) for name, group in BENCH_GROUPS.items() if group.on_gpu is not False},
-    "models": CaseByCase(bench("models")),
-    "sweep": CaseByCase(bench("sweep", quick=False)),
+    "models": CaseByCase("models"),
+    "sweep": CaseByCase("sweep", quick=False),
     "large": Recording(bench("train", "--large")),
     "sizes": Recording(
         (*ONELAUNCH, "compare", "configs/classic-hidden.toml", "--precision", "bf16", "--epochs", "1",

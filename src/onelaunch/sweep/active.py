@@ -27,11 +27,9 @@ class SplitError(MemberError):
 
 def callback_failure(error: Exception) -> str:
     """Why a member failed whose callback raised `error`."""
-    return (
-        f"a callback failed: {error}"
-        if isinstance(error, OnelaunchError)
-        else f"a callback raised {type_and_message(error)}"
-    )
+    if isinstance(error, OnelaunchError):
+        return f"a callback failed: {error}"
+    return f"a callback raised {type_and_message(error)}"
 
 
 @dataclass(frozen=True)
