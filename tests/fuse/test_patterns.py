@@ -287,6 +287,7 @@ def test_a_tensor_subclass_computes_the_same() -> None:
 def test_patterns_have_names_costs_and_conditions() -> None:
     """Each pattern that trains, by a model of its own; nothing pays on a CPU by the device, and float64 pays nowhere."""
     layer, norm, head, query, key = linear(), nn.BatchNorm1d(6), nn.Linear(6, 5000), linear(), linear()
+    unaligned = nn.Linear(65, 64)
     target = torch.randint(5000, (12,))
 
     def forward(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -296,10 +297,10 @@ def test_patterns_have_names_costs_and_conditions() -> None:
         h = query(h) * key(h)
         mask = torch.ones(12, 12, dtype=torch.bool).tril()
         h = F.scaled_dot_product_attention(h[None], h[None], h[None], attn_mask=mask)[0]
-        return F.cross_entropy(head(h), target) + scores.sum()
+        return F.cross_entropy(head(h), target) + unaligned(scores[:, :65]).sum()
 
     for dtype in (torch.float32, torch.float64):
-        for module in (layer, norm, head, query, key):
+        for module in (layer, norm, head, query, key, unaligned):
             module.to(dtype)
         rewritten = Rewritten(forward, names=())
         rewritten(torch.randn(12, 6, dtype=dtype), torch.randn(12, 5000, dtype=dtype, requires_grad=True))
@@ -311,7 +312,8 @@ def test_patterns_have_names_costs_and_conditions() -> None:
             assert cost.bytes > 0
             assert cost.launches >= 1 or match.arguments.get("index")
             assert cost.flops > 0
-            assert match.pattern.pays(match) == (dtype == torch.float32 or match.pattern.name == "attention")
+            pays = {"attention": True, "aligned_linear": False}.get(match.pattern.name, dtype == torch.float32)
+            assert match.pattern.pays(match) == pays
 
 
 class Attention(nn.Module):

@@ -37,13 +37,16 @@ def _may_be_sliced(node: fx.Node) -> bool:
 
 
 def _compute_the_same(values: dict[fx.Node, Any], memory: set[int]) -> bool:
-    """Compute the users of `values`, and those of their views; whether all other results have the strides they had."""
+    """Compute the users of `values`, and those of their views; whether all other results have the strides they had.
+
+    What leaves the graph must have them too.
+    """
     waiting = [user for node in values for user in node.users]
     while waiting and len(values) < MAX_USERS:
         user = waiting.pop(0)
-        if user in values or user.op == "output":  # what leaves the graph is another question
+        if user in values:
             continue
-        if not is_of_torch(user) or READS_MEMORY.search(name_of(user)):
+        if user.op == "output" or not is_of_torch(user) or READS_MEMORY.search(name_of(user)):
             return False
         if user.target is F.scaled_dot_product_attention:  # takes queries, keys and values of any strides
             continue

@@ -9,6 +9,7 @@ from torch import fx
 from onelaunch.fuse.graph import memory_written_by, storages_of
 from onelaunch.fuse.modes import mark_modes, share_mode
 from onelaunch.fuse.patterns.activation_dropout import ReluDropout
+from onelaunch.fuse.patterns.aligned_linear import AlignedLinear
 from onelaunch.fuse.patterns.attention import MaskedAttention
 from onelaunch.fuse.patterns.batch_norm import BatchNormActivationDropout
 from onelaunch.fuse.patterns.convolution import ConvolutionBatchNormRelu
@@ -18,7 +19,7 @@ from onelaunch.fuse.patterns.parallel_linear import ParallelLinear
 from onelaunch.fuse.patterns.pattern import Match, Pattern, is_on_cuda
 
 PATTERNS: tuple[Pattern, ...] = (
-    LinearCrossEntropy(), ParallelLinear(), LinearActivationDropout(), ConvolutionBatchNormRelu(),
+    LinearCrossEntropy(), ParallelLinear(), AlignedLinear(), LinearActivationDropout(), ConvolutionBatchNormRelu(),
     BatchNormActivationDropout(), ReluDropout(), MaskedAttention(),
 )  # fmt: skip
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}

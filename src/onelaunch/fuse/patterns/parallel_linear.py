@@ -130,7 +130,7 @@ def _reaches_gradients(node: fx.Node) -> bool:
 
 
 def _is_written(graph: fx.Graph, layers: list[fx.Node]) -> bool:
-    """Whether something is changed in place between the layers, or a result is changed in place or leaves the graph."""
+    """Whether something is changed in place between the layers, or a result is changed in place."""
     results = storages_of(*layers)
     inputs = storages_of(*(source for layer in layers for source in layer.all_input_nodes))
     inside = False
@@ -138,7 +138,5 @@ def _is_written(graph: fx.Graph, layers: list[fx.Node]) -> bool:
         inside = inside or node is layers[0]
         written = memory_written_by(node)
         if written & results or (inside and written & inputs):
-            return True
-        if node.op == "output" and storages_of(*node.all_input_nodes) & results:
             return True
     return False

@@ -1,0 +1,79 @@
+"""Linear layers whose widths are no multiples of 8: the wider layer computes the same, and only large ones are changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.fuse.rewritten import Of, Rewritten, assert_same_step
+
+
+def wider(inputs: int, outputs: int) -> str:
+    return f"linear ({inputs} inputs, {outputs} outputs)"
+
+
+@pytest.mark.parametrize("aot", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_widths_of_inputs_and_outputs(bias: bool, aot: bool) -> None:
+    for inputs, outputs in (65, 72), (72, 65), (67, 71):
+        model = Of(lambda m, x: torch.tanh(m.a(x).softmax(-1)), a=nn.Linear(inputs, outputs, bias=bias))
+        assert_same_step(model, torch.randn(2, 3, inputs), [wider(72, 72)], aot=aot)
+
+
+@pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.Sigmoid()])
+def test_an_activation_behind_the_layer(activation: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(65, 66), activation, nn.Linear(66, 64), nn.LayerNorm(64))
+    name = type(activation).__name__.lower()
+    assert_same_step(model, torch.randn(5, 65), [f"{wider(72, 72)} + {name}", wider(72, 64)], aot=True)
+
+
+def test_a_mixer_over_tokens() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x + m.b(F.gelu(m.a(m.norm(x).transpose(1, 2)))).transpose(1, 2)
+
+    model = Of(forward, norm=nn.LayerNorm(16), a=nn.Linear(68, 128), b=nn.Linear(128, 68))
+    assert_same_step(model, torch.randn(2, 68, 16), [f"{wider(72, 128)} + gelu", wider(128, 72)], aot=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.a(x),
+        lambda m, x: m.a(x).flatten(0, 1)[1:],
+        lambda m, x: torch.relu(m.a(x).view(-1)),
+        lambda m, x: m.a(x).as_strided((3,), (1,)),
+    ],
+)
+def test_what_depends_on_strides_or_leaves_the_graph_keeps_its_outputs(function: Any) -> None:
+    x = torch.randn(2, 3, 72)
+    assert_same_step(Of(function, a=nn.Linear(72, 72)), x, [])
+    model = Of(lambda m, x: function(m, x[..., :71]), a=nn.Linear(71, 71))
+    rewritten = assert_same_step(model, x, aot=True)
+    assert set(rewritten.titles) <= {wider(72, 71), wider(72, 71) + " + relu"}
+
+
+def test_aligned_and_narrow_layers_are_left_alone() -> None:
+    for inputs, outputs in (64, 128), (63, 200), (200, 7), (7, 200):
+        model = nn.Sequential(nn.Linear(inputs, outputs), nn.Softmax(-1))
+        assert_same_step(model, torch.randn(5, inputs), [])
+
+
+def pays_at(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> bool:
+    """Whether the layer would be replaced on a CUDA device."""
+    model = nn.Sequential(nn.Linear(inputs, outputs), nn.Softmax(-1)).to("meta", dtype)
+    rewritten = Rewritten(model)
+    rewritten(torch.randn(rows, inputs, device="meta", dtype=dtype))
+    (match,) = rewritten.matches
+    return match.pattern.name == "aligned_linear" and match.pattern.pays(match)
+
+
+def test_only_large_products_of_16_bits_pay() -> None:
+    assert pays_at(24576, 196, 384, torch.bfloat16)
+    assert pays_at(24576, 384, 196, torch.float16)
+    assert not pays_at(24576, 196, 384, torch.float32)
+    assert not pays_at(256, 196, 384, torch.bfloat16)  # few rows
+    assert not pays_at(4096, 768, 30522, torch.bfloat16)  # the copy of the weight is larger than the input
