@@ -143,6 +143,26 @@ def test_compiling_for_a_cpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
     assert messages[0].endswith("compile=False starts at once")
 
 
+@pytest.mark.parametrize(("compile", "autotuned"), [(True, False), ("max-autotune", True)])
+def test_max_autotune_is_passed_on_without_graphs_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, compile: bool | str, autotuned: bool
+) -> None:
+    given: list[dict[str, Any]] = []
+
+    def compile_fx(gm: torch.fx.GraphModule, inputs: list[Any], config_patches: dict[str, Any]) -> Any:
+        given.append(config_patches)
+        return gm.forward
+
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    model = network()
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), compile=compile)
+    step(*batches(1)[0])
+    (patches,) = given
+    assert patches.get("max_autotune", False) is autotuned
+    assert not patches.get("triton.cudagraphs", False)
+
+
 def test_a_partial_batch_on_a_cpu_compiles_nothing() -> None:
     model = network()
     step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -77,9 +77,11 @@ def test_errors_in_one_line() -> None:
     for clip_norm in (0, -1.0, "1", True, float("nan")):
         with pytest.raises(ValueError, match=r"^clip_norm=.* must be a number above 0"):
             ol.train_step(model, None, optimizer, clip_norm=clip_norm)
-    for switch in ("capture", "compile"):
-        with pytest.raises(TypeError, match=rf"^{switch}='no' must be True or False$"):
-            ol.train_step(model, None, optimizer, **{switch: "no"})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^capture='no' must be True or False$"):
+        ol.train_step(model, None, optimizer, capture="no")  # type: ignore[arg-type]
+    for compile in ("reduce-overhead", 1, None):
+        with pytest.raises(TypeError, match=r"^compile=.* must be True, False or 'max-autotune'$"):
+            ol.train_step(model, None, optimizer, compile=compile)  # type: ignore[arg-type]
     with pytest.raises(
         TypeError, match=r"^model is a ModuleList, which has no forward: pass a module that has, such as"
     ):

@@ -50,11 +50,13 @@ class Choice(NamedTuple):
 UNMEASURED = Choice()
 
 
-def compiled(function: Function, patterns: Patterns | None, recorded: bool = False) -> Function:
-    """`function` compiled with these patterns; `function` itself for None."""
+def compiled(
+    function: Function, patterns: Patterns | None, recorded: bool = False, mode: str | None = None
+) -> Function:
+    """`function` compiled with these patterns, in this mode of torch.compile; `function` itself for patterns None."""
     if patterns is None:
         return function
-    backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded)
+    backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded, mode=mode)
     return torch.compile(own_code(function), backend=backend)
 
 

@@ -21,6 +21,7 @@ ADVICE = {  # arguments of other libraries: how to say it here
     **dict.fromkeys(("accumulation_steps", "accumulate_grad_batches"), "accumulate="),
     "lr": "the optimizer's: torch.optim.Adam(model.parameters(), lr=…)",
 }
+MAX_AUTOTUNE = "max-autotune"  # a mode of torch.compile
 # By the names of the precisions and of PyTorch's types.
 AUTOCAST_NAMES = {**AUTOCAST_DTYPES, **{str(dtype).removeprefix("torch."): dtype for dtype in AUTOCAST_DTYPES.values()}}
 
@@ -49,9 +50,10 @@ def check_arguments(
         raise OnelaunchError(f"clip_norm={abbreviate(clip_norm)} must be a number above 0, or None")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentTypeError(f"scaler={abbreviate(scaler)} is not a torch.amp.GradScaler: pass one, or None")
-    for name, value in (("capture", capture), ("compile", compile)):
-        if not isinstance(value, bool):
-            raise ArgumentTypeError(f"{name}={abbreviate(value)} must be True or False")
+    if not isinstance(capture, bool):
+        raise ArgumentTypeError(f"capture={abbreviate(capture)} must be True or False")
+    if not isinstance(compile, bool) and compile != MAX_AUTOTUNE:
+        raise ArgumentTypeError(f"compile={abbreviate(compile)} must be True, False or {MAX_AUTOTUNE!r}")
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

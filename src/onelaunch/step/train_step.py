@@ -22,7 +22,7 @@ from onelaunch.errors import OnelaunchError, first_line, require_integer
 from onelaunch.fuse import backend
 from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
-from onelaunch.step.arguments import ADVICE, autocast_dtype, check_arguments, require_tensors
+from onelaunch.step.arguments import ADVICE, MAX_AUTOTUNE, autocast_dtype, check_arguments, require_tensors
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 from onelaunch.step.failures import explain_failure
 from onelaunch.step.inputs import (
@@ -49,7 +49,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 def train_step(
     model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None,
     autocast: torch.dtype | str | None = None, scaler: torch.amp.GradScaler | None = None, accumulate: int = 1,
-    capture: bool = True, compile: bool = True,
+    capture: bool = True, compile: bool | str = True,
 ) -> TrainStep:  # fmt: skip
     """A function `step(*inputs, target) -> loss` that trains `model` by one batch.
 
@@ -59,7 +59,8 @@ def train_step(
     autocast: "bf16", "fp16" or a dtype for `torch.autocast`; scaler: a `torch.amp.GradScaler` for fp16.
     accumulate: the optimizer steps on every `accumulate`-th call, with the mean gradient of the batches since its last step.
     capture: whether the step is recorded as a CUDA graph; `step.reason` says why it is not.
-    compile: whether `torch.compile` compiles the forward and backward pass, with the patterns that won on every model measured.
+    compile: whether `torch.compile` compiles the forward and backward pass, with the patterns that won on every model measured;
+    "max-autotune": it also times several kernels for each product, which takes minutes.
 
     The loss comes back as a 0-d tensor, without waiting for the device. Learning-rate schedulers work as usual. A dict as the
     only input is passed by name if forward has these names. A step begins without gradients and leaves none; parameters that
@@ -74,7 +75,7 @@ class TrainStep:
     def __init__(
         self, model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, clip_norm: float | None,
         autocast: torch.dtype | str | None, scaler: torch.amp.GradScaler | None, accumulate: int, capture: bool,
-        compile: bool,
+        compile: bool | str,
     ) -> None:  # fmt: skip
         check_arguments(model, loss, optimizer, clip_norm, scaler, capture, compile)
         self.model, self.loss, self.optimizer = model, loss, optimizer
@@ -84,8 +85,11 @@ class TrainStep:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
         self.autocast = autocast_dtype(autocast)
         self.device = self.parameters[0].device
-        self._compiles, self._started = compile, False
-        self._forward: Callable[..., torch.Tensor] = compiled(self._forward_and_loss, PROVEN if compile else None)
+        self._compiles, self._started = bool(compile), False
+        mode = "max-autotune-no-cudagraphs" if compile == MAX_AUTOTUNE else None  # the step's own graph replaces them
+        self._forward: Callable[..., torch.Tensor] = compiled(
+            self._forward_and_loss, PROVEN if compile else None, mode=mode
+        )
         self._names = parameter_names(model)
         self._capturable = CapturableOptimizer(optimizer, self.device)
         self._recorded: dict[Any, Recorded] = {}
