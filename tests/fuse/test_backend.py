@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from onelaunch.fuse import backend
+from onelaunch.fuse import backend, patterns
 from onelaunch.fuse.backend import onelaunch
 
 
@@ -95,6 +95,39 @@ def test_with_inductor_and_forced_patterns(inductor: None) -> None:
     one, two = (torch.autograd.grad(y.square().sum(), [x, *model.parameters()]) for y in (got, expected))
     for a, b in zip(one, two, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "replaced"),
+    [
+        (64, {}, ["linear (2 as one)", "linear (2 as one)"]),
+        (64, {"captured": True}, ["linear + gelu", "linear (2 as one)", "linear (2 as one)"]),
+        (64, {"mode": "reduce-overhead"}, ["linear + gelu", "linear (2 as one)", "linear (2 as one)"]),
+        (2**21, {}, ["linear + gelu", "linear + relu"]),
+    ],
+)
+def test_outside_a_graph_small_results_take_no_op_of_ours(
+    rows: int, options: dict[str, Any], replaced: list[str], forwarded: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CUDA device. Of 2**21 rows, 16 values have 128 MiB, and the two products are not merged."""
+    monkeypatch.setattr(patterns, "is_on_cuda", lambda match: True)
+    found: list[str] = []
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        matches = patterns.rewrite(*args, **kwargs)
+        found.extend(match.title for match in matches)
+        return matches
+
+    monkeypatch.setattr(backend, "rewrite", spied)
+    first, query, key = (nn.Linear(16, 32, device="meta"), *(nn.Linear(32, 16, device="meta") for _ in range(2)))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.gelu(first(x))
+        return torch.tanh(query(h)) * torch.relu(key(h)).sum()
+
+    compiled = torch.compile(forward, backend=lambda gm, inputs: onelaunch(gm, inputs, **options))
+    compiled(torch.randn(rows, 16, device="meta"))
+    assert found == replaced
 
 
 def test_kernels_are_combined_in_convolutional_networks_without_random_numbers() -> None:

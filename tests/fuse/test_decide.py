@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from onelaunch.fuse import decide
+from onelaunch.fuse import decide, patterns
 from onelaunch.fuse.captured import capture_graphs, uncompiled_call
 from onelaunch.fuse.decide import Choice, candidates_of, compiled, fastest, graph_key
 from onelaunch.trial_runs import copied, restored, trial_mode
@@ -144,6 +144,7 @@ def measure_as_on_cuda(monkeypatch: pytest.MonkeyPatch, program_seconds: Callabl
     monkeypatch.setattr(decide, "device_of", lambda *values: torch.device("cuda", 0))
     monkeypatch.setattr(decide, "_times_of", lambda device: times)
     monkeypatch.setattr(decide, "pays", lambda match: True)
+    monkeypatch.setattr(decide, "pays_without_graph", lambda match: True)
     monkeypatch.setattr(decide, "program_times", program_seconds)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
 
@@ -207,6 +208,26 @@ def test_patterns_are_tried_alone_where_they_do_not_win_together(
     for _ in range(2):  # the second time from the cache
         assert decide.decide(uncompiled_call(model), model, (torch.randn(3, 4),), {})[0] == Choice(expected)
     assert measured == rounds
+
+
+def test_training_tries_no_small_op_of_ours(no_code: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call takes the host longer than it saves the device. In evaluation it is called inside a CUDA graph."""
+    measured = []
+
+    def program_seconds(runs: Any) -> dict[str, float]:
+        measured.append(list(runs))
+        return {name: float(len(name)) for name in runs}
+
+    measure_as_on_cuda(monkeypatch, program_seconds)
+    monkeypatch.setattr(decide, "pays_without_graph", patterns.pays_without_graph)
+    monkeypatch.setattr(patterns, "is_on_cuda", lambda match: True)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4)
+    for training in (True, False):
+        decide.decide(uncompiled_call(model), model.train(training), (x,), {})
+    assert measured == [
+        ["uncompiled", "compiled"],
+        ["uncompiled", "compiled", "compiled as a CUDA graph", "linear as a CUDA graph"],
+    ]
 
 
 def test_a_cpu_uses_all_patterns_unmeasured(no_code: None) -> None:

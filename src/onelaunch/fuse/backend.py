@@ -33,17 +33,19 @@ UNCOMBINED = "layer_norm", "rms_norm", "attention", "dropout", "rand", "bernoull
 
 def onelaunch(
     gm: fx.GraphModule, example_inputs: list[Any], *, mode: str | None = None, options: dict[str, Any] | None = None,
-    patterns: Collection[str] = tuple(BY_NAME), forced: bool = False, recorded: bool = False,
+    patterns: Collection[str] = tuple(BY_NAME), forced: bool = False, recorded: bool = False, captured: bool = False,
 ) -> Callable[..., Any]:  # fmt: skip
     """Compile one captured graph. `mode` and `options` are those of `torch.compile` and go to Inductor.
 
     With `recorded`, a graph on CUDA whose results have no gradients runs as a CUDA graph (`RecordedCall`).
+    captured: the caller records the calls in a CUDA graph of its own. Without a graph, the host's time counts.
     """
     tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     on_cuda = any(tensor.is_cuda for tensor in tensors)
     may_record = recorded and on_cuda and not differentiated and not changes_inputs(gm.graph, example_inputs)
-    replaced = rewrite(gm, patterns, forced=forced)
+    in_graph = captured or may_record or mode in ("reduce-overhead", "max-autotune")
+    replaced = rewrite(gm, patterns, forced=forced, in_graph=in_graph)
     log.debug("%d matches replaced: %s", len(replaced), ", ".join(match.title for match in replaced))
     devices = {tensor.device.type for tensor in map(tensor_of, gm.graph.nodes) if tensor is not None}
     reason = next(filter(None, map(no_code_generator_reason, sorted(devices))), "")

@@ -22,7 +22,7 @@ from torch import fx, nn
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
 from onelaunch.fuse.captured import Captured, capture_graphs, own_code
-from onelaunch.fuse.patterns import BY_NAME, find_matches, pays
+from onelaunch.fuse.patterns import BY_NAME, find_matches, pays, pays_without_graph
 from onelaunch.measured_times import MeasuredTimes
 from onelaunch.program_times import program_times
 from onelaunch.trial_runs import copied, device_of, restored, run_once, trial_mode
@@ -51,12 +51,16 @@ UNMEASURED = Choice()
 
 
 def compiled(
-    function: Function, patterns: Patterns | None, recorded: bool = False, mode: str | None = None
-) -> Function:
-    """`function` compiled with these patterns, in this mode of torch.compile; `function` itself for patterns None."""
+    function: Function, patterns: Patterns | None, recorded: bool = False, *, captured: bool = False,
+    mode: str | None = None,
+) -> Function:  # fmt: skip
+    """`function` compiled with these patterns, in this mode of torch.compile; `function` itself for patterns None.
+
+    captured: the caller records its calls in a CUDA graph.
+    """
     if patterns is None:
         return function
-    backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded, mode=mode)
+    backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded, captured=captured, mode=mode)
     return torch.compile(own_code(function), backend=backend)
 
 
@@ -74,7 +78,8 @@ def decide(
     with restored(model), trial_mode(model, args, kwargs):
         captured = capture_graphs(function, args, kwargs)
         key, forward_only = graph_key(model, captured), not torch.is_grad_enabled()
-    kinds = sorted({match.pattern.name for one in captured for match in find_matches(one.graph, pays)})
+    wanted = pays if forward_only else pays_without_graph
+    kinds = sorted({match.pattern.name for one in captured for match in find_matches(one.graph, wanted)})
     candidates = candidates_of(kinds, forward_only)
     times = _times_of(device)
     found = {name: seconds for name, seconds in times.times(key).items() if name in candidates}

@@ -68,7 +68,7 @@ def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
 
     With example inputs on a CUDA device the whole model is timed as it will run: uncompiled, compiled, and compiled with our
     patterns; in evaluation without gradients, and also as a CUDA graph. The fastest is kept, and remembered on disk.
-    Without example inputs all patterns are used. Raises OnelaunchError for example inputs that the model cannot take.
+    Without example inputs nothing is measured. Raises OnelaunchError for example inputs that the model cannot take.
     """
     check_model(model)
     if is_fused(model):

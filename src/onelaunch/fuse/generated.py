@@ -45,7 +45,7 @@ def read_kernels(
             return nodes
 
         options = {"_post_fusion_custom_pass": record, "fx_graph_cache": False}  # a cached graph is not scheduled again
-        return onelaunch(gm, example_inputs, options=options, patterns=patterns)
+        return onelaunch(gm, example_inputs, options=options, patterns=patterns, captured=True)
 
     with importlib.import_module("torch._functorch.config").patch(enable_autograd_cache=False):
         compiled = torch.compile(own_code(function), backend=backend, dynamic=False)

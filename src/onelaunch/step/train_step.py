@@ -86,10 +86,6 @@ class TrainStep:
         self.autocast = autocast_dtype(autocast)
         self.device = self.parameters[0].device
         self._compiles, self._started = bool(compile), False
-        mode = "max-autotune-no-cudagraphs" if compile == MAX_AUTOTUNE else None  # the step's own graph replaces them
-        self._forward: Callable[..., torch.Tensor] = compiled(
-            self._forward_and_loss, PROVEN if compile else None, mode=mode
-        )
         self._names = parameter_names(model)
         self._capturable = CapturableOptimizer(optimizer, self.device)
         self._recorded: dict[Any, Recorded] = {}
@@ -103,6 +99,10 @@ class TrainStep:
         self.reason = self._uncapturable_reason(capture)
         if not self.reason:
             self._capturable.prepare()
+        mode = "max-autotune-no-cudagraphs" if compile == MAX_AUTOTUNE else None  # the step's own graph replaces them
+        self._forward: Callable[..., torch.Tensor] = compiled(
+            self._forward_and_loss, PROVEN if compile else None, captured=not self.reason, mode=mode
+        )
 
     @property
     def parameters(self) -> list[torch.Tensor]:

@@ -41,8 +41,8 @@ class CompiledSession(EagerSession):
         self._rows = torch.zeros_like(self._batch_index)  # one tensor for all steps, before and in the capture
         train: Any = types.MethodType(EagerSession._loss_and_correct, self)
         evaluate: Any = types.MethodType(EagerSession._evaluate_rows, self)
-        self._compiled_train: Rows | None = compiled(train, PROVEN)
-        self._compiled_evaluate: Rows | None = compiled(evaluate, PROVEN)
+        self._compiled_train: Rows | None = compiled(train, PROVEN, captured=True)
+        self._compiled_evaluate: Rows | None = compiled(evaluate, PROVEN, captured=True)
         self._captured_adam: AdamUpdate | None = None  # its tables hold the addresses of the captured gradients
 
     def _make_dropout(self) -> RunDropout:
