@@ -22,10 +22,10 @@ def test_candidates() -> None:
     plain = {"uncompiled": Choice(None), "compiled": Choice(())}
     assert candidates_of([], False) == plain
     assert candidates_of(["linear"], False) == plain | {"linear": Choice(("linear",))}
-    both = candidates_of(["batch_norm", "linear"], False)
+    both = candidates_of(["linear", "relu_dropout"], False)
     assert both == plain | {
-        "batch_norm + linear": Choice(("batch_norm", "linear")), "batch_norm": Choice(("batch_norm",)),
-        "linear": Choice(("linear",)),
+        "linear + relu_dropout": Choice(("linear", "relu_dropout")), "linear": Choice(("linear",)),
+        "relu_dropout": Choice(("relu_dropout",)),
     }  # fmt: skip
 
 

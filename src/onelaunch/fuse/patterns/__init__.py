@@ -12,7 +12,6 @@ from onelaunch.fuse.modes import mark_modes, share_mode
 from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.aligned_linear import AlignedLinear
 from onelaunch.fuse.patterns.attention import MaskedAttention
-from onelaunch.fuse.patterns.batch_norm import BatchNormActivationDropout
 from onelaunch.fuse.patterns.convolution import ConvolutionBatchNormRelu
 from onelaunch.fuse.patterns.linear import LinearActivationDropout
 from onelaunch.fuse.patterns.linear_cross_entropy import LinearCrossEntropy
@@ -21,7 +20,7 @@ from onelaunch.fuse.patterns.pattern import Match, Pattern, is_on_cuda
 
 PATTERNS: tuple[Pattern, ...] = (
     LinearCrossEntropy(), ParallelLinear(), AlignedLinear(), LinearActivationDropout(), ConvolutionBatchNormRelu(),
-    BatchNormActivationDropout(), ReluDropout(), MaskedAttention(),
+    ReluDropout(), MaskedAttention(),
 )  # fmt: skip
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
 TORCH_ONLY = ("parallel_linear", "aligned_linear", "attention")  # of which Inductor sees all, but for an activation
@@ -94,7 +93,7 @@ def rewrite(
         for name, value in match.arguments.items():
             if isinstance(value, fx.Node):
                 match.arguments[name] = replaced.get(value, value)
-        # Before the first operation: what it reads may change afterwards, as may the running statistics that it writes.
+        # Before the first operation: what it reads may change afterwards.
         with module.graph.inserting_before(last if _late_arguments(match) else match.nodes[0]):
             made = match.pattern.replace(module.graph, match)
         replaced_names = {REPLACES: [node.name for node in match.nodes]}

@@ -13,8 +13,17 @@ from torch import fx
 
 from onelaunch.activations import saves_input
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import is_layer, memory_written_by, operation_of, storages_of, tensor_of
-from onelaunch.fuse.patterns.pattern import Match, epilogue, is_differentiated, served, with_dtype
+from onelaunch.fuse.graph import (
+    Operation,
+    is_layer,
+    memory_written_by,
+    next_operation,
+    operation_of,
+    storages_of,
+    tensor_of,
+)
+from onelaunch.fuse.handwritten import handwritten_activation
+from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops import linear
 from onelaunch.ops.linear_reference import backward_needs
 from onelaunch.roofline import Cost
@@ -27,7 +36,7 @@ class LinearActivationDropout:
         operation = operation_of(node)
         if operation is None or operation.name != "linear" or not is_layer(operation):
             return None
-        nodes, activation, p = epilogue(node)
+        nodes, activation, p = _epilogue(node)
         if not nodes or (backward_needs(activation, p) == "output" and _is_changed_later(nodes[-1])):
             return None
         parts = ["linear", *([activation] if activation else []), *(["dropout"] if p else [])]
@@ -56,6 +65,23 @@ class LinearActivationDropout:
 
     def pays(self, match: Match) -> bool:
         return not is_gate(match.nodes[-1]) and served(match.arguments["input"], match.arguments["weight"])
+
+
+def _epilogue(start: fx.Node) -> tuple[list[fx.Node], str | None, float]:
+    """The activation and the dropout that follow `start`: their nodes, the activation's name, the probability."""
+    nodes: list[fx.Node] = []
+    activation, p = None, 0.0
+    following: Operation | None = next_operation(start)
+    if following is not None and following.activation is not None:
+        activation = following.activation
+        nodes.append(following.node)
+    elif (written := handwritten_activation(start)) is not None:
+        activation, nodes = written
+    following = next_operation(nodes[-1] if nodes else start)
+    if following is not None and following.dropout:
+        p = following.dropout
+        nodes.append(following.node)
+    return nodes, activation, p
 
 
 def is_gate(result: fx.Node) -> bool:

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from onelaunch.fuse.graph import Operation, next_operation, tensor_of
-from onelaunch.fuse.handwritten import handwritten_activation
+from onelaunch.fuse.graph import tensor_of
 from onelaunch.ops.arguments import KERNEL_DTYPES
 from onelaunch.roofline import Cost
 
@@ -42,23 +41,6 @@ class Pattern(Protocol):
 
     def pays(self, match: Match) -> bool:
         """Whether the replacement may be faster on a CUDA device: by dtype, size and mode. Measurements decide the rest."""
-
-
-def epilogue(start: fx.Node) -> tuple[list[fx.Node], str | None, float]:
-    """The activation and the dropout that follow `start`: their nodes, the activation's name, the probability."""
-    nodes: list[fx.Node] = []
-    activation, p = None, 0.0
-    following: Operation | None = next_operation(start)
-    if following is not None and following.activation is not None:
-        activation = following.activation
-        nodes.append(following.node)
-    elif (written := handwritten_activation(start)) is not None:
-        activation, nodes = written
-    following = next_operation(nodes[-1] if nodes else start)
-    if following is not None and following.dropout:
-        p = following.dropout
-        nodes.append(following.node)
-    return nodes, activation, p
 
 
 def served(*nodes: Any) -> bool:
