@@ -10,8 +10,10 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate_list, first_line, is_out_of_memory, suggest
 from onelaunch.trial_runs import copied, restored, trial_mode
@@ -64,15 +66,18 @@ def require_possible(
         given = ", ".join(
             [*map(describe_input, args), *(f"{name}={describe_input(value)}" for name, value in kwargs.items())]
         )
-        raise OnelaunchError(
-            f"{caller}({given}) is not possible: {first_line(error).rstrip('.')}: check these shapes, types and values"
-        ) from error
+        arrays = any(isinstance(leaf, np.ndarray) for leaf in tree_leaves((args, kwargs)))
+        remedy = "pass tensors, as in torch.from_numpy(x)" if arrays else "check these shapes, types and values"
+        said = first_line(error).rstrip(".")
+        raise OnelaunchError(f"{caller}({given}) is not possible: {said}: {remedy}") from error
 
 
 def describe_input(value: Any) -> str:
-    """`float32[12, 8]` for a tensor, the name of its type for anything else."""
+    """`float32[12, 8]` for a tensor, `ndarray float32[12, 8]` for an array, the name of its type for anything else."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"ndarray {value.dtype}{list(value.shape)}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {describe_input(inner)}" for name, inner in value.items()) + "}"
     return type(value).__name__

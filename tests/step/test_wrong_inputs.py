@@ -189,6 +189,18 @@ def test_wrong_inputs_of_a_step_in_one_line(name: str, compile: bool, caplog: py
     assert torch.isfinite(step(x, y))
 
 
+def test_arrays_among_the_inputs_of_a_step() -> None:
+    """Compiled, Dynamo takes them for tensors."""
+    model = network()
+    step = ol.train_step(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    (x, y), *_ = batches(1)
+    message = (
+        r"^step\(float32\[12, 8\], ndarray int64\[12\]\) is not possible: .*: pass tensors, as in torch.from_numpy"
+    )
+    with pytest.raises(ol.OnelaunchError, match=message):
+        step(x, y.numpy())
+
+
 class Lists(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
