@@ -77,3 +77,40 @@ def test_only_large_products_of_16_bits_pay() -> None:
     assert not pays_at(24576, 196, 384, torch.float32)
     assert not pays_at(256, 196, 384, torch.bfloat16)  # few rows
     assert not pays_at(4096, 768, 30522, torch.bfloat16)  # the copy of the weight is larger than the input
+
+
+def without_gradients(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = m.a(x)
+    y.mul_(m.a.bias)
+    return (x.sum() + y).sin()
+
+
+def changed(change: Any) -> Any:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.a(x)
+        change(y)
+        return y.sin()
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        changed(lambda y: y.reshape(-1).mul_(2)),
+        changed(lambda y: y.flatten(1)[:, :5].zero_()),
+        changed(lambda y: y.contiguous().ravel()[::7].fill_(0)),
+        changed(lambda y: F.dropout(y, 0.5, False).reshape(-1).mul_(2)),
+        without_gradients,
+    ],
+)
+def test_results_that_are_changed_in_place_keep_their_outputs(function: Any) -> None:
+    rewritten = assert_same_step(Of(function, a=nn.Linear(65, 71)), torch.randn(4, 65))
+    assert rewritten.titles == [wider(72, 71)]
+
+
+@pytest.mark.parametrize("dropout", [nn.Dropout(0.0), nn.Dropout(0.5).eval()])
+def test_a_dropout_that_drops_nothing_behind_the_layer(dropout: nn.Module) -> None:
+    model = Of(lambda m, x: F.layer_norm(m.d(m.a(x)) + x, (68,)), a=nn.Linear(68, 68), d=dropout)
+    assert_same_step(model, torch.randn(4, 68), [wider(72, 72)], aot=True)

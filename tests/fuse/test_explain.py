@@ -172,6 +172,13 @@ def test_reading_follows_the_measured_decision(read: None, monkeypatch: pytest.M
     assert "compiled as a CUDA graph 2.00 s" in str(explained)
 
 
+def test_patterns_that_training_outside_a_graph_does_not_try(read: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {"uncompiled": 3.0, "compiled": 1.0}
+    monkeypatch.setattr(sys.modules["onelaunch.fuse.explain"], "known_seconds", lambda *args: times)
+    explained = ol.explain(Small().train(), torch.randn(4, 8))
+    assert explained.groups[0].reason == "pattern linear is for CUDA graphs, as of train_step"
+
+
 def test_graph_breaks_are_read_graph_by_graph(read: None) -> None:
     explained = ol.explain(Broken().eval(), torch.randn(3, 4))
     assert [(group.name, group.runs) for group in explained.groups] == [

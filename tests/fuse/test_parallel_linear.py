@@ -113,3 +113,12 @@ def test_results_of_frozen_layers_have_no_gradients() -> None:
     assert rewritten.titles == []
     rewritten(x.requires_grad_())
     assert rewritten.titles == ["linear (2 as one)"] * 2
+
+
+def test_pairs_of_values_as_complex_numbers() -> None:
+    """Columns of an even layer begin at an odd one, in rows of odd length."""
+    model = Of(
+        lambda m, x: torch.view_as_complex(m.b(x).view(6, -1, 2)).abs() + m.a(x).sum(-1, keepdim=True),
+        a=nn.Linear(8, 7), b=nn.Linear(8, 6),
+    )  # fmt: skip
+    assert_same_step(model, torch.randn(6, 8), [])

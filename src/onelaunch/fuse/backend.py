@@ -45,6 +45,7 @@ def onelaunch(
     on_cuda = any(tensor.is_cuda for tensor in tensors)
     may_record = recorded and on_cuda and not differentiated and not changes_inputs(gm.graph, example_inputs)
     in_graph = captured or may_record or mode in ("reduce-overhead", "max-autotune")
+    in_graph |= bool((options or {}).get("triton.cudagraphs"))
     replaced = rewrite(gm, patterns, forced=forced, in_graph=in_graph)
     log.debug("%d matches replaced: %s", len(replaced), ", ".join(match.title for match in replaced))
     devices = {tensor.device.type for tensor in map(tensor_of, gm.graph.nodes) if tensor is not None}

@@ -15,7 +15,7 @@ from onelaunch.errors import OnelaunchError, abbreviate_list, first_line
 from onelaunch.fuse.backend import no_code_generator_reason
 from onelaunch.fuse.captured import Captured, capture_graphs, uncompiled_call
 from onelaunch.fuse.costs import fused_cost, is_counter, is_library_call, is_view, unfused_cost
-from onelaunch.fuse.decide import ALL, chosen_patterns, known_seconds
+from onelaunch.fuse.decide import ALL, RECORDED, chosen_patterns, known_seconds
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
 from onelaunch.fuse.generated import Kernel, read_kernels
@@ -118,10 +118,11 @@ def _add_graph(
         for cluster in _inductor_kernels([node for node in nodes if node not in taken], taken):
             units.append(Unit(LIBRARY if is_library_call(cluster[0]) else INDUCTOR, cluster, []))
     runs = {node: unit.runs for unit in units for node in unit.nodes}
+    tried = {name for names in explanation.measured for name in names.removesuffix(RECORDED).split(" + ")}
     for unit in sorted(units, key=lambda unit: index[unit.nodes[0]]):
         match = ours.get(unit.nodes[0]) if unit.runs == OURS else None
         reason = f"pattern {match.pattern.name}" if match is not None else ""
-        reason = reason or _reason(unit, left, runs, sources, chosen, kernels is not None)
+        reason = reason or _reason(unit, left, runs, sources, chosen, tried, kernels is not None)
         explanation.groups.append(_group(unit, match, reason, index, explanation.device, kernels is not None))
 
 
@@ -153,13 +154,17 @@ def _read_units(nodes: list[fx.Node], kernels: list[Kernel], ours: Iterable[Matc
 
 def _reason(
     unit: Unit, left: dict[fx.Node, Match], runs: dict[fx.Node, str], sources: dict[fx.Node, list[fx.Node]],
-    chosen: tuple[str, ...], read: bool,
+    chosen: tuple[str, ...], tried: set[str], read: bool,
 ) -> str:  # fmt: skip
-    """Why a unit that no pattern took is as it is. `left`: matches that were not taken, by their nodes."""
+    """Why a unit that no pattern took is as it is.
+
+    left: matches that were not taken, by their nodes; chosen, tried: names of the patterns that are used, and were measured.
+    """
     found = next((left[node] for node in unit.nodes if node in left), None)
     if found is not None and (unit.runs == LIBRARY or len(unit.nodes) == 1):
-        lost = "was slower" if found.pattern.name not in chosen else "does not pay for this size, type or mode"
-        return f"pattern {found.pattern.name} {lost}"
+        name = found.pattern.name
+        lost = "was slower" if name in tried else "is for CUDA graphs, as of train_step"
+        return f"pattern {name} {'does not pay for this size, type or mode' if name in chosen else lost}"
     if read and not unit.kernels:
         return "no kernel: the compiler has removed it, or computes it inside others"
     forward = sum(not kernel.backward for kernel in unit.kernels) or 1

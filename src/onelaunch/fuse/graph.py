@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from onelaunch.activations import ACTIVATIONS, LEAKY_RELU_SLOPE
 
@@ -188,9 +189,24 @@ def addition(node: fx.Node | None, source: fx.Node | None = None) -> tuple[fx.No
 
 
 def tensor_of(node: Any) -> torch.Tensor | None:
-    """The fake tensor that a node had when it was captured; None for a nested one, whose rows no pattern knows."""
+    """The fake tensor that a node had when it was captured; None for a nested one, whose rows no pattern knows, and for one of
+    a class that computes in its own way, such as a quantised weight.
+    """
     value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, fx.Node) else None
-    return value if isinstance(value, torch.Tensor) and not value.is_nested else None
+    if not isinstance(value, torch.Tensor) or value.is_nested or is_traceable_wrapper_subclass(value):
+        return None
+    return value
+
+
+def number_of_values(tensor: torch.Tensor) -> int:
+    """Of the call that was captured: unlike a comparison of `numel()`, this does not tie the compiled graph to its sizes.
+
+    0 where only the run knows it.
+    """
+    count = tensor.numel()
+    if isinstance(count, torch.SymInt):
+        return int(count.node.hint) if count.node.has_hint() else 0
+    return count
 
 
 def tensors_of(*nodes: Any) -> list[torch.Tensor]:

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from onelaunch.fuse.graph import is_of_torch, name_of, storages_of, tensor_of
+from onelaunch.fuse.graph import is_of_torch, memory_written_by, name_of, storages_of, tensor_of
 
 READS_MEMORY = re.compile("strid|storage|data_ptr|contiguous_|is_contiguous|dlpack|nested|_data_attr|resize|numpy")
 MAX_USERS = 200  # of one value and its views
@@ -30,8 +31,11 @@ def _may_be_sliced(node: fx.Node) -> bool:
         return False
     try:
         with result.fake_mode, torch.no_grad():
-            columns = torch.cat([result, result], -1).split(result.shape[-1], -1)[0]
-            return _compute_the_same({node: columns}, storages_of(node))
+            # Neither their first value nor the rows' distance is a multiple of 2, as views of pairs of values need.
+            width = result.shape[-1]
+            around = result[..., :1], result[..., : 2 - width % 2]
+            columns = torch.cat([around[0], result, around[1]], -1).narrow(-1, 1, width)
+            return _compute_the_same({node: columns}, storages_of(node) | _memory_of(columns))
     except Exception:  # whatever PyTorch raises: a view that is not possible, a size that is not known
         return False
 
@@ -39,7 +43,7 @@ def _may_be_sliced(node: fx.Node) -> bool:
 def _compute_the_same(values: dict[fx.Node, Any], memory: set[int]) -> bool:
     """Compute the users of `values`, and those of their views; whether all other results have the strides they had.
 
-    What leaves the graph must have them too.
+    What leaves the graph must have them too, and nothing may be changed in place: a view might have become a copy.
     """
     waiting = [user for node in values for user in node.users]
     while waiting and len(values) < MAX_USERS:
@@ -48,6 +52,10 @@ def _compute_the_same(values: dict[fx.Node, Any], memory: set[int]) -> bool:
             continue
         if user.op == "output" or not is_of_torch(user) or READS_MEMORY.search(name_of(user)):
             return False
+        if memory_written_by(user) & memory:
+            return False
+        if free_unbacked_symbols(user.meta.get("example_value")):  # computing it again would make new symbols
+            return False
         if user.target is F.scaled_dot_product_attention:  # takes queries, keys and values of any strides
             continue
         args, kwargs = fx.node.map_arg(
@@ -55,12 +63,19 @@ def _compute_the_same(values: dict[fx.Node, Any], memory: set[int]) -> bool:
         )
         function: Any = getattr(torch.Tensor, name_of(user)) if user.op == "call_method" else user.target
         value = function(*args, **kwargs)
-        if storages_of(user) & memory:
+        captured = storages_of(user)
+        if (captured | _memory_of(value)) & memory:  # a view, or a dropout that drops nothing and returns its input
             values[user] = value
+            memory |= captured
             waiting += user.users
         elif not _have_strides(value, user.meta.get("example_value")):
             return False
     return not waiting
+
+
+def _memory_of(value: Any) -> set[int]:
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _have_strides(value: Any, captured: Any) -> bool:

@@ -52,7 +52,7 @@ def check_arguments(
         raise ArgumentTypeError(f"scaler={abbreviate(scaler)} is not a torch.amp.GradScaler: pass one, or None")
     if not isinstance(capture, bool):
         raise ArgumentTypeError(f"capture={abbreviate(capture)} must be True or False")
-    if not isinstance(compile, bool) and compile != MAX_AUTOTUNE:
+    if not isinstance(compile, bool) and (not isinstance(compile, str) or compile != MAX_AUTOTUNE):
         raise ArgumentTypeError(f"compile={abbreviate(compile)} must be True, False or {MAX_AUTOTUNE!r}")
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import memory_written_by, storages_of
+from onelaunch.fuse.graph import memory_written_by, number_of_values, storages_of, tensor_of
 from onelaunch.fuse.modes import mark_modes, share_mode
 from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.aligned_linear import AlignedLinear
@@ -23,7 +24,11 @@ PATTERNS: tuple[Pattern, ...] = (
     ReluDropout(), MaskedAttention(),
 )  # fmt: skip
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
-TORCH_ONLY = ("parallel_linear", "aligned_linear", "attention")  # of which Inductor sees all, but for an activation
+AT_ANY_SIZE = (
+    "parallel_linear",
+    "aligned_linear",
+    "attention",
+)  # they call no op of ours, or gain more than its call costs
 # Of the first result of a match. The call of an op of ours takes the host 100 µs and more longer than the launch of a kernel of
 # Inductor's: BERT (32 x 128) by `ol.fuse` in training takes 32.0 ms with `linear`, whose results have up to 25 MB, and 20.9
 # without, with the device idle most of the time. From this size on the device takes longer than the host.
@@ -36,14 +41,19 @@ def find_matches(graph: fx.Graph, accepted: Callable[[Match], bool] = lambda mat
     mark_modes(graph)
     taken: set[fx.Node] = set()
     found = []
+
+    def find(pattern: Pattern, node: fx.Node) -> Match | None:
+        match = pattern.match(node)
+        if match is None or not taken.isdisjoint(match.nodes) or not share_mode(match.nodes):
+            return None
+        return match if accepted(match) and not _is_overwritten(match) else None
+
     for node in graph.nodes:
         for pattern in PATTERNS:
-            match = None if node in taken else pattern.match(node)
-            if match is None or not taken.isdisjoint(match.nodes) or not share_mode(match.nodes):
-                continue
-            if accepted(match) and not _is_overwritten(match):
-                found.append(match)
-                taken.update(match.nodes)
+            with contextlib.suppress(GuardOnDataDependentSymNode):  # a size that only the run knows decides: no match
+                if node not in taken and (match := find(pattern, node)) is not None:
+                    found.append(match)
+                    taken.update(match.nodes)
     return found
 
 
@@ -52,8 +62,10 @@ def pays(match: Match) -> bool:
 
 
 def pays_without_graph(match: Match) -> bool:
-    """Whether a match also pays where each kernel is launched from Python: without an op of ours, or with a large one."""
-    return pays(match) and (match.pattern.name in TORCH_ONLY or size_of(match.nodes[0]) >= MIN_BYTES)
+    """Whether a match also pays where each kernel is launched from Python: large ones, and those of AT_ANY_SIZE."""
+    result = tensor_of(match.nodes[0])
+    large = result is not None and number_of_values(result) * result.element_size() >= MIN_BYTES
+    return pays(match) and (match.pattern.name in AT_ANY_SIZE or large)
 
 
 def _late_arguments(match: Match) -> set[fx.Node]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import are_constants, is_layer, operation_of, tensor_of
+from onelaunch.fuse.graph import are_constants, is_layer, number_of_values, operation_of, tensor_of
 from onelaunch.fuse.patterns.linear import LinearActivationDropout, is_gate
 from onelaunch.fuse.patterns.pattern import Match
 from onelaunch.fuse.strides import may_be_sliced
@@ -74,5 +74,6 @@ class AlignedLinear:
         """For 16-bit products that do not wait for memory, where the copy of the weight is the smaller one."""
         weight, output = tensor_of(match.arguments["weight"]), tensor_of(match.nodes[0])
         assert weight is not None and output is not None  # noqa: PT018
-        large = 2 * output.numel() * weight.shape[1] >= MIN_FLOPS and output.numel() >= weight.shape[0] ** 2
+        values = number_of_values(output)
+        large = 2 * values * weight.shape[1] >= MIN_FLOPS and values >= weight.shape[0] ** 2
         return large and output.dtype in (torch.bfloat16, torch.float16)

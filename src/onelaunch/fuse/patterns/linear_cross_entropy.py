@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import Operation, are_constants, is_layer, operation_of, sole_user, tensor_of
@@ -86,7 +87,12 @@ def _keeps_rows(user: fx.Node, source: fx.Node) -> bool:
     A conversion to a narrower type rounds the logits, and the op computes no wider loss than in float32.
     """
     before, after = tensor_of(source), tensor_of(user)
-    if before is None or after is None or before.numel() != after.numel() or before.shape[-1] != after.shape[-1]:
+    if (
+        before is None
+        or after is None
+        or not statically_known_true(before.numel() == after.numel())
+        or before.shape[-1] != after.shape[-1]
+    ):
         return False
     widens = after.dtype == torch.float32 and before.dtype in (torch.float16, torch.bfloat16)
     converts = user.op == "call_method" and user.target in ("float", "to", "contiguous", "view", "reshape", "flatten")

@@ -17,6 +17,7 @@ from onelaunch.fuse.graph import (
     Operation,
     is_layer,
     memory_written_by,
+    number_of_values,
     operation_of,
     storages_of,
     tensor_of,
@@ -46,7 +47,7 @@ class ParallelLinear:
         source = operation.arguments["input"]
         layers = [one for one in map(operation_of, source.users) if one is not None and _is_plain(one)]
         layers = [one for one in layers if _alike(one, operation)]
-        if len(layers) < 2 or _is_written(node.graph, [one.node for one in layers]):
+        if len(layers) < 2 or _inputs_change([one.node for one in layers]):
             return None
         arguments = {
             "input": source, "weights": tuple(one.arguments["weight"] for one in layers),
@@ -83,7 +84,7 @@ class ParallelLinear:
         source, weights = tensor_of(match.arguments["input"]), match.arguments["weights"]
         if source is None or not served(match.arguments["input"], *weights):
             return False
-        rows, widths = source.numel() // source.shape[-1], [_shape(one)[0] for one in weights]
+        rows, widths = number_of_values(source) // source.shape[-1], [_shape(one)[0] for one in weights]
         return bool(rows >= sum(widths) and rows * max(widths) <= MAX_OUTPUTS)
 
 
@@ -129,14 +130,12 @@ def _reaches_gradients(node: fx.Node) -> bool:
     return node in meta[REACHING]
 
 
-def _is_written(graph: fx.Graph, layers: list[fx.Node]) -> bool:
-    """Whether something is changed in place between the layers, or a result is changed in place."""
-    results = storages_of(*layers)
+def _inputs_change(layers: list[fx.Node]) -> bool:
+    """Whether what the layers read is changed in place after the first of them."""
     inputs = storages_of(*(source for layer in layers for source in layer.all_input_nodes))
-    inside = False
-    for node in graph.nodes:
-        inside = inside or node is layers[0]
-        written = memory_written_by(node)
-        if written & results or (inside and written & inputs):
+    node = layers[0]
+    while node.op != "output":
+        if memory_written_by(node) & inputs:
             return True
+        node = node.next
     return False
