@@ -248,8 +248,7 @@ def test_patterns_have_names_costs_and_conditions() -> None:
     target = torch.randint(5000, (12,))
 
     def forward(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        h = F.dropout(F.gelu(layer(x)), 0.5)
-        h = F.dropout(F.relu(h + 1), 0.5)
+        h = F.dropout(F.gelu(layer(F.dropout(F.relu(x), 0.5))), 0.5)
         h = query(h) * key(h)
         mask = torch.ones(12, 12, dtype=torch.bool).tril()
         h = F.scaled_dot_product_attention(h[None], h[None], h[None], attn_mask=mask)[0]
@@ -380,3 +379,18 @@ class Chain(nn.Module):
 def test_random_graphs_compute_the_same(steps: list[tuple[str, str]]) -> None:
     torch.manual_seed(len(steps))
     assert_same_step(Chain(steps), torch.randn(4, 6))
+
+
+def test_relu_and_dropout_pay_where_their_input_is_in_memory() -> None:
+    convolution, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+    for function, expected in (
+        (lambda x: x, True),
+        (convolution, True),
+        (lambda x: norm(convolution(x)), False),
+        (lambda x: convolution(x) + 1, False),
+    ):
+        rewritten = Rewritten(lambda x, function=function: F.dropout(F.relu(function(x)), 0.5))
+        rewritten(torch.randn(2, 3, 5, 5))
+        (match,) = rewritten.matches
+        assert match.pattern.name == "relu_dropout"
+        assert match.pattern.pays(match) is expected
