@@ -48,12 +48,11 @@ def test_a_mixer_over_tokens() -> None:
         lambda m, x: m.a(x).as_strided((3,), (1,)),
     ],
 )
-def test_what_depends_on_strides_or_leaves_the_graph_keeps_its_outputs(function: Any) -> None:
+def test_what_depends_on_strides_or_leaves_the_graph_is_left_alone(function: Any) -> None:
     x = torch.randn(2, 3, 72)
     assert_same_step(Of(function, a=nn.Linear(72, 72)), x, [])
     model = Of(lambda m, x: function(m, x[..., :71]), a=nn.Linear(71, 71))
-    rewritten = assert_same_step(model, x, aot=True)
-    assert set(rewritten.titles) <= {wider(72, 71), wider(72, 71) + " + relu"}
+    assert_same_step(model, x, [], aot=True)
 
 
 def test_aligned_and_narrow_layers_are_left_alone() -> None:
@@ -105,9 +104,8 @@ def changed(change: Any) -> Any:
         without_gradients,
     ],
 )
-def test_results_that_are_changed_in_place_keep_their_outputs(function: Any) -> None:
-    rewritten = assert_same_step(Of(function, a=nn.Linear(65, 71)), torch.randn(4, 65))
-    assert rewritten.titles == [wider(72, 71)]
+def test_results_that_are_changed_in_place_are_left_alone(function: Any) -> None:
+    assert_same_step(Of(function, a=nn.Linear(65, 71)), torch.randn(4, 65), [])
 
 
 @pytest.mark.parametrize("dropout", [nn.Dropout(0.0), nn.Dropout(0.5).eval()])

@@ -24,11 +24,8 @@ PATTERNS: tuple[Pattern, ...] = (
     ReluDropout(), MaskedAttention(),
 )  # fmt: skip
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
-AT_ANY_SIZE = (
-    "parallel_linear",
-    "aligned_linear",
-    "attention",
-)  # they call no op of ours, or gain more than its call costs
+# Patterns that call no op of ours, or gain more than its call costs.
+AT_ANY_SIZE = ("parallel_linear", "aligned_linear", "attention")
 # Of the first result of a match. The call of an op of ours takes the host 100 µs and more longer than the launch of a kernel of
 # Inductor's: BERT (32 x 128) by `ol.fuse` in training takes 32.0 ms with `linear`, whose results have up to 25 MB, and 20.9
 # without, with the device idle most of the time. From this size on the device takes longer than the host.
