@@ -67,9 +67,11 @@ def require_possible(
             [*map(describe_input, args), *(f"{name}={describe_input(value)}" for name, value in kwargs.items())]
         )
         arrays = any(isinstance(leaf, np.ndarray) for leaf in tree_leaves((args, kwargs)))
-        remedy = "pass tensors, as in torch.from_numpy(x)" if arrays else "check these shapes, types and values"
+        tensors = ", and pass tensors instead of arrays" if arrays else ""
         said = first_line(error).rstrip(".")
-        raise OnelaunchError(f"{caller}({given}) is not possible: {said}: {remedy}") from error
+        raise OnelaunchError(
+            f"{caller}({given}) is not possible: {said}: check these shapes, types and values{tensors}"
+        ) from error
 
 
 def describe_input(value: Any) -> str:

@@ -177,6 +177,8 @@ def test_patterns_that_training_outside_a_graph_does_not_try(read: None, monkeyp
     monkeypatch.setattr(sys.modules["onelaunch.fuse.explain"], "known_seconds", lambda *args: times)
     explained = ol.explain(Small().train(), torch.randn(4, 8))
     assert explained.groups[0].reason == "pattern linear is for CUDA graphs, as of train_step"
+    unaligned = ol.explain(nn.Sequential(nn.Linear(100, 100), nn.LayerNorm(100)), torch.randn(64, 100))
+    assert unaligned.groups[0].reason == "pattern aligned_linear does not pay for this size, type or mode"
 
 
 def test_graph_breaks_are_read_graph_by_graph(read: None) -> None:

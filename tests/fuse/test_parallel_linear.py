@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +123,21 @@ def test_pairs_of_values_as_complex_numbers() -> None:
         a=nn.Linear(8, 7), b=nn.Linear(8, 6),
     )  # fmt: skip
     assert_same_step(model, torch.randn(6, 8), [])
+
+
+def test_views_of_two_aliases_in_one_operation() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        q = m.q(x)
+        late = q[:, :, :].reshape(24, 8).view(4, 6, 8).view(24, 8)
+        return torch.broadcast_tensors(q.view(24, 8), late)[1].view(-1) + m.k(x).sum()
+
+    assert_same_step(Of(forward, **layers()), torch.randn(4, 6, 8), [])
+
+
+def test_views_that_are_not_possible_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Rotary embeddings by complex numbers."""
+    model = Of(lambda m, x: torch.view_as_complex((m.q(x) * m.k(x)).view(4, 6, 4, 2)).real, **layers())
+    complexes = Of(lambda m, x: torch.view_as_complex(m.q(x).view(4, 6, 4, 2)).real + m.k(x).sum(), **layers())
+    for one in (model, complexes):
+        assert_same_step(one, torch.randn(4, 6, 8))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -60,7 +60,7 @@ def test_sizes_that_only_the_run_knows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Doubled(torch.Tensor):
-    """A weight that is stored as its half, and knows `F.linear` and nothing else."""
+    """A tensor that is stored as its half, and knows `F.linear` and nothing else."""
 
     half: torch.Tensor
 
@@ -81,8 +81,7 @@ class Doubled(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.linear:
-            x, weight, *bias = args
-            return F.linear(x, 2 * weight.half, *bias)
+            return F.linear(*(2 * one.half if isinstance(one, Doubled) else one for one in args))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -93,12 +92,14 @@ class Doubled(torch.Tensor):
         raise NotImplementedError(f"Doubled does not implement {function}")
 
 
-def test_weights_of_a_class_of_its_own_are_left_alone() -> None:
-    for width in (16, 65):
-        weights = [Doubled(torch.randn(width, width)) for _ in range(2)]
+@pytest.mark.parametrize("width", [16, 65])
+def test_tensors_of_a_class_of_its_own_are_left_alone(width: int) -> None:
+    x, *weights = (torch.randn(width, width) for _ in range(3))
+    for given in ((x, *map(Doubled, weights)), (Doubled(x), *weights)):
 
-        def function(x: torch.Tensor, weights: list[Doubled] = weights) -> torch.Tensor:
+        def function(x: torch.Tensor, weights: tuple[torch.Tensor, ...] = given[1:]) -> torch.Tensor:
             return F.gelu(F.linear(x, weights[0])) + F.linear(x, weights[1]).sin()
 
-        x = torch.randn(4, width)
-        torch.testing.assert_close(Rewritten(function)(x), function(x))
+        rewritten = Rewritten(function)
+        torch.testing.assert_close(rewritten(given[0]), function(given[0]))
+        assert rewritten.titles == []

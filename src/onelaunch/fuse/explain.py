@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Gro
 from onelaunch.fuse.fuse import check_model
 from onelaunch.fuse.generated import Kernel, read_kernels
 from onelaunch.fuse.graph import in_memory, module_of, name_of, operation_of, tensor_of, tensors_of
-from onelaunch.fuse.patterns import find_matches, pays
+from onelaunch.fuse.patterns import find_matches, pays, pays_on_device, pays_without_graph
 from onelaunch.fuse.patterns.pattern import Match
 from onelaunch.roofline import Cost, DeviceModel, device_model, named_device
 from onelaunch.trial_runs import copied, device_of, restored, run_once, trial_mode
@@ -62,19 +62,21 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
             raise
         measured = known_seconds(model, captured, where)
         chosen = chosen_patterns(measured) if measured else ALL
+        in_graph = not measured or not torch.is_grad_enabled()  # unmeasured: as inside `train_step`
         explanation = Explanation(type(model).__name__, model.training, roof, [], [], measured=measured)
         explanation.imagined = where.type == "cpu" and device is None
         kernels = None
         if is_read(where):
             try:
                 run = functools.partial(run_once, model=model, args=args, kwargs=kwargs)
-                kernels = read_kernels(call, run, chosen, where.type == "cuda")
+                kernels = read_kernels(call, run, chosen, in_graph, where.type == "cuda")
             except Exception as error:  # of a compiler
                 explanation.notes.append(f"predicted, since Inductor cannot compile the model: {first_line(error)}")
     explanation.read = kernels is not None
+    wanted = (pays if in_graph else pays_without_graph) if where.type == "cuda" else pays_on_device
     for number, one in enumerate(captured):
         mine = [kernel for kernel in kernels if kernel.graph == number] if kernels is not None else None
-        _add_graph(explanation, one, mine, chosen, on_cuda=where.type == "cuda")
+        _add_graph(explanation, one, mine, chosen, wanted)
         if one.break_reason and explanation.operations:
             explanation.notes.append(f"graph {number + 1} of {len(captured)} ends here: {one.break_reason}")
     if not explanation.operations:
@@ -93,8 +95,8 @@ def is_read(device: torch.device) -> bool:
 
 
 def _add_graph(
-    explanation: Explanation, captured: Captured, kernels: list[Kernel] | None, chosen: tuple[str, ...], *,
-    on_cuda: bool,
+    explanation: Explanation, captured: Captured, kernels: list[Kernel] | None, chosen: tuple[str, ...],
+    wanted: Callable[[Match], bool],
 ) -> None:  # fmt: skip
     calls = [node for node in captured.graph.nodes if node.op in ("call_function", "call_method")]
     nodes = [node for node in calls if not is_view(node) and not is_counter(node)]
@@ -105,8 +107,8 @@ def _add_graph(
         _operation(node, [index[one] for one in sources[node]], explanation.device) for node in nodes
     ]
 
-    def accepted(match: Match) -> bool:  # without CUDA the explanation is of the device it names: what would pay there
-        return match.pattern.name in chosen and (pays(match) if on_cuda else match.pattern.pays(match))
+    def accepted(match: Match) -> bool:
+        return match.pattern.name in chosen and wanted(match)
 
     ours = {match.nodes[0]: match for match in find_matches(captured.graph, accepted)}
     taken = {node for match in ours.values() for node in match.nodes}
@@ -163,8 +165,9 @@ def _reason(
     found = next((left[node] for node in unit.nodes if node in left), None)
     if found is not None and (unit.runs == LIBRARY or len(unit.nodes) == 1):
         name = found.pattern.name
-        lost = "was slower" if name in tried else "is for CUDA graphs, as of train_step"
-        return f"pattern {name} {'does not pay for this size, type or mode' if name in chosen else lost}"
+        lost = "was slower" if name in tried and name not in chosen else "is for CUDA graphs, as of train_step"
+        pays_there = found.pattern.pays(found)
+        return f"pattern {name} {lost if pays_there else 'does not pay for this size, type or mode'}"
     if read and not unit.kernels:
         return "no kernel: the compiler has removed it, or computes it inside others"
     forward = sum(not kernel.backward for kernel in unit.kernels) or 1

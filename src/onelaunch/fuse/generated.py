@@ -30,9 +30,13 @@ class Kernel:
 
 
 def read_kernels(
-    function: Callable[..., Any], run: Callable[[Callable[..., Any]], None], patterns: tuple[str, ...], on_cuda: bool
-) -> list[Kernel]:
-    """The kernels in the order in which they are launched. `run` calls a function as the model will be called."""
+    function: Callable[..., Any], run: Callable[[Callable[..., Any]], None], patterns: tuple[str, ...],
+    in_graph: bool, on_cuda: bool,
+) -> list[Kernel]:  # fmt: skip
+    """The kernels in the order in which they are launched. `run` calls a function as the model will be called.
+
+    in_graph: with the patterns that are used inside a CUDA graph.
+    """
     found: list[Kernel] = []
     numbers = itertools.count()
 
@@ -45,7 +49,7 @@ def read_kernels(
             return nodes
 
         options = {"_post_fusion_custom_pass": record, "fx_graph_cache": False}  # a cached graph is not scheduled again
-        return onelaunch(gm, example_inputs, options=options, patterns=patterns, captured=True)
+        return onelaunch(gm, example_inputs, options=options, patterns=patterns, captured=in_graph)
 
     with importlib.import_module("torch._functorch.config").patch(enable_autograd_cache=False):
         compiled = torch.compile(own_code(function), backend=backend, dynamic=False)

@@ -226,10 +226,12 @@ def in_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_layer(operation: Operation) -> bool:
     """Whether the weight is a matrix and the bias a vector of one number per output, as `ol.linear` takes them."""
-    weight, bias, output = map(tensor_of, (operation.arguments["weight"], operation.arguments["bias"], operation.node))
-    if weight is None or output is None or weight.dim() != 2 or output.dim() < 1:
+    given = operation.arguments
+    tensors = map(tensor_of, (given["input"], given["weight"], given["bias"], operation.node))
+    x, weight, bias, output = tensors
+    if x is None or weight is None or output is None or weight.dim() != 2 or output.dim() < 1:
         return False
-    return operation.arguments["bias"] is None or (bias is not None and bias.shape == output.shape[-1:])
+    return given["bias"] is None or (bias is not None and bias.shape == output.shape[-1:])
 
 
 def storages_of(*nodes: Any) -> set[int]:

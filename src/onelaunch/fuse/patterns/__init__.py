@@ -54,8 +54,13 @@ def find_matches(graph: fx.Graph, accepted: Callable[[Match], bool] = lambda mat
     return found
 
 
+def pays_on_device(match: Match) -> bool:
+    """Whether a match would pay on a CUDA device."""
+    return match.pattern.pays(match)
+
+
 def pays(match: Match) -> bool:
-    return is_on_cuda(match) and match.pattern.pays(match)
+    return is_on_cuda(match) and pays_on_device(match)
 
 
 def pays_without_graph(match: Match) -> bool:

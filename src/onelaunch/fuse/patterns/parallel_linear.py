@@ -15,6 +15,7 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import (
     Operation,
+    are_constants,
     is_layer,
     memory_written_by,
     number_of_values,
@@ -103,7 +104,7 @@ def _is_plain(operation: Operation) -> bool:
     tensors = operation.arguments["weight"], operation.arguments["bias"]
     if any(one is not None and one.op not in ("placeholder", "get_attr") for one in tensors):
         return False
-    return isinstance(operation.arguments["input"], fx.Node) and may_be_sliced(operation.node)
+    return are_constants(*_shape(tensors[0])) and may_be_sliced(operation.node)
 
 
 def _alike(one: Operation, other: Operation) -> bool:
