@@ -14,6 +14,8 @@ from torch import nn
 
 import onelaunch as ol
 from onelaunch.fuse import backend
+from onelaunch.step.capturable_optimizer import CapturableOptimizer
+from onelaunch.step.train_step import TrainStep
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
 from tests.step.loops import batches, network, plain_losses
@@ -161,6 +163,24 @@ def test_max_autotune_is_passed_on_without_graphs_of_its_own(
     (patches,) = given
     assert patches.get("max_autotune", False) is autotuned
     assert not patches.get("triton.cudagraphs", False)
+
+
+@pytest.mark.parametrize("reason", ["", "a reason"])
+def test_recorded_steps_use_ops_of_ours_at_any_size(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CUDA device: operation by operation, small ones would cost the host more than they save."""
+    given: list[bool] = []
+
+    def spied(*args: Any, in_graph: bool, **options: Any) -> Any:
+        given.append(in_graph)
+        return []
+
+    monkeypatch.setattr(backend, "rewrite", spied)
+    monkeypatch.setattr(TrainStep, "_uncapturable_reason", lambda self, capture: reason)
+    monkeypatch.setattr(CapturableOptimizer, "prepare", lambda self: None)
+    model, (data, *_) = network(), batches(1)
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    step._forward(data, {})
+    assert given == [not reason]
 
 
 def test_a_partial_batch_on_a_cpu_compiles_nothing() -> None:
