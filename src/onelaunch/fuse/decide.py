@@ -135,8 +135,12 @@ def fastest(times: dict[str, float]) -> str:
 
 def chosen_patterns(times: dict[str, float]) -> Patterns:
     """The patterns of the fastest candidate; none for an uncompiled one."""
-    names = fastest(times).removesuffix(RECORDED).split(" + ")
-    return tuple(name for name in names if name in BY_NAME)
+    return patterns_in(fastest(times))
+
+
+def patterns_in(candidate: str) -> Patterns:
+    """The patterns in the name of a candidate."""
+    return tuple(name for name in candidate.removesuffix(RECORDED).split(" + ") if name in BY_NAME)
 
 
 def graph_key(model: nn.Module, captured: list[Captured]) -> str:

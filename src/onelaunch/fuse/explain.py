@@ -15,7 +15,7 @@ from onelaunch.errors import OnelaunchError, abbreviate_list, first_line
 from onelaunch.fuse.backend import no_code_generator_reason
 from onelaunch.fuse.captured import Captured, capture_graphs, uncompiled_call
 from onelaunch.fuse.costs import fused_cost, is_counter, is_library_call, is_view, unfused_cost
-from onelaunch.fuse.decide import ALL, RECORDED, chosen_patterns, known_seconds
+from onelaunch.fuse.decide import ALL, chosen_patterns, known_seconds, patterns_in
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
 from onelaunch.fuse.generated import Kernel, read_kernels
@@ -120,7 +120,7 @@ def _add_graph(
         for cluster in _inductor_kernels([node for node in nodes if node not in taken], taken):
             units.append(Unit(LIBRARY if is_library_call(cluster[0]) else INDUCTOR, cluster, []))
     runs = {node: unit.runs for unit in units for node in unit.nodes}
-    tried = {name for names in explanation.measured for name in names.removesuffix(RECORDED).split(" + ")}
+    tried = {name for candidate in explanation.measured for name in patterns_in(candidate)}
     for unit in sorted(units, key=lambda unit: index[unit.nodes[0]]):
         match = ours.get(unit.nodes[0]) if unit.runs == OURS else None
         reason = f"pattern {match.pattern.name}" if match is not None else ""
@@ -166,8 +166,7 @@ def _reason(
     if found is not None and (unit.runs == LIBRARY or len(unit.nodes) == 1):
         name = found.pattern.name
         lost = "was slower" if name in tried and name not in chosen else "is for CUDA graphs, as of train_step"
-        pays_there = found.pattern.pays(found)
-        return f"pattern {name} {lost if pays_there else 'does not pay for this size, type or mode'}"
+        return f"pattern {name} {lost if pays_on_device(found) else 'does not pay for this size, type or mode'}"
     if read and not unit.kernels:
         return "no kernel: the compiler has removed it, or computes it inside others"
     forward = sum(not kernel.backward for kernel in unit.kernels) or 1

@@ -7,7 +7,7 @@ import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,7 +236,11 @@ def is_layer(operation: Operation) -> bool:
 
 def storages_of(*nodes: Any) -> set[int]:
     """The memory of the tensors that these nodes are or return, as numbers: views of one tensor have the same."""
-    return {in_memory(tensor).untyped_storage()._cdata for tensor in tensors_of(*nodes)}
+    return memory_of(tensors_of(*nodes))
+
+
+def memory_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {in_memory(tensor).untyped_storage()._cdata for tensor in tensors}
 
 
 @functools.cache
@@ -279,6 +283,15 @@ def memory_written_by(node: fx.Node) -> set[int]:
     written = written_by(node)
     node.meta[CHANGES_NOTHING] = not written
     return storages_of(*written)
+
+
+def is_written_after(node: fx.Node, memory: set[int]) -> bool:
+    """Whether an operation after `node` changes this memory in place."""
+    while node.op != "output":
+        node = node.next
+        if memory_written_by(node) & memory:
+            return True
+    return False
 
 
 def is_of_torch(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from onelaunch.fuse.graph import is_of_torch, memory_written_by, name_of, storages_of, tensor_of
+from onelaunch.fuse.graph import is_of_torch, memory_of, memory_written_by, name_of, storages_of, tensor_of
 from onelaunch.loggers import logging_from
 
 READS_MEMORY = re.compile("strid|storage|data_ptr|contiguous_|is_contiguous|dlpack|nested|_data_attr|resize|numpy")
@@ -40,7 +40,7 @@ def _may_be_sliced(node: fx.Node) -> bool:
             width = result.shape[-1]
             around = result[..., :1], result[..., : 2 - width % 2]
             columns = torch.cat([around[0], result, around[1]], -1).narrow(-1, 1, width)
-            return _compute_the_same(node, columns, storages_of(node) | _memory_of(columns))
+            return _compute_the_same(node, columns, storages_of(node) | memory_of([columns]))
     except Exception:  # whatever PyTorch raises: a view that is not possible, a size that is not known
         return False
 
@@ -73,7 +73,8 @@ def _compute_the_same(node: fx.Node, columns: torch.Tensor, memory: set[int]) ->
         function: Any = getattr(torch.Tensor, name_of(node)) if node.op == "call_method" else node.target
         value = function(*args, **kwargs)
         captured = storages_of(node)
-        if (captured | _memory_of(value)) & memory:  # a view, or a dropout that drops nothing and returns its input
+        made = memory_of(one for one in torch.utils._pytree.tree_leaves(value) if isinstance(one, torch.Tensor))
+        if (captured | made) & memory:  # a view, or a dropout that drops nothing and returns its input
             values[node] = value
             memory |= captured
             waiting.update(node.users)
@@ -88,11 +89,6 @@ def _without_messages() -> Iterator[None]:
     with logging_from(logging.CRITICAL, "torch._subclasses.fake_tensor"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _memory_of(value: Any) -> set[int]:
-    leaves = torch.utils._pytree.tree_leaves(value)
-    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
 
 
 def _have_strides(value: Any, captured: Any) -> bool:

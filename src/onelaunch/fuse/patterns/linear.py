@@ -16,7 +16,7 @@ from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import (
     Operation,
     is_layer,
-    memory_written_by,
+    is_written_after,
     next_operation,
     operation_of,
     storages_of,
@@ -37,7 +37,10 @@ class LinearActivationDropout:
         if operation is None or operation.name != "linear" or not is_layer(operation):
             return None
         nodes, activation, p = _epilogue(node)
-        if not nodes or (backward_needs(activation, p) == "output" and _is_changed_later(nodes[-1])):
+        # No operation may change in place what is saved for the backward pass.
+        if not nodes or (
+            backward_needs(activation, p) == "output" and is_written_after(nodes[-1], storages_of(nodes[-1]))
+        ):
             return None
         parts = ["linear", *([activation] if activation else []), *(["dropout"] if p else [])]
         arguments = {**operation.arguments, "activation": activation, "p": p, "parts": parts}
@@ -89,13 +92,3 @@ def is_gate(result: fx.Node) -> bool:
     activation there (a Llama-like model: 16.5 ms, with the pattern 17.1 and 400 MB more).
     """
     return all(user.target in (operator.mul, torch.mul, "mul") for user in result.users)
-
-
-def _is_changed_later(result: fx.Node) -> bool:
-    """Whether a later operation changes this value or a view of it, as no value may be that is saved for the backward pass."""
-    memory, node = storages_of(result), result.next
-    while node.op != "output":
-        if memory_written_by(node) & memory:
-            return True
-        node = node.next
-    return False

@@ -17,7 +17,7 @@ from onelaunch.fuse.graph import (
     Operation,
     are_constants,
     is_layer,
-    memory_written_by,
+    is_written_after,
     number_of_values,
     operation_of,
     storages_of,
@@ -48,7 +48,10 @@ class ParallelLinear:
         source = operation.arguments["input"]
         layers = [one for one in map(operation_of, source.users) if one is not None and _is_plain(one)]
         layers = [one for one in layers if _alike(one, operation)]
-        if len(layers) < 2 or _inputs_change([one.node for one in layers]):
+        if len(layers) < 2:
+            return None
+        read = storages_of(*(one for layer in layers for one in layer.node.all_input_nodes))
+        if is_written_after(layers[0].node, read):
             return None
         arguments = {
             "input": source, "weights": tuple(one.arguments["weight"] for one in layers),
@@ -129,14 +132,3 @@ def _reaches_gradients(node: fx.Node) -> bool:
             if one.op == "output" or (one in reaching and any(tensor.requires_grad for tensor in tensors_of(one))):
                 ways.add(one)
     return node in meta[REACHING]
-
-
-def _inputs_change(layers: list[fx.Node]) -> bool:
-    """Whether what the layers read is changed in place after the first of them."""
-    inputs = storages_of(*(source for layer in layers for source in layer.all_input_nodes))
-    node = layers[0]
-    while node.op != "output":
-        if memory_written_by(node) & inputs:
-            return True
-        node = node.next
-    return False
