@@ -240,3 +240,16 @@ class TestOnAHopper:
             call = Call(x, w, bias, torch.empty(m, n, device="cuda", dtype=x.dtype), None, None, "silu", 0.0, NO_KEY)
             names = [candidate.name for candidate in candidates(call)]
             assert [tile for tile in TILES if str(tile) in names] == expected
+            assert any(name.startswith("triton") for name in names) == (not expected)
+
+    def test_dropout_on_large_outputs_is_a_pass_of_its_own_without_measuring(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from onelaunch.kernels.dropout_key import NO_KEY
+        from onelaunch.ops import linear_choice
+
+        monkeypatch.setattr(linear_choice, "time_implementations", lambda *_: pytest.fail("measured"))
+        x, w, bias = operands(4096, 256, 512, torch.bfloat16)
+        y, keep = torch.empty(4096, 512, device="cuda", dtype=x.dtype), torch.empty(4096 * 64, device="cuda").byte()
+        call = linear_choice.Call(x, w, bias, y, None, keep, "relu", 0.5, NO_KEY)
+        assert linear_choice.choose_implementation(call) is linear_choice.LIBRARY
