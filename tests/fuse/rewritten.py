@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume
 from torch import fx, nn
 
-from onelaunch.fuse.captured import own_code
+from onelaunch.fuse.captured import capture_graphs, own_code
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.fuse.patterns.pattern import Match
 from tests.conftest import TOLERANCE
@@ -87,3 +87,9 @@ class Of(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(self, x)
+
+
+def nodes_of(function: Any, *args: Any) -> list[fx.Node]:
+    """The operations that Dynamo captures of a function without graph breaks."""
+    (captured,) = capture_graphs(function, args, {})
+    return [node for node in captured.graph.nodes if node.op in ("call_function", "call_method")]

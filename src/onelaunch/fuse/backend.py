@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch._functorch.config
 from torch import fx
 
-from onelaunch.fuse.graph import memory_written_by, name_of, storages_of, tensor_of
+from onelaunch.fuse.graph import name_of, tensor_of
+from onelaunch.fuse.memory import memory_written_by, storages_of
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.recorded_call import RecordedCall, is_fixed
 

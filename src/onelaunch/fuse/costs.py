@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onelaunch.fuse.graph import in_memory, storages_of, tensor_of, tensors_of, written_by
+from onelaunch.fuse.graph import tensor_of, tensors_of
+from onelaunch.fuse.memory import in_memory, storages_of, written_by
 from onelaunch.roofline import Cost
 
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, operator.matmul, torch.einsum)

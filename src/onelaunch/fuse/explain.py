@@ -19,7 +19,8 @@ from onelaunch.fuse.decide import ALL, chosen_patterns, known_seconds, patterns_
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
 from onelaunch.fuse.generated import Kernel, read_kernels
-from onelaunch.fuse.graph import in_memory, module_of, name_of, operation_of, tensor_of, tensors_of
+from onelaunch.fuse.graph import module_of, name_of, operation_of, tensor_of, tensors_of
+from onelaunch.fuse.memory import in_memory
 from onelaunch.fuse.patterns import find_matches, pays, pays_on_device, pays_without_graph
 from onelaunch.fuse.patterns.pattern import Match
 from onelaunch.roofline import Cost, DeviceModel, device_model, named_device

@@ -15,7 +15,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from onelaunch.fuse.graph import is_of_torch, memory_of, memory_written_by, name_of, storages_of, tensor_of
+from onelaunch.fuse.graph import name_of, tensor_of
+from onelaunch.fuse.memory import is_of_torch, memory_of, memory_written_by, storages_of
 from onelaunch.loggers import logging_from
 
 READS_MEMORY = re.compile("strid|storage|data_ptr|contiguous_|is_contiguous|dlpack|nested|_data_attr|resize|numpy")

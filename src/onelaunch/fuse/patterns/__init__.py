@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from onelaunch.fuse.graph import memory_written_by, number_of_values, storages_of, tensor_of
+from onelaunch.fuse.graph import number_of_values, tensor_of
+from onelaunch.fuse.memory import memory_written_by, storages_of
 from onelaunch.fuse.modes import mark_modes, share_mode
 from onelaunch.fuse.patterns.activation_dropout import ReluDropout
 from onelaunch.fuse.patterns.aligned_linear import AlignedLinear

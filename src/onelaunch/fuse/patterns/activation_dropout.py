@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from onelaunch.fuse.costs import is_library_call, size_of
-from onelaunch.fuse.graph import next_operation, operation_of, tensor_of, written_by
+from onelaunch.fuse.graph import next_operation, operation_of, tensor_of
+from onelaunch.fuse.memory import written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops import relu_dropout
 from onelaunch.roofline import Cost

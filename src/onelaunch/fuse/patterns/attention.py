@@ -14,7 +14,8 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onelaunch.fuse.costs import flops_of, size_of
-from onelaunch.fuse.graph import memory_written_by, name_of, storages_of, tensor_of, value_of, written_by
+from onelaunch.fuse.graph import name_of, tensor_of, value_of
+from onelaunch.fuse.memory import memory_written_by, storages_of, written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated
 from onelaunch.roofline import Cost
 

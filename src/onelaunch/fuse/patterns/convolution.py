@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from onelaunch.fuse.costs import flops_of, size_of
-from onelaunch.fuse.graph import addition, are_constants, name_of, next_operation, operation_of, sole_user, tensor_of
+from onelaunch.fuse.graph import are_constants, name_of, next_operation, operation_of, sole_user, tensor_of
+from onelaunch.fuse.memory import written_by
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops.conv_batch_norm_relu import conv_batch_norm_relu
 from onelaunch.roofline import Cost
@@ -29,7 +30,7 @@ class ConvolutionBatchNormRelu:
             return None
         last, chain, residual = norm.node, [node, norm.node], None
         user = sole_user(last)
-        added = addition(user, last)
+        added = _addition(user, last)
         types = {one.dtype for one in map(tensor_of, added or ()) if one is not None}
         if user is not None and added is not None and len(types) == 1:
             last, residual = user, added[1]
@@ -66,3 +67,17 @@ class ConvolutionBatchNormRelu:
             return False
         aligned = weight.shape[0] % CHANNEL_MULTIPLE == 0 and weight.shape[1] % CHANNEL_MULTIPLE == 0
         return aligned and output.is_contiguous(memory_format=torch.channels_last) and served(match.nodes[-1])
+
+
+def _addition(node: fx.Node | None, source: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """The two tensors of one shape that `node` adds, `source` first; None if it does something else, or changes another."""
+    operation = operation_of(node) if node is not None else None
+    if operation is None or operation.name != "add" or operation.arguments.get("alpha", 1) != 1:
+        return None
+    one, two = operation.arguments["input"], operation.arguments["other"]
+    if two is source:
+        one, two = two, one
+    first, second, made = map(tensor_of, (one, two, node))
+    if first is None or second is None or made is None or not first.shape == second.shape == made.shape:
+        return None
+    return (one, two) if two is not source and written_by(operation.node) in ([], [source]) else None

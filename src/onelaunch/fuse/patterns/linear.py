@@ -13,16 +13,9 @@ from torch import fx
 
 from onelaunch.activations import saves_input
 from onelaunch.fuse.costs import size_of
-from onelaunch.fuse.graph import (
-    Operation,
-    is_layer,
-    is_written_after,
-    next_operation,
-    operation_of,
-    storages_of,
-    tensor_of,
-)
+from onelaunch.fuse.graph import Operation, is_layer, next_operation, operation_of, tensor_of
 from onelaunch.fuse.handwritten import handwritten_activation
+from onelaunch.fuse.memory import is_written_after, storages_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops import linear
 from onelaunch.ops.linear_reference import backward_needs

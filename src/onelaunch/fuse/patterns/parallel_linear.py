@@ -17,13 +17,12 @@ from onelaunch.fuse.graph import (
     Operation,
     are_constants,
     is_layer,
-    is_written_after,
     number_of_values,
     operation_of,
-    storages_of,
     tensor_of,
     tensors_of,
 )
+from onelaunch.fuse.memory import is_written_after, storages_of
 from onelaunch.fuse.modes import share_mode
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
 from onelaunch.fuse.strides import may_be_sliced
