@@ -130,7 +130,7 @@ def test_outside_a_graph_small_results_take_no_op_of_ours(
     assert found == replaced
 
 
-def test_kernels_are_combined_in_convolutional_networks_without_random_numbers() -> None:
+def test_kernels_are_combined_in_convolutional_networks_of_measured_layers() -> None:
     def graph(*layers: nn.Module) -> fx.Graph:
         found: list[fx.Graph] = []
 
@@ -141,7 +141,10 @@ def test_kernels_are_combined_in_convolutional_networks_without_random_numbers()
         torch.compile(nn.Sequential(*layers), backend=keep)(torch.randn(2, 3, 8, 8))
         return found[0]
 
-    assert backend.combines(graph(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    plain = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    assert backend.combines(graph(*plain, nn.Linear(4, 2)))
+    assert not backend.combines(graph(*plain, nn.Linear(4, 2), nn.Sigmoid()))
+    assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU()))
     assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.Dropout(0.1)))
     assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)))
     assert not backend.combines(graph(nn.Flatten(), nn.Linear(192, 3)))
