@@ -6,8 +6,10 @@ first line of what PyTorch then says is shown.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -61,7 +63,7 @@ def require_possible(
         with restored(model), trial_mode(model, args, kwargs):
             function(*mine, **mine_by_name)
     except Exception as error:
-        if type(error) not in PYTORCHS or is_out_of_memory(error):
+        if type(error) not in PYTORCHS or is_out_of_memory(error) or _is_raised_by_model(error):
             raise
         given = ", ".join(
             [*map(describe_input, args), *(f"{name}={describe_input(value)}" for name, value in kwargs.items())]
@@ -72,6 +74,16 @@ def require_possible(
         raise OnelaunchError(
             f"{caller}({given}) is not possible: {said}: check these shapes, types and values{tensors}"
         ) from error
+
+
+def _is_raised_by_model(error: Exception) -> bool:
+    """Whether a `raise` outside of PyTorch made it: the model's own message, which its callers may expect."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None or Path(place.tb_frame.f_code.co_filename).is_relative_to(Path(torch.__file__).parent):
+        return False
+    return dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
 
 
 def describe_input(value: Any) -> str:

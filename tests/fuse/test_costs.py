@@ -30,6 +30,13 @@ def test_views_cost_nothing() -> None:
     assert unfused_cost(nodes["t"]) == Cost()
 
 
+def test_dropout_in_evaluation_costs_nothing() -> None:
+    (evaluated,) = nodes_of(lambda x: F.dropout(x, 0.5, training=False), torch.randn(4)).values()
+    (trained,) = nodes_of(lambda x: F.dropout(x, 0.5), torch.randn(4)).values()
+    assert unfused_cost(evaluated) == Cost()
+    assert unfused_cost(trained).launches == 1
+
+
 def test_counters_are_no_operation() -> None:
     count = torch.tensor(0)
     nodes = nodes_of(lambda x: (count.add_(1), x + 1)[1], torch.randn(3))

@@ -141,8 +141,34 @@ def test_compiling_for_a_cpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
             step(x, y)
     messages = [record.getMessage() for record in caplog.records if record.name == "onelaunch"]
     assert len(messages) == 1
-    assert messages[0].startswith("train_step: compiling the step for the CPU with the C++ compiler takes seconds")
+    assert messages[0].startswith("train_step: compiling the step for the CPU takes seconds, minutes for a large model")
     assert messages[0].endswith("compile=False starts at once")
+
+
+def test_where_the_compiler_fails_steps_run_uncompiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a file in Inductor's cache that was cut short when a process was killed."""
+
+    def fails(*_: Any) -> Any:
+        raise ImportError("main.so: file too short")
+
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr(backend, "_inductor", fails)
+    model, data = network(), batches(3)
+    other = copy.deepcopy(model)
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = [float(step(x, y)) for x, y in data]
+    assert_same_course(losses, plain_losses(other, torch.optim.SGD(other.parameters(), lr=0.1), data), LOSS_TOLERANCE)
+    messages = [record.getMessage() for record in caplog.records if "compiler failed" in record.getMessage()]
+    assert len(messages) == 1
+    assert "file too short" in messages[0]
+
+
+def test_what_a_step_says_of_itself() -> None:
+    model = network()
+    step = ol.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert repr(step).startswith("TrainStep(Sequential, None, SGD; not recorded: the model is on cpu")
 
 
 @pytest.mark.parametrize(("compile", "autotuned"), [(True, False), ("max-autotune", True)])

@@ -173,6 +173,10 @@ WRONG = {
         r"step\(float32\[12, 8\], int64\[5\]\) is not possible: Expected input batch_size",
     ),
     "label": (lambda x, y: (x, y + 4), r"step\(.*\) is not possible: Target \d is out of bounds: check these shapes"),
+    "batch": (
+        lambda x, y: ((x, y),),
+        r"step has no target: pass the parts of a batch one by one, as in step\(\*batch\)",
+    ),
     "lists": (lambda x, y: (x.tolist(), y.tolist()), r"step\(list, list\) has no tensors: pass tensors, as in"),
 }
 
@@ -186,6 +190,32 @@ def test_wrong_inputs_of_a_step_in_one_line(name: str, compile: bool, caplog: py
     with pytest.raises(ol.OnelaunchError, match=f"^{message}[^\n]*$"):
         step(*made(x, y))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert torch.isfinite(step(x, y))
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_names_of_a_step_in_one_line(compile: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            if mask is not None:
+                raise RuntimeError("own words")
+            return self.layer(x)
+
+    model = Masked()
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), compile=compile)
+    (x, y), *_ = batches(1)
+    with pytest.raises(
+        TypeError, match=r"^step has no argument 'target'[^\n]*; the target is the last argument, without a name$"
+    ):
+        step(x, target=y)
+    with pytest.raises(ol.OnelaunchError, match=r"[^\n]*forward has no argument 'msk'; did you mean 'mask'\?$"):
+        step({"x": x, "msk": x}, y)
+    with pytest.raises(RuntimeError, match=r"^own words$"):  # the model's own exception keeps its type
+        step(x, x, y)
     assert torch.isfinite(step(x, y))
 
 
@@ -226,3 +256,14 @@ def test_a_dict_that_was_passed_by_name_is_said_to_be(compile: bool) -> None:
         step({"x": x}, y)
     with pytest.raises(ol.OnelaunchError, match=r"is not possible: Target \d is out of bounds[^\n;]*$"):
         step({"x": {"x": x}}, y + 4)
+
+
+def test_what_cannot_be_trained() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ol.OnelaunchError, match=r"^model=ReLU has no parameters"):
+        ol.train_step(nn.ReLU(), F.cross_entropy, optimizer)
+    with pytest.raises(ol.OnelaunchError, match=r"^autocast=torch.float32 is not known: pass 'bf16'"):
+        ol.train_step(model, F.cross_entropy, optimizer, autocast=torch.float32)
+    with pytest.raises(ol.OnelaunchError, match=r"^loss has shape \(12, 4\): pass loss=, such as"):
+        ol.train_step(model, None, optimizer, compile=False)(batches(1)[0][0])

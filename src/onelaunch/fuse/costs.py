@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onelaunch.fuse.graph import tensor_of, tensors_of
+from onelaunch.fuse.graph import operation_of, tensor_of, tensors_of
 from onelaunch.fuse.memory import in_memory, storages_of, written_by
 from onelaunch.roofline import Cost
 
@@ -28,7 +28,10 @@ def is_library_call(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node moves nothing: its value is another view of its input, or no tensor."""
+    """Whether the node moves nothing: its value is another view of its input, its input itself, or no tensor."""
+    operation = operation_of(node)
+    if operation is not None and operation.name == "dropout" and operation.arguments["training"] is False:
+        return True
     if node.target is operator.getitem and tensor_of(node.args[0]) is None:
         return True  # one of several results
     if written_by(node) or is_library_call(node):

@@ -42,6 +42,8 @@ def check_arguments(
     if not any(group["params"] for group in optimizer.param_groups):
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
     owned = {id(parameter) for parameter in model.parameters()}
+    if not owned:
+        raise OnelaunchError(f"model={type(model).__name__} has no parameters: there is nothing to train")
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
         raise OnelaunchError("optimizer holds no parameter of model: pass model.parameters() to it")
     if clip_norm is not None and (
@@ -62,6 +64,21 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in others)
 
 
+def check_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_loss: bool) -> None:
+    """Raise for a call of a step without inputs, target or tensors, or where gradients are switched off."""
+    if (not args and (has_loss or not kwargs)) or (has_loss and len(args) + len(kwargs) < 2):
+        if len(args) == 1 and isinstance(args[0], tuple | list) and len(args[0]) > 1:
+            raise OnelaunchError("step has no target: pass the parts of a batch one by one, as in step(*batch)")
+        what = "target" if args else "inputs"
+        raise OnelaunchError(f"step has no {what}: pass the model's inputs and then the target, as in step(x, y)")
+    if not any(isinstance(leaf, torch.Tensor) for leaf in args) and has_loss:
+        require_tensors(args, kwargs)
+    if not torch.is_grad_enabled():
+        raise OnelaunchError(
+            "step needs gradients, but was called under torch.no_grad() or inference_mode(): call it outside"
+        )
+
+
 def require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ArgumentTypeError for lists of numbers and NumPy arrays where none of the arguments holds a tensor."""
     leaves = tree_flatten((args, kwargs))[0]
@@ -74,7 +91,7 @@ def require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 def autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype for `torch.autocast`; raises OnelaunchError for one in which it does not compute."""
-    if autocast is None or autocast in (*AUTOCAST_DTYPES.values(), torch.float32):
+    if autocast is None or (isinstance(autocast, torch.dtype) and autocast in AUTOCAST_DTYPES.values()):
         return autocast
     if not isinstance(autocast, str) or autocast not in AUTOCAST_NAMES:
         raise OnelaunchError(

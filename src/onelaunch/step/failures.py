@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from onelaunch.errors import OnelaunchError, first_line, type_and_message
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, suggest, type_and_message
 from onelaunch.step.inputs import own_loss, parameter_names, passed_by_name
-from onelaunch.wrong_inputs import require_possible
+from onelaunch.wrong_inputs import require_known_names, require_possible
 
 
 def explain_failure(
@@ -29,8 +29,13 @@ def explain_failure(
     if isinstance(error, OnelaunchError) or isinstance(model, nn.parallel.DistributedDataParallel):
         return  # a single rank would wait for the others
 
-    inputs = args if loss is None else args[:-1]
+    inputs, names = args if loss is None else args[:-1], parameter_names(model)
     in_model = True
+    try:
+        require_known_names("step", model, kwargs)
+    except ArgumentTypeError as failure:
+        hint = "" if loss is None else "; the target is the last argument, without a name"
+        raise ArgumentTypeError(f"{failure}{hint}") from error
 
     def forward_and_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal in_model
@@ -47,9 +52,35 @@ def explain_failure(
     try:
         require_possible("step", forward_and_loss, model, args, kwargs)
     except OnelaunchError as failure:
-        if not in_model or not passed_by_name(inputs, parameter_names(model)):
+        if not in_model or len(inputs) != 1 or not isinstance(inputs[0], Mapping):
             raise
-        raise OnelaunchError(f"{failure}; the dict was passed by name, as its keys are arguments of forward") from error
+        if passed_by_name(inputs, names):
+            why = "the dict was passed by name, as its keys are arguments of forward"
+        else:
+            other = next(key for key in inputs[0] if key not in names)
+            why = f"the dict was passed as one argument, as forward has no argument {other!r}{suggest(other, names)}"
+        raise OnelaunchError(f"{failure}; {why}") from error
+
+
+def require_scalar(loss: Any, has_function: bool) -> None:
+    """Raise OnelaunchError for a loss that is not a 0-d tensor with gradients; without a function it is the model's own."""
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        what = f"has shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"is a {type(loss).__name__}"
+        remedy = "return a 0-d tensor, as with reduction='mean'"
+        if not has_function:
+            remedy = "pass loss=, such as nn.CrossEntropyLoss(), or return the loss from forward"
+        raise OnelaunchError(f"loss {what}: {remedy}")
+    if not loss.requires_grad:
+        raise OnelaunchError(
+            "loss depends on no parameter that requires gradients: do not detach it, nor freeze the whole model"
+        )
+
+
+def compilers_failure(error: Exception) -> str:
+    """What Dynamo or Inductor failed with: a bug of theirs, or a broken file in their cache. Empty for other errors."""
+    if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return ""
+    return type_and_message(getattr(error, "inner_exception", error))
 
 
 def _require_tensor(output: Any, error: Exception) -> None:

@@ -1,9 +1,10 @@
-"""What a step is called with and what a model returns: the inputs of a recording, their signature, the loss."""
+"""What a step is called with and what a model returns: the inputs of a recording, their signature, the loss, its parameters."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,6 +78,20 @@ def differentiated_parameters(loss: torch.Tensor) -> Iterator[nn.Parameter]:
         if isinstance(variable, nn.Parameter):
             yield variable
         waiting += [source for source, _ in node.next_functions]
+
+
+@contextmanager
+def other_gradients_kept(loss: torch.Tensor, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """For parameters that are not the optimizer's: a recording would add to memory that their owner may release."""
+    own = {*map(id, parameters)}
+    others = {one: one.grad for one in differentiated_parameters(loss) if id(one) not in own}
+    for parameter in others:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in others.items():
+            parameter.grad = gradient
 
 
 def signature(leaf: Any) -> Any:

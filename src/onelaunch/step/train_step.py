@@ -22,12 +22,13 @@ from onelaunch.errors import OnelaunchError, first_line, require_integer
 from onelaunch.fuse import backend
 from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
-from onelaunch.step.arguments import ADVICE, MAX_AUTOTUNE, autocast_dtype, check_arguments, require_tensors
+from onelaunch.step.accumulation import Window
+from onelaunch.step.arguments import ADVICE, MAX_AUTOTUNE, autocast_dtype, check_arguments, check_call
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
-from onelaunch.step.failures import explain_failure
+from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
 from onelaunch.step.inputs import (
     Pending,
-    differentiated_parameters,
+    other_gradients_kept,
     own_loss,
     parameter_names,
     passed_by_name,
@@ -57,7 +58,8 @@ def train_step(
     or an output with the attribute or key "loss"; then all arguments of `step` go to the model.
     clip_norm: the largest global norm of the gradients, as for `torch.nn.utils.clip_grad_norm_`.
     autocast: "bf16", "fp16" or a dtype for `torch.autocast`; scaler: a `torch.amp.GradScaler` for fp16.
-    accumulate: the optimizer steps on every `accumulate`-th call, with the mean gradient of the batches since its last step.
+    accumulate: the optimizer steps on every `accumulate`-th call, with the mean gradient of the batches since its last step;
+    `step.flush()` lets it step on fewer, as at the end of an epoch.
     capture: whether the step is recorded as a CUDA graph; `step.reason` says why it is not.
     compile: whether `torch.compile` compiles the forward and backward pass, with the patterns that won on every model measured;
     "max-autotune": it also times several kernels for each product, which takes minutes.
@@ -94,6 +96,7 @@ class TrainStep:
         self._adam: AdamUpdate | None = None
         self._recordings = 0
         self._micro_step = 0
+        self._window = Window(optimizer) if self.accumulate > 1 else None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self.reason = self._uncapturable_reason(capture)
@@ -117,16 +120,11 @@ class TrainStep:
             distinct = len({*map(id, args)}) == len(args)  # one tensor as two arguments has a recording of its own
             if ring is not None and distinct and ring.takes(args) and self._capturable.ready():
                 return latest.replay(args)
-        if (not args and (self.loss is not None or not kwargs)) or (
-            self.loss is not None and len(args) + len(kwargs) < 2
-        ):
-            what = "target" if args else "inputs"
-            raise OnelaunchError(f"step has no {what}: pass the model's inputs and then the target, as in step(x, y)")
-        if not any(isinstance(leaf, torch.Tensor) for leaf in args) and self.loss is not None:
-            require_tensors(args, kwargs)
-        if not torch.is_grad_enabled():
+        check_call(args, kwargs, self.loss is not None)
+        if self._micro_step and self._window is not None and self._window.is_broken():
+            self._micro_step = 0
             raise OnelaunchError(
-                "step needs gradients, but was called under torch.no_grad() or inference_mode(): call it outside"
+                f"optimizer.step() was called between the {self.accumulate} batches of accumulate: call step.flush() instead"
             )
         if not self._started:
             self._started = True
@@ -140,6 +138,23 @@ class TrainStep:
             loss = self._record_or_replay(args, kwargs, update)
         self._micro_step = 0 if update else self._micro_step + 1
         return loss
+
+    def flush(self) -> None:
+        """Let the optimizer step now if batches wait for it (`accumulate`), with their mean gradient."""
+        if not self._micro_step:
+            return
+        if not self.reason:
+            self._capturable.upload_rates()
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        with torch.no_grad(), self._eager():
+            torch._foreach_mul_(gradients, self.accumulate / self._micro_step)
+            self._update()
+        self._micro_step = 0
+
+    def __repr__(self) -> str:
+        loss = getattr(self.loss, "__name__", None if self.loss is None else type(self.loss).__name__)
+        runs = f"not recorded: {self.reason}" if self.reason else f"{len(self._recorded)} recorded"
+        return f"TrainStep({type(self.model).__name__}, {loss}, {type(self.optimizer).__name__}; {runs})"
 
     def _record_or_replay(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         leaves, structure = tree_flatten((args, kwargs))
@@ -161,7 +176,7 @@ class TrainStep:
             pending.calls += 1
             recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS and not self.reason else None
             if recorded is None:
-                with self._capturable.rates_on_device(), self._own_stream():
+                with self._eager():
                     pending.loss = self._run(pending.args, pending.kwargs, update)
                 return pending.loss
             self._recorded[key] = recorded
@@ -191,20 +206,19 @@ class TrainStep:
             try:
                 loss = self._forward(args, kwargs)
             except Exception as error:
-                if not self._is_recording():
-                    explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
-                raise
-        if not isinstance(loss, torch.Tensor) or loss.dim():
-            what = f"has shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"is a {type(loss).__name__}"
-            raise OnelaunchError(f"loss {what}: return a 0-d tensor, as with reduction='mean'")
-        if not loss.requires_grad:
-            raise OnelaunchError(
-                "loss depends on no parameter that requires gradients: do not detach it, nor freeze the whole model"
-            )
+                if self._is_recording():
+                    raise
+                explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
+                if not (reason := compilers_failure(error)):
+                    raise
+                log.warning("train_step: steps are not compiled, as the compiler failed: %s", reason)
+                self._forward = self._forward_and_loss
+                loss = self._forward(args, kwargs)
+        require_scalar(loss, self.loss is not None)
         scaled = loss / self.accumulate if self.accumulate > 1 else loss
         self._release_workspaces()
         try:
-            with self._other_gradients_kept(loss):
+            with other_gradients_kept(loss, self.parameters):
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
             if update:
                 self._update()
@@ -219,19 +233,6 @@ class TrainStep:
         """Before each pass: autograd's thread has a cuBLAS workspace of its own, and a recording would hold both of 32 MiB."""
         if not self.reason:
             clear_workspaces()
-
-    @contextmanager
-    def _other_gradients_kept(self, loss: torch.Tensor) -> Iterator[None]:
-        """For parameters that are not the optimizer's: a recording would add to memory that their owner may release."""
-        own = {*map(id, self.parameters)}
-        others = {one: one.grad for one in differentiated_parameters(loss) if id(one) not in own}
-        for parameter in others:
-            parameter.grad = None
-        try:
-            yield
-        finally:
-            for parameter, gradient in others.items():
-                parameter.grad = gradient
 
     def _is_recording(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -262,12 +263,23 @@ class TrainStep:
         """Before the first call of those that the optimizer steps for: a backward pass elsewhere may have left gradients."""
         if self._micro_step == 0:
             self._zero_gradients()
+            if self._window is not None:
+                self._window.begin()
 
     def _zero_gradients(self) -> None:
         """With accumulation every recording adds to the same memory, so it is zeroed instead of released."""
         self.optimizer.zero_grad(set_to_none=self.accumulate == 1 or bool(self.reason))
 
     # Recording.
+
+    @contextmanager
+    def _eager(self) -> Iterator[None]:
+        """What runs operation by operation between recorded steps: the rate on the device, and our own stream."""
+        if self.reason:
+            yield
+        else:
+            with self._capturable.rates_on_device(), self._own_stream():
+                yield
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:

@@ -1,0 +1,97 @@
+"""Gradients of several batches for one step of the optimizer: windows that are cut short, and those that others break."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import onelaunch as ol
+from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+from tests.reference import assert_same_course, assert_same_weights
+from tests.step.loops import batches, network
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(autouse=True)
+def patched(no_code: None) -> None:
+    """Without code generation."""
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_flush_steps_with_the_mean_of_the_batches_that_wait(device: str, clip: float | None) -> None:
+    """Five batches per epoch in windows of three: the last two of an epoch have a step of their own."""
+    model, epochs = network(device), [batches(5, device) for _ in range(5)]
+    other = copy.deepcopy(model)
+    optimizers = [torch.optim.Adam(one.parameters(), lr=0.01) for one in (model, other)]
+    mine, theirs = (torch.optim.lr_scheduler.ExponentialLR(one, 0.8) for one in optimizers)
+    step = ol.train_step(model, F.cross_entropy, optimizers[0], accumulate=3, clip_norm=clip)
+    losses, expected = [], []
+    for data in epochs:
+        losses += [float(step(x, y)) for x, y in data]
+        step.flush()
+        step.flush()  # nothing waits
+        mine.step()
+        for window in (data[:3], data[3:]):
+            for x, y in window:
+                loss = F.cross_entropy(other(x), y)
+                (loss / len(window)).backward()
+                expected.append(loss.item())
+            if clip is not None:
+                nn.utils.clip_grad_norm_(other.parameters(), clip)
+            optimizers[1].step()
+            optimizers[1].zero_grad()
+        theirs.step()
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+    assert_same_weights(model, other, WEIGHT_TOLERANCE)
+
+
+def test_flush_without_accumulation_does_nothing() -> None:
+    model = network()
+    before = copy.deepcopy(model)
+    ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1)).flush()
+    assert_same_weights(model, before, 0.0)
+
+
+def test_a_step_of_the_optimizer_within_a_window_is_refused_once() -> None:
+    model, (x, y) = network(), batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=2, compile=False)
+    optimizer.step()  # between two windows it is the user's affair
+    step(x, y)
+    optimizer.step()
+    with pytest.raises(ol.OnelaunchError, match=r"^optimizer.step\(\) was called between the 2 batches [^\n]*flush"):
+        step(x, y)
+    other = copy.deepcopy(model)
+    step(x, y)
+    step(x, y)
+    F.cross_entropy(other(x), y).backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    assert_same_weights(model, other, WEIGHT_TOLERANCE)
+
+
+def test_two_accumulating_steps_of_one_optimizer_are_refused() -> None:
+    model, (x, y) = network(), batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    one, two = (ol.train_step(model, F.cross_entropy, optimizer, accumulate=n, compile=False) for n in (3, 2))
+    for step in (one, two, one, two):
+        step(x, y)
+    with pytest.raises(ol.OnelaunchError, match="between the 3 batches"):
+        one(x, y)
+
+
+def test_the_optimizer_does_not_keep_a_step_alive() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = weakref.ref(ol.train_step(model, F.cross_entropy, optimizer, accumulate=2, compile=False))
+    gc.collect()
+    assert step() is None
+    optimizer.step()
