@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 import onelaunch as ol
 from onelaunch.fuse.explain import _sources
@@ -297,3 +298,43 @@ def test_sources_through_many_views() -> None:
         node = graph.call_method("view_as", (node, graph.call_method("view", (node, 24))))
     assert _sources(node, Looked({one: 0, two: 1})) == [one, two]
     assert _sources(graph.call_method("view_as", (two, node)), Looked({one: 0, two: 1})) == [two, one]
+
+
+def test_checkpointed_blocks_are_shown_and_have_no_patterns() -> None:
+    class Block(nn.Module):
+        def __init__(self, checkpointed: bool) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+            self.checkpointed = checkpointed
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            inner = checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
+            return x + inner
+
+    with_it, without = (ol.explain(Block(on), torch.randn(4096, 512)) for on in (True, False))
+    assert [operation.name for operation in with_it.operations] == ["linear", "gelu", "linear", "add"]
+    assert with_it.before == without.before == with_it.after
+    assert sum("is not used in checkpointed blocks" in group.reason for group in with_it.groups) == 2
+    assert "the second forward pass of checkpointed blocks is not counted" in with_it.notes
+
+
+def test_parts_that_are_not_captured_are_named() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.loops, self.unused = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return excluded(self.loops, x) + 1
+
+    @torch.compiler.disable
+    def excluded(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return module(x)
+
+    (note,) = [note for note in ol.explain(Sometimes(), torch.randn(3, 4)).notes if note.startswith("not captured")]
+    assert note == "not captured, and not shown (a function is excluded by torch.compiler.disable): loops, unused"
+    plain = nn.Sequential(nn.Linear(4, 4))
+    plain.unused = nn.Linear(4, 4)
+    plain.forward = plain[0].forward  # type: ignore[method-assign]
+    assert not [note for note in ol.explain(plain, torch.randn(3, 4)).notes if note.startswith("not captured")]

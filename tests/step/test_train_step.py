@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import lookup_backend
 
 import onelaunch as ol
 from onelaunch.fuse import backend
@@ -163,6 +164,38 @@ def test_where_the_compiler_fails_steps_run_uncompiled(
     messages = [record.getMessage() for record in caplog.records if "compiler failed" in record.getMessage()]
     assert len(messages) == 1
     assert "file too short" in messages[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo's look at values between two graphs
+def test_a_loss_of_gradients_is_not_compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As of physics-informed networks, and gradient penalties: compiled code is not differentiated twice."""
+
+    class Physics(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            u = self.body(x)
+            (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            return ((slope - u) ** 2).mean()
+
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr(backend, "_inductor", lambda gm, inputs, *_: lookup_backend("aot_eager")(gm, inputs))
+    model, x = Physics(), torch.rand(16, 1)
+    other = copy.deepcopy(model)
+    step = ol.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.01))
+    losses = [float(step(x)) for _ in range(3)]
+    optimizer, expected = torch.optim.SGD(other.parameters(), lr=0.01), []
+    for _ in range(3):
+        loss = other(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert_same_course(losses, expected, LOSS_TOLERANCE)
+    assert sum("the loss depends on gradients" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_what_a_step_says_of_itself() -> None:

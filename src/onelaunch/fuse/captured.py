@@ -6,11 +6,12 @@ import contextlib
 import functools
 import itertools
 import logging
+import operator
 import re
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from onelaunch.errors import first_line
+from onelaunch.fuse.substitutes import substitute
 from onelaunch.loggers import logging_from
 
 # What Dynamo says where it ends a graph, as a regular expression, and the same in plain words.
@@ -29,8 +31,12 @@ BREAKS = (
     (r"torch\.compiler\.disable|_dynamo\.disable", "a function is excluded by torch.compiler.disable"),
     (r"graph_break\(", "the program asks for a break"),
     (r"\b(RNN|LSTM|GRU)\b", "recurrent layers are not captured"),
+    (r"autograd\.grad", "the program computes gradients itself"),
+    (r"requires_grad", "the program sets requires_grad of a tensor"),
+    (r"returned non-Tensor", "a function of PyTorch returns something else than tensors"),
     (r"step_unsupported", "Dynamo cannot follow the program here"),
 )
+CHECKPOINTED = "onelaunch_checkpointed"  # the key of an operation's metadata
 WARNING_ONCE = "warning_once"  # a method that `transformers` adds to `logging.Logger`
 _numbers = itertools.count()
 
@@ -41,6 +47,8 @@ class Captured:
 
     graph: fx.Graph
     break_reason: str = ""  # why and where the program left the graph after it; empty for the last one
+    parameters: frozenset[int] = frozenset()  # those that it uses, by their ids
+    left_out: str = ""  # of the last one: why parts of the program may be in no graph
 
 
 def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Captured]:
@@ -54,13 +62,22 @@ def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
     def record(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         reason = getattr(gm, "compile_subgraph_reason", None)
-        found.append(Captured(gm.graph, _break_reason(reason) if reason is not None and reason.graph_break else ""))
+        why = _break_reason(reason) if reason is not None and reason.graph_break else ""
+        found.append(
+            Captured(gm.graph, why, frozenset(id(one) for one in example_inputs if isinstance(one, nn.Parameter)))
+        )
         return gm.forward
 
+    substitute()
     with without_log_breaks(), _without_dynamo_warnings():
         torch.compile(own_code(function), backend=record, dynamic=False)(*args, **kwargs)
     messages = [message for message, count in breaks.items() if count > before.get(message, 0)]
-    return found or [Captured(fx.Graph(), plain_break(messages[0]) if messages else "it has no operations of PyTorch")]
+    if not found:
+        reason = plain_break(messages[0]) if messages else "it has no operations of PyTorch"
+        return [Captured(fx.Graph(), reason)]
+    said = " ".join(one.break_reason for one in found)
+    reasons = sorted(map(plain_break, messages), key=lambda reason: reason in said)  # first those that no graph has
+    return [*found[:-1], replace(found[-1], left_out=reasons[0] if reasons else "")]
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,6 +144,26 @@ def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
         return type(module)._call_impl(module, *args, **kwargs)
 
     return call
+
+
+def with_blocks_inlined(graph: fx.Graph) -> fx.Graph:
+    """The graph with the operations of checkpointed blocks in their places, each with `CHECKPOINTED` in its metadata."""
+    if not any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in graph.nodes):
+        return graph
+    made, values = fx.Graph(graph.owning_module), dict[fx.Node, Any]()
+    for node in graph.nodes:
+        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            body = with_blocks_inlined(getattr(graph.owning_module, node.args[0].target).graph)
+            inner = dict(zip(body.find_nodes(op="placeholder"), (values[one] for one in node.args[1:]), strict=True))
+            before = set(made.nodes)
+            values[node] = made.graph_copy(body, inner)
+            for one in set(made.nodes) - before:
+                one.meta[CHECKPOINTED] = True
+        elif node.target is operator.getitem and isinstance(values.get(node.args[0]), tuple):
+            values[node] = values[node.args[0]][node.args[1]]
+        else:
+            values[node] = made.node_copy(node, values.__getitem__)
+    return made
 
 
 def _break_reason(reason: Any) -> str:

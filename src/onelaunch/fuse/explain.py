@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from onelaunch.errors import OnelaunchError, abbreviate_list, first_line
 from onelaunch.fuse.backend import no_code_generator_reason
-from onelaunch.fuse.captured import Captured, capture_graphs, uncompiled_call
+from onelaunch.fuse.captured import CHECKPOINTED, Captured, capture_graphs, uncompiled_call, with_blocks_inlined
 from onelaunch.fuse.costs import fused_cost, is_counter, is_library_call, is_view, unfused_cost
 from onelaunch.fuse.decide import ALL, chosen_patterns, known_seconds, patterns_in
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
@@ -75,6 +75,7 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
                 explanation.notes.append(f"predicted, since Inductor cannot compile the model: {first_line(error)}")
     explanation.read = kernels is not None
     wanted = (pays if in_graph else pays_without_graph) if where.type == "cuda" else pays_on_device
+    captured = [replace(one, graph=with_blocks_inlined(one.graph)) for one in captured]
     for number, one in enumerate(captured):
         mine = [kernel for kernel in kernels if kernel.graph == number] if kernels is not None else None
         _add_graph(explanation, one, mine, chosen, wanted)
@@ -83,11 +84,28 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
     if not explanation.operations:
         reason = captured[0].break_reason or "it has no operations"
         explanation.notes.append(f"Dynamo captured nothing ({reason}): the model runs as PyTorch operations")
+    elif missing := _uncaptured_parts(model, captured):
+        explanation.notes.append(f"not captured, and not shown ({captured[-1].left_out}): {abbreviate_list(missing)}")
+    if any(CHECKPOINTED in node.meta for one in captured for node in one.graph.nodes):
+        explanation.notes.append("the second forward pass of checkpointed blocks is not counted")
     chains = Counter(group.reason for group in explanation.groups if group.reason.startswith(NO_PATTERN))
     if chains:
         said = [f"{name.removeprefix(NO_PATTERN)}{f' × {n}' if n > 1 else ''}" for name, n in chains.most_common()]
         explanation.notes.append(f"chains without a pattern of ours: {abbreviate_list(said)}")
     return explanation
+
+
+def _uncaptured_parts(model: nn.Module, captured: list[Captured]) -> list[str]:
+    """The outermost modules of whose parameters no captured operation uses any, if Dynamo has left out operations."""
+    if not captured[-1].left_out:
+        return []
+    used = frozenset[int]().union(*(one.parameters for one in captured))
+    parts: list[str] = []
+    for name, module in model.named_modules():
+        mine = [id(parameter) for parameter in module.parameters()]
+        if name and mine and used.isdisjoint(mine) and not any(name.startswith(f"{part}.") for part in parts):
+            parts.append(name)
+    return parts
 
 
 def is_read(device: torch.device) -> bool:
@@ -109,7 +127,9 @@ def _add_graph(
     ]
 
     def accepted(match: Match) -> bool:
-        return match.pattern.name in chosen and wanted(match)
+        return (
+            match.pattern.name in chosen and wanted(match) and not any(CHECKPOINTED in one.meta for one in match.nodes)
+        )
 
     ours = {match.nodes[0]: match for match in find_matches(captured.graph, accepted)}
     taken = {node for match in ours.values() for node in match.nodes}
@@ -166,6 +186,8 @@ def _reason(
     found = next((left[node] for node in unit.nodes if node in left), None)
     if found is not None and (unit.runs == LIBRARY or len(unit.nodes) == 1):
         name = found.pattern.name
+        if CHECKPOINTED in found.nodes[0].meta:
+            return f"pattern {name} is not used in checkpointed blocks"
         lost = "was slower" if name in tried and name not in chosen else "is for CUDA graphs, as of train_step"
         return f"pattern {name} {lost if pays_on_device(found) else 'does not pay for this size, type or mode'}"
     if read and not unit.kernels:

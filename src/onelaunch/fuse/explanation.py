@@ -162,7 +162,7 @@ class Explanation:
         before, after = self.before, self.after
         table.add_section()
         table.add_row(
-            f"{len(self.operations)} operations", *([] if narrow else [""]),
+            f"{len(self.operations)} operation{'s' * (len(self.operations) != 1)}", *([] if narrow else [""]),
             f"{sum(group.runs == OURS for group in self.groups)} by onelaunch",
             _change(before.bytes, after.bytes, format_bytes),
             _change(before.launches, after.launches, lambda n: str(int(n))),

@@ -77,7 +77,12 @@ def require_scalar(loss: Any, has_function: bool) -> None:
 
 
 def compilers_failure(error: Exception) -> str:
-    """What Dynamo or Inductor failed with: a bug of theirs, or a broken file in their cache. Empty for other errors."""
+    """What Dynamo or Inductor failed with: a bug of theirs, or a broken file in their cache. Empty for other errors.
+
+    Compiled code is not differentiated twice, as a forward does that computes gradients for its loss.
+    """
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in ("double backward", "donated buffer")):
+        return "the loss depends on gradients, which it does not differentiate"
     if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
         return ""
     return type_and_message(getattr(error, "inner_exception", error))

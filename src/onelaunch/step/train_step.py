@@ -198,6 +198,18 @@ class TrainStep:
         return self.model(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
+        """One step; where the compiler fails in it, this one and all others are not compiled."""
+        try:
+            return self._run_operations(args, kwargs, update)
+        except Exception as error:
+            failure = "" if self._is_recording() or not self._compiles else compilers_failure(error)
+            if not failure:
+                raise
+            log.warning("train_step: steps are not compiled, as the compiler failed: %s", failure)
+        self._compiles, self._forward = False, self._forward_and_loss
+        return self._run_operations(args, kwargs, update)
+
+    def _run_operations(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         autocast = torch.autocast(
             self.device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
         )
@@ -206,14 +218,9 @@ class TrainStep:
             try:
                 loss = self._forward(args, kwargs)
             except Exception as error:
-                if self._is_recording():
-                    raise
-                explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
-                if not (reason := compilers_failure(error)):
-                    raise
-                log.warning("train_step: steps are not compiled, as the compiler failed: %s", reason)
-                self._forward = self._forward_and_loss
-                loss = self._forward(args, kwargs)
+                if not self._is_recording():
+                    explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
+                raise
         require_scalar(loss, self.loss is not None)
         scaled = loss / self.accumulate if self.accumulate > 1 else loss
         self._release_workspaces()

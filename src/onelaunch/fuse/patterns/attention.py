@@ -53,9 +53,9 @@ class MaskedAttention:
     def cost(self, match: Match) -> Cost:
         given, output = match.arguments, match.nodes[0]
         share = 0.5 if given["kind"] == "causal" else 1.0
-        moved = sum(size_of(given[name]) for name in ("query", "key", "value")) + size_of(output)
-        forward = Cost(moved, share * flops_of(output), 1)
-        return forward + Cost(2 * moved, 2.5 * forward.flops, 2) if is_differentiated(output) else forward
+        read, written = sum(size_of(given[name]) for name in ("query", "key", "value")), size_of(output)
+        forward = Cost(read + written, share * flops_of(output), 1)
+        return forward + Cost(2 * read + written, 2.5 * forward.flops, 2) if is_differentiated(output) else forward
 
     def pays(self, match: Match) -> bool:
         return True
