@@ -49,7 +49,16 @@ MASKS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], list[str]]] = {
     "in place": (changed_in_place, []),
     "through a view": (changed_through_a_view, []),
     "through a diagonal": (not_causal_after_all, []),
-    "additive": (lambda x: torch.zeros(4, 4, dtype=x.dtype), []),
+    "additive": (lambda x: torch.zeros(4, 4, dtype=x.dtype), ["attention (full mask)"]),
+    "infinite": (
+        lambda x: nn.Transformer.generate_square_subsequent_mask(4, dtype=x.dtype),
+        ["attention (causal mask)"],
+    ),
+    "largest": (
+        lambda x: torch.full((4, 4), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1),
+        ["attention (causal mask)"],
+    ),
+    "weights": (lambda x: torch.full((4, 4), -8.0, dtype=x.dtype).triu(1), []),
 }
 
 
@@ -62,6 +71,36 @@ def test_attention_with_a_mask_that_never_changes(name: str) -> None:
         return F.scaled_dot_product_attention(heads, x[:, None], heads * 2, attn_mask=make(x))[:, 0]
 
     assert_same_step(Of(forward, a=nn.Linear(6, 6)), torch.randn(3, 4, 6), titles, aot=name == "arange")
+
+
+def causal(x: torch.Tensor) -> torch.Tensor:
+    return nn.Transformer.generate_square_subsequent_mask(len(x), dtype=x.dtype)
+
+
+LAYERS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], dict[str, Any]], int]] = {
+    "causal": ({}, lambda x: {"attn_mask": causal(x)}, 1),
+    "what is after": ({}, lambda x: {"attn_mask": causal(x).t().contiguous()}, 0),
+    "true where hidden": ({}, lambda x: {"attn_mask": torch.ones(len(x), len(x), dtype=torch.bool).triu(1)}, 0),
+    "for each head": ({}, lambda x: {"attn_mask": causal(x).expand(6, -1, -1)}, 0),
+    "of the input": ({}, lambda x: {"attn_mask": causal(x) + x[0, 0, 0]}, 0),
+    "padding": ({}, lambda x: {"attn_mask": causal(x), "key_padding_mask": torch.zeros(3, len(x), dtype=x.dtype)}, 0),
+    "biases": ({"add_bias_kv": True}, lambda x: {"attn_mask": causal(x)}, 0),
+    "one more zero": ({"add_zero_attn": True}, lambda x: {"attn_mask": causal(x)}, 0),
+    "weights": ({}, lambda x: {"attn_mask": causal(x), "need_weights": True}, 0),
+    "hinted": ({}, lambda x: {"attn_mask": causal(x), "is_causal": True}, 0),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_with_a_causal_mask(name: str) -> None:
+    options, arguments, matches = LAYERS[name]
+
+    def forward(model: Of, x: torch.Tensor) -> torch.Tensor:
+        return model.layer(x, x, x, **{"need_weights": False, **arguments(x)})[0]
+
+    layer = nn.MultiheadAttention(6, 2, **options)
+    titles = ["attention (causal mask)"] * matches
+    assert_same_step(Of(forward, layer=layer), torch.randn(4, 3, 6), titles, aot=name == "causal")
 
 
 RANDOM: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

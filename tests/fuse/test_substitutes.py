@@ -51,7 +51,10 @@ def test_masked_transformers_are_one_graph(name: str, training: bool) -> None:
     with torch.set_grad_enabled(training):
         (captured,) = capture_graphs(uncompiled_call(model), (tokens, mask), {})
         assert not captured.break_reason
-        torch.testing.assert_close(Rewritten(model)(tokens, mask), model(tokens, mask))
+        rewritten = Rewritten(model)
+        torch.testing.assert_close(rewritten(tokens, mask), model(tokens, mask))
+    if training:  # four layers attend to themselves, with a mask that only the function itself knows to be causal
+        assert rewritten.titles.count("attention (causal mask)") == (4 if name == "made" else 0)
 
 
 def test_explain_shows_the_layers() -> None:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from onelaunch.fuse.graph import tensor_of
+from onelaunch.fuse.graph import tensor_of, tensors_of
 from onelaunch.ops.arguments import KERNEL_DTYPES
 from onelaunch.roofline import Cost
 
@@ -50,8 +50,7 @@ def served(*nodes: Any) -> bool:
 
 
 def is_on_cuda(match: Match) -> bool:
-    tensor = tensor_of(match.nodes[0])
-    return tensor is not None and tensor.is_cuda
+    return any(tensor.is_cuda for tensor in tensors_of(match.nodes[0]))
 
 
 def with_dtype(graph: fx.Graph, result: fx.Node, match: Match, dtype: torch.dtype | None = None) -> fx.Node:
@@ -66,5 +65,4 @@ def with_dtype(graph: fx.Graph, result: fx.Node, match: Match, dtype: torch.dtyp
 
 
 def is_differentiated(node: fx.Node) -> bool:
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.requires_grad
+    return any(tensor.requires_grad for tensor in tensors_of(node))
