@@ -13,6 +13,7 @@ from torch import fx, nn
 from onelaunch.fuse.captured import capture_graphs, own_code
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.fuse.patterns.pattern import Match
+from onelaunch.fuse.substitutes import substitute
 from tests.conftest import TOLERANCE
 
 
@@ -22,6 +23,7 @@ class Rewritten:
     def __init__(
         self, function: Callable[..., Any], names: Collection[str] = tuple(BY_NAME), aot: bool = False
     ) -> None:
+        substitute()
         self.matches: list[Match] = []
         self.graphs: list[fx.GraphModule] = []
 
