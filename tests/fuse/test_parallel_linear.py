@@ -141,3 +141,12 @@ def test_views_that_are_not_possible_are_not_logged(caplog: pytest.LogCaptureFix
     for one in (model, complexes):
         assert_same_step(one, torch.randn(4, 6, 8))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("biases", [(True, False, True), (False, True, False), (False, False, False)])
+@pytest.mark.parametrize("aot", [True, False])
+def test_layers_without_a_bias_beside_others(biases: tuple[bool, ...], aot: bool) -> None:
+    """As the key of Whisper and BEiT."""
+    made = {name: nn.Linear(8, 8, bias=bias) for name, bias in zip("qkv", biases, strict=True)}
+    model = Of(lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)), **made)
+    assert_same_step(model, torch.randn(4, 6, 8), ["linear (3 as one)"] * 3, aot=aot)

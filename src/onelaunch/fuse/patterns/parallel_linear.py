@@ -63,9 +63,11 @@ class ParallelLinear:
         given = match.arguments
         made, weights = given["made"], given["weights"]
         if "parts" not in made:
-            weight = graph.call_function(torch.cat, (weights,))
-            biased = given["biases"][0] is not None
-            bias = graph.call_function(torch.cat, (given["biases"],)) if biased else None
+            weight, bias = graph.call_function(torch.cat, (weights,)), None
+            if any(one is not None for one in given["biases"]):  # a key of attention often has none
+                pairs = zip(given["biases"], weights, strict=True)
+                biases = [b if b is not None else graph.call_method("new_zeros", (w, _shape(w)[:1])) for b, w in pairs]
+                bias = graph.call_function(torch.cat, (biases,))
             product = graph.call_function(F.linear, (given["input"], weight, bias))
             made["parts"] = graph.call_method("split", (product, [_shape(one)[0] for one in weights], -1))
         return graph.call_function(operator.getitem, (made["parts"], given["index"]))
@@ -110,12 +112,11 @@ def _is_plain(operation: Operation) -> bool:
 
 
 def _alike(one: Operation, other: Operation) -> bool:
-    """Whether two layers with one input can be one product: alike in bias, type, mode and gradients."""
+    """Whether two layers with one input can be one product: alike in type, mode and gradients."""
     mine, theirs = tensor_of(one.arguments["weight"]), tensor_of(other.arguments["weight"])
     same_type = mine is not None and theirs is not None and mine.dtype == theirs.dtype
-    biased = (one.arguments["bias"] is None) == (other.arguments["bias"] is None)
     differentiated = is_differentiated(one.node) == is_differentiated(other.node)
-    same = same_type and biased and differentiated and share_mode((one.node, other.node))
+    same = same_type and differentiated and share_mode((one.node, other.node))
     return same and one.arguments["input"] is other.arguments["input"]
 
 
