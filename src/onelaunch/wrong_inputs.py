@@ -63,7 +63,7 @@ def require_possible(
         with restored(model), trial_mode(model, args, kwargs):
             function(*mine, **mine_by_name)
     except Exception as error:
-        if type(error) not in PYTORCHS or is_out_of_memory(error) or _is_raised_by_model(error):
+        if type(error) not in PYTORCHS or is_out_of_memory(error) or is_raised_by_model(error):
             raise
         given = ", ".join(
             [*map(describe_input, args), *(f"{name}={describe_input(value)}" for name, value in kwargs.items())]
@@ -76,7 +76,7 @@ def require_possible(
         ) from error
 
 
-def _is_raised_by_model(error: Exception) -> bool:
+def is_raised_by_model(error: Exception) -> bool:
     """Whether a `raise` outside of PyTorch made it: the model's own message, which its callers may expect."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:

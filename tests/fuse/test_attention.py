@@ -73,6 +73,18 @@ def test_attention_with_a_mask_that_never_changes(name: str) -> None:
     assert_same_step(Of(forward, a=nn.Linear(6, 6)), torch.randn(3, 4, 6), titles, aot=name == "arange")
 
 
+def test_a_mask_that_autocast_rounds_is_not_causal() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):  # beyond 256 it holds every second integer only
+            position = F.linear(torch.arange(300.0)[:, None], torch.ones(1, 1))[:, 0]
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=position[:, None] >= position[None])
+
+    x = torch.randn(1, 300, 4, dtype=torch.float64)
+    rewritten = Rewritten(forward)
+    torch.testing.assert_close(rewritten(x), forward(x))
+    assert rewritten.titles == []
+
+
 def causal(x: torch.Tensor) -> torch.Tensor:
     return nn.Transformer.generate_square_subsequent_mask(len(x), dtype=x.dtype)
 
@@ -80,7 +92,7 @@ def causal(x: torch.Tensor) -> torch.Tensor:
 LAYERS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], dict[str, Any]], int]] = {
     "causal": ({}, lambda x: {"attn_mask": causal(x)}, 1),
     "what is after": ({}, lambda x: {"attn_mask": causal(x).t().contiguous()}, 0),
-    "true where hidden": ({}, lambda x: {"attn_mask": torch.ones(len(x), len(x), dtype=torch.bool).triu(1)}, 0),
+    "true where hidden": ({}, lambda x: {"attn_mask": torch.ones(len(x), len(x), dtype=torch.bool).triu(1)}, 1),
     "for each head": ({}, lambda x: {"attn_mask": causal(x).expand(6, -1, -1)}, 0),
     "of the input": ({}, lambda x: {"attn_mask": causal(x) + x[0, 0, 0]}, 0),
     "padding": ({}, lambda x: {"attn_mask": causal(x), "key_padding_mask": torch.zeros(3, len(x), dtype=x.dtype)}, 0),

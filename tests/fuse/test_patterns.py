@@ -326,8 +326,11 @@ def test_layers_with_one_input_that_stay_apart() -> None:
             rewritten = Rewritten(model)
             torch.testing.assert_close(rewritten(x), model(x))
             assert rewritten.titles == []
-    biased = Of(lambda model, x: model.a(x) + model.b(x), a=linear(), b=linear(bias=False))
-    assert_same_step(biased, torch.randn(4, 6), [])
+
+
+@pytest.mark.parametrize("use", [torch.squeeze, torch.mean, torch.sum])
+def test_a_row_with_one_output_becomes_a_number(use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert_same_step(Of(lambda model, x: use(model.a(x)), a=nn.Linear(6, 1)), torch.randn(1, 6), [])
 
 
 STEPS = (

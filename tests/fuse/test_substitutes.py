@@ -40,6 +40,7 @@ def masks() -> dict[str, torch.Tensor | None]:
         "causal": causal,
         "random": torch.where(torch.rand(LENGTH, LENGTH) > 0.5, 0.0, -torch.inf).fill_diagonal_(0.0).double(),
         "bool": causal != 0,
+        "of another type": causal.float(),
     }
 
 
@@ -57,10 +58,27 @@ def test_masked_transformers_are_one_graph(name: str, training: bool) -> None:
         assert rewritten.titles.count("attention (causal mask)") == (4 if name == "made" else 0)
 
 
+def test_a_mask_that_is_trained_has_the_gradients_it_has_uncompiled() -> None:
+    """None while it is exactly causal: PyTorch's layers then do without it."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True, dtype=torch.float64)
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+    x, causal = torch.randn(2, 5, 8, dtype=torch.float64), masks()["causal"]
+    assert causal is not None
+    for start in (causal[:5, :5], torch.zeros(5, 5, dtype=torch.float64)):
+        gradients = []
+        for function in (model, Rewritten(model)):
+            mask = nn.Parameter(start.clone())
+            function(x, mask).sum().backward()
+            gradients.append(mask.grad)
+        assert (gradients[0] is None) == (gradients[1] is None)
+        if gradients[0] is not None:
+            torch.testing.assert_close(*gradients)
+
+
 def test_explain_shows_the_layers() -> None:
     explanation = ol.explain(LanguageModel().double(), torch.randint(50, (3, LENGTH)))
     assert any(operation.name == "linear" and "decoder" in operation.where for operation in explanation.operations)
-    assert not any("not captured" in note for note in explanation.notes)
+    assert not any("in no captured" in note for note in explanation.notes)
 
 
 def test_pytorchs_own_way_to_name_the_backend_has_it_too() -> None:
@@ -83,5 +101,5 @@ def test_another_version_of_pytorch_is_left_alone(monkeypatch: pytest.MonkeyPatc
     from onelaunch.fuse import substitutes
 
     monkeypatch.setattr(torch.compiler, "substitute_in_graph", lambda *args, **kwargs: pytest.fail("substituted"))
-    monkeypatch.setattr(substitutes.transformer, substitutes.NAME, lambda other: False)
+    monkeypatch.setattr(substitutes.transformer, "_detect_is_causal_mask", lambda other: False)
     substitutes.substitute.__wrapped__()

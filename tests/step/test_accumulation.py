@@ -95,3 +95,68 @@ def test_the_optimizer_does_not_keep_a_step_alive() -> None:
     gc.collect()
     assert step() is None
     optimizer.step()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_after_a_flush_that_failed_nothing_waits(clip: float | None) -> None:
+    model, (x, y) = network(), batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=3, compile=False, clip_norm=clip, scaler=scaler)
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    step(x, y)
+    with pytest.raises(ZeroDivisionError):
+        step.flush()
+    hook.remove()
+    before = copy.deepcopy(model)
+    step.flush()
+    assert_same_weights(model, before, 0.0)
+    assert torch.isfinite(step(x, y))
+    step.flush()
+    F.cross_entropy(before(x), y).backward()
+    if clip is not None:
+        nn.utils.clip_grad_norm_(before.parameters(), clip)
+    torch.optim.SGD(before.parameters(), lr=0.1).step()
+    assert_same_weights(model, before, WEIGHT_TOLERANCE)
+
+
+def test_a_flush_after_others_have_stepped() -> None:
+    model, (x, y) = network(), batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=3, compile=False)
+    step(x, y)
+    optimizer.step()
+    with pytest.raises(ol.OnelaunchError, match=r"^optimizer.step\(\) was called between"):
+        step.flush()
+    step(x, y)
+    optimizer.zero_grad()
+    step.flush()  # with no gradients
+    step(x, y)
+    with torch.inference_mode(), pytest.raises(ol.OnelaunchError, match="inference_mode"):
+        step.flush()
+
+
+def test_an_optimizer_that_wraps_another() -> None:
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+
+        param_groups = property(lambda self: self.inner.param_groups)  # type: ignore[assignment]
+        state = property(lambda self: self.inner.state)  # type: ignore[assignment]
+
+        def step(self, closure: None = None) -> None:  # type: ignore[override]
+            self.inner.step()
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            self.inner.zero_grad(set_to_none)
+
+    model, (x, y) = network(), batches(1)[0]
+    before = copy.deepcopy(model)
+    optimizer = Wrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=2, compile=False)
+    step(x, y)
+    step(x, y)
+    F.cross_entropy(before(x), y).backward()
+    torch.optim.SGD(before.parameters(), lr=0.1).step()
+    assert_same_weights(model, before, WEIGHT_TOLERANCE)

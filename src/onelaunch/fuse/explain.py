@@ -85,8 +85,10 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
         reason = captured[0].break_reason or "it has no operations"
         explanation.notes.append(f"Dynamo captured nothing ({reason}): the model runs as PyTorch operations")
     elif missing := _uncaptured_parts(model, captured):
-        explanation.notes.append(f"not captured, and not shown ({captured[-1].left_out}): {abbreviate_list(missing)}")
-    if any(CHECKPOINTED in node.meta for one in captured for node in one.graph.nodes):
+        explanation.notes.append(
+            f"in no captured graph, or unused ({captured[-1].left_out}): {abbreviate_list(missing)}"
+        )
+    if model.training and any(CHECKPOINTED in node.meta for one in captured for node in one.graph.nodes):
         explanation.notes.append("the second forward pass of checkpointed blocks is not counted")
     chains = Counter(group.reason for group in explanation.groups if group.reason.startswith(NO_PATTERN))
     if chains:

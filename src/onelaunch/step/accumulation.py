@@ -20,7 +20,8 @@ class Window:
             if window is not None:
                 window._steps += 1
 
-        optimizer.register_step_post_hook(count)
+        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not a wrapper that lacks what `Optimizer.__init__` makes
+            weakref.finalize(self, optimizer.register_step_post_hook(count).remove)
 
     def begin(self) -> None:
         self._at_begin = self._steps

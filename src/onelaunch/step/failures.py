@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, suggest, type_and_message
 from onelaunch.step.inputs import own_loss, parameter_names, passed_by_name
-from onelaunch.wrong_inputs import require_known_names, require_possible
+from onelaunch.wrong_inputs import is_raised_by_model, require_known_names, require_possible
 
 
 def explain_failure(
@@ -76,16 +76,40 @@ def require_scalar(loss: Any, has_function: bool) -> None:
         )
 
 
+class Undo:
+    """What a step changes before the optimizer's update, as it was: buffers, gradients and random generators."""
+
+    def __init__(self, model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in parameters]
+        self._devices = sorted({one.device.index for one, _ in self._gradients if one.is_cuda})
+        self._generators = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not None and gradient is not None:  # the memory that a recording adds to
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = gradient
+        torch.set_rng_state(self._generators[0])
+        for device, state in zip(self._devices, self._generators[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
 def compilers_failure(error: Exception) -> str:
     """What Dynamo or Inductor failed with: a bug of theirs, or a broken file in their cache. Empty for other errors.
 
     Compiled code is not differentiated twice, as a forward does that computes gradients for its loss.
     """
-    if isinstance(error, RuntimeError) and any(words in str(error) for words in ("double backward", "donated buffer")):
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return type_and_message(getattr(error, "inner_exception", error))
+    twice = any(words in str(error) for words in ("double backward", "donated buffer"))
+    if isinstance(error, RuntimeError) and twice and not is_raised_by_model(error):
         return "the loss depends on gradients, which it does not differentiate"
-    if not isinstance(error, torch._dynamo.exc.TorchDynamoException):
-        return ""
-    return type_and_message(getattr(error, "inner_exception", error))
+    return ""
 
 
 def _require_tensor(output: Any, error: Exception) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from onelaunch.errors import OnelaunchError
 
@@ -41,6 +41,13 @@ class Pending:
         with torch.no_grad():
             for static, given in zip(self.inputs, tensors, strict=True):
                 static.copy_(given)
+
+
+def mark_rows_dynamic(args: tuple[Any, ...]) -> None:
+    """Have Dynamo compile for any number of rows: else the last batch of an epoch would compile again."""
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            torch._dynamo.maybe_mark_dynamic(leaf, 0)
 
 
 def parameter_names(model: nn.Module) -> set[str]:

@@ -8,7 +8,7 @@ that was recorded; random numbers come from PyTorch's generators, which advance 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,10 @@ from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.accumulation import Window
 from onelaunch.step.arguments import ADVICE, MAX_AUTOTUNE, autocast_dtype, check_arguments, check_call
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
-from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
+from onelaunch.step.failures import Undo, compilers_failure, explain_failure, require_scalar
 from onelaunch.step.inputs import (
     Pending,
+    mark_rows_dynamic,
     other_gradients_kept,
     own_loss,
     parameter_names,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
 
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per shape: the first compiles, the second finds all state in place
+MAX_KINDS = 1024  # of inputs that are known to compile; more are undone and run again all the same if they fail
 MAX_RECORDINGS = 3  # after settings of the optimizer have changed; then the step is no longer recorded
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -88,6 +90,7 @@ class TrainStep:
         self.autocast = autocast_dtype(autocast)
         self.device = self.parameters[0].device
         self._compiles, self._started = bool(compile), False
+        self._compiled: set[Any] = set()  # kinds of inputs with which a compiled step has succeeded
         self._names = parameter_names(model)
         self._capturable = CapturableOptimizer(optimizer, self.device)
         self._recorded: dict[Any, Recorded] = {}
@@ -99,7 +102,7 @@ class TrainStep:
         self._window = Window(optimizer) if self.accumulate > 1 else None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self.reason = self._uncapturable_reason(capture)
+        self.reason = self._uncapturable_reason() if capture else "capture=False"
         if not self.reason:
             self._capturable.prepare()
         mode = "max-autotune-no-cudagraphs" if compile == MAX_AUTOTUNE else None  # the step's own graph replaces them
@@ -121,15 +124,12 @@ class TrainStep:
             if ring is not None and distinct and ring.takes(args) and self._capturable.ready():
                 return latest.replay(args)
         check_call(args, kwargs, self.loss is not None)
-        if self._micro_step and self._window is not None and self._window.is_broken():
-            self._micro_step = 0
-            raise OnelaunchError(
-                f"optimizer.step() was called between the {self.accumulate} batches of accumulate: call step.flush() instead"
-            )
+        self._require_unbroken_window()
         if not self._started:
             self._started = True
             if self._compiles and self.device.type == "cpu":
-                self._start_on_cpu(args)
+                backend.log_compiling("train_step", "the step", ": compile=False starts at once")
+                mark_rows_dynamic(args)
         update = self._micro_step == self.accumulate - 1
         if self.reason:
             self._begin_window()
@@ -141,15 +141,39 @@ class TrainStep:
 
     def flush(self) -> None:
         """Let the optimizer step now if batches wait for it (`accumulate`), with their mean gradient."""
+        self._require_unbroken_window()
+        if torch.is_inference_mode_enabled():
+            raise OnelaunchError("step.flush() was called under torch.inference_mode(): call it outside")
         if not self._micro_step:
             return
         if not self.reason:
+            if self._capturable.settings_changed():
+                self._forget_recordings()
             self._capturable.upload_rates()
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        with torch.no_grad(), self._eager():
-            torch._foreach_mul_(gradients, self.accumulate / self._micro_step)
-            self._update()
+        try:
+            with torch.no_grad(), self._eager():
+                for parameter in self.parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self.accumulate / self._micro_step)
+                self._update()
+        except BaseException:
+            self._abandon_window()
+            raise
         self._micro_step = 0
+
+    def _require_unbroken_window(self) -> None:
+        if self._micro_step and self._window is not None and self._window.is_broken():
+            self._abandon_window()
+            raise OnelaunchError(
+                f"optimizer.step() was called between the {self.accumulate} batches of accumulate: call step.flush() instead"
+            )
+
+    def _abandon_window(self) -> None:
+        """After an error: the gradients are those of a part of the model or of the batches."""
+        self._micro_step = 0
+        self._zero_gradients()
+        if self.scaler is not None:  # it may have marked the gradients as unscaled
+            self.scaler._per_optimizer_states.clear()
 
     def __repr__(self) -> str:
         loss = getattr(self.loss, "__name__", None if self.loss is None else type(self.loss).__name__)
@@ -198,15 +222,26 @@ class TrainStep:
         return self.model(*args, **kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
-        """One step; where the compiler fails in it, this one and all others are not compiled."""
-        try:
+        """One step; where the compiler fails in it, it is undone, and this one and all others are not compiled."""
+        leaves, structure = tree_flatten((args, kwargs))
+        kinds = (one if isinstance(one, Hashable) else type(one) for one in map(signature, leaves))
+        key = (self.model.training, structure, *kinds)
+        if not self._compiles or self._is_recording() or key in self._compiled:
             return self._run_operations(args, kwargs, update)
+        undo, micro_step = Undo(self.model, self.parameters), self._micro_step
+        try:
+            loss = self._run_operations(args, kwargs, update)
         except Exception as error:
-            failure = "" if self._is_recording() or not self._compiles else compilers_failure(error)
+            failure = compilers_failure(error)
             if not failure:
                 raise
             log.warning("train_step: steps are not compiled, as the compiler failed: %s", failure)
-        self._compiles, self._forward = False, self._forward_and_loss
+        else:
+            if len(self._compiled) < MAX_KINDS:  # an argument may be another number in every call
+                self._compiled.add(key)
+            return loss
+        undo()
+        self._micro_step, self._compiles, self._forward = micro_step, False, self._forward_and_loss
         return self._run_operations(args, kwargs, update)
 
     def _run_operations(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
@@ -230,9 +265,8 @@ class TrainStep:
             if update:
                 self._update()
         except BaseException:
-            if not self._is_recording():  # the gradients are those of a part of the model
-                self._micro_step = 0
-                self._zero_gradients()
+            if not self._is_recording():
+                self._abandon_window()
             raise
         return loss.detach()
 
@@ -243,14 +277,6 @@ class TrainStep:
 
     def _is_recording(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    @staticmethod
-    def _start_on_cpu(args: tuple[Any, ...]) -> None:
-        """Say that the step is compiled, for any number of rows: else the last batch of an epoch would compile again."""
-        backend.log_compiling("train_step", "the step", ": compile=False starts at once")
-        for leaf in tree_flatten(args)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.dim():
-                torch._dynamo.maybe_mark_dynamic(leaf, 0)
 
     def _update(self) -> None:
         if self.clip_norm is not None:
@@ -350,17 +376,14 @@ class TrainStep:
         self._latest = None
         log.warning("train_step: steps run operation by operation: %s", reason)
 
-    def _uncapturable_reason(self, capture: bool) -> str:
-        if not capture:
-            return "capture=False"
+    def _uncapturable_reason(self) -> str:
         if self.device.type != "cuda":
             return f"the model is on {self.device}, and only CUDA devices record graphs"
+        reason = self._capturable.unsupported_reason()
         if any(tensor.device != self.device for tensor in (*self.parameters, *self.model.parameters())):
             reason = "the parameters are on several devices"
         elif isinstance(self.model, nn.parallel.DistributedDataParallel):
             reason = "DistributedDataParallel exchanges gradients in hooks"
-        else:
-            reason = self._capturable.unsupported_reason()
         if reason:
             log.warning("train_step: steps run operation by operation: %s", reason)
         return reason

@@ -95,9 +95,17 @@ def _kind_of(mask: fx.Node) -> str | None:
     try:
         with _SameInEveryCall():
             value = value_of(mask, values, lambda node: len(values) < MAX_OPERATIONS and _is_constant(node, changed))
-        return _kind_of_value(_seen(value.cpu())) if value.shape == tensor.shape else None
+        as_captured = all(_is_like(value, tensor_of(node)) for node, value in values.items())
+        return _kind_of_value(_seen(value.cpu())) if as_captured else None
     except (TypeError, RuntimeError, AttributeError, IndexError, ValueError):
         return None
+
+
+def _is_like(value: Any, captured: torch.Tensor | None) -> bool:
+    """Whether a value has the shape and type that it had when it was captured, as under autocast."""
+    if captured is None or not isinstance(value, torch.Tensor):
+        return True
+    return value.shape == captured.shape and value.dtype == captured.dtype
 
 
 def _seen(value: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ def _keeps_rows(user: fx.Node, source: fx.Node) -> bool:
         before is None
         or after is None
         or not statically_known_true(before.numel() == after.numel())
-        or before.shape[-1] != after.shape[-1]
+        or before.shape[-1:] != after.shape[-1:]
     ):
         return False
     widens = after.dtype == torch.float32 and before.dtype in (torch.float16, torch.bfloat16)
