@@ -223,10 +223,12 @@ class TrainStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         """One step; where the compiler fails in it, it is undone, and this one and all others are not compiled."""
+        if not self._compiles or self._is_recording():
+            return self._run_operations(args, kwargs, update)
         leaves, structure = tree_flatten((args, kwargs))
         kinds = (one if isinstance(one, Hashable) else type(one) for one in map(signature, leaves))
         key = (self.model.training, structure, *kinds)
-        if not self._compiles or self._is_recording() or key in self._compiled:
+        if key in self._compiled:
             return self._run_operations(args, kwargs, update)
         undo, micro_step = Undo(self.model, self.parameters), self._micro_step
         try:
