@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -79,23 +79,43 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
                 del table[name]
 
 
+class Undo:
+    """What a run has changed, as it was: buffers, random generators, and the gradients of these parameters."""
+
+    def __init__(self, model: nn.Module, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in parameters]
+        self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
+        self._generators = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not None and gradient is not None:  # the memory that a recording adds to
+                parameter.grad.copy_(gradient)
+            else:
+                parameter.grad = gradient
+        torch.set_rng_state(self._generators[0])
+        for device, state in zip(self._devices, self._generators[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """A trial run leaves no trace: attributes, buffers, gradients and random generators are as before.
 
     Parameters are not copied, as a model may fill half of the memory: one that forward changes in place stays changed.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    undo = Undo(model)
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
-    devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.is_cuda})
     try:
-        with torch.random.fork_rng(devices=devices), kept_attributes(model):
+        with kept_attributes(model):
             yield
     finally:
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        undo()
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -10,10 +10,9 @@ import torch
 from hypothesis import assume
 from torch import fx, nn
 
-from onelaunch.fuse.captured import capture_graphs, own_code
+from onelaunch.fuse.captured import capture_graphs, compile_by
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.fuse.patterns.pattern import Match
-from onelaunch.fuse.substitutes import substitute
 from tests.conftest import TOLERANCE
 
 
@@ -23,7 +22,6 @@ class Rewritten:
     def __init__(
         self, function: Callable[..., Any], names: Collection[str] = tuple(BY_NAME), aot: bool = False
     ) -> None:
-        substitute()
         self.matches: list[Match] = []
         self.graphs: list[fx.GraphModule] = []
 
@@ -34,7 +32,7 @@ class Rewritten:
             return torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs) if aot else gm.forward
 
         call = function.forward if isinstance(function, nn.Module) else function
-        self._compiled = torch.compile(own_code(call), backend=backend)
+        self._compiled = compile_by(backend, call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
@@ -95,3 +93,11 @@ def nodes_of(function: Any, *args: Any) -> list[fx.Node]:
     """The operations that Dynamo captures of a function without graph breaks."""
     (captured,) = capture_graphs(function, args, {})
     return [node for node in captured.graph.nodes if node.op in ("call_function", "call_method")]
+
+
+def view_and_add(x: torch.Tensor) -> torch.Tensor:
+    """Five operations: a product, a view of it, its relu, which the last one changes in place, and a sum."""
+    a = x * 2
+    b = a.view(-1)
+    c = torch.relu(a)
+    return c.add_(b.sum())

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from onelaunch.fuse.captured import capture_graphs
 from onelaunch.fuse.costs import flops_of, fused_cost, is_counter, is_library_call, is_view, unfused_cost
 from onelaunch.roofline import Cost
+from tests.fuse import rewritten
 
 
 def nodes_of(function: Any, *args: Any) -> dict[str, fx.Node]:
-    (captured,) = capture_graphs(function, args, {})
-    return {node.name: node for node in captured.graph.nodes if node.op in ("call_function", "call_method")}
+    return {node.name: node for node in rewritten.nodes_of(function, *args)}
 
 
 def test_views_cost_nothing() -> None:

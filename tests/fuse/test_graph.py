@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from onelaunch.fuse.graph import is_layer, module_of, next_operation, operation_of, sole_user, tensor_of
-from tests.fuse.rewritten import nodes_of
+from tests.fuse.rewritten import nodes_of, view_and_add
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,7 @@ def test_activation_needs_its_settings() -> None:
 
 
 def test_users_and_tensors() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        a = x * 2
-        b = a.view(-1)
-        c = F.relu(a)
-        return c.add_(b.sum())
-
-    double, view, relu, *_ = nodes_of(function, torch.randn(2, 3))
+    double, view, relu, *_ = nodes_of(view_and_add, torch.randn(2, 3))
     assert sole_user(double) is None
     assert sole_user(view) is not None
     assert next_operation(relu) is not None

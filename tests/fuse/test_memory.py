@@ -13,17 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from onelaunch.fuse.backend import changes_inputs
 from onelaunch.fuse.captured import capture_graphs
 from onelaunch.fuse.memory import storages_of, written_by
-from tests.fuse.rewritten import Rewritten, nodes_of
+from tests.fuse.rewritten import Rewritten, nodes_of, view_and_add
 
 
 def test_memory_of_views_and_of_what_is_written() -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        a = x * 2
-        b = a.view(-1)
-        c = F.relu(a)
-        return c.add_(b.sum())
-
-    double, view, relu, _, add = nodes_of(function, torch.randn(2, 3))
+    double, view, relu, _, add = nodes_of(view_and_add, torch.randn(2, 3))
     assert storages_of(double) == storages_of(view) != storages_of(relu)
     assert written_by(add) == [relu]
     assert written_by(relu) == []

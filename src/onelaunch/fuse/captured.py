@@ -68,9 +68,8 @@ def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         )
         return gm.forward
 
-    substitute()
     with without_log_breaks(), _without_dynamo_warnings():
-        torch.compile(own_code(function), backend=record, dynamic=False)(*args, **kwargs)
+        compile_by(record, function, dynamic=False)(*args, **kwargs)
     messages = [message for message, count in breaks.items() if count > before.get(message, 0)]
     if not found:
         reason = plain_break(messages[0]) if messages else "it has no operations of PyTorch"
@@ -78,6 +77,12 @@ def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     said = " ".join(one.break_reason for one in found)
     reasons = sorted(map(plain_break, messages), key=lambda reason: reason in said)  # first those that no graph has
     return [*found[:-1], replace(found[-1], left_out=reasons[0] if reasons else "")]
+
+
+def compile_by(backend: Callable[..., Any], function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile` of a function by itself: what it captures depends on no other function that was compiled before."""
+    substitute()
+    return torch.compile(own_code(function), backend=backend, **options)
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:

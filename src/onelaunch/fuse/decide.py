@@ -21,9 +21,8 @@ from torch import fx, nn
 
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
-from onelaunch.fuse.captured import Captured, capture_graphs, own_code
+from onelaunch.fuse.captured import Captured, capture_graphs, compile_by
 from onelaunch.fuse.patterns import BY_NAME, find_matches, pays, pays_without_graph
-from onelaunch.fuse.substitutes import substitute
 from onelaunch.measured_times import MeasuredTimes
 from onelaunch.program_times import program_times
 from onelaunch.trial_runs import copied, device_of, restored, run_once, trial_mode
@@ -61,9 +60,8 @@ def compiled(
     """
     if patterns is None:
         return function
-    substitute()
     backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded, captured=captured, mode=mode)
-    return torch.compile(own_code(function), backend=backend)
+    return compile_by(backend, function)
 
 
 def decide(

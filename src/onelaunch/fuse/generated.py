@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from onelaunch.fuse.backend import onelaunch
-from onelaunch.fuse.captured import own_code
+from onelaunch.fuse.captured import compile_by
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS
 from onelaunch.fuse.patterns import REPLACES
 from onelaunch.profile_times import operation_times
@@ -52,7 +51,7 @@ def read_kernels(
         return onelaunch(gm, example_inputs, options=options, patterns=patterns, captured=in_graph)
 
     with importlib.import_module("torch._functorch.config").patch(enable_autograd_cache=False):
-        compiled = torch.compile(own_code(function), backend=backend, dynamic=False)
+        compiled = compile_by(backend, function, dynamic=False)
         run(compiled)
         times = operation_times(lambda: run(compiled)) if on_cuda else []
     if len(times) == len(found):

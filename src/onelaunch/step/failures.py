@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -74,29 +74,6 @@ def require_scalar(loss: Any, has_function: bool) -> None:
         raise OnelaunchError(
             "loss depends on no parameter that requires gradients: do not detach it, nor freeze the whole model"
         )
-
-
-class Undo:
-    """What a step changes before the optimizer's update, as it was: buffers, gradients and random generators."""
-
-    def __init__(self, model: nn.Module, parameters: Iterable[torch.Tensor]) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-        self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in parameters]
-        self._devices = sorted({one.device.index for one, _ in self._gradients if one.is_cuda})
-        self._generators = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
-
-    @torch.no_grad()
-    def __call__(self) -> None:
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
-        for parameter, gradient in self._gradients:
-            if parameter.grad is not None and gradient is not None:  # the memory that a recording adds to
-                parameter.grad.copy_(gradient)
-            else:
-                parameter.grad = gradient
-        torch.set_rng_state(self._generators[0])
-        for device, state in zip(self._devices, self._generators[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
 
 
 def compilers_failure(error: Exception) -> str:

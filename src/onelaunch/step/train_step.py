@@ -25,7 +25,7 @@ from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.accumulation import Window
 from onelaunch.step.arguments import ADVICE, MAX_AUTOTUNE, autocast_dtype, check_arguments, check_call
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
-from onelaunch.step.failures import Undo, compilers_failure, explain_failure, require_scalar
+from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
 from onelaunch.step.inputs import (
     Pending,
     mark_rows_dynamic,
@@ -35,6 +35,7 @@ from onelaunch.step.inputs import (
     passed_by_name,
     signature,
 )
+from onelaunch.trial_runs import Undo
 
 if TYPE_CHECKING:  # they import Triton, which a machine without a GPU may lack
     from onelaunch.step.adam_update import AdamUpdate
@@ -147,9 +148,7 @@ class TrainStep:
         if not self._micro_step:
             return
         if not self.reason:
-            if self._capturable.settings_changed():
-                self._forget_recordings()
-            self._capturable.upload_rates()
+            self._follow_optimizer()
         try:
             with torch.no_grad(), self._eager():
                 for parameter in self.parameters:
@@ -186,9 +185,7 @@ class TrainStep:
         first = {id(leaf): index for index, leaf in reversed(list(enumerate(tensors)))}
         same = tuple(first[id(leaf)] for leaf in tensors)  # arguments that are one tensor are compiled as one
         key = (update, self.model.training, structure, same, *map(signature, leaves))
-        if self._capturable.settings_changed():
-            self._forget_recordings()
-        self._capturable.upload_rates()
+        self._follow_optimizer()
         recorded = self._recorded.get(key)
         if recorded is None or self.accumulate > 1:  # a recording of a whole step has gradients of its own
             self._begin_window()
@@ -361,6 +358,12 @@ class TrainStep:
             return None
         recorded.update, self._adam = self._adam, None
         return recorded
+
+    def _follow_optimizer(self) -> None:
+        """Before work on the device: other settings need other recordings, and the rates are read there."""
+        if self._capturable.settings_changed():
+            self._forget_recordings()
+        self._capturable.upload_rates()
 
     def _forget_recordings(self) -> None:
         """The optimizer's settings are part of a recording: record anew, but not for a schedule that changes them always."""
