@@ -68,7 +68,7 @@ def test_an_interrupted_call_is_not_counted() -> None:
     losses = []
     for number, (x, y) in enumerate(data):
         if number == 10:
-            recorded: Any = step._latest
+            recorded: Any = step._recordings.latest
             graph, recorded.graph = recorded.graph, Interrupted()
             with pytest.raises(KeyboardInterrupt):
                 step(x, y)

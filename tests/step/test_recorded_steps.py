@@ -44,7 +44,7 @@ def test_a_partial_batch_has_its_own_graph_and_loaded_state_is_read() -> None:
     optimizer, theirs = (torch.optim.Adam(one.parameters(), lr=1e-2) for one in (model, other))
     step = ol.train_step(model, F.cross_entropy, optimizer)
     losses = [float(step(x, y)) for x, y in data]
-    assert len(step._recorded) == 2
+    assert len(step._recordings) == 2
     expected = plain_losses(other, theirs, data)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     losses += [float(step(x, y)) for x, y in data]

@@ -15,8 +15,7 @@ from torch._dynamo import lookup_backend
 
 import onelaunch as ol
 from onelaunch.fuse import backend
-from onelaunch.step.capturable_optimizer import CapturableOptimizer
-from onelaunch.step.train_step import TrainStep
+from onelaunch.step.plain_step import PlainStep
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
 from tests.step.loops import batches, network, plain_losses
@@ -118,8 +117,8 @@ def test_numbers_of_numpy_and_names_of_types() -> None:
         step = ol.train_step(
             model, None, optimizer, clip_norm=np.float32(0.5), autocast=name, capture=False, compile=False
         )
-        assert (step.clip_norm, step.autocast) == (0.5, dtype)
-        assert type(step.clip_norm) is float
+        assert (step._plain.clip_norm, step._plain.autocast) == (0.5, dtype)
+        assert type(step._plain.clip_norm) is float
 
 
 def test_many_steps_do_not_share_dynamos_limit() -> None:
@@ -235,9 +234,9 @@ def test_max_autotune_is_passed_on_without_graphs_of_its_own(
     assert not patches.get("triton.cudagraphs", False)
 
 
-@pytest.mark.parametrize("reason", ["", "a reason"])
-def test_recorded_steps_use_ops_of_ours_at_any_size(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CUDA device: operation by operation, small ones would cost the host more than they save."""
+@pytest.mark.parametrize("recorded", [False, True])
+def test_recorded_steps_use_ops_of_ours_at_any_size(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operation by operation, small ones would cost the host more than they save."""
     given: list[bool] = []
 
     def spied(*args: Any, in_graph: bool, **options: Any) -> Any:
@@ -245,12 +244,13 @@ def test_recorded_steps_use_ops_of_ours_at_any_size(reason: str, monkeypatch: py
         return []
 
     monkeypatch.setattr(backend, "rewrite", spied)
-    monkeypatch.setattr(TrainStep, "_uncapturable_reason", lambda self: reason)
-    monkeypatch.setattr(CapturableOptimizer, "prepare", lambda self: None)
     model, (data, *_) = network(), batches(1)
-    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
-    step._forward(data, {})
-    assert given == [not reason]
+    step = PlainStep(
+        model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), clip_norm=None, autocast=None, scaler=None,
+        accumulate=1, compile=True, mode=None, recorded=recorded,
+    )  # fmt: skip
+    step(data, {}, update=True)
+    assert given == [recorded]
 
 
 def test_a_partial_batch_on_a_cpu_compiles_nothing() -> None:

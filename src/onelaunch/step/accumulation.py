@@ -1,4 +1,4 @@
-"""Whether the optimizer steps between the batches whose gradients are accumulated for it."""
+"""The batches whose gradients are accumulated for one step of the optimizer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import torch
 
 
 class Window:
-    """The batches between two updates. It notices steps of the optimizer that are not ours, while Python runs them."""
+    """`size` batches between two updates. It notices steps of the optimizer that are not ours, while Python runs them."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, size: int) -> None:
+        self.size = size
+        self.batches = 0  # that wait for the optimizer
         self._steps = self._at_begin = 0
         own = weakref.ref(self)  # the optimizer keeps its hooks, and must not keep the step alive
 
@@ -20,12 +22,20 @@ class Window:
             if window is not None:
                 window._steps += 1
 
-        if hasattr(optimizer, "_optimizer_step_post_hooks"):  # not a wrapper that lacks what `Optimizer.__init__` makes
+        if size > 1 and hasattr(optimizer, "_optimizer_step_post_hooks"):  # a wrapper may lack what `Optimizer` makes
             weakref.finalize(self, optimizer.register_step_post_hook(count).remove)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the optimizer steps after the next batch."""
+        return self.batches == self.size - 1
 
     def begin(self) -> None:
         self._at_begin = self._steps
 
+    def add_batch(self) -> None:
+        self.batches = (self.batches + 1) % self.size
+
     def is_broken(self) -> bool:
         """Whether the optimizer has stepped since the window began. Our own update ends it."""
-        return self._steps > self._at_begin
+        return self.batches > 0 and self._steps > self._at_begin

@@ -102,6 +102,11 @@ class CapturableOptimizer:
         return any(map(_differs, groups, self._settings))
 
 
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters, also of groups that were added later."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _rate_tensor(rate: float | torch.Tensor, device: torch.device) -> torch.Tensor:
     """A rate that is a tensor on the device already is read where it is: its scheduler writes to it in place."""
     if isinstance(rate, torch.Tensor) and rate.device == device:

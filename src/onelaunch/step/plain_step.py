@@ -1,0 +1,156 @@
+"""One training step, operation by operation: what runs before a recording, instead of one, and inside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from onelaunch.capture import clear_workspaces
+from onelaunch.fuse.captured import without_log_breaks
+from onelaunch.fuse.decide import PROVEN, compiled
+from onelaunch.step.accumulation import Window
+from onelaunch.step.capturable_optimizer import parameters_of
+from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
+from onelaunch.step.inputs import other_gradients_kept, own_loss, parameter_names, passed_by_name, signature
+from onelaunch.trial_runs import Undo
+
+if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
+    from onelaunch.step.adam_update import AdamUpdate
+
+log = logging.getLogger("onelaunch")
+MAX_KINDS = 1024  # of inputs that are known to compile; more are undone and run again all the same if they fail
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class PlainStep:
+    """Forward, loss, backward, clipping, optimizer and zero_grad, with the model and the loss compiled.
+
+    compile: whether they are, and a mode of `torch.compile`. recorded: whether steps will be recorded as CUDA graphs.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, *, clip_norm: float | None,
+        autocast: torch.dtype | None, scaler: torch.amp.GradScaler | None, accumulate: int, compile: bool,
+        mode: str | None, recorded: bool,
+    ) -> None:  # fmt: skip
+        self.model, self.loss, self.optimizer = model, loss, optimizer
+        self.clip_norm, self.autocast, self.scaler = clip_norm, autocast, scaler
+        self.device = parameters_of(optimizer)[0].device
+        self.window = Window(optimizer, accumulate)
+        self.compiles, self.recorded = compile, recorded
+        self.adam: AdamUpdate | None = None  # in a recording it replaces the optimizer's own step
+        self._compiled: set[Any] = set()  # kinds of inputs with which a compiled step has succeeded
+        self._names = parameter_names(model)
+        self._forward: Callable[..., torch.Tensor] = compiled(
+            self._forward_and_loss, PROVEN if compile else None, captured=recorded, mode=mode
+        )
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
+        """Train on one batch. Where the compiler fails, the step is undone, and this one and all others are not compiled."""
+        if not self.compiles or self._is_recording():
+            return self._run(args, kwargs, update)
+        leaves, structure = tree_flatten((args, kwargs))
+        kinds = (one if isinstance(one, Hashable) else type(one) for one in map(signature, leaves))
+        key = (self.model.training, structure, *kinds)
+        if key in self._compiled:
+            return self._run(args, kwargs, update)
+        undo, batches = Undo(self.model, parameters_of(self.optimizer)), self.window.batches
+        try:
+            loss = self._run(args, kwargs, update)
+        except Exception as error:
+            failure = compilers_failure(error)
+            if not failure:
+                raise
+            log.warning("train_step: steps are not compiled, as the compiler failed: %s", failure)
+        else:
+            if len(self._compiled) < MAX_KINDS:  # an argument may be another number in every call
+                self._compiled.add(key)
+            return loss
+        undo()
+        self.window.batches, self.compiles, self._forward = batches, False, self._forward_and_loss
+        return self._run(args, kwargs, update)
+
+    def begin_window(self) -> None:
+        """Before the first batch of those that the optimizer steps for: a backward pass elsewhere may have left gradients."""
+        if self.window.batches == 0:
+            self._zero_gradients()
+            self.window.begin()
+
+    def abandon_window(self) -> None:
+        """After an error: the gradients are those of a part of the model or of the batches."""
+        self.window.batches = 0
+        self._zero_gradients()
+        self.forget_unscaling()
+
+    def forget_unscaling(self) -> None:
+        """The scaler has marked gradients as unscaled that no optimizer's step follows."""
+        if self.scaler is not None:
+            self.scaler._per_optimizer_states.clear()
+
+    def update(self) -> None:
+        if self.clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(parameters_of(self.optimizer), self.clip_norm)
+        if self.adam is not None and self._is_recording():
+            self.adam.launch()
+        elif self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self._zero_gradients()
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
+        autocast = torch.autocast(
+            self.device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
+        )
+        self._release_workspaces()
+        with without_log_breaks(), autocast:
+            try:
+                loss = self._forward(args, kwargs)
+            except Exception as error:
+                if not self._is_recording():
+                    explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
+                raise
+        require_scalar(loss, self.loss is not None)
+        scaled = loss / self.window.size if self.window.size > 1 else loss
+        self._release_workspaces()
+        try:
+            with other_gradients_kept(loss, parameters_of(self.optimizer)):
+                (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
+            if update:
+                self.update()
+        except BaseException:
+            if not self._is_recording():
+                self.abandon_window()
+            raise
+        return loss.detach()
+
+    def _forward_and_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        if self.loss is None:
+            return own_loss(self._call_model(args, kwargs))
+        return self.loss(self._call_model(args[:-1], kwargs), args[-1])
+
+    def _call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if passed_by_name(args, self._names):
+            return self.model(**args[0], **kwargs)
+        return self.model(*args, **kwargs)
+
+    def _zero_gradients(self) -> None:
+        """With accumulation every recording adds to the same memory, so it is zeroed instead of released."""
+        self.optimizer.zero_grad(set_to_none=self.window.size == 1 or not self.recorded)
+
+    def _release_workspaces(self) -> None:
+        """Before each pass: autograd's thread has a cuBLAS workspace of its own, and a recording would hold both of 32 MiB."""
+        if self.recorded:
+            clear_workspaces()
+
+    def _is_recording(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,177 @@
+"""The CUDA graphs of a training step, one per kind of inputs.
+
+The first calls for a kind run operation by operation: they are ordinary steps, in which libraries allocate their workspaces
+and the optimizer its state. Then the step is recorded once and replayed. Inputs are copied into the memory that was recorded;
+random numbers come from PyTorch's generators, which advance with every replay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+from onelaunch.capture import capturing
+from onelaunch.errors import first_line
+from onelaunch.step.capturable_optimizer import CapturableOptimizer, parameters_of
+from onelaunch.step.inputs import Pending, signature
+from onelaunch.step.plain_step import PlainStep
+
+if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
+    from onelaunch.step.recorded import Recorded
+
+log = logging.getLogger("onelaunch")
+WARM_UP_STEPS = 2  # per kind of inputs: the first compiles, the second finds all state in place
+MAX_RECORDINGS = 3  # after settings of the optimizer have changed; then the step is no longer recorded
+
+
+def uncapturable_reason(model: nn.Module, optimizer: CapturableOptimizer) -> str:
+    """Why steps cannot be recorded, also logged; empty when they can."""
+    device = optimizer.device
+    if device.type != "cuda":
+        return f"the model is on {device}, and only CUDA devices record graphs"
+    reason = optimizer.unsupported_reason()
+    if any(tensor.device != device for tensor in (*parameters_of(optimizer.optimizer), *model.parameters())):
+        reason = "the parameters are on several devices"
+    elif isinstance(model, nn.parallel.DistributedDataParallel):
+        reason = "DistributedDataParallel exchanges gradients in hooks"
+    if reason:
+        _log_reason(reason)
+    return reason
+
+
+class Recordings:
+    """Records `step` for every kind of inputs, and replays it. `reason` is empty while it does, else it says why not."""
+
+    def __init__(self, step: PlainStep, optimizer: CapturableOptimizer, reason: str) -> None:
+        self.step, self.optimizer, self.reason = step, optimizer, reason
+        self.latest: Recorded | None = None  # where a call needs no key to find it
+        self._recorded: dict[Any, Recorded] = {}
+        self._pending: dict[Any, Pending] = {}
+        self._forgotten = 0
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        if not reason:
+            optimizer.prepare()
+
+    def __len__(self) -> int:
+        return len(self._recorded)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
+        """Train on one batch."""
+        step, accumulates = self.step, self.step.window.size > 1
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        first = {id(leaf): index for index, leaf in reversed(list(enumerate(tensors)))}
+        same = tuple(first[id(leaf)] for leaf in tensors)  # arguments that are one tensor are compiled as one
+        key = (update, step.model.training, structure, same, *map(signature, leaves))
+        self.follow_optimizer()
+        recorded = self._recorded.get(key)
+        if recorded is None or accumulates:  # a recording of a whole step has gradients of its own
+            step.begin_window()
+        if recorded is None:
+            if key not in self._pending:
+                self._pending[key] = Pending(leaves, structure, step.device)
+            pending = self._pending[key]
+            pending.fill(tensors)
+            pending.calls += 1
+            recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS and not self.reason else None
+            if recorded is None:
+                with self.operations():
+                    pending.loss = step(pending.args, pending.kwargs, update)
+                return pending.loss
+            self._recorded[key] = recorded
+            del self._pending[key]
+            if not kwargs and len(tensors) == len(args) == len(first) and not accumulates:
+                self.latest = recorded
+        return recorded.replay(tensors)
+
+    @contextmanager
+    def operations(self) -> Iterator[None]:
+        """What runs operation by operation between recorded steps: the rate on the device, and our own stream."""
+        if self.reason:
+            yield
+        else:
+            with self.optimizer.rates_on_device(), self._own_stream():
+                yield
+
+    def follow_optimizer(self) -> None:
+        """Before work on the device: other settings need other recordings, and the rates are read there."""
+        if self.reason:
+            return
+        if self.optimizer.settings_changed():
+            self._forget()
+        self.optimizer.upload_rates()
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Inside, a stream of our own is current: autograd ties gradients to the stream of a warm-up step, and a recording
+        on another stream would wait for it, which CUDA forbids. It begins and ends in order with the caller's stream.
+        """
+        with torch.cuda.device(self.step.device):
+            self._stream = self._stream or torch.cuda.Stream()
+            callers = torch.cuda.current_stream()
+            self._stream.wait_stream(callers)
+            try:
+                with torch.cuda.stream(self._stream):
+                    yield
+            finally:
+                callers.wait_stream(self._stream)
+
+    def _record(self, pending: Pending, update: bool) -> Recorded | None:
+        """The step for inputs like these, recorded but not run; None, with `reason` set, where that is impossible."""
+        step = self.step
+        gradients = [(parameter, parameter.grad) for parameter in parameters_of(step.optimizer)]
+        try:
+            from onelaunch.kernels.launch import compiling
+            from onelaunch.step.adam_update import adam_update
+            from onelaunch.step.recorded import Recorded
+
+            with torch.cuda.device(step.device), self.optimizer.rates_on_device():
+                recorded = Recorded(pending.inputs, step.device, step.model.training)
+                step.adam = adam_update(step.optimizer, self.optimizer.rates, step.scaler)
+                with compiling():
+                    recorded.begin()
+                    recorded.end(pending.loss)
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                with capturing(recorded.graph, pool=self._pool, stream=self._stream):
+                    recorded.begin()
+                    recorded.end(step(pending.args, pending.kwargs, update))
+                if step.adam is not None:
+                    step.adam.fill_tables()
+        except Exception as error:  # whatever a model does that a recording forbids
+            torch.cuda.synchronize(step.device)
+            self._stop(first_line(error))
+            step.forget_unscaling()
+            for parameter, gradient in gradients:  # a recording runs nothing: what was accumulated is still there
+                parameter.grad = gradient
+            return None
+        finally:
+            update_tables, step.adam = step.adam, None
+        recorded.update = update_tables
+        return recorded
+
+    def _forget(self) -> None:
+        """The optimizer's settings are part of a recording: record anew, but not for a schedule that changes them always."""
+        self._forgotten += bool(self._recorded)
+        self._recorded.clear()
+        self._pending.clear()
+        self.latest = None
+        self.optimizer.prepare()
+        if self._forgotten >= MAX_RECORDINGS:
+            self._stop("settings of the optimizer beside the learning rate change from step to step")
+
+    def _stop(self, reason: str) -> None:
+        self.reason, self.step.recorded = reason, False
+        self._recorded.clear()
+        self.latest = None
+        _log_reason(reason)
+
+
+def _log_reason(reason: str) -> None:
+    log.warning("train_step: steps run operation by operation: %s", reason)
