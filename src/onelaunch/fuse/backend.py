@@ -22,10 +22,13 @@ from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.recorded_call import RecordedCall, is_fixed
 
 log = logging.getLogger("onelaunch")
-# A language model whose logits are not stored has its peak of memory in its activations. At this budget Inductor's partitioner
-# recomputes norms and gates in the backward pass. H200: GPT-2 3836 -> 2962 MiB for 0.4 % more time, a Llama-like model
-# 3704 -> 3092 MiB for 3 %; at 0.6 it recomputes products too, for 30 to 60 % more time.
-MEMORY_BUDGET = 0.8
+# A language model whose logits are not stored has its peak of memory in its activations. Then Inductor's partitioner also
+# recomputes long chains that it can fuse, such as norms and gates, in the backward pass: here with its options, not with
+# `activation_memory_budget`, which recomputes attention and ops of ours too where such chains are not enough.
+RECOMPUTED = {
+    "ban_recompute_used_far_apart": False, "ban_recompute_long_fusible_chains": False,
+    "ban_recompute_materialized_backward": False,
+}  # fmt: skip
 SAVES_MEMORY = ("linear_cross_entropy",)
 # Every batch norm counts its batches in a kernel of its own, and autocast casts every weight in one. Inductor can combine
 # kernels that do not depend on each other. H200, ResNet-18 of 32 x 32 pixels, batch 128, bf16: 2,582 -> 2,455 µs per step.
@@ -60,7 +63,7 @@ def onelaunch(
         return gm.forward
     saves_memory = any(match.pattern.name in SAVES_MEMORY for match in replaced)
     options = {**(COMBINED if on_cuda and differentiated and combines(gm.graph) else {}), **(options or {})}
-    with torch._functorch.config.patch(activation_memory_budget=MEMORY_BUDGET if saves_memory else 1.0):
+    with torch._functorch.config.patch(RECOMPUTED if saves_memory else {}):
         function = _inductor(gm, example_inputs, mode, options)
     return RecordedCall(function) if may_record else function
 

@@ -25,9 +25,7 @@ from onelaunch.ops.widen import widen
 
 INDEX_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
 CLASS_MULTIPLE = 8
-CHUNK_BYTES = (
-    3 * 2**25
-)  # of logits at a time: rows enough for efficient products, and little beside a model's activations
+CHUNK_BYTES = 3 * 2**25  # of logits at a time: efficient products, and little beside a model's activations
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # loss, dx, dweight and dbias of the summed loss, scale
 
 
@@ -121,7 +119,7 @@ def _forward(
             torch.mm(dlogits, weight, out=dx[part])
             _accumulate(dweight, dlogits.t(), x[part])
         if biased:
-            dbias += dlogits.sum(0, dtype=wide)
+            _accumulate(dbias[None], dlogits.new_ones(1, len(dlogits)), dlogits)
         del logits, dlogits  # else they would live until the next chunk's are computed
     scale = torch.ones((), dtype=wide, device=x.device)
     if reduction == "mean":
