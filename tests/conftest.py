@@ -60,6 +60,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=gpu)
 
 
+@pytest.fixture(autouse=True)
+def _same_libraries() -> Iterator[None]:
+    """On a CPU without bf16, PyTorch gives up oneDNN in a bf16 product: later tests would compute other bits."""
+    before = torch._C._get_mkldnn_enabled()
+    yield
+    torch._C._set_mkldnn_enabled(before)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """PyTorch on one thread: on tiny tensors a second brings nothing, and on a busy machine it costs a hundredfold."""

@@ -45,16 +45,30 @@ def train(run: Run, cache_folder: Path, partitions: int = 2, target: Target | No
 def test_200_steps_follow_plain_pytorch(
     optimizer: str, loss: str, activations: tuple[str, ...], cache_folder: Path
 ) -> None:
-    torch.manual_seed(1)
-    layers = [module for name in activations for module in (nn.Linear(12, 12), ACTIVATIONS[name].make_module())]
-    x, y = data(loss, ROWS, 12, 4)
     options = dict(OPTIMIZERS[optimizer])
     if options["optimizer"] == "lion":
         options["lr"] = LION_RATE
-    run = make(nn.Sequential(*layers, nn.Linear(12, 4)), x, y, loss=loss, steps=200, batch_size=BATCH, **options)
-    ours, reference = train(run, cache_folder), train_plainly(run)
+    x, y = data(loss, ROWS, 12, 4)
+    for seed in range(1, 6):
+        torch.manual_seed(seed)
+        layers = [module for name in activations for module in (nn.Linear(12, 12), ACTIVATIONS[name].make_module())]
+        model = nn.Sequential(*layers, nn.Linear(12, 4))
+        run = make(model, x, y, loss=loss, steps=200, batch_size=BATCH, **options)
+        reference = train_plainly(run)
+        if follows(train_plainly(run, torch.float32), reference):
+            break
+    ours = train(run, cache_folder)
     assert_close(ours, reference)
     assert ours.correct == reference.correct
+
+
+def follows(course: Course, reference: Course) -> bool:
+    """Whether PyTorch's own float32 does: else a value lies at the kink of an activation, where rounding decides."""
+    try:
+        assert_close(course, reference)
+    except AssertionError:
+        return False
+    return True
 
 
 class Dense(nn.Module):
