@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -148,3 +152,32 @@ def test_kernels_are_combined_in_convolutional_networks_of_measured_layers() -> 
     assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.Dropout(0.1)))
     assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)))
     assert not backend.combines(graph(nn.Flatten(), nn.Linear(192, 3)))
+
+
+def test_no_op_of_ours_runs_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the logits are not stored, more is recomputed: chains that Inductor fuses, and nothing else."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return function(*args)
+
+        return call
+
+    for name, forward in (("linear", "forward_reference"), ("linear_cross_entropy", "_forward")):
+        module = importlib.import_module(f"onelaunch.ops.{name}")
+        monkeypatch.setattr(module, forward, counted(name, getattr(module, forward)))
+    partitioned = torch._dynamo.lookup_backend("aot_eager_decomp_partition")
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr(backend, "_inductor", lambda gm, inputs, mode, options: partitioned(gm, inputs))
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    model, head = nn.Sequential(*blocks), nn.Linear(64, 5000)
+    x, y = torch.randn(4096, 64), torch.randint(5000, (4096,))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(head(model(x)), y)
+
+    ours = partial(onelaunch, forced=True, patterns=("linear", "linear_cross_entropy"))
+    torch.compile(loss, backend=ours)(x).backward()
+    assert calls == {"linear": 4, "linear_cross_entropy": 1}
