@@ -179,6 +179,27 @@ def test_linear_and_cross_entropy(reduction: str, smoothing: float) -> None:
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize(
+    "log_softmax",
+    [lambda z: F.log_softmax(z, -1), lambda z: torch.log_softmax(z, 2), lambda z: z.log_softmax(-1), nn.LogSoftmax(2)],
+)
+def test_linear_log_softmax_and_nll_loss(log_softmax: Callable[..., torch.Tensor], reduction: str) -> None:
+    layer = nn.Linear(6, 9, dtype=torch.float64)
+    x, target = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True), torch.randint(9, (2, 5))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.nll_loss(log_softmax(layer(x)).view(-1, 9), target.view(-1), ignore_index=2, reduction=reduction)
+
+    rewritten = Rewritten(forward)
+    got, expected = rewritten(x), forward(x)
+    assert rewritten.titles == ["linear + nll_loss"]
+    torch.testing.assert_close(got, expected)
+    inputs = [x, *layer.parameters()]
+    for one, two in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_the_loss_keeps_its_type() -> None:
     layer = nn.Linear(6, 9, dtype=torch.bfloat16)
     target = torch.randint(9, (5,))
@@ -214,6 +235,12 @@ def test_losses_that_are_left_alone() -> None:
     assert titles_of(lambda x: F.cross_entropy(layer(x), target, weight=torch.ones(6)), x) == []
     assert titles_of(lambda x: F.cross_entropy(layer(x)[:, :, None], target[:, None]), x) == []
     assert titles_of(lambda x: F.cross_entropy(layer(x).view(1, -1), target[:1]), x[0]) == []
+    assert titles_of(lambda x: F.nll_loss(layer(x), target), x) == []
+    assert titles_of(lambda x: F.nll_loss(F.log_softmax(layer(x), 0), target), x) == []
+    assert titles_of(lambda x: F.nll_loss(F.log_softmax(layer(x), 1, dtype=torch.float64), target), x) == []
+    assert titles_of(lambda x: F.nll_loss(F.log_softmax(layer(x), 1).log_softmax(1), target), x) == []
+    assert titles_of(lambda x: F.cross_entropy(F.log_softmax(layer(x), 1), target), x) == []
+    assert titles_of(lambda x: F.nll_loss(F.log_softmax(layer(x), 1), target, torch.ones(6)), x) == []
 
 
 @pytest.mark.parametrize("change", [torch.zero_, nn.Hardtanh(0, 0.1, True)])

@@ -28,6 +28,9 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.dropout: ("dropout", ("input", "p", "training", "inplace")),
     torch.dropout: ("dropout", ("input", "p", "training")),
     F.cross_entropy: ("cross_entropy", _LOSS),
+    F.nll_loss: ("nll_loss", _LOSS[:-1]),
+    F.log_softmax: ("log_softmax", ("input", "dim", "_stacklevel", "dtype")),
+    torch.log_softmax: ("log_softmax", ("input", "dim", "dtype")),
     operator.add: ("add", ("input", "other")),
     operator.iadd: ("add", ("input", "other")),
     torch.add: ("add", ("input", "other", "alpha")),
@@ -40,15 +43,18 @@ FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
 FUNCTIONS[F.leaky_relu] = ("leaky_relu", ("input", "negative_slope", "inplace"))
 METHODS: dict[str, tuple[str, tuple[str, ...]]] = {
     **{name: (name.rstrip("_"), _UNARY) for name in ("relu", "relu_", "sigmoid", "sigmoid_", "tanh", "tanh_")},
+    "log_softmax": ("log_softmax", ("input", "dim", "dtype")),
     "add": ("add", ("input", "other")),
     "add_": ("add", ("input", "other")),
 }
+_MEAN_LOSS = {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "linear": {"bias": None},
     "conv2d": {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1},
     "batch_norm": {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5},
     "dropout": {"p": 0.5, "training": True},
-    "cross_entropy": {"weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.0},
+    **dict.fromkeys(("cross_entropy", "nll_loss"), _MEAN_LOSS),
+    "log_softmax": {"dim": None, "dtype": None},
     "leaky_relu": {"negative_slope": LEAKY_RELU_SLOPE},
     **{entry.name: dict(entry.settings) for entry in ACTIVATIONS.values() if entry.settings},
 }

@@ -1,6 +1,7 @@
 """linear → cross entropy as `ol.linear_cross_entropy`: the logits are made and used up in chunks of rows.
 
-Between the two may stand what language models put there: a conversion to float32, views, and the shift of the labels.
+The loss may also be written as `log_softmax` and `nll_loss`. Between the two may stand what language models put there: a
+conversion to float32, views, and the shift of the labels.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ class LinearCrossEntropy:
         if operation is None or operation.name != "linear":
             return None
         logits = tensor_of(node)
-        chain = [node]
-        while len(chain) <= MAX_BETWEEN:
-            user = sole_user(chain[-1])
-            loss = operation_of(user) if user is not None else None
-            if loss is not None and loss.name == "cross_entropy" and loss.arguments["input"] is chain[-1]:
-                return self._matched(operation, loss, chain, logits)
-            if user is None or not _keeps_rows(user, chain[-1]):
+        chain, wanted = [node], "cross_entropy"
+        while len(chain) <= MAX_BETWEEN and (user := sole_user(chain[-1])) is not None:
+            found = operation_of(user)
+            if found is not None and found.name == wanted and found.arguments["input"] is chain[-1]:
+                return self._matched(operation, found, chain, logits)
+            if wanted == "cross_entropy" and found is not None and _is_over_classes(found, chain[-1]):
+                wanted = "nll_loss"
+            elif not _keeps_rows(user, chain[-1]):
                 return None
             chain.append(user)
         return None
@@ -54,7 +56,7 @@ class LinearCrossEntropy:
             return None
         tensors = {"x": linear.arguments["input"]} | {name: linear.arguments[name] for name in ("weight", "bias")}
         options = {name: given[name] for name in ("target", "label_smoothing", "ignore_index", "reduction")}
-        return Match(self, (*chain, loss.node), {**tensors, **options, "parts": ["linear", "cross_entropy"]})
+        return Match(self, (*chain, loss.node), {**tensors, **options, "parts": ["linear", loss.name]})
 
     def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
         given, x = match.arguments, tensor_of(match.arguments["x"])
@@ -79,6 +81,14 @@ class LinearCrossEntropy:
         weight = tensor_of(match.arguments["weight"])
         large = weight is not None and int(weight.shape[0]) >= MIN_CLASSES
         return large and served(match.arguments["x"], match.arguments["weight"])
+
+
+def _is_over_classes(operation: Operation, source: fx.Node) -> bool:
+    """Whether this is the log softmax of each row of `source`, in its own type or in float32."""
+    given, logits = operation.arguments, tensor_of(source)
+    if operation.name != "log_softmax" or logits is None or given["input"] is not source:
+        return False
+    return given["dim"] in (-1, logits.dim() - 1) and given["dtype"] in (None, logits.dtype, torch.float32)
 
 
 def _keeps_rows(user: fx.Node, source: fx.Node) -> bool:
