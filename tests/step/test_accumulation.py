@@ -99,10 +99,11 @@ def test_the_optimizer_does_not_keep_a_step_alive() -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_after_a_flush_that_failed_nothing_waits(clip: float | None) -> None:
+@pytest.mark.parametrize("scales", [False, True])
+def test_after_a_flush_that_failed_nothing_waits(clip: float | None, scales: bool) -> None:
     model, (x, y) = network(), batches(1)[0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
+    scaler = torch.amp.GradScaler("cpu", enabled=scales)
     step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=3, compile=False, clip_norm=clip, scaler=scaler)
     hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     step(x, y)
@@ -119,6 +120,20 @@ def test_after_a_flush_that_failed_nothing_waits(clip: float | None) -> None:
         nn.utils.clip_grad_norm_(before.parameters(), clip)
     torch.optim.SGD(before.parameters(), lr=0.1).step()
     assert_same_weights(model, before, WEIGHT_TOLERANCE)
+
+
+def test_a_copy_notices_steps_of_its_optimizer_and_has_no_batches() -> None:
+    model, (x, y) = network(), batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = ol.train_step(model, F.cross_entropy, optimizer, accumulate=2, compile=False)
+    step(x, y)
+    other = copy.deepcopy(step)
+    other(x, y)
+    assert_same_weights(other.model, model, 0.0)
+    other.optimizer.step()
+    with pytest.raises(ol.OnelaunchError, match="between the 2 batches"):
+        other(x, y)
+    step(x, y)  # the original's window is unbroken
 
 
 def test_a_flush_after_others_have_stepped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -320,3 +321,25 @@ def test_a_loss_function_with_a_model_of_its_own_leaves_its_gradients(device: st
     after = [one.grad for one in critic.parameters()]
     assert len(before) == 2
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
+def test_a_copy_trains_its_own_model(copied: Callable[[Any], Any], compile: bool) -> None:
+    model, data = network(), batches(8)
+    step = ol.train_step(model, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2), compile=compile)
+    for batch in data[:4]:
+        step(*batch)
+    before, other = copy.deepcopy(model), copied(step)
+    losses = [float(other(*batch)) for batch in data[4:]]
+    assert_same_weights(model, before, 0.0)
+    assert losses == pytest.approx([float(step(*batch)) for batch in data[4:]], rel=LOSS_TOLERANCE)
+    assert_same_weights(other.model, model, WEIGHT_TOLERANCE)
+
+
+def test_a_step_keeps_what_it_was_made_for() -> None:
+    model = network()
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    for name in ("model", "loss", "optimizer", "accumulate", "reason"):
+        with pytest.raises(AttributeError):
+            setattr(step, name, None)

@@ -90,7 +90,7 @@ class PlainStep:
 
     def forget_unscaling(self) -> None:
         """The scaler has marked gradients as unscaled that no optimizer's step follows."""
-        if self.scaler is not None:
+        if self.scaler is not None and self.scaler.is_enabled():
             self.scaler._per_optimizer_states.clear()
 
     def update(self) -> None:

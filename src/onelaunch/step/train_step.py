@@ -51,21 +51,40 @@ class TrainStep:
         compile: bool | str,
     ) -> None:  # fmt: skip
         check_arguments(model, loss, optimizer, clip_norm, scaler, capture, compile)
-        self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.accumulate = require_integer("accumulate", accumulate, "1 or more")
-        if self.accumulate < 1:
+        if require_integer("accumulate", accumulate, "1 or more") < 1:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
+        self._arguments = (model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile)
         self._capturable = CapturableOptimizer(optimizer, parameters_of(optimizer)[0].device)
         reason = uncapturable_reason(model, self._capturable) if capture else "capture=False"
         self._plain = PlainStep(
             model, loss, optimizer, clip_norm=None if clip_norm is None else float(clip_norm),
-            autocast=autocast_dtype(autocast), scaler=scaler, accumulate=self.accumulate, compile=bool(compile),
+            autocast=autocast_dtype(autocast), scaler=scaler, accumulate=int(accumulate), compile=bool(compile),
             mode="max-autotune-no-cudagraphs" if compile == MAX_AUTOTUNE else None,  # the step's own graph replaces them
             recorded=not reason,
         )  # fmt: skip
         self._recordings = Recordings(self._plain, self._capturable, reason)
         self._window = self._plain.window
         self._started = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy compiles and records anew, and begins without batches that wait for the optimizer."""
+        return TrainStep, self._arguments
+
+    @property
+    def model(self) -> nn.Module:
+        return self._plain.model
+
+    @property
+    def loss(self) -> Loss | None:
+        return self._plain.loss
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._plain.optimizer
+
+    @property
+    def accumulate(self) -> int:
+        return self._window.size
 
     @property
     def reason(self) -> str:
@@ -75,7 +94,7 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch; its mean loss before the update, as a 0-d tensor on the model's device."""
         latest = self._recordings.latest  # the host's time counts for small networks: every microsecond here does
-        if latest is not None and latest.training is self.model.training and not kwargs:
+        if latest is not None and latest.training is self._plain.model.training and not kwargs:
             ring = latest.ring
             distinct = len({*map(id, args)}) == len(args)  # one tensor as two arguments has a recording of its own
             if ring is not None and distinct and ring.takes(args) and self._capturable.ready():
