@@ -99,7 +99,7 @@ def test_a_new_width_depth_or_batch_needs_no_new_code() -> None:
 
 
 @pytest.mark.parametrize("rows", [*range(1, 60), 100, 784, 4096])
-@pytest.mark.parametrize("heights", [(13, 12, 8), (6, 5, 2), (12, 8)])
+@pytest.mark.parametrize("heights", [(13, 12, 8), (10, 9, 8), (6, 5, 2), (12, 8)])
 def test_tiles_cover_every_row_once(rows: int, heights: tuple[int, ...]) -> None:
     tiles = cover(0, rows, heights)
     counts = [tiles[name] for name in COUNTS]

@@ -190,6 +190,12 @@ class Instructions:
         zeros = f"<{self.lanes} x i32> zeroinitializer"
         return self.op(vector, f"shufflevector {vector} {first.text}, {vector} poison, {zeros}", hint)
 
+    def lane(self, value: Value, number: int, hint: str = "lane") -> Value:
+        """One lane of a vector of floats in all lanes."""
+        numbers = self._list("i32", [number] * self.lanes)
+        mask = f"<{self.lanes} x i32> {numbers}"
+        return self.op(value.type, f"shufflevector {value.type} {value.text}, {value.type} poison, {mask}", hint)
+
     def first(self, value: Value, hint: str = "first") -> Value:
         """Lane 0 of a vector of floats."""
         return self.op("float", f"extractelement {self.vector} {value.text}, i32 0", hint)

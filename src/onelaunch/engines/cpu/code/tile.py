@@ -89,41 +89,64 @@ def over_tiles(f: Function, height: int, tile: Callable[[Value, Value], None]) -
 
 def accumulate(
     f: Function, vectors: int, length: Value, b: Value, carried: Sequence[Value], a: Sequence[Value], step: Int,
-    rows: Callable[[Sequence[Value]], list[Value]],
+    rows: Callable[[Sequence[Value]], list[Value]], *, adjacent_rows: bool = False,
 ) -> list[Value]:  # fmt: skip
     """Add `length` terms to the accumulators `carried`.
 
     `a` has addresses that advance by `step` bytes per term; `rows` computes those of a[0, k], a[1, k], ... from them. Each is
     one instruction's operand (base, index, displacement). LLVM must not know how the addresses advance, or it would keep one
     per row, for which there are no registers. Nor may it move loads of one term into another, for the same reason.
+
+    On targets with lane operands a is read in vectors: of several terms of one row, or of one term of `adjacent_rows`.
     """
     width = vectors * f.lanes
     ahead = 2 if f.target.registers >= 32 else 1  # terms whose row of b is loaded at a time: b comes from L2
 
-    def term(number: int, a_now: Sequence[Value], b_row: Sequence[Value], values: Sequence[Value]) -> list[Value]:
-        total = list(values)
-        at = [f.at(pointer, f.mul(number, step), "i8", "term") for pointer in a_now]
-        for m, address in enumerate(rows(at)):
-            a_all = f.splat(f.load("float", address, hint="a"), "a")
-            for v in range(vectors):
-                total[m * vectors + v] = f.fma(a_all, b_row[v], total[m * vectors + v], "acc")
-        return total
+    by_lanes = f.target.has_lane_operands
+
+    def add_row(total: list[Value], m: int, a_all: Value, b_row: Sequence[Value]) -> None:
+        for v in range(vectors):
+            total[m * vectors + v] = f.fma(a_all, b_row[v], total[m * vectors + v], "acc")
+
+    def term(number: int, a_now: Sequence[Value], b_row: Sequence[Value], total: list[Value]) -> None:
+        addresses = rows([f.at(pointer, f.mul(number, step), "i8", "term") for pointer in a_now])
+        if by_lanes and adjacent_rows:
+            columns = [f.vload(address, hint="a") for address in addresses[:: f.lanes]]
+        for m, address in enumerate(addresses):
+            if by_lanes and adjacent_rows:
+                a_all = f.lane(columns[m // f.lanes], m % f.lanes, "a")
+            else:
+                a_all = f.splat(f.load("float", address, hint="a"), "a")
+            add_row(total, m, a_all, b_row)
+
+    def terms_in_vectors(a_now: Sequence[Value], b_rows: Sequence[Sequence[Value]], total: list[Value]) -> None:
+        """As many terms as a vector has lanes, two rows at a time."""
+        addresses = rows(a_now)
+        for first in range(0, len(addresses), 2):
+            pair = [f.vload(address, hint="a") for address in addresses[first : first + 2]]
+            for number, b_row in enumerate(b_rows):
+                for m, a_row in enumerate(pair, first):
+                    add_row(total, m, f.lane(a_row, number, "a"), b_row)
 
     def terms(count: int, moving: Sequence[Value]) -> list[Value]:
         pointers, total = moving[: len(a) + 1], list(moving[len(a) + 1 :])
         *a_now, b_now = pointers
+        in_vectors = by_lanes and not adjacent_rows and count == f.lanes
         b_rows: list[list[Value]] = []
         for number in range(count):
             f.keep_order()
-            while len(b_rows) < min(count, number + ahead):
+            while len(b_rows) < (count if in_vectors else min(count, number + ahead)):
                 b_rows.append([f.vload(b_now, len(b_rows) * width + v * f.lanes, "b") for v in range(vectors)])
             f.keep_order()
-            total = term(number, a_now, b_rows[number], total)
+            if in_vectors:
+                terms_in_vectors(a_now, b_rows, total)
+                break
+            term(number, a_now, b_rows[number], total)
         following = [f.at(pointer, f.mul(count, step), "i8", "next") for pointer in a_now]
         following.append(f.at(b_now, count * width))
         return [f.opaque(pointer, "a") for pointer in following] + total
 
-    unroll = UNROLL[vectors]
+    unroll = f.lanes if by_lanes else UNROLL[vectors]
     whole = f.op("i64", f"and i64 {length.text}, {-unroll}", "whole")
     moving = f.loop(whole, lambda _, *now: terms(unroll, now), step=unroll, carry=[*a, b, *carried], index="k")
     moving = f.loop(length, lambda _, *now: terms(1, now), start=whole, carry=moving, index="k")

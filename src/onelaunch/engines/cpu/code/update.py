@@ -88,7 +88,7 @@ def _tiles(module: Module, rows: int, vectors: int, rule: UpdateRule) -> str:
                         f.prefetch(copy, position, write=True)
 
                 f.loop(prefetched, prefetch, step=CACHE_LINE // 4, index="line")
-                carried = accumulate(f, vectors, f["length"], b, zeros, [a_at], step, inputs)
+                carried = accumulate(f, vectors, f["length"], b, zeros, [a_at], step, inputs, adjacent_rows=True)
 
                 if not rule.is_short:
                     for n, value in enumerate(carried):

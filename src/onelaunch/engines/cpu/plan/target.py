@@ -36,16 +36,26 @@ class Target:
         """
         if vectors == 1:
             return 12, 8
+        if self.has_lane_operands:  # four rows of the vector operand, and two vectors of the other
+            return 10, 9, 8
         return (13, 12, 8) if self.registers >= 32 else (6, 5, 2)
 
     def update_heights(self, vectors: int) -> tuple[int, ...]:
         """The heights of dW's tiles. Its rows are a layer's inputs, mostly many, which two heights cover exactly."""
+        if self.has_lane_operands:  # whole vectors of inputs
+            return 12, 8
         tallest, *_, lowest = self.heights(vectors)
         return tallest, lowest
 
     @property
     def has_tiles(self) -> bool:
         return self.tiles == "amx"
+
+    @property
+    def has_lane_operands(self) -> bool:
+        """Whether a multiply-add can take one lane of a vector as a factor. There, a load that broadcasts costs as much as a
+        multiply-add."""
+        return self.triple.startswith(("aarch64", "arm64"))
 
     @property
     def vector_constraint(self) -> str:
