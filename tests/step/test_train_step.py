@@ -323,10 +323,11 @@ def test_a_loss_function_with_a_model_of_its_own_leaves_its_gradients(device: st
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))])
-def test_a_copy_trains_its_own_model(copied: Callable[[Any], Any], compile: bool) -> None:
-    model, data = network(), batches(8)
+def test_a_copy_trains_its_own_model(copied: Callable[[Any], Any], compile: bool, device: str) -> None:
+    model, data = network(device), batches(8, device)
     step = ol.train_step(model, F.cross_entropy, torch.optim.Adam(model.parameters(), 1e-2), compile=compile)
     for batch in data[:4]:
         step(*batch)
