@@ -49,6 +49,26 @@ def titles_of(function: Callable[..., Any], *args: Any) -> list[str]:
     return rewritten.titles
 
 
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def amplifies_rounding(model: nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> bool:
+    """Whether gradients change by more than the tolerance if all inputs do by 1e-14 of them, as behind several batch norms of
+    columns that are almost constant: then right results differ as well.
+    """
+    rtol, atol = TOLERANCE[torch.float64]
+    found = []
+    for size in (0.0, 1e-14):
+        one, own, above = copy.deepcopy(model), x.detach().clone().requires_grad_(), upstream.clone()
+        with torch.no_grad():
+            for tensor in (own, above, *one.parameters()):
+                tensor.mul_(1 + size * torch.randn_like(tensor))
+        one(own).backward(above)
+        found.append([gradient for gradient in gradients(one, own) if gradient is not None])
+    return not all(torch.allclose(a, b, rtol, 10 * atol) for a, b in zip(*found, strict=True))
+
+
 def assert_same_step(
     model: nn.Module, x: torch.Tensor, titles: list[str] | None = None, aot: bool = False
 ) -> Rewritten:
@@ -62,15 +82,17 @@ def assert_same_step(
         expected.backward(upstream)
     except RuntimeError:
         assume(False)  # PyTorch itself refuses a value that is changed in place after it was saved
-    rewritten = Rewritten(model, aot=aot)
+    original, rewritten = copy.deepcopy(model), Rewritten(model, aot=aot)
     got = rewritten(x)
     if titles is not None:
         assert rewritten.titles == titles
     torch.testing.assert_close(got, expected, rtol=rtol, atol=atol)
     got.backward(upstream)
-    torch.testing.assert_close(x.grad, y.grad, rtol=rtol, atol=10 * atol)
-    for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, rtol=rtol, atol=10 * atol, msg=name)
+    names = ["x", *(name for name, _ in model.named_parameters())]
+    for name, one, two in zip(names, gradients(model, x), gradients(other, y), strict=True):
+        if one is not None and two is not None and not torch.allclose(one, two, rtol, 10 * atol):
+            assume(not amplifies_rounding(original, x, upstream))
+        torch.testing.assert_close(one, two, rtol=rtol, atol=10 * atol, msg=name)
     for (name, one), two in zip(model.named_buffers(), other.buffers(), strict=True):
         torch.testing.assert_close(one, two, rtol=rtol, atol=atol, msg=name)
     return rewritten
