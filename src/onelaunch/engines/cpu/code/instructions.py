@@ -192,9 +192,9 @@ class Instructions:
 
     def lane(self, value: Value, number: int, hint: str = "lane") -> Value:
         """One lane of a vector of floats in all lanes."""
-        numbers = self._list("i32", [number] * self.lanes)
-        mask = f"<{self.lanes} x i32> {numbers}"
-        return self.op(value.type, f"shufflevector {value.type} {value.text}, {value.type} poison, {mask}", hint)
+        mask = self.integer(number)
+        vectors = f"{value.type} {value.text}, {value.type} poison"
+        return self.op(value.type, f"shufflevector {vectors}, {mask.type} {mask.text}", hint)
 
     def first(self, value: Value, hint: str = "first") -> Value:
         """Lane 0 of a vector of floats."""

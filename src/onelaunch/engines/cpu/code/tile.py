@@ -100,9 +100,9 @@ def accumulate(
     On targets with lane operands a is read in vectors: of several terms of one row, or of one term of `adjacent_rows`.
     """
     width = vectors * f.lanes
-    ahead = 2 if f.target.registers >= 32 else 1  # terms whose row of b is loaded at a time: b comes from L2
-
     by_lanes = f.target.has_lane_operands
+    unroll = f.lanes if by_lanes else UNROLL[vectors]
+    ahead = 2 if f.target.registers >= 32 else 1  # terms whose row of b is loaded at a time: b comes from L2
 
     def add_row(total: list[Value], m: int, a_all: Value, b_row: Sequence[Value]) -> None:
         for v in range(vectors):
@@ -131,22 +131,25 @@ def accumulate(
     def terms(count: int, moving: Sequence[Value]) -> list[Value]:
         pointers, total = moving[: len(a) + 1], list(moving[len(a) + 1 :])
         *a_now, b_now = pointers
-        in_vectors = by_lanes and not adjacent_rows and count == f.lanes
         b_rows: list[list[Value]] = []
-        for number in range(count):
+
+        def load_b(rows: int) -> None:
             f.keep_order()
-            while len(b_rows) < (count if in_vectors else min(count, number + ahead)):
+            while len(b_rows) < rows:
                 b_rows.append([f.vload(b_now, len(b_rows) * width + v * f.lanes, "b") for v in range(vectors)])
             f.keep_order()
-            if in_vectors:
-                terms_in_vectors(a_now, b_rows, total)
-                break
-            term(number, a_now, b_rows[number], total)
+
+        if by_lanes and not adjacent_rows and count == unroll:
+            load_b(count)
+            terms_in_vectors(a_now, b_rows, total)
+        else:
+            for number in range(count):
+                load_b(min(count, number + ahead))
+                term(number, a_now, b_rows[number], total)
         following = [f.at(pointer, f.mul(count, step), "i8", "next") for pointer in a_now]
         following.append(f.at(b_now, count * width))
         return [f.opaque(pointer, "a") for pointer in following] + total
 
-    unroll = f.lanes if by_lanes else UNROLL[vectors]
     whole = f.op("i64", f"and i64 {length.text}, {-unroll}", "whole")
     moving = f.loop(whole, lambda _, *now: terms(unroll, now), step=unroll, carry=[*a, b, *carried], index="k")
     moving = f.loop(length, lambda _, *now: terms(1, now), start=whole, carry=moving, index="k")
