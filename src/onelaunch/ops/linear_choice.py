@@ -124,8 +124,8 @@ def candidates(call: Call) -> list[Implementation]:
 
     They depend on the shape's class only, as the stored choice does. Each Triton tile takes seconds to compile, so those that
     never won are left out: on an H200, 16-bit outputs of more than 2**18 elements are faster by the CUDA C++ GEMM or a library
-    (42 of shape and epilogue, with relu, silu and dropout; dropout in a Triton epilogue takes 1.1 to 1.6 times as long as in a
-    pass of its own).
+    (42 combinations of shape and epilogue, with relu, silu and dropout; dropout in a Triton epilogue takes 1.1 to 1.6 times as
+    long as in a pass of its own).
     """
     m, n = shape_class(call.y.shape[0]), call.y.shape[1]
     found = [LIBRARY]

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 from onelaunch.device import AUTOCAST_DTYPES
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate
 from onelaunch.fuse.fuse import check_model
+from onelaunch.step.capturable_optimizer import parameters_of
 from onelaunch.wrong_inputs import describe_input, require_no_class
 
 ADVICE = {  # arguments of other libraries: how to say it here
@@ -39,12 +40,13 @@ def check_arguments(
     if _needs_closure(optimizer):
         why = "needs a closure, to compute the loss several times per step"
         raise OnelaunchError(f"optimizer={type(optimizer).__name__} {why}: pass another, such as torch.optim.Adam(…)")
-    if not any(group["params"] for group in optimizer.param_groups):
+    parameters = parameters_of(optimizer)
+    if not parameters:
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
     owned = {id(parameter) for parameter in model.parameters()}
     if not owned:
         raise OnelaunchError(f"model={type(model).__name__} has no parameters: there is nothing to train")
-    if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
+    if not any(id(parameter) in owned for parameter in parameters):
         raise OnelaunchError("optimizer holds no parameter of model: pass model.parameters() to it")
     if clip_norm is not None and (
         isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real) or not float(clip_norm) > 0

@@ -31,7 +31,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 class PlainStep:
     """Forward, loss, backward, clipping, optimizer and zero_grad, with the model and the loss compiled.
 
-    compile: whether they are, and a mode of `torch.compile`. recorded: whether steps will be recorded as CUDA graphs.
+    compile: whether they are, in this `mode` of `torch.compile`. recorded: whether steps will be recorded as CUDA graphs.
     """
 
     def __init__(
