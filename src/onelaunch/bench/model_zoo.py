@@ -49,12 +49,24 @@ def bert(small: bool) -> Workload:
     return Workload(model.to(DEVICE, DTYPE), None, ({**inputs, "labels": _tokens(4, 32)},))
 
 
+def distilbert(small: bool) -> Workload:
+    transformers = imported("transformers")
+    dropout = {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0, "n_layers": 2} if small else {}
+    config = transformers.DistilBertConfig(num_labels=4, **dropout)
+    model = transformers.DistilBertForSequenceClassification(config).to(DEVICE, DTYPE)
+    return Workload(model, None, ({"input_ids": _tokens(30000, 32, 128), "labels": _tokens(4, 32)},))
+
+
+def _language_model(model: Any, *shape: int) -> Workload:
+    """A model that predicts its own input, of random tokens."""
+    tokens = _tokens(model.config.vocab_size, *shape)
+    return Workload(model.to(DEVICE, DTYPE), None, ({"input_ids": tokens, "labels": tokens},))
+
+
 def gpt2(small: bool) -> Workload:
     transformers = imported("transformers")
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_layer": 2} if small else {}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **dropout))
-    tokens = _tokens(50257, 8, 1024)
-    return Workload(model.to(DEVICE, DTYPE), None, ({"input_ids": tokens, "labels": tokens},))
+    return _language_model(transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **dropout)), 8, 1024)
 
 
 def llama(small: bool) -> Workload:
@@ -63,9 +75,30 @@ def llama(small: bool) -> Workload:
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=2 if small else 8, num_attention_heads=16,
         vocab_size=32000, use_cache=False,
     )  # fmt: skip
-    tokens = _tokens(32000, 8, 1024)
-    model = transformers.LlamaForCausalLM(config).to(DEVICE, DTYPE)
-    return Workload(model, None, ({"input_ids": tokens, "labels": tokens},))
+    return _language_model(transformers.LlamaForCausalLM(config), 8, 1024)
+
+
+def neox(small: bool) -> Workload:
+    transformers = imported("transformers")
+    config = transformers.GPTNeoXConfig(
+        hidden_size=768, intermediate_size=3072, num_hidden_layers=2 if small else 8, num_attention_heads=12,
+        vocab_size=50432, use_cache=False,
+    )  # fmt: skip
+    return _language_model(transformers.GPTNeoXForCausalLM(config), 8, 1024)
+
+
+def roberta(small: bool) -> Workload:
+    transformers = imported("transformers")
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 2} if small else {}
+    config = transformers.RobertaConfig(vocab_size=50265, max_position_embeddings=514, type_vocab_size=1, **dropout)
+    return _language_model(transformers.RobertaForMaskedLM(config), 32, 128)
+
+
+def t5(small: bool) -> Workload:
+    transformers = imported("transformers")
+    layers = {"num_layers": 2, "dropout_rate": 0.0} if small else {"num_layers": 6}
+    config = transformers.T5Config(d_model=512, num_heads=8, use_cache=False, decoder_start_token_id=0, **layers)
+    return _language_model(transformers.T5ForConditionalGeneration(config), 16, 256)
 
 
 def _classification(model: nn.Module, batch: int, **options: Any) -> Workload:
@@ -85,6 +118,30 @@ def resnet(small: bool) -> Workload:
     models = imported("torchvision.models")
     model = models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1]) if small else models.resnet50()
     return _classification(model, 64, memory_format=torch.channels_last)
+
+
+def vgg(small: bool) -> Workload:
+    models = imported("torchvision.models")
+    if small:
+        layers = models.vgg.make_layers([64, "M", 128, "M", 256, "M", 512, "M", 512, "M"], batch_norm=True)
+        return _classification(models.VGG(layers, dropout=0.0), 64, memory_format=torch.channels_last)
+    return _classification(models.vgg16_bn(), 64, memory_format=torch.channels_last)
+
+
+def convnext(small: bool) -> Workload:
+    models = imported("torchvision.models")
+    block = models.convnext.CNBlockConfig
+    model = models.ConvNeXt([block(96, 192, 1), block(192, None, 1)]) if small else models.convnext_tiny()
+    return _classification(model, 64, memory_format=torch.channels_last)
+
+
+def swin(small: bool) -> Workload:
+    models = imported("torchvision.models")
+    if small:
+        return _classification(
+            models.SwinTransformer([4, 4], 96, [1, 1], [3, 6], [7, 7], stochastic_depth_prob=0.0), 32
+        )
+    return _classification(models.swin_t(), 32)
 
 
 class MixerBlock(nn.Module):
@@ -122,6 +179,27 @@ def encoder(small: bool) -> Workload:
     model = nn.TransformerEncoder(layer, 2 if small else 6).to(DEVICE, DTYPE)
     x = torch.randn(64, 256, 512, device=DEVICE, dtype=DTYPE)
     return Workload(model, F.mse_loss, (x, torch.randn_like(x)))
+
+
+class MaskedLanguageModel(nn.Module):
+    """PyTorch's own transformer layers with a causal mask, as in its tutorials."""
+
+    def __init__(self, layers: int, dropout: float, classes: int = 10_000, width: int = 512) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(classes, width), nn.Linear(width, classes)
+        layer = nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=dropout, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=x.device, dtype=x.dtype)
+        return self.head(self.layers(x, mask=mask)).flatten(0, 1)
+
+
+def masked_encoder(small: bool) -> Workload:
+    model = MaskedLanguageModel(2, 0.0) if small else MaskedLanguageModel(6, 0.1)
+    tokens = _tokens(10_000, 16, 512)
+    return Workload(model.to(DEVICE, DTYPE), nn.CrossEntropyLoss(), (tokens, tokens.flatten()))
 
 
 def dqn(small: bool) -> Workload:

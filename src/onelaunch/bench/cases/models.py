@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from onelaunch.bench import model_zoo
 from onelaunch.bench.case import OURS, Trial, Work, case
 from onelaunch.bench.contenders import COMPILED, EAGER
 from onelaunch.bench.measure import cuda_device
-from onelaunch.bench.model_zoo import Workload, bert, dqn, encoder, gpt2, llama, mixer, resnet, vit
+from onelaunch.bench.model_zoo import Workload
 from onelaunch.bench.peers_torch import Steps
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, timed
 from onelaunch.capture import capturing
@@ -220,11 +221,25 @@ def _register(name: str, about: str, make: Make, steps: int = 10) -> None:
     case(f"models/{name}", "models", f"training step of {about}")(lambda: _trial(make, steps))
 
 
-_register("bert", "BERT-base, 32 x 128 tokens, bf16, AdamW", bert)
-_register("gpt2", "GPT-2 small, 8 x 1024 tokens, bf16, AdamW", gpt2)
-_register("vit", "ViT-B/16, batch 32, dropout 0.1, bf16, AdamW", vit)
-_register("resnet", "ResNet-50, batch 64, channels last, bf16, AdamW", resnet)
-_register("llama", "a Llama-like model, 8 layers, 1024 wide, 8 x 1024 tokens, bf16, AdamW", llama)
-_register("mixer", "MLP-Mixer B/16, batch 32, bf16, AdamW", mixer)
-_register("encoder", "nn.TransformerEncoder, 6 layers, 512 wide, dropout 0.1, 64 x 256 tokens, bf16, AdamW", encoder)
-_register("dqn", "an MLP 8-64-64-4, batch 256, fp32, Adam", dqn, steps=500)
+_register("bert", "BERT-base, 32 x 128 tokens, bf16, AdamW", model_zoo.bert)
+_register("gpt2", "GPT-2 small, 8 x 1024 tokens, bf16, AdamW", model_zoo.gpt2)
+_register("vit", "ViT-B/16, batch 32, dropout 0.1, bf16, AdamW", model_zoo.vit)
+_register("resnet", "ResNet-50, batch 64, channels last, bf16, AdamW", model_zoo.resnet)
+_register("llama", "a Llama-like model, 8 layers, 1024 wide, 8 x 1024 tokens, bf16, AdamW", model_zoo.llama)
+_register("mixer", "MLP-Mixer B/16, batch 32, bf16, AdamW", model_zoo.mixer)
+_register(
+    "encoder", "nn.TransformerEncoder, 6 layers, 512 wide, dropout 0.1, 64 x 256 tokens, bf16, AdamW", model_zoo.encoder
+)
+_register("dqn", "an MLP 8-64-64-4, batch 256, fp32, Adam", model_zoo.dqn, steps=500)
+# Models that were first looked at when the patterns were there; some have changed a pattern since.
+_register("more/distilbert", "DistilBERT, 32 x 128 tokens, bf16, AdamW", model_zoo.distilbert)
+_register("more/roberta", "RoBERTa with its language-model head, 32 x 128 tokens, bf16, AdamW", model_zoo.roberta)
+_register("more/t5", "T5, 6 + 6 layers, 512 wide, 16 x 256 tokens, bf16, AdamW", model_zoo.t5)
+_register("more/neox", "GPT-NeoX, 8 layers, 768 wide, 8 x 1024 tokens, bf16, AdamW", model_zoo.neox)
+_register(
+    "more/masked-encoder", "a language model of nn.TransformerEncoder with a causal mask, 6 layers, 512 wide, "
+    "16 x 512 tokens, bf16, AdamW", model_zoo.masked_encoder,
+)  # fmt: skip
+_register("more/convnext", "ConvNeXt-T, batch 64, channels last, bf16, AdamW", model_zoo.convnext)
+_register("more/vgg", "VGG-16 with batch norm, batch 64, channels last, bf16, AdamW", model_zoo.vgg)
+_register("more/swin", "Swin-T, batch 32, bf16, AdamW", model_zoo.swin)
