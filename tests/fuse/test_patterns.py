@@ -200,6 +200,27 @@ def test_linear_log_softmax_and_nll_loss(log_softmax: Callable[..., torch.Tensor
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize(
+    "scale",
+    [lambda z: z * 0.25, lambda z: 3 * z, lambda z: (z / 7).mul(2.5), lambda z: torch.div(z.view(-1, 9), -8)],
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_and_cross_entropy_of_scaled_logits(scale: Callable[..., torch.Tensor], bias: bool) -> None:
+    layer = nn.Linear(6, 9, bias, dtype=torch.float64)
+    x, target = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True), torch.randint(9, (10,))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(scale(layer(x)).view(-1, 9), target)
+
+    rewritten = Rewritten(forward)
+    got, expected = rewritten(x), forward(x)
+    assert rewritten.titles == ["linear + cross_entropy"]
+    torch.testing.assert_close(got, expected)
+    inputs = [x, *layer.parameters()]
+    for one, two in zip(torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs), strict=True):
+        torch.testing.assert_close(one, two)
+
+
 def test_the_loss_keeps_its_type() -> None:
     layer = nn.Linear(6, 9, dtype=torch.bfloat16)
     target = torch.randint(9, (5,))
@@ -233,6 +254,11 @@ def test_losses_that_are_left_alone() -> None:
     soft = torch.rand(5, 6).softmax(1)
     assert titles_of(lambda x: F.cross_entropy(layer(x), soft), x) == []
     assert titles_of(lambda x: F.cross_entropy(layer(x), target, weight=torch.ones(6)), x) == []
+    assert titles_of(lambda x: F.cross_entropy(2 / layer(x), target), x) == []
+    assert titles_of(lambda x: F.cross_entropy(layer(x) * torch.ones(()), target), x) == []
+    assert titles_of(lambda x: F.cross_entropy((z := layer(x)) * z, target), x) == []
+    assert titles_of(lambda x: F.cross_entropy(torch.div(layer(x), 2, rounding_mode="floor"), target), x) == []
+    assert titles_of(lambda x: F.nll_loss(F.log_softmax(layer(x), 1) * 2, target), x) == []
     assert titles_of(lambda x: F.cross_entropy(layer(x)[:, :, None], target[:, None]), x) == []
     assert titles_of(lambda x: F.cross_entropy(layer(x).view(1, -1), target[:1]), x[0]) == []
     assert titles_of(lambda x: F.nll_loss(layer(x), target), x) == []

@@ -1,10 +1,13 @@
 """linear → cross entropy as `ol.linear_cross_entropy`: the logits are made and used up in chunks of rows.
 
 The loss may also be written as `log_softmax` and `nll_loss`. Between the two may stand what language models put there: a
-conversion to float32, views, and the shift of the labels.
+conversion to float32, views, the shift of the labels, and a number that scales the logits; here it scales input and bias.
 """
 
 from __future__ import annotations
+
+import operator
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -17,7 +20,8 @@ from onelaunch.ops import linear_cross_entropy
 from onelaunch.roofline import Cost
 
 MIN_CLASSES = 4096  # below, the logits are small beside the activations
-MAX_BETWEEN = 6  # views and conversions between the two
+MAX_BETWEEN = 6  # views, conversions and scales between the two
+PRODUCTS, QUOTIENTS = (operator.mul, torch.mul, "mul"), (operator.truediv, torch.div, "div")
 
 
 class LinearCrossEntropy:
@@ -35,7 +39,7 @@ class LinearCrossEntropy:
                 return self._matched(operation, found, chain, logits)
             if wanted == "cross_entropy" and found is not None and _is_over_classes(found, chain[-1]):
                 wanted = "nll_loss"
-            elif not _keeps_rows(user, chain[-1]):
+            elif not _keeps_rows(user, chain[-1]) and not (wanted == "cross_entropy" and _scales(user, chain[-1])):
                 return None
             chain.append(user)
         return None
@@ -63,6 +67,10 @@ class LinearCrossEntropy:
         flat = x is None or x.dim() <= 2
         features = given["x"] if flat else graph.call_method("flatten", (given["x"], 0, -2))
         options = {name: given[name] for name in ("bias", "label_smoothing", "ignore_index", "reduction")}
+        for source, user in pairwise(match.nodes[:-1]):
+            if _scales(user, source):
+                features = _scaled(graph, features, user, source)
+                options["bias"] = options["bias"] and _scaled(graph, options["bias"], user, source)
         result = graph.call_function(linear_cross_entropy, (features, given["weight"], given["target"]), options)
         logits = tensor_of(match.nodes[0])
         wide = logits is not None and logits.dtype == torch.float64
@@ -89,6 +97,21 @@ def _is_over_classes(operation: Operation, source: fx.Node) -> bool:
     if operation.name != "log_softmax" or logits is None or given["input"] is not source:
         return False
     return given["dim"] in (-1, logits.dim() - 1) and given["dtype"] in (None, logits.dtype, torch.float32)
+
+
+def _scales(user: fx.Node, source: fx.Node) -> bool:
+    """Whether `user` is `source` multiplied or divided by a number that is the same in every call."""
+    before, after = tensor_of(source), tensor_of(user)
+    numbers = [value for value in user.args if value is not source]
+    if len(user.args) != 2 or len(numbers) != 1 or not are_constants(*numbers) or user.kwargs:
+        return False
+    known = user.target in PRODUCTS or (user.target in QUOTIENTS and user.args[0] is source)
+    return known and before is not None and after is not None and before.dtype == after.dtype
+
+
+def _scaled(graph: fx.Graph, value: fx.Node, user: fx.Node, source: fx.Node) -> fx.Node:
+    """`value` scaled as `user` scales `source`."""
+    return graph.create_node(user.op, user.target, tuple(value if one is source else one for one in user.args))
 
 
 def _keeps_rows(user: fx.Node, source: fx.Node) -> bool:
