@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import cold_launch, record
+from benchmarks import cold_launch, first_call, record
 from onelaunch.bench.contenders import EAGER, TorchLoop
 from onelaunch.bench.run import select
 from onelaunch.cli.app import make_app
@@ -22,6 +22,28 @@ from onelaunch.report.recorded import read_recorded
 
 def test_the_cold_launch_script_imports() -> None:
     assert callable(cold_launch.main)
+
+
+def test_first_calls_are_timed_in_processes_of_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first_call.main(["--model", "dqn", "--only", "eager", "--rounds", "1"])
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[:2] for row in rows] == [["eager", "empty"], ["eager", "filled"]]
+    assert [len(row) for row in rows] == [len(head)] * 2
+    found = first_call.in_a_process("eager", "dqn", tmp_path)
+    assert [*found] == ["first", "second", "later"]
+    assert min(found.values()) > 0
+
+
+def test_the_second_round_of_first_calls_is_in_reverse_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+
+    def in_a_process(name: str, *_: object) -> dict[str, float]:
+        names.append(name)
+        return {"first": 1.0, "second": 1.0, "later": 1.0}
+
+    monkeypatch.setattr(first_call, "in_a_process", in_a_process)
+    first_call.main(["--only", "eager", "--only", "ol.fuse"])
+    assert names == ["eager", "eager", "ol.fuse", "ol.fuse", "ol.fuse", "ol.fuse", "eager", "eager"]
 
 
 def test_a_group_is_recorded_case_by_case_into_one_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

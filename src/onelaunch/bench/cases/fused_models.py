@@ -40,7 +40,7 @@ def _evaluated(workload: Workload, model: nn.Module) -> Forward:
     return forward
 
 
-def _trained(workload: Workload, model: nn.Module) -> Forward:
+def trained(workload: Workload, model: nn.Module) -> Forward:
     """Forward, loss and backward; the gradients are dropped, as `zero_grad` does."""
     args, kwargs = _inputs(workload)
 
@@ -60,15 +60,15 @@ def _contender(make: Make, training: bool, made: Callable[[Workload], nn.Module]
     workload.model.train(training)
     with torch.set_grad_enabled(training):
         model = made(workload)
-    return (_trained if training else _evaluated)(workload, model)
+    return (trained if training else _evaluated)(workload, model)
 
 
-def _fused(workload: Workload) -> nn.Module:
+def fused(workload: Workload) -> nn.Module:
     args, kwargs = _inputs(workload)
     return fuse(workload.model, *args, **kwargs)
 
 
-def _compiled(mode: str) -> Callable[[Workload], nn.Module]:
+def compiled_in(mode: str) -> Callable[[Workload], nn.Module]:
     return lambda workload: torch.compile(workload.model, mode=mode)  # type: ignore[return-value]
 
 
@@ -111,11 +111,11 @@ def _trial(make: Make, training: bool) -> Trial:
 
         return timed(built, CALLS, CALLS)
 
-    peers = {name: work(_compiled(mode)) for name, mode in PEERS.items()}
+    peers = {name: work(compiled_in(mode)) for name, mode in PEERS.items()}
     peers[EAGER] = work(lambda workload: workload.model)
     return Trial(
-        work(_fused), lambda: check_outputs(make), peers,
-        slow_peers={MAX_AUTOTUNE: work(_compiled(AUTOTUNE_MODE))},
+        work(fused), lambda: check_outputs(make), peers,
+        slow_peers={MAX_AUTOTUNE: work(compiled_in(AUTOTUNE_MODE))},
         cuda=True, self_timed=True, repeats=SAMPLES,
     )  # fmt: skip
 

@@ -100,7 +100,7 @@ SLOW_PEERS: dict[str, Callable[..., Step]] = {
 }
 
 
-def _optimizer(workload: Workload, lr: float) -> torch.optim.Optimizer:
+def optimizer_of(workload: Workload, lr: float) -> torch.optim.Optimizer:
     parameters = workload.model.parameters()
     fused = next(iter(workload.model.parameters())).is_cuda
     if isinstance(workload.loss, torch.nn.MSELoss):  # the DQN network
@@ -120,7 +120,7 @@ def _built(
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     workload = make(False)
-    step = contender(workload, _optimizer(workload, LR))
+    step = contender(workload, optimizer_of(workload, LR))
     if getattr(contender, "func", contender) is not captured_step:
         step(*workload.arguments)
         gc.collect()
@@ -136,7 +136,7 @@ def _built(
 
 def losses_of(workload: Workload, contender: Callable[..., Step]) -> list[float]:
     """Losses of the first steps, all on the same batch."""
-    step = contender(workload, _optimizer(workload, CHECKED_LR))
+    step = contender(workload, optimizer_of(workload, CHECKED_LR))
     return [step(*workload.arguments).item() for _ in range(CHECKED_STEPS)]
 
 
