@@ -32,7 +32,7 @@ def test_equal_blocks_are_shown_once(encoder: ol.Explanation) -> None:
     assert "linear + relu + dropout × 3" in text
     assert "layers.*.linear1" in text
     assert "symbolically traced" not in text
-    assert encoder.notes == ["chains without a pattern of ours: multi_head_attention_forward → dropout × 3"]
+    assert encoder.notes == ["chains that no pattern of ours takes: multi_head_attention_forward → dropout × 3"]
 
 
 def test_who_runs_what(encoder: ol.Explanation) -> None:
@@ -99,10 +99,10 @@ def test_a_graph_break_is_a_plain_note() -> None:
 def test_operations_without_a_pattern_have_a_note() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(1), nn.Linear(4, 4), nn.Softmax(1))
     explained = ol.explain(model, torch.randn(3, 4))
-    assert explained.notes == ["chains without a pattern of ours: linear → softmax × 2"]
+    assert explained.notes == ["chains that no pattern of ours takes: linear → softmax × 2"]
     assert [group.reason for group in explained.groups] == [
-        "no pattern for linear → softmax", "alone beside linear (library)",
-        "no pattern for linear → softmax", "alone beside linear (library)",
+        "no pattern takes linear → softmax", "alone beside linear (library)",
+        "no pattern takes linear → softmax", "alone beside linear (library)",
     ]  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def test_kernels_read_from_generated_code(training: bool, read: None) -> None:
         assert explained.groups[1].reason == "one kernel for 2 operations"
     else:
         assert all(group.after.launches >= 2 for group in explained.groups)
-    assert explained.groups[2].reason == "no pattern for linear → mul"
+    assert explained.groups[2].reason == "no pattern takes linear → mul"
     assert "kernels as generated" in str(explained)
     assert all(group.measured is None for group in explained.groups)  # of CUDA kernels alone
 

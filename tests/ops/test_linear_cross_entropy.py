@@ -57,6 +57,14 @@ def test_values_and_gradients(
     assert_same_with_gradients(loss, inputs, expected_loss(target, **options), dtype, upstream)
 
 
+@pytest.mark.parametrize("rows", [(5,), (2, 3)])
+def test_no_features(rows: tuple[int, ...]) -> None:
+    x, weight, bias, target = arguments(torch.device("cpu"), torch.float64, rows, features=0)
+    loss = linear_cross_entropy(x, weight, target, bias)
+    inputs = [x, weight, bias]
+    assert_same_with_gradients(loss, inputs, expected_loss(target), torch.float64, torch.ones_like(loss))
+
+
 @pytest.mark.parametrize("rows", [1, 63, 64, 65, 128, 129])
 def test_chunk_borders(device: torch.device, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MODULE, "CHUNK_BYTES", 1)

@@ -27,7 +27,7 @@ from onelaunch.roofline import Cost, DeviceModel, device_model, named_device
 from onelaunch.trial_runs import copied, device_of, restored, run_once, trial_mode
 from onelaunch.wrong_inputs import require_known_names, require_possible
 
-NO_PATTERN = "no pattern for "
+NO_PATTERN = "no pattern takes "
 MAX_FUSED = 24  # operations that Inductor is predicted to put into one kernel
 
 
@@ -93,7 +93,7 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
     chains = Counter(group.reason for group in explanation.groups if group.reason.startswith(NO_PATTERN))
     if chains:
         said = [f"{name.removeprefix(NO_PATTERN)}{f' × {n}' if n > 1 else ''}" for name, n in chains.most_common()]
-        explanation.notes.append(f"chains without a pattern of ours: {abbreviate_list(said)}")
+        explanation.notes.append(f"chains that no pattern of ours takes: {abbreviate_list(said)}")
     return explanation
 
 

@@ -237,7 +237,7 @@ def linear_cross_entropy(
     _check(x, weight, bias, target, cast=dtype is not None)
     if dtype is not None:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    rows, labels = x.reshape(-1, x.shape[-1]), target.reshape(-1).to(torch.int64)
+    rows, labels = x.unsqueeze(0).flatten(0, -2), target.reshape(-1).to(torch.int64)
     if reduction == "none" or inside_transform():
         smoothing, logits = label_smoothing, F.linear(rows, weight, bias)
         loss = cross_entropy(logits, labels, label_smoothing=smoothing, ignore_index=ignore_index, reduction=reduction)

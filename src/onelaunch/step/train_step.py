@@ -53,22 +53,37 @@ class TrainStep:
         check_arguments(model, loss, optimizer, clip_norm, scaler, capture, compile)
         if require_integer("accumulate", accumulate, "1 or more") < 1:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
-        self._arguments = (model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile)
+        self._arguments = (
+            model, loss, optimizer, None if clip_norm is None else float(clip_norm), autocast_dtype(autocast), scaler,
+            int(accumulate), capture, compile,
+        )  # fmt: skip
+        self._build()
+
+    def _build(self) -> None:
+        model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile = self._arguments
         self._capturable = CapturableOptimizer(optimizer, parameters_of(optimizer)[0].device)
         reason = uncapturable_reason(model, self._capturable) if capture else "capture=False"
         self._plain = PlainStep(
-            model, loss, optimizer, clip_norm=None if clip_norm is None else float(clip_norm),
-            autocast=autocast_dtype(autocast), scaler=scaler, accumulate=int(accumulate), compile=bool(compile),
+            model, loss, optimizer, clip_norm=clip_norm, autocast=autocast, scaler=scaler, accumulate=accumulate,
+            compile=bool(compile), recorded=not reason,
             mode="max-autotune-no-cudagraphs" if compile == MAX_AUTOTUNE else None,  # the step's own graph replaces them
-            recorded=not reason,
         )  # fmt: skip
         self._recordings = Recordings(self._plain, self._capturable, reason)
         self._window = self._plain.window
         self._started = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         """A copy compiles and records anew, and begins without batches that wait for the optimizer."""
-        return TrainStep, self._arguments
+        return {"_arguments": self._arguments}
+
+    def __getattr__(self, name: str) -> Any:
+        """A copy is built when it is first used: while it is made, its model may still be empty, as one that has the step."""
+        if name not in ("_capturable", "_plain", "_recordings", "_window", "_started") or "_arguments" not in vars(
+            self
+        ):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        self._build()
+        return getattr(self, name)
 
     @property
     def model(self) -> nn.Module:

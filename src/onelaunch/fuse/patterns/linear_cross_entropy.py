@@ -60,7 +60,8 @@ class LinearCrossEntropy:
             return None
         tensors = {"x": linear.arguments["input"]} | {name: linear.arguments[name] for name in ("weight", "bias")}
         options = {name: given[name] for name in ("target", "label_smoothing", "ignore_index", "reduction")}
-        return Match(self, (*chain, loss.node), {**tensors, **options, "parts": ["linear", loss.name]})
+        parts = ["linear", *(["log_softmax"] if loss.name == "nll_loss" else []), loss.name]
+        return Match(self, (*chain, loss.node), {**tensors, **options, "parts": parts})
 
     def replace(self, graph: fx.Graph, match: Match) -> fx.Node:
         given, x = match.arguments, tensor_of(match.arguments["x"])

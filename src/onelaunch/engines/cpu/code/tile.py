@@ -2,8 +2,8 @@
 
     acc[m][v] = start[m][v] + sum over k of  a[m, k] * b[k, v]
 
-a is read one float at a time and broadcast, b one vector at a time. Every element is one chain of multiply-adds over k, so
-the bits of a result do not depend on the shapes of the tiles.
+b is read one vector at a time, and each multiply-add has one value of a in all lanes. Every element is one chain of
+multiply-adds over k, so the bits of a result do not depend on the shapes of the tiles.
 
 Tiles have a few heights (`Target.heights`), and `cover` chooses how many of each. The last tile may have more rows than are
 left: it computes them from whatever memory follows (`Plan.slack` leaves room) and does not store them.
