@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from onelaunch.fuse.costs import flops_of, fused_cost, is_counter, is_library_call, is_view, unfused_cost
 from onelaunch.roofline import Cost
@@ -55,10 +58,37 @@ def test_products_and_convolutions() -> None:
     assert unfused_cost(linear) == Cost(4 * (7 * 6 + 5 * 6 + 7 * 5), 2 * 7 * 5 * 6, 1)
 
 
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (torch.addmm, [(9,), (4, 6), (6, 9)]), (torch.Tensor.addmm, [(9,), (4, 6), (6, 9)]),
+        (torch.baddbmm, [(2, 4, 9), (2, 4, 6), (2, 6, 9)]), (torch.matmul, [(2, 4, 6), (6, 9)]),
+        (F.conv_transpose2d, [(2, 4, 8, 8), (4, 5, 3, 3)]), (F.conv_transpose1d, [(2, 4, 8), (4, 5, 3)]),
+        (F.conv3d, [(2, 4, 8, 8, 8), (5, 4, 3, 3, 3)]),
+    ],
+)  # fmt: skip
+def test_flops_are_those_that_pytorch_counts(function: Callable[..., torch.Tensor], shapes: list[Any]) -> None:
+    tensors = [torch.randn(shape) for shape in shapes]
+    (node,) = nodes_of(lambda *tensors: function(*tensors), *tensors).values()
+    with FlopCounterMode(display=False) as counter:
+        function(*tensors)
+    assert is_library_call(node)
+    assert flops_of(node) == counter.get_total_flops()
+
+
 def test_attention_is_differentiated_too() -> None:
     q = torch.randn(2, 4, 8, requires_grad=True)
     (node,) = nodes_of(lambda q: F.scaled_dot_product_attention(q, q, q), q).values()
     assert unfused_cost(node).launches == 3
+
+
+def test_a_layer_of_attention_has_four_projections_and_two_products_per_head() -> None:
+    layer, x, y = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(3, 5, 8), torch.randn(3, 7, 8)
+    nodes = nodes_of(lambda x, y: layer(x, y, y, need_weights=False)[0], x, y)
+    (flops,) = (flops_of(node) for node in nodes.values() if is_library_call(node))
+    with FlopCounterMode(display=False) as counter, nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        layer(x, y, y, need_weights=False)
+    assert flops == counter.get_total_flops() == 2 * 3 * 8 * (2 * 5 * 8 + 2 * 7 * 8 + 2 * 5 * 7)
 
 
 def test_a_fused_kernel_moves_what_enters_and_leaves() -> None:

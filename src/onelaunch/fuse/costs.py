@@ -15,9 +15,11 @@ from onelaunch.fuse.memory import in_memory, storages_of, written_by
 from onelaunch.roofline import Cost
 
 PRODUCTS = (F.linear, torch.matmul, torch.bmm, torch.mm, torch.addmm, torch.baddbmm, operator.matmul, torch.einsum)
-CONVOLUTIONS = (torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose2d)
+SUMS_FIRST = (torch.addmm, torch.baddbmm, "addmm", "baddbmm")  # whose first argument is added to the product
+TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d, *TRANSPOSED)
 ATTENTION = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-LIBRARY_METHODS = ("matmul", "bmm", "mm", "addmm", "__matmul__")
+LIBRARY_METHODS = ("matmul", "bmm", "mm", "addmm", "baddbmm", "__matmul__")
 
 
 def is_library_call(node: fx.Node) -> bool:
@@ -69,12 +71,18 @@ def flops_of(node: fx.Node) -> float:
     made = tensor_of(node)
     output = 0 if made is None else int(made.numel())
     if node.target in CONVOLUTIONS and len(tensors) > 1:
-        return 2.0 * output * math.prod(tensors[1].shape[1:])
+        positions = tensors[0].numel() if node.target in TRANSPOSED else output
+        return 2.0 * positions * math.prod(tensors[1].shape[1:])
+    if node.target is F.multi_head_attention_forward and len(node.args) > 1:  # with its four projections
+        query, key = (tensor_of(value) for value in node.args[:2])  # [positions, ..., width]
+        assert query is not None and key is not None  # noqa: PT018
+        return 4.0 * ((query.numel() + key.numel()) * query.shape[-1] + query.numel() * len(key))
     if node.target in ATTENTION and tensors:
         query = tensors[0]
         return 4.0 * query.numel() * (tensors[1].shape[-2] if len(tensors) > 1 else query.shape[-2])
     if is_library_call(node) and tensors:
-        return 2.0 * output * tensors[0].shape[-1]
+        factor = tensors[1] if node.target in SUMS_FIRST and len(tensors) > 2 else tensors[0]
+        return 2.0 * output * factor.shape[-1]
     return float(max(output, max((int(tensor.numel()) for tensor in tensors), default=0)))
 
 
