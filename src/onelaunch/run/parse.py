@@ -20,8 +20,9 @@ from torch.nn.modules import module as every_module
 from onelaunch.errors import abbreviate_list
 from onelaunch.fuse.fuse import FusedCall
 from onelaunch.rng import numpy_random_state
+from onelaunch.run.known_functions import KNOWN_MODULES
 from onelaunch.run.network import Network, NotAnMlpError, without_dropout
-from onelaunch.run.recorder import KNOWN_MODULES, MisfitError, Recorder, require_shapes
+from onelaunch.run.recorder import MisfitError, Recorder, require_shapes
 from onelaunch.trial_runs import kept_modes
 
 GLOBAL_HOOKS = (  # of `register_module_forward_hook` and its siblings

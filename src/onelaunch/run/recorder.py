@@ -20,6 +20,19 @@ from torch.overrides import TorchFunctionMode
 from onelaunch import nn as fused
 from onelaunch.activations import ACTIVATIONS, find_activation
 from onelaunch.errors import abbreviate
+from onelaunch.run.dropouts import DROPOUTS, dropout_arguments, dropout_modules
+from onelaunch.run.known_functions import (
+    ACTIVATION_FUNCTIONS,
+    DEVICE,
+    IN_PLACE,
+    IS_CUDA,
+    QUERIES,
+    RESHAPES,
+    SAME_VALUES,
+    SUMS,
+    SUMS_IN_PLACE,
+    settings_remedy,
+)
 from onelaunch.run.network import (
     Activation,
     Add,
@@ -34,62 +47,10 @@ from onelaunch.run.network import (
     tensor_name,
 )
 
-# Questions about a tensor whose answers do not depend on its values.
-QUERIES = frozenset({
-    Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.__len__, Tensor.numel, Tensor.nelement, Tensor.is_floating_point,
-    torch.numel, torch.is_floating_point, Tensor.shape.__get__, Tensor.ndim.__get__, Tensor.dtype.__get__,  # type: ignore[attr-defined]
-})  # fmt: skip
-DEVICE, IS_CUDA = Tensor.device.__get__, Tensor.is_cuda.__get__  # type: ignore[attr-defined]
-RESHAPES = frozenset({Tensor.view, Tensor.reshape, Tensor.flatten, torch.flatten, torch.reshape})
-SAME_VALUES = frozenset({Tensor.float, Tensor.contiguous})
-SUMS = frozenset({Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__})
-SUMS_IN_PLACE = frozenset({Tensor.add_, Tensor.__iadd__})
-DROPOUTS = frozenset({F.dropout, torch.dropout})
-# Functions as (module, names of the arguments after the input).
-ACTIVATION_FUNCTIONS: Mapping[Callable[..., Any], tuple[type[nn.Module], tuple[str, ...]]] = {
-    F.relu: (nn.ReLU, ("inplace",)), torch.relu: (nn.ReLU, ()), Tensor.relu: (nn.ReLU, ()),
-    F.leaky_relu: (nn.LeakyReLU, ("negative_slope", "inplace")),
-    torch.sigmoid: (nn.Sigmoid, ()), Tensor.sigmoid: (nn.Sigmoid, ()), F.sigmoid: (nn.Sigmoid, ()),
-    torch.tanh: (nn.Tanh, ()), Tensor.tanh: (nn.Tanh, ()), F.tanh: (nn.Tanh, ()),
-    F.gelu: (nn.GELU, ()), F.silu: (nn.SiLU, ("inplace",)),
-    F.elu: (nn.ELU, ("alpha", "inplace")), F.selu: (nn.SELU, ("inplace",)), torch.selu: (nn.SELU, ()),
-    F.mish: (nn.Mish, ("inplace",)), F.softplus: (nn.Softplus, ("beta", "threshold")),
-    F.hardswish: (nn.Hardswish, ("inplace",)),
-}  # fmt: skip
-IN_PLACE: Mapping[Callable[..., Any], type[nn.Module]] = {
-    torch.relu_: nn.ReLU, Tensor.relu_: nn.ReLU, torch.sigmoid_: nn.Sigmoid, Tensor.sigmoid_: nn.Sigmoid,
-    torch.tanh_: nn.Tanh, Tensor.tanh_: nn.Tanh,
-}  # fmt: skip
-KNOWN_MODULES: frozenset[type[nn.Module]] = frozenset({
-    nn.Linear, nn.Flatten, nn.Dropout, nn.BatchNorm1d, nn.LayerNorm, nn.Identity, fused.Linear, fused.BatchNorm1d,
-    fused.LayerNorm, fused.ReLUDropout, *(entry.module for entry in ACTIVATIONS.values()),
-})  # fmt: skip
-
-
-def dropout_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that draw the masks of `onelaunch.rng`; a module's position is its number there.
-
-    They are the `nn.Dropout` modules and those of `ol.nn` with a dropout. A module whose forward was replaced is left out.
-    """
-    return [module for module in model.modules() if _drops(module) and "forward" not in vars(module)]
-
-
-def _drops(module: nn.Module) -> bool:
-    if type(module) in (fused.Linear, fused.BatchNorm1d, fused.BatchNorm2d, fused.BatchNorm3d):
-        return bool(module.dropout)
-    return type(module) in (nn.Dropout, fused.ReLUDropout)
-
 
 @dataclass(frozen=True)
 class _DropoutCall(Dropout):
     call: int  # how often the module was called before in this forward
-
-
-def dropout_arguments(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool = True
-) -> tuple[Tensor, float, bool]:
-    """(x, p, whether it drops) of a call of `F.dropout` or `torch.dropout`."""
-    return input, float(p), training and train
 
 
 class Recorder(TorchFunctionMode):
@@ -338,12 +299,3 @@ def require_shapes(
     for name, tensor, expected in (("weight", weight, weight_shape), ("bias", bias, bias_shape)):
         if tensor is not None and (tuple(tensor.shape) != expected or 0 in expected):
             raise NotAnMlpError(f"{name} of layer {path!r} has shape {tuple(tensor.shape)}, not {expected} or is empty")
-
-
-def settings_remedy(module: nn.Module) -> str:
-    """`" (alpha=2.0; the native engines take 1.0)"` for a known activation with other settings, else an empty string."""
-    entries = [entry for entry in ACTIVATIONS.values() if type(module) is entry.module]
-    for name, known in entries[0].settings.items() if entries else ():
-        if getattr(module, name) != known:
-            return f" ({name}={getattr(module, name)!r}; the native engines take {known!r})"
-    return ""

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from onelaunch.engines.contract import Run
 from onelaunch.format import format_seconds
+from onelaunch.run.dropouts import dropout_modules
 from onelaunch.run.objective import own_features
-from onelaunch.run.recorder import dropout_modules
 from onelaunch.trial_runs import evaluation
 
 COMPILE_SECONDS = 20.0  # of a ResNet-18 on an H200's host; the second time, from PyTorch's caches, a quarter

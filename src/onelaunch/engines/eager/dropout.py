@@ -24,7 +24,7 @@ from onelaunch import nn as fused
 from onelaunch.ops.batch_norm import batch_norm_of
 from onelaunch.ops.linear import linear
 from onelaunch.rng import dropout_bits, keep_scale, keep_threshold
-from onelaunch.run.recorder import dropout_arguments, dropout_modules
+from onelaunch.run.dropouts import dropout_arguments, dropout_modules
 
 CHUNK_ELEMENTS = 2**20  # masks are drawn for many steps at once, since a draw takes about 150 small tensor operations
 
