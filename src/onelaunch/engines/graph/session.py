@@ -92,7 +92,6 @@ class GraphSession:
         if run.validation is not None:
             self.validation = self._validation_data()
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by bank and number of steps
-        self._graph_calls: dict[int, int] = {}
         self._capture = capture
         self._closed = False
         self._step_seconds = 0.0

@@ -51,10 +51,6 @@ class Layer:
         """Whether a block owns the weights of its own inputs: so it is in the last layer, after a hidden one."""
         return self.last and not self.first
 
-    @property
-    def states_shared(self) -> bool:
-        return self.register_states == 0
-
     def streamed_of(self, state: int, states: int) -> int:
         """Tiles of optimizer state `state` (of `states`) that are in device memory, the last ones."""
         after = (states - 1 - state) * self.weight_tiles
