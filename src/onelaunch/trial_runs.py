@@ -17,10 +17,18 @@ def device_of(*values: Any) -> torch.device | None:
 
 
 def copied(values: Any) -> Any:
-    """`values` with copies of its tensors: a trial run may change its inputs in place, or add to their gradients."""
+    """`values` with copies of its tensors: a trial run may change its inputs in place, or add to their gradients.
+
+    A tensor that is there twice has one copy: a loss may differentiate by the input that is also its target.
+    """
+    copies: dict[int, torch.Tensor] = {}
 
     def copy(leaf: Any) -> Any:
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in copies:
+            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return copies[id(leaf)]
 
     return tree_map(copy, values)
 

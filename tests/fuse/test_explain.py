@@ -280,6 +280,22 @@ def test_errors_in_one_line() -> None:
         ol.explain(nn.Linear(4, 4), torch.randn(3, 4), devise="H200")
 
 
+def test_a_forward_that_computes_gradients_is_explained_in_training() -> None:
+    class Slope(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(self.body(x).sum(), x, create_graph=True)[0]
+
+    with pytest.raises(
+        ValueError, match=r"evaluation runs without gradients here, which Slope computes: call its train\(\)"
+    ):
+        ol.explain(Slope().eval(), torch.rand(8, 1))
+
+
 def test_sources_through_many_views() -> None:
     """Each node is looked at once: paths through views with two inputs are exponentially many, and chains may be long."""
 

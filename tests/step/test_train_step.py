@@ -209,6 +209,68 @@ def test_a_loss_of_gradients_is_not_compiled(monkeypatch: pytest.MonkeyPatch, ca
     assert sum("the loss depends on gradients" in record.getMessage() for record in caplog.records) == 1
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("derivatives", [1, 2])
+def test_a_loss_function_that_differentiates_by_the_inputs_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch, derivatives: int, training: bool
+) -> None:
+    """The input is also the target, as in step(x, x)."""
+
+    def loss(u: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        slope = u
+        for _ in range(derivatives):
+            (slope,) = torch.autograd.grad(slope.sum(), x, create_graph=True)
+        return ((slope - u) ** 2).mean()
+
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr(backend, "_inductor", lambda gm, inputs, *_: lookup_backend("aot_eager")(gm, inputs))
+    model, x = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).train(training), torch.rand(16, 1)
+    other, data = copy.deepcopy(model), [(x.requires_grad_(), x)] * 3
+    step = ol.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = [float(step(*batch)) for batch in data]
+    expected = []
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for one, two in data:
+        value = loss(other(one), two)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        expected.append(value.item())
+    assert_same_course(losses, expected, LOSS_TOLERANCE)
+    assert repr(step).endswith("; not compiled: the loss depends on gradients, which it does not differentiate)")
+
+
+def test_compiled_code_that_fails_where_uncompiled_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its first call the step goes on uncompiled; later it has nothing to return to."""
+    fails = [True]
+
+    def function(gm: torch.fx.GraphModule, *_: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if fails[0]:
+                raise RuntimeError("illegal instruction")
+            return gm(*args)
+
+        return call
+
+    monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
+    monkeypatch.setattr(backend, "_inductor", function)
+    model, (x, y) = network(), batches(1)[0]
+    before, optimizer = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    first, second = (ol.train_step(model, F.cross_entropy, optimizer) for _ in range(2))
+    assert float(first(x, y)) == pytest.approx(float(F.cross_entropy(before(x), y).detach()))
+    assert sum("illegal instruction" in record.getMessage() for record in caplog.records) == 1
+    fails[0] = False
+    second(x, y)
+    fails[0] = True
+    with pytest.raises(
+        ol.OnelaunchError, match=r"^the compiled step failed, .*illegal instruction.*: pass compile=False$"
+    ):
+        second(x, y)
+
+
 def test_what_a_step_says_of_itself() -> None:
     model = network()
     step = ol.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -98,6 +98,19 @@ def test_errors_in_one_line() -> None:
         ol.train_step(model, F.cross_entropy, optimizer)()
     with pytest.raises(ValueError, match=r"^step has no target: pass the model's inputs and then the target"):
         ol.train_step(model, F.cross_entropy, optimizer)(x)
+    with pytest.raises(ValueError, match=r"^step takes one batch, not a DataLoader: for x, y in loader: step\(x, y\)"):
+        ol.train_step(model, F.cross_entropy, optimizer)(torch.utils.data.DataLoader([(x, y)]))
+    with pytest.raises(ValueError, match=r"^step\(input, target\) has no target, which is the last argument, without"):
+        ol.train_step(model, F.cross_entropy, optimizer)(input=x, target=y)
+    with pytest.raises(TypeError, match=r"^loss is an optimizer: the order is train_step\(model, loss, optimizer\)"):
+        ol.train_step(model, optimizer, F.cross_entropy)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"given: check .*; with loss=None all arguments go to the model$"):
+        ol.train_step(model, None, optimizer, compile=False)(x, y)
+    empty = nn.Linear(8, 4, device="meta")
+    with pytest.raises(ValueError, match=r"^model=Linear is on meta, without values: create it on another device"):
+        ol.train_step(empty, F.cross_entropy, torch.optim.SGD(empty.parameters()))
+    with pytest.raises(ValueError, match=r": move the model and its inputs to one device"):
+        ol.train_step(model, F.cross_entropy, optimizer, compile=False)(x.to("meta"), y)
     with pytest.raises(ValueError, match=r"^optimizer holds no parameter of model"):
         ol.train_step(model, F.cross_entropy, torch.optim.SGD(nn.Linear(2, 2).parameters()))
     with pytest.raises(ValueError, match=r"^loss has shape \(12,\)"):

@@ -32,6 +32,8 @@ def check_arguments(
 ) -> None:
     check_model(model)
     require_no_class(loss)
+    if isinstance(loss, torch.optim.Optimizer):
+        raise ArgumentTypeError("loss is an optimizer: the order is train_step(model, loss, optimizer)")
     if loss is not None and not callable(loss):
         raise ArgumentTypeError(f"loss={abbreviate(loss)} is not a function of (output, target): pass one, or None")
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -43,6 +45,8 @@ def check_arguments(
     parameters = parameters_of(optimizer)
     if not parameters:
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise OnelaunchError(f"model={type(model).__name__} is on meta, without values: create it on another device")
     owned = {id(parameter) for parameter in model.parameters()}
     if not owned:
         raise OnelaunchError(f"model={type(model).__name__} has no parameters: there is nothing to train")
@@ -71,6 +75,14 @@ def check_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_loss: bool) ->
     if (not args and (has_loss or not kwargs)) or (has_loss and len(args) + len(kwargs) < 2):
         if len(args) == 1 and isinstance(args[0], tuple | list) and len(args[0]) > 1:
             raise OnelaunchError("step has no target: pass the parts of a batch one by one, as in step(*batch)")
+        if len(args) == 1 and isinstance(args[0], torch.utils.data.DataLoader):
+            raise OnelaunchError("step takes one batch, not a DataLoader: for x, y in loader: step(x, y)")
+        if kwargs and not args:
+            names = ", ".join(kwargs)
+            raise OnelaunchError(
+                f"step({names}) has no target, which is the last argument, without a name: pass it so, as in step(x, y), or "
+                "loss=None to train_step for a model that computes its own loss"
+            )
         what = "target" if args else "inputs"
         raise OnelaunchError(f"step has no {what}: pass the model's inputs and then the target, as in step(x, y)")
     if not any(isinstance(leaf, torch.Tensor) for leaf in args) and has_loss:

@@ -13,13 +13,23 @@ from onelaunch.step.inputs import own_loss, parameter_names, passed_by_name
 from onelaunch.wrong_inputs import is_raised_by_model, require_known_names, require_possible
 
 
+class CompilerError(OnelaunchError):
+    """Compiled code has raised an error, though the same operations raise none uncompiled."""
+
+    def __init__(self, error: Exception) -> None:
+        said = type_and_message(getattr(error, "inner_exception", error))
+        super().__init__(f"the compiled step failed, which uncompiled does not ({said}): pass compile=False")
+        self.error = error
+
+
 def explain_failure(
     error: Exception, model: nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None, call_model: Callable[..., Any],
     args: tuple[Any, ...], kwargs: dict[str, Any],
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Raise OnelaunchError where the arguments of a step, or what the model returned, explain its `error`.
 
-    Forward pass and loss run once more, not compiled, and leave no trace. `call_model` takes the model's `args` and `kwargs`.
+    Forward pass and loss run once more, not compiled, and leave no trace: returns whether they have succeeded. `call_model`
+    takes the model's `args` and `kwargs`.
     """
     if loss is not None and len(args) > 2 and "positional argument" in str(error):
         raise OnelaunchError(
@@ -27,7 +37,7 @@ def explain_failure(
             "as one tuple, as in step(x, (y, weight))"
         ) from error
     if isinstance(error, OnelaunchError) or isinstance(model, nn.parallel.DistributedDataParallel):
-        return  # a single rank would wait for the others
+        return False  # a single rank would wait for the others
 
     inputs, names = args if loss is None else args[:-1], parameter_names(model)
     in_model = True
@@ -39,19 +49,22 @@ def explain_failure(
 
     def forward_and_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         nonlocal in_model
-        output = call_model(args if loss is None else args[:-1], kwargs)
-        in_model = False
-        if loss is None:
-            return own_loss(output)
-        try:
-            return loss(output, args[-1])
-        except Exception as error:
-            _require_tensor(output, error)
-            raise
+        with torch.enable_grad():  # also of a model in evaluation mode
+            output = call_model(args if loss is None else args[:-1], kwargs)
+            in_model = False
+            if loss is None:
+                return own_loss(output)
+            try:
+                return loss(output, args[-1])
+            except Exception as error:
+                _require_tensor(output, error)
+                raise
 
     try:
         require_possible("step", forward_and_loss, model, args, kwargs)
     except OnelaunchError as failure:
+        if in_model and loss is None and len(args) > 1 and "positional argument" in str(error):
+            raise OnelaunchError(f"{failure}; with loss=None all arguments go to the model") from error
         if not in_model or len(inputs) != 1 or not isinstance(inputs[0], Mapping):
             raise
         if passed_by_name(inputs, names):
@@ -60,6 +73,7 @@ def explain_failure(
             other = next(key for key in inputs[0] if key not in names)
             why = f"the dict was passed as one argument, as forward has no argument {other!r}{suggest(other, names)}"
         raise OnelaunchError(f"{failure}; {why}") from error
+    return True
 
 
 def require_scalar(loss: Any, has_function: bool) -> None:
@@ -81,12 +95,12 @@ def compilers_failure(error: Exception) -> str:
 
     Compiled code is not differentiated twice, as a forward does that computes gradients for its loss.
     """
-    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
-        return type_and_message(getattr(error, "inner_exception", error))
+    runs_uncompiled = isinstance(error, CompilerError | torch._dynamo.exc.TorchDynamoException)
+    error = error.error if isinstance(error, CompilerError) else error
     twice = any(words in str(error) for words in ("double backward", "donated buffer"))
     if isinstance(error, RuntimeError) and twice and not is_raised_by_model(error):
         return "the loss depends on gradients, which it does not differentiate"
-    return ""
+    return type_and_message(getattr(error, "inner_exception", error)) if runs_uncompiled else ""
 
 
 def _require_tensor(output: Any, error: Exception) -> None:

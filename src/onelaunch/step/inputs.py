@@ -69,7 +69,10 @@ def own_loss(output: Any) -> torch.Tensor:
         return output
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None:
-        raise OnelaunchError(f"loss=None, but the model returned a {type(output).__name__} without a loss: pass loss=")
+        raise OnelaunchError(
+            f"loss=None, but the model returned a {type(output).__name__} without a loss: pass loss=, or what the model needs "
+            "to compute one, such as labels"
+        )
     return loss
 
 

@@ -11,11 +11,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from onelaunch.capture import clear_workspaces
+from onelaunch.errors import is_out_of_memory
 from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.accumulation import Window
 from onelaunch.step.capturable_optimizer import parameters_of
-from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
+from onelaunch.step.failures import CompilerError, compilers_failure, explain_failure, require_scalar
 from onelaunch.step.inputs import other_gradients_kept, own_loss, parameter_names, passed_by_name, signature
 from onelaunch.trial_runs import Undo
 
@@ -44,6 +45,7 @@ class PlainStep:
         self.device = parameters_of(optimizer)[0].device
         self.window = Window(optimizer, accumulate)
         self.compiles, self.recorded = compile, recorded
+        self.compilers_failure = ""  # why steps are not compiled, where they should be
         self.adam: AdamUpdate | None = None  # in a recording it replaces the optimizer's own step
         self._compiled: set[Any] = set()  # kinds of inputs with which a compiled step has succeeded
         self._names = parameter_names(model)
@@ -64,10 +66,10 @@ class PlainStep:
         try:
             loss = self._run(args, kwargs, update)
         except Exception as error:
-            failure = compilers_failure(error)
-            if not failure:
+            self.compilers_failure = compilers_failure(error)
+            if not self.compilers_failure:
                 raise
-            log.warning("train_step: steps are not compiled, as the compiler failed: %s", failure)
+            log.warning("train_step: steps are not compiled, as the compiler failed: %s", self.compilers_failure)
         else:
             if len(self._compiled) < MAX_KINDS:  # an argument may be another number in every call
                 self._compiled.add(key)
@@ -116,8 +118,11 @@ class PlainStep:
             try:
                 loss = self._forward(args, kwargs)
             except Exception as error:
-                if not self._is_recording():
-                    explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
+                if self._is_recording():
+                    raise
+                possible = explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
+                if possible and self.compiles and not is_out_of_memory(error):
+                    raise CompilerError(error) from error
                 raise
         require_scalar(loss, self.loss is not None)
         scaled = loss / self.window.size if self.window.size > 1 else loss

@@ -152,6 +152,8 @@ class TrainStep:
     def __repr__(self) -> str:
         loss = getattr(self.loss, "__name__", None if self.loss is None else type(self.loss).__name__)
         runs = f"not recorded: {self.reason}" if self.reason else f"{len(self._recordings)} recorded"
+        if self._plain.compilers_failure:
+            runs += f"; not compiled: {self._plain.compilers_failure}"
         return f"TrainStep({type(self.model).__name__}, {loss}, {type(self.optimizer).__name__}; {runs})"
 
     def _require_unbroken_window(self) -> None:
