@@ -39,6 +39,18 @@ def test_dropout_in_evaluation_costs_nothing() -> None:
     assert unfused_cost(trained).launches == 1
 
 
+def test_dropout_of_nothing_and_empty_values_cost_nothing() -> None:
+    nodes = nodes_of(lambda x: F.dropout(x, 0.0).exp() + torch.tensor([]).sum(), torch.randn(4))
+    assert [unfused_cost(node).launches for node in nodes.values()] == [0, 1, 0, 1, 1]
+
+
+def test_a_recurrent_cell_is_products_with_its_matrices() -> None:
+    cell = nn.GRUCell(6, 8)
+    (node,) = nodes_of(lambda x, h: cell(x, h), torch.randn(5, 6), torch.randn(5, 8)).values()
+    assert is_library_call(node)
+    assert flops_of(node) == 2 * 5 * 24 * (6 + 8)
+
+
 def test_counters_are_no_operation() -> None:
     count = torch.tensor(0)
     nodes = nodes_of(lambda x: (count.add_(1), x + 1)[1], torch.randn(3))

@@ -18,6 +18,12 @@ from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS
 from tests.fuse.models import ResNet
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no word of a table is broken."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 @pytest.fixture(scope="module")
 def encoder() -> ol.Explanation:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
@@ -32,7 +38,7 @@ def test_equal_blocks_are_shown_once(encoder: ol.Explanation) -> None:
     assert "linear + relu + dropout × 3" in text
     assert "layers.*.linear1" in text
     assert "symbolically traced" not in text
-    assert encoder.notes == ["chains that no pattern of ours takes: multi_head_attention_forward → dropout × 3"]
+    assert encoder.notes == ["chains that no pattern of ours takes: multi_head_attention → dropout × 3"]
 
 
 def test_who_runs_what(encoder: ol.Explanation) -> None:
@@ -278,6 +284,48 @@ def test_errors_in_one_line() -> None:
         ol.explain(nn.Linear(4, 4), torch.randn(3, 5))
     with pytest.raises(TypeError, match=r"^explain has no argument 'devise', nor has the model: Linear\.forward has"):
         ol.explain(nn.Linear(4, 4), torch.randn(3, 4), devise="H200")
+
+
+class LanguageModel(nn.Module):
+    """Returns its logits and, for labels, its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Embedding(5000, 8), nn.Linear(8, 5000)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(tokens))
+        return (
+            {"logits": logits}
+            if labels is None
+            else {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+        )
+
+
+def test_results_beside_a_loss_are_left_out_as_in_a_step() -> None:
+    model, tokens = LanguageModel(), torch.randint(5000, (64,))
+    explained = ol.explain(model, tokens, labels=tokens)
+    assert [group.name for group in explained.groups if group.runs == OURS] == ["linear + cross_entropy"]
+    assert [group.where for group in explained.groups] == ["body", "head"]
+    assert explained.notes == ["what the model returns beside its loss is left out, as train_step does"]
+    for alone in (ol.explain(model, tokens), ol.explain(model.eval(), tokens, labels=tokens)):
+        assert not any(group.runs == OURS for group in alone.groups)
+        assert not any("beside its loss" in note for note in alone.notes)
+
+
+def test_the_table_fits_its_terminal(encoder: ol.Explanation, monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in (80, 100, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        assert max(map(len, str(encoder).splitlines())) <= columns
+
+
+def test_what_is_scattered_is_whole_before_it_is_read() -> None:
+    class Scatters(nn.Module):
+        def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(x).index_add(0, index, x).exp() + 1
+
+    groups = ol.explain(Scatters(), torch.randn(4, 3), torch.arange(4)).groups
+    assert [group.name for group in groups] == ["zeros_like", "index_add", "exp + add"]
 
 
 def test_a_forward_that_computes_gradients_is_explained_in_training() -> None:

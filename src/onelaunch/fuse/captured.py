@@ -10,7 +10,7 @@ import operator
 import re
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,13 +142,23 @@ def _without_dynamo_warnings() -> Iterator[None]:
         yield
 
 
-def uncompiled_call(module: nn.Module) -> Callable[..., Any]:
-    """A function that calls `module` as `nn.Module.__call__` does. Dynamo skips frames of torch's own modules, but not it."""
+def uncompiled_call(module: nn.Module, *, loss_alone: bool = False) -> Callable[..., Any]:
+    """A function that calls `module` as `nn.Module.__call__` does. Dynamo skips frames of torch's own modules, but not it.
+
+    loss_alone: of a result that has a loss, it returns only that, as `train_step` does.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return type(module)._call_impl(module, *args, **kwargs)
+        output = type(module)._call_impl(module, *args, **kwargs)
+        loss = loss_in(output) if loss_alone else None
+        return output if loss is None else loss
 
     return call
+
+
+def loss_in(output: Any) -> Any:
+    """The loss that a model has returned among other things; None if it has none."""
+    return output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
 
 
 def with_blocks_inlined(graph: fx.Graph) -> fx.Graph:

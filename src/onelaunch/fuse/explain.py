@@ -14,7 +14,7 @@ from torch import fx, nn
 from onelaunch.errors import OnelaunchError, abbreviate_list, first_line
 from onelaunch.fuse.backend import no_code_generator_reason
 from onelaunch.fuse.captured import CHECKPOINTED, Captured, capture_graphs, uncompiled_call, with_blocks_inlined
-from onelaunch.fuse.costs import fused_cost, is_counter, is_library_call, is_view, unfused_cost
+from onelaunch.fuse.costs import fused_cost, is_counter, is_library_call, is_view, scatters, unfused_cost
 from onelaunch.fuse.decide import ALL, chosen_patterns, known_seconds, patterns_in
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS, Explanation, Group, Operation
 from onelaunch.fuse.fuse import check_model
@@ -62,9 +62,15 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
             require_possible("explain", call, model, inputs, named_inputs)
             raise
         measured = known_seconds(model, captured, where)
+        in_step = not measured and model.training and _returns_more_than_a_loss(captured[-1].graph)
+        if in_step:
+            call = uncompiled_call(model, loss_alone=True)
+            captured = capture_graphs(call, args, kwargs)
         chosen = chosen_patterns(measured) if measured else ALL
         in_graph = not measured or not torch.is_grad_enabled()  # unmeasured: as inside `train_step`
         explanation = Explanation(type(model).__name__, model.training, roof, [], [], measured=measured)
+        if in_step:
+            explanation.notes.append("what the model returns beside its loss is left out, as train_step does")
         explanation.imagined = where.type == "cpu" and device is None
         kernels = None
         if is_read(where):
@@ -95,6 +101,13 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
         said = [f"{name.removeprefix(NO_PATTERN)}{f' × {n}' if n > 1 else ''}" for name, n in chains.most_common()]
         explanation.notes.append(f"chains that no pattern of ours takes: {abbreviate_list(said)}")
     return explanation
+
+
+def _returns_more_than_a_loss(graph: fx.Graph) -> bool:
+    if not graph.nodes:
+        return False
+    results = tensors_of(*graph.output_node().all_input_nodes)
+    return len(results) > 1 and any(not one.dim() and one.requires_grad for one in results)
 
 
 def _uncaptured_parts(model: nn.Module, captured: list[Captured]) -> list[str]:
@@ -235,11 +248,14 @@ def _sources(node: fx.Node, among: Collection[fx.Node]) -> list[fx.Node]:
 
 def _name(node: fx.Node) -> str:
     operation = operation_of(node)
-    return name_of(node).strip("_") if operation is None else operation.activation or operation.name
+    if operation is not None:
+        return operation.activation or operation.name
+    return name_of(node).strip("_").removesuffix("_forward").removesuffix("_fwd")
 
 
 def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[fx.Node]]:
-    """A prediction of Inductor's kernels: neighbours share one, unless a library call or a kernel of ours is between them.
+    """A prediction of Inductor's kernels: neighbours share one, unless a library call, a kernel of ours or one that scatters is
+    between them.
 
     `outside` are the nodes that others run. The depth of a node is the number of such calls before it, so that a kernel with
     nodes of one depth waits for none that waits for it.
@@ -250,7 +266,7 @@ def _inductor_kernels(nodes: list[fx.Node], outside: set[fx.Node]) -> list[list[
     mine = set(nodes)
     ends = mine | outside
     for node in nodes[0].graph.nodes if nodes else ():
-        separate = node in outside or (node in mine and is_library_call(node))
+        separate = node in outside or (node in mine and (is_library_call(node) or scatters(node)))
         depth[node] = max((depth[source] for source in node.all_input_nodes), default=0) + separate
         if node not in mine:
             continue

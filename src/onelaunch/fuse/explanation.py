@@ -17,7 +17,8 @@ from onelaunch.format import format_bytes, format_seconds
 from onelaunch.roofline import Cost, DeviceModel
 
 WITHOUT_WHERE = 110  # below so many characters the table has no column "where"
-MIN_WIDTH = 150  # of the printed table, in characters: narrower, its columns break in the middle of words
+WIDTH = 150  # of the table, in characters, where it is not printed to a terminal: it has no word broken then
+MIN_WIDTH = 80  # also in a narrower terminal
 OURS, INDUCTOR, LIBRARY = "onelaunch", "Inductor", "library"
 
 
@@ -180,7 +181,7 @@ class Explanation:
         from rich.console import Console
 
         text = io.StringIO()
-        width = max(shutil.get_terminal_size((MIN_WIDTH, 24)).columns, MIN_WIDTH)
+        width = max(shutil.get_terminal_size((WIDTH, 24)).columns, MIN_WIDTH)
         Console(file=text, width=width).print(self)
         return text.getvalue().rstrip("\n")
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from onelaunch.errors import OnelaunchError
+from onelaunch.fuse.captured import loss_in
 
 
 class Pending:
@@ -67,7 +68,7 @@ def own_loss(output: Any) -> torch.Tensor:
     """The loss within what a model returned."""
     if isinstance(output, torch.Tensor):
         return output
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    loss = loss_in(output)
     if loss is None:
         raise OnelaunchError(
             f"loss=None, but the model returned a {type(output).__name__} without a loss: pass loss=, or what the model needs "
