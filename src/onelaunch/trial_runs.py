@@ -75,22 +75,32 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
 
     What forward changes inside an object, such as a list that it appends to, is not undone.
     """
-    names = ("_buffers", "_parameters", "_modules")
-    tables = [table for module in model.modules() for table in (vars(module), *(getattr(module, one) for one in names))]
-    before = [(table, dict(table)) for table in tables if isinstance(table, dict)]  # not a script's
+    before = _attributes_of(model)
     try:
         yield
     finally:
-        for table, entries in before:
-            table.update(entries)
-            for name in table.keys() - entries.keys():
-                del table[name]
+        _restore(before)
+
+
+def _attributes_of(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The dicts of each module's attributes, buffers, parameters and children, and what is in them."""
+    names = ("_buffers", "_parameters", "_modules")
+    tables = [table for module in model.modules() for table in (vars(module), *(getattr(module, one) for one in names))]
+    return [(table, dict(table)) for table in tables if isinstance(table, dict)]  # not a script's
+
+
+def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for table, entries in attributes:
+        table.update(entries)
+        for name in table.keys() - entries.keys():
+            del table[name]
 
 
 class Undo:
-    """What a run has changed, as it was: buffers, random generators, and the gradients of these parameters."""
+    """What a run has changed, as it was: attributes, buffers, random generators, and the gradients of these parameters."""
 
     def __init__(self, model: nn.Module, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._attributes = _attributes_of(model)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in parameters]
         self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
@@ -98,6 +108,7 @@ class Undo:
 
     @torch.no_grad()
     def __call__(self) -> None:
+        _restore(self._attributes)
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for parameter, gradient in self._gradients:
@@ -121,8 +132,7 @@ def restored(model: nn.Module) -> Iterator[None]:
     for parameter, _ in gradients:
         parameter.grad = None
     try:
-        with kept_attributes(model):
-            yield
+        yield
     finally:
         undo()
         for parameter, gradient in gradients:

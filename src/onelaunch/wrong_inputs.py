@@ -71,11 +71,13 @@ def require_possible(
         arrays = any(isinstance(leaf, np.ndarray) for leaf in tree_leaves((args, kwargs)))
         tensors = ", and pass tensors instead of arrays" if arrays else ""
         said = first_line(error).rstrip(".")
-        raise OnelaunchError(f"{caller}({given}) is not possible: {said}: {_remedy(said, model)}{tensors}") from error
+        raise OnelaunchError(
+            f"{caller}({given}) is not possible: {said}: {_remedy(said, model, caller)}{tensors}"
+        ) from error
 
 
-def _remedy(said: str, model: nn.Module) -> str:
-    if "does not require grad" in said and not model.training:
+def _remedy(said: str, model: nn.Module, caller: str) -> str:
+    if "does not require grad" in said and not model.training and caller != "step":
         return f"evaluation runs without gradients here, which {type(model).__name__} computes: call its train() first"
     if "device" in said:
         return "move the model and its inputs to one device, as in x.to(device)"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -311,6 +313,43 @@ def test_results_beside_a_loss_are_left_out_as_in_a_step() -> None:
     for alone in (ol.explain(model, tokens), ol.explain(model.eval(), tokens, labels=tokens)):
         assert not any(group.runs == OURS for group in alone.groups)
         assert not any("beside its loss" in note for note in alone.notes)
+
+
+class Output:
+    def __init__(self, **values: torch.Tensor) -> None:
+        vars(self).update(values)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        raise ValueError("no labels")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda loss, logits: (logits, loss), lambda loss, logits: {"loss": None, "logits": logits, "other": loss},
+        lambda loss, logits: {"loss": loss.detach(), "logits": logits}, lambda loss, logits: {"loss": logits, "other": loss},
+        lambda loss, logits: Output(logits=logits, other=loss), lambda loss, logits: {"loss": loss},
+    ],
+)  # fmt: skip
+def test_results_without_a_loss_of_their_own_stay(wrap: Callable[..., Any]) -> None:
+    class Wraps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = LanguageModel()
+
+        def forward(self, tokens: torch.Tensor, batch: dict[str, torch.Tensor]) -> Any:
+            found = self.inner(tokens, batch.pop("labels"))  # an input that is gone after one call
+            return wrap(found["loss"], found["logits"])
+
+    tokens = torch.randint(5000, (64,))
+    notes = ol.explain(Wraps(), tokens, {"labels": tokens}).notes
+    assert not any("beside its loss" in note for note in notes)
+
+
+def test_inputs_without_rows_and_features() -> None:
+    assert len(ol.explain(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(0, 8)).operations) == 2
+    assert len(ol.explain(nn.GRUCell(0, 5), torch.randn(4, 0)).operations) >= 1
 
 
 def test_the_table_fits_its_terminal(encoder: ol.Explanation, monkeypatch: pytest.MonkeyPatch) -> None:

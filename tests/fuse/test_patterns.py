@@ -221,6 +221,21 @@ def test_linear_and_cross_entropy_of_scaled_logits(scale: Callable[..., torch.Te
         torch.testing.assert_close(one, two)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale", "taken"),
+    [
+        (torch.bfloat16, 0.0625, True), (torch.bfloat16, -8, True), (torch.bfloat16, 0.1, False),
+        (torch.bfloat16, float("inf"), False), (torch.float16, 0.5, False), (torch.float32, 0.1, True),
+    ],
+)  # fmt: skip
+def test_logits_of_16_bits_are_scaled_in_the_input_only_where_that_is_exact(
+    dtype: torch.dtype, scale: float, taken: bool
+) -> None:
+    layer, target = nn.Linear(6, 9, dtype=dtype), torch.randint(9, (5,))
+    titles = titles_of(lambda x: F.cross_entropy(layer(x).float() * scale, target), torch.randn(5, 6, dtype=dtype))
+    assert titles == (["linear + cross_entropy"] if taken else [])
+
+
 def test_the_loss_keeps_its_type() -> None:
     layer = nn.Linear(6, 9, dtype=torch.bfloat16)
     target = torch.randint(9, (5,))

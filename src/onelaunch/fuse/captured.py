@@ -49,6 +49,7 @@ class Captured:
     break_reason: str = ""  # why and where the program left the graph after it; empty for the last one
     parameters: frozenset[int] = frozenset()  # those that it uses, by their ids
     left_out: str = ""  # of the last one: why parts of the program may be in no graph
+    loss: fx.Node | None = None  # of the last one: the loss, if the program returns one among other things
 
 
 def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Captured]:
@@ -57,6 +58,7 @@ def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
     Where Dynamo captures nothing, the only graph is empty and has the reason.
     """
     found: list[Captured] = []
+    latest: list[Any] = []  # the graph that ran last, and its results
     breaks = torch._dynamo.utils.counters["graph_break"]
     before = dict(breaks)
 
@@ -66,17 +68,34 @@ def capture_graphs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
         found.append(
             Captured(gm.graph, why, frozenset(id(one) for one in example_inputs if isinstance(one, nn.Parameter)))
         )
-        return gm.forward
+
+        def forward(*args: Any) -> Any:
+            latest[:] = [gm.graph, *(results := gm.forward(*args))]
+            return results
+
+        return forward
 
     with without_log_breaks(), _without_dynamo_warnings():
-        compile_by(record, function, dynamic=False)(*args, **kwargs)
+        output = compile_by(record, function, dynamic=False)(*args, **kwargs)
     messages = [message for message, count in breaks.items() if count > before.get(message, 0)]
     if not found:
         reason = plain_break(messages[0]) if messages else "it has no operations of PyTorch"
         return [Captured(fx.Graph(), reason)]
     said = " ".join(one.break_reason for one in found)
     reasons = sorted(map(plain_break, messages), key=lambda reason: reason in said)  # first those that no graph has
-    return [*found[:-1], replace(found[-1], left_out=reasons[0] if reasons else "")]
+    loss = _loss_among(output, *latest) if latest and latest[0] is found[-1].graph else None
+    return [*found[:-1], replace(found[-1], left_out=reasons[0] if reasons else "", loss=loss)]
+
+
+def _loss_among(output: Any, graph: fx.Graph, *results: Any) -> fx.Node | None:
+    """Which of the graph's results, if there are several, is the loss within what a model returned."""
+    loss = None
+    with contextlib.suppress(Exception):  # a property of a user's class may raise anything
+        loss = loss_in(output)
+    if not isinstance(loss, torch.Tensor) or loss.dim() or not loss.requires_grad or len(results) < 2:
+        return None
+    nodes = graph.output_node().args[0]
+    return next((node for node, result in zip(nodes, results, strict=True) if result is loss), None)  # type: ignore[arg-type]
 
 
 def compile_by(backend: Callable[..., Any], function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -149,11 +168,14 @@ def uncompiled_call(module: nn.Module, *, loss_alone: bool = False) -> Callable[
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        return type(module)._call_impl(module, *args, **kwargs)
+
+    def call_for_loss(*args: Any, **kwargs: Any) -> Any:
         output = type(module)._call_impl(module, *args, **kwargs)
-        loss = loss_in(output) if loss_alone else None
+        loss = loss_in(output)
         return output if loss is None else loss
 
-    return call
+    return call_for_loss if loss_alone else call
 
 
 def loss_in(output: Any) -> Any:

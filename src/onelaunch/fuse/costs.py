@@ -45,7 +45,7 @@ def is_view(node: fx.Node) -> bool:
     operation = operation_of(node)
     if operation is not None and operation.dropout == 0.0:
         return True
-    if tensors_of(node) and not size_of(node):
+    if not node.all_input_nodes and tensors_of(node) and not size_of(node):
         return True
     if node.target is operator.getitem and tensor_of(node.args[0]) is None:
         return True  # one of several results
@@ -97,7 +97,7 @@ def flops_of(node: fx.Node) -> float:
         assert query is not None and key is not None  # noqa: PT018
         return 4.0 * ((query.numel() + key.numel()) * query.shape[-1] + query.numel() * len(key))
     if name_of(node) in COMPOSED and tensors:  # of attention, without its scores
-        rows = tensors[0].numel() / tensors[0].shape[-1]
+        rows = tensors[0].numel() / max(1, tensors[0].shape[-1])
         return 2.0 * rows * sum(matrix.numel() for matrix in _matrices_of(node))
     if node.target in ATTENTION and tensors:
         query = tensors[0]

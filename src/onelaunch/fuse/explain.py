@@ -62,14 +62,14 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
             require_possible("explain", call, model, inputs, named_inputs)
             raise
         measured = known_seconds(model, captured, where)
-        in_step = not measured and model.training and _returns_more_than_a_loss(captured[-1].graph)
-        if in_step:
+        loss = captured[-1].loss if model.training and not measured else None
+        if loss is not None:  # as in `train_step`
             call = uncompiled_call(model, loss_alone=True)
-            captured = capture_graphs(call, args, kwargs)
+            captured[-1].graph.output_node().args = ((loss,),)
         chosen = chosen_patterns(measured) if measured else ALL
         in_graph = not measured or not torch.is_grad_enabled()  # unmeasured: as inside `train_step`
         explanation = Explanation(type(model).__name__, model.training, roof, [], [], measured=measured)
-        if in_step:
+        if loss is not None:
             explanation.notes.append("what the model returns beside its loss is left out, as train_step does")
         explanation.imagined = where.type == "cpu" and device is None
         kernels = None
@@ -101,13 +101,6 @@ def explain(model: nn.Module, *inputs: Any, device: str | None = None, **named_i
         said = [f"{name.removeprefix(NO_PATTERN)}{f' × {n}' if n > 1 else ''}" for name, n in chains.most_common()]
         explanation.notes.append(f"chains that no pattern of ours takes: {abbreviate_list(said)}")
     return explanation
-
-
-def _returns_more_than_a_loss(graph: fx.Graph) -> bool:
-    if not graph.nodes:
-        return False
-    results = tensors_of(*graph.output_node().all_input_nodes)
-    return len(results) > 1 and any(not one.dim() and one.requires_grad for one in results)
 
 
 def _uncaptured_parts(model: nn.Module, captured: list[Captured]) -> list[str]:

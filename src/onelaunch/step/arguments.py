@@ -45,7 +45,7 @@ def check_arguments(
     parameters = parameters_of(optimizer)
     if not parameters:
         raise OnelaunchError("optimizer has no parameters: pass model.parameters() to it")
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta for parameter in parameters):
         raise OnelaunchError(f"model={type(model).__name__} is on meta, without values: create it on another device")
     owned = {id(parameter) for parameter in model.parameters()}
     if not owned:

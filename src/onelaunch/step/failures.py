@@ -12,24 +12,17 @@ from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, sugg
 from onelaunch.step.inputs import own_loss, parameter_names, passed_by_name
 from onelaunch.wrong_inputs import is_raised_by_model, require_known_names, require_possible
 
-
-class CompilerError(OnelaunchError):
-    """Compiled code has raised an error, though the same operations raise none uncompiled."""
-
-    def __init__(self, error: Exception) -> None:
-        said = type_and_message(getattr(error, "inner_exception", error))
-        super().__init__(f"the compiled step failed, which uncompiled does not ({said}): pass compile=False")
-        self.error = error
+# What autograd says of compiled code that is to be differentiated twice.
+UNDIFFERENTIATED = "double backward", "donated buffer", "differentiated Tensor", "does not require grad"
 
 
 def explain_failure(
     error: Exception, model: nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None, call_model: Callable[..., Any],
     args: tuple[Any, ...], kwargs: dict[str, Any],
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """Raise OnelaunchError where the arguments of a step, or what the model returned, explain its `error`.
 
-    Forward pass and loss run once more, not compiled, and leave no trace: returns whether they have succeeded. `call_model`
-    takes the model's `args` and `kwargs`.
+    Forward pass and loss run once more, not compiled, and leave no trace. `call_model` takes the model's `args` and `kwargs`.
     """
     if loss is not None and len(args) > 2 and "positional argument" in str(error):
         raise OnelaunchError(
@@ -37,7 +30,7 @@ def explain_failure(
             "as one tuple, as in step(x, (y, weight))"
         ) from error
     if isinstance(error, OnelaunchError) or isinstance(model, nn.parallel.DistributedDataParallel):
-        return False  # a single rank would wait for the others
+        return  # a single rank would wait for the others
 
     inputs, names = args if loss is None else args[:-1], parameter_names(model)
     in_model = True
@@ -73,7 +66,6 @@ def explain_failure(
             other = next(key for key in inputs[0] if key not in names)
             why = f"the dict was passed as one argument, as forward has no argument {other!r}{suggest(other, names)}"
         raise OnelaunchError(f"{failure}; {why}") from error
-    return True
 
 
 def require_scalar(loss: Any, has_function: bool) -> None:
@@ -93,14 +85,15 @@ def require_scalar(loss: Any, has_function: bool) -> None:
 def compilers_failure(error: Exception) -> str:
     """What Dynamo or Inductor failed with: a bug of theirs, or a broken file in their cache. Empty for other errors.
 
-    Compiled code is not differentiated twice, as a forward does that computes gradients for its loss.
+    Compiled code is not differentiated twice, as a forward or a loss does that computes gradients. An error that says so is the
+    compiler's if `explain_failure` has found that forward and loss succeed uncompiled.
     """
-    runs_uncompiled = isinstance(error, CompilerError | torch._dynamo.exc.TorchDynamoException)
-    error = error.error if isinstance(error, CompilerError) else error
-    twice = any(words in str(error) for words in ("double backward", "donated buffer"))
+    if isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        return type_and_message(getattr(error, "inner_exception", error))
+    twice = any(words in str(error) for words in UNDIFFERENTIATED)
     if isinstance(error, RuntimeError) and twice and not is_raised_by_model(error):
         return "the loss depends on gradients, which it does not differentiate"
-    return type_and_message(getattr(error, "inner_exception", error)) if runs_uncompiled else ""
+    return ""
 
 
 def _require_tensor(output: Any, error: Exception) -> None:

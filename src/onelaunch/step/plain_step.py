@@ -11,12 +11,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from onelaunch.capture import clear_workspaces
-from onelaunch.errors import is_out_of_memory
 from onelaunch.fuse.captured import without_log_breaks
 from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.accumulation import Window
 from onelaunch.step.capturable_optimizer import parameters_of
-from onelaunch.step.failures import CompilerError, compilers_failure, explain_failure, require_scalar
+from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
 from onelaunch.step.inputs import other_gradients_kept, own_loss, parameter_names, passed_by_name, signature
 from onelaunch.trial_runs import Undo
 
@@ -118,11 +117,8 @@ class PlainStep:
             try:
                 loss = self._forward(args, kwargs)
             except Exception as error:
-                if self._is_recording():
-                    raise
-                possible = explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
-                if possible and self.compiles and not is_out_of_memory(error):
-                    raise CompilerError(error) from error
+                if not self._is_recording():
+                    explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
                 raise
         require_scalar(loss, self.loss is not None)
         scaled = loss / self.window.size if self.window.size > 1 else loss

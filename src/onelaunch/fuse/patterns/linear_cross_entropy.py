@@ -6,6 +6,7 @@ conversion to float32, views, the shift of the labels, and a number that scales 
 
 from __future__ import annotations
 
+import math
 import operator
 from itertools import pairwise
 
@@ -39,7 +40,10 @@ class LinearCrossEntropy:
                 return self._matched(operation, found, chain, logits)
             if wanted == "cross_entropy" and found is not None and _is_over_classes(found, chain[-1]):
                 wanted = "nll_loss"
-            elif not _keeps_rows(user, chain[-1]) and not (wanted == "cross_entropy" and _scales(user, chain[-1])):
+            elif wanted == "cross_entropy" and logits is not None and _scales(user, chain[-1]):
+                if not _may_scale_input(user, logits.dtype):
+                    return None
+            elif not _keeps_rows(user, chain[-1]):
                 return None
             chain.append(user)
         return None
@@ -108,6 +112,15 @@ def _scales(user: fx.Node, source: fx.Node) -> bool:
         return False
     known = user.target in PRODUCTS or (user.target in QUOTIENTS and user.args[0] is source)
     return known and before is not None and after is not None and before.dtype == after.dtype
+
+
+def _may_scale_input(user: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether the input of a layer of this type may be scaled instead of its output.
+
+    bfloat16 rounds nothing if the number is a power of two; an input of float16 may overflow, where logits in float32 do not.
+    """
+    (number,) = (value for value in user.args if isinstance(value, int | float))
+    return dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and abs(math.frexp(number)[0]) == 0.5)
 
 
 def _scaled(graph: fx.Graph, value: fx.Node, user: fx.Node, source: fx.Node) -> fx.Node:
