@@ -16,8 +16,9 @@ def device_of(*values: Any) -> torch.device | None:
     return next((leaf.device for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)), None)
 
 
-def copied(values: Any) -> Any:
-    """`values` with copies of its tensors: a trial run may change its inputs in place, or add to their gradients.
+def copied(values: Any, device: torch.device | None = None) -> Any:
+    """`values` with copies of its tensors, on this device or where they are: a trial run may change its inputs in place, or add
+    to their gradients.
 
     A tensor that is there twice has one copy: a loss may differentiate by the input that is also its target.
     """
@@ -27,7 +28,8 @@ def copied(values: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            made = leaf.detach().clone() if device is None else leaf.detach().to(device, copy=True)
+            copies[id(leaf)] = made.requires_grad_(leaf.requires_grad)
         return copies[id(leaf)]
 
     return tree_map(copy, values)

@@ -69,22 +69,19 @@ def gpt2(small: bool) -> Workload:
     return _language_model(transformers.GPT2LMHeadModel(transformers.GPT2Config(use_cache=False, **dropout)), 8, 1024)
 
 
-def llama(small: bool) -> Workload:
+def _decoder(kind: str, small: bool, **sizes: int) -> Workload:
+    """A language model of 8 layers, of the classes in `transformers` whose names begin with `kind`."""
     transformers = imported("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=1024, intermediate_size=2816, num_hidden_layers=2 if small else 8, num_attention_heads=16,
-        vocab_size=32000, use_cache=False,
-    )  # fmt: skip
-    return _language_model(transformers.LlamaForCausalLM(config), 8, 1024)
+    config = getattr(transformers, f"{kind}Config")(num_hidden_layers=2 if small else 8, use_cache=False, **sizes)
+    return _language_model(getattr(transformers, f"{kind}ForCausalLM")(config), 8, 1024)
+
+
+def llama(small: bool) -> Workload:
+    return _decoder("Llama", small, hidden_size=1024, intermediate_size=2816, num_attention_heads=16, vocab_size=32000)
 
 
 def neox(small: bool) -> Workload:
-    transformers = imported("transformers")
-    config = transformers.GPTNeoXConfig(
-        hidden_size=768, intermediate_size=3072, num_hidden_layers=2 if small else 8, num_attention_heads=12,
-        vocab_size=50432, use_cache=False,
-    )  # fmt: skip
-    return _language_model(transformers.GPTNeoXForCausalLM(config), 8, 1024)
+    return _decoder("GPTNeoX", small, hidden_size=768, intermediate_size=3072, num_attention_heads=12, vocab_size=50432)
 
 
 def roberta(small: bool) -> Workload:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.captured import loss_in
+from onelaunch.trial_runs import copied
 
 
 class Pending:
@@ -23,20 +24,11 @@ class Pending:
     """
 
     def __init__(self, leaves: list[Any], structure: Any, device: torch.device) -> None:
-        copies: dict[int, torch.Tensor] = {}
-        self.leaves = [self._static(leaf, device, copies) for leaf in leaves]
+        self.leaves = copied(leaves, device)
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.args, self.kwargs = tree_unflatten(self.leaves, structure)
         self.calls = 0
         self.loss = torch.empty(())
-
-    @staticmethod
-    def _static(leaf: Any, device: torch.device, copies: dict[int, torch.Tensor]) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if id(leaf) not in copies:
-            copies[id(leaf)] = leaf.detach().to(device, copy=True).requires_grad_(leaf.requires_grad)
-        return copies[id(leaf)]
 
     def fill(self, tensors: list[torch.Tensor]) -> None:
         with torch.no_grad():

@@ -16,6 +16,8 @@ from onelaunch.step.inputs import mark_rows_dynamic
 from onelaunch.step.plain_step import Loss, PlainStep
 from onelaunch.step.recordings import Recordings, uncapturable_reason
 
+BUILT = ("_capturable", "_plain", "_recordings", "_window", "_started")  # the attributes that `TrainStep._build` makes
+
 
 @advise_by(ADVICE)
 def train_step(
@@ -78,9 +80,7 @@ class TrainStep:
 
     def __getattr__(self, name: str) -> Any:
         """A copy is built when it is first used: while it is made, its model may still be empty, as one that has the step."""
-        if name not in ("_capturable", "_plain", "_recordings", "_window", "_started") or "_arguments" not in vars(
-            self
-        ):
+        if name not in BUILT or "_arguments" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self._build()
         return getattr(self, name)
