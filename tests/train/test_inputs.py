@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pandas
@@ -12,6 +13,7 @@ from scipy import sparse
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.engines.cpu.plan import target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -166,7 +168,9 @@ def test_mistakes_get_one_clear_line(mistake):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these can run on a GPU")
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
-def test_precisions_this_machine_cannot_run(precision):
+def test_precisions_that_a_cpu_without_amx_cannot_run(precision, monkeypatch):
+    plain = dataclasses.replace(target.host(), tiles="")
+    monkeypatch.setattr(target, "host", lambda: plain)
     with pytest.raises(ol.UnsupportedError, match=f"precision='{precision}' needs a CUDA device"):
         ol.fit(MODEL, X, Y, epochs=1, precision=precision, progress=False)
 
