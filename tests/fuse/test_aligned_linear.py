@@ -26,17 +26,17 @@ def test_widths_of_inputs_and_outputs(bias: bool, aot: bool) -> None:
 
 @pytest.mark.parametrize("activation", [nn.GELU(), nn.ReLU(), nn.Sigmoid()])
 def test_an_activation_behind_the_layer(activation: nn.Module) -> None:
-    model = nn.Sequential(nn.Linear(65, 66), activation, nn.Linear(66, 64), nn.LayerNorm(64))
+    model = nn.Sequential(nn.Linear(129, 130), activation, nn.Linear(130, 64), nn.LayerNorm(64))
     name = type(activation).__name__.lower()
-    assert_same_step(model, torch.randn(5, 65), [f"{wider(72, 72)} + {name}", wider(72, 64)], aot=True)
+    assert_same_step(model, torch.randn(5, 129), [f"{wider(136, 136)} + {name}", wider(136, 64)], aot=True)
 
 
 def test_a_mixer_over_tokens() -> None:
     def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
         return x + m.b(F.gelu(m.a(m.norm(x).transpose(1, 2)))).transpose(1, 2)
 
-    model = Of(forward, norm=nn.LayerNorm(16), a=nn.Linear(68, 128), b=nn.Linear(128, 68))
-    assert_same_step(model, torch.randn(2, 68, 16), [f"{wider(72, 128)} + gelu", wider(128, 72)], aot=True)
+    model = Of(forward, norm=nn.LayerNorm(16), a=nn.Linear(68, 256), b=nn.Linear(256, 68))
+    assert_same_step(model, torch.randn(2, 68, 16), [f"{wider(72, 256)} + gelu", wider(256, 72)], aot=True)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def linear(**options: Any) -> nn.Linear:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_each_activation_behind_linear(name: str) -> None:
     make = ACTIVATIONS[name].make_module
-    model = nn.Sequential(linear(), make(), linear(bias=False), nn.BatchNorm1d(6), make(), linear(bias=False), make())
+    model = nn.Sequential(linear(), make(), nn.BatchNorm1d(6), make(), linear(bias=False), make())
     assert_same_step(model, torch.randn(8, 6), [f"linear + {name}"] * 2)
 
 
@@ -39,7 +39,7 @@ def test_linear_of_any_rank_through_aot_autograd(shape: tuple[int, ...]) -> None
 
 
 def test_inplace_activations_of_values_made_inside() -> None:
-    model = Of(lambda m, x: m.b(F.relu(m.a(x), inplace=True)).sigmoid_(), a=linear(), b=linear())
+    model = Of(lambda m, x: m.b(F.relu(m.a(x), inplace=True) * 2).sigmoid_(), a=linear(), b=linear())
     assert_same_step(model, torch.randn(5, 6), ["linear + relu", "linear + sigmoid"])
 
 
@@ -313,17 +313,18 @@ def test_a_tensor_subclass_computes_the_same() -> None:
 def test_patterns_have_names_costs_and_conditions() -> None:
     """Each pattern that trains, by a model of its own; nothing pays on a CPU by the device, and float64 pays nowhere."""
     layer, head, query, key, unaligned = linear(), nn.Linear(6, 5000), linear(), linear(), nn.Linear(65, 64)
+    small = nn.Sequential(linear(), nn.Tanh(), linear())
     target = torch.randint(5000, (12,))
 
     def forward(x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         h = F.dropout(F.gelu(layer(F.dropout(F.relu(x), 0.5))), 0.5)
-        h = query(h) * key(h)
+        h = small(query(h) * key(h))
         mask = torch.ones(12, 12, dtype=torch.bool).tril()
         h = F.scaled_dot_product_attention(h[None], h[None], h[None], attn_mask=mask)[0]
         return F.cross_entropy(head(h), target) + unaligned(scores[:, :65]).sum()
 
     for dtype in (torch.float32, torch.float64):
-        for module in (layer, head, query, key, unaligned):
+        for module in (layer, head, query, key, unaligned, small):
             module.to(dtype)
         rewritten = Rewritten(forward, names=())
         rewritten(torch.randn(12, 6, dtype=dtype), torch.randn(12, 5000, dtype=dtype, requires_grad=True))

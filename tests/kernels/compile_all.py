@@ -6,6 +6,7 @@ The launchers run as usual on CPU tensors, but instead of a launch the kernel is
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ from onelaunch.kernels import (
     cross_entropy_long,
     dependent_launch,
     linear,
+    mlp,
     norm,
     norm_backward,
     relu_dropout,
 )
 from onelaunch.kernels.batch_norm_tiles import Layout
 from onelaunch.kernels.dropout_key import DropoutKey
+from onelaunch.kernels.mlp_shape import Shape
 from onelaunch.kernels.tiles import activate, activation_gradient, activation_gradient_from_output
 
 TYPES = {
@@ -49,6 +52,7 @@ TYPES = {
 }
 
 
+WITHOUT_WGMMA = (mlp.mlp_forward_kernel, mlp.mlp_backward_kernel)  # Triton 3.6 computed wrong sums with it
 MODULES = (
     activation_dropout, adam, argument_ring, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward,
     cross_entropy_long, linear, norm, norm_backward, relu_dropout,
@@ -93,12 +97,46 @@ class Compiler:
                 signature[name] = "i64" if name in ("seed", "offset") else "i32"
                 if argument % 16 == 0 and index >= len(tensors) + len(values):
                     attributes[(index,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constexprs, attributes)
         options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl}
+        self.compile(kernel, signature, constexprs, attributes, options)
+
+    def call(
+        self, kernel: Any, grid: tuple[int, ...], *arguments: Any, num_warps: int, num_stages: int = 3, **constants: Any
+    ) -> None:
+        """In place of `onelaunch.kernels.launch.call`, whose tensors may be in tuples; integers may have any value."""
+        signature: dict[str, Any] = {}
+        constexprs: dict[tuple[int, ...], Any] = {}
+        attributes: dict[tuple[int, ...], Any] = {}
+
+        def kind(argument: Any, path: tuple[int, ...]) -> Any:
+            if isinstance(argument, tuple):
+                return tuple(kind(one, (*path, index)) for index, one in enumerate(argument))
+            if isinstance(argument, torch.Tensor):
+                attributes[path] = [["tt.divisibility", 16]]
+                return TYPES[argument.dtype]
+            if argument is None:
+                constexprs[path] = None
+                return "constexpr"
+            return "i32"
+
+        for index, name in enumerate(kernel.arg_names):
+            if name in constants:
+                signature[name], constexprs[(index,)] = "constexpr", constants[name]
+            else:
+                signature[name] = kind(arguments[index], (index,))
+        self.compile(kernel, signature, constexprs, attributes, {"num_warps": num_warps, "num_stages": num_stages})
+
+    def compile(
+        self, kernel: Any, signature: dict[str, Any], constexprs: dict[Any, Any], attributes: dict[Any, Any],
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        source = ASTSource(kernel, signature, constexprs, attributes)
+        num_warps = options["num_warps"]
         compiled = triton_compile(source, target=self.target, options=options)
         assert compiled.asm["cubin"]
         shuffles = compiled.asm["ptx"].count("shfl.sync")
         self.done.append(f"{kernel.__name__} shared={compiled.metadata.shared} warps={num_warps} shuffles={shuffles}")
+        assert kernel not in WITHOUT_WGMMA or "wgmma" not in compiled.asm["ptx"]
 
 
 def run_launchers(dtype: torch.dtype) -> None:
@@ -186,6 +224,19 @@ def run_launchers(dtype: torch.dtype) -> None:
         )
 
 
+def run_mlp(dtype: torch.dtype) -> None:
+    for widths, rows in (((8, 64, 64, 4), 256), ((33, 128, 128, 1), 16384), ((7, 256, 3), 100)):
+        for activation in ("relu", "gelu"):
+            shape = Shape(widths, (True, *[False] * (len(widths) - 2)))
+            weights = [torch.empty(b, a, dtype=dtype) for a, b in pairwise(widths)]
+            biases = [weights[0][:, 0], *[None] * (len(weights) - 1)]
+            x, y, saved = (torch.empty(rows, width, dtype=dtype) for width in (widths[0], widths[-1], shape.hidden[-1]))
+            mlp.mlp_forward(x, weights, biases, saved, y, shape, activation=activation, tf32=False)
+            gradients = x.new_empty(shape.gradients[-1])
+            for dx in (None, x):
+                mlp.mlp_backward(y, x, weights, saved, dx, gradients, shape, activation=activation, tf32=False)
+
+
 def compile_tma(compiler: Compiler, dtype: torch.dtype) -> None:
     """Compile the one kernel whose launcher queries the device (for its multiprocessors), for the arguments it would get."""
     x = torch.empty(256, 256, dtype=dtype)
@@ -224,7 +275,9 @@ def main() -> None:
     for module in MODULES:
         module.launch = compiler  # type: ignore[attr-defined]
     dtype = getattr(torch, sys.argv[2] if len(sys.argv) > 2 else "bfloat16")
+    mlp.call = compiler.call  # type: ignore[attr-defined]
     run_launchers(dtype)
+    run_mlp(dtype)
     if compiler.target.arch >= 90:
         compile_tma(compiler, dtype)
     if compiler.target.arch == 90:  # the other chips have the same instructions for them

@@ -34,7 +34,7 @@ ALL: Patterns = tuple(BY_NAME)
 # What `train_step` uses without a measurement: what won on an H200 in the models of `onelaunch bench models` and lost in none
 # (docs/lab-notebook/fusing.md). Measuring candidates would take several times as long as compiling.
 PROVEN: Patterns = (
-    "linear", "aligned_linear", "relu_dropout", "parallel_linear", "attention", "linear_cross_entropy",
+    "mlp", "linear", "aligned_linear", "relu_dropout", "parallel_linear", "attention", "linear_cross_entropy",
 )  # fmt: skip
 UNCOMPILED, COMPILED, RECORDED = "uncompiled", "compiled", " as a CUDA graph"
 LEAD = 1.01  # by which a pattern must win: timings of one model differ by 0.3 to 2.4 % from run to run on an H200

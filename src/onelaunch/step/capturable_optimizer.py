@@ -40,6 +40,8 @@ class CapturableOptimizer:
 
     def prepare(self) -> None:
         """Switch to the fused and capturable form. The step counts of a state that exists already move to the device."""
+        # Steps before a recording are not captured. PyTorch warns of that where an optimizer has been copied or unpickled.
+        self.optimizer._warned_capturable_if_run_uncaptured = True
         for group in self.optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True

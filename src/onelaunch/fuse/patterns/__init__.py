@@ -17,11 +17,12 @@ from onelaunch.fuse.patterns.attention import MaskedAttention
 from onelaunch.fuse.patterns.convolution import ConvolutionBatchNormRelu
 from onelaunch.fuse.patterns.linear import LinearActivationDropout
 from onelaunch.fuse.patterns.linear_cross_entropy import LinearCrossEntropy
+from onelaunch.fuse.patterns.mlp import SmallMlp
 from onelaunch.fuse.patterns.parallel_linear import ParallelLinear
 from onelaunch.fuse.patterns.pattern import Match, Pattern, is_on_cuda
 
 PATTERNS: tuple[Pattern, ...] = (
-    LinearCrossEntropy(), ParallelLinear(), AlignedLinear(), LinearActivationDropout(), ConvolutionBatchNormRelu(),
+    LinearCrossEntropy(), SmallMlp(), ParallelLinear(), AlignedLinear(), LinearActivationDropout(), ConvolutionBatchNormRelu(),
     ReluDropout(), MaskedAttention(),
 )  # fmt: skip
 BY_NAME = {pattern.name: pattern for pattern in PATTERNS}
