@@ -95,7 +95,7 @@ def test_large_networks_are_registered():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the cases would run")
-@pytest.mark.parametrize(("what", "count"), [(["train", "--large"], 4), (["memory"], 2), (["models"], 21)])
+@pytest.mark.parametrize(("what", "count"), [(["train", "--large"], 4), (["memory"], 2), (["models"], 22)])
 def test_gpu_cases_are_skipped_without_a_gpu(what, count, tmp_path):
     result = CliRunner().invoke(make_app(), ["bench", *what, "--quick", "--out", str(tmp_path / "results.json")])
     assert result.exit_code == 0, result.output

@@ -6,6 +6,7 @@ model of the same widths with one or two layers and no dropout, whose losses can
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -203,6 +204,39 @@ def dqn(small: bool) -> Workload:
     layers = nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)
     arguments = torch.randn(256, 8, device=DEVICE), torch.randn(256, 4, device=DEVICE)
     return Workload(nn.Sequential(*layers).to(DEVICE), nn.MSELoss(), arguments)
+
+
+class ActorCritic(nn.Module):
+    """Two small networks over one observation, as of PPO: the logits of the actions and the value, side by side."""
+
+    def __init__(self, inputs: int = 17, actions: int = 6, width: int = 64) -> None:
+        super().__init__()
+
+        def network(outputs: int) -> nn.Sequential:
+            hidden = nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()
+            return nn.Sequential(*hidden, nn.Linear(width, outputs))
+
+        self.actor, self.critic = network(actions), network(1)
+
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.actor(observation), self.critic(observation)], -1)
+
+
+def ppo_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """PPO's clipped objective, error of the value and entropy; target: action, its old log probability, advantage, return."""
+    action, before, advantage, returns = target.unbind(-1)
+    logits = output[:, :-1].log_softmax(-1)
+    ratio = (logits.gather(-1, action.long()[:, None])[:, 0] - before).exp()
+    gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+    entropy = -(logits.exp() * logits).sum(-1).mean()
+    return F.mse_loss(output[:, -1], returns) / 2 - gain - 0.01 * entropy
+
+
+def ppo(small: bool) -> Workload:
+    model = ActorCritic().to(DEVICE)
+    x, target = torch.randn(512, 17, device=DEVICE), torch.randn(512, 4, device=DEVICE)
+    target[:, 0], target[:, 1] = torch.randint(6, (512,), device=DEVICE), -math.log(6)
+    return Workload(model, ppo_loss, (x, target))
 
 
 def mlp(small: bool) -> Workload:

@@ -242,4 +242,5 @@ _register(
 )  # fmt: skip
 _register("more/convnext", "ConvNeXt-T, batch 64, channels last, bf16, AdamW", model_zoo.convnext)
 _register("more/vgg", "VGG-16 with batch norm, batch 64, channels last, bf16, AdamW", model_zoo.vgg)
+_register("more/ppo", "an actor and a critic 17-64-64-6, batch 512, PPO's loss, fp32, AdamW", model_zoo.ppo, steps=500)
 _register("more/swin", "Swin-T, batch 32, bf16, AdamW", model_zoo.swin)
