@@ -69,17 +69,21 @@ def test_it_is_restored_after_an_error_and_stays_disabled_if_it_was(entered):
         gc.enable()
 
 
-@pytest.mark.gpu
-def test_random_numbers_can_be_drawn_after_a_failed_capture():
+def capture_that_fails(stream: torch.cuda.Stream | None = None) -> None:
     def fails() -> None:
-        with capturing(torch.cuda.CUDAGraph()):
+        with capturing(torch.cuda.CUDAGraph(), stream=stream):
             torch.rand(3, device="cuda")
             torch.cuda.synchronize()  # not allowed here
 
+    with pytest.raises(RuntimeError):
+        fails()
+
+
+@pytest.mark.gpu
+def test_random_numbers_can_be_drawn_after_a_failed_capture():
     torch.manual_seed(5)
     for _ in range(2):
-        with pytest.raises(RuntimeError):
-            fails()
+        capture_that_fails()
     first = torch.rand(3, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with capturing(graph):
@@ -89,6 +93,35 @@ def test_random_numbers_can_be_drawn_after_a_failed_capture():
     graph.replay()
     assert not first.equal(second)
     assert not second.equal(drawn)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_a_graph_that_draws_survives_a_later_capture_that_fails(own_stream):
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        drawn = torch.rand(1000, device="cuda")
+
+    def replayed(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        torch.manual_seed(seed)
+        graph.replay()
+        return drawn.clone(), torch.rand(1000, device="cuda")
+
+    before = replayed(3)
+    capture_that_fails(torch.cuda.Stream() if own_stream else None)
+    after, other = replayed(3), replayed(4)
+    assert all(map(torch.equal, before, after))
+    assert not any(map(torch.equal, before, other))
+
+
+@pytest.mark.gpu
+def test_the_callers_stream_is_current_after_a_capture_that_fails():
+    mine = torch.cuda.Stream()
+    with torch.cuda.stream(mine):
+        capture_that_fails()
+        assert torch.cuda.current_stream() == mine
+    capture_that_fails(mine)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -22,21 +23,35 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
 
     The graph has cuBLAS workspaces of its own. PyTorch keeps one per stream and frees all of them whenever it records a model
     compiled with "reduce-overhead": a graph that had recorded the address of such a workspace would write to freed memory.
+
+    After a capture that failed, the current stream is the caller's again, and random numbers can be drawn, also by graphs that
+    were captured before.
     """
     if torch.cuda.device_count() > 1:  # PyTorch's own capture stream belongs to the device of the first capture
         options.setdefault("stream", _stream_on(torch.cuda.current_device()))
     clear_workspaces()
+    callers = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
     try:
         with _disabled_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
             yield
     except BaseException:
-        # PyTorch leaves the generator in capture mode: from now on every random draw on the device would fail.
-        if torch.cuda.is_initialized():
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
-            generator.graphsafe_set_state(generator.clone_state())
+        if callers is not None:
+            _leave_capture_mode(options.get("stream"), callers)
         raise
     finally:
         clear_workspaces()  # no other work uses the graph's
+
+
+def _leave_capture_mode(stream: torch.cuda.Stream | None, callers: torch.cuda.Stream) -> None:
+    """Mend what PyTorch leaves behind when a capture fails: the generator is in capture mode, so that every draw on the device
+    would fail, and every replay of a graph that draws, until a capture succeeds; and the capture's stream is current.
+    """
+    options: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
+    with contextlib.suppress(RuntimeError):  # the first error counts
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), **options):
+            torch.zeros(1, device="cuda")  # PyTorch warns of empty graphs
+        torch.cuda.synchronize()
+    torch.cuda.set_stream(callers)
 
 
 def clear_workspaces() -> None:
