@@ -1,8 +1,9 @@
 """A small MLP, linear → activation → … → linear, as one op: one kernel forward, two backward.
 
 The layers of a network such as 8-64-64-4 are so small that each of their kernels mostly waits: for its launch, and for the
-first bytes from memory. Unfused, forward and backward take 15 kernels, 45 µs on an H200 for 256 rows in fp32; fused, three
-kernels and 13 µs. Level 2 puts this op into graphs (`fuse/patterns/mlp.py`); the modules stay those of the user.
+first bytes from memory. Unfused, forward and backward take 15 kernels; a training step of 256 rows in fp32 takes 60.9 µs on
+an H200, and 29.3 with this op's three. Level 2 puts it into graphs (`fuse/patterns/mlp.py`); the modules stay those of the
+user.
 """
 
 from __future__ import annotations
