@@ -74,6 +74,14 @@ def test_errors_in_one_line() -> None:
         ol.train_step(model, None, optimizer, clip=1.0)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"^train_step has no argument 'max_norm': here it is clip_norm=$"):
         ol.train_step(model, None, optimizer, max_norm=1.0)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match=r"^train_step was called without optimizer: call train_step\(model, loss, optimizer\)$"
+    ):
+        ol.train_step(model, optimizer)  # type: ignore[call-arg, arg-type]
+    with pytest.raises(
+        TypeError, match=r"^train_step was called without model and loss: call train_step\(model, loss, "
+    ):
+        ol.train_step(optimizer=optimizer)  # type: ignore[call-arg]
     for clip_norm in (0, -1.0, "1", True, float("nan")):
         with pytest.raises(ValueError, match=r"^clip_norm=.* must be a number above 0"):
             ol.train_step(model, None, optimizer, clip_norm=clip_norm)
