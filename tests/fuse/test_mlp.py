@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import onelaunch as ol
 from onelaunch.activations import ACTIVATIONS
 from onelaunch.fuse.patterns.mlp import MAX_LAYERS, MAX_ROWS, MAX_WIDTH
 from tests.fuse.rewritten import Of, Rewritten, assert_same_step, titles_of
@@ -93,6 +94,47 @@ def test_a_weight_changed_between_two_layers() -> None:
         rewritten = Rewritten(model)
         torch.testing.assert_close(rewritten(x), forward(model, x))
     assert title(2) not in rewritten.titles
+
+
+@pytest.mark.parametrize("aot", [True, False])
+def test_a_weight_of_two_layers_changed_between_them(aot: bool) -> None:
+    class FastWeights(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(F.linear(x, self.w))
+            self.w.add_(0.1)
+            return F.linear(h, self.w)
+
+    model, x = FastWeights(), torch.randn(3, 4)
+    other, rewritten = copy.deepcopy(model), Rewritten(model, aot=aot)
+    torch.testing.assert_close(rewritten(x), other(x))
+    assert title(2) not in rewritten.titles
+
+
+def test_a_residual_in_place_around_a_frozen_network() -> None:
+    """The gradients of a frozen network do not need its input."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.first(x)
+        h += m.frozen(h)
+        return h
+
+    model = Of(forward, first=nn.Linear(4, 4), frozen=network(4, 8, 4).requires_grad_(False))
+    other, x = copy.deepcopy(model), torch.randn(5, 4)
+    rewritten = Rewritten(model, aot=True)
+    rewritten(x).sum().backward()
+    other(x).sum().backward()
+    assert rewritten.titles == [title(2)]
+    gradients = [[one.grad for one in each.parameters() if one.requires_grad] for each in (model, other)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_without_outputs_is_explained() -> None:
+    assert "linear" in str(ol.explain(network(5, 4, 0), torch.randn(3, 5)))
 
 
 def test_frozen_layers_have_no_gradients() -> None:

@@ -107,6 +107,20 @@ def test_gradients_only_for_what_needs_them(device: torch.device) -> None:
         assert not linear_cross_entropy(x, weight, target).requires_grad
 
 
+def test_a_differentiable_gradient_of_tied_embeddings(device: torch.device) -> None:
+    """The weight is also what x is computed from."""
+    target = torch.arange(6, device=device)
+    weight = torch.randn(9, 4, dtype=torch.float64, device=device, requires_grad=True)
+
+    def found(loss: Any) -> list[torch.Tensor]:
+        (first,) = torch.autograd.grad(loss(weight[target].tanh(), weight), weight, create_graph=True)
+        return [first, *torch.autograd.grad(first.square().sum(), weight)]
+
+    ours = found(lambda x, weight: linear_cross_entropy(x, weight, target))
+    for one, other in zip(ours, found(expected_loss(target)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_second_backward_over_one_graph(device: torch.device) -> None:
     x, weight, _, target = arguments(device, torch.float32, (9,))
     loss = linear_cross_entropy(x, weight, target)

@@ -126,6 +126,59 @@ def test_second_derivatives(device: torch.device) -> None:
     torch.testing.assert_close(ours(*leaves), function(*leaves))
 
 
+Op = Callable[..., Tensor]
+W, V, B = (torch.randn(*shape, dtype=torch.float64) for shape in ((5, 5), (5, 5), (5,)))
+SHARED: dict[str, Callable[[Op, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "a weight twice": lambda f, x, w, v, b: f(x, [w, w], [None, b]),
+    "a bias twice": lambda f, x, w, v, b: f(x, [w, v], [b, b]),
+    "a network twice": lambda f, x, w, v, b: f(f(x, [w, v], [b, None]), [w, v], [b, None]),
+    "a weight of another": lambda f, x, w, v, b: f(x, [w, w.t() * 2], [b, None]),
+    "x of a weight": lambda f, x, w, v, b: f(x @ w, [w, v], [b, None]),
+    "x is a weight": lambda f, x, w, v, b: f(w, [w, v], [b, None]),
+}
+
+
+@pytest.mark.parametrize("with_dx", [True, False])
+@pytest.mark.parametrize("name", SHARED)
+def test_derivatives_where_tensors_are_shared(name: str, with_dx: bool) -> None:
+    """By one of the arguments, a tensor also has an influence on the others."""
+    leaves = [one.clone().requires_grad_() for one in (W, V, B)]
+    x = torch.randn(4, 5, dtype=torch.float64, requires_grad=with_dx)
+    leaves += [x] if with_dx else []
+
+    def found(op: Op) -> list[Tensor]:
+        value = SHARED[name](op, x, *leaves[:3]).sin().sum()
+        options: dict[str, Any] = {"allow_unused": True, "materialize_grads": True}
+        plain = torch.autograd.grad(value, leaves, retain_graph=True, **options)
+        first = torch.autograd.grad(value, leaves, create_graph=True, **options)
+        second = torch.autograd.grad(sum(one.square().sum() for one in first), leaves, **options)
+        return [*plain, *first, *second]
+
+    ours = found(lambda x, weights, biases: mlp(x, weights, biases, "tanh"))
+    expected = found(lambda x, weights, biases: mlp_reference(x, [*zip(weights, biases, strict=True)], "tanh"))
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("changed", ["bias", "weight", "x"])
+def test_what_no_gradient_needs_may_change_before_the_backward_pass(device: torch.device, changed: str) -> None:
+    x, weights, biases = arguments(device, torch.float32, (6, 16, 4), (12,))
+    x.requires_grad_(changed == "x")
+    weights[0].requires_grad_(changed != "x")
+    leaves = [one for one in (x, *weights, *biases) if one is not None and one.requires_grad]
+    expected = torch.autograd.grad(mlp_reference(x, [*zip(weights, biases, strict=True)], "silu").sum(), leaves)
+    value = mlp(x, weights, biases, "silu").sum()
+    target = {"bias": biases[0], "weight": weights[0], "x": x}[changed]
+    assert target is not None
+    with torch.no_grad():
+        target.mul_(2)
+    got = torch.autograd.grad(value, leaves, retain_graph=True)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-6)
+    with pytest.raises(RuntimeError, match="was changed in place after the op mlp used it"):
+        torch.autograd.grad(value, leaves, create_graph=True)
+
+
 def test_transforms(device: torch.device) -> None:
     x, weights, biases = arguments(device, torch.float32, (6, 16, 4), (12,))
     layers = [*zip(weights, biases, strict=True)]

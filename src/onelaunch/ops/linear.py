@@ -54,6 +54,7 @@ from onelaunch.ops.linear_reference import (
     linear_reference,
     saves_z,
 )
+from onelaunch.ops.second_derivatives import Unsaved
 
 
 def _with_contiguous_rows(matrix: Tensor) -> Tensor:
@@ -138,21 +139,21 @@ def _save(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, p: float, out: tuple[Any, Any, Any]
 ) -> None:  # fmt: skip
     y, z, bits = out
-    ctx.activation, ctx.p = activation, p
-    # Not a saved tensor: only a differentiable backward pass reads it, and any other allows changing it in place before.
-    ctx.bias, ctx.bias_version = bias, None if bias is None or bias.is_inference() else bias._version
+    ctx.activation, ctx.p, ctx.bias = activation, p, bias
+    with_x, with_weight = weight.requires_grad, x.requires_grad  # each is there for the other's gradient
+    ctx.unsaved = Unsaved(
+        "onelaunch.linear", {"x": None if with_x else x, "weight": None if with_weight else weight, "bias": bias}
+    )
     saved = {"output": y, "z": z, "nothing": None}[backward_needs(activation, p)]
-    ctx.save_for_backward(x, weight, saved, bits)
+    ctx.save_for_backward(x if with_x else None, weight if with_weight else None, saved, bits)
 
 
 def _differentiable_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The same gradients in differentiable ops, from the saved tensors."""
+    """The same gradients in differentiable ops, from the inputs."""
     x, weight, _, bits = ctx.saved_tensors
-    if ctx.bias_version is not None and ctx.bias._version != ctx.bias_version:
-        raise RuntimeError(
-            "bias was changed in place after onelaunch.linear used it: its gradient cannot be differentiated"
-        )
-    return differentiable_backward_reference(dy, x, weight, ctx.bias, bits, ctx.activation, ctx.p)
+    other_x, other_weight, bias = ctx.unsaved.unchanged()
+    x, weight = other_x if x is None else x, other_weight if weight is None else weight
+    return differentiable_backward_reference(dy, x, weight, bias, bits, ctx.activation, ctx.p)
 
 
 def _gradients(ctx: Any, dy: Tensor, slope: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -21,6 +21,7 @@ from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, 
 from onelaunch.ops.cross_entropy import cross_entropy
 from onelaunch.ops.cross_entropy_arguments import check_loss_options
 from onelaunch.ops.cross_entropy_reference import checked_reference
+from onelaunch.ops.second_derivatives import differentiable_gradients
 from onelaunch.ops.widen import widen
 
 INDEX_DTYPES = (torch.int64, torch.int32, torch.uint8, torch.int16, torch.int8)
@@ -169,19 +170,18 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 def _backward(ctx: Any, dloss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     x, weight, bias, target, *gradients, scale = ctx.saved_tensors
     inputs = (x, weight, bias)
-    found: list[Tensor | None] = [None, None, None]
-    needed = [index for index in range(3) if ctx.needs_input_grad[index]]
     if differentiable_backward(dloss):
-        with torch.enable_grad():
-            loss = linear_cross_entropy_reference(x, weight, bias, target, *ctx.options)
-        upstream = dloss.to(loss.dtype)
-        exact = torch.autograd.grad(loss, [inputs[index] for index in needed], upstream, create_graph=True)
-        for index, gradient in zip(needed, exact, strict=True):
-            found[index] = gradient
+
+        def function(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return linear_cross_entropy_reference(x, weight, bias, target, *ctx.options)
+
+        found = differentiable_gradients(function, inputs, dloss)
     else:
         factor = dloss * scale
-        for index in needed:
-            found[index] = (gradients[index] * factor).to(inputs[index].dtype)
+        found = [
+            (gradient * factor).to(one.dtype) if needed else None
+            for gradient, one, needed in zip(gradients, inputs, ctx.needs_input_grad, strict=False)
+        ]
     return *found, None, None, None, None, None
 
 

@@ -21,6 +21,7 @@ from onelaunch.errors import OnelaunchError
 from onelaunch.kernels.mlp_shape import Shape
 from onelaunch.ops.arguments import KERNEL_DTYPES, check_activation, check_beside, check_float, kernels
 from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, inside_transform
+from onelaunch.ops.second_derivatives import Unsaved, differentiable_gradients
 from onelaunch.ops.widen import widen
 
 Layers = list[tuple[Tensor, Tensor | None]]  # weight `[outputs, inputs]` and bias `[outputs]` of each
@@ -45,13 +46,12 @@ def _parameters_of(layers: Layers) -> list[Tensor]:
     return [*chain.from_iterable((w, w.new_empty(0) if bias is None else bias) for w, bias in layers)]
 
 
-def _shape_of(layers: Layers) -> Shape:
-    widths = (layers[0][0].shape[1], *(weight.shape[0] for weight, _ in layers))
-    return Shape(widths, tuple(bias is not None for _, bias in layers))
+def _shape(weights: Sequence[Tensor], biased: Sequence[bool]) -> Shape:
+    return Shape((weights[0].shape[1], *(weight.shape[0] for weight in weights)), tuple(biased))
 
 
-def _runs_kernels(x: Tensor, parameters: Sequence[Tensor]) -> bool:
-    return x.dtype in KERNEL_DTYPES and min(x.numel(), *(weight.numel() for weight in parameters[::2])) > 0
+def _runs_kernels(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    return x.dtype in KERNEL_DTYPES and min(x.numel(), *(weight.numel() for weight in weights)) > 0
 
 
 def _forward_reference(x: Tensor, layers: Layers, activation: str) -> tuple[Tensor, Tensor]:
@@ -65,15 +65,14 @@ def _forward_reference(x: Tensor, layers: Layers, activation: str) -> tuple[Tens
 
 
 def _backward_reference(
-    dy: Tensor, x: Tensor, layers: Layers, saved: Tensor, activation: str, with_dx: bool
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], saved: Tensor, shape: Shape, activation: str, with_dx: bool
 ) -> tuple[Tensor, Tensor]:
-    shape = _shape_of(layers)
     gradients = dy.new_zeros(shape.gradients[-1])
-    kept = saved.split([weight.shape[0] for weight, _ in layers[:-1]], 1)
+    kept = saved.split([weight.shape[0] for weight in weights[:-1]], 1)
     of_input = saves_input(activation)
     values = [x, *((activate(one, activation) if of_input else one) for one in kept)]
     dz = dy
-    for index in reversed(range(len(layers))):
+    for index in reversed(range(len(weights))):
         dweight, dbias = (dz.t() @ values[index]).flatten(), dz.sum(0)
         first, second = shape.gradients[2 * index : 2 * index + 2]
         gradients[first : first + len(dweight)] = dweight
@@ -81,9 +80,9 @@ def _backward_reference(
             gradients[second : second + len(dbias)] = dbias
         if index:
             slope = activation_gradient if of_input else activation_gradient_from_output
-            dh = widen(dz @ layers[index][0])
+            dh = widen(dz @ weights[index])
             dz = (dh * slope(widen(kept[index - 1]), activation)).to(dy.dtype)
-    return dz @ layers[0][0] if with_dx else dy.new_empty(0), gradients
+    return dz @ weights[0] if with_dx else dy.new_empty(0), gradients
 
 
 @torch.library.custom_op("onelaunch::mlp", mutates_args=(), device_types="cpu")
@@ -94,20 +93,14 @@ def mlp_op(x: Tensor, parameters: Sequence[Tensor], activation: str) -> tuple[Te
 
 @mlp_op.register_kernel("cuda")
 def _(x: Tensor, parameters: Sequence[Tensor], activation: str) -> tuple[Tensor, Tensor]:
-    if not _runs_kernels(x, parameters):
+    if not _runs_kernels(x, parameters[::2]):
         return _forward_reference(x, _layers_of(parameters), activation)
     x, layers = x.contiguous(), _layers_of([one.contiguous() for one in parameters])
-    shape = _shape_of(layers)
+    weights, biases = zip(*layers, strict=True)
+    shape = _shape(weights, [bias is not None for bias in biases])
     y, saved = x.new_empty(len(x), shape.widths[-1]), x.new_empty(len(x), shape.hidden[-1])
-    kernels("mlp").mlp_forward(
-        x,
-        *zip(*layers, strict=True),
-        saved,
-        y,
-        shape,
-        activation=activation,
-        tf32=torch.backends.cuda.matmul.allow_tf32,
-    )
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    kernels("mlp").mlp_forward(x, weights, biases, saved, y, shape, activation=activation, tf32=tf32)
     return y, saved
 
 
@@ -120,23 +113,25 @@ def _(x: Tensor, parameters: Sequence[Tensor], activation: str) -> tuple[Tensor,
 
 @torch.library.custom_op("onelaunch::mlp_gradients", mutates_args=(), device_types="cpu")
 def mlp_gradients_op(
-    dy: Tensor, x: Tensor, parameters: Sequence[Tensor], saved: Tensor, activation: str, with_dx: bool
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], saved: Tensor, biased: Sequence[bool], activation: str,
+    with_dx: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx (empty unless asked for) and the gradients of all parameters in one vector."""
-    return _backward_reference(dy, x, _layers_of(parameters), saved, activation, with_dx)
+    return _backward_reference(dy, x, weights, saved, _shape(weights, biased), activation, with_dx)
 
 
 @mlp_gradients_op.register_kernel("cuda")
 def _(
-    dy: Tensor, x: Tensor, parameters: Sequence[Tensor], saved: Tensor, activation: str, with_dx: bool
-) -> tuple[Tensor, Tensor]:
-    if not _runs_kernels(x, parameters):
-        return _backward_reference(dy, x, _layers_of(parameters), saved, activation, with_dx)
-    x, layers = x.contiguous(), _layers_of([one.contiguous() for one in parameters])
-    shape = _shape_of(layers)
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], saved: Tensor, biased: Sequence[bool], activation: str,
+    with_dx: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = _shape(weights, biased)
+    if not _runs_kernels(x, weights):
+        return _backward_reference(dy, x, weights, saved, shape, activation, with_dx)
+    x = x.contiguous()
     dx, gradients = torch.empty_like(x) if with_dx else None, x.new_empty(shape.gradients[-1])
     kernels("mlp").mlp_backward(
-        dy.contiguous(), x, [weight for weight, _ in layers], saved.contiguous(), dx, gradients, shape,
+        dy.contiguous(), x, [weight.contiguous() for weight in weights], saved.contiguous(), dx, gradients, shape,
         activation=activation, tf32=torch.backends.cuda.matmul.allow_tf32,
     )  # fmt: skip
     return x.new_empty(0) if dx is None else dx, gradients
@@ -144,32 +139,47 @@ def _(
 
 @mlp_gradients_op.register_fake
 def _(
-    dy: Tensor, x: Tensor, parameters: Sequence[Tensor], saved: Tensor, activation: str, with_dx: bool
-) -> tuple[Tensor, Tensor]:
-    length = _shape_of(_layers_of(parameters)).gradients[-1]
-    return x.new_empty(x.shape if with_dx else 0), x.new_empty(length)
+    dy: Tensor, x: Tensor, weights: Sequence[Tensor], saved: Tensor, biased: Sequence[bool], activation: str,
+    with_dx: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape if with_dx else 0), x.new_empty(_shape(weights, biased).gradients[-1])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, parameters, ctx.activation = inputs
+    (first, _), *others = layers = _layers_of(parameters)
+    ctx.first_shape, ctx.biased = first.shape, [bias is not None for _, bias in layers]
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, *parameters, output[1])
+    with_x, with_first = first.requires_grad, x.requires_grad  # each is there for the other's gradient
+    biases = {f"biases[{index}]": bias for index, (_, bias) in enumerate(layers)}
+    ctx.unsaved = Unsaved(
+        "the op mlp", {"x": None if with_x else x, "weights[0]": None if with_first else first, **biases}
+    )
+    weights = first if with_first else None, *(weight for weight, _ in others)
+    ctx.save_for_backward(x if with_x else None, *weights, output[1])
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Any, ...]:
-    x, *parameters, saved = ctx.saved_tensors
-    layers, with_dx = _layers_of(parameters), ctx.needs_input_grad[0]
+    x, first, *weights, saved = ctx.saved_tensors
+    with_dx = ctx.needs_input_grad[0]
     if differentiable_backward(dy):
-        inputs = [*([x] if with_dx else []), *parameters]
-        wanted = [one for one in inputs if one.requires_grad]
-        with torch.enable_grad():
-            y = mlp_reference(x, layers, ctx.activation)
-        found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, dy, create_graph=True), strict=True))
-        return found.get(id(x)), [found.get(id(one)) for one in parameters], None
-    dx, gradients = mlp_gradients_op(dy, x, parameters, saved, ctx.activation, with_dx)
-    starts = _shape_of(layers).gradients
-    parts = [gradients[at : at + one.numel()].view(one.shape) for at, one in zip(starts, parameters, strict=False)]
-    return dx if with_dx else None, parts, None
+        other_x, other_first, *biases = ctx.unsaved.unchanged()
+        weights.insert(0, other_first if first is None else first)
+        parameters = [*chain.from_iterable(zip(weights, biases, strict=True))]
+
+        def function(x: Tensor, *parameters: Tensor) -> Tensor:
+            return mlp_reference(x, [*zip(parameters[::2], parameters[1::2], strict=True)], ctx.activation)
+
+        dx, *gradients = differentiable_gradients(function, [other_x if x is None else x, *parameters], dy)
+        return dx, gradients, None
+    # Where there is no x, nobody wants the gradient that would be computed from it; so with the first weight.
+    x = dy.new_empty(len(dy), ctx.first_shape[1]) if x is None else x
+    weights.insert(0, dy.new_empty(ctx.first_shape) if first is None else first)
+    dx, gradients = mlp_gradients_op(dy, x, weights, saved, ctx.biased, ctx.activation, with_dx)
+    shape = _shape(weights, ctx.biased)
+    flat = [gradients[at : at + size] for at, size in zip(shape.gradients, shape.sizes, strict=False)]
+    flat[::2] = [part.view(weight.shape) for part, weight in zip(flat[::2], weights, strict=True)]
+    return dx if with_dx else None, flat, None
 
 
 mlp_op.register_autograd(_backward, setup_context=_setup)
@@ -214,4 +224,4 @@ def mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], a
         return mlp_reference(x, layers, activation)
     _check(x, layers)
     y = mlp_op(x.unsqueeze(0).flatten(0, -2), _parameters_of(layers), activation)[0]
-    return y.view(*x.shape[:-1], y.shape[1])
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])

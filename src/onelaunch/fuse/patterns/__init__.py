@@ -73,10 +73,11 @@ def pays_without_graph(match: Match) -> bool:
 
 
 def _late_arguments(match: Match) -> set[fx.Node]:
-    """Arguments that the first replaced operation does not read, such as a loss's target."""
+    """Arguments that another than the first replaced operation reads, such as a loss's target."""
     used: set[fx.Node] = set()
     fx.node.map_arg(match.arguments, used.add)
-    return used - set(match.nodes[0].all_input_nodes)
+    first, *others = (set(node.all_input_nodes) for node in match.nodes)
+    return used - first.difference(*others)
 
 
 def _is_overwritten(match: Match) -> bool:

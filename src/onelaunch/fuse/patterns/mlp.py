@@ -7,6 +7,8 @@ The kernels of a small network, as in reinforcement learning, mostly wait for th
 
 from __future__ import annotations
 
+import math
+
 from torch import fx
 
 from onelaunch.fuse.costs import size_of
@@ -60,7 +62,7 @@ class SmallMlp:
         widths = [_widths(weight) for weight in given["weights"]]
         output = tensor_of(last)
         assert output is not None
-        rows = output.numel() / widths[-1][0]
+        rows = math.prod(output.shape[:-1])
         flops = sum(2.0 * rows * outputs * inputs for outputs, inputs in widths)
         hidden = rows * sum(outputs for outputs, _ in widths[:-1]) * output.element_size()
         moved = size_of(given["input"]) + parameters + size_of(last) + hidden
