@@ -78,14 +78,28 @@ def test_a_step_of_the_optimizer_within_a_window_is_refused_once() -> None:
     assert_same_weights(model, other, WEIGHT_TOLERANCE)
 
 
-def test_two_accumulating_steps_of_one_optimizer_are_refused() -> None:
-    model, (x, y) = network(), batches(1)[0]
+def test_no_step_begins_while_batches_of_another_wait_for_the_optimizer() -> None:
+    model, data = network(), batches(4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    one, two = (ol.train_step(model, F.cross_entropy, optimizer, accumulate=n, compile=False) for n in (3, 2))
-    for step in (one, two, one, two):
-        step(x, y)
-    with pytest.raises(ol.OnelaunchError, match="between the 3 batches"):
-        one(x, y)
+    one, two, other = (ol.train_step(model, F.cross_entropy, optimizer, accumulate=n, compile=False) for n in (2, 2, 1))
+    one(*data[0])
+    before = copy.deepcopy(model)
+    for call in (lambda: two(*data[1]), lambda: other(*data[1]), two.flush):
+        with pytest.raises(
+            ol.OnelaunchError, match=r"^another step of this SGD has batches that wait.*: call its flush\(\)"
+        ):
+            call()
+    one(*data[1])
+    for x, y in data[:2]:
+        (F.cross_entropy(before(x), y) / 2).backward()
+    torch.optim.SGD(before.parameters(), lr=0.1).step()
+    assert_same_weights(model, before, WEIGHT_TOLERANCE)
+    two(*data[2])
+    two.flush()
+    one(*data[3])
+    del one
+    gc.collect()
+    other(*data[3])  # the batch waited for a step that is gone
 
 
 def test_the_optimizer_does_not_keep_a_step_alive() -> None:

@@ -75,6 +75,10 @@ def test_errors_in_one_line() -> None:
     with pytest.raises(TypeError, match=r"^train_step has no argument 'max_norm': here it is clip_norm=$"):
         ol.train_step(model, None, optimizer, max_norm=1.0)  # type: ignore[call-arg]
     with pytest.raises(
+        TypeError, match=r"^train_step has no argument 'mode': here it is compile='max-autotune', or no arg"
+    ):
+        ol.train_step(model, None, optimizer, mode="reduce-overhead")  # type: ignore[call-arg]
+    with pytest.raises(
         TypeError, match=r"^train_step was called without optimizer: call train_step\(model, loss, optimizer\)$"
     ):
         ol.train_step(model, optimizer)  # type: ignore[call-arg, arg-type]
@@ -112,7 +116,9 @@ def test_errors_in_one_line() -> None:
         ol.train_step(model, F.cross_entropy, optimizer)(input=x, target=y)
     with pytest.raises(TypeError, match=r"^loss is an optimizer: the order is train_step\(model, loss, optimizer\)"):
         ol.train_step(model, optimizer, F.cross_entropy)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"given: check .*; with loss=None all arguments go to the model$"):
+    with pytest.raises(
+        ValueError, match=r"given: check .*; with loss=None all arguments go to the model, else pass loss=$"
+    ):
         ol.train_step(model, None, optimizer, compile=False)(x, y)
     empty = nn.Linear(8, 4, device="meta")
     with pytest.raises(ValueError, match=r"^model=Linear is on meta, without values: create it on another device"):

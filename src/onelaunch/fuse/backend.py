@@ -113,9 +113,9 @@ def no_code_generator_reason(device: str) -> str:
 
 
 def log_compiling(caller: str, what: str, remedy: str = "") -> None:
-    """Say that `what` is compiled for the CPU, which takes seconds even for a small model; nothing without a compiler."""
+    """Say that `what` is compiled for the CPU, which takes a while even for a small model; nothing without a compiler."""
     if not no_code_generator_reason("cpu"):
-        message = "%s: compiling %s for the CPU takes seconds, minutes for a large model, once per kind of input%s"
+        message = "%s: compiling %s for the CPU takes 10 s or more, minutes for a large model, once per kind of input%s"
         log.warning(message, caller, what, remedy)
 
 

@@ -7,14 +7,20 @@ from typing import Any
 
 import torch
 
+_windows: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Window]] = weakref.WeakKeyDictionary()
+
 
 class Window:
-    """`size` batches between two updates. It notices steps of the optimizer that are not ours, while Python runs them."""
+    """`size` batches between two updates. It notices steps of the optimizer that are not ours, while Python runs them, and
+    windows of other steps with the same optimizer.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, size: int) -> None:
         self.size = size
         self.batches = 0  # that wait for the optimizer
         self._steps = self._at_begin = 0
+        self._of_optimizer = _windows.setdefault(optimizer, weakref.WeakSet())
+        self._of_optimizer.add(self)
         own = weakref.ref(self)  # the optimizer keeps its hooks, and must not keep the step alive
 
         def count(*_: Any) -> None:
@@ -39,3 +45,7 @@ class Window:
     def is_broken(self) -> bool:
         """Whether the optimizer has stepped since the window began. Our own update ends it."""
         return self.batches > 0 and self._steps > self._at_begin
+
+    def other_waits(self) -> bool:
+        """Whether another step has gradients that wait for this optimizer. A new window would zero them."""
+        return any(other.batches and other is not self for other in self._of_optimizer)

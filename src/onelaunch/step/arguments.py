@@ -20,6 +20,7 @@ ADVICE = {  # arguments of other libraries: how to say it here
     **dict.fromkeys(("max_norm", "max_grad_norm", "grad_clip", "gradient_clip_val", "clipnorm"), "clip_norm="),
     **dict.fromkeys(("precision", "amp", "dtype"), "autocast='bf16'"),
     **dict.fromkeys(("accumulation_steps", "accumulate_grad_batches"), "accumulate="),
+    "mode": "compile='max-autotune', or no argument: every step is recorded as a CUDA graph",
     "lr": "the optimizer's: torch.optim.Adam(model.parameters(), lr=…)",
 }
 MAX_AUTOTUNE = "max-autotune"  # a mode of torch.compile

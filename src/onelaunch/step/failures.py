@@ -57,7 +57,7 @@ def explain_failure(
         require_possible("step", forward_and_loss, model, args, kwargs)
     except OnelaunchError as failure:
         if in_model and loss is None and len(args) > 1 and "positional argument" in str(error):
-            raise OnelaunchError(f"{failure}; with loss=None all arguments go to the model") from error
+            raise OnelaunchError(f"{failure}; with loss=None all arguments go to the model, else pass loss=") from error
         if not in_model or len(inputs) != 1 or not isinstance(inputs[0], Mapping):
             raise
         if passed_by_name(inputs, names):

@@ -36,9 +36,12 @@ class Pending:
                 static.copy_(given)
 
 
-def mark_rows_dynamic(args: tuple[Any, ...]) -> None:
-    """Have Dynamo compile for any number of rows: else the last batch of an epoch would compile again."""
-    for leaf in tree_leaves(args):
+def mark_rows_dynamic(*inputs: Any) -> None:
+    """Have Dynamo compile for any number of rows: else the last batch of an epoch would compile again.
+
+    In every call: what forward changes, such as an attribute, may have it compile again.
+    """
+    for leaf in tree_leaves(inputs):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
 

@@ -16,6 +16,7 @@ from onelaunch.step.inputs import mark_rows_dynamic
 from onelaunch.step.plain_step import Loss, PlainStep
 from onelaunch.step.recordings import Recordings, uncapturable_reason
 
+OWNERS = {"model": nn.Module, "optimizer": torch.optim.Optimizer}
 BUILT = ("_capturable", "_plain", "_recordings", "_window", "_started")  # the attributes that `TrainStep._build` makes
 
 
@@ -25,7 +26,7 @@ def train_step(
     autocast: torch.dtype | str | None = None, scaler: torch.amp.GradScaler | None = None, accumulate: int = 1,
     capture: bool = True, compile: bool | str = True,
 ) -> TrainStep:  # fmt: skip
-    """A function `step(*inputs, target) -> loss` that trains `model` by one batch.
+    """A function `step(x, …, target) -> loss` that trains `model` by one batch; the target is the last argument.
 
     loss: a function of (output, target), such as nn.CrossEntropyLoss(). None for a model that returns its own loss: a scalar,
     or an output with the attribute or key "loss"; then all arguments of `step` go to the model.
@@ -81,7 +82,9 @@ class TrainStep:
     def __getattr__(self, name: str) -> Any:
         """A copy is built when it is first used: while it is made, its model may still be empty, as one that has the step."""
         if name not in BUILT or "_arguments" not in vars(self):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            owners = [f"step.{owner}" for owner, kind in OWNERS.items() if name[0] != "_" and hasattr(kind, name)]
+            hint = f": use that of {' and '.join(owners)}" if owners else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
         self._build()
         return getattr(self, name)
 
@@ -116,11 +119,11 @@ class TrainStep:
                 return latest.replay(args)
         check_call(args, kwargs, self.loss is not None)
         self._require_unbroken_window()
-        if not self._started:
-            self._started = True
-            if self._plain.compiles and self._plain.device.type == "cpu":
+        if self._plain.compiles and self._plain.device.type == "cpu":
+            if not self._started:
                 backend.log_compiling("train_step", "the step", ": compile=False starts at once")
-                mark_rows_dynamic(args)
+            mark_rows_dynamic(args, kwargs)
+        self._started = True
         update = self._window.ends
         if self.reason:
             self._plain.begin_window()
@@ -157,6 +160,11 @@ class TrainStep:
         return f"TrainStep({type(self.model).__name__}, {loss}, {type(self.optimizer).__name__}; {runs})"
 
     def _require_unbroken_window(self) -> None:
+        if self._window.other_waits():
+            raise OnelaunchError(
+                f"another step of this {type(self.optimizer).__name__} has batches that wait for it (accumulate): call its "
+                "flush() first"
+            )
         if self._window.is_broken():
             self._plain.abandon_window()
             raise OnelaunchError(
