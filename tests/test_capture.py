@@ -69,6 +69,30 @@ def test_it_is_restored_after_an_error_and_stays_disabled_if_it_was(entered):
         gc.enable()
 
 
+@pytest.mark.parametrize("mending_fails", [False, True])
+def test_after_a_failure_another_capture_ends_capture_mode(entered, monkeypatch, mending_fails):
+    """Whatever becomes of it, the first error is raised, and the caller's stream is current."""
+    streams: list[str] = []
+
+    def zeros(*_: Any, **options: Any) -> None:
+        assert options == {"device": "cuda"}
+        if mending_fails:
+            raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "another graph")
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr("onelaunch.capture.clear_workspaces", lambda: None)
+    with pytest.raises(ValueError, match="body"), capturing("a graph", stream="a stream", pool="a pool"):
+        raise ValueError("body")
+    shared = {"stream": "a stream", "capture_error_mode": "thread_local"}
+    assert entered == [{**shared, "pool": "a pool"}, shared]
+    assert streams == ["the caller's"]
+
+
 def capture_that_fails(stream: torch.cuda.Stream | None = None) -> None:
     def fails() -> None:
         with capturing(torch.cuda.CUDAGraph(), stream=stream):
