@@ -338,9 +338,8 @@ def test_compiling_for_a_cpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
     fused = ol.fuse(nn.Linear(4, 4))
     for _ in range(2):
         fused(torch.randn(3, 4))
-    assert [record.getMessage()[:52] for record in caplog.records if record.name == "onelaunch"] == [
-        "fuse: compiling Linear for the CPU takes 10 s or"
-    ]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "onelaunch"]
+    assert message.startswith("fuse: compiling Linear for the CPU takes 10 s or more")
 
 
 def test_with_inductor(inductor: None, monkeypatch: pytest.MonkeyPatch) -> None:
