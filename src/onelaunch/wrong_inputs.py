@@ -69,7 +69,8 @@ def require_possible(
             [*map(describe_input, args), *(f"{name}={describe_input(value)}" for name, value in kwargs.items())]
         )
         arrays = any(isinstance(leaf, np.ndarray) for leaf in tree_leaves((args, kwargs)))
-        tensors = ", and pass tensors instead of arrays" if arrays else ""
+        others = "arrays" if arrays else "shapes" if any(map(_is_shape, (*args, *kwargs.values()))) else ""
+        tensors = f", and pass tensors instead of {others}" if others else ""
         said = first_line(error).rstrip(".")
         raise OnelaunchError(
             f"{caller}({given}) is not possible: {said}: {_remedy(said, model, caller)}{tensors}"
@@ -94,12 +95,16 @@ def is_raised_by_model(error: Exception) -> bool:
     return dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
 
 
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) > 0 and all(type(size) is int for size in value)
+
+
 def describe_input(value: Any) -> str:
-    """`float32[12, 8]` for a tensor, `ndarray float32[12, 8]` for an array, the name of its type for anything else."""
+    """`float32[12, 8]` for a tensor, `ndarray float32[12, 8]` for an array, a shape, the name of its type for anything else."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, np.ndarray):
         return f"ndarray {value.dtype}{list(value.shape)}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {describe_input(inner)}" for name, inner in value.items()) + "}"
-    return type(value).__name__
+    return str(tuple(value)) if _is_shape(value) else type(value).__name__

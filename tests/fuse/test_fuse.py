@@ -332,6 +332,14 @@ def test_errors_in_one_line() -> None:
         ol.fuse(nn.Linear(4, 4), torch.randn(3, 5))
 
 
+def test_a_shape_instead_of_a_tensor() -> None:
+    for function in (ol.fuse, ol.explain):
+        with pytest.raises(
+            ol.OnelaunchError, match=r"^\w+\(\(3, 4\)\) is not [^\n]*, and pass tensors instead of shapes$"
+        ):
+            function(nn.Linear(4, 4), (3, 4))
+
+
 def test_compiling_for_a_cpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(backend, "no_code_generator_reason", lambda device: "")
     monkeypatch.setattr(backend, "_inductor", lambda gm, *others: gm.forward)
