@@ -140,7 +140,8 @@ def _save(
 ) -> None:  # fmt: skip
     y, z, bits = out
     ctx.activation, ctx.p, ctx.bias = activation, p, bias
-    with_x, with_weight = weight.requires_grad, x.requires_grad  # each is there for the other's gradient
+    # Each is there for the other's gradient. Hooks also get an x that only a second derivative needs: they keep it elsewhere.
+    with_x, with_weight = weight.requires_grad or saves_through_hooks(), x.requires_grad
     ctx.unsaved = Unsaved(
         "onelaunch.linear", {"x": None if with_x else x, "weight": None if with_weight else weight, "bias": bias}
     )
