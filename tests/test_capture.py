@@ -79,7 +79,7 @@ def test_after_a_failure_another_capture_ends_capture_mode(entered, monkeypatch,
         if mending_fails:
             raise RuntimeError("the device is lost")
 
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

@@ -30,7 +30,7 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     if torch.cuda.device_count() > 1:  # PyTorch's own capture stream belongs to the device of the first capture
         options.setdefault("stream", _stream_on(torch.cuda.current_device()))
     clear_workspaces()
-    callers = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+    callers = torch.cuda.current_stream() if torch.cuda.is_available() else None
     try:
         with _disabled_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
             yield

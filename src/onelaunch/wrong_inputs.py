@@ -68,8 +68,10 @@ def require_possible(
         given = ", ".join(
             [*map(describe_input, args), *(f"{name}={describe_input(value)}" for name, value in kwargs.items())]
         )
-        arrays = any(isinstance(leaf, np.ndarray) for leaf in tree_leaves((args, kwargs)))
-        others = "arrays" if arrays else "shapes" if any(map(_is_shape, (*args, *kwargs.values()))) else ""
+        leaves = tree_leaves((args, kwargs))
+        arrays = any(isinstance(leaf, np.ndarray) for leaf in leaves)
+        shapes = args and all(map(_is_shape, args)) and not any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        others = "arrays" if arrays else "shapes" if shapes else ""
         tensors = f", and pass tensors instead of {others}" if others else ""
         said = first_line(error).rstrip(".")
         raise OnelaunchError(

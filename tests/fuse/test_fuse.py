@@ -338,6 +338,8 @@ def test_a_shape_instead_of_a_tensor() -> None:
             ol.OnelaunchError, match=r"^\w+\(\(3, 4\)\) is not [^\n]*, and pass tensors instead of shapes$"
         ):
             function(nn.Linear(4, 4), (3, 4))
+    with pytest.raises(ol.OnelaunchError, match=r"check these shapes, types and values$"):
+        ol.fuse(nn.Upsample((4, 4)), torch.randn(2, 3), (4, 4))
 
 
 def test_compiling_for_a_cpu_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -165,44 +165,6 @@ def test_a_bias_changed_in_place_is_an_error_only_if_the_backward_pass_reads_it(
             torch.autograd.grad(y.sum(), x)
 
 
-def test_hooks_also_keep_what_only_a_second_derivative_needs() -> None:
-    """As activation checkpointing does: what the op keeps by itself stays in memory."""
-    x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(5, 6)
-    kept: list[int] = []
-    again = x.detach().clone().requires_grad_()
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor.data_ptr())
-        return tensor.clone()
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = torch.ops.onelaunch.linear(x, weight, None, "gelu", 0.0, True)[0]
-    assert x.data_ptr() in kept
-    with torch.no_grad():
-        x.zero_()  # the hooks have their own
-    got = torch.autograd.grad(y.sum(), x, create_graph=True)
-    expected = torch.autograd.grad(F.gelu(F.linear(again, weight)).sum(), again)
-    torch.testing.assert_close(got, expected)
-
-
-@pytest.mark.parametrize("frozen", ["x", "weight"])
-def test_what_is_only_read_for_a_frozen_input_may_change_in_place(frozen: str) -> None:
-    """The gradient of the weight needs x, and that of x the weight."""
-    tensors = {"x": torch.randn(4, 6), "weight": torch.randn(5, 6), "bias": torch.randn(5)}
-    for name, tensor in tensors.items():
-        tensor.requires_grad_(name != frozen)
-    changed = {"x": "weight", "weight": "x"}[frozen]
-    y = torch.ops.onelaunch.linear(*tensors.values(), "tanh", 0.0, True)[0].sum()
-    leaves = [tensors[changed], tensors["bias"]]
-    expected = torch.autograd.grad(torch.tanh(F.linear(*tensors.values())).sum(), leaves)
-    with torch.no_grad():
-        tensors[changed].mul_(2)
-    for one, other in zip(torch.autograd.grad(y, leaves, retain_graph=True), expected, strict=True):
-        torch.testing.assert_close(one, other)
-    with pytest.raises(RuntimeError, match=f"{changed} was changed in place after onelaunch.linear used it"):
-        torch.autograd.grad(y, leaves, create_graph=True)
-
-
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transforms_of_functions(device: torch.device, name: str) -> None:
     ours, theirs, tensors = pairs(device)[name]

@@ -18,10 +18,15 @@ _level_of_functorch, _is_tracing = (
 any_autocast = torch._C._is_any_autocast_enabled
 
 
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether x stands for a tensor that compiled code will have; also true of a user's subclass."""
+    return type(x) not in (torch.Tensor, torch.nn.Parameter)
+
+
 def _ordinary(x: torch.Tensor) -> bool:
     """Whether no compiler, dispatch mode or subclass is involved. The caller has checked `inside_transform` before."""
     return (
-        type(x) in (torch.Tensor, torch.nn.Parameter)
+        not is_traced(x)
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0

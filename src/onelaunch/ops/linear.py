@@ -39,6 +39,7 @@ from onelaunch.ops.call_context import (
     inside_transform,
     is_eager_cpu,
     is_eager_cuda,
+    is_traced,
     keep_random_calls_separate,
     saves_through_hooks,
     wants_gradient,
@@ -140,8 +141,8 @@ def _save(
 ) -> None:  # fmt: skip
     y, z, bits = out
     ctx.activation, ctx.p, ctx.bias = activation, p, bias
-    # Each is there for the other's gradient. Hooks also get an x that only a second derivative needs: they keep it elsewhere.
-    with_x, with_weight = weight.requires_grad or saves_through_hooks(), x.requires_grad
+    eager = not is_traced(x)
+    with_x, with_weight = eager or weight.requires_grad, eager or x.requires_grad  # each is for the other's gradient
     ctx.unsaved = Unsaved(
         "onelaunch.linear", {"x": None if with_x else x, "weight": None if with_weight else weight, "bias": bias}
     )

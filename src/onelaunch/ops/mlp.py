@@ -20,7 +20,7 @@ from onelaunch.activations import activate, activation_gradient, activation_grad
 from onelaunch.errors import OnelaunchError
 from onelaunch.kernels.mlp_shape import Shape
 from onelaunch.ops.arguments import KERNEL_DTYPES, check_activation, check_beside, check_float, kernels
-from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, inside_transform
+from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, inside_transform, is_traced
 from onelaunch.ops.second_derivatives import Unsaved, differentiable_gradients
 from onelaunch.ops.widen import widen
 
@@ -150,7 +150,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     (first, _), *others = layers = _layers_of(parameters)
     ctx.first_shape, ctx.biased = first.shape, [bias is not None for _, bias in layers]
     ctx.mark_non_differentiable(output[1])
-    with_x, with_first = first.requires_grad, x.requires_grad  # each is there for the other's gradient
+    eager = not is_traced(x)
+    with_x, with_first = eager or first.requires_grad, eager or x.requires_grad  # each is for the other's gradient
     biases = {f"biases[{index}]": bias for index, (_, bias) in enumerate(layers)}
     ctx.unsaved = Unsaved(
         "the op mlp", {"x": None if with_x else x, "weights[0]": None if with_first else first, **biases}

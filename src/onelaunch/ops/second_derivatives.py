@@ -24,8 +24,11 @@ def differentiable_gradients(
 
 
 class Unsaved:
-    """Inputs that only a second derivative needs. They are left out of `save_for_backward`, so that an ordinary backward pass
-    allows changing them in place before, as PyTorch does. By name; None stands for an input that is saved, or was not given.
+    """Inputs that only a second derivative needs, by name. They are left out of `save_for_backward`, so that an ordinary
+    backward pass allows changing them in place before, as PyTorch does; None stands for one that is saved, or was not given.
+
+    For biases, and for what a compiler traces: a tensor that is kept here lives as long as the graph, and for ever if a result
+    of the op changes it in place.
     """
 
     def __init__(self, op: str, tensors: Mapping[str, Tensor | None]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
 import torch
 
-_windows: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Window]] = weakref.WeakKeyDictionary()
+_windows: weakref.WeakSet[Window] = weakref.WeakSet()  # of all steps
 
 
 class Window:
@@ -19,8 +20,8 @@ class Window:
         self.size = size
         self.batches = 0  # that wait for the optimizer
         self._steps = self._at_begin = 0
-        self._of_optimizer = _windows.setdefault(optimizer, weakref.WeakSet())
-        self._of_optimizer.add(self)
+        self._optimizer = weakref.ref(optimizer)
+        _windows.add(self)
         own = weakref.ref(self)  # the optimizer keeps its hooks, and must not keep the step alive
 
         def count(*_: Any) -> None:
@@ -48,4 +49,12 @@ class Window:
 
     def other_waits(self) -> bool:
         """Whether another step has gradients that wait for this optimizer. A new window would zero them."""
-        return any(other.batches and other is not self for other in self._of_optimizer)
+
+        def found() -> bool:
+            mine = self._optimizer()
+            return any(other.batches and other is not self and other._optimizer() is mine for other in _windows)
+
+        if not found():
+            return False
+        gc.collect()  # a step that nobody has any more waits for the collector
+        return found()

@@ -82,7 +82,9 @@ class TrainStep:
     def __getattr__(self, name: str) -> Any:
         """A copy is built when it is first used: while it is made, its model may still be empty, as one that has the step."""
         if name not in BUILT or "_arguments" not in vars(self):
-            owners = [f"step.{owner}" for owner, kind in OWNERS.items() if name[0] != "_" and hasattr(kind, name)]
+            owners = [
+                f"step.{owner}" for owner, kind in OWNERS.items() if not name.startswith("_") and hasattr(kind, name)
+            ]
             hint = f": use that of {' and '.join(owners)}" if owners else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
         self._build()
@@ -135,11 +137,11 @@ class TrainStep:
 
     def flush(self) -> None:
         """Let the optimizer step now if batches wait for it (`accumulate`), with their mean gradient."""
+        if not self._window.batches:
+            return
         self._require_unbroken_window()
         if torch.is_inference_mode_enabled():
             raise OnelaunchError("step.flush() was called under torch.inference_mode(): call it outside")
-        if not self._window.batches:
-            return
         self._recordings.follow_optimizer()
         try:
             with torch.no_grad(), self._recordings.operations():
