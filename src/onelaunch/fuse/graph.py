@@ -198,6 +198,22 @@ def is_layer(operation: Operation) -> bool:
     return given["bias"] is None or (bias is not None and bias.shape == output.shape[-1:])
 
 
+def is_parameter_layer(operation: Operation) -> bool:
+    """Whether this is a linear layer of parameters with constant sizes."""
+    if operation.name != "linear" or not is_layer(operation):
+        return False
+    weight, bias = operation.arguments["weight"], operation.arguments["bias"]
+    given = all(one is None or one.op in ("placeholder", "get_attr") for one in (weight, bias))
+    return given and are_constants(*shape_of(weight))
+
+
+def shape_of(node: fx.Node) -> torch.Size:
+    """The shape of a node that stands for a tensor."""
+    tensor = tensor_of(node)
+    assert tensor is not None
+    return tensor.shape
+
+
 def module_of(node: fx.Node) -> str:
     """The path of the module whose forward made this node, such as `encoder.layers.0.linear1`; "" for the model itself."""
     stack = node.meta.get("nn_module_stack")

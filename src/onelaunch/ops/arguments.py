@@ -60,6 +60,11 @@ def check_beside(argument: str, tensor: torch.Tensor | None, name: str, other: t
         )
 
 
+def check_same_dtype(argument: str, tensor: torch.Tensor | None, x: torch.Tensor) -> None:
+    if tensor is not None and tensor.dtype != x.dtype:
+        raise OnelaunchError(f"{argument} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast")
+
+
 class KnownCalls:
     """Calls whose arguments passed the checks.
 

@@ -29,6 +29,7 @@ from onelaunch.ops.arguments import (
     check_beside,
     check_float,
     check_probability,
+    check_same_dtype,
     kernels,
 )
 from onelaunch.ops.call_context import (
@@ -230,11 +231,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, autocast: torch.dtype
         raise OnelaunchError(
             f"bias has shape {tuple(bias.shape)}: pass {tuple(weight.shape[:1])}, one number per row of weight"
         )
-    for argument, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype and not _is_cast(x, autocast):
-            raise OnelaunchError(
-                f"{argument} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast"
-            )
+    if not _is_cast(x, autocast):
+        check_same_dtype("weight", weight, x)
+        check_same_dtype("bias", bias, x)
 
 
 _known = KnownCalls()

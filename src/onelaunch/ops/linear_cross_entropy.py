@@ -16,7 +16,7 @@ from torch import Tensor
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError
 from onelaunch.integers import ceil_div, round_up
-from onelaunch.ops.arguments import KERNEL_DTYPES, check_beside, check_float, kernels
+from onelaunch.ops.arguments import KERNEL_DTYPES, check_beside, check_float, check_same_dtype, kernels
 from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, inside_transform
 from onelaunch.ops.cross_entropy import cross_entropy
 from onelaunch.ops.cross_entropy_arguments import check_loss_options
@@ -201,11 +201,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ca
         raise OnelaunchError(
             f"bias has shape {tuple(bias.shape)}: pass {tuple(weight.shape[:1])}, one number per class"
         )
-    for argument, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype and not cast:
-            raise OnelaunchError(
-                f"{argument} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast"
-            )
+    if not cast:
+        check_same_dtype("weight", weight, x)
+        check_same_dtype("bias", bias, x)
     if not isinstance(target, Tensor) or target.dtype not in INDEX_DTYPES:
         kind = f"has dtype {target.dtype}" if isinstance(target, Tensor) else f"is a {type(target).__name__}"
         raise ArgumentTypeError(f"target {kind}: pass a torch.Tensor of class indices (int64)")

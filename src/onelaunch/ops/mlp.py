@@ -19,7 +19,14 @@ from torch import Tensor
 from onelaunch.activations import activate, activation_gradient, activation_gradient_from_output, saves_input
 from onelaunch.errors import OnelaunchError
 from onelaunch.kernels.mlp_shape import Shape
-from onelaunch.ops.arguments import KERNEL_DTYPES, check_activation, check_beside, check_float, kernels
+from onelaunch.ops.arguments import (
+    KERNEL_DTYPES,
+    check_activation,
+    check_beside,
+    check_float,
+    check_same_dtype,
+    kernels,
+)
 from onelaunch.ops.call_context import autocast_dtype, differentiable_backward, inside_transform, is_traced
 from onelaunch.ops.second_derivatives import Unsaved, differentiable_gradients
 from onelaunch.ops.widen import widen
@@ -191,10 +198,7 @@ def _check(x: Tensor, layers: Layers) -> None:
     for index, (weight, bias) in enumerate(layers):
         for name, tensor in ((f"weights[{index}]", weight), (f"biases[{index}]", bias)):
             check_beside(name, tensor, "x", x)
-            if tensor is not None and tensor.dtype != x.dtype:
-                raise OnelaunchError(
-                    f"{name} has dtype {tensor.dtype} and x {x.dtype}: cast one, or use torch.autocast"
-                )
+            check_same_dtype(name, tensor, x)
         if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
             shape = None if bias is None else tuple(bias.shape)
             raise OnelaunchError(

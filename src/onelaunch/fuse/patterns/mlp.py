@@ -14,11 +14,11 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import (
     Operation,
-    are_constants,
-    is_layer,
+    is_parameter_layer,
     next_operation,
     number_of_values,
     operation_of,
+    shape_of,
     tensor_of,
 )
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served
@@ -59,7 +59,7 @@ class SmallMlp:
         """The hidden layers' values are written once and read in the backward pass; one launch forward and two backward."""
         given, last = match.arguments, match.nodes[-1]
         parameters = sum(map(size_of, (*given["weights"], *given["biases"])))
-        widths = [_widths(weight) for weight in given["weights"]]
+        widths = [shape_of(weight) for weight in given["weights"]]
         output = tensor_of(last)
         assert output is not None
         rows = math.prod(output.shape[:-1])
@@ -77,22 +77,9 @@ class SmallMlp:
         return number_of_values(source) <= MAX_ROWS * source.shape[-1]
 
 
-def _widths(weight: fx.Node) -> tuple[int, int]:
-    """The numbers of outputs and inputs of a layer."""
-    tensor = tensor_of(weight)
-    assert tensor is not None
-    return tensor.shape[0], tensor.shape[1]
-
-
 def _is_plain(operation: Operation) -> bool:
     """A narrow linear layer of parameters, with constant sizes."""
-    if operation.name != "linear" or not is_layer(operation):
-        return False
-    tensors = [operation.arguments["weight"], operation.arguments["bias"]]
-    if any(one is not None and one.op not in ("placeholder", "get_attr") for one in tensors):
-        return False
-    widths = _widths(tensors[0])
-    return are_constants(*widths) and max(widths) <= MAX_WIDTH
+    return is_parameter_layer(operation) and max(shape_of(operation.arguments["weight"])) <= MAX_WIDTH
 
 
 def _next_layer(node: fx.Node, activation: str | None) -> tuple[list[fx.Node], Operation, str] | None:

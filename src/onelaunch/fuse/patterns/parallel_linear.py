@@ -15,10 +15,10 @@ from torch import fx
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import (
     Operation,
-    are_constants,
-    is_layer,
+    is_parameter_layer,
     number_of_values,
     operation_of,
+    shape_of,
     tensor_of,
     tensors_of,
 )
@@ -66,10 +66,12 @@ class ParallelLinear:
             weight, bias = graph.call_function(torch.cat, (weights,)), None
             if any(one is not None for one in given["biases"]):  # a key of attention often has none
                 pairs = zip(given["biases"], weights, strict=True)
-                biases = [b if b is not None else graph.call_method("new_zeros", (w, _shape(w)[:1])) for b, w in pairs]
+                biases = [
+                    b if b is not None else graph.call_method("new_zeros", (w, shape_of(w)[:1])) for b, w in pairs
+                ]
                 bias = graph.call_function(torch.cat, (biases,))
             product = graph.call_function(F.linear, (given["input"], weight, bias))
-            made["parts"] = graph.call_method("split", (product, [_shape(one)[0] for one in weights], -1))
+            made["parts"] = graph.call_method("split", (product, [shape_of(one)[0] for one in weights], -1))
         return graph.call_function(operator.getitem, (made["parts"], given["index"]))
 
     def cost(self, match: Match) -> Cost:
@@ -79,7 +81,7 @@ class ParallelLinear:
         rows, launches = size_of(given["input"]) / len(given["weights"]), 2 if given["index"] == 0 else 0
         result = tensor_of(output)
         assert result is not None
-        product = 2.0 * result.numel() * _shape(weight)[1]
+        product = 2.0 * result.numel() * shape_of(weight)[1]
         moved = rows + 3 * size_of(weight) + size_of(output)
         passes = 3 if is_differentiated(output) else 1
         return Cost(passes * moved, passes * product, passes * launches)
@@ -89,26 +91,17 @@ class ParallelLinear:
         source, weights = tensor_of(match.arguments["input"]), match.arguments["weights"]
         if source is None or not served(match.arguments["input"], *weights):
             return False
-        rows, widths = number_of_values(source) // source.shape[-1], [_shape(one)[0] for one in weights]
+        rows, widths = number_of_values(source) // source.shape[-1], [shape_of(one)[0] for one in weights]
         return bool(rows >= sum(widths) and rows * max(widths) <= MAX_OUTPUTS)
-
-
-def _shape(node: fx.Node) -> torch.Size:
-    tensor = tensor_of(node)
-    assert tensor is not None
-    return tensor.shape
 
 
 def _is_plain(operation: Operation) -> bool:
     """A linear layer of parameters, whose result may be columns of a product, and is differentiated if it can be."""
-    if operation.name != "linear" or not is_layer(operation):
+    if not is_parameter_layer(operation):
         return False
     if is_differentiated(operation.node) and not _reaches_gradients(operation.node):
         return False  # as part of a product its parameters would have gradients of 0 instead of none
-    tensors = operation.arguments["weight"], operation.arguments["bias"]
-    if any(one is not None and one.op not in ("placeholder", "get_attr") for one in tensors):
-        return False
-    return are_constants(*_shape(tensors[0])) and may_be_sliced(operation.node)
+    return may_be_sliced(operation.node)
 
 
 def _alike(one: Operation, other: Operation) -> bool:
