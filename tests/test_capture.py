@@ -73,6 +73,7 @@ def test_it_is_restored_after_an_error_and_stays_disabled_if_it_was(entered):
 def test_after_a_failure_another_capture_ends_capture_mode(entered, monkeypatch, mending_fails):
     """Whatever becomes of it, the first error is raised, and the caller's stream is current."""
     streams: list[str] = []
+    pools: list[tuple[str, Any]] = []
 
     def zeros(*_: Any, **options: Any) -> None:
         assert options == {"device": "cuda"}
@@ -83,6 +84,10 @@ def test_after_a_failure_another_capture_ends_capture_mode(entered, monkeypatch,
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the caller's")
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "another pool")
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *of: pools.append(("end", of)), raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: pools.append(("release", of)), raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "another graph")
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr("onelaunch.capture.clear_workspaces", lambda: None)
@@ -90,13 +95,14 @@ def test_after_a_failure_another_capture_ends_capture_mode(entered, monkeypatch,
         raise ValueError("body")
     shared = {"stream": "a stream", "capture_error_mode": "thread_local"}
     assert entered == [{**shared, "pool": "a pool"}, shared]
+    assert pools == [("end", (0, "a pool")), ("release", (0, "a pool"))]
     assert streams == ["the caller's"]
 
 
-def capture_that_fails(stream: torch.cuda.Stream | None = None) -> None:
+def capture_that_fails(**options: Any) -> None:
     def fails() -> None:
-        with capturing(torch.cuda.CUDAGraph(), stream=stream):
-            torch.rand(3, device="cuda")
+        with capturing(torch.cuda.CUDAGraph(), **options):
+            torch.rand(2**26, device="cuda")
             torch.cuda.synchronize()  # not allowed here
 
     with pytest.raises(RuntimeError):
@@ -132,10 +138,29 @@ def test_a_graph_that_draws_survives_a_later_capture_that_fails(own_stream):
         return drawn.clone(), torch.rand(1000, device="cuda")
 
     before = replayed(3)
-    capture_that_fails(torch.cuda.Stream() if own_stream else None)
+    capture_that_fails(stream=torch.cuda.Stream() if own_stream else None)
     after, other = replayed(3), replayed(4)
     assert all(map(torch.equal, before, after))
     assert not any(map(torch.equal, before, other))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True])
+def test_memory_can_be_allocated_and_freed_after_a_capture_that_fails(shared):
+    size, options = 2**28, {"pool": torch.cuda.graph_pool_handle()} if shared else {}
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+
+    for _ in range(2):
+        capture_that_fails(**options)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before + size
+    x = torch.empty(size, dtype=torch.uint8, device="cuda")
+    place = x.data_ptr()
+    x.record_stream(torch.cuda.Stream())
+    del x
+    torch.cuda.synchronize()
+    assert torch.empty(size, dtype=torch.uint8, device="cuda").data_ptr() == place
 
 
 @pytest.mark.gpu
@@ -144,7 +169,7 @@ def test_the_callers_stream_is_current_after_a_capture_that_fails():
     with torch.cuda.stream(mine):
         capture_that_fails()
         assert torch.cuda.current_stream() == mine
-    capture_that_fails(mine)
+    capture_that_fails(stream=mine)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 

@@ -24,22 +24,36 @@ def capturing(graph: torch.cuda.CUDAGraph, **options: Any) -> Iterator[None]:
     The graph has cuBLAS workspaces of its own. PyTorch keeps one per stream and frees all of them whenever it records a model
     compiled with "reduce-overhead": a graph that had recorded the address of such a workspace would write to freed memory.
 
-    After a capture that failed, the current stream is the caller's again, and random numbers can be drawn, also by graphs that
-    were captured before.
+    After a capture that failed, the current stream is the caller's again, random numbers can be drawn, also by graphs that were
+    captured before, and the memory of the capture is free.
     """
     if torch.cuda.device_count() > 1:  # PyTorch's own capture stream belongs to the device of the first capture
         options.setdefault("stream", _stream_on(torch.cuda.current_device()))
     clear_workspaces()
-    callers = torch.cuda.current_stream() if torch.cuda.is_available() else None
+    callers = None
+    if torch.cuda.is_available():
+        callers = torch.cuda.current_stream()
+        options.setdefault("pool", torch.cuda.graph_pool_handle())  # PyTorch does not tell the one that it would choose
     try:
         with _disabled_collector, torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
             yield
     except BaseException:
         if callers is not None:
+            _end_allocation(options["pool"])
             _leave_capture_mode(options.get("stream"), callers)
         raise
     finally:
         clear_workspaces()  # no other work uses the graph's
+
+
+def _end_allocation(pool: Any) -> None:
+    """Let go of the memory of a capture that failed. PyTorch only does so after a success: until then it does not allocate in
+    this pool again, reuses no memory that several streams have used, and frees none of its cache when memory runs out.
+    """
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # the failure came before the allocation began, or after it ended
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 def _leave_capture_mode(stream: torch.cuda.Stream | None, callers: torch.cuda.Stream) -> None:

@@ -243,7 +243,8 @@ def _norm(
     if transforming or (not eager and p == 0 and alike and is_eager_cpu(x, *tensors)):
         s = F.dropout(x, p) if p else x
         s = s if residual is None else s + residual
-        norm = _pytorch_norm if alike else norm_reference
+        fused = x.is_cuda and not centered  # PyTorch's kernel for RMS norm there, which cannot be transformed twice
+        norm = _pytorch_norm if alike and not fused else norm_reference
         y = norm(s, weight, bias, eps, centered).to(dtype)
         return (y, s) if return_sum else y
     gradient = wants_gradient(x, *tensors)

@@ -162,6 +162,7 @@ class Recordings:
         self._recorded.clear()
         self._pending.clear()
         self.latest = None
+        self._pool = None  # PyTorch takes no new graph into a pool without graphs, while a tensor still lives in it
         self.optimizer.prepare()
         if self._forgotten >= MAX_RECORDINGS:
             self._stop("settings of the optimizer beside the learning rate change from step to step")
