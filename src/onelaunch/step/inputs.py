@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 from onelaunch.errors import OnelaunchError
 from onelaunch.fuse.captured import loss_in
 from onelaunch.trial_runs import copied
+
+CONSTANTS = (
+    int, float, complex, str, bytes, NoneType, Enum, FunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 class Pending:
@@ -101,5 +107,7 @@ def other_gradients_kept(loss: torch.Tensor, parameters: Iterable[torch.Tensor])
 
 
 def signature(leaf: Any) -> Any:
-    """What a recording depends on: shape and type of a tensor, the value of anything else."""
-    return (leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    """What a recording depends on: shape and type of a tensor, the value of a constant; of another object only its type."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.dtype, leaf.requires_grad
+    return leaf if isinstance(leaf, CONSTANTS) else type(leaf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,8 +57,7 @@ class PlainStep:
         if not self.compiles or self._is_recording():
             return self._run(args, kwargs, update)
         leaves, structure = tree_flatten((args, kwargs))
-        kinds = (one if isinstance(one, Hashable) else type(one) for one in map(signature, leaves))
-        key = (self.model.training, structure, *kinds)
+        key = (self.model.training, structure, *map(signature, leaves))
         if key in self._compiled:
             return self._run(args, kwargs, update)
         undo, batches = Undo(self.model, parameters_of(self.optimizer)), self.window.batches
@@ -76,6 +75,13 @@ class PlainStep:
         undo()
         self.window.batches, self.compiles, self._forward = batches, False, self._forward_and_loss
         return self._run(args, kwargs, update)
+
+    def callers_autocast(self) -> torch.dtype | None:
+        """The dtype of a `torch.autocast` around the call, which counts where the step has none of its own."""
+        kind = self.device.type
+        if self.autocast is not None or not torch.is_autocast_enabled(kind):
+            return None
+        return torch.get_autocast_dtype(kind)
 
     def begin_window(self) -> None:
         """Before the first batch of those that the optimizer steps for: a backward pass elsewhere may have left gradients."""
@@ -109,9 +115,8 @@ class PlainStep:
         self._zero_gradients()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
-        autocast = torch.autocast(
-            self.device.type, dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=False
-        )
+        dtype = self.autocast or self.callers_autocast()
+        autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
         self._release_workspaces()
         with without_log_breaks(), autocast:
             try:

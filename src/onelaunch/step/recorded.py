@@ -96,9 +96,9 @@ class ArgumentRing:
 class Recorded:
     """A recorded step: its graph, the memory it reads, and the loss it writes."""
 
-    def __init__(self, inputs: list[torch.Tensor], device: torch.device, training: bool) -> None:
+    def __init__(self, inputs: list[torch.Tensor], device: torch.device, flags: list[bool]) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        self.inputs, self.training = inputs, training
+        self.inputs, self.flags = inputs, flags  # `ModelState.flags`
         self.update: object = None  # the optimizer's tables, which the recording reads
         self.loss = torch.empty(())
         fits = all(one.numel() * one.element_size() <= MAX_RING_BYTES and one.element_size() in WORDS for one in inputs)

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_flatten
 from onelaunch.capture import capturing
 from onelaunch.errors import first_line
 from onelaunch.step.capturable_optimizer import CapturableOptimizer, parameters_of
-from onelaunch.step.inputs import Pending, signature
+from onelaunch.step.inputs import CONSTANTS, Pending, signature
+from onelaunch.step.model_state import ModelState
 from onelaunch.step.plain_step import PlainStep
 
 if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
@@ -27,7 +28,8 @@ if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
 
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per kind of inputs: the first compiles, the second finds all state in place
-MAX_RECORDINGS = 3  # after settings of the optimizer have changed; then the step is no longer recorded
+MAX_RECORDINGS = 3  # after settings of the optimizer or the model have changed; then the step is no longer recorded
+MAX_PENDING = 32  # kinds of inputs that wait for a recording, each with a copy of its inputs
 
 
 def uncapturable_reason(model: nn.Module, optimizer: CapturableOptimizer) -> str:
@@ -53,11 +55,12 @@ class Recordings:
         self.latest: Recorded | None = None  # where a call needs no key to find it
         self._recorded: dict[Any, Recorded] = {}
         self._pending: dict[Any, Pending] = {}
-        self._forgotten = 0
+        self._forgotten, self._dropped = 0, False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         if not reason:
             optimizer.prepare()
+            self.state = ModelState((step.model, step.loss), parameters_of(optimizer.optimizer))
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -69,27 +72,51 @@ class Recordings:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         first = {id(leaf): index for index, leaf in reversed(list(enumerate(tensors)))}
         same = tuple(first[id(leaf)] for leaf in tensors)  # arguments that are one tensor are compiled as one
-        key = (update, step.model.training, structure, same, *map(signature, leaves))
-        self.follow_optimizer()
+        opaque = next((one for one in leaves if not isinstance(one, (torch.Tensor, *CONSTANTS))), None)
+        if opaque is not None:
+            self._stop(
+                f"an argument is a {type(opaque).__name__}: pass its tensors, as in step(**batch) or step(batch.x, batch.y)"
+            )
+        self.follow_settings()
+        if self.reason:
+            step.begin_window()
+            return step(args, kwargs, update)
+        autocast = step.callers_autocast()
+        key = (update, autocast, *self.state.flags(), structure, same, *map(signature, leaves))
         recorded = self._recorded.get(key)
         if recorded is None or accumulates:  # a recording of a whole step has gradients of its own
             step.begin_window()
         if recorded is None:
-            if key not in self._pending:
-                self._pending[key] = Pending(leaves, structure, step.device)
-            pending = self._pending[key]
+            pending = self._pending_for(key, leaves, structure)
             pending.fill(tensors)
             pending.calls += 1
-            recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS and not self.reason else None
-            if recorded is None:
-                with self.operations():
-                    pending.loss = step(pending.args, pending.kwargs, update)
-                return pending.loss
+            try:
+                recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS else None
+                if recorded is None:
+                    with self.operations():
+                        pending.loss = step(pending.args, pending.kwargs, update)
+                    return pending.loss
+            finally:
+                self.state.remember(after_forward=True)
             self._recorded[key] = recorded
             del self._pending[key]
-            if not kwargs and len(tensors) == len(args) == len(first) and not accumulates:
+            positional = not kwargs and len(tensors) == len(args) == len(first)
+            if positional and not accumulates and autocast is None:
                 self.latest = recorded
         return recorded.replay(tensors)
+
+    def _pending_for(self, key: Any, leaves: list[Any], structure: Any) -> Pending:
+        if key not in self._pending:
+            self._pending[key] = Pending(leaves, structure, self.step.device)
+        if len(self._pending) > MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+            if not self._dropped:
+                log.warning(
+                    "train_step: %d kinds of inputs came once or twice, and such steps are not recorded: pass a number that "
+                    "changes from step to step as a tensor, and pad to fewer shapes", MAX_PENDING,
+                )  # fmt: skip
+            self._dropped = True
+        return self._pending[key]
 
     @contextmanager
     def operations(self) -> Iterator[None]:
@@ -100,12 +127,14 @@ class Recordings:
             with self.optimizer.rates_on_device(), self._own_stream():
                 yield
 
-    def follow_optimizer(self) -> None:
+    def follow_settings(self) -> None:
         """Before work on the device: other settings need other recordings, and the rates are read there."""
         if self.reason:
             return
         if self.optimizer.settings_changed():
-            self._forget()
+            self._forget("a setting of the optimizer beside the learning rate")
+        elif changed := self.state.change():
+            self._forget(f"{changed} of the model")
         self.optimizer.upload_rates()
 
     @contextmanager
@@ -133,7 +162,7 @@ class Recordings:
             from onelaunch.step.recorded import Recorded
 
             with torch.cuda.device(step.device), self.optimizer.rates_on_device():
-                recorded = Recorded(pending.inputs, step.device, step.model.training)
+                recorded = Recorded(pending.inputs, step.device, self.state.flags())
                 step.adam = adam_update(step.optimizer, self.optimizer.rates, step.scaler)
                 with compiling():
                     recorded.begin()
@@ -156,16 +185,16 @@ class Recordings:
         recorded.update = update_tables
         return recorded
 
-    def _forget(self) -> None:
-        """The optimizer's settings are part of a recording: record anew, but not for a schedule that changes them always."""
-        self._forgotten += bool(self._recorded)
+    def _forget(self, changed: str) -> None:
+        """Settings are part of a recording: record anew, but not for a schedule that changes them always."""
+        self._forgotten += bool(self._recorded or self._pending)
         self._recorded.clear()
         self._pending.clear()
         self.latest = None
         self._pool = None  # PyTorch takes no new graph into a pool without graphs, while a tensor still lives in it
         self.optimizer.prepare()
         if self._forgotten >= MAX_RECORDINGS:
-            self._stop("settings of the optimizer beside the learning rate change from step to step")
+            self._stop(f"{changed} changes again and again; a number in a buffer may, by fill_")
 
     def _stop(self, reason: str) -> None:
         self.reason, self.step.recorded = reason, False

@@ -31,7 +31,8 @@ def train_step(
     loss: a function of (output, target), such as nn.CrossEntropyLoss(). None for a model that returns its own loss: a scalar,
     or an output with the attribute or key "loss"; then all arguments of `step` go to the model.
     clip_norm: the largest global norm of the gradients, as for `torch.nn.utils.clip_grad_norm_`.
-    autocast: "bf16", "fp16" or a dtype for `torch.autocast`; scaler: a `torch.amp.GradScaler` for fp16.
+    autocast: "bf16", "fp16" or a dtype for `torch.autocast`; None for that of a `torch.autocast` around the call, if any.
+    scaler: a `torch.amp.GradScaler` for fp16.
     accumulate: the optimizer steps on every `accumulate`-th call, with the mean gradient of the batches since its last step;
     `step.flush()` lets it step on fewer, as at the end of an epoch.
     capture: whether the step is recorded as a CUDA graph; `step.reason` says why it is not.
@@ -113,11 +114,15 @@ class TrainStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch; its mean loss before the update, as a 0-d tensor on the model's device."""
-        latest = self._recordings.latest  # the host's time counts for small networks: every microsecond here does
-        if latest is not None and latest.training is self._plain.model.training and not kwargs:
-            ring = latest.ring
+        recordings = self._recordings
+        latest = recordings.latest  # the host's time counts for small networks: every microsecond here does
+        if latest is not None and not kwargs:
+            ring, state = latest.ring, recordings.state
             distinct = len({*map(id, args)}) == len(args)  # one tensor as two arguments has a recording of its own
-            if ring is not None and distinct and ring.takes(args) and self._capturable.ready():
+            if (
+                ring is not None and distinct and ring.takes(args) and self._capturable.ready()
+                and state.flags() == latest.flags and state.is_same() and self._plain.callers_autocast() is None
+            ):  # fmt: skip
                 return latest.replay(args)
         check_call(args, kwargs, self.loss is not None)
         self._require_unbroken_window()
@@ -142,7 +147,7 @@ class TrainStep:
         self._require_unbroken_window()
         if torch.is_inference_mode_enabled():
             raise OnelaunchError("step.flush() was called under torch.inference_mode(): call it outside")
-        self._recordings.follow_optimizer()
+        self._recordings.follow_settings()
         try:
             with torch.no_grad(), self._recordings.operations():
                 for parameter in parameters_of(self.optimizer):

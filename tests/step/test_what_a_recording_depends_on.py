@@ -1,0 +1,239 @@
+"""Changes between the calls of a recorded step: flags, settings and memory of the model, kinds of inputs, `torch.autocast`."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import onelaunch as ol
+from onelaunch.step.model_state import ModelState
+from onelaunch.step.recordings import MAX_PENDING, Recordings
+from tests.conftest import LOSS_TOLERANCE
+from tests.reference import assert_same_course
+from tests.step.loops import batches
+
+pytestmark = pytest.mark.usefixtures("no_code")
+
+
+class Scale(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.calls: Any = None
+        self.register_buffer("shift", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = len(x)
+        return x * self.factor + self.shift
+
+
+def network(frozen: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), Scale(), nn.Linear(16, 4))
+    model[0].requires_grad_(not frozen)
+    return model
+
+
+def move(parameter: Tensor) -> None:
+    parameter.data = parameter.data * 0.5
+
+
+def set_factor(model: Any) -> None:
+    model[3].factor = 0.3
+
+
+def set_shift(model: Any) -> None:
+    model[3].shift = torch.full_like(model[3].shift, 0.5)
+
+
+def replace_tanh(model: Any) -> None:
+    model[2] = nn.ReLU()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "freeze": lambda model: model[0].requires_grad_(False),
+    "evaluate a layer": lambda model: model[1].eval(),
+    "a factor": set_factor,
+    "a setting of PyTorch's layer": lambda model: setattr(model[1], "momentum", 0.9),
+    "a buffer in another place": set_shift,
+    "memory of a parameter": lambda model: move(model[0].weight),
+    "a layer": replace_tanh,
+}
+IN_ANOTHER_RECORDING = ("freeze", "evaluate a layer")  # the one before can be replayed again
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "change", [*CHANGES.values(), lambda model: model[0].requires_grad_(True)], ids=[*CHANGES, "unfreeze"]
+)
+def test_a_change_between_replays_counts(request: pytest.FixtureRequest, change: Callable[[Any], Any]) -> None:
+    model = network(frozen="unfreeze" in request.node.name).cuda()
+    other, data, losses, expected = copy.deepcopy(model), batches(14, "cuda"), [], []
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.2))
+    theirs = torch.optim.SGD(other.parameters(), lr=0.2)
+    for number, (x, y) in enumerate(data):
+        if number == 7:
+            assert len(step._recordings) == 1
+            change(model)
+            change(other)
+        losses.append(step(x, y))
+        theirs.zero_grad()
+        loss = F.cross_entropy(other(x), y)
+        loss.backward()
+        theirs.step()
+        expected.append(loss.detach())
+    assert step.reason == ""
+    assert_same_course(torch.stack(losses).tolist(), torch.stack(expected).tolist(), LOSS_TOLERANCE * 10)
+
+
+class Replayed:
+    """Stands for a recorded step on a CPU, and runs it."""
+
+    def __init__(self, step: Any, flags: list[bool], ring: Any) -> None:
+        self.step, self.flags, self.ring, self.replays = step, flags, ring, 0
+
+    def replay(self, tensors: list[Tensor]) -> Tensor:
+        self.replays += 1
+        return self.step(tuple(tensors), {}, True)
+
+
+class Ring:
+    """It takes all arguments, so that the fast way replays."""
+
+    def takes(self, args: Any) -> bool:
+        return True
+
+
+def recorded_step(model: nn.Module, loss: Any = F.cross_entropy, ring: Any = None) -> tuple[Any, Any]:
+    """A step whose recordings are stand-ins, and its recordings."""
+    step = ol.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    recordings: Any = Recordings(step._plain, step._capturable, "")
+    recordings._record = lambda pending, update: Replayed(step._plain, recordings.state.flags(), ring)
+    recordings.operations = contextlib.nullcontext
+    step._recordings = recordings
+    return step, recordings
+
+
+@pytest.mark.parametrize("ring", [None, Ring()], ids=["slow", "fast"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_makes_another_recording(name: str, ring: Any) -> None:
+    model, (data, *_) = network(), batches(1, "cpu")
+    step, recordings = recorded_step(model, ring=ring)
+    for _ in range(4):
+        step(*data)
+    assert len(recordings) == 1
+    (first,) = recordings._recorded.values()
+    before = first.replays
+    CHANGES[name](model)
+    for _ in range(4):
+        step(*data)
+    assert first.replays == before
+    assert len(recordings) == (2 if name in IN_ANOTHER_RECORDING else 1)
+    assert step.reason == ""
+    if name in IN_ANOTHER_RECORDING:
+        model[0].requires_grad_(True)
+        model.train()
+        step(*data)
+        assert first.replays == before + 1
+
+
+def test_other_batch_sizes_and_what_forward_sets_itself_change_nothing() -> None:
+    model = network()
+    step, recordings = recorded_step(model)
+    for rows in (5, 7, 5, 7, 5, 7, 5, 7):
+        step(torch.randn(rows, 8), torch.randint(4, (rows,)))
+    model(torch.randn(11, 8))  # an evaluation, in which it sets `calls`
+    model[3].factor = float("1.0")  # an equal number
+    step(torch.randn(5, 8), torch.randint(4, (5,)))
+    assert [one.replays for one in recordings._recorded.values()] == [3, 2]
+    assert step.reason == ""
+
+
+def test_a_setting_that_always_changes_is_named() -> None:
+    model, (data, *_) = network(), batches(1, "cpu")
+    step, recordings = recorded_step(model)
+    for number in range(10):
+        model[3].factor = 1 / (1 + number)
+        step(*data)
+    assert step.reason == "Scale.factor of the model changes again and again; a number in a buffer may, by fill_"
+    assert len(recordings) == 0
+    del model[3].factor  # of the instance: the class has another
+    step(*data)
+
+
+def test_a_deleted_setting_is_a_change() -> None:
+    model = network()
+    state = ModelState([model, None], model.parameters())
+    assert state.is_same()
+    del model[3].factor
+    assert not state.is_same()
+    assert state.change() == "Scale.factor"
+    assert state.change() == ""
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Any, beta: float = 1.0) -> Tensor:
+        return self.layer(x if isinstance(x, Tensor) else x.x) * beta
+
+
+def test_numbers_that_always_change_keep_no_memory(caplog: pytest.LogCaptureFixture) -> None:
+    step, recordings = recorded_step(Times())
+    with caplog.at_level(logging.WARNING, "onelaunch"):
+        for number in range(MAX_PENDING + 9):
+            step(torch.randn(5, 8), torch.randint(4, (5,)), beta=number / 100)
+    assert len(recordings._pending) == MAX_PENDING
+    assert sum("pass a number that changes" in record.getMessage() for record in caplog.records) == 1
+
+
+@dataclass
+class Batch:  # it has no hash
+    x: Tensor
+
+
+def test_objects_with_tensors_inside_are_not_recorded() -> None:
+    """A recording would read the tensors of the first."""
+    step, recordings = recorded_step(Times())
+    for _ in range(5):
+        step(Batch(torch.randn(5, 8)), torch.randint(4, (5,)))
+    assert step.reason.startswith("an argument is a Batch: pass its tensors")
+    assert not recordings._pending
+
+
+def test_compiled_steps_keep_no_batches() -> None:
+    model = Times()
+    step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        step(Batch(torch.randn(5, 8)), torch.randint(4, (5,)))
+    assert len(step._plain._compiled) == 1
+
+
+def test_autocast_around_the_call_counts() -> None:
+    seen: list[torch.dtype] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(output.dtype)
+        return F.cross_entropy(output.float(), target)
+
+    step, recordings = recorded_step(network(), loss, Ring())
+    (data, *_) = batches(1, "cpu")
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            step(*data)
+        step(*data)
+    assert seen == [torch.bfloat16, torch.float32] * 4
+    assert len(recordings) == 2
