@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -99,20 +101,35 @@ def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 class Undo:
-    """What a run has changed, as it was: attributes, buffers, random generators, and the gradients of these parameters."""
+    """What a run has changed, as it was: attributes, buffers, random generators, the gradients of these parameters, and these
+    inputs.
+    """
 
-    def __init__(self, model: nn.Module, parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[torch.Tensor] = (), inputs: Iterable[torch.Tensor] = ()
+    ) -> None:
         self._attributes = _attributes_of(model)
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in parameters]
         self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
         self._generators = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+        owned = (value for table, _ in self._attributes for value in table.values())
+        self._owned = [(one, one.get_state()) for one in owned if isinstance(one, torch.Generator)]
+        self._others = random.getstate(), np.random.get_state()  # noqa: NPY002
+        self._inputs = [(one, one._version, one.detach().clone()) for one in inputs if not one.is_inference()]
 
     @torch.no_grad()
     def __call__(self) -> None:
         _restore(self._attributes)
         for buffer, before in self._buffers:
             buffer.copy_(before)
+        for one, version, before in self._inputs:
+            if one._version != version:
+                one.copy_(before)
+        for generator, state in self._owned:
+            generator.set_state(state)
+        random.setstate(self._others[0])
+        np.random.set_state(self._others[1])  # noqa: NPY002
         for parameter, gradient in self._gradients:
             if parameter.grad is not None and gradient is not None:  # the memory that a recording adds to
                 parameter.grad.copy_(gradient)

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from onelaunch.fuse import backend, patterns
 from onelaunch.fuse.backend import onelaunch
@@ -181,3 +183,16 @@ def test_no_op_of_ours_runs_again_in_the_backward_pass(monkeypatch: pytest.Monke
     ours = partial(onelaunch, forced=True, patterns=("linear", "linear_cross_entropy"))
     torch.compile(loss, backend=ours)(x).backward()
     assert calls == {"linear": 4, "linear_cross_entropy": 1}
+
+
+def test_a_checkpointed_block_is_recomputed_with_the_same_mask_without_a_code_generator(no_code: None) -> None:
+    weight = torch.ones(64, requires_grad=True)
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(weight.sin() * x, 0.5)
+
+    compiled = torch.compile(lambda x: checkpoint(block, x, use_reentrant=False), backend="onelaunch")
+    for _ in range(3):
+        y = compiled(torch.ones(64))
+        (gradient,) = torch.autograd.grad(y.sum(), weight)
+        assert torch.equal(y != 0, gradient != 0)

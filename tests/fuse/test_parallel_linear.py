@@ -150,3 +150,13 @@ def test_layers_without_a_bias_beside_others(biases: tuple[bool, ...], aot: bool
     made = {name: nn.Linear(8, 8, bias=bias) for name, bias in zip("qkv", biases, strict=True)}
     model = Of(lambda m, x: F.scaled_dot_product_attention(m.q(x), m.k(x), m.v(x)), **made)
     assert_same_step(model, torch.randn(4, 6, 8), ["linear (3 as one)"] * 3, aot=aot)
+
+
+def test_a_layer_that_another_pattern_takes_is_not_computed_twice() -> None:
+    """As in a dueling network: a head beside a small MLP."""
+    model = Of(lambda m, x: m.v(x) + m.b(F.relu(m.a(x))), v=nn.Linear(8, 1), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
+    assert_same_step(model, torch.randn(5, 8), ["linear + relu + linear"])
+    three = Of(
+        lambda m, x: m.q(x) * m.k(x).tanh() + m.b(F.relu(m.a(x))), a=nn.Linear(8, 8), b=nn.Linear(8, 8), **layers()
+    )
+    assert_same_step(three, torch.randn(5, 8), ["linear + relu + linear"])

@@ -24,8 +24,29 @@ def linear(**options: Any) -> nn.Linear:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_each_activation_behind_linear(name: str) -> None:
     make = ACTIVATIONS[name].make_module
-    model = nn.Sequential(linear(), make(), nn.BatchNorm1d(6), make(), linear(bias=False), make())
+    model = nn.Sequential(linear(), make(), nn.BatchNorm1d(6), make(), linear(bias=False), make(), nn.BatchNorm1d(6))
     assert_same_step(model, torch.randn(8, 6), [f"linear + {name}"] * 2)
+
+
+@pytest.mark.parametrize("kind", ["result", "view"])
+@pytest.mark.parametrize(
+    "epilogue",
+    [F.leaky_relu, F.elu, F.gelu, lambda x: F.dropout(torch.tanh(x), 0.5)],
+    ids=["leaky", "elu", "gelu", "dropout"],
+)
+def test_a_caller_may_change_a_result_in_place(epilogue: Callable[..., torch.Tensor], kind: str) -> None:
+    """Unless PyTorch's own operation saves it."""
+    model = Of(lambda m, x: epilogue(m.a(x)) if kind == "result" else epilogue(m.a(x)).view(-1), a=linear())
+    titles = ["linear + gelu"] if epilogue is F.gelu else []
+    for aot in (True, False):
+        rewritten = Rewritten(model, aot=aot)
+        y = rewritten(torch.randn(5, 6))
+        y *= 2
+        y.sum().backward()
+        assert rewritten.titles == titles
+    kept = Rewritten(Of(lambda m, x: torch.tanh(m.a(x)), a=linear()))
+    kept(torch.randn(5, 6)).sum().backward()
+    assert kept.titles == ["linear + tanh"]
 
 
 def test_other_settings_of_an_activation_are_left_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -166,6 +167,43 @@ def test_where_the_compiler_fails_steps_run_uncompiled(
     messages = [record.getMessage() for record in caplog.records if "compiler failed" in record.getMessage()]
     assert len(messages) == 1
     assert "file too short" in messages[0]
+
+
+def test_what_a_step_changed_before_the_compiler_failed_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the loss, its inputs, and generators other than PyTorch's."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(()))
+            self.generator = torch.Generator().manual_seed(1)
+            self.calls = 0
+
+        def forward(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            self.mean.mul_(0.9).add_(y.detach().mean())
+            self.calls += 1
+            target.div_(2)
+            drawn = random.random() + np.random.rand() + torch.rand((), generator=self.generator)  # noqa: NPY002
+            return (y[:, 0] - target).square().mean() * drawn + self.mean
+
+    def course(compile: bool) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        model, loss, target = network(), Loss(), torch.ones(12)
+        step = ol.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), compile=compile)
+        if compile:
+            plain, forward = step._plain, step._plain._forward_and_loss
+
+            def fails_late(*given: Any) -> Any:
+                forward(*given)
+                raise torch._dynamo.exc.InternalTorchDynamoError("late")
+
+            monkeypatch.setattr(plain, "_forward", fails_late)
+        losses = [float(step(torch.ones(12, 8), target)) for _ in range(3)]
+        return losses, float(loss.mean), loss.calls, target.tolist()
+
+    assert course(True) == course(False)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of Dynamo's look at values between two graphs

@@ -214,6 +214,14 @@ def test_objects_with_tensors_inside_are_not_recorded() -> None:
     assert not recordings._pending
 
 
+def test_an_object_may_hold_the_input_and_the_target() -> None:
+    batch = Batch(torch.randn(5, 8))
+    model = Times()
+    step = ol.train_step(model, lambda y, batch: y.sum() + batch.x.sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    expected = model(batch).sum() + batch.x.sum()
+    torch.testing.assert_close(step(batch, batch), expected.detach())
+
+
 def test_compiled_steps_keep_no_batches() -> None:
     model = Times()
     step = ol.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -60,6 +60,9 @@ def onelaunch(
     reason = next(filter(None, map(no_code_generator_reason, sorted(devices))), "")
     if reason:
         _log_once(reason)
+        if any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes):
+            # Run as it is, the block would draw other random numbers when it is recomputed.
+            return cast(Callable[..., Any], torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs))
         return gm.forward
     saves_memory = any(match.pattern.name in SAVES_MEMORY for match in replaced)
     options = {**(COMBINED if on_cuda and differentiated and combines(gm.graph) else {}), **(options or {})}

@@ -193,7 +193,7 @@ def is_layer(operation: Operation) -> bool:
     given = operation.arguments
     tensors = map(tensor_of, (given["input"], given["weight"], given["bias"], operation.node))
     x, weight, bias, output = tensors
-    if x is None or weight is None or output is None or weight.dim() != 2 or output.dim() < 1:
+    if x is None or weight is None or output is None or weight.dim() != 2 or output.dim() < 1 or output.is_complex():
         return False
     return given["bias"] is None or (bias is not None and bias.shape == output.shape[-1:])
 

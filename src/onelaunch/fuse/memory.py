@@ -103,6 +103,11 @@ def is_written_after(node: fx.Node, memory: set[int]) -> bool:
     return False
 
 
+def memory_leaves(graph: fx.Graph, memory: set[int]) -> bool:
+    """Whether a result of the graph is in this memory."""
+    return bool(storages_of(*graph.output_node().all_input_nodes) & memory)
+
+
 def is_of_torch(node: fx.Node) -> bool:
     """Whether a call is of a tensor's method, an operator, or a function or ATen operator of PyTorch; not higher-order."""
     if node.op == "call_method":

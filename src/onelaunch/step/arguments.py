@@ -97,11 +97,17 @@ def check_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_loss: bool) ->
 def require_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise ArgumentTypeError for lists of numbers and NumPy arrays where none of the arguments holds a tensor."""
     leaves = tree_flatten((args, kwargs))[0]
-    if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+    if not any(map(_holds_tensors, leaves)):
         given = ", ".join(map(describe_input, [*args, *kwargs.values()]))
         raise ArgumentTypeError(
             f"step({given}) has no tensors: pass tensors, as in step(torch.tensor(x), torch.tensor(y))"
         )
+
+
+def _holds_tensors(leaf: Any) -> bool:
+    """Whether it is a tensor, or an object such as a batch of graphs."""
+    inside = getattr(leaf, "__dict__", {}).values()
+    return isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None)) or any(map(torch.is_tensor, inside))
 
 
 def autocast_dtype(autocast: torch.dtype | str | None) -> torch.dtype | None:

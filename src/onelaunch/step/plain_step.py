@@ -60,7 +60,9 @@ class PlainStep:
         key = (self.model.training, structure, *map(signature, leaves))
         if key in self._compiled:
             return self._run(args, kwargs, update)
-        undo, batches = Undo(self.model, parameters_of(self.optimizer)), self.window.batches
+        modules = nn.ModuleList([one for one in (self.model, self.loss) if isinstance(one, nn.Module)])
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        undo, batches = Undo(modules, parameters_of(self.optimizer), inputs), self.window.batches
         try:
             loss = self._run(args, kwargs, update)
         except Exception as error:

@@ -18,7 +18,7 @@ from onelaunch.fuse.patterns.convolution import ConvolutionBatchNormRelu
 from onelaunch.fuse.patterns.linear import LinearActivationDropout
 from onelaunch.fuse.patterns.linear_cross_entropy import LinearCrossEntropy
 from onelaunch.fuse.patterns.mlp import SmallMlp
-from onelaunch.fuse.patterns.parallel_linear import ParallelLinear
+from onelaunch.fuse.patterns.parallel_linear import ParallelLinear, without_parts
 from onelaunch.fuse.patterns.pattern import Match, Pattern, is_on_cuda
 
 PATTERNS: tuple[Pattern, ...] = (
@@ -53,7 +53,7 @@ def find_matches(graph: fx.Graph, accepted: Callable[[Match], bool] = lambda mat
                 if node not in taken and (match := find(pattern, node)) is not None:
                     found.append(match)
                     taken.update(match.nodes)
-    return found
+    return without_parts(found)
 
 
 def pays_on_device(match: Match) -> bool:

@@ -15,11 +15,13 @@ from onelaunch.activations import saves_input
 from onelaunch.fuse.costs import size_of
 from onelaunch.fuse.graph import Operation, is_layer, next_operation, operation_of, tensor_of
 from onelaunch.fuse.handwritten import handwritten_activation
-from onelaunch.fuse.memory import is_written_after, storages_of
+from onelaunch.fuse.memory import is_written_after, memory_leaves, storages_of
 from onelaunch.fuse.patterns.pattern import Match, is_differentiated, served, with_dtype
 from onelaunch.ops import linear
 from onelaunch.ops.linear_reference import backward_needs
 from onelaunch.roofline import Cost
+
+SAVE_THEIR_OUTPUT = ("relu", "tanh", "sigmoid")  # in PyTorch; the others save their input
 
 
 class LinearActivationDropout:
@@ -30,10 +32,7 @@ class LinearActivationDropout:
         if operation is None or operation.name != "linear" or not is_layer(operation):
             return None
         nodes, activation, p = _epilogue(node)
-        # No operation may change in place what is saved for the backward pass.
-        if not nodes or (
-            backward_needs(activation, p) == "output" and is_written_after(nodes[-1], storages_of(nodes[-1]))
-        ):
+        if not nodes or (backward_needs(activation, p) == "output" and _may_be_written(nodes[-1], activation, p)):
             return None
         parts = ["linear", *([activation] if activation else []), *(["dropout"] if p else [])]
         arguments = {**operation.arguments, "activation": activation, "p": p, "parts": parts}
@@ -78,6 +77,18 @@ def _epilogue(start: fx.Node) -> tuple[list[fx.Node], str | None, float]:
         p = following.dropout
         nodes.append(following.node)
     return nodes, activation, p
+
+
+def _may_be_written(result: fx.Node, activation: str | None, p: float) -> bool:
+    """Whether the result, which our op saves for the backward pass, may be changed in place, in the graph or by its caller.
+
+    A caller may not change what PyTorch's own operation saves.
+    """
+    memory = storages_of(result)
+    if is_written_after(result, memory):
+        return True
+    saved_by_pytorch = activation in SAVE_THEIR_OUTPUT and not p
+    return is_differentiated(result) and not saved_by_pytorch and memory_leaves(result.graph, memory)
 
 
 def is_gate(result: fx.Node) -> bool:

@@ -7,6 +7,7 @@ product of three times the width fills them 4.4 times. Backward, the input's gra
 from __future__ import annotations
 
 import operator
+from collections import Counter
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +94,15 @@ class ParallelLinear:
             return False
         rows, widths = number_of_values(source) // source.shape[-1], [shape_of(one)[0] for one in weights]
         return bool(rows >= sum(widths) and rows * max(widths) <= MAX_OUTPUTS)
+
+
+def without_parts(matches: list[Match]) -> list[Match]:
+    """`matches` without those of products that lack a layer: another pattern took it, and it would be computed twice."""
+    found = Counter(id(match.arguments["made"]) for match in matches if "made" in match.arguments)
+    return [
+        match for match in matches
+        if "made" not in match.arguments or found[id(match.arguments["made"])] == len(match.arguments["weights"])
+    ]  # fmt: skip
 
 
 def _is_plain(operation: Operation) -> bool:
