@@ -166,7 +166,7 @@ def test_a_setting_that_always_changes_is_named() -> None:
     for number in range(10):
         model[3].factor = 1 / (1 + number)
         step(*data)
-    assert step.reason == "Scale.factor of the model changes again and again; a number in a buffer may, by fill_"
+    assert step.reason == "Scale.factor of the model (a buffer may change, by fill_ or copy_) changes again and again"
     assert len(recordings) == 0
     del model[3].factor  # of the instance: the class has another
     step(*data)
@@ -180,6 +180,14 @@ def test_a_deleted_setting_is_a_change() -> None:
     assert not state.is_same()
     assert state.change() == "Scale.factor"
     assert state.change() == ""
+
+
+def test_parameters_without_memory_yet() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
+    state = ModelState([model], model.parameters())
+    assert state.is_same()
+    model(torch.randn(3, 8))
+    assert state.change() != ""
 
 
 class Times(nn.Module):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SETTINGS = (bool, int, float, str, NoneType)  # types of attributes that are compared
@@ -48,7 +49,7 @@ class ModelState:
         parameters = (one for root in self._roots for one in root.parameters())
         tensors = [one for one in (*self._optimized, *parameters, *self._entries) if isinstance(one, torch.Tensor)]
         self._tensors = [*{id(one): one for one in tensors}.values()]
-        self._placed = [one for one in self._tensors if not is_traceable_wrapper_subclass(one)]
+        self._placed = [one for one in self._tensors if not (is_traceable_wrapper_subclass(one) or is_lazy(one))]
         self._addresses = list(map(_address, self._placed))
 
     def flags(self) -> list[bool]:

@@ -134,7 +134,7 @@ class Recordings:
         if self.optimizer.settings_changed():
             self._forget("a setting of the optimizer beside the learning rate")
         elif changed := self.state.change():
-            self._forget(f"{changed} of the model")
+            self._forget(f"{changed} of the model (a buffer may change, by fill_ or copy_)")
         self.optimizer.upload_rates()
 
     @contextmanager
@@ -194,7 +194,7 @@ class Recordings:
         self._pool = None  # PyTorch takes no new graph into a pool without graphs, while a tensor still lives in it
         self.optimizer.prepare()
         if self._forgotten >= MAX_RECORDINGS:
-            self._stop(f"{changed} changes again and again; a number in a buffer may, by fill_")
+            self._stop(f"{changed} changes again and again")
 
     def _stop(self, reason: str) -> None:
         self.reason, self.step.recorded = reason, False
