@@ -16,7 +16,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import fx
 
-from onelaunch.fuse.graph import name_of, tensor_of
+from onelaunch.fuse.graph import is_checkpointed_block, name_of, tensor_of
 from onelaunch.fuse.memory import memory_written_by, storages_of
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.recorded_call import RecordedCall, is_fixed
@@ -60,7 +60,7 @@ def onelaunch(
     reason = next(filter(None, map(no_code_generator_reason, sorted(devices))), "")
     if reason:
         _log_once(reason)
-        if any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes):
+        if any(map(is_checkpointed_block, gm.graph.nodes)):
             # Run as it is, the block would draw other random numbers when it is recomputed.
             return cast(Callable[..., Any], torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs))
         return gm.forward

@@ -19,6 +19,7 @@ import torch
 from torch import fx, nn
 
 from onelaunch.errors import first_line
+from onelaunch.fuse.graph import is_checkpointed_block
 from onelaunch.fuse.substitutes import substitute
 from onelaunch.loggers import logging_from
 
@@ -185,11 +186,11 @@ def loss_in(output: Any) -> Any:
 
 def with_blocks_inlined(graph: fx.Graph) -> fx.Graph:
     """The graph with the operations of checkpointed blocks in their places, each with `CHECKPOINTED` in its metadata."""
-    if not any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in graph.nodes):
+    if not any(map(is_checkpointed_block, graph.nodes)):
         return graph
     made, values = fx.Graph(graph.owning_module), dict[fx.Node, Any]()
     for node in graph.nodes:
-        if node.target is torch.ops.higher_order.tag_activation_checkpoint:
+        if is_checkpointed_block(node):
             body = with_blocks_inlined(getattr(graph.owning_module, node.args[0].target).graph)
             inner = dict(zip(body.find_nodes(op="placeholder"), (values[one] for one in node.args[1:]), strict=True))
             before = set(made.nodes)

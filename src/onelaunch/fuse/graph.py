@@ -214,6 +214,10 @@ def shape_of(node: fx.Node) -> torch.Size:
     return tensor.shape
 
 
+def is_checkpointed_block(node: fx.Node) -> bool:
+    return node.target is torch.ops.higher_order.tag_activation_checkpoint
+
+
 def module_of(node: fx.Node) -> str:
     """The path of the module whose forward made this node, such as `encoder.layers.0.linear1`; "" for the model itself."""
     stack = node.meta.get("nn_module_stack")

@@ -35,10 +35,10 @@ class ModelState:
 
     def remember(self, after_forward: bool = False) -> None:
         self._modules = [*{id(one): one for root in self._roots for one in root.modules()}.values()]
+        before, now = self._settings, self._read_settings()
         if after_forward:
-            before, now = self._settings, self._read_settings()
             self._written.update(key for key, value in now.items() if key not in before or before[key] != value)
-        self._settings = self._read_settings()
+        self._settings = {key: value for key, value in now.items() if key not in self._written}
         owners = {id(module): vars(module) for module in self._modules}
         self._owners = [owners[module] for module, _ in self._settings]
         self._names = [name for _, name in self._settings]
@@ -84,13 +84,11 @@ class ModelState:
 
     def _read_settings(self) -> dict[tuple[int, str], Any]:
         return {
-            key: value
+            (id(module), name): value
             for module in self._modules
             if type(module) is not nn.Linear  # its sizes are its weight's
             for name, value in vars(module).items()
-            if name not in _EVERY_MODULE
-            and isinstance(value, SETTINGS)
-            and (key := (id(module), name)) not in self._written
+            if name not in _EVERY_MODULE and isinstance(value, SETTINGS)
         }
 
     def _label(self, key: tuple[int, str]) -> str:

@@ -66,21 +66,24 @@ class Recordings:
         return len(self._recorded)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
-        """Train on one batch."""
+        """Train on one batch, operation by operation where steps are not recorded."""
+        if self.reason:
+            return self._run_plainly(args, kwargs, update)
         step, accumulates = self.step, self.step.window.size > 1
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         first = {id(leaf): index for index, leaf in reversed(list(enumerate(tensors)))}
         same = tuple(first[id(leaf)] for leaf in tensors)  # arguments that are one tensor are compiled as one
-        opaque = next((one for one in leaves if not isinstance(one, (torch.Tensor, *CONSTANTS))), None)
+        opaque = next(
+            (one for one in leaves if not isinstance(one, torch.Tensor) and not isinstance(one, CONSTANTS)), None
+        )
         if opaque is not None:
             self._stop(
                 f"an argument is a {type(opaque).__name__}: pass its tensors, as in step(**batch) or step(batch.x, batch.y)"
             )
         self.follow_settings()
         if self.reason:
-            step.begin_window()
-            return step(args, kwargs, update)
+            return self._run_plainly(args, kwargs, update)
         autocast = step.callers_autocast()
         key = (update, autocast, *self.state.flags(), structure, same, *map(signature, leaves))
         recorded = self._recorded.get(key)
@@ -104,6 +107,10 @@ class Recordings:
             if positional and not accumulates and autocast is None:
                 self.latest = recorded
         return recorded.replay(tensors)
+
+    def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
+        self.step.begin_window()
+        return self.step(args, kwargs, update)
 
     def _pending_for(self, key: Any, leaves: list[Any], structure: Any) -> Pending:
         if key not in self._pending:

@@ -132,11 +132,7 @@ class TrainStep:
             mark_rows_dynamic(args, kwargs)
         self._started = True
         update = self._window.ends
-        if self.reason:
-            self._plain.begin_window()
-            loss = self._plain(args, kwargs, update)
-        else:
-            loss = self._recordings.run(args, kwargs, update)
+        loss = recordings.run(args, kwargs, update)
         self._window.add_batch()
         return loss
 
