@@ -107,6 +107,9 @@ class Replayed:
         self.replays += 1
         return self.step(tuple(tensors), {}, True)
 
+    def replay_in_place(self, ring: Any, tensors: list[Tensor]) -> Tensor:
+        return self.replay(tensors)
+
 
 class Ring:
     """It takes all arguments, so that the fast way replays."""
@@ -180,6 +183,28 @@ def test_a_deleted_setting_is_a_change() -> None:
     assert not state.is_same()
     assert state.change() == "Scale.factor"
     assert state.change() == ""
+
+
+class ModeElsewhere(nn.Module):
+    """Like modules compiled by `torch.jit.script`, it has no attribute `training` of its own."""
+
+    @property
+    def training(self) -> bool:
+        return bool(vars(self)["mode"])
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        vars(self)["mode"] = mode
+
+
+def test_a_mode_that_is_no_attribute_of_the_module_is_a_flag() -> None:
+    module = ModeElsewhere()
+    state = ModelState([nn.Sequential(module, nn.ReLU())], [])
+    before = state.flags()
+    module.eval()
+    assert state.flags() != before
+    module.train()
+    assert state.flags() == before
 
 
 def test_parameters_without_memory_yet() -> None:

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SETTINGS = (bool, int, float, str, NoneType)  # types of attributes that are compared
 _EVERY_MODULE = frozenset(vars(nn.Module()))
-_requires_grad = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_address = torch.Tensor.data_ptr
+_DELETED = object()
 
 
 class ModelState:
@@ -39,35 +38,37 @@ class ModelState:
         if after_forward:
             self._written.update(key for key, value in now.items() if key not in before or before[key] != value)
         self._settings = {key: value for key, value in now.items() if key not in self._written}
-        owners = {id(module): vars(module) for module in self._modules}
-        self._owners = [owners[module] for module, _ in self._settings]
-        self._names = [name for _, name in self._settings]
         tables = [(one._buffers, one._modules) for one in self._modules]  # a new parameter is new to the optimizer too
         self._tables = [table for table in chain.from_iterable(tables) if table and isinstance(table, dict)]
-        self._sizes = list(map(len, self._tables))
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
+        attributes = {id(module): vars(module) for module in self._modules}
+        self._own_mode = [one for one in attributes.values() if "training" in one]
+        self._other_mode = [one for one in self._modules if "training" not in vars(one)]  # compiled by `torch.jit.script`
+        self._watched = [(attributes[module], name, value) for (module, name), value in self._settings.items()]
         parameters = (one for root in self._roots for one in root.parameters())
         tensors = [one for one in (*self._optimized, *parameters, *self._entries) if isinstance(one, torch.Tensor)]
         self._tensors = [*{id(one): one for one in tensors}.values()]
         self._placed = [one for one in self._tensors if not (is_traceable_wrapper_subclass(one) or is_lazy(one))]
-        self._addresses = list(map(_address, self._placed))
+        self._addresses = [one.data_ptr() for one in self._placed]
+
+    # The next two run in every step. Loops are faster here than `map`, and `id` is slow under an audit hook.
 
     def flags(self) -> list[bool]:
         """Which modules are in training mode, and which tensors have gradients: other flags are another recording."""
-        return [*[one.training for one in self._modules], *map(_requires_grad, self._tensors)]
+        modes = [one["training"] for one in self._own_mode] + [one.training for one in self._other_mode]
+        return modes + [one.requires_grad for one in self._tensors]
 
     def is_same(self) -> bool:
-        """Whether nothing but flags has changed. It runs in every step; an equal number in its place counts as changed."""
-        try:
-            values = map(operator.getitem, self._owners, self._names)
-            return (
-                all(map(operator.is_, self._settings.values(), values))
-                and list(map(len, self._tables)) == self._sizes
-                and all(map(operator.is_, self._entries, chain.from_iterable(map(dict.values, self._tables))))
-                and list(map(_address, self._placed)) == self._addresses
-            )
-        except KeyError:  # an attribute was deleted
-            return False
+        """Whether nothing but flags has changed. An equal number in its place counts as changed."""
+        for attributes, name, value in self._watched:
+            if attributes.get(name, _DELETED) is not value:
+                return False
+        entries = [entry for table in self._tables for entry in table.values()]
+        return (
+            len(entries) == len(self._entries)
+            and all(map(operator.is_, entries, self._entries))
+            and [one.data_ptr() for one in self._placed] == self._addresses
+        )
 
     def change(self) -> str:
         """What has changed, in words, and is remembered now; empty if nothing has."""
@@ -78,7 +79,7 @@ class ModelState:
         for key in settings | self._settings:
             if key not in settings or key not in self._settings or settings[key] != self._settings[key]:
                 return self._label(key)
-        if list(map(id, entries)) != list(map(id, self._entries)):
+        if len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             return "a buffer or layer"
         return "" if addresses == self._addresses else "the memory of a parameter or buffer"
 

@@ -42,6 +42,7 @@ class PlainStep:
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.clip_norm, self.autocast, self.scaler = clip_norm, autocast, scaler
         self.device = parameters_of(optimizer)[0].device
+        self.device_type = self.device.type
         self.window = Window(optimizer, accumulate)
         self.compiles, self.recorded = compile, recorded
         self.compilers_failure = ""  # why steps are not compiled, where they should be
@@ -80,10 +81,9 @@ class PlainStep:
 
     def callers_autocast(self) -> torch.dtype | None:
         """The dtype of a `torch.autocast` around the call, which counts where the step has none of its own."""
-        kind = self.device.type
-        if self.autocast is not None or not torch.is_autocast_enabled(kind):
+        if self.autocast is not None or not torch.is_autocast_enabled(self.device_type):
             return None
-        return torch.get_autocast_dtype(kind)
+        return torch.get_autocast_dtype(self.device_type)
 
     def begin_window(self) -> None:
         """Before the first batch of those that the optimizer steps for: a backward pass elsewhere may have left gradients."""
@@ -118,7 +118,7 @@ class PlainStep:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         dtype = self.autocast or self.callers_autocast()
-        autocast = torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+        autocast = torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
         self._release_workspaces()
         with without_log_breaks(), autocast:
             try:
@@ -161,4 +161,4 @@ class PlainStep:
             clear_workspaces()
 
     def _is_recording(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.device_type == "cuda" and torch.cuda.is_current_stream_capturing()

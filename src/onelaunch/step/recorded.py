@@ -126,10 +126,14 @@ class Recorded:
             return self.loss.clone()
         if not self.ring.takes(tensors):
             tensors = [given.detach().to(self.ring.device).contiguous() for given in tensors]
+        return self.replay_in_place(self.ring, tensors)
+
+    def replay_in_place(self, ring: ArgumentRing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Train on these tensors, which its ring takes."""
         try:
-            loss = self.ring.send(tensors)
+            loss = ring.send(tensors)
             self.graph.replay()
         except BaseException:  # Ctrl-C between a slot and its replay
-            self.ring.resume()
+            ring.resume()
             raise
         return loss

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+from itertools import combinations, starmap
 from typing import Any
 
 import torch
@@ -118,15 +120,15 @@ class TrainStep:
         latest = recordings.latest  # the host's time counts for small networks: every microsecond here does
         if latest is not None and not kwargs:
             ring, state = latest.ring, recordings.state
-            distinct = len({*map(id, args)}) == len(args)  # one tensor as two arguments has a recording of its own
+            shared = any(starmap(operator.is_, combinations(args, 2)))  # one tensor as two arguments: another recording
             if (
-                ring is not None and distinct and ring.takes(args) and self._capturable.ready()
+                ring is not None and not shared and ring.takes(args) and self._capturable.ready()
                 and state.flags() == latest.flags and state.is_same() and self._plain.callers_autocast() is None
             ):  # fmt: skip
-                return latest.replay(args)
+                return latest.replay_in_place(ring, args)
         check_call(args, kwargs, self.loss is not None)
         self._require_unbroken_window()
-        if self._plain.compiles and self._plain.device.type == "cpu":
+        if self._plain.compiles and self._plain.device_type == "cpu":
             if not self._started:
                 backend.log_compiling("train_step", "the step", ": compile=False starts at once")
             mark_rows_dynamic(args, kwargs)
