@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, suggest, type_and_message
-from onelaunch.step.inputs import own_loss, parameter_names, passed_by_name
+from onelaunch.step.inputs import forward_arguments, own_loss, passed_by_name
 from onelaunch.wrong_inputs import is_raised_by_model, require_known_names, require_possible
 
 # What autograd says of compiled code that is to be differentiated twice.
@@ -32,7 +32,7 @@ def explain_failure(
     if isinstance(error, OnelaunchError) or isinstance(model, nn.parallel.DistributedDataParallel):
         return  # a single rank would wait for the others
 
-    inputs, names = args if loss is None else args[:-1], parameter_names(model)
+    inputs, forward = args if loss is None else args[:-1], forward_arguments(model)
     in_model = True
     try:
         require_known_names("step", model, kwargs)
@@ -60,11 +60,12 @@ def explain_failure(
             raise OnelaunchError(f"{failure}; with loss=None all arguments go to the model, else pass loss=") from error
         if not in_model or len(inputs) != 1 or not isinstance(inputs[0], Mapping):
             raise
-        if passed_by_name(inputs, names):
+        if passed_by_name(inputs, forward):
             why = "the dict was passed by name, as its keys are arguments of forward"
         else:
-            other = next(key for key in inputs[0] if key not in names)
-            why = f"the dict was passed as one argument, as forward has no argument {other!r}{suggest(other, names)}"
+            other = next(key for key in inputs[0] if key not in forward.names)
+            hint = suggest(other, forward.names)
+            why = f"the dict was passed as one argument, as forward has no argument {other!r}{hint}"
         raise OnelaunchError(f"{failure}; {why}") from error
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from types import FunctionType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -52,17 +52,38 @@ def mark_rows_dynamic(*inputs: Any) -> None:
             torch._dynamo.maybe_mark_dynamic(leaf, 0)
 
 
-def parameter_names(model: nn.Module) -> set[str]:
+class ForwardArguments(NamedTuple):
+    """The arguments of a model's forward."""
+
+    names: frozenset[str] = frozenset()
+    required: frozenset[str] = frozenset()  # those without a default
+    takes_others: bool = False  # by `**kwargs`
+
+
+def forward_arguments(model: nn.Module) -> ForwardArguments:
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     try:
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        return set(inspect.signature(inner.forward).parameters)
+        parameters = inspect.signature(inner.forward).parameters.values()
     except ValueError:  # a scripted forward has no signature
-        return set()
+        return ForwardArguments()
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return ForwardArguments(
+        frozenset(each.name for each in named), frozenset(each.name for each in named if each.default is each.empty),
+        any(each.kind is each.VAR_KEYWORD for each in parameters),
+    )  # fmt: skip
 
 
-def passed_by_name(inputs: tuple[Any, ...], names: set[str]) -> bool:
-    """Whether the only input is a dict whose keys are arguments of forward, which have these `names`."""
-    return len(inputs) == 1 and isinstance(inputs[0], Mapping) and names.issuperset(inputs[0])
+def passed_by_name(inputs: tuple[Any, ...], forward: ForwardArguments) -> bool:
+    """Whether the only input is a dict whose keys are arguments of forward.
+
+    A forward with `**kwargs` may take some of them so, unless an argument is missing: that forward may want the dict itself.
+    """
+    if len(inputs) != 1 or not isinstance(inputs[0], Mapping):
+        return False
+    keys = set(inputs[0])
+    if forward.takes_others and forward.required <= keys and keys & forward.names:
+        return True
+    return keys <= forward.names
 
 
 def own_loss(output: Any) -> torch.Tensor:

@@ -43,7 +43,9 @@ class ModelState:
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         attributes = {id(module): vars(module) for module in self._modules}
         self._own_mode = [one for one in attributes.values() if "training" in one]
-        self._other_mode = [one for one in self._modules if "training" not in vars(one)]  # compiled by `torch.jit.script`
+        self._other_mode = [
+            one for one in self._modules if "training" not in vars(one)
+        ]  # compiled by `torch.jit.script`
         self._watched = [(attributes[module], name, value) for (module, name), value in self._settings.items()]
         parameters = (one for root in self._roots for one in root.parameters())
         tensors = [one for one in (*self._optimized, *parameters, *self._entries) if isinstance(one, torch.Tensor)]

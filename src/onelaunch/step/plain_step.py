@@ -16,7 +16,7 @@ from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.accumulation import Window
 from onelaunch.step.capturable_optimizer import parameters_of
 from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
-from onelaunch.step.inputs import other_gradients_kept, own_loss, parameter_names, passed_by_name, signature
+from onelaunch.step.inputs import forward_arguments, other_gradients_kept, own_loss, passed_by_name, signature
 from onelaunch.trial_runs import Undo
 
 if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
@@ -48,7 +48,7 @@ class PlainStep:
         self.compilers_failure = ""  # why steps are not compiled, where they should be
         self.adam: AdamUpdate | None = None  # in a recording it replaces the optimizer's own step
         self._compiled: set[Any] = set()  # kinds of inputs with which a compiled step has succeeded
-        self._names = parameter_names(model)
+        self._forward_arguments = forward_arguments(model)
         self._forward: Callable[..., torch.Tensor] = compiled(
             self._forward_and_loss, PROVEN if compile else None, captured=recorded, mode=mode
         )
@@ -147,7 +147,7 @@ class PlainStep:
         return self.loss(self._call_model(args[:-1], kwargs), args[-1])
 
     def _call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if passed_by_name(args, self._names):
+        if passed_by_name(args, self._forward_arguments):
             return self.model(**args[0], **kwargs)
         return self.model(*args, **kwargs)
 

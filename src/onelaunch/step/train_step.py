@@ -42,8 +42,8 @@ def train_step(
     "max-autotune": it also times several kernels for each product, which takes minutes.
 
     The loss comes back as a 0-d tensor, without waiting for the device. Learning-rate schedulers work as usual. A dict as the
-    only input is passed by name if forward has these names. A step begins without gradients and leaves none; parameters that
-    the optimizer does not have keep theirs.
+    only input is passed by name if forward has these names, or has `**kwargs` for some of them and all it needs is there. A
+    step begins without gradients and leaves none; parameters that the optimizer does not have keep theirs.
     """
     return TrainStep(model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile)
 
