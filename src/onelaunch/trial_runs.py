@@ -79,21 +79,21 @@ def kept_attributes(model: nn.Module) -> Iterator[None]:
 
     What forward changes inside an object, such as a list that it appends to, is not undone.
     """
-    before = _attributes_of(model)
+    before = attributes_of(model.modules())
     try:
         yield
     finally:
-        _restore(before)
+        restore(before)
 
 
-def _attributes_of(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def attributes_of(modules: Iterable[nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """The dicts of each module's attributes, buffers, parameters and children, and what is in them."""
     names = ("_buffers", "_parameters", "_modules")
-    tables = [table for module in model.modules() for table in (vars(module), *(getattr(module, one) for one in names))]
+    tables = [table for module in modules for table in (vars(module), *(getattr(module, one) for one in names))]
     return [(table, dict(table)) for table in tables if isinstance(table, dict)]  # not a script's
 
 
-def _restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+def restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     for table, entries in attributes:
         table.update(entries)
         for name in table.keys() - entries.keys():
@@ -108,7 +108,7 @@ class Undo:
     def __init__(
         self, model: nn.Module, parameters: Iterable[torch.Tensor] = (), inputs: Iterable[torch.Tensor] = ()
     ) -> None:
-        self._attributes = _attributes_of(model)
+        self._attributes = attributes_of(model.modules())
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in parameters]
         self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
@@ -120,7 +120,7 @@ class Undo:
 
     @torch.no_grad()
     def __call__(self) -> None:
-        _restore(self._attributes)
+        restore(self._attributes)
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for one, version, before in self._inputs:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -189,3 +192,30 @@ def test_an_optimizer_that_wraps_another() -> None:
     F.cross_entropy(before(x), y).backward()
     torch.optim.SGD(before.parameters(), lr=0.1).step()
     assert_same_weights(model, before, WEIGHT_TOLERANCE)
+
+
+def test_steps_are_made_in_one_thread_and_called_in_another() -> None:
+    model, (data, *_) = network(), batches(1)
+
+    def make() -> Any:
+        return ol.train_step(
+            model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), accumulate=2, compile=False
+        )
+
+    step, kept, stop = make(), [], threading.Event()
+
+    def make_many() -> None:
+        while not stop.is_set():
+            kept.append(make()._window)
+
+    thread, interval = threading.Thread(target=make_many), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        for _ in range(100):
+            step(*data)
+    finally:
+        stop.set()
+        thread.join(60)
+        sys.setswitchinterval(interval)
+    assert kept

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onelaunch as ol
+from onelaunch.step.inputs import forward_arguments, passed_by_name, signature
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
 from tests.step.loops import batches, network, plain_losses
@@ -86,6 +89,59 @@ def test_a_dict_that_lacks_an_argument_is_not_passed_by_name() -> None:
     step = ol.train_step(model, None, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ol.OnelaunchError, match=r"forward has no argument 'label'; did you mean 'labels'\?$"):
         step({"inputs": x, "label": y})
+
+
+class Forwards:
+    """Each takes a tensor; whether {"x": tensor, …} goes to it by name depends on its arguments."""
+
+    def plain(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return x
+
+    def positional(self, x: torch.Tensor, /, **others: Any) -> torch.Tensor:
+        return x
+
+    def keyword(self, *, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        return x
+
+    def only_others(self, **others: torch.Tensor) -> torch.Tensor:
+        return others["x"]
+
+    def several(self, *args: Any, **others: Any) -> torch.Tensor:
+        return args[0]
+
+    def target(self, x: torch.Tensor, y: torch.Tensor, **others: Any) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("forward", "keys", "others", "by_name"),
+    [
+        ("plain", ("x",), (), True), ("plain", ("x", "other"), (), False), ("positional", ("x",), (), False),
+        ("positional", ("x", "other"), (), False), ("keyword", ("x", "other"), (), True), ("keyword", ("other",), (), False),
+        ("only_others", ("x", "other"), (), True), ("several", ("x",), (), False), ("target", ("x", "other"), (), False),
+        ("target", ("x", "other"), ("y",), True), ("target", ("x", "y", 1), (), False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile, nn.DataParallel])
+def test_which_dicts_go_by_name(
+    forward: str, keys: tuple[Any, ...], others: tuple[str, ...], by_name: bool, wrap: Callable[[Any], Any]
+) -> None:
+    model = nn.Linear(2, 2)
+    model.forward = getattr(Forwards(), forward)
+    batch = dict.fromkeys(keys, torch.zeros(2))
+    for given in (batch, UserDict(batch)):
+        assert passed_by_name((given,), forward_arguments(wrap(model)), dict.fromkeys(others)) == by_name
+
+
+def test_a_scripted_model_takes_no_names() -> None:
+    assert not passed_by_name(
+        ({"input": torch.zeros(2)},), forward_arguments(torch.jit.trace(nn.Tanh(), torch.zeros(2)))
+    )
+
+
+def test_equal_values_of_different_types_are_different_kinds_of_inputs() -> None:
+    assert len({signature(value) for value in (0, False, 0.0)}) == 3
+    assert signature(torch.eye(2)) != signature(torch.eye(2).to_sparse())
 
 
 class Configured(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from typing import Any
 
 import torch
 
-_windows: weakref.WeakSet[Window] = weakref.WeakSet()  # of all steps
+_windows: weakref.WeakSet[Window] = weakref.WeakSet()  # of all steps that accumulate
+_windows_lock = threading.Lock()  # a thread may make a step while another calls one
 
 
 class Window:
@@ -21,7 +23,9 @@ class Window:
         self.batches = 0  # that wait for the optimizer
         self._steps = self._at_begin = 0
         self._optimizer = weakref.ref(optimizer)
-        _windows.add(self)
+        if size > 1:
+            with _windows_lock:
+                _windows.add(self)
         own = weakref.ref(self)  # the optimizer keeps its hooks, and must not keep the step alive
 
         def count(*_: Any) -> None:
@@ -52,7 +56,9 @@ class Window:
 
         def found() -> bool:
             mine = self._optimizer()
-            return any(other.batches and other is not self and other._optimizer() is mine for other in _windows)
+            with _windows_lock:
+                windows = list(_windows)
+            return any(other.batches and other is not self and other._optimizer() is mine for other in windows)
 
         if not found():
             return False

@@ -27,7 +27,9 @@ class CapturableOptimizer:
         self._on_device: list[float] = []
         self._settings: list[dict[str, Any]] = []
         self._groups: list[dict[str, Any]] = []
+        self._parameters: list[list[torch.Tensor]] = []
         self._values: list[tuple[Any, ...]] = []
+        self._state, self._states = optimizer.state, 0
 
     def unsupported_reason(self) -> str:
         """Why its step cannot be recorded; empty when it can."""
@@ -54,13 +56,16 @@ class CapturableOptimizer:
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(self.device, torch.float32)
         self._groups = list(self.optimizer.param_groups)
+        self._parameters = [list(group["params"]) for group in self._groups]
         self._settings = [_settings(group) for group in self._groups]
         self.rates = [_rate_tensor(group["lr"], self.device) for group in self.optimizer.param_groups]
         self._on_device = [float("nan")] * len(self.rates)
+        self._remember_state()
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
-        """Inside, the groups hold tensors as learning rates; afterwards, what they held before."""
+        """Around a step: inside, the groups hold tensors as learning rates; afterwards, what they held before."""
+        self._begin_momentum()
         before = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
@@ -69,6 +74,7 @@ class CapturableOptimizer:
         finally:
             for group, rate in zip(self.optimizer.param_groups, before, strict=True):
                 group["lr"] = rate
+            self._remember_state()
 
     def upload_rates(self) -> None:
         """Write the learning rates that a scheduler has changed to the device."""
@@ -85,23 +91,45 @@ class CapturableOptimizer:
         """
         groups = self.optimizer.param_groups
         values = [tuple(group.values()) for group in groups]
-        if values == self._values and all(map(operator.is_, groups, self._groups)):
+        if self._has_its_tensors() and _are_equal(values, self._values):
             return True
         if self.settings_changed():
             return False
         self.upload_rates()
-        self._values = values
+        elsewhere = [  # tensors that a scheduler may change in place
+            group["lr"] for group, rate in zip(groups, self.rates, strict=True)
+            if isinstance(group["lr"], torch.Tensor) and group["lr"] is not rate
+        ]  # fmt: skip
+        self._values = [] if elsewhere else values
         return True
 
     def settings_changed(self) -> bool:
-        """Whether a group, or a setting other than its rate, differs from what was recorded.
+        """Whether a group, or a setting other than its rate, or what it updates differs from what was recorded."""
+        return not self._has_its_tensors() or any(map(_differs, self._groups, self._settings))
 
-        `load_state_dict` makes new groups, and new state that a recording does not read.
-        """
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self._groups) or not all(map(operator.is_, groups, self._groups)):
-            return True
-        return any(map(_differs, groups, self._settings))
+    def _has_its_tensors(self) -> bool:
+        """`load_state_dict` makes new groups, and new state that a recording does not read."""
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        if state is not self._state or len(state) != self._states or len(groups) != len(self._groups):
+            return False
+        for group, known, parameters in zip(groups, self._groups, self._parameters, strict=True):
+            now = group["params"]
+            if group is not known or len(now) != len(parameters) or not all(map(operator.is_, now, parameters)):
+                return False
+        return True
+
+    def _remember_state(self) -> None:
+        self._state, self._states = self.optimizer.state, len(self.optimizer.state)
+
+    def _begin_momentum(self) -> None:
+        """Fused SGD takes no parameters with momentum beside others without, such as layers that have just been unfrozen."""
+        for group in self.optimizer.param_groups:
+            if isinstance(self.optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
+                for parameter in group["params"]:
+                    if parameter.requires_grad and not group["dampening"]:  # which would not dampen the first gradient
+                        state = self.optimizer.state[parameter]
+                        if state.get("momentum_buffer") is None:
+                            state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -121,4 +149,17 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differs(group: dict[str, Any], settings: dict[str, Any]) -> bool:
-    return any(group.get(name) != value for name, value in settings.items())
+    return any(_is_other(group.get(name), value) for name, value in settings.items())
+
+
+def _are_equal(values: list[tuple[Any, ...]], others: list[tuple[Any, ...]]) -> bool:
+    try:
+        return values == others
+    except RuntimeError:  # of two tensors that are not the same one
+        return False
+
+
+def _is_other(now: Any, before: Any) -> bool:
+    if now is before:
+        return False
+    return isinstance(now, torch.Tensor) or isinstance(before, torch.Tensor) or bool(now != before)

@@ -60,7 +60,7 @@ def explain_failure(
             raise OnelaunchError(f"{failure}; with loss=None all arguments go to the model, else pass loss=") from error
         if not in_model or len(inputs) != 1 or not isinstance(inputs[0], Mapping):
             raise
-        if passed_by_name(inputs, forward):
+        if passed_by_name(inputs, forward, kwargs):
             why = "the dict was passed by name, as its keys are arguments of forward"
         else:
             other = next(key for key in inputs[0] if key not in forward.names)

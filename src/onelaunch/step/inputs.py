@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from onelaunch.errors import OnelaunchError
@@ -55,35 +56,47 @@ def mark_rows_dynamic(*inputs: Any) -> None:
 class ForwardArguments(NamedTuple):
     """The arguments of a model's forward."""
 
-    names: frozenset[str] = frozenset()
+    names: frozenset[str] = frozenset()  # of those that may be given by name
     required: frozenset[str] = frozenset()  # those without a default
     takes_others: bool = False  # by `**kwargs`
+    takes_positional: bool = True
 
 
 def forward_arguments(model: nn.Module) -> ForwardArguments:
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     try:
-        parameters = inspect.signature(inner.forward).parameters.values()
+        parameters = inspect.signature(_inner(model).forward).parameters.values()
     except ValueError:  # a scripted forward has no signature
         return ForwardArguments()
-    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    single = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     return ForwardArguments(
-        frozenset(each.name for each in named), frozenset(each.name for each in named if each.default is each.empty),
-        any(each.kind is each.VAR_KEYWORD for each in parameters),
-    )  # fmt: skip
+        names=frozenset(each.name for each in named),
+        required=frozenset(each.name for each in single if each.default is each.empty),
+        takes_others=any(each.kind is each.VAR_KEYWORD for each in parameters),
+        takes_positional=any(each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD) for each in parameters),
+    )
 
 
-def passed_by_name(inputs: tuple[Any, ...], forward: ForwardArguments) -> bool:
-    """Whether the only input is a dict whose keys are arguments of forward.
+def passed_by_name(inputs: tuple[Any, ...], forward: ForwardArguments, others: Iterable[str] = ()) -> bool:
+    """Whether the only positional input is a dict whose keys are arguments of forward; `others` are given by name anyway.
 
     A forward with `**kwargs` may take some of them so, unless an argument is missing: that forward may want the dict itself.
     """
     if len(inputs) != 1 or not isinstance(inputs[0], Mapping):
         return False
     keys = set(inputs[0])
-    if forward.takes_others and forward.required <= keys and keys & forward.names:
+    if keys <= forward.names:
         return True
-    return keys <= forward.names
+    if not forward.takes_others or not forward.required <= keys.union(others):
+        return False
+    return all(isinstance(key, str) for key in keys) and bool(keys & forward.names or not forward.takes_positional)
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The module within wrappers whose forward takes what that of the module takes."""
+    wraps = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel))
+    inner = dict(model.named_children()).get("module" if wraps else "_orig_mod")  # the latter of `torch.compile`
+    return model if inner is None else _inner(inner)
 
 
 def own_loss(output: Any) -> torch.Tensor:
@@ -130,5 +143,5 @@ def other_gradients_kept(loss: torch.Tensor, parameters: Iterable[torch.Tensor])
 def signature(leaf: Any) -> Any:
     """What a recording depends on: shape and type of a tensor, the value of a constant; of another object only its type."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, leaf.requires_grad
-    return leaf if isinstance(leaf, CONSTANTS) else type(leaf)
+        return leaf.shape, leaf.dtype, leaf.layout, leaf.requires_grad
+    return (type(leaf), leaf) if isinstance(leaf, CONSTANTS) else type(leaf)  # 0 equals False

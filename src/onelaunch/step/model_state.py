@@ -1,15 +1,15 @@
 """What a recorded step depends on beside its inputs: flags, settings and memory of the model and of the loss.
 
-A recording reads none of them again, so they are compared before every replay. Modules change them in Python during the steps
-before a recording, which is why they are remembered after such a step.
+A recording reads none of them again, so they are compared before every replay. What forward itself changes in Python is told
+apart by looking before and after the steps that run in Python.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from types import NoneType
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -17,40 +17,45 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-SETTINGS = (bool, int, float, str, NoneType)  # types of attributes that are compared
+from onelaunch.step.inputs import CONSTANTS
+from onelaunch.trial_runs import attributes_of, restore
+
+SETTINGS = (*CONSTANTS, BuiltinFunctionType, torch.Tensor)  # types of attributes that are compared, tensors by identity
+SIZES_OF_WEIGHT = frozenset({"in_features", "out_features"})  # of nn.Linear, of which there are many
 _EVERY_MODULE = frozenset(vars(nn.Module()))
-_DELETED = object()
+_MISSING = object()
+
+Key = tuple[int, str]  # a module's id and the name of an attribute
 
 
 class ModelState:
-    """The state of these modules, and of the optimizer's parameters, when `remember` was last called."""
+    """The state of these modules, and of the optimizer's `parameters()`, when it was last looked at."""
 
-    def __init__(self, roots: Iterable[Any], parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, roots: Iterable[Any], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._roots = [root for root in roots if isinstance(root, nn.Module)]
-        self._optimized = list(parameters)
-        self._written: set[tuple[int, str]] = set()  # attributes that forward sets itself are no settings
-        self._settings: dict[tuple[int, str], Any] = {}  # by module and name
-        self.remember()
+        self._parameters = parameters
+        self._changed_once: set[Key] = set()  # by forward
+        self._written: set[Key] = set()  # attributes that forward sets again and again are no settings
+        self._look()
 
-    def remember(self, after_forward: bool = False) -> None:
+    def _look(self) -> None:
         self._modules = [*{id(one): one for root in self._roots for one in root.modules()}.values()]
-        before, now = self._settings, self._read_settings()
-        if after_forward:
-            self._written.update(key for key, value in now.items() if key not in before or before[key] != value)
-        self._settings = {key: value for key, value in now.items() if key not in self._written}
-        tables = [(one._buffers, one._modules) for one in self._modules]  # a new parameter is new to the optimizer too
-        self._tables = [table for table in chain.from_iterable(tables) if table and isinstance(table, dict)]
-        self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
-        attributes = {id(module): vars(module) for module in self._modules}
-        self._own_mode = [one for one in attributes.values() if "training" in one]
+        self._attributes = [vars(one) for one in self._modules]
+        self._sizes = [*map(len, self._attributes)]
+        self._own_mode = [one for one in self._attributes if "training" in one]
         self._other_mode = [
             one for one in self._modules if "training" not in vars(one)
         ]  # compiled by `torch.jit.script`
-        self._watched = [(attributes[module], name, value) for (module, name), value in self._settings.items()]
-        parameters = (one for root in self._roots for one in root.parameters())
-        tensors = [one for one in (*self._optimized, *parameters, *self._entries) if isinstance(one, torch.Tensor)]
+        self._settings = self._read_settings()
+        names = {id(module): attributes for module, attributes in zip(self._modules, self._attributes, strict=True)}
+        self._watched = [(names[module], name, value) for (module, name), value in self._settings.items()]
+        tables = chain.from_iterable((one._parameters, one._buffers, one._modules) for one in self._modules)
+        dicts = [table for table in tables if isinstance(table, dict)]  # not a script's
+        self._tables, self._empty = [one for one in dicts if one], [one for one in dicts if not one]
+        self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
+        tensors = [one for one in (*self._parameters(), *self._entries) if isinstance(one, torch.Tensor)]
         self._tensors = [*{id(one): one for one in tensors}.values()]
-        self._placed = [one for one in self._tensors if not (is_traceable_wrapper_subclass(one) or is_lazy(one))]
+        self._placed = [one for one in self._tensors if _has_address(one)]
         self._addresses = [one.data_ptr() for one in self._placed]
 
     # The next two run in every step. Loops are faster here than `map`, and `id` is slow under an audit hook.
@@ -63,37 +68,98 @@ class ModelState:
     def is_same(self) -> bool:
         """Whether nothing but flags has changed. An equal number in its place counts as changed."""
         for attributes, name, value in self._watched:
-            if attributes.get(name, _DELETED) is not value:
+            if attributes.get(name, _MISSING) is not value:
                 return False
         entries = [entry for table in self._tables for entry in table.values()]
         return (
             len(entries) == len(self._entries)
             and all(map(operator.is_, entries, self._entries))
+            and not any(self._empty)
+            and [*map(len, self._attributes)] == self._sizes
             and [one.data_ptr() for one in self._placed] == self._addresses
         )
 
     def change(self) -> str:
-        """What has changed, in words, and is remembered now; empty if nothing has."""
+        """What was changed between two steps, in words; empty if nothing was."""
         if self.is_same():
             return ""
-        settings, entries, addresses = self._settings, self._entries, self._addresses
-        self.remember()
-        for key in settings | self._settings:
-            if key not in settings or key not in self._settings or settings[key] != self._settings[key]:
+        before, replaced = self._settings, self._look_again()
+        for key in before | self._settings:
+            old, new = before.get(key, _MISSING), self._settings.get(key, _MISSING)
+            if not _equal(old, new) and not self._is_new_tensor(key, old, new):
                 return self._label(key)
+        return replaced
+
+    def follow_forward(self, recorded: bool) -> str:
+        """After forward ran in Python: what it has replaced that recordings may read, in words; empty if nothing.
+
+        `recorded`: whether it was recorded, so that it will be the recording that writes the tensors that were set meanwhile.
+        """
+        if self.is_same():
+            return ""
+        before, replaced = self._settings, self._look_again()
+        for key, new in self._settings.items():
+            old = before.get(key, _MISSING)
+            if _equal(old, new):
+                continue
+            if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+                if recorded:
+                    self._written.add(key)
+                elif old is not _MISSING:
+                    replaced = replaced or self._label(key)
+            elif key in self._changed_once:
+                self._written.add(key)
+            self._changed_once.add(key)
+        self._look()
+        return replaced
+
+    def undo(self) -> Callable[[], None]:
+        """To call after a recording that failed: what forward has set meanwhile was never computed."""
+        attributes, memory = attributes_of(self._modules), [(one, one.data) for one in self._placed]
+
+        def put_back() -> None:
+            restore(attributes)
+            for tensor, data in memory:
+                if tensor.data_ptr() != data.data_ptr():
+                    tensor.data = data
+
+        return put_back
+
+    def _look_again(self) -> str:
+        """What else than settings differs now, in words."""
+        entries, addresses = self._entries, self._addresses
+        self._look()
         if len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
-            return "a buffer or layer"
+            return "a parameter, buffer or layer"
         return "" if addresses == self._addresses else "the memory of a parameter or buffer"
 
-    def _read_settings(self) -> dict[tuple[int, str], Any]:
+    def _read_settings(self) -> dict[Key, Any]:
         return {
             (id(module), name): value
-            for module in self._modules
-            if type(module) is not nn.Linear  # its sizes are its weight's
-            for name, value in vars(module).items()
-            if name not in _EVERY_MODULE and isinstance(value, SETTINGS)
+            for module, attributes in zip(self._modules, self._attributes, strict=True)
+            for name, value in attributes.items()
+            if name not in _EVERY_MODULE
+            and isinstance(value, SETTINGS)
+            and not (type(module) is nn.Linear and name in SIZES_OF_WEIGHT)
+            and (id(module), name) not in self._written
         }
 
-    def _label(self, key: tuple[int, str]) -> str:
+    def _is_new_tensor(self, key: Key, old: Any, new: Any) -> bool:
+        """Whether an attribute is new which no recording can have read, such as what an evaluation keeps for later."""
+        kinds = [type(module) for module in self._modules if id(module) == key[0]]
+        return old is _MISSING and isinstance(new, torch.Tensor) and not any(hasattr(kind, key[1]) for kind in kinds)
+
+    def _label(self, key: Key) -> str:
         kinds = [type(module).__name__ for module in self._modules if id(module) == key[0]]
         return ".".join([*kinds, key[1]])
+
+
+def _has_address(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not (is_traceable_wrapper_subclass(tensor) or is_lazy(tensor))
+
+
+def _equal(old: Any, new: Any) -> bool:
+    """Tensors are equal only to themselves."""
+    if old is new:
+        return True
+    return not (isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)) and bool(old == new)

@@ -91,6 +91,13 @@ class PlainStep:
             self._zero_gradients()
             self.window.begin()
 
+    def release_frozen_gradients(self) -> bool:
+        """Whether there were any: a gradient of zeros would still be an update, with momentum or weight decay."""
+        frozen = [one for one in parameters_of(self.optimizer) if one.grad is not None and not one.requires_grad]
+        for parameter in frozen:
+            parameter.grad = None
+        return bool(frozen)
+
     def abandon_window(self) -> None:
         """After an error: the gradients are those of a part of the model or of the batches."""
         self.window.batches = 0
@@ -147,7 +154,7 @@ class PlainStep:
         return self.loss(self._call_model(args[:-1], kwargs), args[-1])
 
     def _call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if passed_by_name(args, self._forward_arguments):
+        if passed_by_name(args, self._forward_arguments, kwargs):
             return self.model(**args[0], **kwargs)
         return self.model(*args, **kwargs)
 

@@ -99,11 +99,11 @@ class Recorded:
     def __init__(self, inputs: list[torch.Tensor], device: torch.device, flags: list[bool]) -> None:
         self.graph = torch.cuda.CUDAGraph()
         self.inputs, self.flags = inputs, flags  # `ModelState.flags`
-        self.update: object = None  # the optimizer's tables, which the recording reads
+        self.memory: list[object] = []  # the optimizer's tables and state: the recording writes to it
         self.loss = torch.empty(())
         fits = all(one.numel() * one.element_size() <= MAX_RING_BYTES and one.element_size() in WORDS for one in inputs)
-        contiguous = all(one.is_contiguous() for one in inputs)
-        self.ring = ArgumentRing(inputs, device) if inputs and fits and contiguous else None
+        plain = all(one.is_contiguous() and not one.is_complex() for one in inputs)  # a conjugate is a note on a tensor
+        self.ring = ArgumentRing(inputs, device) if inputs and fits and plain else None
 
     def begin(self) -> None:
         """What comes first in the recording."""

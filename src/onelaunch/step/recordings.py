@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ class Recordings:
         self._stream: torch.cuda.Stream | None = None
         if not reason:
             optimizer.prepare()
-            self.state = ModelState((step.model, step.loss), parameters_of(optimizer.optimizer))
+            self.state = ModelState((step.model, step.loss), partial(parameters_of, optimizer.optimizer))
 
     def __len__(self) -> int:
         return len(self._recorded)
@@ -87,6 +88,11 @@ class Recordings:
         autocast = step.callers_autocast()
         key = (update, autocast, *self.state.flags(), structure, same, *map(signature, leaves))
         recorded = self._recorded.get(key)
+        if accumulates and step.window.batches == 0 and step.release_frozen_gradients():
+            self._forget("which parameters are frozen (with accumulate)")
+            recorded = None
+            if self.reason:
+                return self._run_plainly(args, kwargs, update)
         if recorded is None or accumulates:  # a recording of a whole step has gradients of its own
             step.begin_window()
         if recorded is None:
@@ -98,9 +104,16 @@ class Recordings:
                 if recorded is None:
                     with self.operations():
                         pending.loss = step(pending.args, pending.kwargs, update)
-                    return pending.loss
             finally:
-                self.state.remember(after_forward=True)
+                replaced = self.state.follow_forward(recorded is not None)
+                if replaced and self._recorded:
+                    self._forget_recordings(f"{replaced}, which forward replaces,")
+            if recorded is None:
+                return pending.loss
+            if replaced:  # in every call, as it seems: this one recording has it where the model has it now
+                loss = recorded.replay(tensors)
+                self._stop(f"forward replaces {replaced}: change it in place, as by copy_")
+                return loss
             self._recorded[key] = recorded
             del self._pending[key]
             positional = not kwargs and len(tensors) == len(args) == len(first)
@@ -138,9 +151,10 @@ class Recordings:
         """Before work on the device: other settings need other recordings, and the rates are read there."""
         if self.reason:
             return
+        changed = self.state.change()
         if self.optimizer.settings_changed():
-            self._forget("a setting of the optimizer beside the learning rate")
-        elif changed := self.state.change():
+            self._forget("what the optimizer has beside the learning rate")
+        elif changed:
             self._forget(f"{changed} of the model (a buffer may change, by fill_ or copy_)")
         self.optimizer.upload_rates()
 
@@ -163,6 +177,7 @@ class Recordings:
         """The step for inputs like these, recorded but not run; None, with `reason` set, where that is impossible."""
         step = self.step
         gradients = [(parameter, parameter.grad) for parameter in parameters_of(step.optimizer)]
+        undo = self.state.undo()
         try:
             from onelaunch.kernels.launch import compiling
             from onelaunch.step.adam_update import adam_update
@@ -183,23 +198,30 @@ class Recordings:
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(step.device)
             self._stop(first_line(error))
+            undo()
             step.forget_unscaling()
             for parameter, gradient in gradients:  # a recording runs nothing: what was accumulated is still there
                 parameter.grad = gradient
             return None
         finally:
             update_tables, step.adam = step.adam, None
-        recorded.update = update_tables
+        recorded.memory = [update_tables, *(dict(state) for state in step.optimizer.state.values())]
         return recorded
 
     def _forget(self, changed: str) -> None:
         """Settings are part of a recording: record anew, but not for a schedule that changes them always."""
-        self._forgotten += bool(self._recorded or self._pending)
-        self._recorded.clear()
+        if not self._recorded and not self._pending:
+            self.optimizer.prepare()
+            return
         self._pending.clear()
+        self.optimizer.prepare()
+        self._forget_recordings(changed)
+
+    def _forget_recordings(self, changed: str) -> None:
+        self._forgotten += 1
+        self._recorded.clear()
         self.latest = None
         self._pool = None  # PyTorch takes no new graph into a pool without graphs, while a tensor still lives in it
-        self.optimizer.prepare()
         if self._forgotten >= MAX_RECORDINGS:
             self._stop(f"{changed} changes again and again")
 

@@ -1,0 +1,87 @@
+"""A CUDA graph on a CPU: the operations of one step, and the very memory that they read and wrote.
+
+Like a graph, a replay runs no Python of the model: it reads and writes that memory, whatever the model has now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+import onelaunch as ol
+from onelaunch.step.capturable_optimizer import CapturableOptimizer
+from onelaunch.step.recordings import Recordings
+
+
+def alias(value: Any) -> Any:
+    """The same memory: another tensor may take the place of this one in a module, or it in another memory."""
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else id(tensor)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+class Tape(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given, named = tree_map(alias, args), tree_map(alias, kwargs or {})
+        result = function(*args, **(kwargs or {}))
+        inputs = {memory(one) for one in tensors_in((args, kwargs))}
+        made = [None if memory(one) in inputs else alias(one) for one in tensors_in(result)]
+        self.calls.append((function, given, named, made))
+        return result
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for function, args, kwargs, made in self.calls:
+            for place, value in zip(made, tensors_in(function(*args, **kwargs)), strict=True):
+                if place is not None:
+                    place.copy_(value)
+
+
+class TapedStep:
+    """In the place of `Recorded`. Other than a CUDA graph it has run when it is recorded, so its first replay runs nothing."""
+
+    def __init__(self, recordings: Any, pending: Any, update: bool) -> None:
+        self.flags, self.ring, self.inputs, self.replays = recordings.state.flags(), None, pending.inputs, 0
+        with Tape() as self.tape:
+            self.loss = recordings.step(pending.args, pending.kwargs, update)
+
+    def replay(self, tensors: Sequence[Tensor]) -> Tensor:
+        self.replays += 1
+        if self.replays > 1:
+            for place, given in zip(self.inputs, tensors, strict=True):
+                place.copy_(given)
+            self.tape.replay()
+        return self.loss.clone()
+
+
+def taped_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any = F.cross_entropy, accumulate: int = 1
+) -> tuple[Any, Any]:
+    """A step that is recorded on tapes, and its recordings."""
+    step = ol.train_step(model, loss, optimizer, accumulate=accumulate, compile=False)
+    step._capturable = CapturableOptimizer(
+        optimizer, torch.device("cpu:0")
+    )  # rates on "cpu" are elsewhere, as with CUDA
+    step._plain.recorded = True
+    recordings: Any = Recordings(step._plain, step._capturable, "")
+    recordings._record = lambda pending, update: TapedStep(recordings, pending, update)
+    recordings._own_stream = contextlib.nullcontext
+    step._recordings = recordings
+    return step, recordings
