@@ -6,9 +6,11 @@ Like a graph, a replay runs no Python of the model: it reads and writes that mem
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import onelaunch as ol
+from onelaunch.step import recorded
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 from onelaunch.step.recordings import Recordings
 
@@ -54,21 +57,33 @@ class Tape(TorchDispatchMode):
                     place.copy_(value)
 
 
-class TapedStep:
-    """In the place of `Recorded`. Other than a CUDA graph it has run when it is recorded, so its first replay runs nothing."""
+class TapedGraph:
+    """In the place of `torch.cuda.CUDAGraph`. Other than one it has run when it is recorded: its first replay does nothing."""
 
-    def __init__(self, recordings: Any, pending: Any, update: bool) -> None:
-        self.flags, self.ring, self.inputs, self.replays = recordings.state.flags(), None, pending.inputs, 0
-        with Tape() as self.tape:
-            self.loss = recordings.step(pending.args, pending.kwargs, update)
+    def __init__(self) -> None:
+        self.tape, self.replays = Tape(), 0
 
-    def replay(self, tensors: Sequence[Tensor]) -> Tensor:
+    def replay(self) -> None:
         self.replays += 1
         if self.replays > 1:
-            for place, given in zip(self.inputs, tensors, strict=True):
-                place.copy_(given)
             self.tape.replay()
-        return self.loss.clone()
+
+
+@contextlib.contextmanager
+def capturing(graph: TapedGraph, **_: Any) -> Iterator[None]:
+    with graph.tape:
+        yield
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps made by `taped_step` are recorded on tapes."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", TapedGraph)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(sys.modules[Recordings.__module__], "capturing", capturing)
+    monkeypatch.setattr(recorded, "MAX_RING_BYTES", 0)  # inputs are copied
 
 
 def taped_step(
@@ -81,7 +96,6 @@ def taped_step(
     )  # rates on "cpu" are elsewhere, as with CUDA
     step._plain.recorded = True
     recordings: Any = Recordings(step._plain, step._capturable, "")
-    recordings._record = lambda pending, update: TapedStep(recordings, pending, update)
     recordings._own_stream = contextlib.nullcontext
     step._recordings = recordings
     return step, recordings

@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
-from onelaunch.step.recordings import Recordings
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
 from tests.step.loops import batches, network
-from tests.step.tape import taped_step
+from tests.step.tape import Tape, taped_step, tapes
 from tests.step.test_what_a_recording_depends_on import CHANGES
 from tests.step.test_what_a_recording_depends_on import network as changing_network
 
-pytestmark = pytest.mark.usefixtures("no_code")
+__all__ = ["tapes"]
+pytestmark = pytest.mark.usefixtures("no_code", "tapes")
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def assert_follows_a_plain_loop(
 def test_tapes_follow_a_plain_loop(accumulate: int) -> None:
     step = assert_follows_a_plain_loop(network(), batches(14), momentum=0.9, weight_decay=0.1, accumulate=accumulate)
     assert step.reason == ""
-    assert sum(one.replays for one in step._recordings._recorded.values()) == 14 - 2 * accumulate
+    assert sum(one.graph.replays for one in step._recordings._recorded.values()) == 14 - 2 * accumulate
 
 
 @pytest.mark.parametrize("name", CHANGES)
@@ -112,7 +112,7 @@ def test_what_forward_sets_in_every_call_costs_no_recording() -> None:
     data = [one for rows in (5, 7) * 5 for one in batches(1, rows=rows)]
     model = KeepsLast()
     step = assert_follows_a_plain_loop(model, data, lambda model, _: model(torch.randn(3, 8)))
-    assert [one.replays for one in step._recordings._recorded.values()] == [3, 3]
+    assert [one.graph.replays for one in step._recordings._recorded.values()] == [3, 3]
     assert step._recordings._forgotten <= 1
     assert step.reason == ""
 
@@ -130,23 +130,28 @@ def test_forward_that_gives_parameters_other_memory_is_not_recorded() -> None:
     assert step.reason.startswith("forward replaces the memory of a parameter or buffer: change it in place")
 
 
+class CannotBeRecorded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Tape):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return x
+
+
 def test_a_recording_that_fails_leaves_the_model_as_it_was() -> None:
-    """What forward replaced meanwhile was never computed."""
-    model = nn.Sequential(MaxNorm(8, 16), KeepsLast())
-    model[1].body = nn.Linear(16, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    recordings = Recordings(
-        taped_step(model, optimizer)[0]._plain, CapturableOptimizer(optimizer, torch.device("cpu")), ""
-    )
-    model(torch.randn(5, 8))
-    before, last, address = copy.deepcopy(model.state_dict()), model[1].last, model[0].weight.data_ptr()
-    undo = recordings.state.undo()
-    model(torch.randn(5, 8))
-    model[0].weight.data = torch.full_like(model[0].weight, torch.nan)
-    undo()
-    assert (model[1].last is last, model[1].calls, model[0].weight.data_ptr()) == (True, 1, address)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
+    """What forward replaced meanwhile was never computed: new memory of parameters, attributes, counters."""
+
+    class Overwritten(MaxNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            if isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Tape):
+                self.weight.data.fill_(torch.nan)
+            return y
+
+    keeps = KeepsLast()
+    step = assert_follows_a_plain_loop(nn.Sequential(Overwritten(8, 8), keeps, CannotBeRecorded()), batches(6))
+    assert step.reason == "operation not permitted when stream is capturing"
+    assert keeps.calls == 6
+    assert torch.isfinite(keeps.last).all()
 
 
 def keep_first(model: Any, optimizer: Any) -> None:
