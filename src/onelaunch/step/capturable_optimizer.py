@@ -29,7 +29,8 @@ class CapturableOptimizer:
         self._groups: list[dict[str, Any]] = []
         self._parameters: list[list[torch.Tensor]] = []
         self._values: list[tuple[Any, ...]] = []
-        self._state, self._states = optimizer.state, 0
+        self._state: Any = None
+        self._states = 0
 
     def unsupported_reason(self) -> str:
         """Why its step cannot be recorded; empty when it can."""

@@ -7,6 +7,7 @@ writes a few integers and replays. Large arguments are copied, where the host's 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,8 @@ class ArgumentRing:
         self._loss_address = self._loss_bytes = 0
         self._next_loss = 0
         self._stream = -1
+        # Replays under way read the slots, which the next owner of that memory would overwrite.
+        weakref.finalize(self, torch.cuda.synchronize, self._index).atexit = False
 
     def read_arguments(self) -> None:
         """The first launches of a recording."""
