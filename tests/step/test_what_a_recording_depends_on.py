@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.nn.utils.prune
 from torch import Tensor, nn
 
 import onelaunch as ol
@@ -21,87 +19,12 @@ from onelaunch.step.model_state import ModelState
 from onelaunch.step.recordings import MAX_PENDING, Recordings
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
+from tests.step.changes import CHANGES, network
 from tests.step.loops import batches
 
 pytestmark = pytest.mark.usefixtures("no_code")
 
 
-class Scale(nn.Module):
-    factor = other_factor = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor, self.limit = 1.0, math.nan
-        self.calls: Any = None
-        self.created: Any = None
-        self.mean, self.function = torch.zeros(()), torch.relu
-        self.more = nn.ModuleList()
-        self.register_buffer("shift", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = len(x)
-        if self.created is None:
-            self.created = 1.0
-        for layer in self.more:
-            x = layer(x)
-        x = x if math.isnan(self.limit) else x.clamp(-self.limit, self.limit)
-        return self.function(x) * (self.factor * self.other_factor * self.created) + (self.shift - self.mean)
-
-
-def network(frozen: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), Scale(), nn.Linear(16, 4))
-    model[0].requires_grad_(not frozen)
-    return model
-
-
-def move(parameter: Tensor) -> None:
-    parameter.data = parameter.data * 0.5
-
-
-def set_factor(model: Any) -> None:
-    model[3].factor = 0.3
-
-
-def append_layer(model: Any) -> None:
-    model[3].more.append(nn.Tanh())
-
-
-def swap_weights(model: Any) -> None:
-    model[0].weight, model[0].bias = (nn.Parameter(one.detach() / 2) for one in (model[0].weight, model[0].bias))
-
-
-def prune(model: Any) -> None:
-    nn.utils.prune.custom_from_mask(model[4], "weight", torch.ones_like(model[4].weight).tril())
-
-
-def set_shift(model: Any) -> None:
-    model[3].shift = torch.full_like(model[3].shift, 0.5)
-
-
-def replace_tanh(model: Any) -> None:
-    model[2] = nn.ReLU()
-
-
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "freeze": lambda model: model[0].requires_grad_(False),
-    "evaluate a layer": lambda model: model[1].eval(),
-    "a factor": set_factor,
-    "a setting of PyTorch's layer": lambda model: setattr(model[1], "momentum", 0.9),
-    "a buffer in another place": set_shift,
-    "memory of a parameter": lambda model: move(model[0].weight),
-    "a layer": replace_tanh,
-    "a layer in an empty list": append_layer,
-    "a default of the class": lambda model: setattr(model[3], "other_factor", 0.5),
-    "an attribute that forward created": lambda model: setattr(model[3], "created", 0.5),
-    "an attribute that was no number": lambda model: setattr(model[3], "limit", 0.1),
-    "an attribute that is a tensor": lambda model: setattr(model[3], "mean", torch.ones(())),
-    "an attribute that is a function": lambda model: setattr(model[3], "function", torch.tanh),
-    "an attribute of a linear layer": lambda model: setattr(model[4], "gain", 0.1),
-    "no bias": lambda model: setattr(model[4], "bias", None),
-    "other parameters": swap_weights,
-    "a pruned layer": prune,
-}
 IN_ANOTHER_RECORDING = ("freeze", "evaluate a layer")  # the one before can be replayed again
 
 
@@ -215,8 +138,8 @@ def test_a_deleted_setting_is_a_change() -> None:
     assert state.is_same()
     del model[3].factor
     assert not state.is_same()
-    assert state.change() == "Scale.factor"
-    assert state.change() == ""
+    assert state.change(recorded=True) == "Scale.factor"
+    assert state.change(recorded=True) == ""
 
 
 class ModeElsewhere(nn.Module):
@@ -246,7 +169,7 @@ def test_parameters_without_memory_yet() -> None:
     state = ModelState([model], model.parameters)
     assert state.is_same()
     model(torch.randn(3, 8))
-    assert state.change() != ""
+    assert state.change(recorded=True) != ""
 
 
 class Times(nn.Module):

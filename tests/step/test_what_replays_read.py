@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
+from onelaunch.step.recordings import uncapturable_reason
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
+from tests.step.changes import CHANGES
+from tests.step.changes import network as changing_network
 from tests.step.loops import batches, network
 from tests.step.tape import Tape, taped_step, tapes
-from tests.step.test_what_a_recording_depends_on import CHANGES
-from tests.step.test_what_a_recording_depends_on import network as changing_network
 
 __all__ = ["tapes"]
 pytestmark = pytest.mark.usefixtures("no_code", "tapes")
@@ -30,17 +32,17 @@ def seeded() -> None:
 
 def assert_follows_a_plain_loop(
     model: nn.Module, data: list[tuple[Tensor, Tensor]], change: Callable[[Any, Any], Any] = lambda model, optimizer: None,
-    *, at: int = 7, accumulate: int = 1, **options: Any,
+    *, at: int | None = 7, accumulate: int = 1, **options: Any,
 ) -> Any:  # fmt: skip
-    """The course of losses and the weights at the end, with a change of the model or the optimizer on the way."""
+    """The course of losses and the weights at the end, with a change on the way: at this step, or at all if it is None."""
     other = copy.deepcopy(model)
     options = {"lr": 0.1, **options}
     mine, theirs = (torch.optim.SGD(one.parameters(), **options) for one in (model, other))
     step, recordings = taped_step(model, mine, accumulate=accumulate)
     losses, expected = [], []
     for number, (x, y) in enumerate(data):
-        if number == at:
-            assert len(recordings) > 0 or step.reason
+        assert number != at or len(recordings) > 0 or step.reason
+        if at in (None, number):
             change(model, mine)
             change(other, theirs)
         losses.append(float(step(x, y)))
@@ -117,6 +119,22 @@ def test_what_forward_sets_in_every_call_costs_no_recording() -> None:
     assert step.reason == ""
 
 
+@pytest.mark.parametrize(
+    "data", [batches(1) * 14, batches(8, rows=5) + batches(8, rows=6)], ids=["one batch", "two sizes"]
+)
+def test_an_evaluation_after_every_step_costs_no_recording(data: list[tuple[Tensor, Tensor]]) -> None:
+    def evaluate(model: Any, optimizer: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(3, 8))
+        model.train()
+        model.value = float(torch.rand(()))  # what was not there cannot have been read
+
+    step = assert_follows_a_plain_loop(KeepsLast(), data, evaluate, at=None)
+    assert step._recordings._forgotten == 0
+    assert step.reason == ""
+
+
 class MaxNorm(nn.Linear):
     """The layer of EEGNet: forward gives the weight other memory."""
 
@@ -125,9 +143,67 @@ class MaxNorm(nn.Linear):
         return super().forward(x)
 
 
-def test_forward_that_gives_parameters_other_memory_is_not_recorded() -> None:
-    step = assert_follows_a_plain_loop(nn.Sequential(MaxNorm(8, 16), nn.Tanh(), nn.Linear(16, 4)), batches(10))
-    assert step.reason.startswith("forward replaces the memory of a parameter or buffer: change it in place")
+class Average(nn.Module):
+    """Forward replaces a buffer, from which the next call goes on."""
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        self.grows = grows
+        self.register_buffer("mean", torch.zeros(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean: Tensor = self.mean * 0.9 + x.detach().mean(0, keepdim=True)
+        if self.grows:
+            self.mean = torch.cat([self.mean, self.mean[:1]])
+        return x - self.mean.mean(0)
+
+
+def test_forward_that_replaces_memory_goes_on_from_it() -> None:
+    model = nn.Sequential(MaxNorm(8, 16), nn.Tanh(), nn.Linear(16, 4), Average())
+    data = [*batches(6), *batches(6, rows=5), *batches(4)]
+    step = assert_follows_a_plain_loop(model, data, at=len(data), momentum=0.9)
+    assert step.reason == ""
+    assert [one.graph.replays for one in step._recordings._recorded.values()] == [8, 4]
+
+
+def test_forward_that_replaces_a_buffer_by_one_of_another_shape_is_not_recorded() -> None:
+    step = assert_follows_a_plain_loop(nn.Sequential(nn.Linear(8, 4), Average(grows=True)), batches(10))
+    assert step.reason.startswith("forward replaces a parameter, buffer or layer: change it in place")
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_gradients_that_the_caller_releases(momentum: float) -> None:
+    """`optimizer.zero_grad()` may have stayed in the loop: recordings with `accumulate` go on adding to the same memory."""
+    step = assert_follows_a_plain_loop(
+        network(), batches(26), lambda model, optimizer: optimizer.zero_grad(), at=None, accumulate=2, momentum=momentum,
+    )  # fmt: skip
+    assert step.reason == ""
+
+
+def test_memory_that_a_recording_reads_lives_as_long() -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.values = nn.Linear(8, 4), (torch.ones(()), [torch.ones(())])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.values[0] * self.values[1][0]
+
+    model = Cache()
+    step, recordings = taped_step(model, torch.optim.Adam(model.parameters()))
+    for x, y in batches(4):
+        step(x, y)
+    (one,) = recordings._recorded.values()
+    kept = {leaf.data_ptr() for leaf in tree_leaves(one.memory) if isinstance(leaf, Tensor)}
+    moments = [leaf for state in step.optimizer.state.values() for leaf in state.values()]
+    for tensor in (*tree_leaves(model.values), *model.parameters(), *moments):
+        assert tensor.data_ptr() in kept
+
+
+def test_embeddings_with_sparse_gradients_are_not_recorded() -> None:
+    model = nn.Sequential(nn.EmbeddingBag(9, 8, sparse=True), nn.Linear(8, 4))
+    optimizer = CapturableOptimizer(torch.optim.SGD(model.parameters(), 0.1), torch.device("cuda:0"))
+    assert uncapturable_reason(model, optimizer).startswith("embeddings with sparse=True")
 
 
 class CannotBeRecorded(nn.Module):
@@ -169,6 +245,7 @@ def another_state(model: Any, optimizer: Any) -> None:
 OPTIMIZER_CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "a cleared state": lambda model, optimizer: optimizer.state.clear(),
     "another state": another_state,
+    "another state of one parameter": lambda model, optimizer: optimizer.state.update({model[0].weight: {}}),
     "fewer parameters": keep_first,
     "fewer parameters in the same list": drop_in_place,
     "weight decay": lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.3),

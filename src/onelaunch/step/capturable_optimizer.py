@@ -30,7 +30,7 @@ class CapturableOptimizer:
         self._parameters: list[list[torch.Tensor]] = []
         self._values: list[tuple[Any, ...]] = []
         self._state: Any = None
-        self._states = 0
+        self._states: list[Any] = []
 
     def unsupported_reason(self) -> str:
         """Why its step cannot be recorded; empty when it can."""
@@ -111,7 +111,9 @@ class CapturableOptimizer:
     def _has_its_tensors(self) -> bool:
         """`load_state_dict` makes new groups, and new state that a recording does not read."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
-        if state is not self._state or len(state) != self._states or len(groups) != len(self._groups):
+        if state is not self._state or len(state) != len(self._states) or len(groups) != len(self._groups):
+            return False
+        if not all(map(operator.is_, state.values(), self._states)):
             return False
         for group, known, parameters in zip(groups, self._groups, self._parameters, strict=True):
             now = group["params"]
@@ -120,7 +122,7 @@ class CapturableOptimizer:
         return True
 
     def _remember_state(self) -> None:
-        self._state, self._states = self.optimizer.state, len(self.optimizer.state)
+        self._state, self._states = self.optimizer.state, list(self.optimizer.state.values())
 
     def _begin_momentum(self) -> None:
         """Fused SGD takes no parameters with momentum beside others without, such as layers that have just been unfrozen."""

@@ -7,20 +7,27 @@ apart by looking before and after the steps that run in Python.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from onelaunch.step.inputs import CONSTANTS
 from onelaunch.trial_runs import attributes_of, restore
 
-SETTINGS = (*CONSTANTS, BuiltinFunctionType, torch.Tensor)  # types of attributes that are compared, tensors by identity
+SETTINGS = (
+    *CONSTANTS,
+    BuiltinFunctionType,
+    MethodType,
+    torch.Tensor,
+)  # of attributes that are compared, tensors by identity
 SIZES_OF_WEIGHT = frozenset({"in_features", "out_features"})  # of nn.Linear, of which there are many
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
@@ -35,7 +42,7 @@ class ModelState:
         self._roots = [root for root in roots if isinstance(root, nn.Module)]
         self._parameters = parameters
         self._changed_once: set[Key] = set()  # by forward
-        self._written: set[Key] = set()  # attributes that forward sets again and again are no settings
+        self._written: set[Key] = set()  # what forward sets again and again, or cannot have read, is no setting
         self._look()
 
     def _look(self) -> None:
@@ -55,7 +62,8 @@ class ModelState:
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         tensors = [one for one in (*self._parameters(), *self._entries) if isinstance(one, torch.Tensor)]
         self._tensors = [*{id(one): one for one in tensors}.values()]
-        self._placed = [one for one in self._tensors if _has_address(one)]
+        attributes = {id(one): one for one in self._settings.values() if isinstance(one, torch.Tensor)}
+        self._placed = [one for one in (*self._tensors, *attributes.values()) if _has_address(one)]
         self._addresses = [one.data_ptr() for one in self._placed]
 
     # The next two run in every step. Loops are faster here than `map`, and `id` is slow under an audit hook.
@@ -79,16 +87,21 @@ class ModelState:
             and [one.data_ptr() for one in self._placed] == self._addresses
         )
 
-    def change(self) -> str:
-        """What was changed between two steps, in words; empty if nothing was."""
+    def change(self, recorded: bool) -> str:
+        """What was changed between two steps, in words; empty if nothing was. `recorded`: whether there are recordings yet."""
         if self.is_same():
             return ""
-        before, replaced = self._settings, self._look_again()
+        before, replaced, changed = self._settings, self._look_again(), ""
         for key in before | self._settings:
             old, new = before.get(key, _MISSING), self._settings.get(key, _MISSING)
-            if not _equal(old, new) and not self._is_new_tensor(key, old, new):
-                return self._label(key)
-        return replaced
+            if _equal(old, new) or (not recorded and key in self._changed_once):
+                continue
+            if old is _MISSING and not self._class_has(key):  # such as what an evaluation keeps for later
+                self._written.add(key)
+            else:
+                changed = changed or self._label(key)
+        self._look()
+        return changed or replaced
 
     def follow_forward(self, recorded: bool) -> str:
         """After forward ran in Python: what it has replaced that recordings may read, in words; empty if nothing.
@@ -113,6 +126,23 @@ class ModelState:
         self._look()
         return replaced
 
+    @contextmanager
+    def carried(self) -> Iterator[None]:
+        """Around a step: what forward puts in the place of buffers or parameters' memory is written into what was there."""
+        buffers = [(one._buffers, dict(one._buffers)) for one in self._modules if isinstance(one._buffers, dict)]
+        memory = [(one, one.data) for one in self._placed]
+        yield
+        with torch.no_grad():
+            for table, before in buffers:
+                for name, old in before.items():
+                    new = table.get(name)
+                    if old is not None and new is not None and new is not old and _is_alike(old, new):
+                        table[name] = old.copy_(new)
+            for tensor, data in memory:
+                if tensor.data_ptr() != data.data_ptr() and _is_alike(data, tensor):
+                    data.copy_(tensor)
+                    tensor.data = data
+
     def undo(self) -> Callable[[], None]:
         """To call after a recording that failed: what forward has set meanwhile was never computed."""
         attributes, memory = attributes_of(self._modules), [(one, one.data) for one in self._placed]
@@ -125,13 +155,19 @@ class ModelState:
 
         return put_back
 
+    def memory(self) -> list[torch.Tensor]:
+        """All that forward may read of the modules, for as long as this list is kept."""
+        leaves = tree_leaves([dict(one) for one in (*self._attributes, *self._tables)])
+        return [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)]
+
     def _look_again(self) -> str:
         """What else than settings differs now, in words."""
-        entries, addresses = self._entries, self._addresses
+        entries, placed = self._entries, list(zip(self._placed, self._addresses, strict=True))
         self._look()
         if len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             return "a parameter, buffer or layer"
-        return "" if addresses == self._addresses else "the memory of a parameter or buffer"
+        moved = [one for one, address in placed if _has_address(one) and one.data_ptr() != address]
+        return "the memory of a parameter or buffer" if moved else ""
 
     def _read_settings(self) -> dict[Key, Any]:
         return {
@@ -144,10 +180,8 @@ class ModelState:
             and (id(module), name) not in self._written
         }
 
-    def _is_new_tensor(self, key: Key, old: Any, new: Any) -> bool:
-        """Whether an attribute is new which no recording can have read, such as what an evaluation keeps for later."""
-        kinds = [type(module) for module in self._modules if id(module) == key[0]]
-        return old is _MISSING and isinstance(new, torch.Tensor) and not any(hasattr(kind, key[1]) for kind in kinds)
+    def _class_has(self, key: Key) -> bool:
+        return any(hasattr(type(module), key[1]) for module in self._modules if id(module) == key[0])
 
     def _label(self, key: Key) -> str:
         kinds = [type(module).__name__ for module in self._modules if id(module) == key[0]]
@@ -156,6 +190,15 @@ class ModelState:
 
 def _has_address(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not (is_traceable_wrapper_subclass(tensor) or is_lazy(tensor))
+
+
+def _is_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether both are dense tensors of the same shape, dtype and device."""
+    if not (
+        isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _has_address(old) and _has_address(new)
+    ):
+        return False
+    return old.shape == new.shape and old.dtype is new.dtype and old.device == new.device
 
 
 def _equal(old: Any, new: Any) -> bool:

@@ -47,6 +47,7 @@ class PlainStep:
         self.compiles, self.recorded = compile, recorded
         self.compilers_failure = ""  # why steps are not compiled, where they should be
         self.adam: AdamUpdate | None = None  # in a recording it replaces the optimizer's own step
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # which recordings with accumulation add to
         self._compiled: set[Any] = set()  # kinds of inputs with which a compiled step has succeeded
         self._forward_arguments = forward_arguments(model)
         self._forward: Callable[..., torch.Tensor] = compiled(
@@ -90,6 +91,21 @@ class PlainStep:
         if self.window.batches == 0:
             self._zero_gradients()
             self.window.begin()
+
+    def keep_gradients(self) -> None:
+        """After a recording: with accumulation all of them add to the same memory, and the last one reads it."""
+        if self.window.size > 1:
+            self._gradients.update({one: one.grad for one in parameters_of(self.optimizer) if one.grad is not None})
+
+    def forget_gradients(self) -> None:
+        self._gradients.clear()
+
+    def restore_gradients(self) -> None:
+        """The caller may have run `optimizer.zero_grad()`, which releases them."""
+        for parameter, gradient in self._gradients.items():
+            if parameter.grad is not gradient:
+                gradient.zero_() if parameter.grad is None else gradient.copy_(parameter.grad)
+                parameter.grad = gradient
 
     def release_frozen_gradients(self) -> bool:
         """Whether there were any: a gradient of zeros would still be an update, with momentum or weight decay."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per kind of inputs: the first compiles, the second finds all state in place
 MAX_RECORDINGS = 3  # after settings of the optimizer or the model have changed; then the step is no longer recorded
+MAX_REPLACED = 16  # the same where forward replaces what recordings read, as a cache that grows with the longest input
 MAX_PENDING = 32  # kinds of inputs that wait for a recording, each with a copy of its inputs
 
 
@@ -39,7 +40,9 @@ def uncapturable_reason(model: nn.Module, optimizer: CapturableOptimizer) -> str
     if device.type != "cuda":
         return f"the model is on {device}, and only CUDA devices record graphs"
     reason = optimizer.unsupported_reason()
-    if any(tensor.device != device for tensor in (*parameters_of(optimizer.optimizer), *model.parameters())):
+    if any(isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.sparse for one in model.modules()):
+        reason = "embeddings with sparse=True have gradients of a size that only the run knows"
+    elif any(tensor.device != device for tensor in (*parameters_of(optimizer.optimizer), *model.parameters())):
         reason = "the parameters are on several devices"
     elif isinstance(model, nn.parallel.DistributedDataParallel):
         reason = "DistributedDataParallel exchanges gradients in hooks"
@@ -56,7 +59,8 @@ class Recordings:
         self.latest: Recorded | None = None  # where a call needs no key to find it
         self._recorded: dict[Any, Recorded] = {}
         self._pending: dict[Any, Pending] = {}
-        self._forgotten, self._dropped = 0, False
+        self._forgotten = self._replaced = 0
+        self._dropped = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         if not reason:
@@ -88,6 +92,7 @@ class Recordings:
         autocast = step.callers_autocast()
         key = (update, autocast, *self.state.flags(), structure, same, *map(signature, leaves))
         recorded = self._recorded.get(key)
+        step.restore_gradients()
         if accumulates and step.window.batches == 0 and step.release_frozen_gradients():
             self._forget("which parameters are frozen (with accumulate)")
             recorded = None
@@ -102,12 +107,13 @@ class Recordings:
             try:
                 recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS else None
                 if recorded is None:
-                    with self.operations():
+                    with self.operations(), self.state.carried():
                         pending.loss = step(pending.args, pending.kwargs, update)
             finally:
                 replaced = self.state.follow_forward(recorded is not None)
                 if replaced and self._recorded:
-                    self._forget_recordings(f"{replaced}, which forward replaces,")
+                    self._replaced += 1
+                    self._drop_recordings(f"{replaced}, which forward replaces,", self._replaced >= MAX_REPLACED)
             if recorded is None:
                 return pending.loss
             if replaced:  # in every call, as it seems: this one recording has it where the model has it now
@@ -151,7 +157,7 @@ class Recordings:
         """Before work on the device: other settings need other recordings, and the rates are read there."""
         if self.reason:
             return
-        changed = self.state.change()
+        changed = self.state.change(bool(self._recorded))
         if self.optimizer.settings_changed():
             self._forget("what the optimizer has beside the learning rate")
         elif changed:
@@ -179,6 +185,7 @@ class Recordings:
         gradients = [(parameter, parameter.grad) for parameter in parameters_of(step.optimizer)]
         undo = self.state.undo()
         try:
+            memory = self.state.memory()
             from onelaunch.kernels.launch import compiling
             from onelaunch.step.adam_update import adam_update
             from onelaunch.step.recorded import Recorded
@@ -192,7 +199,9 @@ class Recordings:
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
                 with capturing(recorded.graph, pool=self._pool, stream=self._stream):
                     recorded.begin()
-                    recorded.end(step(pending.args, pending.kwargs, update))
+                    with self.state.carried():
+                        loss = step(pending.args, pending.kwargs, update)
+                    recorded.end(loss)
                 if step.adam is not None:
                     step.adam.fill_tables()
         except Exception as error:  # whatever a model does that a recording forbids
@@ -205,7 +214,8 @@ class Recordings:
             return None
         finally:
             update_tables, step.adam = step.adam, None
-        recorded.memory = [update_tables, *(dict(state) for state in step.optimizer.state.values())]
+        recorded.memory = [update_tables, memory, *(dict(state) for state in step.optimizer.state.values())]
+        step.keep_gradients()
         return recorded
 
     def _forget(self, changed: str) -> None:
@@ -215,20 +225,22 @@ class Recordings:
             return
         self._pending.clear()
         self.optimizer.prepare()
-        self._forget_recordings(changed)
-
-    def _forget_recordings(self, changed: str) -> None:
         self._forgotten += 1
+        self._drop_recordings(changed, self._forgotten >= MAX_RECORDINGS)
+
+    def _drop_recordings(self, changed: str, stops: bool) -> None:
         self._recorded.clear()
         self.latest = None
         self._pool = None  # PyTorch takes no new graph into a pool without graphs, while a tensor still lives in it
-        if self._forgotten >= MAX_RECORDINGS:
+        self.step.forget_gradients()
+        if stops:
             self._stop(f"{changed} changes again and again")
 
     def _stop(self, reason: str) -> None:
         self.reason, self.step.recorded = reason, False
         self._recorded.clear()
         self.latest = None
+        self.step.forget_gradients()
         _log_reason(reason)
 
 

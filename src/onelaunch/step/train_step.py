@@ -146,6 +146,7 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise OnelaunchError("step.flush() was called under torch.inference_mode(): call it outside")
         self._recordings.follow_settings()
+        self._plain.restore_gradients()
         try:
             with torch.no_grad(), self._recordings.operations():
                 for parameter in parameters_of(self.optimizer):
