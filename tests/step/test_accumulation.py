@@ -17,7 +17,7 @@ from torch import nn
 import onelaunch as ol
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
-from tests.step.loops import batches, network
+from tests.step.loops import batches, network, plain_losses
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -219,3 +219,28 @@ def test_steps_are_made_in_one_thread_and_called_in_another() -> None:
         thread.join(60)
         sys.setswitchinterval(interval)
     assert kept
+
+
+class PackedBiases(nn.Module):
+    """The gradients of its biases are parts of one tensor, and the second is not aligned to 16 bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8) / 3)
+        self.first, self.second = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, torch.cat([self.first, self.second]))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+def test_gradients_that_are_parts_of_one_tensor(device: str) -> None:
+    model, data = PackedBiases().to(device), batches(20, device)
+    other = copy.deepcopy(model)
+    step = ol.train_step(
+        model, F.cross_entropy, torch.optim.Adam(model.parameters(), 0.01), accumulate=2, compile=False
+    )
+    losses = [float(step(x, y)) for x, y in data]
+    expected = plain_losses(other, torch.optim.Adam(other.parameters(), 0.01), data, every=2)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+    assert_same_weights(model, other, WEIGHT_TOLERANCE)

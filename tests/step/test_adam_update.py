@@ -71,6 +71,19 @@ def test_torchs_own_step_gives_the_same(
             )
 
 
+def test_a_gradient_that_is_copied_stays_in_its_place() -> None:
+    """Other recordings add to it (`accumulate`)."""
+    from onelaunch.step.adam_update import ALIGNMENT, _as_laid_out
+
+    for gradient in (torch.randn(64, 32).t(), torch.randn(1 + 32 * 64)[1:].view(32, 64)):
+        parameter = torch.nn.Parameter(torch.zeros(32, 64))
+        parameter.grad = gradient
+        laid_out = _as_laid_out(parameter)
+        assert parameter.grad is gradient
+        assert (laid_out.stride(), laid_out.data_ptr() % ALIGNMENT) == (parameter.stride(), 0)
+        assert torch.equal(laid_out, gradient)
+
+
 @pytest.mark.gpu
 def test_a_gradient_in_another_layout_is_copied_and_others_are_refused() -> None:
     from onelaunch.step.adam_update import adam_update

@@ -56,6 +56,7 @@ class _Group:
         self.rows: list[list[int]] = []
         self.counts: list[int] = []
         self.steps: list[torch.Tensor] = []
+        self.copies: list[torch.Tensor] = []  # alive while the recording is
         with compiling():  # before a recording
             self._launch(1)
 
@@ -63,9 +64,11 @@ class _Group:
         updated = [parameter for parameter in self.group["params"] if parameter.grad is not None]
         states = [self.optimizer.state[parameter] for parameter in updated]
         self.steps = [state["step"] for state in states]
+        gradients = [_as_laid_out(parameter) for parameter in updated]
+        self.copies = [one for one, parameter in zip(gradients, updated, strict=True) if one is not parameter.grad]
         self.rows, self.counts = [], []
-        for parameter, state in zip(updated, states, strict=True):
-            tensors = parameter, _as_laid_out(parameter), state["exp_avg"], state["exp_avg_sq"], state["step"]
+        for parameter, gradient, state in zip(updated, gradients, states, strict=True):
+            tensors = parameter, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"]
             self.rows.append([*(tensor.data_ptr() for tensor in tensors), parameter.numel()])
             self.counts.append(ceil_div(parameter.numel(), adam.CHUNK))
 
@@ -117,11 +120,11 @@ def adam_update(
 
 
 def _as_laid_out(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's gradient with its strides and alignment: as it is, or copied and kept in its place."""
+    """The parameter's gradient with its strides and alignment: as it is, or a copy. It stays where recordings add to it."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.stride() != parameter.stride() or gradient.data_ptr() % ALIGNMENT:
-        gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        return torch.empty_like(parameter).copy_(gradient)
     return gradient
 
 
