@@ -26,11 +26,8 @@ class CapturableOptimizer:
         self.rates: list[torch.Tensor] = []  # 0-d tensors on the device, one per group
         self._on_device: list[float] = []
         self._settings: list[dict[str, Any]] = []
-        self._groups: list[dict[str, Any]] = []
-        self._parameters: list[list[torch.Tensor]] = []
         self._values: list[tuple[Any, ...]] = []
-        self._state: Any = None
-        self._states: list[Any] = []
+        self._known: list[Any] = []  # as `_objects`
 
     def unsupported_reason(self) -> str:
         """Why its step cannot be recorded; empty when it can."""
@@ -56,12 +53,10 @@ class CapturableOptimizer:
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(self.device, torch.float32)
-        self._groups = list(self.optimizer.param_groups)
-        self._parameters = [list(group["params"]) for group in self._groups]
-        self._settings = [_settings(group) for group in self._groups]
+        self._settings = [_settings(group) for group in self.optimizer.param_groups]
         self.rates = [_rate_tensor(group["lr"], self.device) for group in self.optimizer.param_groups]
         self._on_device = [float("nan")] * len(self.rates)
-        self._remember_state()
+        self._known = self._objects()
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
@@ -75,7 +70,7 @@ class CapturableOptimizer:
         finally:
             for group, rate in zip(self.optimizer.param_groups, before, strict=True):
                 group["lr"] = rate
-            self._remember_state()
+            self._known = self._objects()
 
     def upload_rates(self) -> None:
         """Write the learning rates that a scheduler has changed to the device."""
@@ -92,7 +87,7 @@ class CapturableOptimizer:
         """
         groups = self.optimizer.param_groups
         values = [tuple(group.values()) for group in groups]
-        if self._has_its_tensors() and _are_equal(values, self._values):
+        if self._has_its_objects() and _are_equal(values, self._values):
             return True
         if self.settings_changed():
             return False
@@ -106,23 +101,20 @@ class CapturableOptimizer:
 
     def settings_changed(self) -> bool:
         """Whether a group, or a setting other than its rate, or what it updates differs from what was recorded."""
-        return not self._has_its_tensors() or any(map(_differs, self._groups, self._settings))
+        return not self._has_its_objects() or any(map(_differs, self.optimizer.param_groups, self._settings))
 
-    def _has_its_tensors(self) -> bool:
+    def _has_its_objects(self) -> bool:
         """`load_state_dict` makes new groups, and new state that a recording does not read."""
-        groups, state = self.optimizer.param_groups, self.optimizer.state
-        if state is not self._state or len(state) != len(self._states) or len(groups) != len(self._groups):
-            return False
-        if not all(map(operator.is_, state.values(), self._states)):
-            return False
-        for group, known, parameters in zip(groups, self._groups, self._parameters, strict=True):
-            now = group["params"]
-            if group is not known or len(now) != len(parameters) or not all(map(operator.is_, now, parameters)):
-                return False
-        return True
+        now = self._objects()
+        return len(now) == len(self._known) and all(map(operator.is_, now, self._known))
 
-    def _remember_state(self) -> None:
-        self._state, self._states = self.optimizer.state, list(self.optimizer.state.values())
+    def _objects(self) -> list[Any]:
+        """The state, that of each parameter, the groups and their parameters."""
+        state = self.optimizer.state
+        objects = [state, *state.values(), *self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            objects += group["params"]
+        return objects
 
     def _begin_momentum(self) -> None:
         """Fused SGD takes no parameters with momentum beside others without, such as layers that have just been unfrozen."""
