@@ -6,8 +6,9 @@ Like a graph, a replay runs no Python of the model: it reads and writes that mem
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ import onelaunch as ol
 from onelaunch.step import recorded
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 from onelaunch.step.recordings import Recordings
+from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
+from tests.reference import assert_same_course, assert_same_weights
 
 
 def alias(value: Any) -> Any:
@@ -99,3 +102,30 @@ def taped_step(
     recordings._own_stream = contextlib.nullcontext
     step._recordings = recordings
     return step, recordings
+
+
+def assert_follows_a_plain_loop(
+    model: nn.Module, data: list[tuple[Tensor, Tensor]], change: Callable[[Any, Any], Any] = lambda model, optimizer: None,
+    *, at: int | None = 7, accumulate: int = 1, **options: Any,
+) -> Any:  # fmt: skip
+    """The course of losses and the weights at the end, with a change on the way: at this step, or at all if it is None."""
+    other = copy.deepcopy(model)
+    options = {"lr": 0.1, **options}
+    mine, theirs = (torch.optim.SGD(one.parameters(), **options) for one in (model, other))
+    step, recordings = taped_step(model, mine, accumulate=accumulate)
+    losses, expected = [], []
+    for number, (x, y) in enumerate(data):
+        assert number != at or len(recordings) > 0 or step.reason
+        if at in (None, number):
+            change(model, mine)
+            change(other, theirs)
+        losses.append(float(step(x, y)))
+        loss = F.cross_entropy(other(x), y)
+        (loss / accumulate).backward()
+        if (number + 1) % accumulate == 0:
+            theirs.step()
+            theirs.zero_grad()
+        expected.append(loss.item())
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+    assert_same_weights(model, other, WEIGHT_TOLERANCE)
+    return step

@@ -2,59 +2,27 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from onelaunch.step import recordings as recordings_module
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 from onelaunch.step.recordings import uncapturable_reason
-from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
-from tests.reference import assert_same_course, assert_same_weights
 from tests.step.changes import CHANGES
 from tests.step.changes import network as changing_network
 from tests.step.loops import batches, network
-from tests.step.tape import Tape, taped_step, tapes
+from tests.step.tape import Tape, assert_follows_a_plain_loop, taped_step
 
-__all__ = ["tapes"]
 pytestmark = pytest.mark.usefixtures("no_code", "tapes")
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
-
-
-def assert_follows_a_plain_loop(
-    model: nn.Module, data: list[tuple[Tensor, Tensor]], change: Callable[[Any, Any], Any] = lambda model, optimizer: None,
-    *, at: int | None = 7, accumulate: int = 1, **options: Any,
-) -> Any:  # fmt: skip
-    """The course of losses and the weights at the end, with a change on the way: at this step, or at all if it is None."""
-    other = copy.deepcopy(model)
-    options = {"lr": 0.1, **options}
-    mine, theirs = (torch.optim.SGD(one.parameters(), **options) for one in (model, other))
-    step, recordings = taped_step(model, mine, accumulate=accumulate)
-    losses, expected = [], []
-    for number, (x, y) in enumerate(data):
-        assert number != at or len(recordings) > 0 or step.reason
-        if at in (None, number):
-            change(model, mine)
-            change(other, theirs)
-        losses.append(float(step(x, y)))
-        loss = F.cross_entropy(other(x), y)
-        (loss / accumulate).backward()
-        if (number + 1) % accumulate == 0:
-            theirs.step()
-            theirs.zero_grad()
-        expected.append(loss.item())
-    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
-    assert_same_weights(model, other, WEIGHT_TOLERANCE)
-    return step
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -93,6 +61,13 @@ def test_forward_replaces_what_an_earlier_recording_reads(buffer: bool) -> None:
     step = assert_follows_a_plain_loop(Grows(buffer), data, at=len(data))
     assert step.reason == ""
     assert len(step._recordings) == 2
+
+
+def test_a_cache_that_grows_again_and_again_ends_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recordings_module, "MAX_REPLACED", 2)
+    data = [one for rows in (2, 3, 4, 5) for one in batches(3, rows=rows)]
+    step = assert_follows_a_plain_loop(Grows(True), data, at=len(data))
+    assert step.reason == "a parameter, buffer or layer, which forward replaces, changes again and again"
 
 
 class KeepsLast(nn.Module):
@@ -171,15 +146,6 @@ def test_forward_that_replaces_a_buffer_by_one_of_another_shape_is_not_recorded(
     assert step.reason.startswith("forward replaces a parameter, buffer or layer: change it in place")
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_gradients_that_the_caller_releases(momentum: float) -> None:
-    """`optimizer.zero_grad()` may have stayed in the loop: recordings with `accumulate` go on adding to the same memory."""
-    step = assert_follows_a_plain_loop(
-        network(), batches(26), lambda model, optimizer: optimizer.zero_grad(), at=None, accumulate=2, momentum=momentum,
-    )  # fmt: skip
-    assert step.reason == ""
-
-
 def test_memory_that_a_recording_reads_lives_as_long() -> None:
     class Cache(nn.Module):
         def __init__(self) -> None:
@@ -228,80 +194,6 @@ def test_a_recording_that_fails_leaves_the_model_as_it_was() -> None:
     assert step.reason == "operation not permitted when stream is capturing"
     assert keeps.calls == 6
     assert torch.isfinite(keeps.last).all()
-
-
-def keep_first(model: Any, optimizer: Any) -> None:
-    optimizer.param_groups[0]["params"] = optimizer.param_groups[0]["params"][:1]
-
-
-def drop_in_place(model: Any, optimizer: Any) -> None:
-    del optimizer.param_groups[0]["params"][1:]
-
-
-def another_state(model: Any, optimizer: Any) -> None:
-    optimizer.state = type(optimizer.state)(dict)
-
-
-OPTIMIZER_CHANGES: dict[str, Callable[[Any, Any], Any]] = {
-    "a cleared state": lambda model, optimizer: optimizer.state.clear(),
-    "another state": another_state,
-    "another state of one parameter": lambda model, optimizer: optimizer.state.update({model[0].weight: {}}),
-    "fewer parameters": keep_first,
-    "fewer parameters in the same list": drop_in_place,
-    "weight decay": lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.3),
-    "a tensor of the user's own": lambda model, optimizer: optimizer.param_groups[0].update(mask=torch.ones(3)),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZER_CHANGES)
-def test_a_change_of_the_optimizer_counts(name: str) -> None:
-    step = assert_follows_a_plain_loop(network(), batches(14), OPTIMIZER_CHANGES[name], momentum=0.9)
-    assert step.reason == ""
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("frozen", [False, True])
-def test_layers_that_are_frozen_or_unfrozen_on_the_way(frozen: bool, accumulate: int) -> None:
-    """A frozen one does not move at all; one that is unfrozen has no momentum yet, which the fused form of SGD refuses."""
-    model = network()
-    model[0].requires_grad_(not frozen)
-    step = assert_follows_a_plain_loop(
-        model, batches(24), lambda model, _: model[0].requires_grad_(frozen), at=10, accumulate=accumulate, momentum=0.9,
-        weight_decay=0.1,
-    )  # fmt: skip
-    assert step.reason == ""
-
-
-def test_the_rate_may_be_a_tensor_elsewhere_that_changes_in_place() -> None:
-    def halve(optimizer: Any) -> None:
-        optimizer.param_groups[0]["lr"].mul_(0.5)
-
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
-    capturable = CapturableOptimizer(optimizer, torch.device("cpu:0"))
-    capturable.prepare()
-    for number in range(4):
-        assert capturable.ready()
-        assert float(capturable.rates[0]) == pytest.approx(0.1 / 2**number)
-        halve(optimizer)
-
-
-def test_changes_of_the_model_and_of_the_optimizer_at_once() -> None:
-    """The first is no change that forward makes: the next one of its kind counts too."""
-    model = network(dropout=0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step, recordings = taped_step(model, optimizer)
-    (data, *_) = batches(1)
-    for changed in (0.2, 0.3):
-        model[2].p = changed
-        optimizer.param_groups[0]["weight_decay"] = changed
-        for _ in range(4):
-            step(*data)
-        assert len(recordings) == 1
-    (recorded,) = recordings._recorded.values()
-    model[2].p = 0.4
-    step(*data)
-    assert recorded not in recordings._recorded.values()
 
 
 def test_a_sparse_buffer_has_no_address() -> None:
