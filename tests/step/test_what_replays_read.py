@@ -38,6 +38,25 @@ def test_a_change_of_the_model_counts(name: str) -> None:
     assert step.reason == ""
 
 
+@pytest.mark.parametrize("many", [4, 5])
+def test_changes_from_epoch_to_epoch_do_not_end_recording(many: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as averaged weights that are swapped in for an evaluation: four replays between each two."""
+    monkeypatch.setattr(recordings_module, "MANY_REPLAYS", many)
+    epochs = iter(range(30))
+
+    def swap(model: Any, optimizer: Any) -> None:
+        if next(epochs) % 6 == 5:
+            for parameter in model.parameters():
+                parameter.data = parameter.data.clone()
+
+    model = network()
+    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in batches(30):
+        step(x, y)
+        swap(model, step.optimizer)
+    assert bool(step.reason) == (many == 5)
+
+
 class Grows(nn.Module):
     """Rotary embeddings are like this: what is computed for the longest input so far replaces a buffer, or an attribute."""
 

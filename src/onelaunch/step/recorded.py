@@ -34,7 +34,7 @@ class ArgumentRing:
         self._kinds = [(one.shape, one.dtype) for one in inputs]
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._cells = memoryview(self.slots.numpy().reshape(-1))  # type: ignore[arg-type]
-        self._call = 0
+        self.calls = 0
         self._done = [torch.cuda.Event(), torch.cuda.Event()]  # all replays that read one half of the slots
         self._losses: tuple[torch.Tensor, ...] = ()
         self._loss_address = self._loss_bytes = 0
@@ -65,7 +65,7 @@ class ArgumentRing:
 
     def send(self, args: Sequence[torch.Tensor]) -> torch.Tensor:
         """Fill the next slot; the tensor that will hold the call's loss. The caller replays the recording next."""
-        slot = self._call % SLOTS
+        slot = self.calls % SLOTS
         if slot % HALF == 0:
             self._enter_half(slot // HALF)
         if self._next_loss == len(self._losses) or torch._C._cuda_getCurrentRawStream(self._index) != self._stream:
@@ -76,13 +76,13 @@ class ArgumentRing:
             cell += 1
         index = self._next_loss
         cells[cell] = self._loss_address + index * self._loss_bytes
-        self._call += 1
+        self.calls += 1
         self._next_loss = index + 1
         return self._losses[index]
 
     def resume(self) -> None:
         """Continue at the slot that the device reads next, after a call that was interrupted."""
-        self._call = int(self.state[0])
+        self.calls = int(self.state[0])
 
     def _enter_half(self, half: int) -> None:
         """The other half has been sent; this half is free once its last replay has ended."""
@@ -104,9 +104,14 @@ class Recorded:
         self.inputs, self.flags = inputs, flags  # `ModelState.flags`
         self.memory: list[object] = []  # the optimizer's tables and state: the recording writes to it
         self.loss = torch.empty(())
+        self._copied = 0  # replays whose inputs were copied
         fits = all(one.numel() * one.element_size() <= MAX_RING_BYTES and one.element_size() in WORDS for one in inputs)
         plain = all(one.is_contiguous() and not one.is_complex() for one in inputs)  # a conjugate is a note on a tensor
         self.ring = ArgumentRing(inputs, device) if inputs and fits and plain else None
+
+    @property
+    def replays(self) -> int:
+        return self._copied if self.ring is None else self.ring.calls
 
     def begin(self) -> None:
         """What comes first in the recording."""
@@ -126,6 +131,7 @@ class Recorded:
                 for static, given in zip(self.inputs, tensors, strict=True):
                     static.copy_(given, non_blocking=True)
             self.graph.replay()
+            self._copied += 1
             return self.loss.clone()
         if not self.ring.takes(tensors):
             tensors = [given.detach().to(self.ring.device).contiguous() for given in tensors]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per kind of inputs: the first compiles, the second finds all state in place
 MAX_RECORDINGS = 3  # after settings of the optimizer or the model have changed; then the step is no longer recorded
+MANY_REPLAYS = 100  # after which a change does not count: recording anew costs little beside them
 MAX_REPLACED = 16  # the same where forward replaces what recordings read, as a cache that grows with the longest input
 MAX_PENDING = 32  # kinds of inputs that wait for a recording, each with a copy of its inputs
 
@@ -225,7 +226,7 @@ class Recordings:
             return
         self._pending.clear()
         self.optimizer.prepare()
-        self._forgotten += 1
+        self._forgotten += sum(one.replays for one in self._recorded.values()) < MANY_REPLAYS
         self._drop_recordings(changed, self._forgotten >= MAX_RECORDINGS)
 
     def _drop_recordings(self, changed: str, stops: bool) -> None:
