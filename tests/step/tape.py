@@ -60,6 +60,10 @@ class Tape(TorchDispatchMode):
                     place.copy_(value)
 
 
+def is_recording() -> bool:
+    return isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Tape)
+
+
 class TapedGraph:
     """In the place of `torch.cuda.CUDAGraph`. Other than one it has run when it is recorded: its first replay does nothing."""
 

@@ -15,7 +15,7 @@ from onelaunch.step.recordings import uncapturable_reason
 from tests.step.changes import CHANGES
 from tests.step.changes import network as changing_network
 from tests.step.loops import batches, network
-from tests.step.tape import Tape, assert_follows_a_plain_loop, taped_step
+from tests.step.tape import assert_follows_a_plain_loop, is_recording, taped_step
 
 pytestmark = pytest.mark.usefixtures("no_code", "tapes")
 
@@ -193,7 +193,7 @@ def test_embeddings_with_sparse_gradients_are_not_recorded() -> None:
 
 class CannotBeRecorded(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        if isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Tape):
+        if is_recording():
             raise RuntimeError("operation not permitted when stream is capturing")
         return x
 
@@ -204,7 +204,7 @@ def test_a_recording_that_fails_leaves_the_model_as_it_was() -> None:
     class Overwritten(MaxNorm):
         def forward(self, x: Tensor) -> Tensor:
             y = super().forward(x)
-            if isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Tape):
+            if is_recording():
                 self.weight.data.fill_(torch.nan)
             return y
 

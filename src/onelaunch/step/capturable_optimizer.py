@@ -6,13 +6,14 @@ The user's optimizer stays the one that is stepped: schedulers and `state_dict` 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from onelaunch.step.inputs import are_same_objects, is_same_value
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 STEPPED_ON_HOST = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -92,11 +93,11 @@ class CapturableOptimizer:
         if self.settings_changed():
             return False
         self.upload_rates()
-        elsewhere = [  # tensors that a scheduler may change in place
-            group["lr"] for group, rate in zip(groups, self.rates, strict=True)
-            if isinstance(group["lr"], torch.Tensor) and group["lr"] is not rate
-        ]  # fmt: skip
-        self._values = [] if elsewhere else values
+        in_place = any(  # as a scheduler changes a rate that is a tensor elsewhere: the same object is no proof
+            isinstance(group["lr"], torch.Tensor) and group["lr"] is not rate
+            for group, rate in zip(groups, self.rates, strict=True)
+        )  # fmt: skip
+        self._values = [] if in_place else values
         return True
 
     def settings_changed(self) -> bool:
@@ -105,8 +106,7 @@ class CapturableOptimizer:
 
     def _has_its_objects(self) -> bool:
         """`load_state_dict` makes new groups, and new state that a recording does not read."""
-        now = self._objects()
-        return len(now) == len(self._known) and all(map(operator.is_, now, self._known))
+        return are_same_objects(self._objects(), self._known)
 
     def _objects(self) -> list[Any]:
         """The state, that of each parameter, the groups and their parameters."""
@@ -118,13 +118,16 @@ class CapturableOptimizer:
 
     def _begin_momentum(self) -> None:
         """Fused SGD takes no parameters with momentum beside others without, such as layers that have just been unfrozen."""
+        if not isinstance(self.optimizer, torch.optim.SGD):
+            return
         for group in self.optimizer.param_groups:
-            if isinstance(self.optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"]:
-                for parameter in group["params"]:
-                    if parameter.requires_grad and not group["dampening"]:  # which would not dampen the first gradient
-                        state = self.optimizer.state[parameter]
-                        if state.get("momentum_buffer") is None:
-                            state["momentum_buffer"] = torch.zeros_like(parameter)
+            if (
+                not group.get("fused") or not group["momentum"] or group["dampening"]
+            ):  # the first gradient is not dampened
+                continue
+            for parameter in group["params"]:
+                if parameter.requires_grad and self.optimizer.state[parameter].get("momentum_buffer") is None:
+                    self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -144,7 +147,7 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _differs(group: dict[str, Any], settings: dict[str, Any]) -> bool:
-    return any(_is_other(group.get(name), value) for name, value in settings.items())
+    return not all(is_same_value(group.get(name), value) for name, value in settings.items())
 
 
 def _are_equal(values: list[tuple[Any, ...]], others: list[tuple[Any, ...]]) -> bool:
@@ -152,9 +155,3 @@ def _are_equal(values: list[tuple[Any, ...]], others: list[tuple[Any, ...]]) -> 
         return values == others
     except RuntimeError:  # of two tensors that are not the same one
         return False
-
-
-def _is_other(now: Any, before: Any) -> bool:
-    if now is before:
-        return False
-    return isinstance(now, torch.Tensor) or isinstance(before, torch.Tensor) or bool(now != before)

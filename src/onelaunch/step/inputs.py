@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import FunctionType, NoneType
@@ -138,6 +139,17 @@ def other_gradients_kept(loss: torch.Tensor, parameters: Iterable[torch.Tensor])
     finally:
         for parameter, gradient in others.items():
             parameter.grad = gradient
+
+
+def are_same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(ones) == len(others) and all(map(operator.is_, ones, others))
+
+
+def is_same_value(one: Any, other: Any) -> bool:
+    """Whether two settings are equal. Tensors are equal only to themselves."""
+    if one is other:
+        return True
+    return not (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)) and bool(one == other)
 
 
 def signature(leaf: Any) -> Any:

@@ -6,7 +6,6 @@ apart by looking before and after the steps that run in Python.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -19,15 +18,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from onelaunch.step.inputs import CONSTANTS
+from onelaunch.step.inputs import CONSTANTS, are_same_objects, is_same_value
 from onelaunch.trial_runs import attributes_of, restore
 
-SETTINGS = (
-    *CONSTANTS,
-    BuiltinFunctionType,
-    MethodType,
-    torch.Tensor,
-)  # of attributes that are compared, tensors by identity
+# Types of attributes that are compared, tensors by identity.
+SETTINGS = (*CONSTANTS, BuiltinFunctionType, MethodType, torch.Tensor)
 SIZES_OF_WEIGHT = frozenset({"in_features", "out_features"})  # of nn.Linear, of which there are many
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
@@ -50,9 +45,7 @@ class ModelState:
         self._attributes = [vars(one) for one in self._modules]
         self._sizes = [*map(len, self._attributes)]
         self._own_mode = [one for one in self._attributes if "training" in one]
-        self._other_mode = [
-            one for one in self._modules if "training" not in vars(one)
-        ]  # compiled by `torch.jit.script`
+        self._other_mode = [one for one in self._modules if "training" not in vars(one)]  # of `torch.jit.script`
         self._settings = self._read_settings()
         names = {id(module): attributes for module, attributes in zip(self._modules, self._attributes, strict=True)}
         self._watched = [(names[module], name, value) for (module, name), value in self._settings.items()]
@@ -80,8 +73,7 @@ class ModelState:
                 return False
         entries = [entry for table in self._tables for entry in table.values()]
         return (
-            len(entries) == len(self._entries)
-            and all(map(operator.is_, entries, self._entries))
+            are_same_objects(entries, self._entries)
             and not any(self._empty)
             and [*map(len, self._attributes)] == self._sizes
             and [one.data_ptr() for one in self._placed] == self._addresses
@@ -94,7 +86,7 @@ class ModelState:
         before, replaced, changed = self._settings, self._look_again(), ""
         for key in before | self._settings:
             old, new = before.get(key, _MISSING), self._settings.get(key, _MISSING)
-            if _equal(old, new) or (not recorded and key in self._changed_once):
+            if is_same_value(old, new) or (not recorded and key in self._changed_once):
                 continue
             if old is _MISSING and not self._class_has(key):  # such as what an evaluation keeps for later
                 self._written.add(key)
@@ -113,7 +105,7 @@ class ModelState:
         before, replaced = self._settings, self._look_again()
         for key, new in self._settings.items():
             old = before.get(key, _MISSING)
-            if _equal(old, new):
+            if is_same_value(old, new):
                 continue
             if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
                 if recorded:
@@ -157,14 +149,17 @@ class ModelState:
 
     def memory(self) -> list[torch.Tensor]:
         """All that forward may read of the modules, for as long as this list is kept."""
-        leaves = tree_leaves([dict(one) for one in (*self._attributes, *self._tables)])
-        return [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)]
+        return [
+            leaf.detach()
+            for leaf in tree_leaves(self._attributes)
+            if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
+        ]
 
     def _look_again(self) -> str:
         """What else than settings differs now, in words."""
         entries, placed = self._entries, list(zip(self._placed, self._addresses, strict=True))
         self._look()
-        if len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
+        if not are_same_objects(entries, self._entries):
             return "a parameter, buffer or layer"
         moved = [one for one, address in placed if _has_address(one) and one.data_ptr() != address]
         return "the memory of a parameter or buffer" if moved else ""
@@ -193,16 +188,6 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 def _is_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
-    """Whether both are dense tensors of the same shape, dtype and device."""
-    if not (
-        isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor) and _has_address(old) and _has_address(new)
-    ):
-        return False
-    return old.shape == new.shape and old.dtype is new.dtype and old.device == new.device
-
-
-def _equal(old: Any, new: Any) -> bool:
-    """Tensors are equal only to themselves."""
-    if old is new:
-        return True
-    return not (isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor)) and bool(old == new)
+    """Whether one can be written into the memory of the other."""
+    same = old.shape == new.shape and old.dtype is new.dtype and old.device == new.device
+    return same and _has_address(old) and _has_address(new)

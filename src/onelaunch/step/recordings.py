@@ -105,16 +105,7 @@ class Recordings:
             pending = self._pending_for(key, leaves, structure)
             pending.fill(tensors)
             pending.calls += 1
-            try:
-                recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS else None
-                if recorded is None:
-                    with self.operations(), self.state.carried():
-                        pending.loss = step(pending.args, pending.kwargs, update)
-            finally:
-                replaced = self.state.follow_forward(recorded is not None)
-                if replaced and self._recorded:
-                    self._replaced += 1
-                    self._drop_recordings(f"{replaced}, which forward replaces,", self._replaced >= MAX_REPLACED)
+            recorded, replaced = self._record_or_run(pending, update)
             if recorded is None:
                 return pending.loss
             if replaced:  # in every call, as it seems: this one recording has it where the model has it now
@@ -127,6 +118,23 @@ class Recordings:
             if positional and not accumulates and autocast is None:
                 self.latest = recorded
         return recorded.replay(tensors)
+
+    def _record_or_run(self, pending: Pending, update: bool) -> tuple[Recorded | None, str]:
+        """A recording, or None after an ordinary step; and what forward replaced meanwhile, in words."""
+        recorded = None
+        try:
+            recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS else None
+            if recorded is None:
+                with self.operations(), self.state.carried():
+                    pending.loss = self.step(pending.args, pending.kwargs, update)
+        finally:
+            replaced = self.state.follow_forward(recorded is not None)
+            if replaced and self._recorded:
+                self._drop_recordings()
+                self._replaced += 1
+                if self._replaced >= MAX_REPLACED:
+                    self._stop(f"{replaced}, which forward replaces, changes again and again")
+        return recorded, replaced
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         self.step.begin_window()
@@ -186,11 +194,11 @@ class Recordings:
         gradients = [(parameter, parameter.grad) for parameter in parameters_of(step.optimizer)]
         undo = self.state.undo()
         try:
-            memory = self.state.memory()
             from onelaunch.kernels.launch import compiling
             from onelaunch.step.adam_update import adam_update
             from onelaunch.step.recorded import Recorded
 
+            memory = self.state.memory()
             with torch.cuda.device(step.device), self.optimizer.rates_on_device():
                 recorded = Recorded(pending.inputs, step.device, self.state.flags())
                 step.adam = adam_update(step.optimizer, self.optimizer.rates, step.scaler)
@@ -221,27 +229,23 @@ class Recordings:
 
     def _forget(self, changed: str) -> None:
         """Settings are part of a recording: record anew, but not for a schedule that changes them always."""
-        if not self._recorded and not self._pending:
-            self.optimizer.prepare()
-            return
+        few_replays = sum(one.replays for one in self._recorded.values()) < MANY_REPLAYS
+        self._forgotten += few_replays and bool(self._recorded or self._pending)
         self._pending.clear()
+        self._drop_recordings()
         self.optimizer.prepare()
-        self._forgotten += sum(one.replays for one in self._recorded.values()) < MANY_REPLAYS
-        self._drop_recordings(changed, self._forgotten >= MAX_RECORDINGS)
+        if self._forgotten >= MAX_RECORDINGS:
+            self._stop(f"{changed} changes again and again")
 
-    def _drop_recordings(self, changed: str, stops: bool) -> None:
+    def _drop_recordings(self) -> None:
         self._recorded.clear()
         self.latest = None
         self._pool = None  # PyTorch takes no new graph into a pool without graphs, while a tensor still lives in it
         self.step.forget_gradients()
-        if stops:
-            self._stop(f"{changed} changes again and again")
 
     def _stop(self, reason: str) -> None:
         self.reason, self.step.recorded = reason, False
-        self._recorded.clear()
-        self.latest = None
-        self.step.forget_gradients()
+        self._drop_recordings()
         _log_reason(reason)
 
 
