@@ -107,6 +107,40 @@ def test_a_model_with_one_tensor_as_two_arguments() -> None:
     assert step.reason == ""
 
 
+class Prunes(nn.Linear):
+    """As pruned and weight-normalized layers do, it keeps the weight that was computed for the last pass."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 3)
+        self.kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.weight.tril()
+        return F.linear(x, self.kept, self.bias)
+
+
+@pytest.mark.parametrize("compile", [True, False])
+@pytest.mark.parametrize("when", [0, 2, 9])
+def test_what_is_kept_of_another_pass_does_not_end_recording(when: int, compile: bool) -> None:
+    """Its nodes for gradients are of another stream."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Prunes()).cuda()
+    other = copy.deepcopy(model)
+    sizes = [5] * 10 + [6] * 6
+    data = [(torch.randn(rows, 6, device="cuda"), torch.randn(rows, 3, device="cuda")) for rows in sizes]
+    step = ol.train_step(model, F.mse_loss, torch.optim.Adam(model.parameters(), 1e-2), compile=compile)
+    losses, kept = [], []
+    for number, (x, y) in enumerate(data):
+        if number == when:
+            kept.append(model(x))
+        losses.append(step(x, y))
+    assert step.reason == ""
+    assert len(step._recordings) == 2
+    found = torch.stack(losses).tolist()
+    torch.testing.assert_close(found, plain(other, data, 1e-2), rtol=100 * LOSS_TOLERANCE, atol=1e-5)
+    kept[0].sum().backward()
+
+
 def test_another_stream_and_another_thread() -> None:
     model, other = pair()
     data = [(torch.randn(5, 6, device="cuda"), torch.randn(5, 3, device="cuda")) for _ in range(30)]

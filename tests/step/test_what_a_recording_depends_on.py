@@ -172,6 +172,31 @@ def test_parameters_without_memory_yet() -> None:
     assert state.change(recorded=True) != ""
 
 
+def gradient_node(parameter: Tensor) -> Any:
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
+def test_a_new_gradient_node_changes_nothing_else(dtype: torch.dtype) -> None:
+    frozen, parameter = nn.Parameter(torch.ones(3), requires_grad=False), nn.Parameter(torch.ones(4, 3, dtype=dtype).T)
+    calls: list[str] = []
+    parameter.register_hook(lambda gradient: calls.append("hook"))
+    parameter.register_post_accumulate_grad_hook(lambda tensor: calls.append("after"))
+    state = ModelState([], lambda: [frozen, parameter])
+    output, node = (parameter * 2).abs().sum(), gradient_node(parameter)
+    parameter.grad = torch.ones_like(parameter)
+    before = parameter.data_ptr(), parameter.stride(), parameter._version
+    assert gradient_node(parameter) is node
+    state.renew_gradient_nodes()
+    assert gradient_node(parameter) is not node
+    assert before == (parameter.data_ptr(), parameter.stride(), parameter._version)
+    assert state.is_same()
+    output.backward()
+    parameter.abs().sum().backward()
+    assert calls == ["hook", "after"] * 2
+    torch.testing.assert_close(parameter.grad, torch.full((3, 4), 4, dtype=dtype))
+
+
 class Times(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -118,6 +118,19 @@ class ModelState:
         self._look()
         return replaced
 
+    def renew_gradient_nodes(self) -> None:
+        """Before a pass on another stream than those before: autograd adds up a parameter's gradients on the stream of the pass
+        that made its node, for as long as an output of that pass is kept, and a recording cannot wait for that stream.
+
+        A tensor that has had another dtype gets a new node. Hooks that are registered on tensors stay.
+        """
+        for tensor in self._tensors:
+            if tensor.requires_grad and tensor.is_leaf and _has_address(tensor):
+                data = tensor.data
+                other = torch.float16 if data.dtype is torch.float32 else torch.float32
+                tensor.data = torch.empty(0, dtype=other, device=data.device)
+                tensor.data = data
+
     @contextmanager
     def carried(self) -> Iterator[None]:
         """Around a step: what forward puts in the place of buffers or parameters' memory is written into what was there."""

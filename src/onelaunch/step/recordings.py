@@ -32,6 +32,7 @@ WARM_UP_STEPS = 2  # per kind of inputs: the first compiles, the second finds al
 MAX_RECORDINGS = 3  # after settings of the optimizer or the model have changed; then the step is no longer recorded
 MANY_REPLAYS = 100  # after which a change does not count: recording anew costs little beside them
 MAX_REPLACED = 16  # the same where forward replaces what recordings read, as a cache that grows with the longest input
+EXCHANGE_GRADIENTS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 MAX_PENDING = 32  # kinds of inputs that wait for a recording, each with a copy of its inputs
 
 
@@ -45,8 +46,8 @@ def uncapturable_reason(model: nn.Module, optimizer: CapturableOptimizer) -> str
         reason = "embeddings with sparse=True have gradients of a size that only the run knows"
     elif any(tensor.device != device for tensor in (*parameters_of(optimizer.optimizer), *model.parameters())):
         reason = "the parameters are on several devices"
-    elif isinstance(model, nn.parallel.DistributedDataParallel):
-        reason = "DistributedDataParallel exchanges gradients in hooks"
+    elif names := EXCHANGE_GRADIENTS & {type(one).__name__ for one in model.modules()}:
+        reason = f"{min(names)} exchanges gradients in hooks"
     if reason:
         _log_reason(reason)
     return reason
@@ -122,6 +123,7 @@ class Recordings:
     def _record_or_run(self, pending: Pending, update: bool) -> tuple[Recorded | None, str]:
         """A recording, or None after an ordinary step; and what forward replaced meanwhile, in words."""
         recorded = None
+        self.state.renew_gradient_nodes()
         try:
             recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS else None
             if recorded is None:
