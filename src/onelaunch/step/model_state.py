@@ -119,8 +119,8 @@ class ModelState:
         return replaced
 
     def renew_gradient_nodes(self) -> None:
-        """Before a pass on another stream than those before: autograd adds up a parameter's gradients on the stream of the pass
-        that made its node, for as long as an output of that pass is kept, and a recording cannot wait for that stream.
+        """Between passes on different streams: autograd adds up a parameter's gradients on the stream of the pass that made its
+        node, for as long as an output of that pass is kept, and a recording cannot wait for another stream.
 
         A tensor that has had another dtype gets a new node. Hooks that are registered on tensors stay.
         """

@@ -130,6 +130,7 @@ class Recordings:
                 with self.operations(), self.state.carried():
                     pending.loss = self.step(pending.args, pending.kwargs, update)
         finally:
+            self.state.renew_gradient_nodes()  # the next pass may be the caller's
             replaced = self.state.follow_forward(recorded is not None)
             if replaced and self._recorded:
                 self._drop_recordings()
