@@ -21,7 +21,6 @@ from onelaunch.activations import ACTIVATIONS
 from onelaunch.integers import ceil_div
 from onelaunch.kernels import (
     activation_dropout,
-    adam,
     argument_ring,
     batch_norm,
     batch_norm_backward,
@@ -33,6 +32,7 @@ from onelaunch.kernels import (
     mlp,
     norm,
     norm_backward,
+    optimizers,
     relu_dropout,
 )
 from onelaunch.kernels.batch_norm_tiles import Layout
@@ -54,8 +54,8 @@ TYPES = {
 
 WITHOUT_WGMMA = (mlp.mlp_forward_kernel, mlp.mlp_backward_kernel)  # Triton 3.6 computed wrong sums with it
 MODULES = (
-    activation_dropout, adam, argument_ring, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward,
-    cross_entropy_long, linear, norm, norm_backward, relu_dropout,
+    activation_dropout, argument_ring, batch_norm, batch_norm_backward, cross_entropy, cross_entropy_backward,
+    cross_entropy_long, linear, norm, norm_backward, optimizers, relu_dropout,
 )  # fmt: skip
 
 
@@ -176,12 +176,16 @@ def run_launchers(dtype: torch.dtype) -> None:
                 training=training, activation="relu", p=0.5,
             )  # fmt: skip
 
-    table, chunks = torch.empty(4, adam.COLUMNS, dtype=torch.int64), torch.empty(9, 2, dtype=torch.int32)
-    for decoupled in (False, True):
-        adam.adam(
-            table, chunks, torch.empty(4, dtype=torch.float64), torch.empty(()), 9, dtype, decoupled=decoupled,
-            maximize=not decoupled,
-        )  # fmt: skip
+    table, chunks = torch.empty(4, optimizers.COLUMNS, dtype=torch.int64), torch.empty(9, 2, dtype=torch.int32)
+    rules = (
+        ("adam", (False, True)),
+        ("adam", (True, False)),
+        ("sgd", (False, False, False)),
+        ("sgd", (True, True, True)),
+    )
+    for rule, options in rules:
+        settings = torch.empty(4, dtype=torch.float64)
+        optimizers.update(rule, options, table, chunks, settings, torch.empty(()), 9, dtype)
     argument_ring.copy_arguments(table, table[0], table, x.element_size(), 5000)
     argument_ring.write_loss(x[0, 0], table[0])
 

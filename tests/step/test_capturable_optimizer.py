@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -39,12 +41,12 @@ def test_rates_are_tensors_inside_and_restored_after_an_error() -> None:
     capturable = made(torch.optim.SGD, lr=0.5)
     capturable.prepare()
     group = capturable.optimizer.param_groups[0]
-    capturable.upload_rates()
+    capturable.upload()
     with pytest.raises(KeyError), capturable.rates_on_device():
         raise KeyError(float(group["lr"]))
     assert group["lr"] == 0.5
     group["lr"] = 0.25
-    capturable.upload_rates()
+    capturable.upload()
     with capturable.rates_on_device():
         assert isinstance(group["lr"], torch.Tensor)
         assert group["lr"] == 0.25
@@ -59,12 +61,51 @@ def test_a_rate_that_is_a_tensor_on_the_device_is_read_where_it_is() -> None:
         assert capturable.optimizer.param_groups[0]["lr"] is rate
 
 
+def numbers(capturable: CapturableOptimizer) -> list[float]:
+    return [float(capturable.rates[0]), *capturable.settings[0].tolist()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "changes", "expected"),
+    [
+        (torch.optim.Adam, {}, {"betas": (0.8, 0.9), "eps": 0.1}, [0.001, 0.8, 0.9, 0.1, 0]),
+        (torch.optim.AdamW, {"lr": 0.5}, {"weight_decay": 0.25, "lr": 2}, [2, 0.9, 0.999, 1e-8, 0.25]),
+        (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}, {"momentum": 0.8, "dampening": 0.5}, [0.5, 0.8, 0.5, 0]),
+    ],
+)
+def test_what_our_update_reads_is_no_setting_of_a_recording(
+    kind: type[torch.optim.Optimizer], options: dict[str, Any], changes: dict[str, Any], expected: list[float]
+) -> None:
+    capturable = made(kind, **options)
+    group = capturable.optimizer.param_groups[0]
+    before = dict(group)
+    capturable.prepare()
+    assert capturable.ready()
+    for values, reached in ((changes, expected), ({name: before[name] for name in changes}, None)):
+        group.update(values)
+        assert capturable.ready()
+        assert reached is None or numbers(capturable) == pytest.approx(reached)
+    capturable.follow_update(is_ours=False)
+    assert capturable.ready()
+    group.update(changes)
+    assert not capturable.ready()
+
+
+def test_momentum_that_begins_and_settings_that_are_tensors_are_noticed() -> None:
+    for change in ({"momentum": 0.9}, {"weight_decay": torch.tensor(0.1)}, {"nesterov": True}):
+        capturable = made(torch.optim.SGD, lr=0.1)
+        capturable.prepare()
+        assert capturable.ready()
+        capturable.optimizer.param_groups[0].update(change)
+        assert not capturable.ready()
+
+
 def test_changed_settings_groups_and_loaded_state_are_noticed() -> None:
     capturable = made(torch.optim.Adam)
     optimizer = capturable.optimizer
     capturable.prepare()
     assert not capturable.settings_changed()
-    optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+    optimizer.param_groups[0]["amsgrad"] = True
     assert capturable.settings_changed()
     capturable.prepare()
     optimizer.load_state_dict(optimizer.state_dict())

@@ -1,11 +1,13 @@
 """An optimizer of `torch.optim` whose step can be recorded in a CUDA graph.
 
-A recorded step reads nothing from the host, so the learning rate must be a tensor on the device and Adam's step count too.
-The user's optimizer stays the one that is stepped: schedulers and `state_dict` work on it as before.
+A recorded step reads nothing from the host, so the learning rate must be a tensor on the device and Adam's step count too; and
+for updates by a kernel of ours, so must be other settings that a scheduler may change, such as the momentum. The user's
+optimizer stays the one that is stepped: schedulers and `state_dict` work on it as before.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +18,11 @@ from torch.optim import Optimizer
 from onelaunch.step.inputs import are_same_objects, is_same_value
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+READ_BY_OUR_UPDATE: dict[type[Optimizer], tuple[str, ...]] = {  # beside the rate
+    torch.optim.Adam: ("betas", "eps", "weight_decay"),
+    torch.optim.AdamW: ("betas", "eps", "weight_decay"),
+    torch.optim.SGD: ("momentum", "dampening", "weight_decay"),
+}
 STEPPED_ON_HOST = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
@@ -25,8 +32,11 @@ class CapturableOptimizer:
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
         self.rates: list[torch.Tensor] = []  # 0-d tensors on the device, one per group
-        self._on_device: list[float] = []
-        self._settings: list[dict[str, Any]] = []
+        self.settings: list[torch.Tensor] = []  # `settings_on_device`, one tensor per group
+        self._cells: list[list[torch.Tensor]] = []  # the numbers in both, per group
+        self._on_device: list[list[float]] = []
+        self._update_is_ours = True
+        self._recorded: list[dict[str, Any]] = []  # settings that are part of a recording
         self._values: list[tuple[Any, ...]] = []
         self._known: list[Any] = []  # as `_objects`
 
@@ -54,15 +64,24 @@ class CapturableOptimizer:
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(self.device, torch.float32)
-        self._settings = [_settings(group) for group in self.optimizer.param_groups]
-        self.rates = [_rate_tensor(group["lr"], self.device) for group in self.optimizer.param_groups]
-        self._on_device = [float("nan")] * len(self.rates)
+        groups = self.optimizer.param_groups
+        self.rates = [_rate_tensor(group["lr"], self.device) for group in groups]
+        counts = [len(settings_on_device(self.optimizer, group)) for group in groups]
+        self.settings = [torch.zeros(count, dtype=torch.float64, device=self.device) for count in counts]
+        self._cells = [[rate, *one.unbind()] for rate, one in zip(self.rates, self.settings, strict=True)]
+        self._on_device = [[math.nan] * len(cells) for cells in self._cells]
+        self._remember(update_is_ours=True)
         self._known = self._objects()
+
+    def follow_update(self, is_ours: bool) -> None:
+        """After a recording: one with the optimizer's own update has all settings but the rate in it."""
+        if self._update_is_ours and not is_ours:
+            self._remember(update_is_ours=False)
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
         """Around a step: inside, the groups hold tensors as learning rates; afterwards, what they held before."""
-        self._begin_momentum()
+        begin_momentum(self.optimizer)
         before = [group["lr"] for group in self.optimizer.param_groups]
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate
@@ -73,16 +92,17 @@ class CapturableOptimizer:
                 group["lr"] = rate
             self._known = self._objects()
 
-    def upload_rates(self) -> None:
-        """Write the learning rates that a scheduler has changed to the device."""
-        for index, group in enumerate(self.optimizer.param_groups):
-            rate = group["lr"]
-            if rate is not self.rates[index] and rate != self._on_device[index]:
-                self.rates[index].fill_(rate)
-                self._on_device[index] = float(rate)
+    def upload(self) -> None:
+        """Write the learning rates and settings that a scheduler has changed to the device."""
+        for group, cells, on_device in zip(self.optimizer.param_groups, self._cells, self._on_device, strict=True):
+            values = [group["lr"], *settings_on_device(self.optimizer, group)]
+            for index, (value, cell) in enumerate(zip(values, cells, strict=True)):
+                if value is not cell and value != on_device[index]:
+                    cell.fill_(value)
+                    on_device[index] = float(value)
 
     def ready(self) -> bool:
-        """Whether a recording still fits the optimizer's settings, with its learning rates on the device.
+        """Whether a recording still fits the optimizer's settings, with what it reads of them on the device.
 
         Called on every step, so it is fast while no value in any group has changed.
         """
@@ -92,7 +112,7 @@ class CapturableOptimizer:
             return True
         if self.settings_changed():
             return False
-        self.upload_rates()
+        self.upload()
         in_place = any(  # as a scheduler changes a rate that is a tensor elsewhere: the same object is no proof
             isinstance(group["lr"], torch.Tensor) and group["lr"] is not rate
             for group, rate in zip(groups, self.rates, strict=True)
@@ -101,8 +121,19 @@ class CapturableOptimizer:
         return True
 
     def settings_changed(self) -> bool:
-        """Whether a group, or a setting other than its rate, or what it updates differs from what was recorded."""
-        return not self._has_its_objects() or any(map(_differs, self.optimizer.param_groups, self._settings))
+        """Whether a group, or a setting that is not read on the device, or what it updates differs from what was recorded."""
+        now = map(self._settings_recorded, self.optimizer.param_groups)
+        return not self._has_its_objects() or any(map(_differs, now, self._recorded))
+
+    def _remember(self, update_is_ours: bool) -> None:
+        self._update_is_ours = update_is_ours
+        self._recorded = [self._settings_recorded(group) for group in self.optimizer.param_groups]
+
+    def _settings_recorded(self, group: dict[str, Any]) -> dict[str, Any]:
+        names = READ_BY_OUR_UPDATE.get(type(self.optimizer), ()) if self._update_is_ours else ()
+        others = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr", *names)}
+        counts = len(settings_on_device(self.optimizer, group)), bool(group.get("momentum"))
+        return others | dict(zip(("settings on the device", "momentum at all"), counts, strict=True))
 
     def _has_its_objects(self) -> bool:
         """`load_state_dict` makes new groups, and new state that a recording does not read."""
@@ -116,18 +147,24 @@ class CapturableOptimizer:
             objects += group["params"]
         return objects
 
-    def _begin_momentum(self) -> None:
-        """Fused SGD takes no parameters with momentum beside others without, such as layers that have just been unfrozen."""
-        if not isinstance(self.optimizer, torch.optim.SGD):
-            return
-        for group in self.optimizer.param_groups:
-            if (
-                not group.get("fused") or not group["momentum"] or group["dampening"]
-            ):  # the first gradient is not dampened
-                continue
-            for parameter in group["params"]:
-                if parameter.requires_grad and self.optimizer.state[parameter].get("momentum_buffer") is None:
-                    self.optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+def settings_on_device(optimizer: Optimizer, group: dict[str, Any]) -> list[float]:
+    """The settings of a group that our update reads on the device; none where one is a tensor."""
+    names = READ_BY_OUR_UPDATE.get(type(optimizer), ())
+    values = [one for name in names for one in (group[name] if name == "betas" else (group[name],))]
+    return values if all(isinstance(one, int | float) for one in values) else []
+
+
+def begin_momentum(optimizer: Optimizer) -> None:
+    """Fused SGD takes no parameters with momentum beside others without, such as layers that have just been unfrozen."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["momentum"] or group["dampening"]:  # the first gradient is not dampened
+            continue
+        for parameter in group["params"]:
+            if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -140,10 +177,6 @@ def _rate_tensor(rate: float | torch.Tensor, device: torch.device) -> torch.Tens
     if isinstance(rate, torch.Tensor) and rate.device == device:
         return rate
     return torch.tensor(float(rate), device=device)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
 
 
 def _differs(group: dict[str, Any], settings: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from onelaunch.step.inputs import forward_arguments, other_gradients_kept, own_l
 from onelaunch.trial_runs import Undo
 
 if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
-    from onelaunch.step.adam_update import AdamUpdate
+    from onelaunch.step.optimizer_update import OptimizerUpdate
 
 log = logging.getLogger("onelaunch")
 MAX_KINDS = 1024  # of inputs that are known to compile; more are undone and run again all the same if they fail
@@ -46,7 +46,7 @@ class PlainStep:
         self.window = Window(optimizer, accumulate)
         self.compiles, self.recorded = compile, recorded
         self.compilers_failure = ""  # why steps are not compiled, where they should be
-        self.adam: AdamUpdate | None = None  # in a recording it replaces the optimizer's own step
+        self.own_update: OptimizerUpdate | None = None  # in a recording it replaces the optimizer's own step
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # which recordings with accumulation add to
         self._compiled: set[Any] = set()  # kinds of inputs with which a compiled step has succeeded
         self._forward_arguments = forward_arguments(model)
@@ -130,8 +130,8 @@ class PlainStep:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(parameters_of(self.optimizer), self.clip_norm)
-        if self.adam is not None and self._is_recording():
-            self.adam.launch()
+        if self.own_update is not None and self._is_recording():
+            self.own_update.launch()
         elif self.scaler is None:
             self.optimizer.step()
         else:

@@ -174,7 +174,7 @@ class Recordings:
             self._forget("what the optimizer has beside the learning rate")
         elif changed:
             self._forget(f"{changed} of the model (a buffer may change, by fill_ or copy_)")
-        self.optimizer.upload_rates()
+        self.optimizer.upload()
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
@@ -198,13 +198,16 @@ class Recordings:
         undo = self.state.undo()
         try:
             from onelaunch.kernels.launch import compiling
-            from onelaunch.step.adam_update import adam_update
+            from onelaunch.step.optimizer_update import optimizer_update
             from onelaunch.step.recorded import Recorded
 
             memory = self.state.memory()
             with torch.cuda.device(step.device), self.optimizer.rates_on_device():
                 recorded = Recorded(pending.inputs, step.device, self.state.flags())
-                step.adam = adam_update(step.optimizer, self.optimizer.rates, step.scaler)
+                if update:
+                    step.own_update = optimizer_update(
+                        step.optimizer, self.optimizer.rates, self.optimizer.settings, step.scaler
+                    )
                 with compiling():
                     recorded.begin()
                     recorded.end(pending.loss)
@@ -214,8 +217,8 @@ class Recordings:
                     with self.state.carried():
                         loss = step(pending.args, pending.kwargs, update)
                     recorded.end(loss)
-                if step.adam is not None:
-                    step.adam.fill_tables()
+                if step.own_update is not None:
+                    step.own_update.fill_tables()
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(step.device)
             self._stop(first_line(error))
@@ -225,8 +228,10 @@ class Recordings:
                 parameter.grad = gradient
             return None
         finally:
-            update_tables, step.adam = step.adam, None
-        recorded.memory = [update_tables, memory, *(dict(state) for state in step.optimizer.state.values())]
+            own_update, step.own_update = step.own_update, None
+        if update:
+            self.optimizer.follow_update(own_update is not None)
+        recorded.memory = [own_update, memory, *(dict(state) for state in step.optimizer.state.values())]
         step.keep_gradients()
         return recorded
 

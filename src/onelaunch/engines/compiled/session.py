@@ -17,7 +17,8 @@ from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.engines.eager.session import EVALUATION_ROWS, EagerSession
 from onelaunch.errors import first_line
 from onelaunch.fuse.decide import PROVEN, compiled
-from onelaunch.step.adam_update import AdamUpdate, adam_update, create_state
+from onelaunch.step.capturable_optimizer import settings_on_device
+from onelaunch.step.optimizer_update import OptimizerUpdate, create_state, optimizer_update
 
 log = logging.getLogger("onelaunch")
 Rows = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
@@ -43,7 +44,7 @@ class CompiledSession(EagerSession):
         evaluate: Any = types.MethodType(EagerSession._evaluate_rows, self)
         self._compiled_train: Rows | None = compiled(train, PROVEN, captured=True)
         self._compiled_evaluate: Rows | None = compiled(evaluate, PROVEN, captured=True)
-        self._captured_adam: AdamUpdate | None = None  # its tables hold the addresses of the captured gradients
+        self._captured_update: OptimizerUpdate | None = None  # its tables hold the addresses of the captured gradients
 
     def _make_dropout(self) -> RunDropout:
         run = self.run
@@ -72,10 +73,10 @@ class CompiledSession(EagerSession):
         return self._compiled_evaluate(x, y)
 
     def _capture(self) -> torch.cuda.CUDAGraph:
-        self._captured_adam = adam_update(self.optimizer, [self.lr], self.scaler)
+        self._captured_update = self._make_update()
         graph = super()._capture()
-        if self._captured_adam is not None:
-            self._captured_adam.fill_tables()
+        if self._captured_update is not None:
+            self._captured_update.fill_tables()
         return graph
 
     def close(self) -> None:
@@ -83,14 +84,19 @@ class CompiledSession(EagerSession):
         self._layout.restore()
 
     @functools.cached_property
-    def _adam(self) -> AdamUpdate | None:
+    def _uncaptured_update(self) -> OptimizerUpdate | None:
         """The update of steps that are not replayed, made in the first one: a resumed run has its state by then."""
         create_state(self.optimizer)
-        return adam_update(self.optimizer, [self.lr], self.scaler)
+        return self._make_update()
+
+    def _make_update(self) -> OptimizerUpdate | None:
+        (group,) = self.optimizer.param_groups
+        settings = torch.tensor(settings_on_device(self.optimizer, group), dtype=torch.float64, device=self.run.device)
+        return optimizer_update(self.optimizer, [self.lr], [settings], self.scaler)
 
     def _update(self) -> None:
         """With our kernel from the first step on: a resumed run must compute the same bits at other positions."""
-        update = self._captured_adam if torch.cuda.is_current_stream_capturing() else self._adam
+        update = self._captured_update if torch.cuda.is_current_stream_capturing() else self._uncaptured_update
         if update is not None:
             update.launch()
         else:
