@@ -39,12 +39,15 @@ def test_a_table_of_tensors(device: torch.device, dtype: torch.dtype, name: str)
     draw_gradients()
     names = optimizers.STATE[rule] if optimizer.state[theirs[0]] else ()
     padded = [torch.cat([one.detach(), one.new_full((7,), torch.nan)]) for one in theirs]  # nothing is written behind
+    gradients = [
+        one.grad.clone() for one in theirs if one.grad is not None
+    ]  # PyTorch's step adds the momentum to them in place
     states = [[optimizer.state[one][state].clone() for state in names] for one in theirs]
     rows = []
-    for one, weight, state in zip(theirs, padded, states, strict=True):
+    for weight, gradient, size, state in zip(padded, gradients, SIZES, states, strict=True):
         if "step" in names:
             state[-1] = (state[-1] + 1).to(device)
-        row = [one.numel(), *(tensor.data_ptr() for tensor in (weight, one.grad, *state))]
+        row = [size, *(tensor.data_ptr() for tensor in (weight, gradient, *state))]
         rows.append(row + [0] * (optimizers.COLUMNS - len(row)))
     optimizer.step()
 

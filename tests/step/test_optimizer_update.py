@@ -54,6 +54,7 @@ def test_torchs_own_step_gives_the_same(
         for each, optimizer in ((ours, mine), (theirs, other)):
             gradients_of(each, step)
             optimizer.step()
+    capturable.prepare()  # for the state that there is now
     update = optimizer_update(mine, capturable.rates, capturable.settings, None)
     assert update is not None
     graph = torch.cuda.CUDAGraph()

@@ -15,6 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from onelaunch.integers import ceil_div
 from onelaunch.kernels import optimizers as kernels
 from onelaunch.kernels.launch import compiling
+from onelaunch.step.accumulation import StepCounter
 from onelaunch.step.capturable_optimizer import begin_momentum, settings_on_device
 
 RULES: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd"}
@@ -116,7 +117,8 @@ def optimizer_update(
     scaler: torch.amp.GradScaler | None,
 ) -> OptimizerUpdate | None:  # fmt: skip
     """The update for this optimizer; None where its own step must be recorded: another class, option, type or layout."""
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    after = optimizer._optimizer_step_post_hooks.values()
+    hooks = [*optimizer._optimizer_step_pre_hooks.values(), *(one for one in after if not isinstance(one, StepCounter))]
     if type(optimizer) not in RULES or scaler is not None or hooks:
         return None
     for group in optimizer.param_groups:
