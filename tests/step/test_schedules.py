@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, StepLR
 
 import onelaunch as ol
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
@@ -107,3 +107,14 @@ def test_an_update_of_pytorch_on_a_tape_has_its_momentum_in_the_recording() -> N
 @pytest.mark.gpu
 def test_an_update_of_pytorch_has_its_momentum_in_the_recording() -> None:
     assert_a_cycled_momentum_ends_recording("cuda", Adam, amsgrad=True)
+
+
+@pytest.mark.usefixtures("tapes")
+def test_a_scheduler_that_is_made_after_the_recording_does_not_warn() -> None:
+    model = network()
+    step, recordings = taped_step(model, SGD(model.parameters(), lr=0.1))
+    data = batches(6)
+    train(step, DecaySchedule(SGD([torch.zeros(1)])), data)
+    assert len(recordings) == 1
+    train(step, StepLR(step.optimizer, 2), data)
+    assert step.optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)

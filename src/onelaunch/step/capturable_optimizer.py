@@ -36,7 +36,8 @@ class CapturableOptimizer:
         self._cells: list[list[torch.Tensor]] = []  # the numbers in both, per group
         self._on_device: list[list[float]] = []
         self._update_is_ours = True
-        self._recorded: list[dict[str, Any]] = []  # settings that are part of a recording
+        self._recorded: list[list[tuple[str, Any]]] = []  # settings that are part of a recording, per group
+        self._kinds: list[tuple[int, bool]] = []
         self._values: list[tuple[Any, ...]] = []
         self._known: list[Any] = []  # as `_objects`
 
@@ -75,6 +76,8 @@ class CapturableOptimizer:
 
     def follow_update(self, is_ours: bool) -> None:
         """After a recording: one with the optimizer's own update has all settings but the rate in it."""
+        # A scheduler that is made later would warn that the optimizer has not stepped: replays do not call its step.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
         if self._update_is_ours and not is_ours:
             self._remember(update_is_ours=False)
 
@@ -106,11 +109,13 @@ class CapturableOptimizer:
 
         Called on every step, so it is fast while no value in any group has changed.
         """
+        if not self._has_its_objects():
+            return False
         groups = self.optimizer.param_groups
         values = [tuple(group.values()) for group in groups]
-        if self._has_its_objects() and _are_equal(values, self._values):
+        if _are_equal(values, self._values):
             return True
-        if self.settings_changed():
+        if self._groups_differ():
             return False
         self.upload()
         in_place = any(  # as a scheduler changes a rate that is a tensor elsewhere: the same object is no proof
@@ -122,18 +127,30 @@ class CapturableOptimizer:
 
     def settings_changed(self) -> bool:
         """Whether a group, or a setting that is not read on the device, or what it updates differs from what was recorded."""
-        now = map(self._settings_recorded, self.optimizer.param_groups)
-        return not self._has_its_objects() or any(map(_differs, now, self._recorded))
+        return not self._has_its_objects() or self._groups_differ()
 
     def _remember(self, update_is_ours: bool) -> None:
         self._update_is_ours = update_is_ours
-        self._recorded = [self._settings_recorded(group) for group in self.optimizer.param_groups]
+        groups = self.optimizer.param_groups
+        left_out = {"params", "lr", "initial_lr"}
+        if update_is_ours:
+            left_out.update(READ_BY_OUR_UPDATE.get(type(self.optimizer), ()))
+        self._recorded = [[one for one in group.items() if one[0] not in left_out] for group in groups]
+        self._kinds = [self._kind(group) for group in groups]
 
-    def _settings_recorded(self, group: dict[str, Any]) -> dict[str, Any]:
-        names = READ_BY_OUR_UPDATE.get(type(self.optimizer), ()) if self._update_is_ours else ()
-        others = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr", *names)}
-        counts = len(settings_on_device(self.optimizer, group)), bool(group.get("momentum"))
-        return others | dict(zip(("settings on the device", "momentum at all"), counts, strict=True))
+    def _groups_differ(self) -> bool:
+        for group, recorded, kind in zip(self.optimizer.param_groups, self._recorded, self._kinds, strict=True):
+            for name, value in recorded:
+                found = group.get(name)
+                if found is not value and not is_same_value(found, value):
+                    return True
+            if self._kind(group) != kind:
+                return True
+        return False
+
+    def _kind(self, group: dict[str, Any]) -> tuple[int, bool]:
+        """How much our update reads on the device, and whether there is momentum."""
+        return len(settings_on_device(self.optimizer, group)), bool(group.get("momentum"))
 
     def _has_its_objects(self) -> bool:
         """`load_state_dict` makes new groups, and new state that a recording does not read."""
@@ -150,9 +167,13 @@ class CapturableOptimizer:
 
 def settings_on_device(optimizer: Optimizer, group: dict[str, Any]) -> list[float]:
     """The settings of a group that our update reads on the device; none where one is a tensor."""
-    names = READ_BY_OUR_UPDATE.get(type(optimizer), ())
-    values = [one for name in names for one in (group[name] if name == "betas" else (group[name],))]
-    return values if all(isinstance(one, int | float) for one in values) else []
+    values: list[Any] = []
+    for name in READ_BY_OUR_UPDATE.get(type(optimizer), ()):
+        values += group[name] if name == "betas" else (group[name],)
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            return []
+    return values
 
 
 def begin_momentum(optimizer: Optimizer) -> None:
@@ -177,10 +198,6 @@ def _rate_tensor(rate: float | torch.Tensor, device: torch.device) -> torch.Tens
     if isinstance(rate, torch.Tensor) and rate.device == device:
         return rate
     return torch.tensor(float(rate), device=device)
-
-
-def _differs(group: dict[str, Any], settings: dict[str, Any]) -> bool:
-    return not all(is_same_value(group.get(name), value) for name, value in settings.items())
 
 
 def _are_equal(values: list[tuple[Any, ...]], others: list[tuple[Any, ...]]) -> bool:
