@@ -100,6 +100,27 @@ def restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
             del table[name]
 
 
+class HostGenerators:
+    """The states of the generators on the host: of `random`, of NumPy, and of PyTorch."""
+
+    def __init__(self) -> None:
+        self._before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+
+    def have_drawn(self, torchs: bool = True) -> bool:
+        """Whether random numbers were drawn since, other than by PyTorch if not `torchs`."""
+        python, numpy, torchs_own = self._before
+        pairs = zip(np.random.get_state(), numpy, strict=True)  # noqa: NPY002
+        if random.getstate() != python or not all(np.array_equal(one, other) for one, other in pairs):
+            return True
+        return torchs and not torch.equal(torch.get_rng_state(), torchs_own)
+
+    def restore(self) -> None:
+        python, numpy, torchs_own = self._before
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+        torch.set_rng_state(torchs_own)
+
+
 class Undo:
     """What a run has changed, as it was: attributes, buffers, random generators, the gradients of these parameters, and these
     inputs.
@@ -112,10 +133,10 @@ class Undo:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in parameters]
         self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
-        self._generators = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._devices)]
+        self._generators = [torch.cuda.get_rng_state(device) for device in self._devices]
         owned = (value for table, _ in self._attributes for value in table.values())
         self._owned = [(one, one.get_state()) for one in owned if isinstance(one, torch.Generator)]
-        self._others = random.getstate(), np.random.get_state()  # noqa: NPY002
+        self._host = HostGenerators()
         self._inputs = [(one, one._version, one.detach().clone()) for one in inputs if not one.is_inference()]
 
     @torch.no_grad()
@@ -128,15 +149,13 @@ class Undo:
                 one.copy_(before)
         for generator, state in self._owned:
             generator.set_state(state)
-        random.setstate(self._others[0])
-        np.random.set_state(self._others[1])  # noqa: NPY002
+        self._host.restore()
         for parameter, gradient in self._gradients:
             if parameter.grad is not None and gradient is not None:  # the memory that a recording adds to
                 parameter.grad.copy_(gradient)
             else:
                 parameter.grad = gradient
-        torch.set_rng_state(self._generators[0])
-        for device, state in zip(self._devices, self._generators[1:], strict=True):
+        for device, state in zip(self._devices, self._generators, strict=True):
             torch.cuda.set_rng_state(state, device)
 
 

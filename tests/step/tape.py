@@ -43,14 +43,24 @@ class Tape(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[Tensor | None]]] = []
+        self._before: dict[int, tuple[Any, Any]] = {}  # memory that was there before the recording, and a copy of it
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given, named = tree_map(alias, args), tree_map(alias, kwargs or {})
+        inputs = {memory(one): one for one in tensors_in((args, kwargs))}
+        for place, one in inputs.items():
+            if place not in self._before and one.layout is torch.strided:
+                self._before[place] = one.untyped_storage(), one.untyped_storage().clone()
         result = function(*args, **(kwargs or {}))
-        inputs = {memory(one) for one in tensors_in((args, kwargs))}
         made = [None if memory(one) in inputs else alias(one) for one in tensors_in(result)]
         self.calls.append((function, given, named, made))
         return result
+
+    def undo(self) -> None:
+        """As if nothing had run."""
+        for storage, copied in self._before.values():
+            storage.copy_(copied)
+        self._before.clear()
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -65,21 +75,25 @@ def is_recording() -> bool:
 
 
 class TapedGraph:
-    """In the place of `torch.cuda.CUDAGraph`. Other than one it has run when it is recorded: its first replay does nothing."""
+    """In the place of `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
         self.tape, self.replays = Tape(), 0
 
     def replay(self) -> None:
         self.replays += 1
-        if self.replays > 1:
-            self.tape.replay()
+        self.tape.replay()
 
 
 @contextlib.contextmanager
 def capturing(graph: TapedGraph, **_: Any) -> Iterator[None]:
-    with graph.tape:
-        yield
+    generator = torch.get_rng_state()
+    try:
+        with graph.tape:
+            yield
+    finally:
+        graph.tape.undo()
+        torch.set_rng_state(generator)
 
 
 @pytest.fixture

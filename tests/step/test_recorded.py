@@ -141,6 +141,32 @@ def test_what_is_kept_of_another_pass_does_not_end_recording(when: int, compile:
     kept[0].sum().backward()
 
 
+class DropsLayers(nn.Module):
+    """It decides on the host in every pass whether to skip a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(x if torch.rand([]) < 0.5 else self.first(x))
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_random_numbers_of_the_host_end_recording(compile: bool) -> None:
+    torch.manual_seed(0)
+    model = DropsLayers().cuda()
+    other = copy.deepcopy(model)
+    data = [(torch.randn(5, 6, device="cuda"), torch.randn(5, 3, device="cuda")) for _ in range(16)]
+    step = ol.train_step(model, F.mse_loss, torch.optim.Adam(model.parameters(), 1e-2), compile=compile)
+    torch.manual_seed(1)
+    losses = torch.stack([step(x, y) for x, y in data]).tolist()
+    assert step.reason.startswith("forward or loss draws random numbers on the host")
+    if not compile:
+        torch.manual_seed(1)
+        torch.testing.assert_close(losses, plain(other, data, 1e-2), rtol=100 * LOSS_TOLERANCE, atol=1e-5)
+
+
 def test_another_stream_and_another_thread() -> None:
     model, other = pair()
     data = [(torch.randn(5, 6, device="cuda"), torch.randn(5, 3, device="cuda")) for _ in range(30)]

@@ -126,7 +126,7 @@ def test_a_setting_that_always_changes_is_named() -> None:
     for number in range(10):
         model[3].factor = 1 / (1 + number)
         step(*data)
-    assert step.reason == "Scale.factor of the model (a buffer may change, by fill_ or copy_) changes again and again"
+    assert step.reason == "Scale.factor (a tensor may change, by fill_ or copy_) changes again and again"
     assert len(recordings) == 0
     del model[3].factor  # of the instance: the class has another
     step(*data)

@@ -1,4 +1,5 @@
-"""What a recorded step depends on beside its inputs: flags, settings and memory of the model and of the loss.
+"""What a recorded step depends on beside its inputs: flags, settings and memory of the model and of the loss, and what their
+functions read from outside.
 
 A recording reads none of them again, so they are compared before every replay. What forward itself changes in Python is told
 apart by looking before and after the steps that run in Python.
@@ -6,7 +7,7 @@ apart by looking before and after the steps that run in Python.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import BuiltinFunctionType, MethodType
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.step.inputs import CONSTANTS, are_same_objects, is_same_value
+from onelaunch.step.outside import outside_variables
 from onelaunch.trial_runs import attributes_of, restore
 
 # Types of attributes that are compared, tensors by identity.
@@ -27,14 +29,15 @@ SIZES_OF_WEIGHT = frozenset({"in_features", "out_features"})  # of nn.Linear, of
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
 
-Key = tuple[int, str]  # a module's id and the name of an attribute
+Key = tuple[int, str]  # the id of a module, or of where a variable is from, and the name
 
 
 class ModelState:
     """The state of these modules, and of the optimizer's `parameters()`, when it was last looked at."""
 
-    def __init__(self, roots: Iterable[Any], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(self, roots: Sequence[Any], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._roots = [root for root in roots if isinstance(root, nn.Module)]
+        self._outside = {(id(one.place), one.name): one for one in outside_variables(roots)}
         self._parameters = parameters
         self._changed_once: set[Key] = set()  # by forward
         self._written: set[Key] = set()  # what forward sets again and again, or cannot have read, is no setting
@@ -47,8 +50,8 @@ class ModelState:
         self._own_mode = [one for one in self._attributes if "training" in one]
         self._other_mode = [one for one in self._modules if "training" not in vars(one)]  # of `torch.jit.script`
         self._settings = self._read_settings()
-        names = {id(module): attributes for module, attributes in zip(self._modules, self._attributes, strict=True)}
-        self._watched = [(names[module], name, value) for (module, name), value in self._settings.items()]
+        places = self._places()
+        self._watched = [(places[place], name, value) for (place, name), value in self._settings.items()]
         tables = chain.from_iterable((one._parameters, one._buffers, one._modules) for one in self._modules)
         dicts = [table for table in tables if isinstance(table, dict)]  # not a script's
         self._tables, self._empty = [one for one in dicts if one], [one for one in dicts if not one]
@@ -68,8 +71,8 @@ class ModelState:
 
     def is_same(self) -> bool:
         """Whether nothing but flags has changed. An equal number in its place counts as changed."""
-        for attributes, name, value in self._watched:
-            if attributes.get(name, _MISSING) is not value:
+        for place, name, value in self._watched:
+            if place.get(name, _MISSING) is not value:
                 return False
         entries = [entry for table in self._tables for entry in table.values()]
         return (
@@ -88,7 +91,7 @@ class ModelState:
             old, new = before.get(key, _MISSING), self._settings.get(key, _MISSING)
             if is_same_value(old, new) or (not recorded and key in self._changed_once):
                 continue
-            if old is _MISSING and not self._class_has(key):  # such as what an evaluation keeps for later
+            if old is _MISSING and not self._was_there(key):  # such as what an evaluation keeps for later
                 self._written.add(key)
             else:
                 changed = changed or self._label(key)
@@ -117,6 +120,12 @@ class ModelState:
             self._changed_once.add(key)
         self._look()
         return replaced
+
+    def counters(self) -> dict[str, float]:
+        """Numbers that forward changes in Python, such as one that counts its calls."""
+        places = self._places()
+        values = {key: places[key[0]].get(key[1], None) for key in self._changed_once if key[0] in places}
+        return {self._label(key): value for key, value in values.items() if type(value) in (int, float)}
 
     def renew_gradient_nodes(self) -> None:
         """Between passes on different streams: autograd adds up a parameter's gradients on the stream of the pass that made its
@@ -164,7 +173,7 @@ class ModelState:
         """All that forward may read of the modules, for as long as this list is kept."""
         return [
             leaf.detach()
-            for leaf in tree_leaves(self._attributes)
+            for leaf in tree_leaves([self._attributes, *self._settings.values()])
             if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
         ]
 
@@ -178,20 +187,32 @@ class ModelState:
         return "the memory of a parameter or buffer" if moved else ""
 
     def _read_settings(self) -> dict[Key, Any]:
-        return {
+        attributes = {
             (id(module), name): value
             for module, attributes in zip(self._modules, self._attributes, strict=True)
             for name, value in attributes.items()
-            if name not in _EVERY_MODULE
-            and isinstance(value, SETTINGS)
-            and not (type(module) is nn.Linear and name in SIZES_OF_WEIGHT)
-            and (id(module), name) not in self._written
+            if name not in _EVERY_MODULE and not (type(module) is nn.Linear and name in SIZES_OF_WEIGHT)
+        }
+        variables = {key: one.place.get(one.name, _MISSING) for key, one in self._outside.items()}
+        return {
+            key: value
+            for key, value in (attributes | variables).items()
+            if isinstance(value, SETTINGS) and key not in self._written
         }
 
-    def _class_has(self, key: Key) -> bool:
+    def _places(self) -> dict[int, Any]:
+        """Where attributes and variables are, by the first half of their keys."""
+        modules = {id(module): attributes for module, attributes in zip(self._modules, self._attributes, strict=True)}
+        return modules | {id(one.place): one.place for one in self._outside.values()}
+
+    def _was_there(self, key: Key) -> bool:
+        if key in self._outside:  # as a list, for example
+            return True
         return any(hasattr(type(module), key[1]) for module in self._modules if id(module) == key[0])
 
     def _label(self, key: Key) -> str:
+        if key in self._outside:
+            return f"{key[1]} in {self._outside[key].reader}"
         kinds = [type(module).__name__ for module in self._modules if id(module) == key[0]]
         return ".".join([*kinds, key[1]])
 

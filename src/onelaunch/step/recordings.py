@@ -18,11 +18,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from onelaunch.capture import capturing
-from onelaunch.errors import first_line
+from onelaunch.errors import OnelaunchError, first_line
 from onelaunch.step.capturable_optimizer import CapturableOptimizer, parameters_of
 from onelaunch.step.inputs import CONSTANTS, Pending, signature
 from onelaunch.step.model_state import ModelState
 from onelaunch.step.plain_step import PlainStep
+from onelaunch.trial_runs import HostGenerators
 
 if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
     from onelaunch.step.recorded import Recorded
@@ -62,7 +63,7 @@ class Recordings:
         self._recorded: dict[Any, Recorded] = {}
         self._pending: dict[Any, Pending] = {}
         self._forgotten = self._replaced = 0
-        self._dropped = False
+        self._dropped = self._warned = False
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         if not reason:
@@ -137,7 +138,20 @@ class Recordings:
                 self._replaced += 1
                 if self._replaced >= MAX_REPLACED:
                     self._stop(f"{replaced}, which forward replaces, changes again and again")
+        if recorded is None:
+            self._warn_of_counters(pending)
         return recorded, replaced
+
+    def _warn_of_counters(self, pending: Pending) -> None:
+        """Recorded steps do not count, and what depends on a counter stays as it is."""
+        before, pending.counters = pending.counters, self.state.counters()
+        counting = [name for name, value in pending.counters.items() if before.get(name, value) != value]
+        if counting and not self._warned:
+            self._warned = True
+            log.warning(
+                "train_step: forward changes %s in every call, but not in recorded steps: keep it in a buffer, and change it "
+                "in place, if a step depends on it", counting[0],
+            )  # fmt: skip
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         self.step.begin_window()
@@ -173,7 +187,7 @@ class Recordings:
         if self.optimizer.settings_changed():
             self._forget("what the optimizer has beside the learning rate")
         elif changed:
-            self._forget(f"{changed} of the model (a buffer may change, by fill_ or copy_)")
+            self._forget(f"{changed} (a tensor may change, by fill_ or copy_)")
         self.optimizer.upload()
 
     @contextmanager
@@ -195,7 +209,7 @@ class Recordings:
         """The step for inputs like these, recorded but not run; None, with `reason` set, where that is impossible."""
         step = self.step
         gradients = [(parameter, parameter.grad) for parameter in parameters_of(step.optimizer)]
-        undo = self.state.undo()
+        undo, host = self.state.undo(), HostGenerators()
         try:
             from onelaunch.kernels.launch import compiling
             from onelaunch.step.optimizer_update import optimizer_update
@@ -217,12 +231,18 @@ class Recordings:
                     with self.state.carried():
                         loss = step(pending.args, pending.kwargs, update)
                     recorded.end(loss)
+                if host.have_drawn(torchs=step.device_type == "cuda"):
+                    raise OnelaunchError(
+                        "forward or loss draws random numbers on the host, as by random.random(): draw them on the model's "
+                        "device, as by torch.rand(1, device=x.device)"
+                    )
                 if step.own_update is not None:
                     step.own_update.fill_tables()
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(step.device)
             self._stop(first_line(error))
             undo()
+            host.restore()
             step.forget_unscaling()
             for parameter, gradient in gradients:  # a recording runs nothing: what was accumulated is still there
                 parameter.grad = gradient
