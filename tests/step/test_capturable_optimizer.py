@@ -18,6 +18,7 @@ def made(kind: type[torch.optim.Optimizer], **options: object) -> CapturableOpti
 
 
 def test_what_cannot_be_recorded() -> None:
+    assert made(torch.optim.Adagrad).unsupported_reason() == "Adagrad has no capturable form"  # fused on a CPU only
     assert made(torch.optim.LBFGS).unsupported_reason() == "LBFGS decides on the host"
     for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop, torch.optim.NAdam):
         assert made(kind, lr=0.1).unsupported_reason() == ""

@@ -167,6 +167,46 @@ def test_random_numbers_of_the_host_end_recording(compile: bool) -> None:
         torch.testing.assert_close(losses, plain(other, data, 1e-2), rtol=100 * LOSS_TOLERANCE, atol=1e-5)
 
 
+class Selects(nn.Module):
+    """How many rows it takes is known on the device only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x[x[:, 0] > -9]  # all of them
+        return self.layer(rows)
+
+
+def train(step: Any, count: int = 8) -> list[float]:
+    data = [(torch.randn(5, 6, device="cuda"), torch.randn(5, 3, device="cuda")) for _ in range(count)]
+    return torch.stack([step(x, y) for x, y in data]).tolist()
+
+
+def test_what_a_recording_forbids_is_named_with_its_place() -> None:
+    model = Selects().cuda()
+    step = ol.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), 0.1), compile=False)
+    assert all(loss > 0 for loss in train(step))
+    assert "when stream is capturing, at test_recorded.py:" in step.reason
+    assert step.reason.endswith(": rows = x[x[:, 0] > -9]  # all of them")
+
+
+def test_an_optimizer_without_a_capturable_form() -> None:
+    model, _ = pair()
+    step = ol.train_step(model, F.mse_loss, torch.optim.Adagrad(model.parameters(), 0.1), compile=False)
+    assert all(loss > 0 for loss in train(step))
+    assert step.reason == "Adagrad has no capturable form"
+
+
+def test_a_gpu_as_the_default_device() -> None:
+    model, _ = pair()
+    step = ol.train_step(model, F.mse_loss, torch.optim.Adam(model.parameters(), 0.1))
+    with torch.device("cuda"):
+        assert all(loss > 0 for loss in train(step))
+    assert step.reason == ""
+
+
 def test_another_stream_and_another_thread() -> None:
     model, other = pair()
     data = [(torch.randn(5, 6, device="cuda"), torch.randn(5, 3, device="cuda")) for _ in range(30)]

@@ -221,7 +221,7 @@ def test_a_recording_that_fails_leaves_the_model_as_it_was() -> None:
 
     keeps = KeepsLast()
     step = assert_follows_a_plain_loop(nn.Sequential(Overwritten(8, 8), keeps, CannotBeRecorded()), batches(6))
-    assert step.reason == "operation not permitted when stream is capturing"
+    assert step.reason.startswith("operation not permitted when stream is capturing, at test_what_replays_read.py:")
     assert keeps.calls == 6
     assert torch.isfinite(keeps.last).all()
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from onelaunch.step.inputs import are_same_objects, is_same_value
 
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 READ_BY_OUR_UPDATE: dict[type[Optimizer], tuple[str, ...]] = {  # beside the rate
     torch.optim.Adam: ("betas", "eps", "weight_decay"),
     torch.optim.AdamW: ("betas", "eps", "weight_decay"),

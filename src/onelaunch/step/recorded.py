@@ -26,7 +26,7 @@ class ArgumentRing:
     def __init__(self, inputs: Sequence[torch.Tensor], device: torch.device) -> None:
         self.inputs, self.device = list(inputs), device
         self.width = len(inputs) + 1
-        self.slots = torch.zeros(SLOTS, self.width, dtype=torch.int64, pin_memory=True)
+        self.slots = torch.zeros(SLOTS, self.width, dtype=torch.int64, device="cpu", pin_memory=True)
         self.state = torch.zeros(self.width + 1, dtype=torch.int64, device=device)  # calls so far, then a slot
         targets, self.word_bytes = targets_of(self.inputs)
         self.targets = torch.tensor(targets, device=device)

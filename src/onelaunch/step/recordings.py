@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from onelaunch.capture import capturing
-from onelaunch.errors import OnelaunchError, first_line
+from onelaunch.errors import OnelaunchError
 from onelaunch.step.capturable_optimizer import CapturableOptimizer, parameters_of
+from onelaunch.step.failures import recording_failure
 from onelaunch.step.inputs import CONSTANTS, Pending, signature
 from onelaunch.step.model_state import ModelState
 from onelaunch.step.plain_step import PlainStep
@@ -240,7 +241,7 @@ class Recordings:
                     step.own_update.fill_tables()
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(step.device)
-            self._stop(first_line(error))
+            self._stop(recording_failure(error))
             undo()
             host.restore()
             step.forget_unscaling()
