@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import random
-import sys
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.step import recordings as recordings_module
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 from onelaunch.step.recordings import uncapturable_reason
-from onelaunch.trial_runs import HostGenerators
-from tests.conftest import LOSS_TOLERANCE
-from tests.reference import assert_same_course
 from tests.step.changes import CHANGES
 from tests.step.changes import network as changing_network
-from tests.step.loops import batches, network, plain_losses
+from tests.step.loops import batches, network
 from tests.step.tape import assert_follows_a_plain_loop, is_recording, taped_step
 
 pytestmark = pytest.mark.usefixtures("no_code", "tapes")
@@ -224,77 +215,6 @@ def test_a_recording_that_fails_leaves_the_model_as_it_was() -> None:
     assert step.reason.startswith("operation not permitted when stream is capturing, at test_what_replays_read.py:")
     assert keeps.calls == 6
     assert torch.isfinite(keeps.last).all()
-
-
-class DropsLayers(nn.Module):
-    """As wav2vec 2.0 and others do with `layerdrop`, it decides on the host in every pass."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.first, self.second, self.draw = nn.Linear(8, 8), nn.Linear(8, 4), draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(x if self.draw() < 0.5 else self.first(x))
-
-
-@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()], ids=["random", "NumPy"])  # noqa: NPY002
-def test_random_numbers_of_the_host_end_recording(draw: Callable[[], float]) -> None:
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    model, data = DropsLayers(draw), batches(12)
-    expected_model, before = copy.deepcopy(model), HostGenerators()
-    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = [float(step(x, y)) for x, y in data]
-    assert step.reason.startswith("forward or loss draws random numbers on the host, as by random.random(): draw")
-    before.restore()
-    optimizer = torch.optim.SGD(expected_model.parameters(), lr=0.1)
-    assert_same_course(losses, plain_losses(expected_model, optimizer, data), LOSS_TOLERANCE * 10)
-
-
-beta = 1.0
-
-
-def weighted(output: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(output, target) * beta
-
-
-def test_a_variable_of_the_loss_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a weight that grows from epoch to epoch: the recording has its value."""
-    scale = 1.0
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return weighted(output, target) * scale
-
-    model = network()
-    other, data = copy.deepcopy(model), batches(24)
-    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
-    step, recordings = taped_step(model, mine, loss)
-    losses, expected = [], []
-    for number, batch in enumerate(data):
-        if number == 8:
-            scale = 0.5
-        if number == 16:
-            monkeypatch.setattr(sys.modules[__name__], "beta", 2.0)
-        losses.append(float(step(*batch)))
-        expected += plain_losses(other, theirs, [batch], loss=loss)
-    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
-    assert step.reason == ""
-    assert len(recordings) == 1
-
-
-def test_a_variable_of_the_loss_that_always_changes_is_named() -> None:
-    weight, model, data = 0.0, network(), batches(12)
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(output, target) * weight
-
-    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
-    for number, (x, y) in enumerate(data):
-        weight = 1 / (1 + number)
-        expected = loss(model(x), y).item()
-        assert float(step(x, y)) == pytest.approx(expected)
-    name = "test_a_variable_of_the_loss_that_always_changes_is_named.<locals>.loss"
-    assert step.reason == f"weight in {name} (a tensor may change, by fill_ or copy_) changes again and again"
 
 
 def test_a_sparse_buffer_has_no_address() -> None:

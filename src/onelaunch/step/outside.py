@@ -42,7 +42,7 @@ def outside_variables(roots: Iterable[Any]) -> list[Variable]:
             waiting += [(getattr(kind, "forward", None), kind) for kind in {type(one) for one in root.modules()}]
         else:
             waiting.append((root, None))
-    seen: set[CodeType] = set()
+    seen: set[FunctionType] = set()
     found: dict[tuple[int, str], Variable] = {}
     while waiting:
         function, owner = waiting.pop()
@@ -50,9 +50,9 @@ def outside_variables(roots: Iterable[Any]) -> list[Variable]:
             function = function.func
         if isinstance(function, MethodType):
             owner, function = type(function.__self__), function.__func__
-        if not isinstance(function, FunctionType) or not _is_followed(function) or function.__code__ in seen:
+        if not isinstance(function, FunctionType) or not _is_followed(function) or function in seen:
             continue
-        seen.add(function.__code__)
+        seen.add(function)
         names, attributes = _names(function.__code__)
         places: list[tuple[dict[str, Any] | Closure, str]]
         places = [(function.__globals__, name) for name in names & function.__globals__.keys()]  # others are built in

@@ -1,0 +1,150 @@
+"""Recorded steps on tapes, where the loss or forward depends on what is outside: variables, random numbers of the host."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from onelaunch.step.outside import outside_variables
+from onelaunch.trial_runs import HostGenerators
+from tests.conftest import LOSS_TOLERANCE
+from tests.reference import assert_same_course
+from tests.step.loops import batches, network, plain_losses
+from tests.step.tape import taped_step
+
+pytestmark = pytest.mark.usefixtures("no_code", "tapes")
+
+
+class DropsLayers(nn.Module):
+    """As wav2vec 2.0 and others do with `layerdrop`, it decides on the host in every pass."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.first, self.second, self.draw = nn.Linear(8, 8), nn.Linear(8, 4), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(x if self.draw() < 0.5 else self.first(x))
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()], ids=["random", "NumPy"])  # noqa: NPY002
+def test_random_numbers_of_the_host_end_recording(draw: Callable[[], float]) -> None:
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
+    model, data = DropsLayers(draw), batches(12)
+    expected_model, before = copy.deepcopy(model), HostGenerators()
+    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = [float(step(x, y)) for x, y in data]
+    assert step.reason.startswith("forward or loss draws random numbers on the host, as by random.random(): draw")
+    before.restore()
+    optimizer = torch.optim.SGD(expected_model.parameters(), lr=0.1)
+    assert_same_course(losses, plain_losses(expected_model, optimizer, data), LOSS_TOLERANCE * 10)
+
+
+beta = 1.0
+
+
+def weighted(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target) * beta
+
+
+def test_a_variable_of_the_loss_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a weight that grows from epoch to epoch: the recording has its value."""
+    scale = 1.0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return weighted(output, target) * scale
+
+    model = network()
+    other, data = copy.deepcopy(model), batches(24)
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    step, recordings = taped_step(model, mine, loss)
+    losses, expected = [], []
+    for number, batch in enumerate(data):
+        if number == 8:
+            scale = 0.5
+        if number == 16:
+            monkeypatch.setattr(sys.modules[__name__], "beta", 2.0)
+        losses.append(float(step(*batch)))
+        expected += plain_losses(other, theirs, [batch], loss=loss)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+    assert step.reason == ""
+    assert len(recordings) == 1
+
+
+def test_a_variable_of_the_loss_that_always_changes_is_named() -> None:
+    weight, model, data = 0.0, network(), batches(12)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * weight
+
+    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    for number, (x, y) in enumerate(data):
+        weight = 1 / (1 + number)
+        expected = loss(model(x), y).item()
+        assert float(step(x, y)) == pytest.approx(expected)
+    name = "test_a_variable_of_the_loss_that_always_changes_is_named.<locals>.loss"
+    assert step.reason == f"weight in {name} (a tensor may change, by fill_ or copy_) changes again and again"
+
+
+def wraps(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def inside(*args: Any) -> Any:
+        return function(*args)
+
+    return inside
+
+
+class Reads(nn.Module):
+    """It has an attribute that is called like a variable that it does not read."""
+
+    F = 1.0
+
+    @wraps
+    def forward(self, x: Tensor) -> Tensor:
+        return self.helper(x) * self.F
+
+    def helper(self, x: Tensor) -> Tensor:
+        return torch.relu(x) * beta
+
+    def other(self) -> Any:
+        return np
+
+
+def test_variables_are_found_through_calls_and_wrappers() -> None:
+    def names(*roots: Any) -> set[str]:
+        return {one.name for one in outside_variables(roots)}
+
+    gamma = 2.0
+
+    def inner(output: Tensor) -> Tensor:
+        return torch.stack([output * gamma for _ in range(2)]).sum()
+
+    def outer(output: Tensor, target: Tensor, factor: float = 1.0) -> Tensor:
+        return inner(output) * factor
+
+    assert names(nn.Sequential(Reads())) == {"torch", "beta"}
+    assert names(inner) == {"torch", "gamma"}
+    assert names(functools.partial(outer, factor=2.0)) == {"torch", "gamma"}
+    assert names(Reads().helper) == {"torch", "beta"}
+    assert names(wraps(wraps(weighted))) == {"F", "beta"}
+    assert names(F.cross_entropy, nn.Linear(2, 2), nn.MSELoss(), None, torch.relu) == set()
+
+
+def test_a_variable_without_a_value_yet() -> None:
+    def loss() -> Any:
+        return later
+
+    (variable,) = outside_variables([loss])
+    assert variable.place.get("later", "none") == "none"
+    later = 1.0
+    assert variable.place.get("later", "none") == later
