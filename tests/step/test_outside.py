@@ -81,6 +81,48 @@ def test_a_variable_of_the_loss_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(recordings) == 1
 
 
+def without_bias(model: Any) -> nn.Module:
+    model[3].bias = None
+    return model
+
+
+def copied_weights(model: Any, source: nn.Module) -> Any:
+    model.load_state_dict(source.state_dict())
+    return model
+
+
+def test_a_network_that_the_loss_reads_may_be_replaced_or_changed() -> None:
+    """Such as the target network of DQN."""
+
+    def train(model: nn.Module, taped: bool) -> tuple[list[float], Any]:
+        target = copy.deepcopy(model)
+
+        def loss(output: Tensor, x: Tensor) -> Tensor:
+            return F.mse_loss(output, target(x).detach() + 1)
+
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+        step: Any = None
+        if taped:
+            step, _ = taped_step(model, optimizer, loss)
+        for number, (x, _) in enumerate(data):
+            if number == 8:
+                target = copy.deepcopy(model)
+            if number == 16:
+                target = copied_weights(target, model)
+            if number == 22:
+                target = without_bias(target)
+            losses += [float(step(x, x))] if taped else plain_losses(model, optimizer, [(x, x)], loss=loss)
+        return losses, step
+
+    data, model = batches(30), network()
+    expected, _ = train(copy.deepcopy(model), taped=False)
+    losses, step = train(model, taped=True)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+    assert step.reason == ""
+    assert step._recordings._forgotten == 2  # copied weights are read where they are
+    assert len(step._recordings) == 1
+
+
 def test_a_variable_of_the_loss_that_always_changes_is_named() -> None:
     weight, model, data = 0.0, network(), batches(12)
 

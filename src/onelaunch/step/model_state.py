@@ -44,7 +44,8 @@ class ModelState:
         self._look()
 
     def _look(self) -> None:
-        self._modules = [*{id(one): one for root in self._roots for one in root.modules()}.values()]
+        outside = [value for value in self._read_outside().values() if isinstance(value, nn.Module)]
+        self._modules = [*{id(one): one for root in (*self._roots, *outside) for one in root.modules()}.values()]
         self._attributes = [vars(one) for one in self._modules]
         self._sizes = [*map(len, self._attributes)]
         self._own_mode = [one for one in self._attributes if "training" in one]
@@ -193,12 +194,14 @@ class ModelState:
             for name, value in attributes.items()
             if name not in _EVERY_MODULE and not (type(module) is nn.Linear and name in SIZES_OF_WEIGHT)
         }
-        variables = {key: one.place.get(one.name, _MISSING) for key, one in self._outside.items()}
-        return {
-            key: value
-            for key, value in (attributes | variables).items()
-            if isinstance(value, SETTINGS) and key not in self._written
-        }
+        settings = {
+            key: value for key, value in attributes.items() if isinstance(value, SETTINGS)
+        } | self._read_outside()
+        return {key: value for key, value in settings.items() if key not in self._written}
+
+    def _read_outside(self) -> dict[Key, Any]:
+        values = {key: one.place.get(one.name, _MISSING) for key, one in self._outside.items()}
+        return {key: value for key, value in values.items() if isinstance(value, (*SETTINGS, nn.Module))}
 
     def _places(self) -> dict[int, Any]:
         """Where attributes and variables are, by the first half of their keys."""
