@@ -234,8 +234,8 @@ class Recordings:
                     recorded.end(loss)
                 if host.have_drawn(torchs=step.device_type == "cuda"):
                     raise OnelaunchError(
-                        "forward or loss draws random numbers on the host, as by random.random(): draw them on the model's "
-                        "device, as by torch.rand(1, device=x.device)"
+                        "forward, the loss or another thread has drawn random numbers on the host meanwhile, as by "
+                        "random.random(): draw them on the model's device, as by torch.rand(1, device=x.device)"
                     )
                 if step.own_update is not None:
                     step.own_update.fill_tables()
