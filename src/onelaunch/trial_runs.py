@@ -101,24 +101,41 @@ def restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
 
 
 class HostGenerators:
-    """The states of the generators on the host: of `random`, of NumPy, and of PyTorch."""
+    """The states of the generators on the host: of PyTorch, of `random` and NumPy, and of these others."""
 
-    def __init__(self) -> None:
-        self._before = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    def __init__(self, others: Iterable[Any] = ()) -> None:
+        self._others = [one for one in others if not (isinstance(one, torch.Generator) and one.device.type != "cpu")]
+        self._torchs = torch.get_rng_state()
+        self._before = self._states()
 
-    def have_drawn(self, torchs: bool = True) -> bool:
-        """Whether random numbers were drawn since, other than by PyTorch if not `torchs`."""
-        python, numpy, torchs_own = self._before
-        pairs = zip(np.random.get_state(), numpy, strict=True)  # noqa: NPY002
-        if random.getstate() != python or not all(np.array_equal(one, other) for one, other in pairs):
-            return True
-        return torchs and not torch.equal(torch.get_rng_state(), torchs_own)
+    def _states(self) -> list[Any]:
+        numpys = np.random.get_state(legacy=False)  # noqa: NPY002
+        return [random.getstate(), numpys, *map(_generator_state, self._others)]
+
+    def torch_has_drawn(self) -> bool:
+        return not torch.equal(torch.get_rng_state(), self._torchs)
+
+    def others_have_drawn(self) -> bool:
+        pairs = zip(tree_leaves(self._states()), tree_leaves(self._before), strict=True)
+        return not all(np.array_equal(one, other) for one, other in pairs)
 
     def restore(self) -> None:
-        python, numpy, torchs_own = self._before
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(torchs_own)
+        torch.set_rng_state(self._torchs)
+        random.setstate(self._before[0])
+        np.random.set_state(self._before[1])  # noqa: NPY002
+        for one, state in zip(self._others, self._before[2:], strict=True):
+            if isinstance(one, torch.Generator):
+                one.set_state(state)
+            elif isinstance(one, random.Random):
+                one.setstate(state)
+            else:
+                one.bit_generator.state = state
+
+
+def _generator_state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 
 class Undo:

@@ -16,6 +16,7 @@ RULES: dict[str, tuple[Any, str, tuple[bool, ...], dict[str, Any], tuple[float, 
     "adamw": (torch.optim.AdamW, "adam", (True, False), {"weight_decay": 0.3}, (0.9, 0.999, 1e-8, 0.3)),
     "sgd": (torch.optim.SGD, "sgd", (False, False, True), {"weight_decay": 0.2, "maximize": True}, (0, 0, 0.2)),
     "momentum": (torch.optim.SGD, "sgd", (True, False, False), {"momentum": 0.8, "dampening": 0.3}, (0.8, 0.3, 0)),
+    "plain adam": (torch.optim.Adam, "adam", (False, False), {}, (0.9, 0.999, 1e-8, 0)),
     "nesterov": (torch.optim.SGD, "sgd", (True, True, False), {"momentum": 0.8, "nesterov": True}, (0.8, 0, 0)),
 }
 
@@ -38,10 +39,11 @@ def test_a_table_of_tensors(device: torch.device, dtype: torch.dtype, name: str)
     optimizer.step()
     draw_gradients()
     names = optimizers.STATE[rule] if optimizer.state[theirs[0]] else ()
+    if not settings[-1]:  # a mask: without a gradient and weight decay it stays
+        theirs[-1].data[5] = -torch.inf
+        theirs[-1].grad[5] = 0  # type: ignore[index]
     padded = [torch.cat([one.detach(), one.new_full((7,), torch.nan)]) for one in theirs]  # nothing is written behind
-    gradients = [
-        one.grad.clone() for one in theirs if one.grad is not None
-    ]  # PyTorch's step adds the momentum to them in place
+    gradients = [one.grad.clone() for one in theirs if one.grad is not None]  # PyTorch's step may change them
     states = [[optimizer.state[one][state].clone() for state in names] for one in theirs]
     rows = []
     for weight, gradient, size, state in zip(padded, gradients, SIZES, states, strict=True):

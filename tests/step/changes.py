@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.utils.prune
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ class Scale(nn.Module):
         super().__init__()
         self.factor, self.limit = 1.0, math.nan
         self.calls: Any = None
+        self.temperature: Any = np.float32(1.0)
         self.created: Any = None
         self.mean, self.function = torch.zeros(()), torch.relu
         self.more = nn.ModuleList()
@@ -30,6 +32,7 @@ class Scale(nn.Module):
         for layer in self.more:
             x = layer(x)
         x = x if math.isnan(self.limit) else x.clamp(-self.limit, self.limit)
+        x = x / float(self.temperature)
         return self.function(x) * (self.factor * self.other_factor * self.created) + (self.shift - self.mean)
 
 
@@ -73,6 +76,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "freeze": lambda model: model[0].requires_grad_(False),
     "evaluate a layer": lambda model: model[1].eval(),
     "a factor": set_factor,
+    "a number of NumPy": lambda model: setattr(model[3], "temperature", np.float32(0.5)),
     "a setting of PyTorch's layer": lambda model: setattr(model[1], "momentum", 0.9),
     "a buffer in another place": set_shift,
     "memory of a parameter": lambda model: move(model[0].weight),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -99,6 +101,32 @@ def test_momentum_that_begins_and_settings_that_are_tensors_are_noticed() -> Non
         assert capturable.ready()
         capturable.optimizer.param_groups[0].update(change)
         assert not capturable.ready()
+
+
+def test_a_rate_of_the_user_on_the_device_is_never_written() -> None:
+    base = torch.tensor(0.5)
+    capturable = made(torch.optim.SGD, lr=base)
+    capturable.prepare()
+    assert capturable.ready()
+    for rate in (base * 0.5, 0.25, base):
+        capturable.optimizer.param_groups[0]["lr"] = rate
+        assert capturable.ready() == (float(rate) == 0.5) or not isinstance(rate, torch.Tensor)
+        capturable.prepare()
+        capturable.upload()
+        assert capturable.ready()
+        assert float(capturable.rates[0]) == float(rate)
+    assert float(base) == 0.5
+
+
+def test_settings_that_are_arrays_and_not_a_number() -> None:
+    capturable = made(torch.optim.SGD, lr=0.1)
+    group = capturable.optimizer.param_groups[0]
+    group.update(mask=np.ones(3), unknown=math.nan)
+    capturable.prepare()
+    group["unknown"] = float("nan")
+    assert capturable.ready()
+    group["mask"] = np.ones(3)
+    assert not capturable.ready()
 
 
 def test_changed_settings_groups_and_loaded_state_are_noticed() -> None:

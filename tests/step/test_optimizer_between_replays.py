@@ -66,6 +66,15 @@ def test_layers_that_are_frozen_or_unfrozen_on_the_way(frozen: bool, accumulate:
     assert step.reason == ""
 
 
+def test_a_layer_that_is_unfrozen_has_no_momentum_to_dampen() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    step = assert_follows_a_plain_loop(
+        model, batches(24), lambda model, _: model[0].requires_grad_(True), at=10, momentum=0.9, dampening=0.5
+    )
+    assert step.reason == ""
+
+
 def test_the_rate_may_be_a_tensor_elsewhere_that_changes_in_place() -> None:
     def halve(optimizer: Any) -> None:
         optimizer.param_groups[0]["lr"].mul_(0.5)

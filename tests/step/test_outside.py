@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import random
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,38 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onelaunch.step.outside import outside_variables
-from onelaunch.trial_runs import HostGenerators
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
 from tests.step.loops import batches, network, plain_losses
 from tests.step.tape import taped_step
 
 pytestmark = pytest.mark.usefixtures("no_code", "tapes")
-
-
-class DropsLayers(nn.Module):
-    """As wav2vec 2.0 and others do with `layerdrop`, it decides on the host in every pass."""
-
-    def __init__(self, draw: Callable[[], float]) -> None:
-        super().__init__()
-        self.first, self.second, self.draw = nn.Linear(8, 8), nn.Linear(8, 4), draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(x if self.draw() < 0.5 else self.first(x))
-
-
-@pytest.mark.parametrize("draw", [random.random, lambda: np.random.rand()], ids=["random", "NumPy"])  # noqa: NPY002
-def test_random_numbers_of_the_host_end_recording(draw: Callable[[], float]) -> None:
-    random.seed(0)
-    np.random.seed(0)  # noqa: NPY002
-    model, data = DropsLayers(draw), batches(12)
-    expected_model, before = copy.deepcopy(model), HostGenerators()
-    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    losses = [float(step(x, y)) for x, y in data]
-    assert step.reason.startswith("forward, the loss or another thread has drawn random numbers on the host")
-    before.restore()
-    optimizer = torch.optim.SGD(expected_model.parameters(), lr=0.1)
-    assert_same_course(losses, plain_losses(expected_model, optimizer, data), LOSS_TOLERANCE * 10)
 
 
 beta = 1.0
@@ -138,6 +112,57 @@ def test_a_variable_of_the_loss_that_always_changes_is_named() -> None:
     assert step.reason == f"weight in {name} (a tensor may change, by fill_ or copy_) changes again and again"
 
 
+def test_a_variable_that_begins_later_and_a_function_that_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a script whose loop sets the variable first, and in a notebook whose cell runs again."""
+
+    def half(output: Tensor) -> Tensor:
+        return output * 0.5
+
+    def twice(output: Tensor) -> Tensor:
+        return output * 2
+
+    helper, number, model = twice, 0, network()
+
+    def change(number: int) -> None:
+        nonlocal helper
+        if number == 8:
+            monkeypatch.setattr(sys.modules[__name__], "later", 0.5, raising=False)
+        if number == 16:
+            helper = half
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        weight = later if number >= 8 else 0.0  # type: ignore[name-defined]  # noqa: F821
+        return F.cross_entropy(helper(output), target) + weight * output.square().mean()
+
+    other, data = copy.deepcopy(model), batches(24)
+    mine, theirs = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    step, recordings = taped_step(model, mine, loss)
+    losses, expected = [], []
+    for index, batch in enumerate(data):
+        number = 8 if index >= 8 else 0
+        change(index)
+        losses.append(float(step(*batch)))
+        expected += plain_losses(other, theirs, [batch], loss=loss)
+    assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
+    assert step.reason == ""
+    assert recordings._forgotten == 2
+
+
+def test_equal_values_and_not_a_number_cost_no_recording() -> None:
+    weight, model, data = 1.0, network(), batches(12)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * (1.0 if math.isnan(unknown) else weight)
+
+    unknown = math.nan
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    for x, y in data:
+        weight, unknown = float("1.0"), float("nan")
+        step(x, y)
+    assert recordings._forgotten == 0
+    assert [one.graph.replays for one in recordings._recorded.values()] == [10]
+
+
 def wraps(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def inside(*args: Any) -> Any:
@@ -162,6 +187,42 @@ class Reads(nn.Module):
         return np
 
 
+class ReadsMore(Reads):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Calls(nn.Module):
+    """Through a method of a layer, an attribute that is a function, a property, and an attribute of a module of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scaled = Reads(), weighted
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.helper(x) * self.factor * this.gamma
+
+    @property
+    def factor(self) -> float:
+        return configuration.factor
+
+
+class Configuration:
+    factor, unread = 1.0, 2.0
+
+    def __init__(self) -> None:
+        self.factor = self.own = 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return weighted(output, target) * self.factor
+
+    def loss(self, output: Tensor) -> Tensor:
+        return output.sum() * self.own
+
+
+this, configuration, gamma = sys.modules[__name__], Configuration(), 1.0
+
+
 def test_variables_are_found_through_calls_and_wrappers() -> None:
     def names(*roots: Any) -> set[str]:
         return {one.name for one in outside_variables(roots)}
@@ -174,11 +235,17 @@ def test_variables_are_found_through_calls_and_wrappers() -> None:
     def outer(output: Tensor, target: Tensor, factor: float = 1.0) -> Tensor:
         return inner(output) * factor
 
-    assert names(nn.Sequential(Reads())) == {"torch", "beta"}
+    assert names(nn.Sequential(Reads())) == {"torch", "beta", "function"}
     assert names(inner) == {"torch", "gamma"}
-    assert names(functools.partial(outer, factor=2.0)) == {"torch", "gamma"}
+    assert names(functools.partial(outer, factor=2.0)) == {"torch", "gamma", "inner"}
     assert names(Reads().helper) == {"torch", "beta"}
-    assert names(wraps(wraps(weighted))) == {"F", "beta"}
+    assert names(wraps(wraps(weighted))) == {"F", "beta", "function"}
+    assert names(ReadsMore()) >= {"torch", "beta"}
+    assert names(Calls()) >= {"beta", "configuration", "factor", "gamma"}
+    assert "unread" not in names(Calls())
+    assert names(configuration) == {"weighted", "F", "beta", "factor"}
+    assert names(configuration.loss) == {"own"}
+    assert names(lambda x, scaled=weighted: scaled(x, x)) == {"F", "beta"}
     assert names(F.cross_entropy, nn.Linear(2, 2), nn.MSELoss(), None, torch.relu) == set()
 
 

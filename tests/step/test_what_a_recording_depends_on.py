@@ -183,18 +183,39 @@ def test_a_new_gradient_node_changes_nothing_else(dtype: torch.dtype) -> None:
     parameter.register_hook(lambda gradient: calls.append("hook"))
     parameter.register_post_accumulate_grad_hook(lambda tensor: calls.append("after"))
     state = ModelState([], lambda: [frozen, parameter])
-    output, node = (parameter * 2).abs().sum(), gradient_node(parameter)
+    output = (parameter * 2).abs().sum()  # it keeps the node
+    gradient_node(parameter).metadata["old"] = True
     parameter.grad = torch.ones_like(parameter)
     before = parameter.data_ptr(), parameter.stride(), parameter._version
-    assert gradient_node(parameter) is node
     state.renew_gradient_nodes()
-    assert gradient_node(parameter) is not node
+    assert "old" not in gradient_node(parameter).metadata
     assert before == (parameter.data_ptr(), parameter.stride(), parameter._version)
     assert state.is_same()
     output.backward()
     parameter.abs().sum().backward()
     assert calls == ["hook", "after"] * 2
     torch.testing.assert_close(parameter.grad, torch.full((3, 4), 4, dtype=dtype))
+
+
+def test_parameters_without_a_kept_node_are_left_alone() -> None:
+    """Another thread may read them."""
+
+    kept, released = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    state = ModelState([], lambda: [kept, released])
+    output = kept * released.sum().item()
+    changed = []
+
+    def empty(*size: int, **options: Any) -> Tensor:
+        changed.append(options)
+        return torch.zeros(*size, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", empty)
+        state.renew_gradient_nodes()
+        assert len(changed) == 1
+        output.sum().backward()
+        state.renew_gradient_nodes()
+        assert len(changed) == 1
 
 
 class Times(nn.Module):

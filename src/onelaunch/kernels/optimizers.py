@@ -56,7 +56,7 @@ def _adam(
     if DECOUPLED:
         w *= (1.0 - rate * weight_decay).to(tl.float32)
     else:
-        g += weight_decay.to(tl.float32) * w
+        g += weight_decay.to(tl.float32) * tl.where(weight_decay == 0, 0.0, w)  # which may be infinite
     mean += new_mean * (g - mean)
     square = beta2.to(tl.float32) * square + new_square * g * g
     w -= step_size * mean / (tl.sqrt(square) * inverse_root + eps)
@@ -82,7 +82,7 @@ def _sgd(
 
     if MAXIMIZE:
         g = -g
-    g += weight_decay * w
+    g += weight_decay * tl.where(weight_decay == 0, 0.0, w)  # which may be infinite
     if MOMENTUM:
         buffer_ptr = _pointer(row_ptr, 3, DTYPE) + element
         buffer = tl.load(buffer_ptr, mask=inside, other=0.0).to(tl.float32)

@@ -33,6 +33,7 @@ class CapturableOptimizer:
         self.optimizer, self.device = optimizer, device
         self.rates: list[torch.Tensor] = []  # 0-d tensors on the device, one per group
         self.settings: list[torch.Tensor] = []  # `settings_on_device`, one tensor per group
+        self._users: list[bool] = []  # which rates are the user's own tensors
         self._cells: list[list[torch.Tensor]] = []  # the numbers in both, per group
         self._on_device: list[list[float]] = []
         self._update_is_ours = True
@@ -59,7 +60,8 @@ class CapturableOptimizer:
                 group["capturable"] = True
             if isinstance(self.optimizer, FUSED) and group.get("fused") is None and not group.get("differentiable"):
                 floating = all(parameter.is_floating_point() for parameter in group["params"])
-                group["fused"] = group.get("foreach") is None and floating
+                waits = bool(group.get("dampening"))  # the fused form takes no parameter whose momentum begins later
+                group["fused"] = group.get("foreach") is None and floating and not waits
             if group.get("fused"):
                 self.optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
         for state in self.optimizer.state.values():
@@ -67,6 +69,7 @@ class CapturableOptimizer:
                 state["step"] = state["step"].to(self.device, torch.float32)
         groups = self.optimizer.param_groups
         self.rates = [_rate_tensor(group["lr"], self.device) for group in groups]
+        self._users = [group["lr"] is rate for group, rate in zip(groups, self.rates, strict=True)]
         counts = [len(settings_on_device(self.optimizer, group)) for group in groups]
         self.settings = [torch.zeros(count, dtype=torch.float64, device=self.device) for count in counts]
         self._cells = [[rate, *one.unbind()] for rate, one in zip(self.rates, self.settings, strict=True)]
@@ -139,7 +142,13 @@ class CapturableOptimizer:
         self._kinds = [self._kind(group) for group in groups]
 
     def _groups_differ(self) -> bool:
-        for group, recorded, kind in zip(self.optimizer.param_groups, self._recorded, self._kinds, strict=True):
+        groups = self.optimizer.param_groups
+        if any(
+            users and group["lr"] is not rate
+            for group, rate, users in zip(groups, self.rates, self._users, strict=True)
+        ):
+            return True  # it must not be written to
+        for group, recorded, kind in zip(groups, self._recorded, self._kinds, strict=True):
             for name, value in recorded:
                 found = group.get(name)
                 if found is not value and not is_same_value(found, value):
@@ -203,5 +212,5 @@ def _rate_tensor(rate: float | torch.Tensor, device: torch.device) -> torch.Tens
 def _are_equal(values: list[tuple[Any, ...]], others: list[tuple[Any, ...]]) -> bool:
     try:
         return values == others
-    except RuntimeError:  # of two tensors that are not the same one
+    except (RuntimeError, ValueError):  # of two tensors or arrays that are not the same one
         return False

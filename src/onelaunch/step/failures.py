@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,7 +12,15 @@ import torch
 from torch import nn
 
 import onelaunch
-from onelaunch.errors import ArgumentTypeError, OnelaunchError, first_line, suggest, type_and_message
+from onelaunch.errors import (
+    MAX_LINE,
+    MAX_LONG_LINE,
+    ArgumentTypeError,
+    OnelaunchError,
+    first_line,
+    suggest,
+    type_and_message,
+)
 from onelaunch.step.inputs import forward_arguments, own_loss, passed_by_name
 from onelaunch.wrong_inputs import is_raised_by_model, require_known_names, require_possible
 
@@ -103,12 +112,17 @@ def compilers_failure(error: Exception) -> str:
 def recording_failure(error: Exception) -> str:
     """Why a step cannot be recorded: the first error, and the line of the model where it came up, if it did there."""
     first: BaseException = error
-    while "during capture" in str(first) and first.__context__ is not None:  # the end of the capture fails too
+    while (
+        "previous error during capture" in str(first) and first.__context__ is not None
+    ):  # the end of the capture fails too
         first = first.__context__
-    ours = [str(Path(package.__file__ or "").parent) for package in (torch, onelaunch)]
+    ours = [f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, onelaunch)]
     frames = [one for one in traceback.extract_tb(first.__traceback__) if not one.filename.startswith(tuple(ours))]
-    place = f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
-    return first_line(first) + place
+    place = ""
+    if frames:
+        line = f": {frames[-1].line}" if frames[-1].line else ""
+        place = f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}{line}"
+    return first_line(first, MAX_LONG_LINE if isinstance(first, OnelaunchError) else MAX_LINE) + place
 
 
 def _require_tensor(output: Any, error: Exception) -> None:

@@ -10,6 +10,7 @@ from enum import Enum
 from types import FunctionType, NoneType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -20,7 +21,8 @@ from onelaunch.fuse.captured import loss_in
 from onelaunch.trial_runs import copied
 
 CONSTANTS = (
-    int, float, complex, str, bytes, NoneType, Enum, FunctionType, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    int, float, complex, np.generic, str, bytes, NoneType, Enum, FunctionType, torch.dtype, torch.device, torch.layout,
+    torch.memory_format,
 )  # fmt: skip
 
 
@@ -147,10 +149,15 @@ def are_same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def is_same_value(one: Any, other: Any) -> bool:
-    """Whether two settings are equal. Tensors are equal only to themselves."""
+    """Whether two settings are equal. Tensors and arrays are equal only to themselves."""
     if one is other:
         return True
-    return not (isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor)) and bool(one == other)
+    if isinstance(one, torch.Tensor | np.ndarray) or isinstance(other, torch.Tensor | np.ndarray):
+        return False
+    try:
+        return bool(one == other) or bool(one != one and other != other)  # NaN
+    except (RuntimeError, ValueError):  # of tensors or arrays inside
+        return False
 
 
 def signature(leaf: Any) -> Any:

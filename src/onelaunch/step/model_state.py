@@ -7,12 +7,14 @@ apart by looking before and after the steps that run in Python.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from types import BuiltinFunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -20,11 +22,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.step.inputs import CONSTANTS, are_same_objects, is_same_value
-from onelaunch.step.outside import outside_variables
+from onelaunch.step.outside import Variable, outside_variables
 from onelaunch.trial_runs import attributes_of, restore
 
 # Types of attributes that are compared, tensors by identity.
-SETTINGS = (*CONSTANTS, BuiltinFunctionType, MethodType, torch.Tensor)
+SETTINGS = (*CONSTANTS, BuiltinFunctionType, MethodType, torch.Tensor, np.ndarray)
+GENERATORS = (np.random.Generator, random.Random, torch.Generator)
 SIZES_OF_WEIGHT = frozenset({"in_features", "out_features"})  # of nn.Linear, of which there are many
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
@@ -36,16 +39,16 @@ class ModelState:
     """The state of these modules, and of the optimizer's `parameters()`, when it was last looked at."""
 
     def __init__(self, roots: Sequence[Any], parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
-        self._roots = [root for root in roots if isinstance(root, nn.Module)]
-        self._outside = {(id(one.place), one.name): one for one in outside_variables(roots)}
+        self._roots = roots
+        self._outside = self._find_outside()
         self._parameters = parameters
         self._changed_once: set[Key] = set()  # by forward
         self._written: set[Key] = set()  # what forward sets again and again, or cannot have read, is no setting
         self._look()
 
     def _look(self) -> None:
-        outside = [value for value in self._read_outside().values() if isinstance(value, nn.Module)]
-        self._modules = [*{id(one): one for root in (*self._roots, *outside) for one in root.modules()}.values()]
+        modules = [one for one in (*self._roots, *self._read_outside().values()) if isinstance(one, nn.Module)]
+        self._modules = [*{id(one): one for module in modules for one in module.modules()}.values()]
         self._attributes = [vars(one) for one in self._modules]
         self._sizes = [*map(len, self._attributes)]
         self._own_mode = [one for one in self._attributes if "training" in one]
@@ -71,10 +74,13 @@ class ModelState:
         return modes + [one.requires_grad for one in self._tensors]
 
     def is_same(self) -> bool:
-        """Whether nothing but flags has changed. An equal number in its place counts as changed."""
-        for place, name, value in self._watched:
-            if place.get(name, _MISSING) is not value:
-                return False
+        """Whether nothing but flags has changed."""
+        for index, (place, name, value) in enumerate(self._watched):
+            now = place.get(name, _MISSING)
+            if now is not value:
+                if not is_same_value(now, value):
+                    return False
+                self._watched[index] = place, name, now  # an equal number
         entries = [entry for table in self._tables for entry in table.values()]
         return (
             are_same_objects(entries, self._entries)
@@ -96,6 +102,8 @@ class ModelState:
                 self._written.add(key)
             else:
                 changed = changed or self._label(key)
+            if key in self._outside:
+                self._outside = self._find_outside()  # functions that are read have others
         self._look()
         return changed or replaced
 
@@ -122,20 +130,25 @@ class ModelState:
         self._look()
         return replaced
 
-    def counters(self) -> dict[str, float]:
-        """Numbers that forward changes in Python, such as one that counts its calls."""
+    def counters(self) -> dict[str, Any]:
+        """Constants that forward changes in Python, such as a number that counts its calls."""
         places = self._places()
         values = {key: places[key[0]].get(key[1], None) for key in self._changed_once if key[0] in places}
-        return {self._label(key): value for key, value in values.items() if type(value) in (int, float)}
+        return {self._label(key): value for key, value in values.items() if type(value) in (bool, int, float, str)}
+
+    def generators(self) -> list[Any]:
+        """Those that forward may draw from on the host, beside the global ones."""
+        values = [*self._settings.values(), *chain.from_iterable(map(dict.values, self._attributes))]
+        return [one for one in values if isinstance(one, GENERATORS)]
 
     def renew_gradient_nodes(self) -> None:
         """Between passes on different streams: autograd adds up a parameter's gradients on the stream of the pass that made its
         node, for as long as an output of that pass is kept, and a recording cannot wait for another stream.
 
-        A tensor that has had another dtype gets a new node. Hooks that are registered on tensors stay.
+        A tensor that has had another dtype gets a new node. Hooks that are registered on tensors stay, those on nodes do not.
         """
         for tensor in self._tensors:
-            if tensor.requires_grad and tensor.is_leaf and _has_address(tensor):
+            if tensor.requires_grad and tensor.is_leaf and _has_address(tensor) and _node_is_kept(tensor):
                 data = tensor.data
                 other = torch.float16 if data.dtype is torch.float32 else torch.float32
                 tensor.data = torch.empty(0, dtype=other, device=data.device)
@@ -199,9 +212,12 @@ class ModelState:
         } | self._read_outside()
         return {key: value for key, value in settings.items() if key not in self._written}
 
+    def _find_outside(self) -> dict[Key, Variable]:
+        return {(id(one.place), one.name): one for one in outside_variables(self._roots)}
+
     def _read_outside(self) -> dict[Key, Any]:
-        values = {key: one.place.get(one.name, _MISSING) for key, one in self._outside.items()}
-        return {key: value for key, value in values.items() if isinstance(value, (*SETTINGS, nn.Module))}
+        """Values of any type: those that are not constants are compared by identity."""
+        return {key: one.place.get(one.name, _MISSING) for key, one in self._outside.items()}
 
     def _places(self) -> dict[int, Any]:
         """Where attributes and variables are, by the first half of their keys."""
@@ -209,7 +225,7 @@ class ModelState:
         return modules | {id(one.place): one.place for one in self._outside.values()}
 
     def _was_there(self, key: Key) -> bool:
-        if key in self._outside:  # as a list, for example
+        if key in self._outside:
             return True
         return any(hasattr(type(module), key[1]) for module in self._modules if id(module) == key[0])
 
@@ -221,10 +237,23 @@ class ModelState:
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not (is_traceable_wrapper_subclass(tensor) or is_lazy(tensor))
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and not (is_traceable_wrapper_subclass(tensor) or is_lazy(tensor))
 
 
 def _is_alike(old: torch.Tensor, new: torch.Tensor) -> bool:
     """Whether one can be written into the memory of the other."""
     same = old.shape == new.shape and old.dtype is new.dtype and old.device == new.device
     return same and _has_address(old) and _has_address(new)
+
+
+def _node_is_kept(tensor: torch.Tensor) -> bool:
+    """Whether the node that adds up the gradients of a leaf is in use, as by a graph that lives."""
+    _gradient_node(tensor).metadata[_MISSING] = True
+    return _gradient_node(tensor).metadata.pop(_MISSING, False)  # else it is another one
+
+
+@torch.enable_grad()
+def _gradient_node(tensor: torch.Tensor) -> Any:
+    (node, _), *_ = tensor.expand_as(tensor).grad_fn.next_functions  # type: ignore[union-attr]
+    return node

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-NOT_FOLLOWED = {"torch", "onelaunch", "numpy", "triton"}  # packages whose variables do not change
+NOT_FOLLOWED = {"torch", "onelaunch", "numpy", "triton", "math"}  # packages whose variables do not change
 
 
 class Closure:
@@ -26,63 +28,141 @@ class Closure:
             return default
 
 
+Place = Mapping[str, Any] | Closure
+
+
 class Variable(NamedTuple):
-    place: dict[str, Any] | Closure
+    place: Place
     name: str
     reader: str  # the function that reads it
 
 
+class Reads(NamedTuple):
+    """What the code of a function reads, and that of functions inside it."""
+
+    variables: set[str]  # global ones
+    attributes: set[str]  # of anything
+    pairs: set[tuple[str, str]]  # a variable, and an attribute that is read of it
+
+
 def outside_variables(roots: Iterable[Any]) -> list[Variable]:
-    """What these functions, or the forward of these modules and their layers, read from outside; also through functions and
-    methods that they call by name. Variables of any kind: the caller looks at their values.
+    """What these functions, or the forward of these modules and their layers, read from outside; also through functions that
+    they call, methods of their classes, and attributes of variables. Variables of any kind, and such without a value yet.
     """
-    waiting: list[tuple[Any, type | None]] = []
+    search = _Search()
     for root in roots:
-        if isinstance(root, nn.Module):
-            waiting += [(getattr(kind, "forward", None), kind) for kind in {type(one) for one in root.modules()}]
-        else:
-            waiting.append((root, None))
-    seen: set[FunctionType] = set()
-    found: dict[tuple[int, str], Variable] = {}
-    while waiting:
-        function, owner = waiting.pop()
+        search.add(root)
+    while search.waiting:
+        search.follow(search.waiting.pop())
+    return list(search.found.values())
+
+
+class _Search:
+    def __init__(self) -> None:
+        self.waiting: list[Any] = []
+        self.found: dict[tuple[int, str], Variable] = {}
+        self._methods: dict[str, list[FunctionType]] = {}  # of all classes met so far, by name
+        self._seen: set[Any] = set()
+
+    def add(self, value: Any) -> None:
+        """A function to follow, or something that has some."""
+        if isinstance(value, nn.Module):
+            for module in value.modules():
+                if id(module) not in self._seen:
+                    self._seen.add(id(module))
+                    self.waiting += self._methods_of(type(module), "forward", "__call__")
+                    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+                    self.waiting += [one for one in (*vars(module).values(), *hooks) if _is_function(one)]
+        elif isinstance(value, type):
+            if issubclass(value, torch.autograd.Function):
+                self.waiting += self._methods_of(value, "forward", "backward")
+        elif _is_function(value):
+            self.waiting.append(value)
+        elif isinstance(getattr(value, "__call__", None), MethodType):  # noqa: B004
+            self.waiting.append(value.__call__)
+
+    def follow(self, function: Any) -> None:
         if isinstance(function, partial):
-            function = function.func
-        if isinstance(function, MethodType):
-            owner, function = type(function.__self__), function.__func__
-        if not isinstance(function, FunctionType) or not _is_followed(function) or function in seen:
-            continue
-        seen.add(function)
-        names, attributes = _names(function.__code__)
-        places: list[tuple[dict[str, Any] | Closure, str]]
-        places = [(function.__globals__, name) for name in names & function.__globals__.keys()]  # others are built in
-        closure = Closure(function)
-        places += [(closure, name) for name in closure.cells]
-        for place, name in places:
-            value = place.get(name, None)
-            if isinstance(value, FunctionType | MethodType | partial):
-                waiting.append((value, owner))
-            else:
-                found.setdefault((id(place), name), Variable(place, name, function.__qualname__))
-        waiting += [(getattr(owner, name, None), owner) for name in attributes if owner is not None]
-    return list(found.values())
+            for value in (function.func, *function.args, *function.keywords.values()):
+                self.add(value)
+            return
+        owner = getattr(function, "__self__", None)
+        function = function.__func__ if isinstance(function, MethodType) else function
+        key = function, id(owner)
+        if not isinstance(function, FunctionType) or key in self._seen or not _is_followed(function.__module__):
+            return
+        self._seen.add(key)
+        if owner is not None:
+            self._methods_of(owner if isinstance(owner, type) else type(owner))
+        reads, closure = _reads(function.__code__), Closure(function)
+        values: dict[str, Any] = {}
+        places: list[tuple[Any, str]] = [(function.__globals__, name) for name in reads.variables]
+        for place, name in [*places, *((closure, name) for name in closure.cells)]:
+            values[name] = self._find(place, name, function)
+        if owner is not None and function.__code__.co_varnames:
+            values[function.__code__.co_varnames[0]] = owner
+        for name, attribute in reads.pairs:
+            place = _attributes(values.get(name))
+            if attribute in place:
+                self._find(place, attribute, function)
+        for name in reads.attributes:
+            self.waiting += self._methods.get(name, [])
+        for value in function.__defaults__ or ():
+            self.add(value)
+
+    def _find(self, place: Place, name: str, function: FunctionType) -> Any:
+        self.found.setdefault((id(place), name), Variable(place, name, function.__qualname__))
+        value = place.get(name, None)
+        self.add(value)
+        return value
+
+    def _methods_of(self, kind: type, *names: str) -> list[FunctionType]:
+        """The methods of this class that have these names; all of them can be found by name from now on."""
+        found = []
+        for base in kind.__mro__:
+            if _is_followed(base.__module__):
+                for name, value in vars(base).items():
+                    method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                    if isinstance(method, FunctionType):
+                        known = self._methods.setdefault(name, [])
+                        if method not in known:
+                            known.append(method)
+                        if name in names:
+                            found.append(method)
+        return found
 
 
-def _is_followed(function: FunctionType) -> bool:
-    return (function.__module__ or "").split(".")[0] not in NOT_FOLLOWED
+def _is_function(value: Any) -> bool:
+    return isinstance(value, FunctionType | MethodType | partial)
 
 
-def _names(code: CodeType) -> tuple[set[str], set[str]]:
-    """(global variables, attributes) that this code reads, and functions inside it."""
-    names: set[str] = set()
-    attributes: set[str] = set()
+def _is_followed(package: str | None) -> bool:
+    return (package or "").split(".")[0] not in NOT_FOLLOWED
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """The attributes of a module of Python, of a class, or of an object such as a configuration."""
+    if _is_function(value) or isinstance(value, nn.Module | torch.Tensor) or not hasattr(value, "__dict__"):
+        return {}
+    package = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+    return vars(value) if _is_followed(package) else {}
+
+
+def _reads(code: CodeType) -> Reads:
+    reads = Reads(set(), set(), set())
     for one in _codes(code):
+        variable = None  # that the instruction before has loaded
         for instruction in dis.get_instructions(one):
-            if instruction.opname == "LOAD_GLOBAL":
-                names.add(instruction.argval)
-            elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                attributes.add(instruction.argval)
-    return names, attributes
+            kind, name = instruction.opname, instruction.argval
+            if kind == "LOAD_GLOBAL" and not hasattr(builtins, name):
+                reads.variables.add(name)
+            elif kind in ("LOAD_ATTR", "LOAD_METHOD"):
+                reads.attributes.add(name)
+                if variable is not None:
+                    reads.pairs.add((variable, name))
+            loads = kind in ("LOAD_GLOBAL", "LOAD_DEREF") or kind.startswith("LOAD_FAST")
+            variable = (name[-1] if isinstance(name, tuple) else name) if loads else None
+    return reads
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:

@@ -34,8 +34,13 @@ WARM_UP_STEPS = 2  # per kind of inputs: the first compiles, the second finds al
 MAX_RECORDINGS = 3  # after settings of the optimizer or the model have changed; then the step is no longer recorded
 MANY_REPLAYS = 100  # after which a change does not count: recording anew costs little beside them
 MAX_REPLACED = 16  # the same where forward replaces what recordings read, as a cache that grows with the longest input
+DRAWN_RETRIES = 2  # of recordings in which the host drew random numbers: it may have been another thread
 EXCHANGE_GRADIENTS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 MAX_PENDING = 32  # kinds of inputs that wait for a recording, each with a copy of its inputs
+
+
+class DrawnOnHost(OnelaunchError):
+    """A recording would repeat the same random numbers for ever."""
 
 
 def uncapturable_reason(model: nn.Module, optimizer: CapturableOptimizer) -> str:
@@ -65,6 +70,7 @@ class Recordings:
         self._pending: dict[Any, Pending] = {}
         self._forgotten = self._replaced = 0
         self._dropped = self._warned = False
+        self._retries = DRAWN_RETRIES
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         if not reason:
@@ -210,7 +216,7 @@ class Recordings:
         """The step for inputs like these, recorded but not run; None, with `reason` set, where that is impossible."""
         step = self.step
         gradients = [(parameter, parameter.grad) for parameter in parameters_of(step.optimizer)]
-        undo, host = self.state.undo(), HostGenerators()
+        undo, host = self.state.undo(), HostGenerators(self.state.generators())
         try:
             from onelaunch.kernels.launch import compiling
             from onelaunch.step.optimizer_update import optimizer_update
@@ -232,16 +238,21 @@ class Recordings:
                     with self.state.carried():
                         loss = step(pending.args, pending.kwargs, update)
                     recorded.end(loss)
-                if host.have_drawn(torchs=step.device_type == "cuda"):
-                    raise OnelaunchError(
-                        "forward, the loss or another thread has drawn random numbers on the host meanwhile, as by "
-                        "random.random(): draw them on the model's device, as by torch.rand(1, device=x.device)"
+                if host.others_have_drawn() or (
+                    host.torch_has_drawn() and step.depends_on_draws(pending.args, pending.kwargs)
+                ):
+                    raise DrawnOnHost(
+                        "forward, the loss or another thread draws random numbers on the host, as by random.random(): draw "
+                        "them on the model's device, as by torch.rand(1, device=x.device)"
                     )
                 if step.own_update is not None:
                     step.own_update.fill_tables()
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(step.device)
-            self._stop(recording_failure(error))
+            if isinstance(error, DrawnOnHost) and self._retries:
+                self._retries -= 1
+            else:
+                self._stop(recording_failure(error))
             undo()
             host.restore()
             step.forget_unscaling()
