@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -78,8 +79,8 @@ class _Search:
                 self.waiting += self._methods_of(value, "forward", "backward")
         elif _is_function(value):
             self.waiting.append(value)
-        elif isinstance(getattr(value, "__call__", None), MethodType):  # noqa: B004
-            self.waiting.append(value.__call__)
+        elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), FunctionType):
+            self.waiting.append(MethodType(call, value))
 
     def follow(self, function: Any) -> None:
         if isinstance(function, partial):
