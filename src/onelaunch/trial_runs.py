@@ -128,6 +128,8 @@ class HostGenerators:
                 one.set_state(state)
             elif isinstance(one, random.Random):
                 one.setstate(state)
+            elif isinstance(one, np.random.RandomState):
+                one.set_state(state)
             else:
                 one.bit_generator.state = state
 
@@ -135,6 +137,8 @@ class HostGenerators:
 def _generator_state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
 
 

@@ -68,6 +68,14 @@ def set_shift(model: Any) -> None:
     model[3].shift = torch.full_like(model[3].shift, 0.5)
 
 
+def replace_activation_and_change_it(model: Any) -> None:
+    """The second change is one of a layer that was not there."""
+    if isinstance(model[2], nn.LeakyReLU):
+        model[2].negative_slope = 0.9
+    else:
+        model[2] = nn.LeakyReLU(0.2)
+
+
 def replace_tanh(model: Any) -> None:
     model[2] = nn.ReLU()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from onelaunch.step.host_randomness import depends_on_draws
+from onelaunch.step.model_state import ModelState
 from onelaunch.trial_runs import HostGenerators
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
@@ -38,6 +38,7 @@ DRAWS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "NumPy": (lambda: None, lambda _: np.random.rand()),  # noqa: NPY002
     "own, of random": (lambda: random.Random(0), lambda own: own.random()),
     "own, of NumPy": (lambda: np.random.default_rng(0), lambda own: own.random()),
+    "own, of NumPy's past": (lambda: np.random.RandomState(0), lambda own: own.rand()),
     "own, of PyTorch": (
         lambda: torch.Generator().manual_seed(0), lambda own: torch.randint(2, (), generator=own).numpy().item()
     ),
@@ -82,21 +83,28 @@ def test_draws_of_another_thread_are_forgiven() -> None:
     assert len(recordings) == 1
 
 
-@pytest.mark.parametrize("draw", [lambda: torch.rand([]), lambda: torch.empty(1).uniform_(-1) / 2 + 0.5])
-@pytest.mark.parametrize(
-    ("limit", "depends"), [(0.0, False), (1e-4, True), (0.5, True), (1 - 1e-4, True), (1.0, False)]
-)
-def test_a_decision_by_chance(draw: Callable[[], Tensor], limit: float, depends: bool) -> None:
-    state = torch.get_rng_state()
-    assert depends_on_draws(lambda: torch.tensor(float(draw() < limit)), lambda: torch.set_rng_state(state)) == depends
-    assert torch.equal(torch.get_rng_state(), state)
+class Configuration:
+    def __init__(self, encoder_layerdrop: float) -> None:
+        self.encoder_layerdrop = encoder_layerdrop
 
 
-def test_other_random_numbers_and_losses_that_are_not_finite() -> None:
-    def depends(loss: Callable[[], Tensor]) -> bool:
-        return depends_on_draws(loss, lambda: None)
+class Encoder(nn.Linear):
+    config: Any = None
 
-    assert depends(lambda: torch.randn(3).sum())
-    assert depends(lambda: torch.randperm(100)[0])
-    assert depends(lambda: torch.tensor(torch.nan))
-    assert not depends(lambda: (torch.randn(3) * 0).sum())
+
+def test_layers_that_are_left_out_by_chance() -> None:
+    plain, drops, keeps = Encoder(8, 8), Encoder(8, 8), Encoder(8, 8)
+    drops.config, keeps.config = Configuration(0.1), Configuration(0.0)
+    plain.config = {"layerdrop": 0.1}  # something else's
+    for models, expected in (([plain], None), ([plain, keeps], False), ([keeps, drops], True)):
+        assert ModelState([nn.Sequential(*models)], list).leaves_out_layers() is expected
+    drops.layerdrop = 0.0
+    assert ModelState([drops], list).leaves_out_layers() is True
+
+
+def test_a_generator_without_a_state() -> None:
+    model = DropsLayers(random.SystemRandom, lambda own: 0.0)
+    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for x, y in batches(4):
+        step(x, y)
+    assert step.reason == ""

@@ -6,6 +6,8 @@ import copy
 import functools
 import math
 import sys
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -187,47 +189,121 @@ class Reads(nn.Module):
         return np
 
 
+class Settings:
+    factor, unread = 1.0, 2.0
+
+    def __init__(self) -> None:
+        self.own = 1.0
+
+    @property
+    def product(self) -> float:
+        return self.own * beta
+
+
+class Trainer:
+    """Its loss depends on its own attributes, on those of others, and on methods."""
+
+    def __init__(self) -> None:
+        self.settings, self.weight = Settings(), 1.0
+        self.target, self.unread = nn.Sequential(nn.Linear(8, 4)), 1.0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        return weighted(output, target) * self.settings.factor
+
+    def loss(self, output: Tensor) -> Tensor:
+        return self.target[0](output).sum() * self.scale() + self.settings.product + self.begins_later  # type: ignore[attr-defined]
+
+    def scale(self) -> float:
+        return self.weight
+
+
+this, settings, gamma = sys.modules[__name__], Settings(), 1.0
+
+
+def names(*roots: Any) -> set[str]:
+    return {one.name for one in outside_variables(roots)}
+
+
+def test_attributes_of_variables_and_of_what_a_method_is_bound_to() -> None:
+    trainer = Trainer()
+    own = {"settings", "target", "weight", "begins_later", "own", "beta"}
+    assert names(trainer.loss) == own
+    assert names(lambda output: trainer.loss(output)) >= own | {"trainer"}
+    assert names(trainer) == {"weighted", "F", "beta", "settings", "factor"}
+    assert names(lambda output: output * this.gamma * settings.factor) == {"this", "gamma", "settings", "factor"}
+
+
+def test_the_search_runs_no_code_of_others() -> None:
+    def raises(self: Any) -> Any:
+        raise RuntimeError
+
+    class Raises:
+        __dict__ = __class__ = property(raises)  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError
+
+        def __hash__(self) -> int:
+            raise RuntimeError
+
+    one, dead = Raises(), weakref.proxy(Settings())
+    model, data = network(), batches(6)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) if target.dim() else one.value + dead.value
+
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    for x, y in data[:4]:
+        step(x, y)
+    one = Raises()
+    for x, y in data[4:]:
+        step(x, y)
+    assert step.reason == ""
+    assert recordings._forgotten == 1
+
+
+def test_an_equal_object_in_the_place_of_another_is_another() -> None:
+    arguments, model, data = types.SimpleNamespace(beta=1.0), network(), batches(24)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output, target) * arguments.beta
+
+    step, _ = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    for number, (x, y) in enumerate(data):
+        if number == 8:
+            arguments = copy.deepcopy(arguments)
+        if number == 16:
+            arguments.beta = 0.5
+        expected = loss(model(x), y).item()
+        assert float(step(x, y)) == pytest.approx(expected)
+    assert step.reason == ""
+
+
 class ReadsMore(Reads):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)
 
 
 class Calls(nn.Module):
-    """Through a method of a layer, an attribute that is a function, a property, and an attribute of a module of Python."""
+    """Through a method of a layer, an attribute that is a function, and a property."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.scaled = Reads(), weighted
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer.helper(x) * self.factor * this.gamma
+        return self.layer.helper(x) * self.factor
 
     @property
     def factor(self) -> float:
-        return configuration.factor
-
-
-class Configuration:
-    factor, unread = 1.0, 2.0
-
-    def __init__(self) -> None:
-        self.factor = self.own = 1.0
-
-    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
-        return weighted(output, target) * self.factor
-
-    def loss(self, output: Tensor) -> Tensor:
-        return output.sum() * self.own
-
-
-this, configuration, gamma = sys.modules[__name__], Configuration(), 1.0
+        return settings.factor
 
 
 def test_variables_are_found_through_calls_and_wrappers() -> None:
-    def names(*roots: Any) -> set[str]:
-        return {one.name for one in outside_variables(roots)}
-
-    gamma = 2.0
+    gamma, iter = 2.0, 1.0
 
     def inner(output: Tensor) -> Tensor:
         return torch.stack([output * gamma for _ in range(2)]).sum()
@@ -235,16 +311,19 @@ def test_variables_are_found_through_calls_and_wrappers() -> None:
     def outer(output: Tensor, target: Tensor, factor: float = 1.0) -> Tensor:
         return inner(output) * factor
 
+    @functools.wraps(F.cross_entropy)
+    def like(output: Tensor, target: Tensor) -> Tensor:
+        return inner(output) * iter
+
     assert names(nn.Sequential(Reads())) == {"torch", "beta", "function"}
     assert names(inner) == {"torch", "gamma"}
     assert names(functools.partial(outer, factor=2.0)) == {"torch", "gamma", "inner"}
+    assert names(like) == {"torch", "gamma", "inner", "iter"}
     assert names(Reads().helper) == {"torch", "beta"}
     assert names(wraps(wraps(weighted))) == {"F", "beta", "function"}
     assert names(ReadsMore()) >= {"torch", "beta"}
-    assert names(Calls()) >= {"beta", "configuration", "factor", "gamma"}
+    assert names(Calls()) >= {"beta", "settings", "factor"}
     assert "unread" not in names(Calls())
-    assert names(configuration) == {"weighted", "F", "beta", "factor"}
-    assert names(configuration.loss) == {"own"}
     assert names(lambda x, scaled=weighted: scaled(x, x)) == {"F", "beta"}
     assert names(F.cross_entropy, nn.Linear(2, 2), nn.MSELoss(), None, torch.relu) == set()
 

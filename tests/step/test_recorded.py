@@ -144,13 +144,13 @@ def test_what_is_kept_of_another_pass_does_not_end_recording(when: int, compile:
 class DropsLayers(nn.Module):
     """It decides on the host in every pass whether to skip a layer."""
 
-    def __init__(self, chance: float) -> None:
+    def __init__(self, layerdrop: float) -> None:
         super().__init__()
-        self.chance = chance
+        self.layerdrop = layerdrop
         self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(x if torch.rand([]) < self.chance else self.first(x))
+        return self.second(x if torch.rand([]) < self.layerdrop else self.first(x))
 
 
 @pytest.mark.parametrize("chance", [0.5, 0.0])

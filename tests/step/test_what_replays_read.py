@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from onelaunch.step import recordings as recordings_module
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
 from onelaunch.step.recordings import uncapturable_reason
-from tests.step.changes import CHANGES
+from tests.step.changes import CHANGES, replace_activation_and_change_it
 from tests.step.changes import network as changing_network
 from tests.step.loops import batches, network
 from tests.step.tape import assert_follows_a_plain_loop, is_recording, taped_step
@@ -35,6 +36,16 @@ def test_tapes_follow_a_plain_loop(accumulate: int) -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_of_the_model_counts(name: str) -> None:
     step = assert_follows_a_plain_loop(changing_network(), batches(14), lambda model, _: CHANGES[name](model))
+    assert step.reason == ""
+
+
+def test_a_setting_of_a_layer_that_was_replaced_counts() -> None:
+    def change(model: Any, _: Any) -> None:
+        if next(number) // 2 in (7, 11):  # it is called for two models
+            replace_activation_and_change_it(model)
+
+    number = itertools.count()
+    step = assert_follows_a_plain_loop(changing_network(), batches(16), change, at=None)
     assert step.reason == ""
 
 

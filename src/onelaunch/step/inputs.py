@@ -24,6 +24,7 @@ CONSTANTS = (
     int, float, complex, np.generic, str, bytes, NoneType, Enum, FunctionType, torch.dtype, torch.device, torch.layout,
     torch.memory_format,
 )  # fmt: skip
+COMPARED = (*CONSTANTS, tuple)
 
 
 class Pending:
@@ -149,10 +150,10 @@ def are_same_objects(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def is_same_value(one: Any, other: Any) -> bool:
-    """Whether two settings are equal. Tensors and arrays are equal only to themselves."""
+    """Whether two settings are equal. Tensors and objects are equal only to themselves."""
     if one is other:
         return True
-    if isinstance(one, torch.Tensor | np.ndarray) or isinstance(other, torch.Tensor | np.ndarray):
+    if not issubclass(type(one), COMPARED) or not issubclass(type(other), COMPARED):
         return False
     try:
         return bool(one == other) or bool(one != one and other != other)  # NaN

@@ -27,7 +27,7 @@ from onelaunch.trial_runs import attributes_of, restore
 
 # Types of attributes that are compared, tensors by identity.
 SETTINGS = (*CONSTANTS, BuiltinFunctionType, MethodType, torch.Tensor, np.ndarray)
-GENERATORS = (np.random.Generator, random.Random, torch.Generator)
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 SIZES_OF_WEIGHT = frozenset({"in_features", "out_features"})  # of nn.Linear, of which there are many
 _EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
@@ -47,7 +47,7 @@ class ModelState:
         self._look()
 
     def _look(self) -> None:
-        modules = [one for one in (*self._roots, *self._read_outside().values()) if isinstance(one, nn.Module)]
+        modules = [one for one in (*self._roots, *self._read_outside().values()) if issubclass(type(one), nn.Module)]
         self._modules = [*{id(one): one for module in modules for one in module.modules()}.values()]
         self._attributes = [vars(one) for one in self._modules]
         self._sizes = [*map(len, self._attributes)]
@@ -62,7 +62,7 @@ class ModelState:
         self._entries = list(chain.from_iterable(map(dict.values, self._tables)))
         tensors = [one for one in (*self._parameters(), *self._entries) if isinstance(one, torch.Tensor)]
         self._tensors = [*{id(one): one for one in tensors}.values()]
-        attributes = {id(one): one for one in self._settings.values() if isinstance(one, torch.Tensor)}
+        attributes = {id(one): one for one in self._settings.values() if issubclass(type(one), torch.Tensor)}
         self._placed = [one for one in (*self._tensors, *attributes.values()) if _has_address(one)]
         self._addresses = [one.data_ptr() for one in self._placed]
 
@@ -93,18 +93,20 @@ class ModelState:
         """What was changed between two steps, in words; empty if nothing was. `recorded`: whether there are recordings yet."""
         if self.is_same():
             return ""
-        before, replaced, changed = self._settings, self._look_again(), ""
+        before, places, replaced, changed = self._settings, self._places(), self._look_again(), ""
         for key in before | self._settings:
             old, new = before.get(key, _MISSING), self._settings.get(key, _MISSING)
             if is_same_value(old, new) or (not recorded and key in self._changed_once):
                 continue
-            if old is _MISSING and not self._was_there(key):  # such as what an evaluation keeps for later
+            if (
+                old is _MISSING and key[0] in places and not self._class_has(key)
+            ):  # as what an evaluation keeps for later
                 self._written.add(key)
             else:
                 changed = changed or self._label(key)
-            if key in self._outside:
-                self._outside = self._find_outside()  # functions that are read have others
+        self._outside = self._find_outside()  # other functions may read others
         self._look()
+        self._written = {key for key in self._written if key[0] in self._places()}  # others may have their `id` one day
         return changed or replaced
 
     def follow_forward(self, recorded: bool) -> str:
@@ -119,7 +121,7 @@ class ModelState:
             old = before.get(key, _MISSING)
             if is_same_value(old, new):
                 continue
-            if isinstance(old, torch.Tensor) or isinstance(new, torch.Tensor):
+            if issubclass(type(old), torch.Tensor) or issubclass(type(new), torch.Tensor):
                 if recorded:
                     self._written.add(key)
                 elif old is not _MISSING:
@@ -139,7 +141,15 @@ class ModelState:
     def generators(self) -> list[Any]:
         """Those that forward may draw from on the host, beside the global ones."""
         values = [*self._settings.values(), *chain.from_iterable(map(dict.values, self._attributes))]
-        return [one for one in values if isinstance(one, GENERATORS)]
+        kinds = [one for one in values if issubclass(type(one), GENERATORS)]
+        return [one for one in kinds if not issubclass(type(one), random.SystemRandom)]  # it has no state
+
+    def leaves_out_layers(self) -> bool | None:
+        """Whether a model of `transformers` does by chance; None if it cannot. It draws numbers also where the chance is 0."""
+        configurations = [vars(one["config"]) for one in self._attributes if hasattr(one.get("config"), "__dict__")]
+        places = [*self._attributes, *configurations]
+        chances = [value for place in places for name, value in place.items() if name.endswith("layerdrop")]
+        return any(chances) if chances else None
 
     def renew_gradient_nodes(self) -> None:
         """Between passes on different streams: autograd adds up a parameter's gradients on the stream of the pass that made its
@@ -188,7 +198,7 @@ class ModelState:
         return [
             leaf.detach()
             for leaf in tree_leaves([self._attributes, *self._settings.values()])
-            if isinstance(leaf, torch.Tensor) and not is_lazy(leaf)
+            if issubclass(type(leaf), torch.Tensor) and not is_lazy(leaf)
         ]
 
     def _look_again(self) -> str:
@@ -224,7 +234,7 @@ class ModelState:
         modules = {id(module): attributes for module, attributes in zip(self._modules, self._attributes, strict=True)}
         return modules | {id(one.place): one.place for one in self._outside.values()}
 
-    def _was_there(self, key: Key) -> bool:
+    def _class_has(self, key: Key) -> bool:
         if key in self._outside:
             return True
         return any(hasattr(type(module), key[1]) for module in self._modules if id(module) == key[0])

@@ -7,13 +7,14 @@ import dis
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 NOT_FOLLOWED = {"torch", "onelaunch", "numpy", "triton", "math"}  # packages whose variables do not change
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class Closure:
@@ -43,7 +44,7 @@ class Reads(NamedTuple):
 
     variables: set[str]  # global ones
     attributes: set[str]  # of anything
-    pairs: set[tuple[str, str]]  # a variable, and an attribute that is read of it
+    paths: set[tuple[str, ...]]  # a variable, an attribute that is read of it, one of that, and so on
 
 
 def outside_variables(roots: Iterable[Any]) -> list[Variable]:
@@ -66,20 +67,21 @@ class _Search:
         self._seen: set[Any] = set()
 
     def add(self, value: Any) -> None:
-        """A function to follow, or something that has some."""
-        if isinstance(value, nn.Module):
+        """A function to follow, or something that has some. Objects are told by their types, which runs no code of theirs."""
+        kind = type(value)
+        if issubclass(kind, nn.Module):
             for module in value.modules():
                 if id(module) not in self._seen:
                     self._seen.add(id(module))
                     self.waiting += self._methods_of(type(module), "forward", "__call__")
                     hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
                     self.waiting += [one for one in (*vars(module).values(), *hooks) if _is_function(one)]
-        elif isinstance(value, type):
+        elif issubclass(kind, type):
             if issubclass(value, torch.autograd.Function):
                 self.waiting += self._methods_of(value, "forward", "backward")
         elif _is_function(value):
             self.waiting.append(value)
-        elif isinstance(call := inspect.getattr_static(type(value), "__call__", None), FunctionType):
+        elif isinstance(call := inspect.getattr_static(kind, "__call__", None), FunctionType):
             self.waiting.append(MethodType(call, value))
 
     def follow(self, function: Any) -> None:
@@ -90,25 +92,29 @@ class _Search:
         owner = getattr(function, "__self__", None)
         function = function.__func__ if isinstance(function, MethodType) else function
         key = function, id(owner)
-        if not isinstance(function, FunctionType) or key in self._seen or not _is_followed(function.__module__):
+        if not isinstance(function, FunctionType) or key in self._seen:
             return
         self._seen.add(key)
+        if not _is_followed(function.__globals__.get("__name__")):
+            return
         if owner is not None:
             self._methods_of(owner if isinstance(owner, type) else type(owner))
-        reads, closure = _reads(function.__code__), Closure(function)
+        reads, closure, variables = _reads(function.__code__), Closure(function), function.__globals__
         values: dict[str, Any] = {}
-        places: list[tuple[Any, str]] = [(function.__globals__, name) for name in reads.variables]
-        for place, name in [*places, *((closure, name) for name in closure.cells)]:
-            values[name] = self._find(place, name, function)
+        for name in reads.variables:
+            if name in variables or not hasattr(builtins, name):
+                values[name] = self._find(variables, name, function)
+        for name in closure.cells:
+            values[name] = self._find(closure, name, function)
         if owner is not None and function.__code__.co_varnames:
             values[function.__code__.co_varnames[0]] = owner
-        for name, attribute in reads.pairs:
-            place = _attributes(values.get(name))
-            if attribute in place:
-                self._find(place, attribute, function)
+        for first, *names in reads.paths:
+            value = values.get(first)
+            for name in names:
+                value = self._attribute(value, name, function)
         for name in reads.attributes:
             self.waiting += self._methods.get(name, [])
-        for value in function.__defaults__ or ():
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.add(value)
 
     def _find(self, place: Place, name: str, function: FunctionType) -> Any:
@@ -116,6 +122,21 @@ class _Search:
         value = place.get(name, None)
         self.add(value)
         return value
+
+    def _attribute(self, value: Any, name: str, function: FunctionType) -> Any:
+        """The value of an attribute of a module, of a class, or of an object such as a configuration, where it is found."""
+        if issubclass(type(value), nn.Module) and name in OF_EVERY_MODULE:
+            return None  # such as its mode, which its owner watches
+        places = _places(value)
+        place = next((one for one in places if name in one), None)
+        found = None if place is None else place[name]
+        method = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+        if isinstance(method, FunctionType) and place is not places[0] and not isinstance(value, ModuleType | type):
+            self.waiting.append(MethodType(method, value))
+            return None
+        if places and place is not places[0]:  # the object may get one of its own
+            self._find(places[0], name, function)
+        return None if place is None else self._find(place, name, function)
 
     def _methods_of(self, kind: type, *names: str) -> list[FunctionType]:
         """The methods of this class that have these names; all of them can be found by name from now on."""
@@ -134,35 +155,50 @@ class _Search:
 
 
 def _is_function(value: Any) -> bool:
-    return isinstance(value, FunctionType | MethodType | partial)
+    return issubclass(type(value), FunctionType | MethodType | partial)
 
 
-def _is_followed(package: str | None) -> bool:
-    return (package or "").split(".")[0] not in NOT_FOLLOWED
+def _is_followed(package: Any) -> bool:
+    return str(package).split(".")[0] not in NOT_FOLLOWED
 
 
-def _attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes of a module of Python, of a class, or of an object such as a configuration."""
-    if _is_function(value) or isinstance(value, nn.Module | torch.Tensor) or not hasattr(value, "__dict__"):
-        return {}
-    package = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
-    return vars(value) if _is_followed(package) else {}
+def _places(value: Any) -> list[Mapping[str, Any]]:
+    """Where the attributes of a value are, its own first; nothing for values that have none that could matter."""
+    kind = type(value)
+    if _is_function(value) or issubclass(kind, torch.Tensor) or value is None:
+        return []
+    if issubclass(kind, ModuleType):
+        return [vars(value)] if _is_followed(vars(value).get("__name__")) else []
+    if issubclass(kind, type):
+        return [vars(base) for base in value.__mro__ if base is not object and _is_followed(base.__module__)]
+    slot = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), None)
+    if not isinstance(slot, GetSetDescriptorType | MemberDescriptorType):  # such as a property
+        return []
+    own = slot.__get__(value)
+    inside = [own["_modules"], own["_parameters"], own["_buffers"]] if issubclass(kind, nn.Module) else []
+    return [
+        own,
+        *inside,
+        *(vars(base) for base in kind.__mro__ if base is not object and _is_followed(base.__module__)),
+    ]
 
 
 def _reads(code: CodeType) -> Reads:
     reads = Reads(set(), set(), set())
     for one in _codes(code):
-        variable = None  # that the instruction before has loaded
+        path: tuple[str, ...] = ()  # that the instructions before have loaded
         for instruction in dis.get_instructions(one):
             kind, name = instruction.opname, instruction.argval
-            if kind == "LOAD_GLOBAL" and not hasattr(builtins, name):
-                reads.variables.add(name)
-            elif kind in ("LOAD_ATTR", "LOAD_METHOD"):
+            if kind in ("LOAD_ATTR", "LOAD_METHOD"):
                 reads.attributes.add(name)
-                if variable is not None:
-                    reads.pairs.add((variable, name))
+                path = (*path, name) if path else ()
+                if path:
+                    reads.paths.add(path)
+                continue
+            if kind == "LOAD_GLOBAL":
+                reads.variables.add(name)
             loads = kind in ("LOAD_GLOBAL", "LOAD_DEREF") or kind.startswith("LOAD_FAST")
-            variable = (name[-1] if isinstance(name, tuple) else name) if loads else None
+            path = ((name[-1] if isinstance(name, tuple) else name),) if loads else ()
     return reads
 
 

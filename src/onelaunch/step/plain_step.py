@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils._pytree import tree_flatten
 
 from onelaunch.capture import clear_workspaces
 from onelaunch.fuse.captured import without_log_breaks
@@ -16,7 +16,6 @@ from onelaunch.fuse.decide import PROVEN, compiled
 from onelaunch.step.accumulation import Window
 from onelaunch.step.capturable_optimizer import parameters_of
 from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
-from onelaunch.step.host_randomness import depends_on_draws
 from onelaunch.step.inputs import forward_arguments, other_gradients_kept, own_loss, passed_by_name, signature
 from onelaunch.trial_runs import Undo
 
@@ -63,7 +62,9 @@ class PlainStep:
         key = (self.model.training, structure, *map(signature, leaves))
         if key in self._compiled:
             return self._run(args, kwargs, update)
-        undo, batches = self._undo(leaves, parameters_of(self.optimizer)), self.window.batches
+        modules = nn.ModuleList([one for one in (self.model, self.loss) if isinstance(one, nn.Module)])
+        inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        undo, batches = Undo(modules, parameters_of(self.optimizer), inputs), self.window.batches
         try:
             loss = self._run(args, kwargs, update)
         except Exception as error:
@@ -78,18 +79,6 @@ class PlainStep:
         undo()
         self.window.batches, self.compiles, self._forward = batches, False, self._forward_and_loss
         return self._run(args, kwargs, update)
-
-    def depends_on_draws(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the loss depends on random numbers that PyTorch draws on the host. Such trials are not compiled."""
-
-        def loss() -> torch.Tensor:
-            with self._autocast():
-                return self._forward_and_loss(args, kwargs)
-
-        try:
-            return depends_on_draws(loss, self._undo(tree_leaves((args, kwargs))))
-        except Exception:  # such as of a model that needs gradients, which the trials do without
-            return True
 
     def callers_autocast(self) -> torch.dtype | None:
         """The dtype of a `torch.autocast` around the call, which counts where the step has none of its own."""
@@ -150,17 +139,11 @@ class PlainStep:
             self.scaler.update()
         self._zero_gradients()
 
-    def _undo(self, leaves: list[Any], parameters: Iterable[torch.Tensor] = ()) -> Undo:
-        modules = nn.ModuleList([one for one in (self.model, self.loss) if isinstance(one, nn.Module)])
-        return Undo(modules, parameters, [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-
-    def _autocast(self) -> torch.autocast:
-        dtype = self.autocast or self.callers_autocast()
-        return torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
+        dtype = self.autocast or self.callers_autocast()
+        autocast = torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
         self._release_workspaces()
-        with without_log_breaks(), self._autocast():
+        with without_log_breaks(), autocast:
             try:
                 loss = self._forward(args, kwargs)
             except Exception as error:
