@@ -318,7 +318,8 @@ def test_variables_are_found_through_calls_and_wrappers() -> None:
     assert names(nn.Sequential(Reads())) == {"torch", "beta", "function"}
     assert names(inner) == {"torch", "gamma"}
     assert names(functools.partial(outer, factor=2.0)) == {"torch", "gamma", "inner"}
-    assert names(like) == {"torch", "gamma", "inner", "iter"}
+    assert names(torch.compile(inner, backend="eager")) == {"torch", "gamma"}
+    assert names(like) >= {"torch", "gamma", "inner", "iter"}
     assert names(Reads().helper) == {"torch", "beta"}
     assert names(wraps(wraps(weighted))) == {"F", "beta", "function"}
     assert names(ReadsMore()) >= {"torch", "beta"}

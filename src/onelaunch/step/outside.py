@@ -95,6 +95,8 @@ class _Search:
         if not isinstance(function, FunctionType) or key in self._seen:
             return
         self._seen.add(key)
+        for name in ("__wrapped__", "_torchdynamo_orig_callable"):
+            self.add(vars(function).get(name))
         if not _is_followed(function.__globals__.get("__name__")):
             return
         if owner is not None:
