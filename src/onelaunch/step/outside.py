@@ -191,6 +191,8 @@ def _reads(code: CodeType) -> Reads:
         path: tuple[str, ...] = ()  # that the instructions before have loaded
         for instruction in dis.get_instructions(one):
             kind, name = instruction.opname, instruction.argval
+            if kind.startswith("LOAD_SUPER"):  # a method of `super()`, since Python 3.12
+                reads.attributes.add(name)
             if kind in ("LOAD_ATTR", "LOAD_METHOD"):
                 reads.attributes.add(name)
                 path = (*path, name) if path else ()
