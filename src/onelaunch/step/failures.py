@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import onelaunch
 from onelaunch.errors import (
     MAX_LINE,
     MAX_LONG_LINE,
@@ -116,7 +115,7 @@ def recording_failure(error: Exception) -> str:
         "previous error during capture" in str(first) and first.__context__ is not None
     ):  # the end of the capture fails too
         first = first.__context__
-    ours = [f"{Path(package.__file__ or '').parent}{os.sep}" for package in (torch, onelaunch)]
+    ours = [f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])]
     frames = [one for one in traceback.extract_tb(first.__traceback__) if not one.filename.startswith(tuple(ours))]
     place = ""
     if frames:
