@@ -100,11 +100,11 @@ def restore(attributes: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
             del table[name]
 
 
-class HostGenerators:
-    """The states of the generators on the host: of PyTorch, of `random` and NumPy, and of these others."""
+class Generators:
+    """The states of the global generators on the host, those of PyTorch, `random` and NumPy, and of these others."""
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
-        self._others = [one for one in others if not (isinstance(one, torch.Generator) and one.device.type != "cpu")]
+        self._others = list(others)
         self._torchs = torch.get_rng_state()
         self._before = self._states()
 
@@ -124,12 +124,10 @@ class HostGenerators:
         random.setstate(self._before[0])
         np.random.set_state(self._before[1])  # noqa: NPY002
         for one, state in zip(self._others, self._before[2:], strict=True):
-            if isinstance(one, torch.Generator):
+            if isinstance(one, torch.Generator | np.random.RandomState):
                 one.set_state(state)
             elif isinstance(one, random.Random):
                 one.setstate(state)
-            elif isinstance(one, np.random.RandomState):
-                one.set_state(state)
             else:
                 one.bit_generator.state = state
 
@@ -154,10 +152,9 @@ class Undo:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         self._gradients = [(one, None if one.grad is None else one.grad.clone()) for one in parameters]
         self._devices = sorted({one.device.index for one in model.parameters() if one.is_cuda})
-        self._generators = [torch.cuda.get_rng_state(device) for device in self._devices]
+        self._on_devices = [torch.cuda.get_rng_state(device) for device in self._devices]
         owned = (value for table, _ in self._attributes for value in table.values())
-        self._owned = [(one, one.get_state()) for one in owned if isinstance(one, torch.Generator)]
-        self._host = HostGenerators()
+        self._owned_and_global = Generators(one for one in owned if isinstance(one, torch.Generator))
         self._inputs = [(one, one._version, one.detach().clone()) for one in inputs if not one.is_inference()]
 
     @torch.no_grad()
@@ -168,15 +165,13 @@ class Undo:
         for one, version, before in self._inputs:
             if one._version != version:
                 one.copy_(before)
-        for generator, state in self._owned:
-            generator.set_state(state)
-        self._host.restore()
+        self._owned_and_global.restore()
         for parameter, gradient in self._gradients:
             if parameter.grad is not None and gradient is not None:  # the memory that a recording adds to
                 parameter.grad.copy_(gradient)
             else:
                 parameter.grad = gradient
-        for device, state in zip(self._devices, self._generators, strict=True):
+        for device, state in zip(self._devices, self._on_devices, strict=True):
             torch.cuda.set_rng_state(state, device)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from onelaunch.step.model_state import ModelState
-from onelaunch.trial_runs import HostGenerators
+from onelaunch.trial_runs import Generators
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
 from tests.step.loops import batches, plain_losses
@@ -54,7 +54,7 @@ def test_random_numbers_of_the_host_end_recording(name: str) -> None:
     other = copy.deepcopy(model)
     if isinstance(model.generator, torch.Generator):
         other.generator = model.generator.clone_state()
-    before = HostGenerators()
+    before = Generators()
     step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = [float(step(x, y)) for x, y in data]
     assert step.reason.startswith("forward, the loss or another thread draws random numbers on the host")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -18,10 +18,20 @@ from torch.optim import Optimizer
 from onelaunch.step.inputs import are_same_objects, is_same_value
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-READ_BY_OUR_UPDATE: dict[type[Optimizer], tuple[str, ...]] = {  # beside the rate
-    torch.optim.Adam: ("betas", "eps", "weight_decay"),
-    torch.optim.AdamW: ("betas", "eps", "weight_decay"),
-    torch.optim.SGD: ("momentum", "dampening", "weight_decay"),
+
+
+class Rule(NamedTuple):
+    """How one of our kernels updates."""
+
+    name: str
+    settings: tuple[str, ...]  # what it reads on the device, beside the rate
+
+
+ADAM = Rule("adam", ("betas", "eps", "weight_decay"))
+RULES: dict[type[Optimizer], Rule] = {
+    torch.optim.Adam: ADAM,
+    torch.optim.AdamW: ADAM,
+    torch.optim.SGD: Rule("sgd", ("momentum", "dampening", "weight_decay")),
 }
 STEPPED_ON_HOST = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
@@ -137,7 +147,7 @@ class CapturableOptimizer:
         groups = self.optimizer.param_groups
         left_out = {"params", "lr", "initial_lr"}
         if update_is_ours:
-            left_out.update(READ_BY_OUR_UPDATE.get(type(self.optimizer), ()))
+            left_out.update(_read_on_device(self.optimizer))
         self._recorded = [[one for one in group.items() if one[0] not in left_out] for group in groups]
         self._kinds = [self._kind(group) for group in groups]
 
@@ -177,12 +187,17 @@ class CapturableOptimizer:
 def settings_on_device(optimizer: Optimizer, group: dict[str, Any]) -> list[float]:
     """The settings of a group that our update reads on the device; none where one is a tensor."""
     values: list[Any] = []
-    for name in READ_BY_OUR_UPDATE.get(type(optimizer), ()):
+    for name in _read_on_device(optimizer):
         values += group[name] if name == "betas" else (group[name],)
     for one in values:
         if isinstance(one, torch.Tensor):
             return []
     return values
+
+
+def _read_on_device(optimizer: Optimizer) -> tuple[str, ...]:
+    rule = RULES.get(type(optimizer))
+    return rule.settings if rule else ()
 
 
 def begin_momentum(optimizer: Optimizer) -> None:

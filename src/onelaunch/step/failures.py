@@ -111,9 +111,7 @@ def compilers_failure(error: Exception) -> str:
 def recording_failure(error: Exception) -> str:
     """Why a step cannot be recorded: the first error, and the line of the model where it came up, if it did there."""
     first: BaseException = error
-    while (
-        "previous error during capture" in str(first) and first.__context__ is not None
-    ):  # the end of the capture fails too
+    while "previous error during capture" in str(first) and first.__context__ is not None:  # its end fails too
         first = first.__context__
     ours = [f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])]
     frames = [one for one in traceback.extract_tb(first.__traceback__) if not one.filename.startswith(tuple(ours))]

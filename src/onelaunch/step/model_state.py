@@ -22,14 +22,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from onelaunch.step.inputs import CONSTANTS, are_same_objects, is_same_value
-from onelaunch.step.outside import Variable, outside_variables
+from onelaunch.step.outside import OF_EVERY_MODULE, Variable, outside_variables
 from onelaunch.trial_runs import attributes_of, restore
 
 # Types of attributes that are compared, tensors by identity.
 SETTINGS = (*CONSTANTS, BuiltinFunctionType, MethodType, torch.Tensor, np.ndarray)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 SIZES_OF_WEIGHT = frozenset({"in_features", "out_features"})  # of nn.Linear, of which there are many
-_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
 
 Key = tuple[int, str]  # the id of a module, or of where a variable is from, and the name
@@ -98,15 +97,14 @@ class ModelState:
             old, new = before.get(key, _MISSING), self._settings.get(key, _MISSING)
             if is_same_value(old, new) or (not recorded and key in self._changed_once):
                 continue
-            if (
-                old is _MISSING and key[0] in places and not self._class_has(key)
-            ):  # as what an evaluation keeps for later
+            if old is _MISSING and key[0] in places and not self._was_there(key):  # such as what an evaluation keeps
                 self._written.add(key)
             else:
                 changed = changed or self._label(key)
         self._outside = self._find_outside()  # other functions may read others
         self._look()
-        self._written = {key for key in self._written if key[0] in self._places()}  # others may have their `id` one day
+        places = self._places()
+        self._written = {key for key in self._written if key[0] in places}  # others may have their `id` one day
         return changed or replaced
 
     def follow_forward(self, recorded: bool) -> str:
@@ -141,8 +139,9 @@ class ModelState:
     def generators(self) -> list[Any]:
         """Those that forward may draw from on the host, beside the global ones."""
         values = [*self._settings.values(), *chain.from_iterable(map(dict.values, self._attributes))]
-        kinds = [one for one in values if issubclass(type(one), GENERATORS)]
-        return [one for one in kinds if not issubclass(type(one), random.SystemRandom)]  # it has no state
+        found = [one for one in values if issubclass(type(one), GENERATORS)]
+        found = [one for one in found if not isinstance(one, random.SystemRandom)]  # it has no state
+        return [one for one in found if not isinstance(one, torch.Generator) or one.device.type == "cpu"]
 
     def leaves_out_layers(self) -> bool | None:
         """Whether a model of `transformers` does by chance; None if it cannot. It draws numbers also where the chance is 0."""
@@ -215,12 +214,10 @@ class ModelState:
             (id(module), name): value
             for module, attributes in zip(self._modules, self._attributes, strict=True)
             for name, value in attributes.items()
-            if name not in _EVERY_MODULE and not (type(module) is nn.Linear and name in SIZES_OF_WEIGHT)
+            if name not in OF_EVERY_MODULE and not (type(module) is nn.Linear and name in SIZES_OF_WEIGHT)
         }
-        settings = {
-            key: value for key, value in attributes.items() if isinstance(value, SETTINGS)
-        } | self._read_outside()
-        return {key: value for key, value in settings.items() if key not in self._written}
+        settings = {key: value for key, value in attributes.items() if isinstance(value, SETTINGS)}
+        return {key: value for key, value in (settings | self._read_outside()).items() if key not in self._written}
 
     def _find_outside(self) -> dict[Key, Variable]:
         return {(id(one.place), one.name): one for one in outside_variables(self._roots)}
@@ -234,10 +231,10 @@ class ModelState:
         modules = {id(module): attributes for module, attributes in zip(self._modules, self._attributes, strict=True)}
         return modules | {id(one.place): one.place for one in self._outside.values()}
 
-    def _class_has(self, key: Key) -> bool:
-        if key in self._outside:
-            return True
-        return any(hasattr(type(module), key[1]) for module in self._modules if id(module) == key[0])
+    def _was_there(self, key: Key) -> bool:
+        """Whether forward may have read it before it was set: a variable, or an attribute that the class has."""
+        classes = (type(module) for module in self._modules if id(module) == key[0])
+        return key in self._outside or any(hasattr(kind, key[1]) for kind in classes)
 
     def _label(self, key: Key) -> str:
         if key in self._outside:

@@ -10,15 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
 from onelaunch.integers import ceil_div
 from onelaunch.kernels import optimizers as kernels
 from onelaunch.kernels.launch import compiling
 from onelaunch.step.accumulation import StepCounter
-from onelaunch.step.capturable_optimizer import begin_momentum, settings_on_device
+from onelaunch.step.capturable_optimizer import RULES, begin_momentum, settings_on_device
 
-RULES: dict[type[Optimizer], str] = {Adam: "adam", AdamW: "adam", SGD: "sgd"}
 MAX_ELEMENTS = 2**31 - kernels.CHUNK  # of one tensor: a kernel counts them in 32 bits
 ALIGNMENT = 16
 
@@ -52,7 +51,7 @@ class OptimizerUpdate:
 class _Group:
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], rate: torch.Tensor, settings: torch.Tensor) -> None:
         self.optimizer, self.group, self.rate, self.settings = optimizer, group, rate, settings
-        self.rule, self.state_names = RULES[type(optimizer)], _state_names(optimizer, group)
+        self.rule, self.state_names = RULES[type(optimizer)].name, _state_names(optimizer, group)
         if self.rule == "adam":
             decoupled = bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW)))
             self.options: tuple[bool, ...] = (decoupled, group["maximize"])
@@ -108,8 +107,9 @@ def create_state(optimizer: Optimizer) -> None:
             for parameter in group["params"]:
                 if not optimizer.state[parameter]:
                     count = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                    optimizer.state[parameter].update({"step": count, **moments})
+                    moments = [name for name in _state_names(optimizer, group) if name != "step"]
+                    state = {name: torch.zeros_like(parameter) for name in moments}
+                    optimizer.state[parameter].update({"step": count, **state})
 
 
 def optimizer_update(
@@ -134,7 +134,7 @@ def optimizer_update(
 
 def _state_names(optimizer: Optimizer, group: dict[str, Any]) -> tuple[str, ...]:
     has_none = type(optimizer) is SGD and not group["momentum"]
-    return () if has_none else kernels.STATE[RULES[type(optimizer)]]
+    return () if has_none else kernels.STATE[RULES[type(optimizer)].name]
 
 
 def _as_laid_out(parameter: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from onelaunch.step.failures import recording_failure
 from onelaunch.step.inputs import CONSTANTS, Pending, signature
 from onelaunch.step.model_state import ModelState
 from onelaunch.step.plain_step import PlainStep
-from onelaunch.trial_runs import HostGenerators
+from onelaunch.trial_runs import Generators
 
 if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
     from onelaunch.step.recorded import Recorded
@@ -216,7 +216,7 @@ class Recordings:
         """The step for inputs like these, recorded but not run; None, with `reason` set, where that is impossible."""
         step = self.step
         gradients = [(parameter, parameter.grad) for parameter in parameters_of(step.optimizer)]
-        undo, host = self.state.undo(), HostGenerators(self.state.generators())
+        undo, host = self.state.undo(), Generators(self.state.generators())
         try:
             from onelaunch.kernels.launch import compiling
             from onelaunch.step.optimizer_update import optimizer_update
