@@ -41,16 +41,19 @@ class CapturableOptimizer:
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self.optimizer, self.device = optimizer, device
-        self.rates: list[torch.Tensor] = []  # 0-d tensors on the device, one per group
-        self.settings: list[torch.Tensor] = []  # `settings_on_device`, one tensor per group
-        self._users: list[bool] = []  # which rates are the user's own tensors
-        self._cells: list[list[torch.Tensor]] = []  # the numbers in both, per group
-        self._on_device: list[list[float]] = []
-        self._update_is_ours = True
-        self._recorded: list[list[tuple[str, Any]]] = []  # settings that are part of a recording, per group
-        self._kinds: list[tuple[int, bool]] = []
+        self._groups: list[_Group] = []
         self._values: list[tuple[Any, ...]] = []
         self._known: list[Any] = []  # as `_objects`
+
+    @property
+    def rates(self) -> list[torch.Tensor]:
+        """0-d tensors on the device, one per group."""
+        return [group.rate for group in self._groups]
+
+    @property
+    def settings(self) -> list[torch.Tensor]:
+        """The `settings_on_device`, one tensor per group."""
+        return [group.settings for group in self._groups]
 
     def unsupported_reason(self) -> str:
         """Why its step cannot be recorded; empty when it can."""
@@ -77,22 +80,16 @@ class CapturableOptimizer:
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].to(self.device, torch.float32)
-        groups = self.optimizer.param_groups
-        self.rates = [_rate_tensor(group["lr"], self.device) for group in groups]
-        self._users = [group["lr"] is rate for group, rate in zip(groups, self.rates, strict=True)]
-        counts = [len(settings_on_device(self.optimizer, group)) for group in groups]
-        self.settings = [torch.zeros(count, dtype=torch.float64, device=self.device) for count in counts]
-        self._cells = [[rate, *one.unbind()] for rate, one in zip(self.rates, self.settings, strict=True)]
-        self._on_device = [[math.nan] * len(cells) for cells in self._cells]
-        self._remember(update_is_ours=True)
+        self._groups = [_Group(self.optimizer, group, self.device) for group in self.optimizer.param_groups]
         self._known = self._objects()
 
     def follow_update(self, is_ours: bool) -> None:
         """After a recording: one with the optimizer's own update has all settings but the rate in it."""
         # A scheduler that is made later would warn that the optimizer has not stepped: replays do not call its step.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        if self._update_is_ours and not is_ours:
-            self._remember(update_is_ours=False)
+        if not is_ours:
+            for group in self._groups:
+                group.remember(update_is_ours=False)
 
     @contextmanager
     def rates_on_device(self) -> Iterator[None]:
@@ -110,12 +107,8 @@ class CapturableOptimizer:
 
     def upload(self) -> None:
         """Write the learning rates and settings that a scheduler has changed to the device."""
-        for group, cells, on_device in zip(self.optimizer.param_groups, self._cells, self._on_device, strict=True):
-            values = [group["lr"], *settings_on_device(self.optimizer, group)]
-            for index, (value, cell) in enumerate(zip(values, cells, strict=True)):
-                if value is not cell and value != on_device[index]:
-                    cell.fill_(value)
-                    on_device[index] = float(value)
+        for group in self._groups:
+            group.upload()
 
     def ready(self) -> bool:
         """Whether a recording still fits the optimizer's settings, with what it reads of them on the device.
@@ -124,52 +117,22 @@ class CapturableOptimizer:
         """
         if not self._has_its_objects():
             return False
-        groups = self.optimizer.param_groups
-        values = [tuple(group.values()) for group in groups]
+        values = [tuple(group.values()) for group in self.optimizer.param_groups]
         if _are_equal(values, self._values):
             return True
         if self._groups_differ():
             return False
         self.upload()
-        in_place = any(  # as a scheduler changes a rate that is a tensor elsewhere: the same object is no proof
-            isinstance(group["lr"], torch.Tensor) and group["lr"] is not rate
-            for group, rate in zip(groups, self.rates, strict=True)
-        )  # fmt: skip
-        self._values = [] if in_place else values
+        # A scheduler may change a rate that is a tensor elsewhere in place: the same object is no proof.
+        self._values = [] if any(group.has_rate_elsewhere() for group in self._groups) else values
         return True
 
     def settings_changed(self) -> bool:
         """Whether a group, or a setting that is not read on the device, or what it updates differs from what was recorded."""
         return not self._has_its_objects() or self._groups_differ()
 
-    def _remember(self, update_is_ours: bool) -> None:
-        self._update_is_ours = update_is_ours
-        groups = self.optimizer.param_groups
-        left_out = {"params", "lr", "initial_lr"}
-        if update_is_ours:
-            left_out.update(_read_on_device(self.optimizer))
-        self._recorded = [[one for one in group.items() if one[0] not in left_out] for group in groups]
-        self._kinds = [self._kind(group) for group in groups]
-
     def _groups_differ(self) -> bool:
-        groups = self.optimizer.param_groups
-        if any(
-            users and group["lr"] is not rate
-            for group, rate, users in zip(groups, self.rates, self._users, strict=True)
-        ):
-            return True  # it must not be written to
-        for group, recorded, kind in zip(groups, self._recorded, self._kinds, strict=True):
-            for name, value in recorded:
-                found = group.get(name)
-                if found is not value and not is_same_value(found, value):
-                    return True
-            if self._kind(group) != kind:
-                return True
-        return False
-
-    def _kind(self, group: dict[str, Any]) -> tuple[int, bool]:
-        """How much our update reads on the device, and whether there is momentum."""
-        return len(settings_on_device(self.optimizer, group)), bool(group.get("momentum"))
+        return any(group.differs() for group in self._groups)
 
     def _has_its_objects(self) -> bool:
         """`load_state_dict` makes new groups, and new state that a recording does not read."""
@@ -184,12 +147,59 @@ class CapturableOptimizer:
         return objects
 
 
+class _Group:
+    """A group of parameters: its rate and settings on the device, and those of its settings that a recording has in it."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> None:
+        self.optimizer, self.group = optimizer, group
+        self.rate = _rate_tensor(group["lr"], device)
+        self.rate_is_users = group["lr"] is self.rate  # it must not be written to
+        count = len(settings_on_device(optimizer, group))
+        self.settings = torch.zeros(count, dtype=torch.float64, device=device)
+        self._cells = [self.rate, *self.settings.unbind()]
+        self._on_device = [math.nan] * len(self._cells)
+        self.remember(update_is_ours=True)
+
+    def remember(self, update_is_ours: bool) -> None:
+        """What a recording has in it: all settings but those that its update reads on the device."""
+        left_out = {"params", "lr", "initial_lr"}
+        if update_is_ours:
+            left_out.update(_read_on_device(self.optimizer))
+        self._recorded = [one for one in self.group.items() if one[0] not in left_out]
+        self._kind = self._find_kind()
+
+    def upload(self) -> None:
+        values = [self.group["lr"], *settings_on_device(self.optimizer, self.group)]
+        for index, (value, cell) in enumerate(zip(values, self._cells, strict=True)):
+            if value is not cell and value != self._on_device[index]:
+                cell.fill_(value)
+                self._on_device[index] = float(value)
+
+    def has_rate_elsewhere(self) -> bool:
+        """Whether its rate is a tensor that recordings do not read."""
+        return isinstance(self.group["lr"], torch.Tensor) and self.group["lr"] is not self.rate
+
+    def differs(self) -> bool:
+        """Whether a recording does not fit its settings any more."""
+        if self.rate_is_users and self.group["lr"] is not self.rate:
+            return True
+        for name, value in self._recorded:
+            found = self.group.get(name)
+            if found is not value and not is_same_value(found, value):
+                return True
+        return self._find_kind() != self._kind
+
+    def _find_kind(self) -> tuple[int, bool]:
+        """How much our update reads on the device, and whether there is momentum."""
+        return len(settings_on_device(self.optimizer, self.group)), bool(self.group.get("momentum"))
+
+
 def settings_on_device(optimizer: Optimizer, group: dict[str, Any]) -> list[float]:
     """The settings of a group that our update reads on the device; none where one is a tensor."""
     values: list[Any] = []
     for name in _read_on_device(optimizer):
         values += group[name] if name == "betas" else (group[name],)
-    for one in values:
+    for one in values:  # faster than `any`, which counts where a scheduler changes settings in every step
         if isinstance(one, torch.Tensor):
             return []
     return values
