@@ -12,6 +12,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+# The types of generators that have a state: how to read it, and how to write it.
+GENERATOR_STATES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
+    torch.Generator: (lambda one: one.get_state(), lambda one, state: one.set_state(state)),
+    random.Random: (lambda one: one.getstate(), lambda one, state: one.setstate(state)),
+    np.random.RandomState: (lambda one: one.get_state(legacy=False), lambda one, state: one.set_state(state)),
+    np.random.Generator: (
+        lambda one: one.bit_generator.state, lambda one, state: setattr(one.bit_generator, "state", state)
+    ),
+}  # fmt: skip
+
 
 def device_of(*values: Any) -> torch.device | None:
     """The device of the first tensor in `values`."""
@@ -104,13 +114,13 @@ class Generators:
     """The states of the global generators on the host, those of PyTorch, `random` and NumPy, and of these others."""
 
     def __init__(self, others: Iterable[Any] = ()) -> None:
-        self._others = list(others)
+        self._others = [(one, *_reader_and_writer(one)) for one in others]
         self._torchs = torch.get_rng_state()
         self._before = self._states()
 
     def _states(self) -> list[Any]:
         numpys = np.random.get_state(legacy=False)  # noqa: NPY002
-        return [random.getstate(), numpys, *map(_generator_state, self._others)]
+        return [random.getstate(), numpys, *(read(one) for one, read, _ in self._others)]
 
     def torch_has_drawn(self) -> bool:
         return not torch.equal(torch.get_rng_state(), self._torchs)
@@ -123,21 +133,12 @@ class Generators:
         torch.set_rng_state(self._torchs)
         random.setstate(self._before[0])
         np.random.set_state(self._before[1])  # noqa: NPY002
-        for one, state in zip(self._others, self._before[2:], strict=True):
-            if isinstance(one, torch.Generator | np.random.RandomState):
-                one.set_state(state)
-            elif isinstance(one, random.Random):
-                one.setstate(state)
-            else:
-                one.bit_generator.state = state
+        for (one, _, write), state in zip(self._others, self._before[2:], strict=True):
+            write(one, state)
 
 
-def _generator_state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.getstate() if isinstance(generator, random.Random) else generator.bit_generator.state
+def _reader_and_writer(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
+    return next(both for kind, both in GENERATOR_STATES.items() if isinstance(generator, kind))
 
 
 class Undo:

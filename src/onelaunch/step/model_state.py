@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_leaves
 
 from onelaunch.step.inputs import CONSTANTS, are_same_objects, is_same_value
 from onelaunch.step.outside import OF_EVERY_MODULE, Variable, outside_variables
-from onelaunch.trial_runs import attributes_of, restore
+from onelaunch.trial_runs import GENERATOR_STATES, attributes_of, restore
 
 # Types of attributes that are compared, tensors by identity.
 SETTINGS = (*CONSTANTS, BuiltinFunctionType, MethodType, torch.Tensor, np.ndarray)
-GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 SIZES_OF_WEIGHT = frozenset({"in_features", "out_features"})  # of nn.Linear, of which there are many
 _MISSING = object()
 
@@ -139,7 +138,7 @@ class ModelState:
     def generators(self) -> list[Any]:
         """Those that forward may draw from on the host, beside the global ones."""
         values = [*self._settings.values(), *chain.from_iterable(map(dict.values, self._attributes))]
-        found = [one for one in values if issubclass(type(one), GENERATORS)]
+        found = [one for one in values if issubclass(type(one), tuple(GENERATOR_STATES))]
         found = [one for one in found if not isinstance(one, random.SystemRandom)]  # it has no state
         return [one for one in found if not isinstance(one, torch.Generator) or one.device.type == "cpu"]
 

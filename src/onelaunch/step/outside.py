@@ -7,6 +7,7 @@ import dis
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from types import CodeType, FunctionType, GetSetDescriptorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -132,8 +133,8 @@ class _Search:
         places = _places(value)
         place = next((one for one in places if name in one), None)
         found = None if place is None else place[name]
-        method = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-        if isinstance(method, FunctionType) and place is not places[0] and not isinstance(value, ModuleType | type):
+        method = _function_of(found)
+        if method is not None and place is not places[0] and not isinstance(value, ModuleType | type):
             self.waiting.append(MethodType(method, value))
             return None
         if places and place is not places[0]:  # the object may get one of its own
@@ -143,21 +144,30 @@ class _Search:
     def _methods_of(self, kind: type, *names: str) -> list[FunctionType]:
         """The methods of this class that have these names; all of them can be found by name from now on."""
         found = []
-        for base in kind.__mro__:
-            if _is_followed(base.__module__):
-                for name, value in vars(base).items():
-                    method = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-                    if isinstance(method, FunctionType):
-                        known = self._methods.setdefault(name, [])
-                        if method not in known:
-                            known.append(method)
-                        if name in names:
-                            found.append(method)
+        for name, value in chain.from_iterable(one.items() for one in _tables_of(kind)):
+            method = _function_of(value)
+            if method is not None:
+                known = self._methods.setdefault(name, [])
+                if method not in known:
+                    known.append(method)
+                if name in names:
+                    found.append(method)
         return found
 
 
 def _is_function(value: Any) -> bool:
     return issubclass(type(value), FunctionType | MethodType | partial)
+
+
+def _function_of(member: Any) -> FunctionType | None:
+    """The function of a method or property of a class."""
+    found = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    return found if isinstance(found, FunctionType) else None
+
+
+def _tables_of(kind: type) -> list[Mapping[str, Any]]:
+    """The members of a class and of its bases, as far as their packages are followed."""
+    return [vars(base) for base in kind.__mro__ if base is not object and _is_followed(base.__module__)]
 
 
 def _is_followed(package: Any) -> bool:
@@ -172,17 +182,13 @@ def _places(value: Any) -> list[Mapping[str, Any]]:
     if issubclass(kind, ModuleType):
         return [vars(value)] if _is_followed(vars(value).get("__name__")) else []
     if issubclass(kind, type):
-        return [vars(base) for base in value.__mro__ if base is not object and _is_followed(base.__module__)]
+        return _tables_of(value)
     slot = next((vars(base)["__dict__"] for base in kind.__mro__ if "__dict__" in vars(base)), None)
     if not isinstance(slot, GetSetDescriptorType | MemberDescriptorType):  # such as a property
         return []
     own = slot.__get__(value)
     inside = [own["_modules"], own["_parameters"], own["_buffers"]] if issubclass(kind, nn.Module) else []
-    return [
-        own,
-        *inside,
-        *(vars(base) for base in kind.__mro__ if base is not object and _is_followed(base.__module__)),
-    ]
+    return [own, *inside, *_tables_of(kind)]
 
 
 def _reads(code: CodeType) -> Reads:

@@ -238,8 +238,7 @@ class Recordings:
                     with self.state.carried():
                         loss = step(pending.args, pending.kwargs, update)
                     recorded.end(loss)
-                harmless = self.state.leaves_out_layers() is False
-                if host.others_have_drawn() or (host.torch_has_drawn() and not harmless):
+                if host.others_have_drawn() or (host.torch_has_drawn() and self.state.leaves_out_layers() is not False):
                     raise DrawnOnHost(
                         "forward, the loss or another thread draws random numbers on the host, as by random.random(): draw "
                         "them on the model's device, as by torch.rand(1, device=x.device)"
