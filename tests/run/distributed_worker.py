@@ -41,7 +41,10 @@ class Dies(nn.Module):
 
 
 def train(folder: Path, mode: str) -> None:
-    """Train two epochs, then resume to four, and save the result. `mode`: "die", "share" (a GPU), or ""."""
+    """Train two epochs, then resume to four, and save the result.
+
+    `mode`: "die", "share" (a GPU), "freeze" (a layer in a callback), or "".
+    """
     device = "cuda" if mode == "share" else "cpu"
     model, x, y = model_and_data(device)
     if mode == "die":
@@ -50,8 +53,11 @@ def train(folder: Path, mode: str) -> None:
         distributed.init_process_group("gloo")
     with process_group() as team:
         checkpoint = folder / "run.safetensors"
+        callbacks = [lambda history: model[0].requires_grad_(mode != "freeze")]
         try:
-            first = ol.fit(model, x, y, epochs=2, validation=(x, y), checkpoint=checkpoint, **OPTIONS)
+            first = ol.fit(
+                model, x, y, epochs=2, validation=(x, y), checkpoint=checkpoint, callbacks=callbacks, **OPTIONS
+            )  # fmt: skip
         except OnelaunchError as error:
             print(f"{type(error).__name__}: {error}")
             sys.exit(2)

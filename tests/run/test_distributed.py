@@ -64,6 +64,12 @@ def test_a_dead_rank_ends_the_job(tmp_path):
     assert ".cc:" not in line  # a line of gloo's source does not help the user
 
 
+def test_a_callback_that_changes_the_model_of_one_rank_is_refused(tmp_path):
+    (code, output), (other_code, _) = run_ranks(2, tmp_path, train, tmp_path, "freeze")
+    assert code == other_code == 2, output
+    assert "a callback changed requires_grad of 0.weight in one of 2 processes that train together: " in output
+
+
 def assert_one_rank_prints(ranks: list[tuple[int | None, str]]) -> None:
     (code, output), follower = ranks
     assert code == 0, output

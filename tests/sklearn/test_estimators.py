@@ -12,7 +12,7 @@ import sklearn
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
-from sklearn.datasets import load_breast_cancer, load_diabetes, load_iris, make_multilabel_classification
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, make_multilabel_classification
 from sklearn.exceptions import NotFittedError
 from sklearn.inspection import permutation_importance
 from sklearn.model_selection import GridSearchCV, cross_val_score, cross_validate
@@ -271,6 +271,32 @@ def test_partial_fit_and_warm_start():
     assert warm.n_iter_ == 40
     with pytest.raises(ValueError, match="not those of the fitted estimator"):
         warm.fit(IRIS_X[:100], IRIS_Y[:100])
+
+
+def test_the_rate_of_partial_fit_is_constant_unless_a_schedule_is_given():
+    def last_rate(**given):
+        model = MLPClassifier(batch_size=50, learning_rate_init=0.3, device="cpu", engine="eager", **given)
+        return model.partial_fit(IRIS_X, IRIS_Y, classes=[0, 1, 2]).history_.epochs[-1]["lr"]
+
+    assert last_rate() == last_rate(learning_rate="constant") == 0.3
+    assert last_rate(schedule="linear") == pytest.approx(0.1)
+    assert last_rate(schedule="one_cycle") == pytest.approx(0.3 / 4)  # of three steps
+    options = MLPClassifier(batch_size=50)._options(150, "cross_entropy", None)
+    assert options["schedule"] == "one_cycle"
+
+
+@pytest.mark.parametrize("rows", [32, 44])
+def test_partial_fit_learns_from_batches_as_that_of_scikit_learn(rows):
+    """A batch is one step or two, and the last one has 5 or 37 of 1,797 rows."""
+    x, y = load_digits(return_X_y=True)
+    ours = MLPClassifier(random_state=0, device="cpu")
+    theirs = sklearn.neural_network.MLPClassifier(random_state=0)
+    for epoch in range(5):
+        order = np.random.default_rng(epoch).permutation(len(x))
+        for batch in np.split(order, range(rows, len(x), rows)):
+            for model in (ours, theirs):
+                model.partial_fit(x[batch], y[batch], classes=range(10))
+    assert ours.score(x, y) > theirs.score(x, y) - 0.02
 
 
 def test_early_stopping_holds_rows_out_and_keeps_the_best_epoch():

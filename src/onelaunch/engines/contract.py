@@ -5,8 +5,11 @@ loss that is not finite. While a segment runs, an engine may keep the weights wh
 
 Optimizer state has one form for all engines, so that a checkpoint does not depend on its engine. Each state is one tensor per
 parameter, of the parameter's shape, called `<state>.<parameter>`: the state's name in `onelaunch.optimizers`, such as
-`momentum` or `exp_avg`, and the parameter's name in `model.state_dict()`. The optimizer's step count is the run's. State that
-only one engine needs is called `engine.<name>`.
+`momentum` or `exp_avg`, and the parameter's name in `model.state_dict()`. The optimizer's step count is the run's, unless
+`engine.step.<parameter>` says otherwise. State that only one engine needs is called `engine.<name>`.
+
+Callbacks may change the model between two segments. An engine that runs the model itself follows that; for any other the
+driver closes the session and starts a new one from the changed model (`train/run_session.py`).
 """
 
 from __future__ import annotations
@@ -70,6 +73,8 @@ class Run:
     classes: tuple[str, ...] | None = None  # their names by number, if the user passed names
     threads: int | None = None  # that results may depend on, where others execute the run; None: PyTorch's number
     checkpoints: bool = False  # a snapshot follows each segment; without one an engine may run ahead between segments
+    # Why an engine that counts one number of updates for all parameters cannot go on, such as after a layer was unfrozen.
+    uneven_updates: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -106,6 +111,10 @@ class Session(Protocol):
     plan: str  # for people: where the data is kept and what each phase does
     allocations: dict[str, int]  # number of allocator calls by name, for an engine that counts them
     precision: str  # what precision="auto" resolved to
+    # Whether the next segment trains on from values, settings, hooks and frozen parameters that somebody has changed in the
+    # model. False: the session has its own copy of them, and writes its weights over the model's. New layers, and parameters
+    # to train that were frozen or not there at the start, need a new session in either case.
+    follows_model: bool
 
     def segments(self, first_step: int, monitor: Monitor) -> Iterator[Segment]:
         """Train from `first_step` to the end of the run. The driver may call `snapshot` between two segments."""

@@ -5,7 +5,9 @@ The schedules are PyTorch's schedulers, stepped once per batch over the whole ru
   linear     LinearLR(start_factor=1, end_factor=0, total_iters=total):  lr * (1 - step / total)
   cosine     CosineAnnealingLR(T_max=total):                             lr * (1 + cos(pi * step / total)) / 2
   one_cycle  OneCycleLR(max_lr=lr, total_steps=total, cycle_momentum=False): from lr / 25 up to lr over the first 30 %,
-             then down to lr / 250,000, both along a half cosine
+             then down to lr / 250,000, both along a half cosine. Fewer than MIN_ONE_CYCLE_STEPS steps leave no room for a
+             warm-up, and would be spent at the final rate (a run of one step: at lr / 250,000): they follow "cosine", where
+             every step trains and the first one has the rate lr.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ SCHEDULES = ("constant", "linear", "cosine", "one_cycle")
 WARM_UP = 0.3  # fraction of the steps
 START_DIVISOR = 25.0
 FINAL_DIVISOR = 1e4  # the last rate is the first one divided by this
+MIN_ONE_CYCLE_STEPS = 4  # the fewest steps of which the warm-up has a whole one; OneCycleLR fails below
 
 
 def learning_rate(schedule: str, lr: float, step: int, total: int) -> float:
@@ -25,10 +28,10 @@ def learning_rate(schedule: str, lr: float, step: int, total: int) -> float:
             return lr
         case "linear":
             return lr * (1 - step / total)
-        case "cosine":
-            return lr * (1 + math.cos(math.pi * step / total)) / 2
-        case "one_cycle":
+        case "one_cycle" if total >= MIN_ONE_CYCLE_STEPS:
             return _one_cycle(lr, step, total)
+        case "cosine" | "one_cycle":
+            return lr * (1 + math.cos(math.pi * step / total)) / 2
     raise AssertionError(schedule)
 
 

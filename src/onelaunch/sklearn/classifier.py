@@ -40,7 +40,8 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
 
     Further parameters:
     dropout, batch_norm, layer_norm: in each hidden layer.
-    schedule, optimizer, label_smoothing, precision, engine: as in `ol.fit`.
+    schedule: as in `ol.fit`, over the steps of one call; "auto" is "one_cycle" in `fit` and "constant" in `partial_fit`.
+    optimizer, label_smoothing, precision, engine: as in `ol.fit`.
     class_weight: None, "balanced", or {label: weight} (a list of such dicts for multilabel targets).
     scale: "robust" scales features by their quartiles and clips them smoothly to (-3, 3); None takes them as they are.
     n_estimators: train this many networks from different seeds and average their probabilities.
@@ -70,7 +71,7 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
         layer_norm: bool = False,
         class_weight: Any = None,
         label_smoothing: float = 0.0,
-        schedule: str = defaults.SCHEDULE,
+        schedule: str = "auto",
         optimizer: str = defaults.OPTIMIZER,
         solver: str | None = None,
         learning_rate: str | None = None,
@@ -114,7 +115,8 @@ class MLPClassifier(ClassifierMixin, BaseMLP):
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> MLPClassifier:
         """Train one epoch on these rows; returns self. The first call fixes the scaling of the features.
 
-        classes: all labels that later calls may have, in the first call. The optimizer starts afresh in each call.
+        classes: all labels that later calls may have, in the first call. The optimizer starts afresh in each call, and the
+        learning rate stays at `learning_rate_init` unless `schedule` is given.
         """
         if not hasattr(self, "models_"):
             if classes is None and type_of_target(y) != "multilabel-indicator":

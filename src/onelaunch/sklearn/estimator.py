@@ -62,7 +62,7 @@ class BaseMLP(BaseEstimator):
         dropout: float = defaults.DROPOUT,
         batch_norm: bool = False,
         layer_norm: bool = False,
-        schedule: str = defaults.SCHEDULE,
+        schedule: str = "auto",
         optimizer: str = defaults.OPTIMIZER,
         solver: str | None = None,
         learning_rate: str | None = None,
@@ -235,7 +235,7 @@ class BaseMLP(BaseEstimator):
         options: dict[str, Any] = {
             "epochs": require_integer("max_iter", wanted, "'auto' or a number of epochs, 1 or more"),
             "batch_size": batch_size, "lr": self.learning_rate_init, "weight_decay": self.alpha,
-            "schedule": self.learning_rate or self.schedule, "loss": loss, "precision": self.precision,
+            "schedule": self._schedule(partial=epochs is not None), "loss": loss, "precision": self.precision,
             "engine": self.engine, **self._optimizer_options(),
             "drop_last": bool(self.batch_norm) and trained > batch_size and trained % batch_size == 1,  # BatchNorm1d
         }  # fmt: skip
@@ -243,6 +243,11 @@ class BaseMLP(BaseEstimator):
             options["validation"] = float(self.validation_fraction)
             options["early_stopping"] = EarlyStopping(self.n_iter_no_change, min_delta=self.tol)
         return options
+
+    def _schedule(self, *, partial: bool) -> str:
+        """The schedule of `ol.fit`. "auto" is constant in `partial_fit`, which does not know how many calls follow."""
+        given = self.learning_rate or self.schedule
+        return ("constant" if partial else defaults.SCHEDULE) if given == "auto" else given
 
     def _optimizer_options(self) -> dict[str, Any]:
         """The optimizer and what it takes of `momentum`, `beta_1`, `beta_2` and `epsilon`."""

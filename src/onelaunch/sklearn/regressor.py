@@ -43,7 +43,8 @@ class MLPRegressor(RegressorMixin, BaseMLP):
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> MLPRegressor:
         """Train one epoch on these rows; returns self. The first call fixes the scaling of features and targets.
 
-        The optimizer starts afresh in each call.
+        The optimizer starts afresh in each call, and the learning rate stays at `learning_rate_init` unless `schedule` is
+        given.
         """
         return self._fit(X, y, sample_weight, continues=hasattr(self, "models_"), epochs=1)
 

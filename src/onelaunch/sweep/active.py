@@ -12,9 +12,12 @@ from onelaunch.engines.members import MemberResult, MemberTask
 from onelaunch.errors import DivergedError, OnelaunchError, type_and_message
 from onelaunch.sweep.member import steps_of_part
 from onelaunch.train.best_weights import EpochEnd
-from onelaunch.train.callbacks import Callback
+from onelaunch.train.callbacks import Callback, act_on_model
 from onelaunch.train.history import History, Recorder
+from onelaunch.train.inputs import network_of
 from onelaunch.train.loop import Saver, raise_if_diverged
+from onelaunch.train.model_changes import ModelBefore
+from onelaunch.train.run_session import chosen_after, idle_state, state_after
 
 
 class MemberError(OnelaunchError):
@@ -85,7 +88,9 @@ class ActiveMember:
         """`finite_before`: as in Saver; it is the same for all members of a group."""
         self.index, self.callbacks = index, callbacks
         self.epoch_end = EpochEnd(run)
-        self.run = dataclasses.replace(run, checkpoints=True) if self.epoch_end.needs_weights else run
+        self.acts = act_on_model(callbacks)
+        self.needs_weights = self.epoch_end.needs_weights or self.acts  # of each epoch's end, in the model
+        self.run = dataclasses.replace(run, checkpoints=True) if self.needs_weights else run
         self.history = History(engine=engine, reason=reason, device=device)
         self.recorder = Recorder(run.spec, run.outputs, self.history)
         self.saver = Saver(run, self.recorder, self.epoch_end, None, {}, finite_before)
@@ -93,6 +98,10 @@ class ActiveMember:
         self.target = run.spec.total_steps
         self.error = ""
         self.run_failed = False  # the model cannot be trained, for the reason in `error`
+        self._before: ModelBefore | None = None  # the model as the run knows it, where a callback may change it
+        if self.acts and network_of(run) != (run.network, run.no_network_reason):
+            self._choose_again("the model of another member")
+        self._look()
 
     @property
     def step(self) -> int:
@@ -108,11 +117,11 @@ class ActiveMember:
 
     def task(self) -> MemberTask:
         """The next steps: up to the target, or one epoch where something has to follow each epoch."""
-        last = min(self.target, self.run.spec.epoch_end(self.step)) if self.epoch_end.needs_weights else self.target
+        last = min(self.target, self.run.spec.epoch_end(self.step)) if self.needs_weights else self.target
         return MemberTask(self.index, self.run, self.step, last, self.state)
 
     def add(self, result: MemberResult, seconds: float) -> None:
-        self.state = result.state
+        self.state = {**idle_state(self.run, self.state), **result.state} if self.acts else result.state
         if result.error:
             self.error, self.run_failed = result.error, True
             return
@@ -129,13 +138,45 @@ class ActiveMember:
             self.error = str(error)
 
     def _call_back(self) -> bool:
-        """Call the callbacks with the History. False if one raises: then the member has failed."""
+        """Call the callbacks with the History. False if one raises, or leaves a model that cannot be trained: then the
+        member has failed."""
+        self._look()
         try:
             for callback in self.callbacks:
                 callback(self.history)
         except Exception as error:
             self.error, self.run_failed = callback_failure(error), True
+            return False
+        self.follow_callbacks()
         return not self.run_failed
+
+    def _look(self) -> None:
+        self._before = ModelBefore(self.run, values=False) if self.acts and not self.run_failed else None
+
+    def follow_callbacks(self) -> None:
+        """Let the next steps train the model as callbacks have left it, those of other members too.
+
+        No session is open, so the model's values count anyway.
+        """
+        before = self._before
+        if before is None:
+            return
+        before.restore_modes()
+        change = before.difference()
+        if not change:
+            return
+        self.state = state_after(self.state, before, self.step)
+        self._choose_again(change)
+        self._look()
+
+    def _choose_again(self, change: str) -> None:
+        try:
+            self.run, engine, reason = chosen_after(self.run, self.state, self.step)
+        except OnelaunchError as error:
+            self.error, self.run_failed = f"a callback changed {change}: {error}", True
+            return
+        if engine.name != self.history.engine:
+            self.history.engine, self.history.reason = engine.name, f"{reason}; a callback changed {change}"
 
     def outcome(self) -> Outcome:
         if self.run_failed:

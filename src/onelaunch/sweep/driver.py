@@ -143,7 +143,7 @@ class Driver:
         self.switch.plans["joblib"] = f"chunks of members, {self.n_jobs} jobs at a time"
 
     def _add(self, outcome: Outcome) -> None:
-        self.runs.shared_tensors.check_buffers()
+        self.runs.shared_tensors.check_unchanged()
         shared = shared_fields(outcome.history, self.shared)
         weights = weights_of(outcome.run.model) if outcome.run else {}
         self._keep(record_of(outcome, shared), weights)
@@ -216,7 +216,7 @@ def train_elsewhere(task: Elsewhere, members: Sequence[Member]) -> list[tuple[Re
             )
             for outcome in train(jobs(), switch, task.callbacks)
         }
-        task.runs.shared_tensors.check_buffers()
+        task.runs.shared_tensors.check_unchanged()
     return [found[member.index] for member in members if member.index in found]
 
 

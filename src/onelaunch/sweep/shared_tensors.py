@@ -22,6 +22,7 @@ class SharedTensors:
         self._buffers: dict[
             int, tuple[str, torch.Tensor, int]
         ] = {}  # name, tensor and checksum of those that are shared
+        self._frozen: dict[int, tuple[str, nn.Parameter]] = {}  # name and tensor of the parameters that are shared
 
     def __reduce__(self) -> tuple[type[SharedTensors], tuple[()]]:
         """Another process has copies of its own."""
@@ -32,6 +33,8 @@ class SharedTensors:
         for name, parameter in model.named_parameters():
             if self._has(parameter) and parameter.requires_grad:
                 raise _error(name)
+            if self._has(parameter):
+                self._frozen[id(parameter)] = name, parameter
             self._known[id(parameter)] = parameter
         statistics: set[int] | None = None
         for name, buffer in model.named_buffers():
@@ -43,8 +46,12 @@ class SharedTensors:
                     self._buffers[id(buffer)] = name, buffer, checksum((buffer,))
             self._known[id(buffer)] = buffer
 
-    def check_buffers(self) -> None:
-        """Raises OnelaunchError if training has changed a buffer that several models have."""
+    def check_unchanged(self) -> None:
+        """Raises OnelaunchError if training has changed a buffer, or a callback has unfrozen a parameter, that several models
+        have."""
+        for name, parameter in list(self._frozen.values()):
+            if parameter.requires_grad:
+                raise _error(name)
         for name, buffer, before in list(self._buffers.values()):  # another thread may add some
             if checksum((buffer,)) != before:
                 raise _error(name)

@@ -26,6 +26,7 @@ from onelaunch.sweep.active import ActiveMember, Job, MemberError, Outcome, Swit
 from onelaunch.sweep.member import SHARED
 from onelaunch.train.callbacks import Callback, WithCallbacks
 from onelaunch.train.history import History
+from onelaunch.train.inputs import network_of, read_again
 from onelaunch.train.loop import Listener, drive
 from onelaunch.train.progress import Progress
 
@@ -177,21 +178,34 @@ def _together(engine: MembersEngine, active: list[ActiveMember], switch: Switch)
     by_index = {member.index: member for member in active}
     clock = time.perf_counter()
     while by_index and not switch.stop:
-        returned = 0
-        for result in engine.train_members([member.task() for member in by_index.values()], switch):
-            now = time.perf_counter()
-            member = by_index[result.index]
-            member.add(result, now - clock)  # its share of the sweep's time
-            clock = now
-            returned += 1
-            if member.done:
-                del by_index[result.index]
-                yield member.outcome()
-        assert returned or switch.stop, "an engine must return the results of its tasks"
+        # A member's callback may change the model of the next one, whose task must be made afterwards.
+        alone = any(member.acts for member in by_index.values())
+        for members in [[each] for each in by_index.values()] if alone else [list(by_index.values())]:
+            for member in members:
+                member.follow_callbacks()
+            returned = 0
+            for result in engine.train_members([member.task() for member in members if not member.done], switch):
+                now = time.perf_counter()
+                member = by_index[result.index]
+                member.add(result, now - clock)  # its share of the sweep's time
+                clock = now
+                returned += 1
+                if member.done:
+                    yield by_index.pop(result.index).outcome()
+            for member in members:
+                if member.done and member.index in by_index:  # it cannot be trained as a callback has left it
+                    returned += 1
+                    yield by_index.pop(member.index).outcome()
+            assert returned or switch.stop, "an engine must return the results of its tasks"
+            if switch.stop:
+                return
 
 
 class OneByOne(MembersEngine):
-    """Any engine as one that trains members: one after another, each in a session of its own."""
+    """Any engine as one that trains members: one after another, each in a session of its own.
+
+    A member whose model a callback has changed may need another engine.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -203,7 +217,8 @@ class OneByOne(MembersEngine):
         for task in tasks:
             if monitor.stop:
                 return
-            session = self.engine.start(dataclasses.replace(task.run, checkpoints=True), cast(State, task.state))
+            engine = choose(task.run)[0] if self.engine.unsupported_reason(task.run) else self.engine
+            session = engine.start(dataclasses.replace(task.run, checkpoints=True), cast(State, task.state))
             found, state, error = [], {}, ""
             try:
                 for segment in session.segments(task.first_step, _Quiet(monitor)):
@@ -244,6 +259,12 @@ def _one_after_another(
         history = History()
         listener = _Kept(callbacks)
         try:
+            if listener.needs_weights:
+                run = _as_callbacks_left_it(run)
+        except OnelaunchError as reason:
+            yield Outcome(job.index, None, History(), str(reason))
+            continue
+        try:
             history = drive(
                 run, checkpoint=None, resume=False, progress=Progress(), listener=listener, started=time.perf_counter()
             )
@@ -254,9 +275,22 @@ def _one_after_another(
             if isinstance(reason, DivergedError) and reason is not listener.raised:
                 error, history = str(reason), listener.history
             else:
-                yield Outcome(job.index, None, History(), _failure_or_raise(reason, listener.raised))
+                # A refusal after the first steps is of a model that a callback has changed: it concerns no other member.
+                refused_later = isinstance(reason, UnsupportedError) and listener.history.losses
+                failure = str(reason) if refused_later else _failure_or_raise(reason, listener.raised)
+                yield Outcome(job.index, None, History(), failure)
                 continue
         yield Outcome(job.index, run, history, error)
+
+
+def _as_callbacks_left_it(run: Run) -> Run:
+    """The run, with its model read again where a callback of another member has changed it. Raises OnelaunchError if the
+    changed model cannot be trained."""
+    if network_of(run) == (run.network, run.no_network_reason):
+        return run
+    run = read_again(run)
+    choose(run)
+    return run
 
 
 def _failure_or_raise(error: Exception, raised_by_callback: Exception | None) -> str:

@@ -1,10 +1,14 @@
-"""Callbacks of `fit`: any callable that takes the History, and two loggers."""
+"""Callbacks of `fit`: any callable that takes the History, and two loggers.
+
+A callback may change the model that it knows of, and the run goes on with the change (`train/run_session.py`), unless it says
+`needs_weights = False`: then the model does not hold the epoch's weights when it is called.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +30,17 @@ def check_callbacks(callbacks: Any) -> tuple[Callback, ...]:
     return tuple(callbacks)
 
 
+def act_on_model(callbacks: Iterable[Callback]) -> bool:
+    """Whether a callback may read or change the model: all that do not say `needs_weights = False`."""
+    return any(getattr(callback, "needs_weights", True) for callback in callbacks)
+
+
 class WithCallbacks(Listener):
     """Passes everything on to another listener, and calls the callbacks with the History after each epoch."""
 
     def __init__(self, listener: Listener, callbacks: tuple[Callback, ...]) -> None:
         self.listener, self.callbacks = listener, callbacks
-        self.needs_weights = any(getattr(callback, "needs_weights", True) for callback in callbacks)
+        self.needs_weights = act_on_model(callbacks)
 
     def started(self, history: History) -> None:
         self.listener.started(history)

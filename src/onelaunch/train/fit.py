@@ -85,7 +85,8 @@ def fit(
     early_stopping: the number of epochs without a better validation loss after which the run ends with the weights of its best
     epoch, or an `ol.EarlyStopping`.
     callbacks: functions or objects that are called with the History after each epoch, such as `ol.CsvLogger(path)`. The
-    model has the weights of that epoch then; they are for reading (one with `needs_weights = False` does without).
+    model has the weights of that epoch then, and what they change in it counts from the next step on (one with
+    `needs_weights = False` neither reads nor changes the model).
     precision: "auto" is fp32 on a CPU; "tf32", "bf16" and "fp16" on devices that have them.
     engine: "auto" selects the fastest that can run this model here; `History.reason` says which and why.
     checkpoint: a file written after each epoch and on Ctrl-C. resume=True continues from it, to the same bits as a run that

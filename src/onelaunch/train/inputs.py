@@ -122,6 +122,31 @@ def make_run(
     )  # fmt: skip
 
 
+def network_of(run: Run) -> tuple[Network | None, str]:
+    """The run's model as an MLP, read anew, or None and the reason."""
+    if run.loader is not None or run.more_x or run.loss_function is not None:
+        return None, run.no_network_reason
+    return _network(run.model, run.x, run.spec)
+
+
+def read_again(run: Run) -> Run:
+    """The run of a model that callbacks have changed. Raises OnelaunchError if the model does not fit the run any more."""
+    parameters = _trainable(run.model)
+    if parameters[0].device != run.device:
+        raise OnelaunchError(f"the model is on {parameters[0].device} now, its rows on {run.device}: leave it there")
+    network, reason = network_of(run)
+    if network is not None:
+        _features("x", run.x[:2], network, torch.float32)
+        if network.outputs != run.outputs:
+            outputs = f"{network.outputs} outputs now, and had {run.outputs}"
+            raise OnelaunchError(f"the model has {outputs}: leave their number")
+        check_batch_norm(network, run.spec)
+        others = {tensor.dtype for tensor in (run.x, run.y, *(run.validation or ()))}
+        if others - {torch.float32, torch.uint8, torch.int64} or run.x.dtype == torch.int64:
+            network, reason = None, "x or y has another type than for an MLP, which the model was not at first"
+    return dataclasses.replace(run, network=network, no_network_reason=reason)
+
+
 def _network(model: nn.Module, x: torch.Tensor, spec: Spec) -> tuple[Network | None, str]:
     """The model as an MLP, or None and the reason.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -15,7 +16,7 @@ import torch
 from onelaunch.device import device_name
 from onelaunch.engines import FASTEST_FIRST, choose, engine_or_reason
 from onelaunch.engines.contract import Engine, Run, State
-from onelaunch.errors import DivergedError, UnsupportedError
+from onelaunch.errors import DivergedError
 from onelaunch.run.distributed import world
 from onelaunch.train.best_weights import EpochEnd
 from onelaunch.train.checkpoint import (
@@ -34,6 +35,7 @@ from onelaunch.train.fingerprints import fingerprint, identity_text, validation_
 from onelaunch.train.history import History, Recorder
 from onelaunch.train.interrupts import on_interrupt
 from onelaunch.train.progress import Progress
+from onelaunch.train.run_session import RunSession, uneven_updates
 
 log = logging.getLogger("onelaunch")
 COST = "A native engine trains an MLP of Linear, norm, activation, dropout and residual layers several times faster"
@@ -87,8 +89,9 @@ def drive(
         if resume and checkpoint:
             resumed = load_checkpoint(checkpoint)
             check_fits(checkpoint, resumed, run)
-        engine, reason = _choose(run, resumed)
-        history = History(engine=engine.name, reason=reason, device=device_name(run.device))
+            run = dataclasses.replace(run, uneven_updates=uneven_updates(run, resumed.state, resumed.step))
+        chosen = _choose(run, resumed)
+        history = History(device=device_name(run.device))
         recorder = Recorder(run.spec, run.outputs, history)
         state: State = {}
         if resumed:
@@ -106,20 +109,12 @@ def drive(
             rows = resumed.about["data"] if resumed else fingerprint(run)
             data = {"data": rows, "validation": validation_fingerprint(run), "loss": identity_text(run.loss_function)}
         save = Saver(run, recorder, epoch_end, written, data)
-        try:
-            session = engine.start(run, state)
-        except UnsupportedError as refusal:
-            if run.spec.engine != "auto":
-                raise
-            engine, history.reason = choose(run, {engine.name: str(refusal)})
-            history.engine = engine.name
-            session = engine.start(run, state)
+        session = RunSession(run, state, history, chosen, saves=written is not None)
         try:
             _say_fallback(run, history)
-            history.plan, history.precision = session.plan, session.precision
             listener.started(history)
             if written and not resumed:  # so that a run that is killed in its first epoch can be resumed too
-                save(session.snapshot())
+                save(session.snapshot(), session.engine)
             if epoch_end.best and epoch_end.stopped:
                 log.warning(
                     f"early_stopping={epoch_end.best.rule.patience} ended this run after epoch {len(history.epochs)}: "
@@ -130,22 +125,28 @@ def drive(
                 history.startup_seconds = time.perf_counter() - started
                 clock = time.perf_counter()
                 for segment in () if epoch_end.stopped else session.segments(len(history.losses), switch):
+                    clock += session.restart_seconds
                     seconds = time.perf_counter() - clock
                     clock += seconds  # a GPU trains on while a segment is recorded: that time counts for the next one
+                    session.restart_seconds = 0.0
                     raise_if_diverged(segment.first_step, segment.losses, checkpoint)
                     record = recorder.add(segment, seconds)
-                    history.plan, history.allocations = session.plan, dict(session.allocations)
+                    session.note()
                     if written or (record is not None and needs_weights):
                         saving = time.perf_counter()
                         state = session.snapshot()
                         if record and epoch_end.needs_weights:
                             epoch_end.complete(record)
                         if written:
-                            save(state)
+                            save(state, session.engine)
                         clock += time.perf_counter() - saving
                     if record:
                         progress.epoch(record)
-                        listener.epoch(history, record)
+                        tell = functools.partial(listener.epoch, history, record)
+                        if not listener.needs_weights:
+                            tell()
+                        elif session.call(tell) and written:  # a resumed run must have what the callbacks have changed
+                            save(session.snapshot(), session.engine)
                     if team.any(switch.stop, run.device) and len(history.losses) < run.spec.total_steps:
                         raise KeyboardInterrupt
                     if epoch_end.stopped:
@@ -201,13 +202,14 @@ class Saver:
         state = self.run.model.state_dict()
         return [(n, t) for n, t in state.items() if isinstance(t, torch.Tensor) and t.is_floating_point()]
 
-    def __call__(self, state: State) -> None:
+    def __call__(self, state: State, engine: str) -> None:
+        """`engine`: the one that a resumed run goes on with, or "auto"."""
         assert self.path is not None
         self.raise_on_bad_weights()
         run, history = self.run, self.recorder.history
         about = {
             "spec": run.spec.to_dict(), "model": str(run.model), "frozen": frozen_parameters(run.model),
-            **self._data, "engine": history.engine, "precision": history.precision, "epochs": history.epochs,
+            **self._data, "engine": engine, "precision": history.precision, "epochs": history.epochs,
             "partial": self.recorder.partial(), "seconds": history.seconds, "best": self.epoch_end.to_dict(),
         }  # fmt: skip
         losses = torch.tensor(history.losses, dtype=torch.float32)

@@ -81,6 +81,12 @@ def test_other_options_follow_eager(more):
     follow_eager(pair(SMALL, "leaky_relu", 0.5), x, y, batch_size=32, schedule="cosine", **more)
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 7])
+def test_short_runs_of_one_cycle_follow_eager(steps):
+    x, y = rows_of(SMALL)
+    follow_eager(pair(SMALL, "tanh"), x, y, batch_size=32, schedule="one_cycle", optimizer="sgd", lr=0.5, steps=steps)
+
+
 @pytest.mark.parametrize(
     ("activation", "optimizer", "place"), rotated(sorted(ACTIVATIONS), list(OPTIMIZERS), list(PLACEMENTS))
 )

@@ -41,6 +41,8 @@ class CpuEngine:
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:
             return run.no_network_reason
+        if run.uneven_updates:
+            return run.uneven_updates
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):
             return reason
         from onelaunch.engines.cpu.plan.stages import stages_of

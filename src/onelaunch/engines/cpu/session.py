@@ -69,6 +69,8 @@ def settings_for(run: Run, partitions: int | None = None) -> Settings:
 
 
 class CpuSession:
+    follows_model = False
+
     def __init__(
         self, run: Run, state: Mapping[str, torch.Tensor], *, partitions: int | None = None, target: Target | None = None,
         cache_folder: Path | None = None, memory: Any = None,

@@ -41,6 +41,8 @@ class GraphEngine:
     def unsupported_reason(self, run: Run) -> str:
         if run.network is None:
             return run.no_network_reason
+        if run.uneven_updates:
+            return run.uneven_updates
         if run.x.device != run.device and run.x.dtype not in (torch.float32, torch.uint8):
             return f"rows in host memory must be float32 or uint8, not {run.x.dtype}"
         if reason := unsupported_names(run.network, ACTIVATIONS, run.spec.optimizer, OPTIMIZERS):

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onelaunch.capture import capturing
+from onelaunch.capture.graph import capturing
 from onelaunch.device import chip_of
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
 from onelaunch.engines.graph.buffers import make_buffers
@@ -48,6 +48,8 @@ def optimizer_name(spec: Spec) -> str:
 
 
 class GraphSession:
+    follows_model = False
+
     def __init__(
         self, run: Run, state: Mapping[str, torch.Tensor], *, capture: bool = True, memory: str | None = None,
         tma: bool = True,

@@ -57,6 +57,8 @@ class ResidentEngine:
         """What of the run's options or layers is not in this engine; empty if all are."""
         if run.network is None:
             return run.no_network_reason
+        if run.uneven_updates:
+            return run.uneven_updates
         if run.x.device != run.device:
             return "x is too large for the device's memory"
         if run.spec.clip_norm is not None:

@@ -110,6 +110,8 @@ def spilled_bytes(cubin: Cubin) -> int:
 
 
 class ResidentSession:
+    follows_model = False
+
     def __init__(
         self, run: Run, state: Mapping[str, torch.Tensor], *, plan: Plan | None = None, fault: tuple[int, int] | None = None,
         patience: float = PATIENCE_SECONDS, stamps: bool = False,

@@ -111,10 +111,11 @@ INLINE double learning_rate(const Params* p, double step) {
   const double total = (double)p->total_steps;
   if constexpr (SCHEDULE == LINEAR) return p->lr * (1 - step / total);
   if constexpr (SCHEDULE == COSINE) return p->lr * (1 + cospi(step / total)) / 2;
-  if constexpr (SCHEDULE == ONE_CYCLE) {
-    const double start = p->lr / 25.0, peak = 0.3 * total - 1;
+  if constexpr (SCHEDULE == ONE_CYCLE) {  // as in run/schedule.py, where the four constants are
+    if (total < MIN_ONE_CYCLE_STEPS) return p->lr * (1 + cospi(step / total)) / 2;
+    const double start = p->lr / START_DIVISOR, peak = WARM_UP * total - 1;
     const bool rising = step <= peak;
-    const double begin = rising ? start : p->lr, end = rising ? p->lr : start / 1e4;
+    const double begin = rising ? start : p->lr, end = rising ? p->lr : start / FINAL_DIVISOR;
     const double way = rising ? (peak != 0 ? step / peak : 0.0) : (step - peak) / (total - 1 - peak);
     return end + (begin - end) / 2 * (1 + cospi(way));
   }

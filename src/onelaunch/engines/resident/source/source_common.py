@@ -13,7 +13,7 @@ from onelaunch.nvrtc import activations
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import keep_scale, keep_threshold, permutation_bits
 from onelaunch.run.network import Activation, Dropout
-from onelaunch.run.schedule import SCHEDULES
+from onelaunch.run.schedule import FINAL_DIVISOR, MIN_ONE_CYCLE_STEPS, SCHEDULES, START_DIVISOR, WARM_UP
 from onelaunch.run.spec import LOSSES
 
 HEADERS = Path(__file__).parents[1] / "cuda"
@@ -100,6 +100,8 @@ def _constants(
     ):
         lines.append(f"enum {{ {', '.join(option.upper() for option in options)} }};")
         lines.append(f"constexpr int {name} = {chosen.upper()};")
+    lines.append(f"constexpr double WARM_UP = {WARM_UP!r}, START_DIVISOR = {START_DIVISOR!r};")
+    lines.append(f"constexpr double FINAL_DIVISOR = {FINAL_DIVISOR!r}, MIN_ONE_CYCLE_STEPS = {MIN_ONE_CYCLE_STEPS};")
     scale = loss_scale(plan)
     lines.append(f"constexpr float LOSS_SCALE = {_float(scale)}, BIAS_SCALE = {_float(1 / scale)};")
     cases = [f"i == {number} ? {size}" for number, size in {**exchanged, plan.decision: "4"}.items()]
