@@ -122,12 +122,11 @@ class Generators:
         numpys = np.random.get_state(legacy=False)  # noqa: NPY002
         return [random.getstate(), numpys, *(read(one) for one, read, _ in self._others)]
 
-    def torch_has_drawn(self) -> bool:
-        return not torch.equal(torch.get_rng_state(), self._torchs)
-
-    def others_have_drawn(self) -> bool:
+    def have_drawn(self) -> bool:
+        """Whether one of them has drawn a number since."""
         pairs = zip(tree_leaves(self._states()), tree_leaves(self._before), strict=True)
-        return not all(np.array_equal(one, other) for one, other in pairs)
+        same = all(np.array_equal(one, other) for one, other in pairs)
+        return not (same and torch.equal(torch.get_rng_state(), self._torchs))
 
     def restore(self) -> None:
         torch.set_rng_state(self._torchs)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import assume
 from torch import fx, nn
 
-from onelaunch.fuse.captured import capture_graphs, compile_by
+from onelaunch.capture.dynamo import compile_by
+from onelaunch.fuse.captured import capture_graphs
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 from onelaunch.fuse.patterns.pattern import Match
 from tests.conftest import TOLERANCE

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from onelaunch.fuse.captured import capture_graphs, first_line, own_code, plain_break, uncompiled_call
+from onelaunch.capture.dynamo import own_code, plain_break
+from onelaunch.errors import first_line
+from onelaunch.fuse.captured import capture_graphs, uncompiled_call
 
 
 class Broken(nn.Module):

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import onelaunch as ol
-from onelaunch.step import recorded
 from onelaunch.step.capturable_optimizer import CapturableOptimizer
+from onelaunch.step.plain_step import PlainStep
 from onelaunch.step.recordings import Recordings
 from tests.conftest import LOSS_TOLERANCE, WEIGHT_TOLERANCE
 from tests.reference import assert_same_course, assert_same_weights
@@ -70,8 +70,11 @@ class Tape(TorchDispatchMode):
                     place.copy_(value)
 
 
+_recording = False  # a variable, which Dynamo can read
+
+
 def is_recording() -> bool:
-    return isinstance(torch.utils._python_dispatch._get_current_dispatch_mode(), Tape)
+    return _recording
 
 
 class TapedGraph:
@@ -87,11 +90,14 @@ class TapedGraph:
 
 @contextlib.contextmanager
 def capturing(graph: TapedGraph, **_: Any) -> Iterator[None]:
+    global _recording
     generator = torch.get_rng_state()
     try:
+        _recording = True
         with graph.tape:
             yield
     finally:
+        _recording = False
         graph.tape.undo()
         torch.set_rng_state(generator)
 
@@ -99,6 +105,8 @@ def capturing(graph: TapedGraph, **_: Any) -> Iterator[None]:
 @pytest.fixture
 def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps made by `taped_step` are recorded on tapes."""
+    from onelaunch.capture import recorded  # it imports Triton, which other tests have to interpret from the start
+
     monkeypatch.setattr(torch.cuda, "CUDAGraph", TapedGraph)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
@@ -108,14 +116,18 @@ def tapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def taped_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any = F.cross_entropy, accumulate: int = 1
-) -> tuple[Any, Any]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Any = F.cross_entropy, accumulate: int = 1,
+    compile: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
     """A step that is recorded on tapes, and its recordings."""
     step = ol.train_step(model, loss, optimizer, accumulate=accumulate, compile=False)
-    step._capturable = CapturableOptimizer(
-        optimizer, torch.device("cpu:0")
-    )  # rates on "cpu" are elsewhere, as with CUDA
-    step._plain.recorded = True
+    # Rates on "cpu" are elsewhere, as with CUDA.
+    step._capturable = CapturableOptimizer(optimizer, torch.device("cpu:0"))
+    step._plain = PlainStep(
+        model, loss, optimizer, clip_norm=None, autocast=None, scaler=None, accumulate=accumulate, compile=compile, mode=None,
+        recorded=True,
+    )  # fmt: skip
+    step._window = step._plain.window
     recordings: Any = Recordings(step._plain, step._capturable, "")
     recordings._own_stream = contextlib.nullcontext
     step._recordings = recordings

@@ -101,10 +101,11 @@ def test_changes_of_the_model_and_of_the_optimizer_at_once() -> None:
         for _ in range(4):
             step(*data)
         assert len(recordings) == 1
-    (recorded,) = recordings._recorded.values()
+    (recorded,) = recordings.all()
+    before = recorded.graph.replays
     model[2].p = 0.4
     step(*data)
-    assert recorded not in recordings._recorded.values()
+    assert recorded.graph.replays == before
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.capture import capturing
+from onelaunch.capture.graph import capturing
 from onelaunch.step import capturable_optimizer
 from tests.conftest import TOLERANCE
 

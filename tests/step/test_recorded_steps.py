@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import onelaunch as ol
-from onelaunch.capture import clear_workspaces
+from onelaunch.capture.graph import clear_workspaces
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
 from tests.step.loops import batches, network, plain_losses

@@ -78,7 +78,7 @@ def test_a_schedule_of_momentum_or_weight_decay_is_recorded_once(
     losses = train(step, schedule(mine), data, accumulate)
     assert step.reason == ""
     assert len(step._recordings) == accumulate
-    assert step._recordings._forgotten == 0
+    assert step._recordings._changes.count == 0
     expected = plain_losses(other, theirs, data, every=accumulate, scheduler=schedule(theirs))
     assert_same_course(losses, expected, LOSS_TOLERANCE * 10)
     assert_same_weights(model, other, WEIGHT_TOLERANCE)

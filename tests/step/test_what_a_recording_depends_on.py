@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -15,17 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import onelaunch as ol
-from onelaunch.step.model_state import ModelState
-from onelaunch.step.recordings import MAX_PENDING, Recordings
+from onelaunch.capture import changes
+from onelaunch.capture.model_state import ModelState
+from onelaunch.step.recordings import MAX_PENDING, MAX_VARIANTS
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
 from tests.step.changes import CHANGES, network
 from tests.step.loops import batches
+from tests.step.tape import taped_step
 
 pytestmark = pytest.mark.usefixtures("no_code")
-
-
-IN_ANOTHER_RECORDING = ("freeze", "evaluate a layer")  # the one before can be replayed again
 
 
 @pytest.mark.gpu
@@ -52,124 +50,64 @@ def test_a_change_between_replays_counts(request: pytest.FixtureRequest, change:
     assert_same_course(torch.stack(losses).tolist(), torch.stack(expected).tolist(), LOSS_TOLERANCE * 10)
 
 
-class Replayed:
-    """Stands for a recorded step on a CPU, and runs it."""
-
-    def __init__(self, step: Any, flags: list[bool], ring: Any) -> None:
-        self.step, self.flags, self.ring, self.replays = step, flags, ring, 0
-
-    def replay(self, tensors: list[Tensor]) -> Tensor:
-        self.replays += 1
-        return self.step(tuple(tensors), {}, True)
-
-    def replay_in_place(self, ring: Any, tensors: list[Tensor]) -> Tensor:
-        return self.replay(tensors)
-
-
-class Ring:
-    """It takes all arguments, so that the fast way replays."""
-
-    def takes(self, args: Any) -> bool:
-        return True
-
-
-def recorded_step(model: nn.Module, loss: Any = F.cross_entropy, ring: Any = None) -> tuple[Any, Any]:
-    """A step whose recordings are stand-ins, and its recordings."""
-    step = ol.train_step(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
-    recordings: Any = Recordings(step._plain, step._capturable, "")
-    recordings._record = lambda pending, update: Replayed(step._plain, recordings.state.flags(), ring)
-    recordings._own_stream = contextlib.nullcontext
-    step._recordings = recordings
-    return step, recordings
-
-
-@pytest.mark.parametrize("ring", [None, Ring()], ids=["slow", "fast"])
+@pytest.mark.usefixtures("tapes")
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize(
-    "name", [name for name in CHANGES if name != "a pruned layer"]
-)  # a stand-in runs its hook always
-def test_a_change_makes_another_recording(name: str, ring: Any) -> None:
+    "name", [name for name in CHANGES if name != "an attribute of a linear layer"]
+)  # it reads none
+def test_a_change_makes_another_recording(name: str, compile: bool) -> None:
     model, (data, *_) = network(), batches(1, "cpu")
-    step, recordings = recorded_step(model, ring=ring)
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=compile)
     for _ in range(4):
         step(*data)
-    assert len(recordings) == 1
-    (first,) = recordings._recorded.values()
+    (first,) = recordings.all()
     before = first.replays
     CHANGES[name](model)
     for _ in range(4):
         step(*data)
     assert first.replays == before
-    assert len(recordings) == (2 if name in IN_ANOTHER_RECORDING else 1)
-    assert step.reason == ""
-    if name in IN_ANOTHER_RECORDING:
-        model[0].requires_grad_(True)
-        model.train()
-        step(*data)
-        assert first.replays == before + 1
-
-
-def test_other_batch_sizes_and_what_forward_sets_itself_change_nothing() -> None:
-    model = network()
-    step, recordings = recorded_step(model)
-    for rows in (5, 7, 5, 7, 5, 7, 5, 7):
-        step(torch.randn(rows, 8), torch.randint(4, (rows,)))
-    model(torch.randn(11, 8))  # an evaluation, in which it sets `calls`
-    model[3].factor = float("1.0")  # an equal number
-    step(torch.randn(5, 8), torch.randint(4, (5,)))
-    assert [one.replays for one in recordings._recorded.values()] == [3, 2]
+    assert recordings.all()[0] is not first
     assert step.reason == ""
 
 
+@pytest.mark.usefixtures("tapes")
+def test_what_comes_back_finds_its_recording() -> None:
+    model, (data, *_) = network(), batches(1, "cpu")
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        for factor in (1.0, 0.5):
+            model[3].factor = factor
+            for _ in range(4):
+                step(*data)
+    assert sorted(one.replays for one in recordings.all()) == [2 + 4 + 4] * 2
+    assert step.reason == ""
+
+
+@pytest.mark.usefixtures("tapes")
+def test_few_of_many_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "MANY_REPLAYS", 1)
+    model, (data, *_) = network(), batches(1, "cpu")
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for factor in range(MAX_VARIANTS + 2):
+        model[3].factor = 1 / (1 + factor)
+        for _ in range(4):
+            step(*data)
+    assert len(recordings) == MAX_VARIANTS
+    assert step.reason == ""
+
+
+@pytest.mark.usefixtures("tapes")
 def test_a_setting_that_always_changes_is_named() -> None:
     model, (data, *_) = network(), batches(1, "cpu")
-    step, recordings = recorded_step(model)
-    for number in range(10):
-        model[3].factor = 1 / (1 + number)
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(16):
+        if number % 4 == 3:
+            model[3].factor = 1 / (1 + number)
         step(*data)
-    assert step.reason == "Scale.factor (a tensor may change, by fill_ or copy_) changes again and again"
+    assert step.reason == "model[3].factor (a tensor may change, by fill_ or copy_) changes again and again"
     assert len(recordings) == 0
     del model[3].factor  # of the instance: the class has another
     step(*data)
-
-
-def test_a_deleted_setting_is_a_change() -> None:
-    model = network()
-    state = ModelState([model, None], model.parameters)
-    assert state.is_same()
-    del model[3].factor
-    assert not state.is_same()
-    assert state.change(recorded=True) == "Scale.factor"
-    assert state.change(recorded=True) == ""
-
-
-class ModeElsewhere(nn.Module):
-    """Like modules compiled by `torch.jit.script`, it has no attribute `training` of its own."""
-
-    @property
-    def training(self) -> bool:
-        return bool(vars(self)["mode"])
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        vars(self)["mode"] = mode
-
-
-def test_a_mode_that_is_no_attribute_of_the_module_is_a_flag() -> None:
-    module = ModeElsewhere()
-    state = ModelState([nn.Sequential(module, nn.ReLU())], list)
-    before = state.flags()
-    module.eval()
-    assert state.flags() != before
-    module.train()
-    assert state.flags() == before
-
-
-def test_parameters_without_memory_yet() -> None:
-    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
-    state = ModelState([model], model.parameters)
-    assert state.is_same()
-    model(torch.randn(3, 8))
-    assert state.change(recorded=True) != ""
 
 
 def gradient_node(parameter: Tensor) -> Any:
@@ -190,7 +128,6 @@ def test_a_new_gradient_node_changes_nothing_else(dtype: torch.dtype) -> None:
     state.renew_gradient_nodes()
     assert "old" not in gradient_node(parameter).metadata
     assert before == (parameter.data_ptr(), parameter.stride(), parameter._version)
-    assert state.is_same()
     output.backward()
     parameter.abs().sum().backward()
     assert calls == ["hook", "after"] * 2
@@ -227,8 +164,10 @@ class Times(nn.Module):
         return self.layer(x if isinstance(x, Tensor) else x.x) * beta
 
 
+@pytest.mark.usefixtures("tapes")
 def test_numbers_that_always_change_keep_no_memory(caplog: pytest.LogCaptureFixture) -> None:
-    step, recordings = recorded_step(Times())
+    model = Times()
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with caplog.at_level(logging.WARNING, "onelaunch"):
         for number in range(MAX_PENDING + 9):
             step(torch.randn(5, 8), torch.randint(4, (5,)), beta=number / 100)
@@ -241,9 +180,11 @@ class Batch:  # it has no hash
     x: Tensor
 
 
+@pytest.mark.usefixtures("tapes")
 def test_objects_with_tensors_inside_are_not_recorded() -> None:
     """A recording would read the tensors of the first."""
-    step, recordings = recorded_step(Times())
+    model = Times()
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(5):
         step(Batch(torch.randn(5, 8)), torch.randint(4, (5,)))
     assert step.reason.startswith("an argument is a Batch: pass its tensors")
@@ -266,18 +207,17 @@ def test_compiled_steps_keep_no_batches() -> None:
     assert len(step._plain._compiled) == 1
 
 
+@pytest.mark.usefixtures("tapes")
 def test_autocast_around_the_call_counts() -> None:
-    seen: list[torch.dtype] = []
-
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        seen.append(output.dtype)
-        return F.cross_entropy(output.float(), target)
-
-    step, recordings = recorded_step(network(), loss, Ring())
+    model = network()
+    step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.0))
     (data, *_) = batches(1, "cpu")
-    for _ in range(4):
+    losses = []
+    for _ in range(6):
         with torch.autocast("cpu", torch.bfloat16):
-            step(*data)
-        step(*data)
-    assert seen == [torch.bfloat16, torch.float32] * 4
+            losses.append(float(step(*data)))
+        losses.append(float(step(*data)))
     assert len(recordings) == 2
+    assert step.reason == ""
+    assert len(set(losses[0::2])) == len(set(losses[1::2])) == 1
+    assert losses[0] != losses[1]

@@ -15,7 +15,7 @@ from torch import nn
 from onelaunch.bench.peers_jax import MATMUL, features, jax_loss, jax_optimizer, jax_unavailable_reason
 from onelaunch.bench.peers_torch import WARM_UP, row_order
 from onelaunch.bench.torch_step import matmul_precision
-from onelaunch.capture import capturing
+from onelaunch.capture.graph import capturing
 from onelaunch.engines.contract import Run
 from onelaunch.errors import UnsupportedError
 from onelaunch.run.objective import as_features

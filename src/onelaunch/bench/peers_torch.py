@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from onelaunch.bench.torch_step import TorchStep, matmul_precision
-from onelaunch.capture import capturing
+from onelaunch.capture.graph import capturing
 from onelaunch.engines.contract import Run
 from onelaunch.integers import ceil_div
 from onelaunch.rng import permutation

@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 
 from onelaunch.bench.case import Trial, Work
-from onelaunch.capture import capturing
+from onelaunch.capture.graph import capturing
 from onelaunch.integers import clamp, round_up
 
 Step = Callable[[int], object]  # does the work on input set i

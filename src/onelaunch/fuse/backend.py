@@ -16,10 +16,11 @@ import torch._functorch.config
 import torch.nn.functional as F
 from torch import fx
 
+from onelaunch.capture.dependencies import plain_name
+from onelaunch.capture.recorded_call import RecordedCall, is_fixed
 from onelaunch.fuse.graph import is_checkpointed_block, name_of, tensor_of
-from onelaunch.fuse.memory import memory_written_by, storages_of
+from onelaunch.fuse.memory import changed_and_used, memory_written_by, storages_of
 from onelaunch.fuse.patterns import BY_NAME, rewrite
-from onelaunch.recorded_call import RecordedCall, is_fixed
 
 log = logging.getLogger("onelaunch")
 # A language model whose logits are not stored has its peak of memory in its activations. Then Inductor's partitioner also
@@ -54,12 +55,19 @@ def onelaunch(
     may_record = recorded and on_cuda and not differentiated and not changes_inputs(gm.graph, example_inputs)
     in_graph = captured or may_record or mode in ("reduce-overhead", "max-autotune")
     in_graph |= bool((options or {}).get("triton.cudagraphs"))
+    if differentiated:
+        for node in changed_and_used(gm.graph):
+            name = plain_name(node)
+            _log_once(
+                f"the program changes {name} in place and then computes with it: torch.compile may get the gradients wrong; "
+                "pass verify=True to know, and compile=False if it does"
+            )
     replaced = rewrite(gm, patterns, forced=forced, in_graph=in_graph)
     log.debug("%d matches replaced: %s", len(replaced), ", ".join(match.title for match in replaced))
     devices = {tensor.device.type for tensor in map(tensor_of, gm.graph.nodes) if tensor is not None}
     reason = next(filter(None, map(no_code_generator_reason, sorted(devices))), "")
     if reason:
-        _log_once(reason)
+        _log_once(f"{reason}: the model runs as PyTorch operations, without generated code")
         if any(map(is_checkpointed_block, gm.graph.nodes)):
             # Run as it is, the block would draw other random numbers when it is recomputed.
             return cast(Callable[..., Any], torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs))
@@ -123,5 +131,5 @@ def log_compiling(caller: str, what: str, remedy: str = "") -> None:
 
 
 @functools.cache
-def _log_once(reason: str) -> None:
-    log.warning("%s: the model runs as PyTorch operations, without generated code", reason)
+def _log_once(message: str) -> None:
+    log.warning("%s", message)

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from onelaunch.capture.dependencies import keeping_names
+from onelaunch.capture.dynamo import compile_by
 from onelaunch.format import format_seconds
 from onelaunch.fuse.backend import onelaunch
-from onelaunch.fuse.captured import Captured, capture_graphs, compile_by
+from onelaunch.fuse.captured import Captured, capture_graphs
 from onelaunch.fuse.patterns import BY_NAME, find_matches, pays, pays_without_graph
 from onelaunch.measured_times import MeasuredTimes
 from onelaunch.program_times import program_times
@@ -61,7 +63,7 @@ def compiled(
     if patterns is None:
         return function
     backend = functools.partial(onelaunch, patterns=patterns, recorded=recorded, captured=captured, mode=mode)
-    return compile_by(backend, function)
+    return compile_by(keeping_names(backend) if captured else backend, function)
 
 
 def decide(

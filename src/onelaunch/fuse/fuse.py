@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from onelaunch.errors import ArgumentTypeError, OnelaunchError
+from onelaunch.errors import ArgumentTypeError, OnelaunchError, abbreviate
 from onelaunch.fuse import backend
+from onelaunch.fuse import verify as verification
 from onelaunch.fuse.captured import uncompiled_call
 from onelaunch.fuse.decide import UNMEASURED, Choice, compiled, decide
 from onelaunch.trial_runs import device_of, kept_attributes
@@ -30,10 +31,9 @@ class FusedCall:
 
     _called = False
 
-    def __init__(self, module: nn.Module, choice: Choice = UNMEASURED) -> None:
-        self.module, self.choice = module, choice
+    def __init__(self, module: nn.Module, choice: Choice = UNMEASURED, verifies: bool = False) -> None:
+        self.module, self.choice, self.verifies = module, choice, verifies
         self._compiled: Callable[..., Any] | None = None
-        self._hooks = _own_hooks(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or torch.jit.is_tracing():  # an outer compiler has the whole program
@@ -41,17 +41,21 @@ class FusedCall:
         # A shallow copy of the module, or a replica of DataParallel, has the module's FusedCall: it gets its own.
         caller = sys._getframe(1).f_locals.get("self")
         if caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("_call_impl") is self:
-            own = caller.__dict__["_call_impl"] = FusedCall(caller, self.choice)
+            own = caller.__dict__["_call_impl"] = FusedCall(caller, self.choice, self.verifies)
             return own(*args, **kwargs)
         if self.choice.patterns is None:
             return type(self.module)._call_impl(self.module, *args, **kwargs)
-        hooks = _own_hooks(self.module)
-        if self._compiled is None or hooks != self._hooks:  # Dynamo does not notice hooks that are added or removed
-            self._compiled, self._hooks = compiled(uncompiled_call(self.module), *self.choice), hooks
+        if self.module._backward_hooks and self.module._is_full_backward_hook is None:  # the model's is set
+            self.module._is_full_backward_hook = True
+        if self._compiled is None:
+            self._compiled = compiled(uncompiled_call(self.module), *self.choice)
         if not self._called:
             self._called = True
             if device_of(args, kwargs) == torch.device("cpu"):
                 backend.log_compiling("fuse", type(self.module).__name__)
+        if self.verifies:
+            verification.verify("fuse", self.module, self._compiled, uncompiled_call(self.module), args, kwargs)
+            self.verifies = False
         return self._compiled(*args, **kwargs)
 
     def decide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -63,23 +67,30 @@ class FusedCall:
         return {**self.__dict__, "_compiled": None, "_called": False}
 
 
-def fuse(model: Model, *inputs: Any, **named_inputs: Any) -> Model:
+def fuse(model: Model, *inputs: Any, verify: bool = False, **named_inputs: Any) -> Model:
     """`model` as a new module of the same class that runs compiled, over the same parameters, buffers, children and hooks.
 
     With example inputs on a CUDA device the whole model is timed as it will run: uncompiled, compiled, and compiled with our
     patterns; in evaluation without gradients, and also as a CUDA graph. The fastest is kept, and remembered on disk.
     Without example inputs nothing is measured. Raises OnelaunchError for example inputs that the model cannot take.
+
+    verify: the first call also computes outputs and gradients with plain PyTorch in float32, without dropout, and raises
+    OnelaunchError if what was compiled computes something else.
     """
+    if not isinstance(verify, bool):
+        raise ArgumentTypeError(f"verify={abbreviate(verify)} must be True or False")
     check_model(model)
     if is_fused(model):
         return model
-    fused = type(model).__new__(type(model))  # not copy.copy, which leaves out what a model's __getstate__ leaves out
+    # Not copy.copy, which leaves out what a model's __getstate__ leaves out, nor its own __new__: that of an fx.GraphModule
+    # makes another class.
+    fused = object.__new__(type(model))
     # So the dicts of parameters, buffers, children and hooks are the model's.
     fused.__dict__.update({name: _rebound(value, model, fused) for name, value in model.__dict__.items()})
     for name in copyreg._slotnames(type(model)):  # type: ignore[attr-defined]  # of `__slots__` in all its base classes
         with contextlib.suppress(AttributeError):  # one without a value
             object.__setattr__(fused, name, _rebound(object.__getattribute__(model, name), model, fused))
-    call = FusedCall(fused)
+    call = FusedCall(fused, verifies=verify)
     fused.__dict__["_call_impl"] = call
     if inputs or named_inputs:
         require_known_names("fuse", model, named_inputs)
@@ -94,16 +105,6 @@ def _rebound(value: Any, model: nn.Module, fused: nn.Module) -> Any:
     if isinstance(value, types.MethodType) and value.__self__ is model:
         return types.MethodType(value.__func__, fused)
     return value
-
-
-def _own_hooks(module: nn.Module) -> tuple[tuple[int, ...], ...]:
-    """The numbers of the hooks of the module itself."""
-    if (
-        module._backward_hooks and module._is_full_backward_hook is None
-    ):  # of the model that was fused, which has this set
-        module._is_full_backward_hook = True
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    return tuple(before), tuple(after), tuple(module._backward_pre_hooks), tuple(module._backward_hooks)
 
 
 def is_fused(model: nn.Module) -> bool:

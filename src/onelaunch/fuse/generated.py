@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import fx
 
+from onelaunch.capture.dynamo import compile_by
 from onelaunch.fuse.backend import onelaunch
-from onelaunch.fuse.captured import compile_by
 from onelaunch.fuse.explanation import INDUCTOR, LIBRARY, OURS
 from onelaunch.fuse.patterns import REPLACES
 from onelaunch.profile_times import operation_times

@@ -103,6 +103,23 @@ def is_written_after(node: fx.Node, memory: set[int]) -> bool:
     return False
 
 
+def changed_and_used(graph: fx.Graph) -> list[fx.Node]:
+    """Inputs of a graph that it changes in place before a differentiable operation takes them.
+
+    AOTAutograd may save the input and compute its change again in the backward pass, when it has changed already.
+    """
+    changed: dict[int, fx.Node] = {}
+    inputs = {next(iter(storages_of(node)), 0): node for node in graph.find_nodes(op="placeholder")}
+    found: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if any(result.requires_grad for result in tensors_of(node)):
+            found |= {one: changed[one] for one in storages_of(*node.all_input_nodes) & changed.keys()}
+        changed |= {one: inputs[one] for one in memory_written_by(node) & inputs.keys()}
+    return [*found.values()]
+
+
 def memory_leaves(graph: fx.Graph, memory: set[int]) -> bool:
     """Whether a result of the graph is in this memory."""
     return bool(storages_of(*graph.output_node().all_input_nodes) & memory)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from onelaunch.graph_times import graph_times
 from onelaunch.integers import next_power_of_2
 from onelaunch.kernels.dropout_key import DropoutKey
 from onelaunch.measured_times import MeasuredTimes
 from onelaunch.ops.arguments import kernels
+from onelaunch.ops.graph_times import graph_times
 
 TIMED_SOURCES = ("kernels", "nvrtc", "ops/linear_choice.py")  # a change of these makes the times on disk invalid
 MAX_COPIES = 64  # of the operands of a timed call

@@ -29,7 +29,7 @@ AUTOCAST_NAMES = {**AUTOCAST_DTYPES, **{str(dtype).removeprefix("torch."): dtype
 
 
 def check_arguments(
-    model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any, capture: Any, compile: Any
+    model: Any, loss: Any, optimizer: Any, clip_norm: Any, scaler: Any, capture: Any, compile: Any, verify: Any
 ) -> None:
     check_model(model)
     require_no_class(loss)
@@ -63,6 +63,10 @@ def check_arguments(
         raise ArgumentTypeError(f"capture={abbreviate(capture)} must be True or False")
     if not isinstance(compile, bool) and (not isinstance(compile, str) or compile != MAX_AUTOTUNE):
         raise ArgumentTypeError(f"compile={abbreviate(compile)} must be True, False or {MAX_AUTOTUNE!r}")
+    if not isinstance(verify, bool):
+        raise ArgumentTypeError(f"verify={abbreviate(verify)} must be True or False")
+    if verify and not compile:
+        raise OnelaunchError("verify=True compares compiled steps with plain PyTorch: leave out compile=False")
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -139,9 +140,9 @@ class CapturableOptimizer:
         return are_same_objects(self._objects(), self._known)
 
     def _objects(self) -> list[Any]:
-        """The state, that of each parameter, the groups and their parameters."""
+        """The state, that of each parameter with its tensors, the groups and their parameters."""
         state = self.optimizer.state
-        objects = [state, *state.values(), *self.optimizer.param_groups]
+        objects = [state, *chain.from_iterable(map(dict.values, state.values())), *self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
             objects += group["params"]
         return objects

@@ -39,7 +39,7 @@ class Pending:
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
         self.args, self.kwargs = tree_unflatten(self.leaves, structure)
         self.calls = 0
-        self.counters: dict[str, Any] = {}  # `ModelState.counters` after the last call
+        self.changed_by_forward = False  # what forward reads, when it was recorded
         self.loss = torch.empty(())
 
     def fill(self, tensors: list[torch.Tensor]) -> None:

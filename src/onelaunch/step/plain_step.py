@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from onelaunch.capture import clear_workspaces
-from onelaunch.fuse.captured import without_log_breaks
+from onelaunch.capture.dependencies import Contexts, Dependencies, Trace, dependencies_of, is_compiled
+from onelaunch.capture.dynamo import without_log_breaks
+from onelaunch.capture.graph import clear_workspaces
 from onelaunch.fuse.decide import PROVEN, compiled
+from onelaunch.fuse.verify import verify
 from onelaunch.step.accumulation import Window
 from onelaunch.step.capturable_optimizer import parameters_of
 from onelaunch.step.failures import compilers_failure, explain_failure, require_scalar
 from onelaunch.step.inputs import forward_arguments, other_gradients_kept, own_loss, passed_by_name, signature
+from onelaunch.step.layerdrop import leaves_out_layers, no_needless_draws
 from onelaunch.trial_runs import Undo
 
 if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
@@ -32,27 +37,31 @@ class PlainStep:
     """Forward, loss, backward, clipping, optimizer and zero_grad, with the model and the loss compiled.
 
     compile: whether they are, in this `mode` of `torch.compile`. recorded: whether steps will be recorded as CUDA graphs.
+    verifies: whether the first compiled step is compared with plain PyTorch.
     """
 
     def __init__(
         self, model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, *, clip_norm: float | None,
         autocast: torch.dtype | None, scaler: torch.amp.GradScaler | None, accumulate: int, compile: bool,
-        mode: str | None, recorded: bool,
+        mode: str | None, recorded: bool, verifies: bool = False,
     ) -> None:  # fmt: skip
         self.model, self.loss, self.optimizer = model, loss, optimizer
         self.clip_norm, self.autocast, self.scaler = clip_norm, autocast, scaler
         self.device = parameters_of(optimizer)[0].device
         self.device_type = self.device.type
         self.window = Window(optimizer, accumulate)
-        self.compiles, self.recorded = compile, recorded
+        self.compiles, self.recorded, self.verifies = compile, recorded, verifies
         self.compilers_failure = ""  # why steps are not compiled, where they should be
         self.own_update: OptimizerUpdate | None = None  # in a recording it replaces the optimizer's own step
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}  # which recordings with accumulation add to
         self._compiled: set[Any] = set()  # kinds of inputs with which a compiled step has succeeded
         self._forward_arguments = forward_arguments(model)
+        self._draws_needlessly = leaves_out_layers(model)
+        self._forward_and_loss = _forward_and_loss(model, loss)
         self._forward: Callable[..., torch.Tensor] = compiled(
             self._forward_and_loss, PROVEN if compile else None, captured=recorded, mode=mode
         )
+        self._trace: Trace | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         """Train on one batch. Where the compiler fails, the step is undone, and this one and all others are not compiled."""
@@ -66,6 +75,9 @@ class PlainStep:
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         undo, batches = Undo(modules, parameters_of(self.optimizer), inputs), self.window.batches
         try:
+            if self.verifies:
+                self._verify(args, kwargs)
+                self.verifies = False
             loss = self._run(args, kwargs, update)
         except Exception as error:
             self.compilers_failure = compilers_failure(error)
@@ -139,13 +151,64 @@ class PlainStep:
             self.scaler.update()
         self._zero_gradients()
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
+    def _verify(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the compiled forward and backward pass with plain PyTorch."""
+        has_tensors = isinstance(self.loss, nn.Module) and any(
+            True for _ in (*self.loss.parameters(), *self.loss.buffers())
+        )
+        modules = nn.ModuleDict({"model": self.model, "loss": self.loss}) if has_tensors else self.model  # type: ignore[dict-item]
+
+        def compiled(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._forward(*self._by_name(args, kwargs))
+
+        def plain(*args: Any, **kwargs: Any) -> torch.Tensor:
+            return self._forward_and_loss(*self._by_name(args, kwargs))
+
+        verify("train_step", modules, compiled, plain, args, kwargs, self._inside)
+
+    def dependencies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dependencies | None:
+        """What forward and loss read beside these arguments; None where Dynamo does not know it, or not yet."""
+        scope = self._scope(args, kwargs)
+        with self._inside() as contexts:
+            found = dependencies_of(self._forward, scope, self.device, contexts) if self.compiles else None
+            if found is None:
+                self._trace = self._trace or Trace(self._forward_and_loss)
+                found = self._trace.dependencies(scope, self.device, contexts)
+        return found
+
+    def is_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a step compiles nothing; true where it should not."""
+        with self._inside():
+            return not self.compiles or is_compiled(self._forward, self._scope(args, kwargs))
+
+    @property
+    def unknown_reason(self) -> str:
+        """Why there are no `dependencies`."""
+        return "" if self._trace is None else self._trace.reason
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[Contexts]:
+        """What forward and loss run in."""
         dtype = self.autocast or self.callers_autocast()
-        autocast = torch.autocast(self.device_type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+        contexts: list[Any] = []
+        if dtype is not None:
+            contexts.append(functools.partial(torch.autocast, self.device_type, dtype=dtype, cache_enabled=False))
+        if self._draws_needlessly and self.compiles:
+            contexts.append(no_needless_draws)
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            yield contexts
+
+    def _scope(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        args, kwargs = self._by_name(args, kwargs)
+        return {"args": args, "kwargs": kwargs}
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         self._release_workspaces()
-        with without_log_breaks(), autocast:
+        with without_log_breaks(), self._inside():
             try:
-                loss = self._forward(args, kwargs)
+                loss = self._forward(*self._by_name(args, kwargs))
             except Exception as error:
                 if not self._is_recording():
                     explain_failure(error, self.model, self.loss, self._call_model, args, kwargs)
@@ -164,10 +227,12 @@ class PlainStep:
             raise
         return loss.detach()
 
-    def _forward_and_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        if self.loss is None:
-            return own_loss(self._call_model(args, kwargs))
-        return self.loss(self._call_model(args[:-1], kwargs), args[-1])
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as forward takes them: the values of a dict that is the only input by their names."""
+        inputs, target = (args, ()) if self.loss is None else (args[:-1], args[-1:])
+        if passed_by_name(inputs, self._forward_arguments, kwargs):
+            return target, dict(**inputs[0], **kwargs)
+        return args, kwargs
 
     def _call_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if passed_by_name(args, self._forward_arguments, kwargs):
@@ -185,3 +250,14 @@ class PlainStep:
 
     def _is_recording(self) -> bool:
         return self.device_type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _forward_and_loss(model: nn.Module, loss: Loss | None) -> Callable[..., torch.Tensor]:
+    """The part of a step that is compiled, as a function of its arguments alone."""
+
+    def forward_and_loss(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        if loss is None:
+            return own_loss(model(*args, **kwargs))
+        return loss(model(*args[:-1], **kwargs), args[-1])
+
+    return forward_and_loss

@@ -17,30 +17,26 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from onelaunch.capture import capturing
-from onelaunch.errors import OnelaunchError
+from onelaunch.capture.changes import Changes
+from onelaunch.capture.dependencies import Dependencies
+from onelaunch.capture.graph import capturing
+from onelaunch.capture.host_draws import DrawnOnHost, no_draws_on_host
+from onelaunch.capture.model_state import ModelState
 from onelaunch.step.capturable_optimizer import CapturableOptimizer, parameters_of
 from onelaunch.step.failures import recording_failure
 from onelaunch.step.inputs import CONSTANTS, Pending, signature
-from onelaunch.step.model_state import ModelState
 from onelaunch.step.plain_step import PlainStep
-from onelaunch.trial_runs import Generators
 
 if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
-    from onelaunch.step.recorded import Recorded
+    from onelaunch.capture.recorded import Recorded
 
 log = logging.getLogger("onelaunch")
 WARM_UP_STEPS = 2  # per kind of inputs: the first compiles, the second finds all state in place
-MAX_RECORDINGS = 3  # after settings of the optimizer or the model have changed; then the step is no longer recorded
-MANY_REPLAYS = 100  # after which a change does not count: recording anew costs little beside them
-MAX_REPLACED = 16  # the same where forward replaces what recordings read, as a cache that grows with the longest input
+MAX_VARIANTS = 4  # recordings of one kind of inputs, for what may come back: a frozen layer, a mode, an attribute
 DRAWN_RETRIES = 2  # of recordings in which the host drew random numbers: it may have been another thread
+UNCOMPILED_RETRIES = 2  # of recordings for which Dynamo has no compiled code yet, as something has just changed
 EXCHANGE_GRADIENTS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 MAX_PENDING = 32  # kinds of inputs that wait for a recording, each with a copy of its inputs
-
-
-class DrawnOnHost(OnelaunchError):
-    """A recording would repeat the same random numbers for ever."""
 
 
 def uncapturable_reason(model: nn.Module, optimizer: CapturableOptimizer) -> str:
@@ -66,9 +62,9 @@ class Recordings:
     def __init__(self, step: PlainStep, optimizer: CapturableOptimizer, reason: str) -> None:
         self.step, self.optimizer, self.reason = step, optimizer, reason
         self.latest: Recorded | None = None  # where a call needs no key to find it
-        self._recorded: dict[Any, Recorded] = {}
+        self._recorded: dict[Any, list[Recorded]] = {}  # the latest first
         self._pending: dict[Any, Pending] = {}
-        self._forgotten = self._replaced = 0
+        self._changes, self._replays = Changes(), 0  # replays of recordings that were dropped
         self._dropped = self._warned = False
         self._retries = DRAWN_RETRIES
         self._pool: Any = None
@@ -78,7 +74,10 @@ class Recordings:
             self.state = ModelState((step.model, step.loss), partial(parameters_of, optimizer.optimizer))
 
     def __len__(self) -> int:
-        return len(self._recorded)
+        return len(self.all())
+
+    def all(self) -> list[Recorded]:
+        return [one for variants in self._recorded.values() for one in variants]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         """Train on one batch, operation by operation where steps are not recorded."""
@@ -97,68 +96,80 @@ class Recordings:
                 f"an argument is a {type(opaque).__name__}: pass its tensors, as in step(**batch) or step(batch.x, batch.y)"
             )
         self.follow_settings()
-        if self.reason:
-            return self._run_plainly(args, kwargs, update)
         autocast = step.callers_autocast()
-        key = (update, autocast, *self.state.flags(), structure, same, *map(signature, leaves))
-        recorded = self._recorded.get(key)
+        key = (update, autocast, structure, same, *map(signature, leaves))
+        recorded = self._find(key)
         step.restore_gradients()
         if accumulates and step.window.batches == 0 and step.release_frozen_gradients():
             self._forget("which parameters are frozen (with accumulate)")
             recorded = None
-            if self.reason:
-                return self._run_plainly(args, kwargs, update)
+        if self.reason:
+            return self._run_plainly(args, kwargs, update)
         if recorded is None or accumulates:  # a recording of a whole step has gradients of its own
             step.begin_window()
         if recorded is None:
             pending = self._pending_for(key, leaves, structure)
             pending.fill(tensors)
             pending.calls += 1
-            recorded, replaced = self._record_or_run(pending, update)
+            recorded = self._record_or_run(pending, update)
             if recorded is None:
                 return pending.loss
-            if replaced:  # in every call, as it seems: this one recording has it where the model has it now
+            if changed := recorded.dependencies.change():  # by forward itself, which a replay would not
                 loss = recorded.replay(tensors)
-                self._stop(f"forward replaces {replaced}: change it in place, as by copy_")
+                self._replays += 1
+                if pending.changed_by_forward:  # again: the first time, Dynamo takes a number for a constant
+                    self._stop(
+                        f"forward changes {changed} in every call: keep it in a buffer, and change it in place, as by copy_"
+                    )
+                pending.changed_by_forward = True
                 return loss
-            self._recorded[key] = recorded
             del self._pending[key]
-            positional = not kwargs and len(tensors) == len(args) == len(first)
-            if positional and not accumulates and autocast is None:
-                self.latest = recorded
+            self._recorded.setdefault(key, []).insert(0, recorded)
+        positional = not kwargs and len(tensors) == len(args) == len(first)
+        if positional and not accumulates and autocast is None:
+            self.latest = recorded
         return recorded.replay(tensors)
 
-    def _record_or_run(self, pending: Pending, update: bool) -> tuple[Recorded | None, str]:
-        """A recording, or None after an ordinary step; and what forward replaced meanwhile, in words."""
+    def _find(self, key: Any) -> Recorded | None:
+        """A recording for this kind of inputs that depends on nothing that has changed."""
+        variants = self._recorded.get(key, [])
+        for one in variants:
+            if one.dependencies.hold() or not one.dependencies.change():
+                return one
+        if variants and key not in self._pending:
+            self._follow_change(key, f"{variants[0].dependencies.change()} (a tensor may change, by fill_ or copy_)")
+        return None
+
+    def _follow_change(self, key: Any, changed: str) -> None:
+        """No recording fits: forget those that read what is gone, and the oldest of many."""
+        kept = [one for one in self._recorded[key] if one.dependencies.has_its_tensors()][: MAX_VARIANTS - 1]
+        for one in self._recorded.pop(key):
+            self._replays += 0 if one in kept else one.replays
+        if kept:
+            self._recorded[key] = kept
+        self.latest = None
+        if not self._recorded:
+            self._drop_recordings()
+        self._count_change(changed)
+
+    def _count_change(self, changed: str) -> None:
+        if self._changes.are_too_many(self._replays + sum(one.replays for one in self.all())):
+            self._stop(f"{changed} changes again and again")
+
+    def _record_or_run(self, pending: Pending, update: bool) -> Recorded | None:
+        """A recording, or None after an ordinary step."""
         recorded = None
         self.state.renew_gradient_nodes()
         try:
             recorded = self._record(pending, update) if pending.calls > WARM_UP_STEPS else None
             if recorded is None:
+                if pending.calls > WARM_UP_STEPS:
+                    self.state.renew_gradient_nodes()  # of the recording that failed, on another stream
                 with self.operations(), self.state.carried():
                     pending.loss = self.step(pending.args, pending.kwargs, update)
         finally:
             self.state.renew_gradient_nodes()  # the next pass may be the caller's
-            replaced = self.state.follow_forward(recorded is not None)
-            if replaced and self._recorded:
-                self._drop_recordings()
-                self._replaced += 1
-                if self._replaced >= MAX_REPLACED:
-                    self._stop(f"{replaced}, which forward replaces, changes again and again")
-        if recorded is None:
-            self._warn_of_counters(pending)
-        return recorded, replaced
-
-    def _warn_of_counters(self, pending: Pending) -> None:
-        """Recorded steps do not count, and what depends on a counter stays as it is."""
-        before, pending.counters = pending.counters, self.state.counters()
-        counting = [name for name, value in pending.counters.items() if before.get(name, value) != value]
-        if counting and not self._warned:
-            self._warned = True
-            log.warning(
-                "train_step: forward changes %s in every call, but not in recorded steps: keep it in a buffer, and change it "
-                "in place, if a step depends on it", counting[0],
-            )  # fmt: skip
+        return recorded
 
     def _run_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any], update: bool) -> torch.Tensor:
         self.step.begin_window()
@@ -190,11 +201,8 @@ class Recordings:
         """Before work on the device: other settings need other recordings, and the rates are read there."""
         if self.reason:
             return
-        changed = self.state.change(bool(self._recorded))
         if self.optimizer.settings_changed():
             self._forget("what the optimizer has beside the learning rate")
-        elif changed:
-            self._forget(f"{changed} (a tensor may change, by fill_ or copy_)")
         self.optimizer.upload()
 
     @contextmanager
@@ -213,38 +221,24 @@ class Recordings:
                 callers.wait_stream(self._stream)
 
     def _record(self, pending: Pending, update: bool) -> Recorded | None:
-        """The step for inputs like these, recorded but not run; None, with `reason` set, where that is impossible."""
+        """The step for inputs like these, recorded but not run; None where that is impossible, or not possible yet."""
         step = self.step
+        with torch.cuda.device(step.device):
+            if not step.is_compiled(pending.args, pending.kwargs):
+                if pending.calls > WARM_UP_STEPS + UNCOMPILED_RETRIES:
+                    self._stop(
+                        "torch.compile compiles them anew in every call, as something that they read always changes"
+                    )
+                return None
+            dependencies = step.dependencies(pending.args, pending.kwargs)
+        if dependencies is None:
+            self._stop(f"what they depend on is not known: {step.unknown_reason}")
+            return None
         gradients = [(parameter, parameter.grad) for parameter in parameters_of(step.optimizer)]
-        undo, host = self.state.undo(), Generators(self.state.generators())
+        undo, counters = self.state.undo(), self.state.constants()
         try:
-            from onelaunch.kernels.launch import compiling
-            from onelaunch.step.optimizer_update import optimizer_update
-            from onelaunch.step.recorded import Recorded
-
-            memory = self.state.memory()
-            with torch.cuda.device(step.device), self.optimizer.rates_on_device():
-                recorded = Recorded(pending.inputs, step.device, self.state.flags())
-                if update:
-                    step.own_update = optimizer_update(
-                        step.optimizer, self.optimizer.rates, self.optimizer.settings, step.scaler
-                    )
-                with compiling():
-                    recorded.begin()
-                    recorded.end(pending.loss)
-                self._pool = self._pool or torch.cuda.graph_pool_handle()
-                with capturing(recorded.graph, pool=self._pool, stream=self._stream):
-                    recorded.begin()
-                    with self.state.carried():
-                        loss = step(pending.args, pending.kwargs, update)
-                    recorded.end(loss)
-                if host.others_have_drawn() or (host.torch_has_drawn() and self.state.leaves_out_layers() is not False):
-                    raise DrawnOnHost(
-                        "forward, the loss or another thread draws random numbers on the host, as by random.random(): draw "
-                        "them on the model's device, as by torch.rand(1, device=x.device)"
-                    )
-                if step.own_update is not None:
-                    step.own_update.fill_tables()
+            with no_draws_on_host(self.state.modules()):
+                recorded = self._captured(pending, update, dependencies)
         except Exception as error:  # whatever a model does that a recording forbids
             torch.cuda.synchronize(step.device)
             if isinstance(error, DrawnOnHost) and self._retries:
@@ -252,30 +246,66 @@ class Recordings:
             else:
                 self._stop(recording_failure(error))
             undo()
-            host.restore()
+            step.own_update = None
             step.forget_unscaling()
             for parameter, gradient in gradients:  # a recording runs nothing: what was accumulated is still there
                 parameter.grad = gradient
             return None
-        finally:
-            own_update, step.own_update = step.own_update, None
         if update:
-            self.optimizer.follow_update(own_update is not None)
-        recorded.memory = [own_update, memory, *(dict(state) for state in step.optimizer.state.values())]
+            self.optimizer.follow_update(step.own_update is not None)
+        recorded.memory = [step.own_update, *(dict(state) for state in step.optimizer.state.values())]
+        step.own_update = None
         step.keep_gradients()
+        self._warn_of_counter(counters)
+        return recorded
+
+    def _warn_of_counter(self, before: dict[str, Any]) -> None:
+        """Recorded steps do not count. Nothing that they compute depends on it, but its owner may read it."""
+        counting = [name for name, value in self.state.constants().items() if before.get(name, value) != value]
+        if counting and not self._warned:
+            self._warned = True
+            log.warning(
+                "train_step: forward changes %s in every call, but not in recorded steps: keep it in a buffer, and change it "
+                "in place, to have it in them", counting[0],
+            )  # fmt: skip
+
+    def _captured(self, pending: Pending, update: bool, dependencies: Dependencies) -> Recorded:
+        """The step in a CUDA graph, with its update in `step.own_update`."""
+        from onelaunch.capture.recorded import Recorded
+        from onelaunch.kernels.launch import compiling
+        from onelaunch.step.optimizer_update import optimizer_update
+
+        step = self.step
+        with torch.cuda.device(step.device), self.optimizer.rates_on_device():
+            recorded = Recorded(pending.inputs, step.device, dependencies)
+            if update:
+                step.own_update = optimizer_update(
+                    step.optimizer, self.optimizer.rates, self.optimizer.settings, step.scaler
+                )
+            with compiling():
+                recorded.begin()
+                recorded.end(pending.loss)
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            with capturing(recorded.graph, pool=self._pool, stream=self._stream):
+                recorded.begin()
+                with self.state.carried():
+                    loss = step(pending.args, pending.kwargs, update)
+                recorded.end(loss)
+            if step.own_update is not None:
+                step.own_update.fill_tables()
         return recorded
 
     def _forget(self, changed: str) -> None:
-        """Settings are part of a recording: record anew, but not for a schedule that changes them always."""
-        few_replays = sum(one.replays for one in self._recorded.values()) < MANY_REPLAYS
-        self._forgotten += few_replays and bool(self._recorded or self._pending)
+        """Settings of the optimizer are part of all recordings."""
+        had_any = bool(self._recorded or self._pending)
         self._pending.clear()
         self._drop_recordings()
         self.optimizer.prepare()
-        if self._forgotten >= MAX_RECORDINGS:
-            self._stop(f"{changed} changes again and again")
+        if had_any:
+            self._count_change(changed)
 
     def _drop_recordings(self) -> None:
+        self._replays += sum(one.replays for one in self.all())
         self._recorded.clear()
         self.latest = None
         self._pool = None  # PyTorch takes no new graph into a pool without graphs, while a tensor still lives in it

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import operator
-from itertools import combinations, starmap
 from typing import Any
 
 import torch
@@ -26,7 +24,7 @@ BUILT = ("_capturable", "_plain", "_recordings", "_window", "_started")  # the a
 def train_step(
     model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, *, clip_norm: float | None = None,
     autocast: torch.dtype | str | None = None, scaler: torch.amp.GradScaler | None = None, accumulate: int = 1,
-    capture: bool = True, compile: bool | str = True,
+    capture: bool = True, compile: bool | str = True, verify: bool = False,
 ) -> TrainStep:  # fmt: skip
     """A function `step(x, …, target) -> loss` that trains `model` by one batch; the target is the last argument.
 
@@ -40,12 +38,14 @@ def train_step(
     capture: whether the step is recorded as a CUDA graph; `step.reason` says why it is not.
     compile: whether `torch.compile` compiles the forward and backward pass, with the patterns that won on every model measured;
     "max-autotune": it also times several kernels for each product, which takes minutes.
+    verify: the first call also computes loss and gradients with plain PyTorch in float32, without dropout, and raises
+    OnelaunchError, which names the worst parameter, if compiled ones differ by more than rounding.
 
     The loss comes back as a 0-d tensor, without waiting for the device. Learning-rate schedulers work as usual. A dict as the
     only input is passed by name if forward has these names, or has `**kwargs` for some of them and all it needs is there. A
     step begins without gradients and leaves none; parameters that the optimizer does not have keep theirs.
     """
-    return TrainStep(model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile)
+    return TrainStep(model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile, verify)
 
 
 class TrainStep:
@@ -54,24 +54,24 @@ class TrainStep:
     def __init__(
         self, model: nn.Module, loss: Loss | None, optimizer: torch.optim.Optimizer, clip_norm: float | None,
         autocast: torch.dtype | str | None, scaler: torch.amp.GradScaler | None, accumulate: int, capture: bool,
-        compile: bool | str,
+        compile: bool | str, verify: bool,
     ) -> None:  # fmt: skip
-        check_arguments(model, loss, optimizer, clip_norm, scaler, capture, compile)
+        check_arguments(model, loss, optimizer, clip_norm, scaler, capture, compile, verify)
         if require_integer("accumulate", accumulate, "1 or more") < 1:
             raise OnelaunchError(f"accumulate={accumulate} must be 1 or more")
         self._arguments = (
             model, loss, optimizer, None if clip_norm is None else float(clip_norm), autocast_dtype(autocast), scaler,
-            int(accumulate), capture, compile,
+            int(accumulate), capture, compile, verify,
         )  # fmt: skip
         self._build()
 
     def _build(self) -> None:
-        model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile = self._arguments
+        model, loss, optimizer, clip_norm, autocast, scaler, accumulate, capture, compile, verify = self._arguments
         self._capturable = CapturableOptimizer(optimizer, parameters_of(optimizer)[0].device)
         reason = uncapturable_reason(model, self._capturable) if capture else "capture=False"
         self._plain = PlainStep(
             model, loss, optimizer, clip_norm=clip_norm, autocast=autocast, scaler=scaler, accumulate=accumulate,
-            compile=bool(compile), recorded=not reason,
+            compile=bool(compile), recorded=not reason, verifies=verify,
             mode="max-autotune-no-cudagraphs" if compile == MAX_AUTOTUNE else None,  # the step's own graph replaces them
         )  # fmt: skip
         self._recordings = Recordings(self._plain, self._capturable, reason)
@@ -111,19 +111,19 @@ class TrainStep:
 
     @property
     def reason(self) -> str:
-        """Why steps are not recorded; empty while they are."""
-        return self._recordings.reason
+        """Why steps are slower than they could be: not recorded, or not compiled; empty while they are both."""
+        failure = self._plain.compilers_failure
+        return "; ".join(filter(None, (self._recordings.reason, failure and f"not compiled: {failure}")))
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on one batch; its mean loss before the update, as a 0-d tensor on the model's device."""
         recordings = self._recordings
         latest = recordings.latest  # the host's time counts for small networks: every microsecond here does
         if latest is not None and not kwargs:
-            ring, state = latest.ring, recordings.state
-            shared = any(starmap(operator.is_, combinations(args, 2)))  # one tensor as two arguments: another recording
+            ring = latest.ring
             if (
-                ring is not None and not shared and ring.takes(args) and self._capturable.ready()
-                and state.flags() == latest.flags and state.is_same() and self._plain.callers_autocast() is None
+                ring is not None and ring.takes(args) and self._capturable.ready()
+                and self._plain.callers_autocast() is None and latest.dependencies.hold()
             ):  # fmt: skip
                 return latest.replay_in_place(ring, args)
         check_call(args, kwargs, self.loss is not None)
@@ -160,7 +160,8 @@ class TrainStep:
 
     def __repr__(self) -> str:
         loss = getattr(self.loss, "__name__", None if self.loss is None else type(self.loss).__name__)
-        runs = f"not recorded: {self.reason}" if self.reason else f"{len(self._recordings)} recorded"
+        recordings = self._recordings
+        runs = f"not recorded: {recordings.reason}" if recordings.reason else f"{len(recordings)} recorded"
         if self._plain.compilers_failure:
             runs += f"; not compiled: {self._plain.compilers_failure}"
         return f"TrainStep({type(self.model).__name__}, {loss}, {type(self.optimizer).__name__}; {runs})"

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import time
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import onelaunch as ol
-from onelaunch.engines.eager.captured import HostState
+from onelaunch.capture import changes
+from onelaunch.engines.eager import captured
+from onelaunch.engines.eager.captured import CapturedStep
 from tests.reference import problem
+from tests.step import tape
 
 
 class Counts(nn.Linear):
@@ -31,34 +36,104 @@ class ReadsBack(nn.Linear):
         return super().forward(x) * (2.0 if float(x.detach().abs().sum()) < 0 else 1.0)
 
 
-def test_ordinary_modules_can_be_captured():
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).train()
-    x = torch.randn(8, 4)
-    state = HostState(model)
-    model(x).sum().backward()
-    assert state.uncapturable_reason() == ""
+class Average(nn.Linear):
+    """A layer that replaces a tensor by another in every call."""
+
+    average = torch.ones(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = self.average * 0.9
+        return super().forward(x) * self.average
 
 
+@pytest.fixture
+def on_tapes(tapes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(captured, "capturing", tape.capturing)
+
+
+class Run:
+    """A captured step of a model on a tape, and batches for it."""
+
+    def __init__(self, model: nn.Module, loss: Any = F.cross_entropy) -> None:
+        self.model, self.loss = model, loss
+        self.x, self.y, self.clock = torch.randn(6, 4), torch.randint(2, (6,)), torch.zeros(2, dtype=torch.int64)
+        self.out = torch.zeros(())
+        self.step = CapturedStep(model, loss, lambda: model.parameters(), self.clock, ())
+
+    def body(self, clock: Tensor) -> None:
+        self.out.copy_(self.loss(self.model(self.x), self.y).detach())
+
+    def capture(self) -> None:
+        self.step.capture(self.body, (self.x,), self.y)
+
+
+@pytest.mark.usefixtures("on_tapes")
+def test_ordinary_modules_are_captured() -> None:
+    run = Run(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)).train())
+    run.capture()
+    assert run.step.is_ready
+    assert run.step.reason == ""
+    expected = run.loss(run.model(run.x), run.y).detach()
+    run.step.replay()
+    torch.testing.assert_close(run.out, expected)
+    assert run.clock.tolist() == [1, 1]
+
+
+@pytest.mark.usefixtures("on_tapes")
 @pytest.mark.parametrize(
-    ("draw", "what"),
+    ("read", "reason"),
     [
-        (lambda: random.random(), "Python's random"),
-        (lambda: np.random.rand(), "NumPy's random"),  # noqa: NPY002
-        (lambda: torch.rand(1), "PyTorch's CPU generator"),
+        (lambda: random.random(), "what the step depends on is not known: random numbers are drawn on the host"),
+        (lambda: time.monotonic(), "what the step depends on is not known: "),
     ],
 )
-def test_draws_on_the_host_are_noticed(draw, what):
-    state = HostState(nn.Linear(2, 2))
-    draw()
-    assert state.uncapturable_reason() == f"{what} changes from step to step"
+def test_what_dynamo_does_not_know_is_not_captured(read: Any, reason: str) -> None:
+    run = Run(nn.Linear(4, 2), lambda output, target: F.cross_entropy(output, target) * read())
+    run.capture()
+    assert not run.step.is_ready
+    assert run.step.reason.startswith(reason)
 
 
-def test_attributes_that_change_are_noticed():
-    model = nn.Sequential(nn.Linear(4, 4), Counts(4, 2))
-    x = torch.randn(3, 4)
-    state = HostState(model)
-    model(x)
-    assert state.uncapturable_reason() == "1.calls changes from step to step"
+@pytest.mark.usefixtures("on_tapes")
+def test_a_number_that_counts_calls_is_no_reason() -> None:
+    run = Run(nn.Sequential(nn.Linear(4, 4), Counts(4, 2)))
+    run.model(run.x)
+    run.capture()
+    assert (run.step.is_ready, run.step.reason) == (False, "")
+    run.model(run.x)
+    run.capture()
+    assert run.step.is_ready
+
+
+@pytest.mark.usefixtures("on_tapes")
+def test_a_tensor_that_forward_replaces_ends_capturing() -> None:
+    layer = Average(4, 2)
+    run = Run(layer)
+    for _ in range(2):
+        run.model(run.x)
+        before = layer.average
+        run.capture()
+        assert layer.average is before  # what was captured has not run
+    assert run.step.reason == "forward changes model.average in every step"
+
+
+@pytest.mark.usefixtures("on_tapes")
+def test_a_change_drops_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "MAX_RECORDINGS", 2)
+    state = {"beta": 1.0}
+    run = Run(nn.Linear(4, 2), lambda output, target: F.cross_entropy(output, target) * state["beta"])
+    run.capture()
+    assert not run.step.follow_changes()
+    state["beta"] = 0.5
+    assert run.step.follow_changes()
+    assert (run.step.is_ready, run.step.reason) == (False, "")
+    run.capture()
+    expected = run.loss(run.model(run.x), run.y).detach()
+    run.step.replay()
+    torch.testing.assert_close(run.out, expected)
+    state["beta"] = 0.25
+    assert run.step.follow_changes()
+    assert run.step.reason == "state['beta'] changes again and again"
 
 
 def test_the_plan_says_how_a_step_runs():
@@ -72,8 +147,9 @@ def test_the_plan_says_how_a_step_runs():
     ("layer", "plan"),
     [
         (nn.Linear, "the step is captured as a CUDA graph and replayed"),
-        (Counts, "changes from step to step"),
-        (ReadsBack, "not captured: "),
+        (Counts, "the step is captured as a CUDA graph and replayed"),
+        (Average, "forward changes model[3].average in every step"),
+        (ReadsBack, "what the step depends on is not known: "),
     ],
 )
 def test_captured_and_uncaptured_runs_have_the_same_losses(layer, plan):

@@ -22,7 +22,7 @@ from onelaunch.bench.measure import cuda_device
 from onelaunch.bench.model_zoo import Workload
 from onelaunch.bench.peers_torch import Steps
 from onelaunch.bench.step_peers import COMPILED_GRAPH, GRAPH, timed
-from onelaunch.capture import capturing
+from onelaunch.capture.graph import capturing
 from onelaunch.format import format_seconds
 from onelaunch.integers import clamp
 from onelaunch.step.train_step import TrainStep, train_step

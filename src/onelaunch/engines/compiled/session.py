@@ -72,12 +72,11 @@ class CompiledSession(EagerSession):
             return super()._evaluate_rows(x, y)
         return self._compiled_evaluate(x, y)
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
+    def _capture(self, inputs: tuple[Any, ...], target: torch.Tensor) -> None:
         self._captured_update = self._make_update()
-        graph = super()._capture()
+        super()._capture(inputs, target)
         if self._captured_update is not None:
             self._captured_update.fill_tables()
-        return graph
 
     def close(self) -> None:
         super().close()

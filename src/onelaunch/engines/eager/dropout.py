@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class RunDropout:
         self._calls: dict[int, int] = {}
         self._step: int | torch.Tensor = 0
         self.first_row = 0
+        self._is_left_out = False
         if "torch._dynamo" in sys.modules:  # true where a model is compiled; importing it takes seconds
             # `apply` has state that a trace would freeze, and inductor (2.13, CPU) computes its integers wrongly.
             self.apply = torch.compiler.disable(self.apply)  # type: ignore[method-assign]
@@ -55,9 +56,18 @@ class RunDropout:
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             x, p = before_dropout(module, x)
-            return self.apply(x, p, number) if module.training and p else x
+            return self.apply(x, p, number) if module.training and p and not self._is_left_out else x
 
         return forward
+
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Inside, nothing drops: for Dynamo, to which masks are a secret, and for its guards, which it then asks."""
+        self._is_left_out = True
+        try:
+            yield
+        finally:
+            self._is_left_out = False
 
     def begin_step(self, step: int | torch.Tensor) -> None:
         """Set the step of the masks. It may be an int64 scalar on the device, which a captured graph reads at each replay."""

@@ -17,12 +17,12 @@ import torch
 
 from onelaunch.device import AUTOCAST_DTYPES
 from onelaunch.engines.contract import Metrics, Monitor, Run, Segment, State
-from onelaunch.engines.eager.captured import HostState, capture
+from onelaunch.engines.eager.captured import CapturedStep
 from onelaunch.engines.eager.dropout import RunDropout
 from onelaunch.engines.eager.loader import Batch, loader_batches
 from onelaunch.engines.eager.process_settings import ProcessSettings
 from onelaunch.engines.eager.torch_optimizer import make_optimizer, optimizer_state, restore_optimizer, set_step_counts
-from onelaunch.errors import OnelaunchError, first_line
+from onelaunch.errors import OnelaunchError
 from onelaunch.optimizers import OPTIMIZERS
 from onelaunch.rng import permutation
 from onelaunch.run.distributed import LostRankError, is_lost_rank, lost_rank_error, world
@@ -37,6 +37,7 @@ WARM_UP_STEPS = 3  # before a capture: libraries allocate their workspaces, opti
 
 class EagerSession:
     auto_precision = "fp32"  # what precision="auto" means
+    follows_model = True
 
     def __init__(self, run: Run, state: Mapping[str, torch.Tensor]) -> None:
         self.run, self.spec, self.model = run, run.spec, run.model
@@ -63,9 +64,11 @@ class EagerSession:
         self.losses, self.rates = torch.empty(2, run.spec.steps_per_epoch, device=run.device)
         self.correct = torch.zeros((), dtype=torch.int64, device=run.device)
         self._batches: Iterator[Batch] = iter(())
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._host_state: HostState | None = None
         self._clock = torch.zeros(2, dtype=torch.int64, device=run.device)
+        self._captured: CapturedStep | None = None
+        if not self._uncaptured_reason:
+            contexts = (self._autocast, self.dropout.leaving_out)
+            self._captured = CapturedStep(run.model, run.loss_function, self.parameters.values, self._clock, contexts)
         self._batch_index = torch.arange(min(run.spec.batch_size, run.spec.rows), device=run.device)
         self._warm_steps = 0
 
@@ -110,6 +113,7 @@ class EagerSession:
         self._begin_epoch(epoch, first_step - epoch_start)
         counts = has_accuracy(spec)
         self.model.train()
+        self._follow_changes()
         self._clock.copy_(torch.tensor([first_step - epoch_start, first_step]))
         reported, step = time.perf_counter(), first_step
         for step in range(first_step, end):
@@ -167,11 +171,10 @@ class EagerSession:
 
     def _any_step(self, step: int) -> None:
         """One step: a replay of the graph if there is one and the batch is full, else operation by operation."""
-        if self._graph is not None and self.spec.rows_of(step) == len(self._batch_index):
-            self._graph.replay()
+        captured = self._captured
+        if captured is not None and captured.is_ready and self.spec.rows_of(step) == len(self._batch_index):
+            captured.replay()
             return
-        if not self._uncaptured_reason and self._host_state is None:
-            self._host_state = HostState(self.model)
         index = step % self.spec.steps_per_epoch
         self.dropout.begin_step(step)
         self._set_rate(self.spec.lr_at(step))
@@ -183,7 +186,8 @@ class EagerSession:
             weights = self.run.weights[rows]
             fraction = weights[part].sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
         try:
-            self._step(rows[part], fraction, self.losses[index])
+            with contextlib.nullcontext() if captured is None else captured.carried():
+                self._step(rows[part], fraction, self.losses[index])
         except LostRankError:
             raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -195,37 +199,45 @@ class EagerSession:
             raise OnelaunchError(f"model failed at step {step}, on a batch of {len(rows)} rows: {reason}") from error
         self._clock.copy_(torch.tensor([index + 1, step + 1]))
         self._warm_steps += 1
-        if self._warm_steps == WARM_UP_STEPS and not self._uncaptured_reason:
-            self._try_capture()
+        if self._warm_steps >= WARM_UP_STEPS and captured is not None and not captured.is_ready:
+            self._try_capture(rows)
 
     def _set_rate(self, rate: float) -> None:
         self.lr.fill_(rate)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr if self.run.device.type == "cuda" else rate
 
-    def _try_capture(self) -> None:
+    def _try_capture(self, rows: torch.Tensor) -> None:
         """Capture the step, so that the next ones are replayed, unless the model does not allow it."""
-        assert self._host_state is not None
-        self._uncaptured_reason = self._host_state.uncapturable_reason()
+        assert self._captured is not None
         if self.scaler is not None and not getattr(self.optimizer, "_step_supports_amp_scaling", False):
             self._uncaptured_reason = f"{self.spec.optimizer} checks the loss scale of fp16 on the host"
-        if not self._uncaptured_reason:
+        else:
             self.optimizer.zero_grad(set_to_none=True)
-            try:
-                self._graph = self._capture()
-            except Exception as error:  # a user's module may do anything that a capture forbids
-                torch.cuda.synchronize(self.run.device)
-                self._uncaptured_reason = f"not captured: {first_line(error)}"
-                if (
-                    self.scaler is not None
-                ):  # it takes gradients that were recorded for unscaled ones, and would not unscale
-                    scaler = torch.amp.GradScaler(self.run.device.type)
-                    scaler.load_state_dict(self.scaler.state_dict())
-                    self.scaler = scaler
+            inputs, target = self._batch(rows)
+            self._capture(inputs, target)
+            self._uncaptured_reason = self._captured.reason
+            if self._uncaptured_reason and self.scaler is not None:
+                # It takes gradients that were recorded for unscaled ones, and would not unscale.
+                scaler = torch.amp.GradScaler(self.run.device.type)
+                scaler.load_state_dict(self.scaler.state_dict())
+                self.scaler = scaler
+        if self._uncaptured_reason:
+            self._captured = None
         self.plan = self._describe()
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        return capture(self._captured_step, self._clock)
+    def _capture(self, inputs: tuple[Any, ...], target: torch.Tensor) -> None:
+        assert self._captured is not None
+        self._captured.capture(self._captured_step, inputs, target)
+
+    def _follow_changes(self) -> None:
+        """Before an epoch: a callback may have changed what the captured step depends on."""
+        if self._captured is not None and self._captured.follow_changes():
+            self._warm_steps = 0
+            self._uncaptured_reason = self._captured.reason
+            if self._uncaptured_reason:
+                self._captured = None
+                self.plan = self._describe()
 
     def _captured_step(self, clock: torch.Tensor) -> None:
         index = clock[:1]
@@ -347,7 +359,8 @@ class EagerSession:
         return torch.autocast(self.run.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
     def close(self) -> None:
-        self._graph = None
+        if self._captured is not None:
+            self._captured.release()
         self.forward = self.model
         self.dropout.release()
         self.optimizer.zero_grad(set_to_none=True)

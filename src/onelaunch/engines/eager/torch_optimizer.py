@@ -9,6 +9,7 @@ from torch import nn
 
 from onelaunch.engines.contract import Run, State
 from onelaunch.optimizers import OPTIMIZERS, TORCH_STATE_NAMES
+from onelaunch.step.capturable_optimizer import begin_momentum
 
 OUR_NAMES = sorted({name for entry in OPTIMIZERS.values() for name in entry.state_names(momentum=1.0)})
 STATE_NAMES = {name: TORCH_STATE_NAMES.get(name, name) for name in OUR_NAMES}  # our name: that of torch.optim
@@ -48,6 +49,8 @@ def restore_optimizer(
             if f"engine.step.{name}" in state:
                 found["step"] = state[f"engine.step.{name}"].to(device).clone()
             optimizer.state[parameter].update(found)
+    if state:
+        begin_momentum(optimizer)  # of parameters that are new in the run
 
 
 def set_step_counts(optimizer: torch.optim.Optimizer, step: int, device: torch.device) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onelaunch.capture import capturing
+from onelaunch.capture.graph import capturing
 from onelaunch.errors import first_line
 
 log = logging.getLogger("onelaunch")

@@ -10,11 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from onelaunch.capture.recorded_call import (
+    MAX_RECORDINGS,
+    RecordedCall,
+    _same,
+    is_fixed,
+    is_number,
+    unrecordable_reason,
+)
 from onelaunch.fuse.backend import changes_inputs
 from onelaunch.fuse.captured import capture_graphs, uncompiled_call
 from onelaunch.fuse.decide import Choice
 from onelaunch.fuse.fuse import FusedCall, fuse
-from onelaunch.recorded_call import MAX_RECORDINGS, RecordedCall, _same, is_fixed, is_number, unrecordable_reason
 
 
 def test_what_stays_in_place() -> None:

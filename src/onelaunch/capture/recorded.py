@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from onelaunch.capture.dependencies import Dependencies
 from onelaunch.kernels.argument_ring import SLOTS, WORDS, copy_arguments, targets_of, write_loss
 
 MAX_RING_BYTES = 2**18  # per argument: above, a copy by the driver is faster than one by a few programs
@@ -56,11 +57,16 @@ class ArgumentRing:
         """Whether these arguments can be read in place: types, shapes and device as recorded, and contiguous."""
         if len(args) != len(self._kinds):
             return False
+        before: tuple[Any, ...] = ()
         for given, (shape, dtype) in zip(args, self._kinds, strict=True):
             if type(given) is not torch.Tensor or given.dtype is not dtype or given.shape != shape:
                 return False
             if given.get_device() != self._index or not given.is_contiguous():
                 return False
+            for other in before:  # one tensor as two arguments is another recording
+                if other is given:
+                    return False
+            before = (*before, given)
         return True
 
     def send(self, args: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -99,9 +105,9 @@ class ArgumentRing:
 class Recorded:
     """A recorded step: its graph, the memory it reads, and the loss it writes."""
 
-    def __init__(self, inputs: list[torch.Tensor], device: torch.device, flags: list[bool]) -> None:
+    def __init__(self, inputs: list[torch.Tensor], device: torch.device, dependencies: Dependencies) -> None:
         self.graph = torch.cuda.CUDAGraph()
-        self.inputs, self.flags = inputs, flags  # `ModelState.flags`
+        self.inputs, self.dependencies = inputs, dependencies
         self.memory: list[object] = []  # the optimizer's tables and state: the recording writes to it
         self.loss = torch.empty(())
         self._copied = 0  # replays whose inputs were copied

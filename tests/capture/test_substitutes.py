@@ -98,7 +98,7 @@ print(compiled(torch.randn(2, 3, 8), nn.Transformer.generate_square_subsequent_m
 
 
 def test_another_version_of_pytorch_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from onelaunch.fuse import substitutes
+    from onelaunch.capture import substitutes
 
     monkeypatch.setattr(torch.compiler, "substitute_in_graph", lambda *args, **kwargs: pytest.fail("substituted"))
     monkeypatch.setattr(substitutes.transformer, "_detect_is_causal_mask", lambda other: False)

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from onelaunch import graph_times
 from onelaunch.kernels.dropout_key import NO_KEY
-from onelaunch.ops import linear_choice
+from onelaunch.ops import graph_times, linear_choice
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from onelaunch.capture import _stream_on, capturing
+from onelaunch.capture.graph import _stream_on, capturing
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_after_a_failure_another_capture_ends_capture_mode(entered, monkeypatch,
     monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *of: pools.append(("release", of)), raising=False)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: "another graph")
     monkeypatch.setattr(torch, "zeros", zeros)
-    monkeypatch.setattr("onelaunch.capture.clear_workspaces", lambda: None)
+    monkeypatch.setattr("onelaunch.capture.graph.clear_workspaces", lambda: None)
     with pytest.raises(ValueError, match="body"), capturing("a graph", stream="a stream", pool="a pool"):
         raise ValueError("body")
     shared = {"stream": "a stream", "capture_error_mode": "thread_local"}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from onelaunch.capture import capturing
+from onelaunch.capture.graph import capturing
 from onelaunch.integers import clamp
 
 TIMED_SECONDS = 2e-3  # GPU time per sample

@@ -1,0 +1,323 @@
+"""What a recording depends on beside its arguments, and whether it may be replayed.
+
+A recording reads nothing of Python again. Dynamo knows what the code of a function has read, and checks it by guards before
+each call of the compiled code. Here the same guards are checked from outside. They say nothing of which tensor is read or where
+its memory is, so the tensors are found by the names that Dynamo has for them, and compared as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from onelaunch.capture.dynamo import compile_by, plain_break, without_dynamo_warnings, without_log_breaks
+
+Contexts = Sequence[Callable[[], contextlib.AbstractContextManager[Any]]]
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
+GONE = (AttributeError, KeyError, IndexError, TypeError)  # what the code has read is not there any more
+# Dynamo may look into what is better not compiled; and a number that changes is a constant of each trace.
+TRACED_TOO: dict[str, Any] = {
+    "allow_rnn": True, "trace_autograd_ops": True, "specialize_float": True,
+    "reorderable_logging_functions": {warnings.warn, print},
+}  # fmt: skip
+RESET = "what torch.compile knows of the step"  # by `torch.compiler.reset`, or as an object that it knew is gone
+# Of Dynamo's guards, the name of what they check; then such names as a person would write them.
+NAME = r"[GL]\['[^']+'\](?:\.\w+|\[[^\]]+\])*"
+ATTRIBUTES = (
+    (rf"dict\(type\(({NAME})\)\.__dict__\)\['(\w+)'\]", r"\1.\2"),
+    (rf"___dict_contains\('(\w+)', ({NAME})\.__dict__\)", r"\2.\1"),
+)
+CLOSURE = rf"({NAME})\.__closure__\[(\d+)\]\.cell_contents"
+PLAIN_NAMES = (
+    (r"G\['___\w+'\]\['(\w+)'\]", r"\1"), (r"G\['__import_(\w+)'\]", r"\1"), (r"_dot_", "."),
+    (r"[GL]\['(\w+)'\]", r"\1"), (r"\._modules\['(\d+)'\]", r"[\1]"),
+    (r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1"), (r"\.__\w+__", ""),
+)  # fmt: skip
+
+
+class NamedInputs:
+    """A compiled graph that knows where its inputs come from: expressions of `L` (local variables) and `G` (global ones)."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        self.is_whole = reason is None or not reason.graph_break
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self.names = [_name(node) for node in placeholders]
+        self.returned = {_name(node) for node in placeholders if not _is_computed_with(node)}
+        self.function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def keeping_names(backend: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend of `torch.compile` whose graphs are `NamedInputs`."""
+
+    def compile(gm: fx.GraphModule, example_inputs: list[Any]) -> NamedInputs:
+        made = NamedInputs(gm)  # the backend may rewrite it
+        made.function = backend(gm, example_inputs)
+        return made
+
+    return compile
+
+
+def _name(placeholder: fx.Node) -> str:
+    source = placeholder.meta["grapharg"].source
+    return source.name if isinstance(source.name, str) else source.name()
+
+
+def plain_name(placeholder: fx.Node) -> str:
+    """An input of a captured graph as a person would write it: `model[3].weight`."""
+    return _plain(_name(placeholder)) if "grapharg" in placeholder.meta else placeholder.name
+
+
+def _plain(name: str) -> str:
+    for expression, words in PLAIN_NAMES:
+        name = re.sub(expression, words, name)
+    return name
+
+
+def _is_computed_with(node: fx.Node) -> bool:
+    """Whether a tensor depends on it: not if it is a number that a layer counts up, and returned to be set again."""
+    if isinstance(node.meta.get("example_value"), torch.Tensor):
+        return True
+    return any(user.op != "output" and _is_computed_with(user) for user in node.users)
+
+
+class Dependencies:
+    """What the code of one call has read, beside its arguments.
+
+    scope: the local variables of the code, with those of functions around it; `args` and `kwargs` are the arguments, and a
+    recording has its own. Tensors on `device` are compared by identity and memory; whatever else the graph reads, such as a
+    number or a tensor on the host, by its value. Raises NameError for numbers that Dynamo draws on the host.
+    """
+
+    def __init__(
+        self, manager: Any, scope: dict[str, Any], variables: dict[str, Any], names: Iterable[str],
+        device: torch.device, contexts: Contexts = (),
+    ) -> None:  # fmt: skip
+        self._manager, self._scope, self._variables, self._contexts = manager, scope, variables, contexts
+        self._check: Callable[[Any], bool] = manager.root.check
+        names = [name for name in names if not _is_argument(name)]
+        read = self._reader(names)
+        found = dict(zip(names, zip(read(scope), read(scope), strict=True), strict=True))
+        self.tensors: dict[str, torch.Tensor] = {
+            name: one for name, (one, same) in found.items()
+            if one is same and isinstance(one, torch.Tensor) and one.device == device
+        }  # fmt: skip
+        self._values = {name: _copy(one) for name, (one, _) in found.items() if name not in self.tensors}
+        self._read_tensors, self._read_values = self._reader(self.tensors), self._reader(self._values)
+        self._known = [*self.tensors.values()]
+        self._placed = [one for one in self._known if has_address(one)]
+        self._addresses = [one.data_ptr() for one in self._placed]
+        self._hooks = [*map(_hooks_in, self._placed)]
+
+    def hold(self) -> bool:
+        """Whether the code would read the same again. This is called before every replay, so it is fast."""
+        if self._manager.cache_entry is None:
+            return False
+        if self._contexts:
+            with self._inside():
+                return self._check(self._scope) and self.reads_same()
+        return self._check(self._scope) and self.reads_same()
+
+    def reads_same(self) -> bool:
+        """Whether the tensors, their memory and hooks, and the values are those that were read."""
+        try:
+            return (
+                all(map(operator.is_, self._read_tensors(self._scope), self._known))
+                and [one.data_ptr() for one in self._placed] == self._addresses
+                and ([*map(_hooks, self._placed)] == self._hooks or [*map(_hooks_in, self._placed)] == self._hooks)
+                and (not self._values or all(map(_is_equal, self._read_values(self._scope), self._values.values())))
+            )
+        except GONE:
+            return False
+
+    def has_its_tensors(self) -> bool:
+        """Whether the tensors that were read are where they were: with others it will not hold again."""
+        try:
+            same = all(map(operator.is_, self._read_tensors(self._scope), self._known))
+        except GONE:
+            return False
+        return same and [one.data_ptr() for one in self._placed] == self._addresses
+
+    def change(self) -> str:
+        """What the code would read differently now, in words; empty if nothing."""
+        if self._manager.cache_entry is None:
+            return RESET
+        with self._inside():
+            checked = self._manager.check_verbose(self._scope)
+        if not checked.result:
+            return self._words(" ".join(checked.verbose_code_parts))
+        return next((self._words(name) for name in self.tensors | self._values if self._differs(name)), "")
+
+    def _differs(self, name: str) -> bool:
+        try:
+            (now,) = self._reader([name])(self._scope)
+        except GONE:
+            return True
+        if name in self._values:
+            return not _is_equal(now, self._values[name])
+        if now is not self.tensors[name] or not has_address(now):
+            return now is not self.tensors[name]
+        index = next(index for index, one in enumerate(self._placed) if one is now)
+        return now.data_ptr() != self._addresses[index] or _hooks_in(now) != self._hooks[index]
+
+    def _inside(self) -> contextlib.ExitStack:
+        stack = contextlib.ExitStack()
+        for context in self._contexts:
+            stack.enter_context(context())
+        return stack
+
+    def _reader(self, names: Iterable[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+        """A function that reads what these names stand for."""
+        variables = {**self._manager.closure_vars, "G": self._variables}
+        return eval(f"lambda L: ({''.join(f'{name}, ' for name in names)})", variables)
+
+    def _words(self, text: str) -> str:
+        """What a guard is about, or a name of Dynamo's: `model[3].factor` of `L['model']._modules['3'].factor == 1.0`."""
+        for expression, words in ATTRIBUTES:
+            text = re.sub(expression, words, text)
+        while closure := re.search(CLOSURE, text):
+            (function,) = self._reader([closure[1]])(self._scope)
+            text = f"G['{function.__code__.co_freevars[int(closure[2])]}']{text[closure.end() :]}"
+        found = re.search(NAME, text)
+        return _plain(found.group()) if found else "a setting of PyTorch"
+
+
+def dependencies_of(
+    compiled: Callable[..., Any], scope: dict[str, Any], device: torch.device, contexts: Contexts = ()
+) -> Dependencies | None:
+    """Of the code that a call with these arguments would run; None where it is not compiled, or not as a whole.
+
+    compiled: what `compile_by` returned for a function and a backend that keeps names. scope: the arguments by their names.
+    """
+    function: FunctionType = _original(compiled)
+    scope = {**scope, **_closure(function)}
+    entry = _entry(function, scope)
+    if entry is None:
+        return None
+    parts = [name for name in entry.code.co_names if name.startswith(("__compiled_fn", "__resume_at"))]
+    graph = _original(function.__globals__.get(parts[0])) if len(parts) == 1 else None
+    if (
+        not isinstance(graph, NamedInputs)
+        or not graph.is_whole
+        or any(name.startswith("random_value") for name in graph.names)
+    ):
+        return None
+    guards = [one for one in entry.guard_manager.code_parts if not one.startswith("___check_type_id")]
+    counters = {name for name in graph.returned if not any(name in guard for guard in guards)}
+    names = [name for name in graph.names if name not in counters]
+    return Dependencies(entry.guard_manager, scope, function.__globals__, names, device, contexts)
+
+
+def is_compiled(compiled: Callable[..., Any], scope: dict[str, Any]) -> bool:
+    """Whether a further call with these arguments would compile nothing: Dynamo has code for it, or has given up."""
+    function: FunctionType = _original(compiled)
+    return not _entries(function) or _entry(function, {**scope, **_closure(function)}) is not None
+
+
+def _entry(function: FunctionType, scope: dict[str, Any]) -> Any:
+    """The code that Dynamo would run."""
+    return next((one for one in _entries(function) if one.guard_manager.check(scope)), None)
+
+
+def _entries(function: FunctionType) -> list[Any]:
+    return torch._dynamo.eval_frame._debug_get_cache_entry_list(function.__code__)
+
+
+class _Traced(Exception):
+    """Dynamo has captured the function: its graph need not run."""
+
+
+class Trace:
+    """Finds the dependencies of a function that is not compiled, or not as a whole. Dynamo reads it, and nothing runs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._traced = self._untraced()
+        self.reason = ""  # why there are none
+
+    def dependencies(self, scope: dict[str, Any], device: torch.device, contexts: Contexts = ()) -> Dependencies | None:
+        """Of a call with these arguments, by their names; None, with `reason` set, where Dynamo cannot tell."""
+        try:
+            with without_log_breaks(), without_dynamo_warnings(), torch._dynamo.config.patch(TRACED_TOO):
+                try:
+                    self._traced(**scope)
+                except torch._dynamo.exc.FailOnRecompileLimitHit:
+                    self._traced = self._untraced()
+                    self._traced(**scope)
+        except _Traced:
+            found = dependencies_of(self._traced, scope, device, contexts)
+            self.reason = "" if found else "random numbers are drawn on the host"
+            return found
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self.reason = plain_break(str(error)) + _place_in(str(error))
+        return None
+
+    def _untraced(self) -> Callable[..., Any]:
+        return compile_by(keeping_names(_stop), self._function, fullgraph=True)
+
+
+def _place_in(message: str) -> str:
+    """` (model.py:14)`: the innermost place in a message of Dynamo's."""
+    places = re.findall(r'File "([^"]+)", line (\d+)', message.partition("from user code")[2])
+    places = [place for place in places if not place[0].startswith(OURS)]
+    return f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
+
+
+def _stop(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def stop(*args: Any) -> Any:
+        raise _Traced
+
+    return stop
+
+
+_hooks = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def has_address(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout is torch.strided and not tensor.is_nested
+    return strided and not (is_traceable_wrapper_subclass(tensor) or is_lazy(tensor))
+
+
+def _is_argument(name: str) -> bool:
+    return name.startswith(("L['args']", "L['kwargs']"))
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def _original(function: Any) -> Any:
+    """The function that Dynamo has wrapped."""
+    while hasattr(function, "_torchdynamo_orig_callable"):
+        function = function._torchdynamo_orig_callable
+    return function
+
+
+def _hooks_in(tensor: torch.Tensor) -> tuple[dict[int, Any] | None, ...]:
+    return tuple(dict(hooks) if hooks else None for hooks in _hooks(tensor))
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _is_equal(value: Any, known: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(known, torch.Tensor):
+        return value.dtype is known.dtype and torch.equal(value, known)
+    return type(value) is type(known) and bool(value == known or (value != value and known != known))
