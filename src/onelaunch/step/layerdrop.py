@@ -1,11 +1,13 @@
 """Models of `transformers` that leave out layers by chance draw a number per layer on the host, also where the chance is 0.
 
 Dynamo ends a graph at each comparison of such a number, and a recording would repeat the decision for ever. Inside
-`no_needless_draws` compiled code does not draw a number that it only compares with a chance of 0.
+`no_needless_draws` compiled code does not draw a number that it only compares with a chance of 0. Whisper, which is such a
+model, also copies its configuration in every pass, which PyTorch 2.11 cannot follow: there it gets a `Configuration`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_draw = torch.rand
+_draw, _deepcopy = torch.rand, copy.deepcopy
 
 
 class Draw:
@@ -30,16 +32,37 @@ def _rand(*args: Any, **kwargs: Any) -> Any:
     return _draw(*args, **kwargs)
 
 
+class Configuration:
+    """A copy of a model's configuration: what is set in it is not set in the other."""
+
+    def __init__(self, copied: Any) -> None:
+        self.copied = copied
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.copied, name)
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+
+def _copy(value: Any, memo: Any = None) -> Any:
+    """`copy.deepcopy`, which gives compiled code a `Configuration` for a configuration."""
+    if torch.compiler.is_dynamo_compiling() and hasattr(value, "get_text_config"):
+        return Configuration(value)
+    return _deepcopy(value, memo)
+
+
 @contextmanager
 def no_needless_draws() -> Iterator[None]:
-    before = torch.rand
+    before, copies = torch.rand, copy.deepcopy
     torch.rand = (
         _rand  # a mode of torch functions would do, but PyTorch 2.11 does not trace it for functions without tensors
     )
+    copy.deepcopy = _copy  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.rand = before
+        torch.rand, copy.deepcopy = before, copies
 
 
 def leaves_out_layers(model: nn.Module) -> bool:

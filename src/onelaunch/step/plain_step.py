@@ -30,6 +30,9 @@ if TYPE_CHECKING:  # it imports Triton, which a machine without a GPU may lack
 log = logging.getLogger("onelaunch")
 MAX_KINDS = 1024  # of inputs that are known to compile; more are undone and run again all the same if they fail
 
+# A program that reads so few tensors is read once more in a fraction of a second, for guards that take half of the time.
+MAX_TRACED = 64
+
 Loss = Callable[[Any, Any], torch.Tensor]
 
 
@@ -171,9 +174,9 @@ class PlainStep:
         scope = self._scope(args, kwargs)
         with self._inside() as contexts:
             found = dependencies_of(self._forward, scope, self.device, contexts) if self.compiles else None
-            if found is None:
+            if found is None or len(found.tensors) <= MAX_TRACED:
                 self._trace = self._trace or Trace(self._forward_and_loss)
-                found = self._trace.dependencies(scope, self.device, contexts)
+                found = self._trace.dependencies(scope, self.device, contexts) or found
         return found
 
     def is_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -122,8 +122,7 @@ class TrainStep:
         if latest is not None and not kwargs:
             ring = latest.ring
             if (
-                ring is not None and ring.takes(args) and self._capturable.ready()
-                and self._plain.callers_autocast() is None and latest.dependencies.hold()
+                ring is not None and ring.takes(args) and self._capturable.ready() and latest.dependencies.hold()
             ):  # fmt: skip
                 return latest.replay_in_place(ring, args)
         check_call(args, kwargs, self.loss is not None)
