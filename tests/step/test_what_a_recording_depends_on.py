@@ -70,13 +70,27 @@ def test_a_change_makes_another_recording(name: str, compile: bool) -> None:
     assert step.reason == ""
 
 
+def set_factor(model: Any, number: int) -> None:
+    model[3].factor = 1.0 - number / 2
+
+
+def freeze(model: Any, number: int) -> None:
+    """As in the training of two networks by turns."""
+    model[0].requires_grad_(number == 0)
+
+
+def evaluate(model: Any, number: int) -> None:
+    model[1].train(number == 0)
+
+
 @pytest.mark.usefixtures("tapes")
-def test_what_comes_back_finds_its_recording() -> None:
+@pytest.mark.parametrize("change", [set_factor, freeze, evaluate])
+def test_what_comes_back_finds_its_recording(change: Callable[[Any, int], None]) -> None:
     model, (data, *_) = network(), batches(1, "cpu")
     step, recordings = taped_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(3):
-        for factor in (1.0, 0.5):
-            model[3].factor = factor
+        for number in range(2):
+            change(model, number)
             for _ in range(4):
                 step(*data)
     assert sorted(one.replays for one in recordings.all()) == [2 + 4 + 4] * 2

@@ -117,6 +117,7 @@ class Dependencies:
             name: one for name, (one, same) in found.items()
             if one is same and isinstance(one, torch.Tensor) and one.device == device
         }  # fmt: skip
+        self._places = {name: self._same_place(name, one) for name, one in self.tensors.items()}
         values = {name: one for name, (one, _) in found.items() if name not in self.tensors}
         # By name: what must be true, as an expression. One expression for all is several times as fast as loops.
         self._parts = {name: self._same_tensor(name, one) for name, one in self.tensors.items()}
@@ -140,7 +141,7 @@ class Dependencies:
 
     def has_its_tensors(self) -> bool:
         """Whether the tensors that were read are still there: with others it will not hold again."""
-        return not any(map(self._differs, self.tensors))
+        return not any(map(self._is_elsewhere, self.tensors))
 
     def change(self) -> str:
         """What the code would read differently now, in words; empty if nothing."""
@@ -153,23 +154,30 @@ class Dependencies:
         return next((self._words(name) for name in self._parts if self._differs(name)), "")
 
     def _differs(self, name: str) -> bool:
+        return not self._is_true(self._parts[name])
+
+    def _is_elsewhere(self, name: str) -> bool:
+        return not self._is_true(self._places[name])
+
+    def _is_true(self, expression: str) -> bool:
         try:
-            return not self._evaluated(f"lambda L: {self._parts[name]}")(self._scope)
+            return bool(self._evaluated(f"lambda L: {expression}")(self._scope))
         except GONE:
-            return True
+            return False
 
     def _same_tensor(self, name: str, tensor: torch.Tensor) -> str:
         """The same object at the same address, frozen or not, with the same hooks."""
         known = self._keep(tensor)
-        parts = [f"{name} is {known}"]
-        if has_address(tensor):
-            parts.append(f"{known}.data_ptr() == {tensor.data_ptr()}")
-        parts.append(f"{'' if tensor.requires_grad else 'not '}{known}.requires_grad")
+        parts = [self._places[name], f"{'' if tensor.requires_grad else 'not '}{known}.requires_grad"]
         if any(hooks := _hooks_of(tensor)):
             parts.append(f"hooks_of({known}) == {self._keep(hooks)}")
         else:
             parts.append(f"not {known}._backward_hooks and not {known}._post_accumulate_grad_hooks")
         return " and ".join(parts)
+
+    def _same_place(self, name: str, tensor: torch.Tensor) -> str:
+        known = self._keep(tensor)
+        return f"{name} is {known}" + (f" and {known}.data_ptr() == {tensor.data_ptr()}" if has_address(tensor) else "")
 
     def _same_value(self, name: str, value: Any) -> str:
         return f"is_equal({name}, {self._keep(value.detach().clone() if isinstance(value, torch.Tensor) else value)})"
