@@ -16,6 +16,7 @@ import onelaunch as ol
 from tests.capture.changing import CHANGES, READS, Average, network
 from tests.conftest import LOSS_TOLERANCE
 from tests.reference import assert_same_course
+from tests.step.loops import plain_losses
 from tests.step.tape import taped_step
 
 pytestmark = [
@@ -66,22 +67,19 @@ def rows(device: str) -> tuple[Tensor, Tensor]:
     return torch.randn(12, 8, generator=generator).to(device), torch.randint(4, (12,), generator=generator).to(device)
 
 
-def plain_losses(model: nn.Module, loss: Loss, change: Change, x: Tensor, y: Tensor) -> list[float]:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+def changed_losses(model: nn.Module, loss: Loss, change: Change, x: Tensor, y: Tensor) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[float] = []
     for number in range(STEPS):
         if number == CHANGED_AT:
             change(model)
-        value = loss(model(x), y)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.item())
+        losses += plain_losses(model, optimizer, [(x, y)], loss=loss)
     return losses
 
 
 def expected_losses(make: Any, name: str, device: str) -> list[float]:
     model, loss, change = make(name)
-    return copy_context().run(plain_losses, model.to(device), loss, change, *rows(device))
+    return copy_context().run(changed_losses, model.to(device), loss, change, *rows(device))
 
 
 @all_cases
@@ -171,9 +169,9 @@ def test_the_table_has_changes_that_matter() -> None:
     """A change that changes no loss would test nothing."""
     for make, name in CASES:
         model, loss, change = make(name)
-        with_change = copy_context().run(plain_losses, model, loss, change, *rows("cpu"))
+        with_change = copy_context().run(changed_losses, model, loss, change, *rows("cpu"))
         model, loss, _ = make(name)
-        without = copy_context().run(plain_losses, model, loss, lambda model: None, *rows("cpu"))
+        without = copy_context().run(changed_losses, model, loss, lambda model: None, *rows("cpu"))
         same = make is replaced_by_forward or _acts_always(name) or name in ("memory of a weight", "a buffer")
         assert (with_change != without) != same, name
 

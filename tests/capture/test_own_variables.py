@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import onelaunch as ol
+from tests.step.loops import plain_losses
 from tests.step.tape import taped_step
 
 pytestmark = [
@@ -140,15 +141,8 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(6, 8), torch.randn(6, 4)
 
 
-def plain_losses(model: nn.Module, loss: Any, steps: int) -> list[float]:
-    (x, y), optimizer, losses = batch(), torch.optim.SGD(model.parameters(), lr=1e-3), []
-    for _ in range(steps):
-        value = loss(model(x), y)
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(value.item())
-    return losses
+def expected_losses(model: nn.Module, loss: Any) -> list[float]:
+    return plain_losses(model, torch.optim.SGD(model.parameters(), lr=1e-3), [batch()] * 5, loss=loss)
 
 
 @makes
@@ -175,7 +169,7 @@ def test_train_step(make: Make, taped: bool, tmp_path: Path, request: pytest.Fix
         request.getfixturevalue("tapes")
     step: Any = taped_step(model, optimizer, code.loss)[0] if taped else ol.train_step(model, code.loss, optimizer)
     losses = [float(step(x, y)) for _ in range(5)]
-    torch.testing.assert_close(losses, plain_losses(other, code.loss, 5), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses, expected_losses(other, code.loss), rtol=1e-5, atol=1e-6)
     assert not step._plain.compilers_failure
     assert not taped or step.reason == ""
 
@@ -184,7 +178,7 @@ def test_train_step(make: Make, taped: bool, tmp_path: Path, request: pytest.Fix
 def test_fit(make: Make, tmp_path: Path) -> None:
     code = make(tmp_path)
     model, (x, y) = code.Net(), batch()
-    expected = plain_losses(copy.deepcopy(model), code.loss, 5)
+    expected = expected_losses(copy.deepcopy(model), code.loss)
     history = ol.fit(model, x, y, epochs=5, batch_size=6, loss=code.loss, optimizer="sgd", lr=1e-3, progress=False)
     torch.testing.assert_close(history.losses, expected, rtol=1e-5, atol=1e-6)
 
