@@ -129,7 +129,7 @@ class Dependencies:
         if self._manager.cache_entry is None:
             return False
         if self._contexts:
-            with self._inside():
+            with inside(self._contexts):
                 return self._holds_inside()
         return self._holds_inside()
 
@@ -147,7 +147,7 @@ class Dependencies:
         """What the code would read differently now, in words; empty if nothing."""
         if self._manager.cache_entry is None:
             return RESET
-        with self._inside():
+        with inside(self._contexts):
             checked = self._manager.check_verbose(self._scope)
         if not checked.result:
             return self._words(" ".join(checked.verbose_code_parts))
@@ -188,12 +188,6 @@ class Dependencies:
         self._known[name] = value
         return name
 
-    def _inside(self) -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        for context in self._contexts:
-            stack.enter_context(context())
-        return stack
-
     def _evaluated(self, expression: str) -> Callable[[dict[str, Any]], Any]:
         """A function of Dynamo's `L`, in whose expressions are Dynamo's names and those that are kept here."""
         variables = {**self._manager.closure_vars, **self._known, "G": self._variables}
@@ -208,6 +202,14 @@ class Dependencies:
             text = f"G['{function.__code__.co_freevars[int(closure[2])]}']{text[closure.end() :]}"
         found = re.search(NAME, text)
         return _plain(found.group()) if found else "a setting of PyTorch"
+
+
+def inside(contexts: Contexts) -> contextlib.ExitStack:
+    """All of these contexts, entered."""
+    stack = contextlib.ExitStack()
+    for context in contexts:
+        stack.enter_context(context())
+    return stack
 
 
 def dependencies_of(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from onelaunch.capture.dependencies import Contexts, Dependencies, Trace, dependencies_of, is_compiled
+from onelaunch.capture.dependencies import Contexts, Dependencies, Trace, dependencies_of, inside, is_compiled
 from onelaunch.capture.dynamo import without_log_breaks
 from onelaunch.capture.graph import clear_workspaces
 from onelaunch.fuse.decide import PROVEN, compiled
@@ -198,9 +198,7 @@ class PlainStep:
             contexts.append(functools.partial(torch.autocast, self.device_type, dtype=dtype, cache_enabled=False))
         if self._draws_needlessly and self.compiles:
             contexts.append(no_needless_draws)
-        with contextlib.ExitStack() as stack:
-            for context in contexts:
-                stack.enter_context(context())
+        with inside(contexts):
             yield contexts
 
     def _scope(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -8,14 +8,14 @@ step. It may be replayed for as long as what the model and the loss have read of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from onelaunch.capture.changes import Changes
-from onelaunch.capture.dependencies import Contexts, Dependencies, Trace
+from onelaunch.capture.dependencies import Contexts, Dependencies, Trace, inside
 from onelaunch.capture.graph import capturing
 from onelaunch.capture.host_draws import no_draws_on_host
 from onelaunch.capture.model_state import ModelState
@@ -99,9 +99,7 @@ class CapturedStep:
         self._graph = self._dependencies = None
 
     def _dependencies_for(self, inputs: tuple[Any, ...], target: torch.Tensor) -> Dependencies | None:
-        with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context())
+        with inside(self._contexts):
             scope = {"args": inputs, "kwargs": {"target": target}}
             return self._trace.dependencies(scope, self._clock.device, self._contexts)
 
