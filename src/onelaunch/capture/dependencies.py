@@ -38,6 +38,9 @@ ATTRIBUTES = (
     (rf"dict\(type\(({NAME})\)\.__dict__\)\['(\w+)'\]", r"\1.\2"),
     (rf"___dict_contains\('(\w+)', ({NAME})\.__dict__\)", r"\2.\1"),
 )
+LAST_LOOKUP = (
+    r"(.+?)(\.\w+|\['[^']*'\]|\[\d+\])"  # an expression that reads an attribute or an item, and what it reads of what
+)
 CLOSURE = rf"({NAME})\.__closure__\[(\d+)\]\.cell_contents"
 PLAIN_NAMES = (
     (r"G\['___\w+'\]\['(\w+)'\]", r"\1"), (r"G\['__import_(\w+)'\]", r"\1"), (r"_dot_", "."),
@@ -119,10 +122,10 @@ class Dependencies:
         }  # fmt: skip
         self._places = {name: self._same_place(name, one) for name, one in self.tensors.items()}
         values = {name: one for name, (one, _) in found.items() if name not in self.tensors}
-        # By name: what must be true, as an expression. One expression for all is several times as fast as loops.
+        # By name: what must be true, as an expression. One function for all is several times as fast as loops.
         self._parts = {name: self._same_tensor(name, one) for name, one in self.tensors.items()}
         self._parts |= {name: self._same_value(name, one) for name, one in values.items()}
-        self._reads_same = self._evaluated(f"lambda L: {' and '.join(self._parts.values()) or True}")
+        self._reads_same: Callable[[dict[str, Any]], bool] = self._defined(self._parts)
 
     def hold(self) -> bool:
         """Whether the code would read the same again. This is called before every replay, so it is fast."""
@@ -167,17 +170,16 @@ class Dependencies:
 
     def _same_tensor(self, name: str, tensor: torch.Tensor) -> str:
         """The same object at the same address, frozen or not, with the same hooks."""
-        known = self._keep(tensor)
-        parts = [self._places[name], f"{'' if tensor.requires_grad else 'not '}{known}.requires_grad"]
+        parts = [self._places[name], f"{'' if tensor.requires_grad else 'not '}t.requires_grad"]
         if any(hooks := _hooks_of(tensor)):
-            parts.append(f"hooks_of({known}) == {self._keep(hooks)}")
-        else:
-            parts.append(f"not {known}._backward_hooks and not {known}._post_accumulate_grad_hooks")
+            parts.append(f"hooks_of(t) == {self._keep(hooks)}")
+        elif tensor.requires_grad:  # no other tensor has any
+            parts.append("not t._backward_hooks and not t._post_accumulate_grad_hooks")
         return " and ".join(parts)
 
     def _same_place(self, name: str, tensor: torch.Tensor) -> str:
-        known = self._keep(tensor)
-        return f"{name} is {known}" + (f" and {known}.data_ptr() == {tensor.data_ptr()}" if has_address(tensor) else "")
+        place = f" and t.data_ptr() == {tensor.data_ptr()}" if has_address(tensor) else ""
+        return f"(t := {name}) is {self._keep(tensor)}{place}"
 
     def _same_value(self, name: str, value: Any) -> str:
         return f"is_equal({name}, {self._keep(value.detach().clone() if isinstance(value, torch.Tensor) else value)})"
@@ -190,8 +192,30 @@ class Dependencies:
 
     def _evaluated(self, expression: str) -> Callable[[dict[str, Any]], Any]:
         """A function of Dynamo's `L`, in whose expressions are Dynamo's names and those that are kept here."""
-        variables = {**self._manager.closure_vars, **self._known, "G": self._variables}
-        return eval(expression, variables)
+        return eval(expression, self._names())
+
+    def _defined(self, parts: dict[str, str]) -> Callable[[dict[str, Any]], bool]:
+        """Whether all parts are true, as one function of `L` that looks up each layer of a model once."""
+        lines: dict[str, str] = {}  # the variable of each expression that others begin with
+
+        def shortened(name: str) -> str:
+            """`v7['weight']`"""
+            if not (found := re.fullmatch(LAST_LOOKUP, name)) or found[1] in ("L", "G"):
+                return name
+            owner, lookup = found.groups()
+            if owner not in lines:
+                short = shortened(owner)  # whose own variables come first
+                lines[owner] = f"v{len(lines)} = {short}"
+            return f"{lines[owner].partition(' ')[0]}{lookup}"
+
+        found = [part.replace(name, shortened(name), 1) for name, part in parts.items()]
+        body = [*lines.values(), f"return {' and '.join(found) or True}"]
+        variables = self._names()
+        exec("\n    ".join(["def reads_same(L):", *body]), variables)
+        return variables["reads_same"]
+
+    def _names(self) -> dict[str, Any]:
+        return {**self._manager.closure_vars, **self._known, "G": self._variables}
 
     def _words(self, text: str) -> str:
         """What a guard is about, or a name of Dynamo's: `model[3].factor` of `L['model']._modules['3'].factor == 1.0`."""
