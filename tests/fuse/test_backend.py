@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from onelaunch.fuse import backend, patterns
@@ -134,26 +134,6 @@ def test_outside_a_graph_small_results_take_no_op_of_ours(
     compiled = torch.compile(forward, backend=lambda gm, inputs: onelaunch(gm, inputs, **options))
     compiled(torch.randn(rows, 16, device="meta"))
     assert found == replaced
-
-
-def test_kernels_are_combined_in_convolutional_networks_of_measured_layers() -> None:
-    def graph(*layers: nn.Module) -> fx.Graph:
-        found: list[fx.Graph] = []
-
-        def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-            found.append(gm.graph)
-            return gm.forward
-
-        torch.compile(nn.Sequential(*layers), backend=keep)(torch.randn(2, 3, 8, 8))
-        return found[0]
-
-    plain = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(True), nn.MaxPool2d(2), nn.AdaptiveAvgPool2d(1), nn.Flatten()
-    assert backend.combines(graph(*plain, nn.Linear(4, 2)))
-    assert not backend.combines(graph(*plain, nn.Linear(4, 2), nn.Sigmoid()))
-    assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.SiLU()))
-    assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.Dropout(0.1)))
-    assert not backend.combines(graph(nn.Conv2d(3, 4, 3), nn.LayerNorm(6)))
-    assert not backend.combines(graph(nn.Flatten(), nn.Linear(192, 3)))
 
 
 def test_no_op_of_ours_runs_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:

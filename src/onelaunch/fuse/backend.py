@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch._functorch.config
-import torch.nn.functional as F
 from torch import fx
 
 from onelaunch.capture.dependencies import plain_name
 from onelaunch.capture.recorded_call import RecordedCall, is_fixed
-from onelaunch.fuse.graph import is_checkpointed_block, name_of, tensor_of
+from onelaunch.fuse.counters import take_counters
+from onelaunch.fuse.graph import is_checkpointed_block, tensor_of
 from onelaunch.fuse.memory import changed_and_used, memory_written_by, storages_of
 from onelaunch.fuse.patterns import BY_NAME, rewrite
 
@@ -31,13 +31,6 @@ RECOMPUTED = {
     "ban_recompute_materialized_backward": False,
 }  # fmt: skip
 SAVES_MEMORY = ("linear_cross_entropy",)
-# Every batch norm counts its batches in a kernel of its own, and autocast casts every weight in one. Inductor can combine
-# kernels that do not depend on each other. H200, ResNet-18 of 32 x 32 pixels, batch 128, bf16: 2,582 -> 2,455 µs per step.
-COMBINED = {"combo_kernels": True}
-MEASURED_LAYERS = {
-    "conv2d", "batch_norm", "relu", "relu_", "max_pool2d", "adaptive_avg_pool2d", "linear", "cross_entropy",
-}  # fmt: skip
-UNCOMBINED = "cat", "rand", "bernoulli"  # parts of the names of functions
 
 
 def onelaunch(
@@ -73,9 +66,9 @@ def onelaunch(
             return cast(Callable[..., Any], torch._dynamo.lookup_backend("aot_eager")(gm, example_inputs))
         return gm.forward
     saves_memory = any(match.pattern.name in SAVES_MEMORY for match in replaced)
-    options = {**(COMBINED if on_cuda and differentiated and combines(gm.graph) else {}), **(options or {})}
+    with_counters = take_counters(gm)
     with torch._functorch.config.patch(RECOMPUTED if saves_memory else {}):
-        function = _inductor(gm, example_inputs, mode, options)
+        function = with_counters(_inductor(gm, example_inputs, mode, options or {}))
     return RecordedCall(function) if may_record else function
 
 
@@ -87,17 +80,6 @@ def _inductor(
 
     patches = {**(list_mode_options(mode) if mode and mode != "default" else {}), **options}
     return cast(Callable[..., Any], compile_fx(gm, example_inputs, config_patches=patches))
-
-
-def combines(graph: fx.Graph) -> bool:
-    """Whether to combine kernels: for convolutional networks of the layers in which it was measured.
-
-    Transformers and mixers gain nothing or lose (BERT 3 %, MLP-Mixer 4 %, ViT 80 %): their kernels are large, and combined they
-    share one tile size. Some combinations of random numbers do not compile.
-    """
-    names = {name_of(node) for node in graph.nodes if node.op in ("call_function", "call_method")}
-    layers = {name for name in names if hasattr(F, name)}
-    return "conv2d" in layers <= MEASURED_LAYERS and not any(word in name for name in names for word in UNCOMBINED)
 
 
 def changes_inputs(graph: fx.Graph, example_inputs: Sequence[Any]) -> bool:
